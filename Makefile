@@ -1,0 +1,152 @@
+# make test | demo | lint | bench | soak | format | clean
+#
+# The first use of any of them creates $(VENV) from constraints.txt and installs the package there: a
+# plain install, never an editable one, renewed whenever a source file has changed. Python is never
+# started from the clone's root, because there `import lightcache` would find a folder without its shm.
+#
+#   PYTHON=python3.12     which interpreter $(VENV) is made with
+#   VENV=..., BUILD=...   other places for the environment and the build products (two clones, two users)
+#   ARGS=...              further arguments for pytest, the demo, or the benchmark
+#   TORCH_ARGS=...        further arguments for installing torch, such as --index-url of the CPU builds
+
+PYTHON ?= python3
+VENV ?= .venv
+BUILD ?= build
+CC ?= cc
+ARGS ?=
+TORCH_ARGS ?=
+SOAK_ROUNDS ?= 20
+BENCHES ?= index recovery
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+venv := $(abspath $(VENV))
+build := $(abspath $(BUILD))
+bin := $(venv)/bin
+pause := $(build)/pause
+sandbox := $(build)/sandbox
+pip := $(bin)/python -m pip --quiet --disable-pip-version-check
+
+shm_c := $(sort $(wildcard shm/native/*.c))
+index_c := $(sort $(wildcard lightcache/native/*.c)) \
+           $(filter-out shm/native/process.c shm/native/%_api.c,$(shm_c))
+headers := $(wildcard shm/native/*.h lightcache/native/*.h)
+# Directories are listed as well: their times change when a file is removed or renamed.
+package_dirs := $(shell find shm kernels lightcache tools -type d -not -name __pycache__ 2>/dev/null)
+python := $(shell find shm kernels lightcache tools -name '*.py' 2>/dev/null)
+
+warn := -std=c11 -O2 -fPIC -fvisibility=hidden -Wall -Wextra -Werror -pthread -D_GNU_SOURCE \
+        -Ishm/native -Ilightcache/native
+
+# The installed package is found from anywhere but the root; PYTHONSAFEPATH (3.11) holds there too.
+export PYTHONSAFEPATH := 1
+export LIGHTCACHE_TEST_BUILD := $(pause)
+unexport PYTHONPATH
+
+.PHONY: help test demo lint bench soak format install pause venv clean distclean lint-python lint-types lint-c
+
+help:
+	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
+
+# ---- set-up, once ----
+
+requirements := setuptools wheel numpy xxhash posix_ipc click rich prometheus_client \
+                pytest pytest-timeout hypothesis lmdb ruff mypy
+
+$(venv)/.requirements: constraints.txt
+	@echo "creating $(venv)"
+	$(PYTHON) -m venv $(venv)
+	$(pip) install -c constraints.txt pip
+	$(pip) install -c constraints.txt $(TORCH_ARGS) torch
+	$(pip) install -c constraints.txt $(requirements)
+	@touch $@
+
+venv: $(venv)/.requirements
+
+# ---- the package, renewed when a source changes ----
+
+# Build folders are named through an extra configuration file, so that two makes with different BUILD
+# never meet, and emptied first: setuptools would install what is left of a removed module.
+$(venv)/.installed: $(venv)/.requirements setup.cfg setup.py pyproject.toml MANIFEST.in README.md \
+                    $(shm_c) $(index_c) $(headers) $(python) $(package_dirs)
+	@rm -rf $(build)/package && mkdir -p $(build)/package $(sandbox)
+	@printf '[build]\nbuild_base = %s\n[egg_info]\negg_base = %s\n' \
+	    $(build)/package $(build)/package > $(build)/package/dist.cfg
+	@touch $(build)/package/started
+	DIST_EXTRA_CONFIG=$(build)/package/dist.cfg LIGHTCACHE_WERROR=1 \
+	    $(pip) install --no-build-isolation --no-deps --force-reinstall .
+	@touch -r $(build)/package/started $@
+
+install: $(venv)/.installed
+
+# ---- the same libraries with pause points, for the tests ----
+
+pause_flags := $(filter-out -O2,$(warn)) -O1 -g -shared -DLC_PAUSE_POINTS
+
+$(pause)/_shm.so: $(shm_c) $(headers)
+	@mkdir -p $(@D)
+	$(CC) $(pause_flags) -o $@ $(shm_c)
+
+$(pause)/_index.so: $(index_c) $(headers)
+	@mkdir -p $(@D)
+	$(CC) $(pause_flags) -o $@ $(index_c)
+
+pause: $(pause)/_shm.so $(pause)/_index.so
+
+# ---- what people run ----
+
+test: install pause
+	cd tests && $(bin)/python -m pytest $(ARGS)
+
+demo: install
+	cd examples && $(bin)/python two_processes.py $(ARGS)
+
+bench: install
+	@cd $(sandbox) && for name in $(BENCHES); do $(bin)/lightcache bench $$name $(ARGS); done
+
+# Each round has seeds of its own; the round is printed first, so that it can be run again alone.
+soak: install pause
+	@cd tests && for round in $$(seq 1 $(SOAK_ROUNDS)); do \
+	    echo "soak: LIGHTCACHE_TEST_SEED=$$round"; \
+	    LIGHTCACHE_TEST_SEED=$$round $(bin)/python -m pytest -q -m "stress or crash or slow" \
+	        --timeout 1200 $(ARGS); \
+	done
+
+lint: lint-python lint-types lint-c
+
+lint-python: $(venv)/.requirements
+	$(bin)/ruff check --no-cache .
+	$(bin)/ruff format --no-cache --check .
+
+# From an empty folder and by package name: what is checked is what was installed.
+lint-types: install
+	cd $(sandbox) && $(bin)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(build)/mypy \
+	    -p lightcache
+
+lint-c:
+	@mkdir -p $(build)
+	@compilers=gcc; \
+	if command -v clang >/dev/null; then compilers="gcc clang"; \
+	elif [ "$${CI:-}" = true ]; then echo "lint: clang is missing" >&2; exit 1; \
+	else echo "lint: no clang here, so only gcc looks at the C core"; fi; \
+	for compiler in $$compilers; do \
+	    for source in $(sort $(shm_c) $(index_c)); do \
+	        $$compiler $(warn) -c $$source -o $(build)/lint.o; \
+	        $$compiler $(warn) -DLC_PAUSE_POINTS -c $$source -o $(build)/lint.o; \
+	    done; \
+	    echo "$$compiler: $(words $(sort $(shm_c) $(index_c))) files without a warning"; \
+	done
+
+format: $(venv)/.requirements
+	$(bin)/ruff check --no-cache --fix .
+	$(bin)/ruff format --no-cache .
+
+clean:
+	rm -rf $(build) dist *.egg-info $(venv)/.installed tests/.hypothesis .ruff_cache .mypy_cache
+	find . -path ./.git -prune -o -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
+
+distclean: clean
+	rm -rf $(venv)

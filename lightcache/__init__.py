@@ -1,0 +1,70 @@
+"""lightcache: one KV cache for all the processes of a node, in shared memory.
+
+    cache = lightcache.Cache.open("llama", size="64GiB", page_bytes=8 << 20,
+                                  page_tokens=64, fingerprint="llama-3-8b/bf16/64")
+
+`Cache` is a page index plus a pool of host memory. `PageIndex` alone makes a tier of any medium.
+Everything that goes wrong is a `LightcacheError` that says what to do.
+"""
+
+from lightcache.cache import Cache
+from lightcache.errors import (
+    Abandoned,
+    CacheCorrupted,
+    ConfigError,
+    Detached,
+    InUse,
+    LayoutMismatch,
+    LeaseLost,
+    LightcacheError,
+    LockTimeout,
+    NoSpace,
+    NotReady,
+    OutOfPages,
+    PermissionDenied,
+    StorageError,
+    TransferFailed,
+    WaitTimeout,
+)
+from lightcache.leases import Lease, LeaseBatch
+from lightcache.namespaces import Namespace
+from lightcache.page_index import PageIndex
+from lightcache.pool import HostPool
+from lightcache.reservations import Reservation, Shard
+from lightcache.snapshot import CheckReport, IndexStats
+from lightcache.tickets import ClientId, Ticket, TicketStatus
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Abandoned",
+    "Cache",
+    "CacheCorrupted",
+    "CheckReport",
+    "ClientId",
+    "ConfigError",
+    "Detached",
+    "HostPool",
+    "InUse",
+    "IndexStats",
+    "LayoutMismatch",
+    "Lease",
+    "LeaseBatch",
+    "LeaseLost",
+    "LightcacheError",
+    "LockTimeout",
+    "Namespace",
+    "NoSpace",
+    "NotReady",
+    "OutOfPages",
+    "PageIndex",
+    "PermissionDenied",
+    "Reservation",
+    "Shard",
+    "StorageError",
+    "Ticket",
+    "TicketStatus",
+    "TransferFailed",
+    "WaitTimeout",
+    "__version__",
+]

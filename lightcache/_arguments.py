@@ -1,0 +1,105 @@
+"""Arguments on their way to C: checked, and turned into addresses at the least cost.
+
+`(c_char * 1).from_buffer(array)` is the cheapest address of a writable array that keeps the array
+alive (0.2 us; `array.ctypes` costs a microsecond and more).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lightcache.errors import ConfigError
+
+Keys = npt.NDArray[np.uint64]  # shape (n, 2): low and high word of each page's digest
+Offsets = npt.NDArray[np.int64]  # shape (requests + 1,): request i is keys[offsets[i]:offsets[i+1]]
+Pages = npt.NDArray[np.int32]  # shape (n,): page numbers
+
+_U64 = np.dtype(np.uint64)
+_I64 = np.dtype(np.int64)
+_Bytes0 = ctypes.c_char * 0
+_MAX_KEYS = 1 << 30
+
+
+def address(array: Any) -> Any:
+    """Something ctypes passes as the address of this array's data, valid while it lives."""
+    try:
+        return _Bytes0.from_buffer(array)
+    except TypeError:  # read-only: the core does not write to it either
+        return ctypes.c_void_p(array.ctypes.data)
+
+
+def keys(array: Any) -> tuple[Any, int]:
+    """(address, n) of page keys.
+
+    Raises:
+        ConfigError: not a C-contiguous uint64 array of shape (n, 2).
+    """
+    try:
+        if array.dtype is _U64 and array.shape[1] == 2 and array.ndim == 2:
+            return _Bytes0.from_buffer(array), len(array)
+    except (AttributeError, IndexError, TypeError):
+        pass  # said in full below
+    return _keys_slowly(array)
+
+
+def _keys_slowly(array: Any) -> tuple[Any, int]:
+    if not isinstance(array, np.ndarray):
+        raise ConfigError(
+            f"keys: expected a uint64 array of shape (n, 2), found {type(array).__name__}; "
+            "make it with hash_pages"
+        )
+    if array.dtype != _U64 or array.ndim != 2 or array.shape[1] != 2:
+        raise ConfigError(
+            f"keys: expected a uint64 array of shape (n, 2), found {array.dtype} "
+            f"{array.shape}; make it with hash_pages"
+        )
+    if not array.flags.c_contiguous:
+        raise ConfigError(
+            "keys: expected a C-contiguous array, found a strided view; pass "
+            "numpy.ascontiguousarray(keys)"
+        )
+    if len(array) > _MAX_KEYS:
+        raise ConfigError(f"keys: {len(array)} are more than a call takes ({_MAX_KEYS})")
+    return address(array), len(array)
+
+
+def offsets(array: Any, key_count: int) -> Offsets:
+    """Offsets of many requests, checked: ascending from 0 to the number of keys.
+
+    Raises:
+        ConfigError: wrong shape or dtype, or not ascending, or not ending at the last key.
+    """
+    try:
+        found = np.ascontiguousarray(array)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"offsets: expected int64 of shape (requests + 1,): {error}") from None
+    if found.ndim != 1 or len(found) < 1 or found.dtype.kind not in "iu":
+        raise ConfigError(
+            "offsets: expected integers of shape (requests + 1,), found "
+            f"{found.dtype} {found.shape}"
+        )
+    found = found.astype(_I64, copy=False)
+    if found[0] != 0 or found[-1] != key_count or (np.diff(found) < 0).any():
+        raise ConfigError(
+            f"offsets: expected to ascend from 0 to the number of keys ({key_count}), found "
+            f"{found[0]} to {found[-1]}"
+            + (", descending in between" if (np.diff(found) < 0).any() else "")
+        )
+    return found
+
+
+def count(value: Any, what: str, low: int, high: int) -> int:
+    """An integer within [low, high].
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise ConfigError(f"{what}: expected an integer, found {value!r}")
+    if not low <= value <= high:
+        raise ConfigError(f"{what}: expected {low} to {high}, found {value}")
+    return int(value)

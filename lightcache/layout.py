@@ -1,0 +1,346 @@
+"""The records of a page index, declared once more for Python and compared with the C core at load.
+
+The C side, with what each field means and who may change it, is `lightcache/native/index.h`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from enum import IntEnum
+
+NIL = 0xFFFFFFFF
+CHUNK_PAGES = 62
+SHARDS = 64
+NAMESPACES = 256
+LEVELS = 8
+DIGITS = 64
+LISTS = LEVELS * DIGITS + 1
+DOOMED_LIST = LEVELS * DIGITS
+CHAIN_MAX = 32
+
+
+class PageState(IntEnum):
+    """Of a page. FREE -> WRITING -> READY -> EVICTING -> FREE; WRITING, READY -> DOOMED -> FREE."""
+
+    FREE = 0
+    WRITING = 1
+    READY = 2
+    EVICTING = 3
+    DOOMED = 4
+
+
+STATE_MASK = 0xF
+UNWRITTEN = 0x10
+NAMESPACE_SHIFT = 8
+RESERVATION_SHIFT = 16
+
+
+class KeyStatus(IntEnum):
+    """What became of one key of a reserve."""
+
+    UNKNOWN = 0
+    PRESENT = 1
+    BUSY = 2
+    NEW = 3
+    NO_ROOM = 4
+
+
+class Operation(IntEnum):
+    """What the holder of the lock is doing, for people."""
+
+    NONE = 0
+    RESERVE = 1
+    ABANDON = 2
+    EVICT = 3
+    CLEAR = 4
+    REAP = 5
+    TICKET = 6
+    ADOPT = 7
+    CHECK = 8
+    REPAIR = 9
+    GROW = 10
+    NAMESPACE = 11
+    COLLECT = 12
+
+
+class Link(ctypes.Structure):
+    """Neighbours on a list."""
+
+    _fields_ = [("prev", ctypes.c_uint32), ("next", ctypes.c_uint32)]
+
+
+class PageList(ctypes.Structure):
+    """The head of such a list."""
+
+    _fields_ = [
+        ("count", ctypes.c_uint32),
+        ("first", ctypes.c_uint32),
+        ("last", ctypes.c_uint32),
+    ]
+
+
+class PageRecord(ctypes.Structure):
+    """A page: 64 bytes. `word` holds state, flags, namespace and reservation."""
+
+    _fields_ = [
+        ("lo", ctypes.c_uint64),
+        ("hi", ctypes.c_uint64),
+        ("pins", ctypes.c_uint64),
+        ("used", ctypes.c_uint64),
+        ("gen", ctypes.c_uint32),
+        ("word", ctypes.c_uint32),
+        ("next", ctypes.c_uint32),
+        ("queue", Link),
+        ("parent", ctypes.c_uint32),
+        ("parent_gen", ctypes.c_uint32),
+        ("children", ctypes.c_uint32),
+    ]
+
+
+class ChunkRecord(ctypes.Structure):
+    """62 pages of a reservation's or ticket's list."""
+
+    _fields_ = [
+        ("next", ctypes.c_uint32),
+        ("count", ctypes.c_uint32),
+        ("page", ctypes.c_uint32 * CHUNK_PAGES),
+    ]
+
+
+class ReservationRecord(ctypes.Structure):
+    """Pages being written, and who owes which shard."""
+
+    _fields_ = [
+        ("gen", ctypes.c_uint32),
+        ("state", ctypes.c_uint32),
+        ("owner", ctypes.c_uint32),
+        ("owner_epoch", ctypes.c_uint32),
+        ("shards", ctypes.c_uint32),
+        ("next_free", ctypes.c_uint32),
+        ("pages", PageList),
+        ("ns", ctypes.c_uint32),
+        ("pad", ctypes.c_uint32 * 6),
+        ("shard", ctypes.c_uint32 * SHARDS),
+    ]
+
+
+class TicketRecord(ctypes.Structure):
+    """Pins on their way from one client to others."""
+
+    _fields_ = [
+        ("gen", ctypes.c_uint32),
+        ("state", ctypes.c_uint32),
+        ("giver", ctypes.c_uint32),
+        ("giver_epoch", ctypes.c_uint32),
+        ("deadline_ns", ctypes.c_uint64),
+        ("pages", PageList),
+        ("total", ctypes.c_uint32),
+        ("reservation", ctypes.c_uint32),
+        ("reservation_gen", ctypes.c_uint32),
+        ("adopters", ctypes.c_uint32 * 2),
+        ("adopted", ctypes.c_uint32 * 2),
+        ("done", ctypes.c_uint32 * 2),
+        ("failed", ctypes.c_uint32 * 2),
+        ("pad", ctypes.c_uint32 * 12),
+    ]
+
+
+class NamespaceRecord(ctypes.Structure):
+    """Weights version and tenant; keys are seeded with both."""
+
+    _fields_ = [
+        ("epoch", ctypes.c_uint32),
+        ("state", ctypes.c_uint32),
+        ("pages", ctypes.c_uint32),
+        ("quota", ctypes.c_uint32),
+        ("cursor", ctypes.c_uint32),
+        ("pad", ctypes.c_uint32 * 3),
+        ("weights", ctypes.c_char * 48),
+        ("tenant", ctypes.c_char * 48),
+    ]
+
+
+class RootRecord(ctypes.Structure):
+    """Totals, queue and clock of an index."""
+
+    _fields_ = [
+        ("pages", ctypes.c_uint64),
+        ("buckets", ctypes.c_uint64),
+        ("reservations", ctypes.c_uint64),
+        ("tickets", ctypes.c_uint64),
+        ("chunks", ctypes.c_uint64),
+        ("index_bytes", ctypes.c_uint64),
+        ("pad0", ctypes.c_uint8 * 16),
+        ("free_head", ctypes.c_uint32),
+        ("free_count", ctypes.c_uint32),
+        ("fresh", ctypes.c_uint32),
+        ("grown", ctypes.c_uint32),
+        ("named", ctypes.c_uint32),
+        ("writing", ctypes.c_uint32),
+        ("doomed", ctypes.c_uint32),
+        ("chunk_head", ctypes.c_uint32),
+        ("chunk_fresh", ctypes.c_uint32),
+        ("chunk_used", ctypes.c_uint32),
+        ("res_head", ctypes.c_uint32),
+        ("res_fresh", ctypes.c_uint32),
+        ("res_used", ctypes.c_uint32),
+        ("ticket_used", ctypes.c_uint32),
+        ("clearing", ctypes.c_uint32),
+        ("queued", ctypes.c_uint32),
+        ("now", ctypes.c_uint32 * 2),
+        ("occupied", ctypes.c_uint32 * (LEVELS * 2)),
+        ("repairing", ctypes.c_uint32),
+        ("pad1", ctypes.c_uint32 * 13),
+        ("clock", ctypes.c_uint64),
+        ("pad2", ctypes.c_uint8 * 56),
+        ("event", ctypes.c_uint32),
+        ("pad3", ctypes.c_uint8 * 60),
+        ("completed", ctypes.c_uint64 * 16),
+    ]
+
+
+class Geometry(ctypes.Structure):
+    """Where everything lies, as byte offsets in the segment."""
+
+    _fields_ = [
+        ("pages", ctypes.c_uint64),
+        ("buckets", ctypes.c_uint64),
+        ("reservations", ctypes.c_uint64),
+        ("tickets", ctypes.c_uint64),
+        ("chunks", ctypes.c_uint64),
+        ("root", ctypes.c_uint64),
+        ("heads", ctypes.c_uint64),
+        ("namespaces", ctypes.c_uint64),
+        ("reservation", ctypes.c_uint64),
+        ("ticket", ctypes.c_uint64),
+        ("chunk", ctypes.c_uint64),
+        ("bucket", ctypes.c_uint64),
+        ("page", ctypes.c_uint64),
+        ("rows", ctypes.c_uint64),
+        ("row_stride", ctypes.c_uint64),
+        ("end", ctypes.c_uint64),
+    ]
+
+
+class LeaseHeader(ctypes.Structure):
+    """Begins a lease's buffer in the process's own memory."""
+
+    _fields_ = [
+        ("held", ctypes.c_uint32),
+        ("capacity", ctypes.c_uint32),
+    ]
+
+
+class ReserveProgress(ctypes.Structure):
+    """How far one reserve has come; also in the process's own memory."""
+
+    _fields_ = [
+        ("rid", ctypes.c_uint32),
+        ("gen", ctypes.c_uint32),
+        ("cursor", ctypes.c_uint32),
+        ("pinned", ctypes.c_uint32),
+        ("made", ctypes.c_uint32),
+        ("shards", ctypes.c_uint32),
+        ("ns", ctypes.c_uint32),
+        ("stopped", ctypes.c_uint32),
+        ("wanted", ctypes.c_uint32),
+        ("reason", ctypes.c_uint32),
+    ]
+
+
+class TicketRef(ctypes.Structure):
+    """The 16 bytes of a ticket that travel."""
+
+    _fields_ = [
+        ("index", ctypes.c_uint32),
+        ("gen", ctypes.c_uint32),
+        ("cache", ctypes.c_uint64),
+    ]
+
+
+class TicketStatusRecord(ctypes.Structure):
+    """Where a ticket stands: sets of client slots, one bit each."""
+
+    _fields_ = [
+        ("adopters", ctypes.c_uint64),
+        ("adopted", ctypes.c_uint64),
+        ("done", ctypes.c_uint64),
+        ("failed", ctypes.c_uint64),
+        ("late", ctypes.c_uint32),
+        ("open", ctypes.c_uint32),
+    ]
+
+
+class Counts(ctypes.Structure):
+    """Totals, each read once."""
+
+    _fields_ = [
+        ("pages", ctypes.c_uint32),
+        ("grown", ctypes.c_uint32),
+        ("fresh", ctypes.c_uint32),
+        ("free", ctypes.c_uint32),
+        ("named", ctypes.c_uint32),
+        ("writing", ctypes.c_uint32),
+        ("doomed", ctypes.c_uint32),
+        ("queued", ctypes.c_uint32),
+        ("reservations", ctypes.c_uint32),
+        ("tickets", ctypes.c_uint32),
+        ("chunks", ctypes.c_uint32),
+        ("namespaces_clearing", ctypes.c_uint32),
+        ("clock", ctypes.c_uint64),
+    ]
+
+
+class Report(ctypes.Structure):
+    """What `check` found."""
+
+    _fields_ = [
+        ("broken", ctypes.c_int32),
+        ("page", ctypes.c_uint32),
+        ("other", ctypes.c_uint32),
+        ("free", ctypes.c_uint32),
+        ("named", ctypes.c_uint32),
+        ("writing", ctypes.c_uint32),
+        ("ready", ctypes.c_uint32),
+        ("doomed", ctypes.c_uint32),
+        ("queued", ctypes.c_uint32),
+        ("pins", ctypes.c_uint32),
+        ("message", ctypes.c_char * 208),
+    ]
+
+
+assert ctypes.sizeof(PageRecord) == 64
+assert ctypes.sizeof(ChunkRecord) == 256
+assert ctypes.sizeof(ReservationRecord) == 320
+assert ctypes.sizeof(TicketRecord) == 128
+assert ctypes.sizeof(NamespaceRecord) == 128
+
+STRUCTURES: Mapping[str, type[ctypes.Structure]] = {
+    "lc_link": Link,
+    "lci_list": PageList,
+    "lci_page": PageRecord,
+    "lci_chunk": ChunkRecord,
+    "lci_reservation": ReservationRecord,
+    "lci_ticket": TicketRecord,
+    "lci_namespace": NamespaceRecord,
+    "lci_root": RootRecord,
+    "lci_geometry": Geometry,
+    "lci_lease": LeaseHeader,
+    "lci_reserve_op": ReserveProgress,
+    "lci_ticket_ref": TicketRef,
+    "lci_ticket_status": TicketStatusRecord,
+    "lci_counts": Counts,
+    "lci_report": Report,
+}
+
+CONSTANTS: Mapping[str, int] = {
+    "LCI_CHUNK_PAGES": CHUNK_PAGES,
+    "LCI_SHARDS": SHARDS,
+    "LCI_NAMESPACES": NAMESPACES,
+    "LCI_LEVELS": LEVELS,
+    "LCI_DIGITS": DIGITS,
+    "LCI_LISTS": LISTS,
+    "LC_CHAIN_MAX": CHAIN_MAX,
+    "LC_NIL": NIL,
+}

@@ -1,0 +1,188 @@
+"""Leases: pages that this client pins. While one is held, its pages keep their bytes."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lightcache import layout
+from lightcache.errors import LeaseLost
+from lightcache.shm.codes import Code, check
+
+if TYPE_CHECKING:
+    from lightcache._arguments import Pages
+    from lightcache.page_index import PageIndex
+    from lightcache.tickets import ClientId, Ticket
+
+HEADER_BYTES = ctypes.sizeof(layout.LeaseHeader)
+_Address = ctypes.c_char * 0
+
+
+class Lease:
+    """Pinned pages, in the order of the keys that were asked for. Leave its `with`, or release it.
+
+    The object is made before the call that pins, and holds what the core wrote into its buffer: an
+    interrupt at any point leaks nothing, and dropping the last reference releases too.
+    """
+
+    __slots__ = ("__weakref__", "_buffer", "_index", "_pages", "_released", "_where")
+
+    def __init__(self, index: PageIndex, capacity: int) -> None:
+        """For PageIndex: an empty lease with room for `capacity` pages and their generations."""
+        self._released = False
+        self._index = index
+        self._buffer = bytearray(HEADER_BYTES + 8 * capacity)
+        self._where = _Address.from_buffer(self._buffer)
+        self._pages: Pages | None = None
+
+    @property
+    def pages(self) -> Pages:
+        """The pages, int32 of shape (n,), read-only.
+
+        Raises:
+            LeaseLost: released already.
+        """
+        if self._released:
+            raise LeaseLost("this lease was released, its pages may hold something else by now")
+        if self._pages is None:
+            held = int.from_bytes(self._buffer[:4], "little")
+            pages = np.frombuffer(self._buffer, np.int32, held, HEADER_BYTES)
+            pages.flags.writeable = False
+            self._pages = pages
+        return self._pages
+
+    def __len__(self) -> int:
+        """Number of pages; 0 after release."""
+        return int.from_bytes(self._buffer[:4], "little")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in these pages.
+
+        Raises:
+            ConfigError: the cache was not told its `page_tokens`.
+        """
+        return len(self) * self._index.page_tokens
+
+    def release(self) -> None:
+        """Unpin. Does not block, takes no lock; 1 to 2 ns a page.
+
+        Raises:
+            LeaseLost: released already.
+            Detached: closed, or a forked child.
+        """
+        if self._released:
+            raise LeaseLost("this lease was released before; release it once")
+        self._released = True
+        code = self._index._release(self._index._handle, self._where)
+        if code != 0:
+            check(code, "release a lease")
+
+    def ticket(self, adopters: list[ClientId], *, timeout: float = 60.0) -> Ticket:
+        """Pin the same pages for others, who `adopt` the ticket's 16 bytes. See `Ticket`.
+
+        Args:
+            adopters: who may adopt, each once; see `PageIndex.client_id`.
+            timeout: seconds until adopting ends.
+        """
+        return self._index._give_ticket(self.pages, None, adopters, timeout)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if not self._released:
+            self._let_go()
+
+    def __del__(self) -> None:
+        # getattr: an interrupt may come before __init__ has set it.
+        if not getattr(self, "_released", True):
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Release without a word when there is nothing left to release: closed, forked."""
+        self._released = True
+        code = self._index._release(self._index._handle, self._where)
+        if code not in (Code.OK, Code.FORKED, Code.CLOSED):
+            check(code, "release a lease")
+
+    def __repr__(self) -> str:
+        return f"<Lease {'released' if self._released else f'{len(self)} pages'}>"
+
+
+class LeaseBatch:
+    """The leases of many requests, matched in one call. Released together, or split."""
+
+    def __init__(self, lease: Lease, counts: Pages) -> None:
+        """For PageIndex."""
+        self._lease = lease
+        self.counts = counts
+        """Pages of each request, int32 of shape (requests,)."""
+
+    @property
+    def pages(self) -> Pages:
+        """All pages, one request behind the other."""
+        return self._lease.pages
+
+    def __len__(self) -> int:
+        """Number of requests."""
+        return len(self.counts)
+
+    def __getitem__(self, request: int) -> Pages:
+        """The pages of one request."""
+        ends = np.cumsum(self.counts)
+        return self.pages[ends[request] - self.counts[request] : ends[request]]
+
+    def __iter__(self) -> Iterator[Pages]:
+        return (self[i] for i in range(len(self)))
+
+    def split(self) -> list[Lease]:
+        """One lease for each request, each to be released on its own; this batch is empty then.
+
+        Raises:
+            LeaseLost: released already.
+        """
+        pages = self.pages
+        parts = []
+        at = 0
+        for count in self.counts:
+            part = Lease(self._lease._index, int(count))
+            _fill(part, pages[at : at + count])
+            parts.append(part)
+            at += int(count)
+        # The pins change hands here: nothing above pins, nothing below can fail.
+        _empty(self._lease)
+        return parts
+
+    def release(self) -> None:
+        """Release all of them. Raises LeaseLost when that was done before."""
+        self._lease.release()
+
+    def __enter__(self) -> LeaseBatch:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._lease.__exit__(None, None, None)
+
+
+def _fill(lease: Lease, pages: Pages) -> None:
+    data = pages.tobytes()
+    lease._buffer[HEADER_BYTES : HEADER_BYTES + len(data)] = data
+    lease._buffer[:4] = len(pages).to_bytes(4, "little")
+
+
+def _empty(lease: Lease) -> None:
+    lease._buffer[:4] = bytes(4)
+    lease._released = True
+
+
+__all__ = ["Lease", "LeaseBatch"]

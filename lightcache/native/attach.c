@@ -1,0 +1,234 @@
+/* Geometry, formatting, handles, namespaces: what happens once. */
+#include "index.h"
+
+#include <stdlib.h>
+
+static uint64_t up(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
+
+static uint64_t power_above(uint64_t n) {
+    uint64_t p = 64;
+    while (p < n) p *= 2;
+    return p;
+}
+
+static uint64_t between(uint64_t low, uint64_t n, uint64_t high) {
+    return n < low ? low : n > high ? high : n;
+}
+
+/* Where everything lies in an index of so many pages. A pure function: both sides of an attach
+ * compute it and nothing of it is believed from the segment. */
+LC_API int lci_geometry_of(uint64_t pages, lci_geometry *g) {
+    if (pages < 1 || pages > UINT64_C(1) << 30) return LC_E_RANGE;
+    uint64_t at = LCS_PAYLOAD_OFFSET;
+    g->pages = pages;
+    g->buckets = power_above(pages + pages / 2);
+    g->reservations = between(64, pages, 1024);
+    g->tickets = between(64, pages, 256);
+    g->chunks = 512 + (pages + pages / 4) / LCI_CHUNK_PAGES;
+    g->root = at;
+    at += up(sizeof(lci_root), 4096);
+    g->heads = at;
+    at = up(at + LCI_LISTS * sizeof(lc_link), 64);
+    g->namespaces = at;
+    at += LCI_NAMESPACES * sizeof(lci_namespace);
+    g->reservation = at;
+    at += g->reservations * sizeof(lci_reservation);
+    g->ticket = at;
+    at += g->tickets * sizeof(lci_ticket);
+    g->chunk = at = up(at, 256);
+    at += g->chunks * sizeof(lci_chunk);
+    g->bucket = at;
+    at = up(at + g->buckets * 4, 4096);
+    g->page = at;
+    at += pages * sizeof(lci_page);
+    g->rows = at;
+    g->row_stride = up(pages, 32); /* counts of two clients never share a word, nor a line */
+    g->end = up(at + LCS_SLOTS * g->row_stride * 2, 4096);
+    return LC_OK;
+}
+
+static void point(lci_handle *h, uint8_t *base, const lci_geometry *g) {
+    h->geometry = *g;
+    h->root = (lci_root *)(base + g->root);
+    h->ns = (lci_namespace *)(base + g->namespaces);
+    h->res = (lci_reservation *)(base + g->reservation);
+    h->tickets = (lci_ticket *)(base + g->ticket);
+    h->chunks = (lci_chunk *)(base + g->chunk);
+    h->pages = (lci_page *)(base + g->page);
+    h->rows = (_Atomic uint16_t *)(base + g->rows);
+    h->row_stride = g->row_stride;
+    h->page_count = (uint32_t)g->pages;
+    h->res_count = (uint32_t)g->reservations;
+    h->ticket_count = (uint32_t)g->tickets;
+    h->chunk_count = (uint32_t)g->chunks;
+    h->dict = (lc_dict){.records = base + g->page,
+                        .stride = sizeof(lci_page),
+                        .nodes = (uint32_t)g->pages,
+                        .buckets = (_Atomic uint32_t *)(base + g->bucket),
+                        .mask = (uint32_t)g->buckets - 1};
+    h->lists = (lc_lists){.links = base + g->page + offsetof(lci_page, queue),
+                          .stride = sizeof(lci_page),
+                          .nodes = (uint32_t)g->pages,
+                          .heads = (lc_link *)(base + g->heads),
+                          .head_count = LCI_LISTS};
+    h->log_begin = g->root;
+    h->log_end = g->end;
+}
+
+/* A handle on memory that nobody else changes: a copy, or a segment being made. The caller frees. */
+lci_handle *lci_handle_on(uint8_t *base, const lci_geometry *g, lcs_attachment *at) {
+    lci_handle *h = calloc(1, sizeof *h);
+    if (!h) return NULL;
+    point(h, base, g);
+    h->at = at;
+    h->mine = h->rows + (at ? at->slot : 0) * g->row_stride;
+    return h;
+}
+
+static void set_namespace(lci_namespace *ns, const char *weights, const char *tenant,
+                          uint32_t quota) {
+    memset(ns->weights, 0, sizeof ns->weights);
+    memset(ns->tenant, 0, sizeof ns->tenant);
+    strncpy(ns->weights, weights, sizeof ns->weights - 1);
+    strncpy(ns->tenant, tenant, sizeof ns->tenant - 1);
+    lc_store(&ns->quota, quota);
+    lc_store(&ns->cursor, 0);
+    lc_store(&ns->epoch, lc_load(&ns->epoch) + 1);
+    lc_store_release(&ns->state, LCI_NS_NORMAL);
+}
+
+/* Lay out an index of `pages` pages in zeroed memory, before the segment is ready. `grown` pages
+ * have memory behind them already. */
+LC_API int lci_format(uint8_t *base, uint64_t bytes, uint64_t pages, uint64_t grown) {
+    lci_geometry g;
+    int rc = lci_geometry_of(pages, &g);
+    if (rc != LC_OK) return rc;
+    if (bytes < g.end || grown > pages) return LC_E_RANGE;
+    lci_handle *h = lci_handle_on(base, &g, NULL);
+    if (!h) return LC_E_FULL;
+    lci_root *r = h->root;
+    r->pages = g.pages;
+    r->buckets = g.buckets;
+    r->reservations = g.reservations;
+    r->tickets = g.tickets;
+    r->chunks = g.chunks;
+    r->index_bytes = g.end;
+    lc_store(&r->free_head, LC_NIL);
+    lc_store(&r->chunk_head, LC_NIL);
+    lc_store(&r->res_head, LC_NIL);
+    lc_store(&r->grown, (uint32_t)grown);
+    lc_lists_format(&h->lists);
+    memset(base + g.bucket, 0xff, g.buckets * 4);
+    set_namespace(&h->ns[0], "", "", 0);
+    free(h);
+    return LC_OK;
+}
+
+/* A handle for an attached process, or NULL: what the segment says of itself is not what an index
+ * of `pages` pages is. */
+LC_API lci_handle *lci_open(lcs_attachment *at, uint64_t pages) {
+    lci_geometry g;
+    if (lci_geometry_of(pages, &g) != LC_OK || at->bytes < g.end) return NULL;
+    const lci_root *r = (const lci_root *)(at->base + g.root);
+    if (r->pages != g.pages || r->buckets != g.buckets || r->reservations != g.reservations ||
+        r->tickets != g.tickets || r->chunks != g.chunks || r->index_bytes != g.end)
+        return NULL;
+    return lci_handle_on(at->base, &g, at);
+}
+
+LC_API void lci_close(lci_handle *h) { free(h); }
+
+/* Say that memory stands behind the first `pages` pages. */
+LC_API int lci_grow(lci_handle *h, uint32_t pages, int wait, uint64_t deadline) {
+    lc_txn t;
+    int rc = lcs_usable(h->at);
+    if (rc != LC_OK) return rc;
+    if (pages > h->page_count) return LC_E_RANGE;
+    rc = lci_lock(h, &t, LCI_OP_GROW, wait, deadline);
+    if (rc != LC_OK) return rc;
+    if (pages > lc_load(&h->root->grown)) lc_txn_set(&t, &h->root->grown, pages);
+    return lci_unlock(h, &t);
+}
+
+/* ------------------------------------------------------------------ namespaces */
+
+static bool named(const lci_namespace *ns, const char *weights, const char *tenant) {
+    return lc_load_acquire(&ns->state) == LCI_NS_NORMAL &&
+           strncmp(ns->weights, weights, sizeof ns->weights) == 0 &&
+           strncmp(ns->tenant, tenant, sizeof ns->tenant) == 0;
+}
+
+static lci_ns_ref ref_of(const lci_handle *h, const lci_namespace *ns) {
+    return (uint32_t)(ns - h->ns) | lc_load(&ns->epoch) << 8;
+}
+
+/* Look a namespace up. No lock; LC_E_MISSING when there is none of that name. */
+LC_API int lci_namespace_find(lci_handle *h, const char *weights, const char *tenant,
+                              lci_ns_ref *out) {
+    int rc = lcs_usable(h->at);
+    if (rc != LC_OK) return rc;
+    for (uint32_t i = 0; i < LCI_NAMESPACES; i++) {
+        lci_ns_ref before = ref_of(h, &h->ns[i]);
+        if (named(&h->ns[i], weights, tenant) && ref_of(h, &h->ns[i]) == before) {
+            *out = before;
+            return LC_OK;
+        }
+    }
+    return LC_E_MISSING;
+}
+
+static lci_namespace *vacant(lci_handle *h) {
+    for (uint32_t i = 0; i < LCI_NAMESPACES; i++) {
+        uint32_t state = lc_load(&h->ns[i].state);
+        if (state == LCI_NS_FREE) return &h->ns[i];
+        if (state == LCI_NS_CLEARED && lc_load(&h->ns[i].pages) == 0) return &h->ns[i];
+    }
+    return NULL;
+}
+
+/* Find a namespace or make it. LC_E_FULL: all 256 are in use. A quota of UINT32_MAX leaves that of
+ * an existing one as it is. */
+LC_API int lci_namespace_open(lci_handle *h, const char *weights, const char *tenant,
+                              uint32_t quota, lci_ns_ref *out, int wait, uint64_t deadline) {
+    lc_txn t;
+    int rc = lci_namespace_find(h, weights, tenant, out);
+    if ((rc != LC_OK && rc != LC_E_MISSING) || (rc == LC_OK && quota == UINT32_MAX)) return rc;
+    rc = lci_lock(h, &t, LCI_OP_NAMESPACE, wait, deadline);
+    if (rc != LC_OK) return rc;
+    rc = lci_namespace_find(h, weights, tenant, out);
+    if (rc == LC_OK && quota != UINT32_MAX) lc_txn_set(&t, &h->ns[lci_ns_id(*out)].quota, quota);
+    if (rc == LC_E_MISSING) {
+        lci_namespace *ns = vacant(h);
+        rc = ns ? LC_OK : LC_E_FULL;
+        /* One record, its state stored last: a death before that leaves it vacant. */
+        if (ns) {
+            set_namespace(ns, weights, tenant, quota == UINT32_MAX ? 0 : quota);
+            *out = ref_of(h, ns);
+        }
+    }
+    int dropped = lci_unlock(h, &t);
+    return dropped != LC_OK ? dropped : rc;
+}
+
+/* The totals, each read once and all at slightly different instants. No lock. */
+LC_API int lci_count(lci_handle *h, lci_counts *out) {
+    int rc = lcs_usable(h->at);
+    if (rc != LC_OK) return rc;
+    const lci_root *r = h->root;
+    *out = (lci_counts){
+        .pages = h->page_count,
+        .grown = lc_load(&r->grown),
+        .fresh = lc_load(&r->fresh),
+        .free = lc_load(&r->free_count),
+        .named = lc_load(&r->named),
+        .writing = lc_load(&r->writing),
+        .doomed = lc_load(&r->doomed),
+        .queued = lc_load(&r->queued),
+        .reservations = lc_load(&r->res_used),
+        .tickets = lc_load(&r->ticket_used),
+        .chunks = lc_load(&r->chunk_used),
+        .namespaces_clearing = lc_load(&r->clearing),
+        .clock = lc_load(&r->clock),
+    };
+    return LC_OK;
+}

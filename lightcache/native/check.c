@@ -1,0 +1,310 @@
+/* check: derive every invariant again from memory that nobody changes meanwhile (a copy, or the
+ * segment under its lock), and name the first that is broken. Nothing is believed: every walk is
+ * bounded, every index compared before use. */
+#include "index.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+
+typedef struct checker {
+    lci_handle *h;
+    lci_report *out;
+    uint8_t *seen;      /* which structure holds the page: SEEN_* */
+    uint32_t *children; /* counted again */
+    uint16_t *row0;     /* pins that tickets account for */
+    uint32_t *listed;   /* reservation + 1 that lists the page */
+    uint32_t ns_pages[LCI_NAMESPACES];
+    bool quiet;
+} checker;
+enum { SEEN_FREE = 1, SEEN_CHAIN = 2, SEEN_QUEUE = 4, SEEN_DOOMED = 8 };
+
+#define BROKEN(c, number, p, o, ...)                                               \
+    do {                                                                           \
+        if (!(c)->out->broken) {                                                   \
+            (c)->out->broken = (number);                                           \
+            (c)->out->page = (p);                                                  \
+            (c)->out->other = (o);                                                 \
+            snprintf((c)->out->message, sizeof (c)->out->message, __VA_ARGS__);    \
+        }                                                                          \
+        return false;                                                              \
+    } while (0)
+
+static bool free_pages(checker *c) {
+    const lci_root *r = c->h->root;
+    uint32_t n = 0, at = lc_load(&r->free_head), fresh = lc_load(&r->fresh);
+    if (fresh > lc_load(&r->grown) || lc_load(&r->grown) > c->h->page_count)
+        BROKEN(c, 1, fresh, lc_load(&r->grown), "fresh %u <= grown %u <= pages %u does not hold",
+               fresh, lc_load(&r->grown), c->h->page_count);
+    for (; at != LC_NIL; at = lc_load(&c->h->pages[at].queue.next), n++) {
+        if (at >= fresh || c->seen[at])
+            BROKEN(c, 2, at, n, "free stack: entry %u is page %u, %s", n, at,
+                   at >= fresh ? "which was never used" : "met before");
+        if (lci_state_of(lc_load(&c->h->pages[at].word)) != LCI_FREE)
+            BROKEN(c, 3, at, n, "free stack holds page %u, whose word is %#x", at,
+                   lc_load(&c->h->pages[at].word));
+        c->seen[at] = SEEN_FREE;
+    }
+    if (n != lc_load(&r->free_count))
+        BROKEN(c, 4, n, lc_load(&r->free_count), "free stack has %u pages, its count says %u", n,
+               lc_load(&r->free_count));
+    c->out->free = n;
+    return true;
+}
+
+static bool chain(checker *c, uint32_t bucket) {
+    const lc_dict *d = &c->h->dict;
+    uint32_t at = lc_load(&d->buckets[bucket]), n = 0;
+    for (; at != LC_NIL; at = lc_load(&c->h->pages[at].next)) {
+        if (at >= c->h->page_count || n++ >= LC_CHAIN_MAX)
+            BROKEN(c, 5, at, bucket, "chain %u: page %u is out of range or past the bound", bucket, at);
+        const lci_page *p = &c->h->pages[at];
+        uint32_t state = lci_state_of(lc_load(&p->word));
+        if (c->seen[at]) BROKEN(c, 6, at, bucket, "chain %u: page %u was met before", bucket, at);
+        if (state != LCI_WRITING && state != LCI_READY)
+            BROKEN(c, 7, at, bucket, "chain %u: page %u has state %u", bucket, at, state);
+        if (lc_bucket(d, lc_load(&p->lo)) != bucket)
+            BROKEN(c, 8, at, bucket, "page %u is in chain %u, its key belongs to %u", at, bucket,
+                   lc_bucket(d, lc_load(&p->lo)));
+        if (lc_load(&p->gen) & 1)
+            BROKEN(c, 9, at, bucket, "page %u is reachable with odd generation %u", at, lc_load(&p->gen));
+        for (uint32_t b = lc_load(&d->buckets[bucket]); b != at; b = lc_load(&c->h->pages[b].next))
+            if (lc_load(&c->h->pages[b].lo) == lc_load(&p->lo) &&
+                lc_load(&c->h->pages[b].hi) == lc_load(&p->hi))
+                BROKEN(c, 10, at, b, "pages %u and %u have the same key", at, b);
+        c->seen[at] |= SEEN_CHAIN;
+        c->out->named++;
+    }
+    return true;
+}
+
+static bool list(checker *c, uint32_t number, uint8_t mark, uint32_t *count) {
+    const lc_lists *l = &c->h->lists;
+    uint32_t head = lc_list_head(l, number), prev = head, at = lc_load(&l->heads[number].next);
+    for (; at != head; prev = at, at = lc_load(&lc_link_at(l, at)->next)) {
+        if (at >= c->h->page_count || c->seen[at] & (SEEN_QUEUE | SEEN_DOOMED | SEEN_FREE))
+            BROKEN(c, 11, at, number, "list %u: page %u is out of range or on a list before", number, at);
+        if (lc_load(&lc_link_at(l, at)->prev) != prev)
+            BROKEN(c, 12, at, number, "list %u: page %u does not point back to %u", number, at, prev);
+        c->seen[at] |= mark;
+        ++*count;
+    }
+    if (lc_load(&l->heads[number].prev) != prev)
+        BROKEN(c, 12, prev, number, "list %u: its end is not page %u", number, prev);
+    return true;
+}
+
+static bool lists(checker *c) {
+    for (uint32_t i = 0; i < LCI_DOOMED_LIST; i++) {
+        uint32_t before = c->out->queued;
+        if (!list(c, i, SEEN_QUEUE, &c->out->queued)) return false;
+        bool bit = lc_load(&c->h->root->occupied[i / 32]) >> (i % 32) & 1;
+        if (bit != (c->out->queued > before))
+            BROKEN(c, 13, i, bit, "queue list %u: %u pages, occupied bit %d", i,
+                   c->out->queued - before, bit);
+    }
+    if (c->out->queued != lc_load(&c->h->root->queued))
+        BROKEN(c, 14, c->out->queued, 0, "queue has %u pages, its count says %u", c->out->queued,
+               lc_load(&c->h->root->queued));
+    if (!list(c, LCI_DOOMED_LIST, SEEN_DOOMED, &c->out->doomed)) return false;
+    if (c->out->doomed != lc_load(&c->h->root->doomed))
+        BROKEN(c, 15, c->out->doomed, 0, "doomed list has %u pages, its count says %u",
+               c->out->doomed, lc_load(&c->h->root->doomed));
+    return true;
+}
+
+static bool page_list(checker *c, const lci_list *list, const char *what, uint32_t index,
+                      void (*each)(checker *, uint32_t page, uint32_t index), uint32_t *chunks) {
+    uint32_t n = 0, at = lc_load(&list->first), count = lc_load(&list->count);
+    while (n < count) {
+        if (at >= c->h->chunk_count || lc_load(&c->h->chunks[at].count) > LCI_CHUNK_PAGES ||
+            lc_load(&c->h->chunks[at].count) == 0)
+            BROKEN(c, 16, at, index, "%s %u: chunk %u is out of range or its count is", what, index, at);
+        for (uint32_t i = 0; i < lc_load(&c->h->chunks[at].count); i++) {
+            uint32_t page = lc_load(&c->h->chunks[at].page[i]);
+            if (page >= c->h->page_count)
+                BROKEN(c, 17, page, index, "%s %u lists page %u", what, index, page);
+            each(c, page, index);
+            n++;
+        }
+        ++*chunks;
+        at = lc_load(&c->h->chunks[at].next);
+    }
+    if (n != count) BROKEN(c, 18, n, index, "%s %u lists %u pages, counts %u", what, index, n, count);
+    return true;
+}
+
+static void note_reservation(checker *c, uint32_t page, uint32_t rid) {
+    if (lc_load(&c->h->pages[page].word) >> LCI_RES_SHIFT == rid + 1) c->listed[page] = rid + 1;
+}
+static void note_ticket(checker *c, uint32_t page, uint32_t index) {
+    (void)index;
+    c->row0[page]++;
+}
+
+static bool records(checker *c) {
+    const lci_handle *h = c->h;
+    uint32_t used = 0, chunks = 0, fresh = lc_load(&h->root->res_fresh);
+    if (fresh > h->res_count) BROKEN(c, 19, fresh, 0, "%u reservations of %u", fresh, h->res_count);
+    for (uint32_t i = 0; i < fresh; i++) {
+        const lci_reservation *r = &h->res[i];
+        if (lc_load(&r->state) == LCI_RES_FREE) continue;
+        used++;
+        if (lc_load(&r->shards) - 1 >= LCI_SHARDS)
+            BROKEN(c, 20, i, lc_load(&r->shards), "reservation %u has %u shards", i, lc_load(&r->shards));
+        if (!page_list(c, &r->pages, "reservation", i, note_reservation, &chunks)) return false;
+    }
+    if (used != lc_load(&h->root->res_used))
+        BROKEN(c, 21, used, 0, "%u reservations in use, the count says %u", used,
+               lc_load(&h->root->res_used));
+    used = 0;
+    for (uint32_t i = 0; i < h->ticket_count; i++) {
+        if (lc_load(&h->tickets[i].state) == LCI_TICKET_FREE) continue;
+        used++;
+        if (!page_list(c, &h->tickets[i].pages, "ticket", i, note_ticket, &chunks)) return false;
+    }
+    if (used != lc_load(&h->root->ticket_used))
+        BROKEN(c, 22, used, 0, "%u tickets in use, the count says %u", used,
+               lc_load(&h->root->ticket_used));
+    if (chunks != lc_load(&h->root->chunk_used))
+        BROKEN(c, 23, chunks, 0, "%u chunks in use, the count says %u", chunks,
+               lc_load(&h->root->chunk_used));
+    return true;
+}
+
+static bool free_chunks(checker *c) {
+    const lci_handle *h = c->h;
+    uint32_t n = 0, at = lc_load(&h->root->chunk_head), fresh = lc_load(&h->root->chunk_fresh);
+    for (; at != LC_NIL && n <= h->chunk_count; at = lc_load(&h->chunks[at].next), n++)
+        if (at >= h->chunk_count) BROKEN(c, 24, at, n, "free chunk %u is out of range", at);
+    if (n + lc_load(&h->root->chunk_used) != fresh)
+        BROKEN(c, 24, n, fresh, "chunks: %u free + %u used != %u ever used", n,
+               lc_load(&h->root->chunk_used), fresh);
+    return true;
+}
+
+static bool pins(checker *c, uint32_t page) {
+    const lci_handle *h = c->h;
+    uint64_t bits = lc_load(&h->pages[page].pins);
+    bool free = lci_state_of(lc_load(&h->pages[page].word)) == LCI_FREE;
+    for (uint32_t slot = 0; slot < LCS_SLOTS; slot++) {
+        uint32_t count = lc_load(&h->rows[slot * h->row_stride + page]);
+        c->out->pins += count;
+        if (slot == 0 && count != c->row0[page])
+            BROKEN(c, 25, page, count, "page %u: row 0 counts %u pins, tickets hold %u", page, count,
+                   c->row0[page]);
+        if (!count || !c->quiet) continue;
+        const lcs_client *k = (const lcs_client *)((const uint8_t *)h->root - h->geometry.root +
+                                                   LCS_CLIENTS_OFFSET) + slot;
+        if (slot && lc_load(&k->state) == LCS_CLIENT_FREE)
+            BROKEN(c, 26, page, slot, "page %u is pinned %u times by free slot %u", page, count, slot);
+        if (slot && lc_load(&k->state) == LCS_CLIENT_QUARANTINE) continue;
+        if (!(bits >> slot & 1))
+            BROKEN(c, 27, page, slot, "page %u: slot %u pins it, its bit is not set", page, slot);
+        if (free) BROKEN(c, 28, page, slot, "free page %u is pinned by slot %u", page, slot);
+    }
+    return true;
+}
+
+static bool page_state(checker *c, uint32_t page) {
+    const lci_page *p = &c->h->pages[page];
+    uint32_t word = lc_load(&p->word), state = lci_state_of(word), seen = c->seen[page];
+    uint32_t expected = 0;
+    if (page >= lc_load(&c->h->root->fresh)) {
+        if (word || seen) BROKEN(c, 29, page, word, "page %u was never used, its word is %#x", page, word);
+        return true;
+    }
+    switch (state) {
+    case LCI_FREE: expected = SEEN_FREE; break;
+    case LCI_WRITING: expected = SEEN_CHAIN; c->out->writing++; break;
+    case LCI_READY: expected = SEEN_CHAIN | (lci_queueable(c->h, page) ? SEEN_QUEUE : 0u); c->out->ready++; break;
+    case LCI_DOOMED: expected = SEEN_DOOMED; break;
+    default: BROKEN(c, 30, page, word, "page %u has state %u outside a critical section", page, state);
+    }
+    if (seen != expected)
+        BROKEN(c, 31, page, seen, "page %u (state %u) is in structures %#x, belongs into %#x "
+               "(1 free, 2 chain, 4 queue, 8 doomed)", page, state, seen, expected);
+    if (state == LCI_WRITING && word >> LCI_RES_SHIFT == 0)
+        BROKEN(c, 32, page, word, "page %u is being written under no reservation", page);
+    if ((state == LCI_WRITING || state == LCI_READY) && word >> LCI_RES_SHIFT &&
+        c->listed[page] != word >> LCI_RES_SHIFT)
+        BROKEN(c, 33, page, word >> LCI_RES_SHIFT, "page %u says reservation %u, which does not list it",
+               page, (word >> LCI_RES_SHIFT) - 1);
+    if ((state == LCI_WRITING || state == LCI_READY)) {
+        uint32_t parent = lci_parent(c->h, p);
+        if (parent != LC_NIL) c->children[parent]++;
+        c->ns_pages[lci_ns_of(word)]++;
+    }
+    return true;
+}
+
+static bool totals(checker *c) {
+    const lci_root *r = c->h->root;
+    uint32_t uncollected = 0;
+    for (uint32_t page = 0; page < lc_load(&r->fresh); page++) {
+        const lci_page *p = &c->h->pages[page];
+        uint32_t word = lc_load(&p->word), state = lci_state_of(word);
+        bool is_named = state == LCI_WRITING || state == LCI_READY;
+        if (is_named && word >> LCI_RES_SHIFT) uncollected++;
+        if (is_named && lc_load(&p->children) != c->children[page])
+            BROKEN(c, 34, page, c->children[page], "page %u has %u children, its count says %u", page,
+                   c->children[page], lc_load(&p->children));
+    }
+    if (c->out->named != lc_load(&r->named) || uncollected != lc_load(&r->writing))
+        BROKEN(c, 35, c->out->named, uncollected, "named %u (count %u), uncollected %u (count %u)",
+               c->out->named, lc_load(&r->named), uncollected, lc_load(&r->writing));
+    for (uint32_t i = 0; i < LCI_NAMESPACES; i++)
+        if (c->ns_pages[i] != lc_load(&c->h->ns[i].pages))
+            BROKEN(c, 36, i, c->ns_pages[i], "namespace %u has %u pages, its count says %u", i,
+                   c->ns_pages[i], lc_load(&c->h->ns[i].pages));
+    uint32_t all = c->out->free + c->out->writing + c->out->ready + c->out->doomed;
+    if (all != lc_load(&r->fresh))
+        BROKEN(c, 37, all, lc_load(&r->fresh), "free %u + writing %u + ready %u + doomed %u != %u pages",
+               c->out->free, c->out->writing, c->out->ready, c->out->doomed, lc_load(&r->fresh));
+    return true;
+}
+
+static bool everything(checker *c) {
+    if (!free_pages(c)) return false;
+    for (uint32_t b = 0; b <= c->h->dict.mask; b++) {
+        if (b + 16 <= c->h->dict.mask) {
+            uint32_t ahead = lc_load(&c->h->dict.buckets[b + 16]);
+            if (ahead < c->h->page_count) __builtin_prefetch(&c->h->pages[ahead]);
+        }
+        if (!chain(c, b)) return false;
+    }
+    if (!lists(c) || !records(c) || !free_chunks(c)) return false;
+    for (uint32_t page = 0; page < c->h->page_count; page++)
+        if (!page_state(c, page)) return false;
+    for (uint32_t page = 0; page < c->h->page_count; page++)
+        if (!pins(c, page)) return false;
+    return totals(c);
+}
+
+/* Check memory that holds a segment of an index of `pages` pages. `quiet`: no client was in the
+ * middle of pinning, so that pins are checked too. An unfinished critical section must have been
+ * undone (lci_recover_copy). Returns 0, or LC_E_RANGE / LC_E_FULL when it could not be checked. */
+LC_API int lci_check(uint8_t *base, uint64_t bytes, uint64_t pages, int quiet, lci_report *out) {
+    lci_geometry g;
+    memset(out, 0, sizeof *out);
+    if (lci_geometry_of(pages, &g) != LC_OK || bytes < g.end) return LC_E_RANGE;
+    checker c = {.h = lci_handle_on(base, &g, NULL), .out = out, .quiet = quiet};
+    c.seen = calloc(pages, 1);
+    c.children = calloc(pages, 4);
+    c.row0 = calloc(pages, 2);
+    c.listed = calloc(pages, 4);
+    int rc = c.h && c.seen && c.children && c.row0 && c.listed ? LC_OK : LC_E_FULL;
+    if (rc == LC_OK) everything(&c);
+    free(c.h);
+    free(c.seen);
+    free(c.children);
+    free(c.row0);
+    free(c.listed);
+    return rc;
+}
+
+/* Undo an unfinished critical section in a copy: what the next holder of the lock would do. */
+LC_API int lci_recover_copy(uint8_t *base, uint64_t bytes, uint64_t pages) {
+    lci_geometry g;
+    if (lci_geometry_of(pages, &g) != LC_OK || bytes < g.end) return LC_E_RANGE;
+    return lc_txn_undo(base, (lcs_lock *)(base + LCS_LOCK_OFFSET), g.root, g.end);
+}

@@ -1,0 +1,232 @@
+/* What others left to do, done by whoever holds the lock next: reservations that have ended,
+ * doomed pages whose last pin has gone, namespaces being cleared. In pieces, with a safe point
+ * after each, so that a death in between loses none of it. */
+#include "index.h"
+
+#include <limits.h>
+
+bool lci_complete(const lci_reservation *r) {
+    uint32_t shards = lc_load(&r->shards), gen = lc_load(&r->gen) & 0xffffff;
+    if (lc_load_acquire(&r->state) != LCI_RES_ACTIVE || shards == 0 || shards > LCI_SHARDS)
+        return false;
+    for (uint32_t s = 0; s < shards; s++) {
+        uint32_t word = atomic_load_explicit(&r->shard[s], memory_order_seq_cst);
+        if (word >> LCI_SHARD_GEN_SHIFT != gen) return false;
+        if ((word & LCI_SHARD_STATUS) != LCI_SHARD_DONE) return false;
+    }
+    return true;
+}
+
+/* Tell the next holder of the lock that reservation `rid` has ended (published or doomed). */
+void lci_flag_ended(lci_handle *h, uint32_t rid) {
+    atomic_fetch_or_explicit(&h->root->completed[rid / 64], UINT64_C(1) << (rid % 64),
+                             memory_order_acq_rel);
+}
+
+void lci_notify(lci_handle *h) {
+    _Atomic uint32_t *event = &h->root->event;
+    uint32_t old = lc_load(event);
+    while (!atomic_compare_exchange_weak_explicit(event, &old, (old + 2) & ~UINT32_C(1),
+                                                  memory_order_acq_rel, memory_order_relaxed)) {
+    }
+    if (old & 1) lc_futex_wake(event, INT_MAX);
+}
+
+/* A page of a published reservation joins the others. Forward only: all its shards were written,
+ * so a publisher that died between two pages is finished here. */
+static void adopt_page(lci_handle *h, lc_txn *t, uint32_t page, uint32_t rid) {
+    lci_page *p = &h->pages[page];
+    uint32_t word = lc_load_acquire(&p->word), ns = word & LCI_NS_MASK;
+    if (word >> LCI_RES_SHIFT != rid + 1) return; /* doomed and perhaps used again since */
+    while (lci_state_of(word) == LCI_WRITING && !t->error) {
+        if (lc_txn_swap(t, &p->word, word, LCI_READY | ns)) break;
+        word = lc_load_acquire(&p->word); /* its publisher was faster */
+    }
+    if (lci_state_of(word) == LCI_READY) lc_txn_set(t, &p->word, LCI_READY | ns);
+    if (lci_state_of(word) == LCI_DOOMED) return;
+    lc_txn_add(t, &h->root->writing, (uint32_t)-1);
+    if (lci_queueable(h, page)) lci_queue_add(h, t, page);
+}
+
+static uint32_t drain_chunk(lci_handle *h, lc_txn *t, uint32_t rid, bool doomed) {
+    lci_list *list = &h->res[rid].pages;
+    const lci_chunk *c = lci_list_chunk(h, list);
+    if (!c) return 0;
+    uint32_t n = lc_load(&c->count);
+    if (n > LCI_CHUNK_PAGES) {
+        t->error = LC_E_CORRUPT;
+        return 0;
+    }
+    for (uint32_t i = 0; i < n; i++) {
+        uint32_t page = lc_load(&c->page[i]);
+        if (page < h->page_count) __builtin_prefetch(&h->pages[page], 1);
+    }
+    for (uint32_t i = 0; i < n && !t->error; i++) {
+        uint32_t page = lc_load(&c->page[i]);
+        if (page >= h->page_count) {
+            t->error = LC_E_CORRUPT;
+        } else if (!doomed) {
+            adopt_page(h, t, page, rid);
+        } else if (lc_load(&h->pages[page].word) >> LCI_RES_SHIFT == rid + 1) {
+            lci_doom(h, t, page);
+        }
+    }
+    lci_list_pop_chunk(h, t, list);
+    return n + 1;
+}
+
+static void free_reservation(lci_handle *h, lc_txn *t, uint32_t rid) {
+    lci_reservation *r = &h->res[rid];
+    lc_txn_set(t, &r->state, LCI_RES_FREE);
+    lc_txn_add(t, &r->gen, 1);
+    lc_txn_set(t, &r->next_free, lc_load(&h->root->res_head));
+    lc_txn_set(t, &h->root->res_head, rid);
+    lc_txn_add(t, &h->root->res_used, (uint32_t)-1);
+}
+
+/* Work off one ended reservation; returns the pages of work. */
+static uint32_t end_reservation(lci_handle *h, lc_txn *t, uint32_t rid, uint32_t budget) {
+    lci_reservation *r = &h->res[rid];
+    uint32_t done = 0;
+    bool doomed = lc_load(&r->state) == LCI_RES_DOOMED;
+    if (!doomed && !lci_complete(r)) return 0;
+    while (lc_load(&r->pages.count) && done < budget && !t->error) {
+        uint32_t n = drain_chunk(h, t, rid, doomed);
+        if (!n) {
+            t->error = LC_E_CORRUPT;
+            return done;
+        }
+        done += n;
+        lci_step(t);
+    }
+    if (lc_load(&r->pages.count) || t->error) return done;
+    free_reservation(h, t, rid);
+    lci_step(t);
+    return done + 1;
+}
+
+uint32_t lci_collect(lci_handle *h, lc_txn *t, uint32_t budget) {
+    uint32_t done = 0;
+    for (uint32_t w = 0; w < 16 && done < budget && !t->error; w++) {
+        uint64_t bits = lc_load_acquire(&h->root->completed[w]);
+        for (; bits && done < budget && !t->error; bits &= bits - 1) {
+            uint32_t rid = w * 64 + (uint32_t)__builtin_ctzll(bits);
+            if (rid >= h->res_count) {
+                t->error = LC_E_CORRUPT;
+                break;
+            }
+            done += end_reservation(h, t, rid, budget - done);
+            lci_reservation *r = &h->res[rid];
+            if (lc_load(&r->state) == LCI_RES_DOOMED || lci_complete(r)) continue; /* not done yet */
+            atomic_fetch_and_explicit(&h->root->completed[w], ~(UINT64_C(1) << (rid % 64)),
+                                      memory_order_acq_rel);
+            /* Taken again and published between our look and our clearing? Then it counts. */
+            if (lci_complete(r)) lci_flag_ended(h, rid);
+        }
+    }
+    if (done < budget && lc_load(&h->root->clearing)) done += lci_clear_some(h, t, budget - done);
+    return done;
+}
+
+/* From here the reservation can only end. Its pages, WRITING, are not matched; they are unlinked by
+ * lci_collect, by us or by whoever comes after us. False: it was published before, or is gone. */
+bool lci_doom_reservation(lci_handle *h, lc_txn *t, uint32_t rid) {
+    lci_reservation *r = &h->res[rid];
+    uint32_t shards = lc_load(&r->shards);
+    bool pending = false;
+    if (lc_load(&r->state) != LCI_RES_ACTIVE || shards > LCI_SHARDS) return false;
+    for (uint32_t s = 0; s < shards; s++) {
+        uint32_t word = lc_load_acquire(&r->shard[s]);
+        if ((word & LCI_SHARD_STATUS) != LCI_SHARD_PENDING) continue;
+        uint32_t dead = (word & ~LCI_SHARD_STATUS) | LCI_SHARD_DEAD;
+        pending |= lc_txn_swap(t, &r->shard[s], word, dead); /* lost to its publisher: done */
+    }
+    if (!pending) return false;
+    lc_txn_set(t, &r->state, LCI_RES_DOOMED);
+    lci_step(t);
+    lci_flag_ended(h, rid);
+    return true;
+}
+
+uint32_t lci_collect_doomed(lci_handle *h, lc_txn *t, uint32_t budget) {
+    uint32_t looked = 0, count = lc_load(&h->root->doomed);
+    if (budget > count) budget = count;
+    for (; looked < budget && !t->error; looked++) {
+        uint32_t page = lc_list_first(t, &h->lists, LCI_DOOMED_LIST);
+        if (page == LC_NIL) break;
+        lci_page *p = &h->pages[page];
+        if (lci_state_of(lc_load(&p->word)) != LCI_DOOMED) {
+            t->error = LC_E_CORRUPT;
+            break;
+        }
+        if (lci_pinned(h, p)) { /* to the end, so that the next look begins elsewhere */
+            lc_list_remove(t, &h->lists, page);
+            lc_list_append(t, &h->lists, page, LCI_DOOMED_LIST);
+        } else {
+            lci_free_doomed(h, t, page);
+        }
+        if (looked % 16 == 15) lci_step(t);
+    }
+    lci_step(t);
+    return looked;
+}
+
+static lci_namespace *being_cleared(lci_handle *h) {
+    for (uint32_t i = 0; i < LCI_NAMESPACES; i++)
+        if (lc_load(&h->ns[i].state) == LCI_NS_CLEARING) return &h->ns[i];
+    return NULL;
+}
+
+uint32_t lci_clear_some(lci_handle *h, lc_txn *t, uint32_t budget) {
+    lci_namespace *ns = being_cleared(h);
+    uint32_t looked = 0;
+    if (!ns) {
+        t->error = LC_E_CORRUPT;
+        return 0;
+    }
+    uint32_t id = (uint32_t)(ns - h->ns), end = lc_load(&h->root->fresh);
+    if (end > h->page_count) end = h->page_count;
+    uint32_t at = lc_load(&ns->cursor);
+    for (; at < end && looked < budget && !t->error; at++, looked++) {
+        uint32_t word = lc_load(&h->pages[at].word);
+        if (lci_ns_of(word) == id && lci_state_of(word) != LCI_FREE) lci_doom(h, t, at);
+        if (t->count > LCS_LOG_ENTRIES / 2) {
+            lc_txn_set(t, &ns->cursor, at + 1);
+            lci_step(t);
+        }
+    }
+    lc_txn_set(t, &ns->cursor, at);
+    if (at >= end) {
+        lc_txn_set(t, &ns->state, LCI_NS_CLEARED);
+        lc_txn_add(t, &h->root->clearing, (uint32_t)-1);
+    }
+    lci_step(t);
+    return looked + 1;
+}
+
+/* Forget a namespace. Its state changes first: from that store on no lookup finds anything of it.
+ * LC_E_BUSY / LC_E_INTR: call again, it goes on. */
+LC_API int lci_clear(lci_handle *h, lci_ns_ref ref, int wait, uint64_t deadline) {
+    lc_txn t;
+    int rc = lcs_usable(h->at);
+    if (rc != LC_OK) return rc;
+    lci_namespace *ns = &h->ns[lci_ns_id(ref)];
+    for (bool more = true; more;) {
+        rc = lci_lock(h, &t, LCI_OP_CLEAR, wait, deadline);
+        if (rc != LC_OK) return rc;
+        if ((lc_load(&ns->epoch) & 0xffffff) == ref >> 8 &&
+            lc_load(&ns->state) == LCI_NS_NORMAL) {
+            lc_txn_set(&t, &ns->cursor, 0);
+            lc_txn_add(&t, &h->root->clearing, 1);
+            lc_txn_set(&t, &ns->state, LCI_NS_CLEARING);
+            lci_step(&t);
+        }
+        if (lc_load(&h->root->clearing)) lci_clear_some(h, &t, 256);
+        lci_collect_doomed(h, &t, 256);
+        more = lc_load(&ns->state) == LCI_NS_CLEARING && lc_load(&ns->epoch) << 8 >> 8 == ref >> 8;
+        rc = lci_unlock(h, &t);
+        if (rc != LC_OK) return rc;
+    }
+    lci_notify(h);
+    return LC_OK;
+}

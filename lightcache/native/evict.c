@@ -1,0 +1,121 @@
+/* Eviction: pages leave from the leaves upward, and only while nobody pins them. */
+#include "index.h"
+
+/* A page on its way out: off the queue, off its parent, EVICTING. Its word has no other writer
+ * (publishing touches WRITING pages only), so a plain store will do. */
+static void mark(lci_handle *h, lc_txn *t, uint32_t page) {
+    lci_page *p = &h->pages[page];
+    uint32_t parent = lci_parent(h, p);
+    if (parent != LC_NIL) lc_txn_add(t, &h->pages[parent].children, (uint32_t)-1);
+    uint32_t ns = lc_load(&p->word) & LCI_NS_MASK;
+    lc_txn_set(t, &p->word, LCI_EVICTING | ns);
+    __builtin_prefetch((const void *)&h->dict.buckets[lc_bucket(&h->dict, lc_load(&p->lo))], 1);
+}
+
+/* Somebody came while we marked it: back to what it was, as used just now. */
+static void unmark(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t page) {
+    lci_page *p = &h->pages[page];
+    uint32_t parent = lci_parent(h, p);
+    lc_txn_set(t, &p->word, LCI_READY | (lc_load(&p->word) & LCI_NS_MASK));
+    if (parent != LC_NIL) {
+        if (lci_queueable(h, parent)) lci_queue_remove(h, t, parent);
+        lc_txn_add(t, &h->pages[parent].children, 1);
+    }
+    lci_touch(p, e->since, 0);
+    if (lc_load(&p->children) == 0) lci_queue_add(h, t, page);
+}
+
+static void finish(lci_handle *h, lc_txn *t, uint32_t page) {
+    lci_page *p = &h->pages[page];
+    _Atomic uint32_t *used = &h->ns[lci_ns_of(lc_load(&p->word))].pages;
+    lc_dict_unlink(t, &h->dict, page);
+    LC_PAUSE(LC_AT_EVICT_UNLINKED);
+    lc_txn_add(t, used, (uint32_t)-1);
+    lc_txn_add(t, &h->root->named, (uint32_t)-1);
+    lci_give_free(h, t, page, LCI_FREE);
+}
+
+/* The parent of a page just marked, if it goes next anyway: last used by the same call, nothing
+ * else hangs on it. Saves a whole prompt's way through the queue. Else it is queued. */
+static uint32_t follow(lci_handle *h, lc_txn *t, uint32_t page, bool run) {
+    lci_page *p = &h->pages[page];
+    uint32_t parent = lci_parent(h, p);
+    if (parent == LC_NIL || !lci_queueable(h, parent)) return LC_NIL;
+    lci_page *q = &h->pages[parent];
+    if (run && lci_tick(q) == lci_tick(p) && !lci_pinned(h, q)) return parent;
+    lci_queue_add(h, t, parent);
+    return LC_NIL;
+}
+
+static uint32_t settle(lci_handle *h, lc_txn *t, lci_eviction *e, const uint32_t *marked,
+                       uint32_t n) {
+    uint32_t freed = 0;
+    LC_PAUSE(LC_AT_EVICT_MARKED);
+    atomic_thread_fence(memory_order_seq_cst); /* pairs with the one in match_one */
+    LC_PAUSE(LC_AT_EVICT_FENCED);
+    for (uint32_t i = 0; i < n && !t->error; i++) {
+        lci_page *p = &h->pages[marked[i]];
+        /* In order from the leaf: one that stays has become a child of the next again. */
+        if (lc_load(&p->children) != 0 || lci_pinned(h, p)) {
+            unmark(h, t, e, marked[i]);
+        } else {
+            finish(h, t, marked[i]);
+            freed++;
+        }
+    }
+    if (freed) lcs_client_of(h->at, h->at->slot)->evicted_pages += freed;
+    return freed;
+}
+
+uint32_t lci_evict(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t want) {
+    uint32_t marked[LCI_BATCH], n = 0, steps = 256, page = LC_NIL;
+    if (want > LCI_BATCH) want = LCI_BATCH;
+    while (n < want && !t->error) {
+        if (page == LC_NIL) page = lci_queue_pop(h, t, e, &steps);
+        if (page == LC_NIL) break;
+        marked[n++] = page;
+        mark(h, t, page);
+        page = follow(h, t, page, n < want);
+    }
+    return n ? settle(h, t, e, marked, n) : 0;
+}
+
+/* Free pages of one namespace, oldest lists first, looking at a bounded number: what a tenant over
+ * its quota pays with. */
+uint32_t lci_evict_namespace(lci_handle *h, lc_txn *t, uint32_t want, uint32_t ns) {
+    uint32_t marked[LCI_BATCH], n = 0, looked = 0;
+    lci_eviction e = {.since = lci_next_tick(h)};
+    if (want > LCI_BATCH) want = LCI_BATCH;
+    for (uint32_t list = 0; list < LCI_DOOMED_LIST && n < want && looked < 4096; list++) {
+        uint32_t at = lc_list_first(t, &h->lists, list);
+        while (at < h->page_count && n < want && looked++ < 4096 && !t->error) {
+            lci_page *p = &h->pages[at];
+            uint32_t next = lc_load(&p->queue.next);
+            if (lci_ns_of(lc_load(&p->word)) == ns && lci_queueable(h, at) && !lci_pinned(h, p)) {
+                lci_queue_remove(h, t, at);
+                marked[n++] = at;
+                mark(h, t, at);
+                follow(h, t, at, false);
+            }
+            at = next;
+        }
+    }
+    return n ? settle(h, t, &e, marked, n) : 0;
+}
+
+/* A chain at its bound: make room in it by one page that may go. */
+bool lci_evict_from_chain(lci_handle *h, lc_txn *t, uint64_t key_lo) {
+    lci_eviction e = {.since = lci_next_tick(h)};
+    uint32_t at = lc_load(&h->dict.buckets[lc_bucket(&h->dict, key_lo)]);
+    for (int hops = 0; hops <= LC_CHAIN_MAX && at < h->page_count; hops++) {
+        lci_page *p = &h->pages[at];
+        if (lci_queueable(h, at) && !lci_pinned(h, p)) {
+            lci_queue_remove(h, t, at);
+            mark(h, t, at);
+            follow(h, t, at, false);
+            return settle(h, t, &e, &at, 1) == 1;
+        }
+        at = lc_load(&p->next);
+    }
+    return false;
+}

@@ -1,0 +1,351 @@
+/* The page index: layout in the segment and the declarations that its parts share.
+ *
+ * Truth: page records (key, state, generation), pin rows, reservation and ticket records with
+ * their page lists, namespaces. Derived: chains, eviction queue, free stack, counts. */
+#ifndef LCI_INDEX_H
+#define LCI_INDEX_H
+
+#include "clients.h"
+#include "dict.h"
+#include "lock.h"
+
+/* ------------------------------------------------------------------ records in the segment */
+
+/* A page's word: state (bits 0..3), flags (4..7), namespace (8..15), reservation + 1 (16..31). */
+enum lci_state { LCI_FREE = 0, LCI_WRITING = 1, LCI_READY = 2, LCI_EVICTING = 3, LCI_DOOMED = 4 };
+#define LCI_STATE_MASK UINT32_C(0xf)
+#define LCI_UNWRITTEN UINT32_C(0x10) /* doomed while somebody might have been writing it */
+#define LCI_NS_SHIFT 8
+#define LCI_NS_MASK UINT32_C(0xff00)
+#define LCI_RES_SHIFT 16
+
+typedef struct lci_page {
+    _Atomic uint64_t lo, hi;      /* key */
+    _Atomic uint64_t pins;        /* bit c: client c's row may count pins; never missing a pin */
+    _Atomic uint64_t used;        /* tick of last use << 16 | hits, saturating */
+    _Atomic uint32_t gen;         /* odd while key and link change */
+    _Atomic uint32_t word;        /* state, see above */
+    _Atomic uint32_t next;        /* chain */
+    lc_link queue;                /* eviction queue or doomed list; next also the free stack */
+    _Atomic uint32_t parent;      /* page of the prefix that ends before this one */
+    _Atomic uint32_t parent_gen;  /* the parent is that page only while it has this generation */
+    _Atomic uint32_t children;    /* pages whose valid parent this is */
+} lci_page;
+_Static_assert(sizeof(lci_page) == 64, "one line a page");
+_Static_assert(offsetof(lci_page, gen) == offsetof(lc_node, gen), "a page is a dict node");
+_Static_assert(offsetof(lci_page, word) == offsetof(lc_node, word), "a page is a dict node");
+_Static_assert(offsetof(lci_page, next) == offsetof(lc_node, next), "a page is a dict node");
+
+/* Page lists of reservations and tickets: chunks chained by index. */
+#define LCI_CHUNK_PAGES 62
+typedef struct lci_chunk {
+    _Atomic uint32_t next;
+    _Atomic uint32_t count;
+    _Atomic uint32_t page[LCI_CHUNK_PAGES];
+} lci_chunk;
+_Static_assert(sizeof(lci_chunk) == 256, "four lines a chunk");
+
+typedef struct lci_list { /* inside a reservation or ticket */
+    _Atomic uint32_t count;
+    _Atomic uint32_t first;
+    _Atomic uint32_t last;
+} lci_list;
+
+#define LCI_SHARDS 64
+/* A shard's word: owner slot (bits 0..5), status (6..7), reservation generation (8..31). */
+#define LCI_SHARD_SLOT UINT32_C(0x3f)
+#define LCI_SHARD_STATUS UINT32_C(0xc0)
+enum { LCI_SHARD_PENDING = 0x00, LCI_SHARD_DONE = 0x40, LCI_SHARD_DEAD = 0x80 };
+#define LCI_SHARD_GEN_SHIFT 8
+
+enum { LCI_RES_FREE = 0, LCI_RES_ACTIVE = 1, LCI_RES_DOOMED = 2 };
+
+typedef struct lci_reservation {
+    _Atomic uint32_t gen; /* raised when taken and when given back */
+    _Atomic uint32_t state;
+    _Atomic uint32_t owner; /* slot; 0: its owner has died and shards of others are pending */
+    _Atomic uint32_t owner_epoch;
+    _Atomic uint32_t shards;
+    _Atomic uint32_t next_free;
+    lci_list pages;
+    _Atomic uint32_t ns; /* reference of its namespace */
+    uint32_t pad[6];
+    _Atomic uint32_t shard[LCI_SHARDS];
+} lci_reservation;
+_Static_assert(sizeof(lci_reservation) == 320, "a reservation is five lines");
+
+enum { LCI_TICKET_FREE = 0, LCI_TICKET_BUILDING = 1, LCI_TICKET_OPEN = 2, LCI_TICKET_DROPPED = 3 };
+
+typedef struct lci_ticket {
+    _Atomic uint32_t gen;
+    _Atomic uint32_t state;
+    _Atomic uint32_t giver;
+    _Atomic uint32_t giver_epoch;
+    _Atomic uint64_t deadline_ns; /* CLOCK_MONOTONIC; adopting ends then */
+    lci_list pages;               /* pinned in row 0 while listed here */
+    _Atomic uint32_t total;       /* pages it was made with */
+    _Atomic uint32_t reservation; /* index + 1, 0 for a lease's ticket */
+    _Atomic uint32_t reservation_gen;
+    _Atomic uint32_t adopters[2]; /* client slots that may adopt */
+    _Atomic uint32_t adopted[2];
+    _Atomic uint32_t done[2];     /* changed by adopters without the lock */
+    _Atomic uint32_t failed[2];
+    uint32_t pad[12];
+} lci_ticket;
+_Static_assert(sizeof(lci_ticket) == 128, "a ticket is two lines");
+
+#define LCI_NAMESPACES 256
+enum { LCI_NS_FREE = 0, LCI_NS_NORMAL = 1, LCI_NS_CLEARING = 2, LCI_NS_CLEARED = 3 };
+
+typedef struct lci_namespace {
+    _Atomic uint32_t epoch; /* raised when it is taken: an old handle is refused */
+    _Atomic uint32_t state;
+    _Atomic uint32_t pages; /* named pages, writing or ready */
+    _Atomic uint32_t quota; /* most named pages; 0: no limit */
+    _Atomic uint32_t cursor; /* clearing: pages below it have been looked at */
+    uint32_t pad[3];
+    char weights[48];
+    char tenant[48];
+} lci_namespace;
+_Static_assert(sizeof(lci_namespace) == 128, "a namespace is two lines");
+
+/* The eviction queue: levels of 64 lists, as in a timer wheel (see queue.c). */
+#define LCI_LEVELS 8
+#define LCI_DIGITS 64
+#define LCI_DOOMED_LIST (LCI_LEVELS * LCI_DIGITS)
+#define LCI_LISTS (LCI_DOOMED_LIST + 1)
+#define LCI_TICK_SHIFT 16
+#define LCI_HITS_MASK UINT64_C(0xffff)
+
+typedef struct lci_root {
+    /* Geometry, written once; attached handles compute their own and compare. */
+    uint64_t pages, buckets, reservations, tickets, chunks, index_bytes;
+    uint8_t pad0[16];
+    /* Changed under the lock, through the undo log. */
+    _Atomic uint32_t free_head, free_count; /* stack of pages given back */
+    _Atomic uint32_t fresh;                 /* pages below it have been handed out at least once */
+    _Atomic uint32_t grown;                 /* pages below it have memory behind them */
+    _Atomic uint32_t named;                 /* WRITING, READY or EVICTING */
+    _Atomic uint32_t writing;               /* of these, in a reservation not yet collected */
+    _Atomic uint32_t doomed;
+    _Atomic uint32_t chunk_head, chunk_fresh, chunk_used;
+    _Atomic uint32_t res_head, res_fresh, res_used;
+    _Atomic uint32_t ticket_used;
+    _Atomic uint32_t clearing; /* namespaces in CLEARING */
+    _Atomic uint32_t queued;   /* pages in the eviction queue */
+    _Atomic uint32_t now[2];   /* the queue's present: no queued page is older (low, high word) */
+    _Atomic uint32_t occupied[LCI_LEVELS * 2];
+    _Atomic uint32_t repairing; /* a repair has begun and not ended: whoever locks next redoes it */
+    uint32_t pad1[13];
+    /* Changed by anybody. */
+    _Atomic uint64_t clock; /* the last tick given out */
+    uint8_t pad2[56];
+    _Atomic uint32_t event; /* raised by two when writing ended somewhere; bit 0: sleepers */
+    uint8_t pad3[60];
+    _Atomic uint64_t completed[16]; /* bit r: all shards of reservation r published, to collect */
+} lci_root;
+
+/* ------------------------------------------------------------------ process-local handle */
+
+typedef struct lci_geometry {
+    uint64_t pages, buckets, reservations, tickets, chunks;
+    uint64_t root, heads, namespaces, reservation, ticket, chunk, bucket, page, rows, row_stride, end;
+} lci_geometry;
+
+typedef struct lci_handle {
+    lcs_attachment *at;
+    lci_root *root;
+    lci_namespace *ns;
+    lci_reservation *res;
+    lci_ticket *tickets;
+    lci_chunk *chunks;
+    lci_page *pages;
+    _Atomic uint16_t *rows;  /* [LCS_SLOTS][row_stride]; a row begins on a line of its own */
+    uint64_t row_stride;
+    _Atomic uint16_t *mine;  /* own row */
+    uint32_t page_count;
+    uint32_t res_count, ticket_count, chunk_count;
+    lc_dict dict;
+    lc_lists lists;
+    uint64_t log_begin, log_end;
+    lci_geometry geometry;
+} lci_handle;
+
+/* What a lease's buffer begins with, in the caller's memory. The pages follow, int32 each, then as
+ * many generations, needed only within the call. */
+typedef struct lci_lease {
+    uint32_t held; /* pages pinned and not yet released */
+    uint32_t capacity;
+} lci_lease;
+
+/* What a scheduler's handle of a namespace says: id in the low byte, epoch above. */
+typedef uint32_t lci_ns_ref;
+static inline uint32_t lci_ns_id(lci_ns_ref ref) { return ref & 0xff; }
+
+/* ------------------------------------------------------------------ what passes to Python */
+
+enum { LCI_UNKNOWN = 0, LCI_PRESENT = 1, LCI_BUSY_KEY = 2, LCI_NEW = 3, LCI_NO_ROOM = 4 };
+
+/* One call's progress, in the caller's memory: whoever interrupts it between two holds of the lock
+ * knows what is held. `page` and `status` have an entry for every key from `start` on. */
+typedef struct lci_reserve_op {
+    uint32_t rid, gen; /* of the reservation; gen 0: none was opened */
+    uint32_t cursor;   /* keys from `start` on that are settled */
+    uint32_t pinned;   /* the pass before the lock is over */
+    uint32_t made;     /* new pages, pinned and listed in the reservation */
+    uint32_t shards;
+    uint32_t ns;
+    uint32_t stopped; /* no room from `cursor` on */
+    uint32_t wanted;  /* with LC_E_GROW: pages that need memory */
+    uint32_t reason;  /* why there was no room: LCI_WHY_* */
+} lci_reserve_op;
+enum { LCI_WHY_PINNED = 1, LCI_WHY_QUOTA = 2, LCI_WHY_RESERVATIONS = 3, LCI_WHY_CHAIN = 4 };
+
+typedef struct lci_ticket_ref { /* what travels: 16 bytes */
+    uint32_t index;
+    uint32_t gen;
+    uint64_t cache; /* first half of the segment's uuid */
+} lci_ticket_ref;
+
+typedef struct lci_ticket_status {
+    uint64_t adopters, adopted, done, failed; /* client slots */
+    uint32_t late;                            /* the deadline has passed */
+    uint32_t open;
+} lci_ticket_status;
+
+typedef struct lci_counts {
+    uint32_t pages, grown, fresh, free, named, writing, doomed, queued;
+    uint32_t reservations, tickets, chunks, namespaces_clearing;
+    uint64_t clock;
+} lci_counts;
+
+typedef struct lci_report {
+    int32_t broken; /* 0: clean, else the number of the invariant below */
+    uint32_t page;
+    uint32_t other;
+    uint32_t free, named, writing, ready, doomed, queued, pins;
+    char message[208];
+} lci_report;
+
+enum lci_op {
+    LCI_OP_RESERVE = 1,
+    LCI_OP_ABANDON,
+    LCI_OP_EVICT,
+    LCI_OP_CLEAR,
+    LCI_OP_REAP,
+    LCI_OP_TICKET,
+    LCI_OP_ADOPT,
+    LCI_OP_CHECK,
+    LCI_OP_REPAIR,
+    LCI_OP_GROW,
+    LCI_OP_NAMESPACE,
+    LCI_OP_COLLECT,
+};
+
+/* ------------------------------------------------------------------ helpers */
+
+static inline uint32_t lci_state_of(uint32_t word) { return word & LCI_STATE_MASK; }
+static inline uint32_t lci_ns_of(uint32_t word) { return (word & LCI_NS_MASK) >> LCI_NS_SHIFT; }
+static inline uint64_t lci_tick(const lci_page *p) { return lc_load(&p->used) >> LCI_TICK_SHIFT; }
+
+static inline _Atomic uint16_t *lci_pin(const lci_handle *h, uint32_t slot, uint32_t page) {
+    return &h->rows[slot * h->row_stride + page];
+}
+
+/* Raise the tick; a racing raise may be lost, which costs a few ticks of recency and nothing
+ * else: the order prefix before suffix is kept by `children`, not by ticks. */
+static inline void lci_touch(lci_page *p, uint64_t tick, uint32_t hit) {
+    uint64_t old = lc_load(&p->used), hits = old & LCI_HITS_MASK;
+    if (hits + hit <= LCI_HITS_MASK) hits += hit;
+    uint64_t newer = old >> LCI_TICK_SHIFT < tick ? tick : old >> LCI_TICK_SHIFT;
+    lc_store(&p->used, newer << LCI_TICK_SHIFT | hits);
+}
+
+static inline uint64_t lci_next_tick(lci_handle *h) {
+    return atomic_fetch_add_explicit(&h->root->clock, 1, memory_order_relaxed) + 1;
+}
+
+static inline bool lci_ns_open(const lci_handle *h, lci_ns_ref ref) {
+    const lci_namespace *ns = &h->ns[lci_ns_id(ref)];
+    return lc_load_acquire(&ns->state) == LCI_NS_NORMAL &&
+           (lc_load(&ns->epoch) & 0xffffff) == ref >> 8;
+}
+
+LC_API int lci_geometry_of(uint64_t pages, lci_geometry *g);
+/* attach.c: a handle on memory, see there. */
+lci_handle *lci_handle_on(uint8_t *base, const lci_geometry *g, lcs_attachment *at);
+
+/* Is the page pinned by anybody? Reads the rows of those whose bit is set. */
+bool lci_pinned(const lci_handle *h, const lci_page *p);
+
+/* A valid parent, or LC_NIL. */
+uint32_t lci_parent(const lci_handle *h, const lci_page *p);
+
+/* lookup.c: own pins, under the process's `rows` mutex (the caller holds it). */
+int lci_pin_one(lci_handle *h, uint32_t page);
+int lci_unpin_one(lci_handle *h, uint32_t page);
+
+/* queue.c, under the lock. */
+void lci_queue_add(lci_handle *h, lc_txn *t, uint32_t page);
+void lci_queue_remove(lci_handle *h, lc_txn *t, uint32_t page);
+int lci_queue_slot(uint64_t tick, uint64_t now);
+uint64_t lci_queue_now(const lci_handle *h);
+bool lci_queueable(const lci_handle *h, uint32_t page);
+
+/* One call's eviction, over several holds of the lock. */
+typedef struct lci_eviction {
+    uint64_t since; /* pages used at or after this tick are left alone: they came in meanwhile */
+    uint32_t moved; /* pages that were queued older than they are and have been put right */
+    bool exhausted; /* nothing can be evicted any more */
+} lci_eviction;
+
+/* queue.c: the next page to go, taken off the queue; LC_NIL: none now (`e->exhausted`), or the
+ * work of one hold is done. `steps` counts down. */
+uint32_t lci_queue_pop(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t *steps);
+/* evict.c: free up to `want` pages (at most a batch in this step). Returns how many. */
+uint32_t lci_evict(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t want);
+uint32_t lci_evict_namespace(lci_handle *h, lc_txn *t, uint32_t want, uint32_t ns);
+bool lci_evict_from_chain(lci_handle *h, lc_txn *t, uint64_t key_lo);
+#define LCI_BATCH 32
+
+/* pages.c, under the lock: the transitions of a page and the lists of reservations and tickets. */
+uint32_t lci_take_free(lci_handle *h, lc_txn *t);
+void lci_give_free(lci_handle *h, lc_txn *t, uint32_t page, uint32_t word);
+void lci_detach_parent(lci_handle *h, lc_txn *t, uint32_t page);
+void lci_attach_parent(lci_handle *h, lc_txn *t, uint32_t page, uint32_t parent);
+bool lci_doom(lci_handle *h, lc_txn *t, uint32_t page);
+void lci_free_doomed(lci_handle *h, lc_txn *t, uint32_t page);
+bool lci_list_push(lci_handle *h, lc_txn *t, lci_list *list, uint32_t page);
+void lci_list_pop_chunk(lci_handle *h, lc_txn *t, lci_list *list);
+const lci_chunk *lci_list_chunk(const lci_handle *h, const lci_list *list);
+
+/* collect.c, under the lock: what others left to do, in pieces. Each returns pages of work. */
+uint32_t lci_collect(lci_handle *h, lc_txn *t, uint32_t budget);
+uint32_t lci_collect_doomed(lci_handle *h, lc_txn *t, uint32_t budget);
+uint32_t lci_clear_some(lci_handle *h, lc_txn *t, uint32_t budget);
+bool lci_complete(const lci_reservation *r);
+bool lci_doom_reservation(lci_handle *h, lc_txn *t, uint32_t rid);
+void lci_flag_ended(lci_handle *h, uint32_t rid);
+void lci_notify(lci_handle *h);
+
+/* ticket.c, under the lock. */
+uint32_t lci_settle_tickets(lci_handle *h, lc_txn *t, uint32_t budget);
+void lci_ticket_client_gone(lci_handle *h, lc_txn *t, uint32_t slot);
+
+/* repair.c, under the lock: rebuild everything derived from the truth. */
+int lci_rebuild(lci_handle *h);
+
+static inline int lci_lock(lci_handle *h, lc_txn *t, uint32_t op, int wait, uint64_t deadline) {
+    int rc = lcs_lock_take(h->at, t, op, wait, deadline, h->log_begin, h->log_end);
+    if (LC_UNLIKELY(rc == LC_OK && lc_load(&h->root->repairing))) rc = lci_rebuild(h);
+    return rc;
+}
+static inline int lci_unlock(lci_handle *h, lc_txn *t) {
+    return lcs_lock_drop(h->at, t, h->log_begin, h->log_end);
+}
+/* A safe point: everything so far has happened. */
+static inline void lci_step(lc_txn *t) {
+    if (!t->error) lc_txn_commit(t);
+}
+
+#endif

@@ -1,0 +1,265 @@
+/* Lookups: peek, match, release. No lock that another process could hold. */
+#include "index.h"
+
+/* Keys are taken in blocks. Buckets of the block after next are prefetched while records of the
+ * next are, and the present one is read: two cache misses a key become none that is waited for. */
+#define BLOCK 16
+
+typedef struct pipeline {
+    const lci_handle *h;
+    const lc_key *keys;
+    uint32_t n;
+    uint32_t heads[2][BLOCK];
+} pipeline;
+
+static inline void prefetch_buckets(const pipeline *p, uint32_t from) {
+    uint32_t to = from + BLOCK < p->n ? from + BLOCK : p->n;
+    const lc_dict *d = &p->h->dict;
+    for (uint32_t i = from; i < to; i++)
+        __builtin_prefetch((const void *)&d->buckets[lc_bucket(d, p->keys[i].lo)]);
+}
+
+static inline void load_heads(pipeline *p, uint32_t from, bool rows) {
+    uint32_t to = from + BLOCK < p->n ? from + BLOCK : p->n;
+    uint32_t *heads = p->heads[from / BLOCK % 2];
+    const lc_dict *d = &p->h->dict;
+    for (uint32_t i = from; i < to; i++) {
+        uint32_t head = lc_load_acquire(&d->buckets[lc_bucket(d, p->keys[i].lo)]);
+        heads[i - from] = head;
+        if (LC_UNLIKELY(head >= d->nodes)) continue;
+        __builtin_prefetch(lc_node_at(d, head));
+        if (rows) __builtin_prefetch((const void *)&p->h->mine[head], 1);
+    }
+}
+
+static inline void start(pipeline *p, bool rows) {
+    prefetch_buckets(p, 0);
+    prefetch_buckets(p, BLOCK);
+    load_heads(p, 0, rows);
+}
+
+static inline void advance(pipeline *p, uint32_t from, bool rows) {
+    prefetch_buckets(p, from + 2 * BLOCK);
+    load_heads(p, from + BLOCK, rows);
+}
+
+static inline bool ready(uint32_t word, uint32_t ns) {
+    return (word & (LCI_STATE_MASK | LCI_NS_MASK)) == (LCI_READY | ns << LCI_NS_SHIFT);
+}
+
+static uint32_t peek_one(const lci_handle *h, const lc_key *keys, uint32_t n, uint32_t ns) {
+    pipeline p = {.h = h, .keys = keys, .n = n};
+    lc_found found;
+    start(&p, false);
+    for (uint32_t i = 0; i < n; i++) {
+        if (i % BLOCK == 0) advance(&p, i, false);
+        uint32_t head = p.heads[i / BLOCK % 2][i % BLOCK];
+        lc_dict_find_from(&h->dict, keys[i].lo, keys[i].hi, head, &found);
+        if (found.node == LC_NIL || !ready(found.word, ns)) return i;
+    }
+    return n;
+}
+
+static int usable(const lci_handle *h) {
+    int rc = lcs_usable(h->at);
+    if (LC_LIKELY(rc == LC_OK) && LC_UNLIKELY(lc_load(&lcs_header_of(h->at)->disabled)))
+        return LC_E_DISABLED;
+    return rc;
+}
+
+/* Longest ready prefix of each of `requests` runs of keys; run i is keys[offsets[i] ..
+ * offsets[i+1]). `counts[i]` receives it. */
+LC_API int lci_peek(lci_handle *h, const lc_key *keys, const int64_t *offsets, uint32_t requests,
+                    lci_ns_ref ns, int32_t *counts) {
+    int rc = usable(h);
+    if (rc != LC_OK) return rc;
+    for (uint32_t i = 0; i < requests; i++) {
+        bool open = lci_ns_open(h, ns);
+        uint32_t n = (uint32_t)(offsets[i + 1] - offsets[i]);
+        uint32_t found = open ? peek_one(h, keys + offsets[i], n, lci_ns_id(ns)) : 0;
+        /* A clear that began meanwhile wins: nothing of it is reported after it has returned. */
+        counts[i] = LC_LIKELY(lci_ns_open(h, ns)) ? (int32_t)found : 0;
+    }
+    return LC_OK;
+}
+
+/* The same for a single request; returns the prefix. */
+LC_API int lci_peek1(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref ns) {
+    int rc = usable(h);
+    if (LC_UNLIKELY(rc != LC_OK)) return rc;
+    if (!lci_ns_open(h, ns)) return 0;
+    uint32_t found = peek_one(h, keys, n, lci_ns_id(ns));
+    return LC_LIKELY(lci_ns_open(h, ns)) ? (int)found : 0;
+}
+
+bool lci_pinned(const lci_handle *h, const lci_page *p) {
+    uint64_t bits = lc_load_acquire(&p->pins);
+    uint32_t page = (uint32_t)(p - h->pages);
+    while (bits) {
+        uint32_t slot = (uint32_t)__builtin_ctzll(bits);
+        if (lc_load_acquire(lci_pin(h, slot, page))) return true;
+        bits &= bits - 1;
+    }
+    return false;
+}
+
+/* Count first, then the bit: whoever sees the count zero behind a set bit may take the page, and
+ * whoever sees no bit has not to look. The bit stays set after the last release: setting it is
+ * the only read-modify-write of a pin, and a page that is matched again saves it. */
+int lci_pin_one(lci_handle *h, uint32_t page) {
+    _Atomic uint16_t *count = &h->mine[page];
+    uint16_t old = lc_load(count);
+    if (LC_UNLIKELY(old == UINT16_MAX)) return LC_E_PINS;
+    lc_store(count, (uint16_t)(old + 1));
+    uint64_t bit = UINT64_C(1) << h->at->slot;
+    _Atomic uint64_t *pins = &h->pages[page].pins;
+    if (!(lc_load(pins) & bit)) atomic_fetch_or_explicit(pins, bit, memory_order_relaxed);
+    return LC_OK;
+}
+
+int lci_unpin_one(lci_handle *h, uint32_t page) {
+    _Atomic uint16_t *count = &h->mine[page];
+    uint16_t old = lc_load(count);
+    if (LC_UNLIKELY(old == 0)) return LC_E_CORRUPT;
+    lc_store_release(count, (uint16_t)(old - 1)); /* release: what we did with the page is over */
+    return LC_OK;
+}
+
+static void unpin_from(lci_handle *h, const int32_t *pages, uint32_t from, uint32_t to) {
+    for (uint32_t i = from; i < to; i++) lci_unpin_one(h, (uint32_t)pages[i]);
+}
+
+static int find_and_pin(lci_handle *h, const lc_key *keys, uint32_t n, uint32_t ns,
+                        int32_t *pages, uint32_t *gens) {
+    pipeline p = {.h = h, .keys = keys, .n = n};
+    lc_found found;
+    start(&p, true);
+    for (uint32_t i = 0; i < n; i++) {
+        if (i % BLOCK == 0) advance(&p, i, true);
+        uint32_t head = p.heads[i / BLOCK % 2][i % BLOCK];
+        lc_dict_find_from(&h->dict, keys[i].lo, keys[i].hi, head, &found);
+        if (found.node == LC_NIL || !ready(found.word, ns)) return (int)i;
+        pages[i] = (int32_t)found.node;
+        gens[i] = found.gen;
+        int rc = lci_pin_one(h, found.node);
+        if (LC_UNLIKELY(rc != LC_OK)) {
+            unpin_from(h, pages, 0, i);
+            return rc;
+        }
+    }
+    return (int)n;
+}
+
+/* How many of the pinned pages are still what was found. The fence before it pairs with the one in
+ * lci_evict: either the evictor sees our pin, or we see its EVICTING. */
+static uint32_t confirm(lci_handle *h, const int32_t *pages, const uint32_t *gens, uint32_t n,
+                        uint32_t ns, uint64_t tick) {
+    for (uint32_t i = 0; i < n; i++) {
+        lci_page *page = &h->pages[pages[i]];
+        if (LC_UNLIKELY(lc_load_acquire(&page->gen) != gens[i] ||
+                        !ready(lc_load_acquire(&page->word), ns)))
+            return i;
+        lci_touch(page, tick, 1);
+    }
+    return n;
+}
+
+static int match_one(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref ns, int32_t *pages,
+                     uint32_t *gens) {
+    uint32_t id = lci_ns_id(ns);
+    if (!lci_ns_open(h, ns)) return 0;
+    int found = find_and_pin(h, keys, n, id, pages, gens);
+    if (found <= 0) return found;
+    LC_PAUSE(LC_AT_PIN_COUNTED);
+    atomic_thread_fence(memory_order_seq_cst);
+    LC_PAUSE(LC_AT_PIN_FENCED);
+    uint32_t held = confirm(h, pages, gens, (uint32_t)found, id, lci_next_tick(h));
+    if (LC_UNLIKELY(!lci_ns_open(h, ns))) held = 0;
+    if (LC_UNLIKELY(held < (uint32_t)found)) unpin_from(h, pages, held, (uint32_t)found);
+    return (int)held;
+}
+
+static void note_lookup(lci_handle *h, uint32_t asked, uint32_t hit) {
+    lcs_client *c = lcs_client_of(h->at, h->at->slot);
+    c->lookups++;
+    c->hit_pages += hit;
+    c->missed_pages += asked - hit;
+}
+
+/* Pin the longest ready prefix of each request; `lease` begins zeroed. Pages are written one request behind another to
+ * the lease; `counts[i]` are request i's. Returns the pages in all. On an error nothing is pinned. */
+LC_API int lci_match(lci_handle *h, const lc_key *keys, const int64_t *offsets, uint32_t requests,
+                     lci_ns_ref ns, lci_lease *lease, int32_t *counts) {
+    int rc = usable(h);
+    if (rc != LC_OK) return rc;
+    if (h->at->readonly) return LC_E_READONLY;
+    lease->capacity = (uint32_t)(offsets[requests] - offsets[0]);
+    int32_t *pages = (int32_t *)(lease + 1);
+    uint32_t *gens = (uint32_t *)(pages + lease->capacity);
+    for (uint32_t i = 0; i < requests; i++) {
+        uint32_t n = (uint32_t)(offsets[i + 1] - offsets[i]);
+        pthread_mutex_lock(&h->at->rows);
+        rc = match_one(h, keys + offsets[i], n, ns, pages + lease->held, gens);
+        if (rc >= 0) {
+            counts[i] = rc;
+            lease->held += (uint32_t)rc;
+            note_lookup(h, n, (uint32_t)rc);
+        } else {
+            unpin_from(h, pages, 0, lease->held);
+            lease->held = 0;
+        }
+        pthread_mutex_unlock(&h->at->rows);
+        if (rc < 0) return rc;
+    }
+    return (int)lease->held;
+}
+
+LC_API int lci_match1(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref ns,
+                      lci_lease *lease) {
+    int rc = usable(h);
+    if (LC_UNLIKELY(rc != LC_OK)) return rc;
+    if (LC_UNLIKELY(h->at->readonly)) return LC_E_READONLY;
+    lease->capacity = n;
+    int32_t *pages = (int32_t *)(lease + 1);
+    uint32_t *gens = (uint32_t *)(pages + n);
+    pthread_mutex_lock(&h->at->rows);
+    rc = match_one(h, keys, n, ns, pages, gens);
+    if (rc >= 0) {
+        lease->held = (uint32_t)rc;
+        note_lookup(h, n, (uint32_t)rc);
+    }
+    pthread_mutex_unlock(&h->at->rows);
+    return rc;
+}
+
+/* Unpin what the lease holds. LC_E_TWICE when it holds nothing any more is the caller's to tell. */
+LC_API int lci_release(lci_handle *h, lci_lease *lease) {
+    int rc = lcs_usable(h->at);
+    if (LC_UNLIKELY(rc != LC_OK && rc != LC_E_RETIRED)) return rc;
+    int32_t *pages = (int32_t *)(lease + 1);
+    pthread_mutex_lock(&h->at->rows);
+    uint32_t held = lease->held;
+    lease->held = 0;
+    rc = LC_OK;
+    for (uint32_t i = 0; i < held; i++) {
+        int one = lci_unpin_one(h, (uint32_t)pages[i]);
+        if (one != LC_OK) rc = one;
+    }
+    pthread_mutex_unlock(&h->at->rows);
+    return rc;
+}
+
+/* Unpin a run of own pages: part of a lease or a reservation. */
+LC_API int lci_unpin(lci_handle *h, const int32_t *pages, uint32_t n) {
+    int rc = lcs_usable(h->at);
+    if (LC_UNLIKELY(rc != LC_OK && rc != LC_E_RETIRED)) return rc;
+    pthread_mutex_lock(&h->at->rows);
+    rc = LC_OK;
+    for (uint32_t i = 0; i < n; i++) {
+        int one = (uint32_t)pages[i] < h->page_count ? lci_unpin_one(h, (uint32_t)pages[i])
+                                                     : LC_E_RANGE;
+        if (one != LC_OK) rc = one;
+    }
+    pthread_mutex_unlock(&h->at->rows);
+    return rc;
+}

@@ -1,0 +1,155 @@
+/* A page's transitions under the lock, and the page lists of reservations and tickets. */
+#include "index.h"
+
+/* A free page, or LC_NIL. The stack first: its pages are warm and have memory behind them. */
+uint32_t lci_take_free(lci_handle *h, lc_txn *t) {
+    lci_root *r = h->root;
+    uint32_t page = lc_load(&r->free_head);
+    if (page != LC_NIL) {
+        if (page >= h->page_count || lci_state_of(lc_load(&h->pages[page].word)) != LCI_FREE) {
+            t->error = LC_E_CORRUPT;
+            return LC_NIL;
+        }
+        lc_txn_set(t, &r->free_head, lc_load(&h->pages[page].queue.next));
+        lc_txn_add(t, &r->free_count, (uint32_t)-1);
+        return page;
+    }
+    page = lc_load(&r->fresh);
+    if (page >= lc_load(&r->grown) || page >= h->page_count) return LC_NIL;
+    lc_txn_set(t, &r->fresh, page + 1);
+    return page;
+}
+
+void lci_give_free(lci_handle *h, lc_txn *t, uint32_t page, uint32_t word) {
+    lci_page *p = &h->pages[page];
+    lc_txn_set(t, &p->word, word);
+    /* Logged although the page is free: what undoing brings back may be a link of the queue. */
+    lc_txn_set(t, &p->queue.next, lc_load(&h->root->free_head));
+    lc_txn_set(t, &h->root->free_head, page);
+    lc_txn_add(t, &h->root->free_count, 1);
+}
+
+uint32_t lci_parent(const lci_handle *h, const lci_page *p) {
+    uint32_t parent = lc_load(&p->parent);
+    if (parent >= h->page_count) return LC_NIL;
+    const lci_page *q = &h->pages[parent];
+    uint32_t state = lci_state_of(lc_load(&q->word));
+    if (lc_load(&q->gen) != lc_load(&p->parent_gen)) return LC_NIL;
+    return state == LCI_WRITING || state == LCI_READY || state == LCI_EVICTING ? parent : LC_NIL;
+}
+
+void lci_detach_parent(lci_handle *h, lc_txn *t, uint32_t page) {
+    lci_page *p = &h->pages[page];
+    uint32_t parent = lci_parent(h, p);
+    if (parent != LC_NIL) {
+        lc_txn_add(t, &h->pages[parent].children, (uint32_t)-1);
+        if (lci_queueable(h, parent)) lci_queue_add(h, t, parent);
+    }
+    lc_txn_set(t, &p->parent, LC_NIL);
+}
+
+void lci_attach_parent(lci_handle *h, lc_txn *t, uint32_t page, uint32_t parent) {
+    lci_page *p = &h->pages[page];
+    if (parent == LC_NIL || parent == page) {
+        lc_txn_set(t, &p->parent, LC_NIL);
+        return;
+    }
+    lci_page *q = &h->pages[parent];
+    if (lci_queueable(h, parent)) lci_queue_remove(h, t, parent);
+    lc_txn_set(t, &p->parent, parent);
+    lc_txn_set(t, &p->parent_gen, lc_load(&q->gen));
+    lc_txn_add(t, &q->children, 1);
+}
+
+/* Make a named page unreachable at once. Its bytes stay until the last pin has gone; whoever holds
+ * the lock then collects it. What hangs on it stays and has no parent any more. False: it is READY
+ * under a reservation just completed, and stays. */
+bool lci_doom(lci_handle *h, lc_txn *t, uint32_t page) {
+    lci_page *p = &h->pages[page];
+    uint32_t word = lc_load_acquire(&p->word), state = lci_state_of(word);
+    if (state != LCI_WRITING && state != LCI_READY) return false;
+    if (lci_queueable(h, page)) lci_queue_remove(h, t, page);
+    lci_detach_parent(h, t, page);
+    uint32_t flag = state == LCI_WRITING ? LCI_UNWRITTEN : 0;
+    uint32_t doomed = (word & ~LCI_STATE_MASK) | LCI_DOOMED | flag;
+    while (!lc_txn_swap(t, &p->word, word, doomed)) { /* a publisher was faster: now it is READY */
+        word = lc_load_acquire(&p->word);
+        doomed = (word & ~(LCI_STATE_MASK | LCI_UNWRITTEN)) | LCI_DOOMED;
+        if (t->error) return false;
+    }
+    lc_dict_unlink(t, &h->dict, page);
+    lc_txn_set(t, &p->children, 0);
+    lc_list_append(t, &h->lists, page, LCI_DOOMED_LIST);
+    lc_txn_add(t, &h->ns[lci_ns_of(word)].pages, (uint32_t)-1);
+    lc_txn_add(t, &h->root->named, (uint32_t)-1);
+    if (word >> LCI_RES_SHIFT) lc_txn_add(t, &h->root->writing, (uint32_t)-1);
+    lc_txn_add(t, &h->root->doomed, 1);
+    return true;
+}
+
+void lci_free_doomed(lci_handle *h, lc_txn *t, uint32_t page) {
+    lc_list_remove(t, &h->lists, page);
+    lc_txn_add(t, &h->root->doomed, (uint32_t)-1);
+    lci_give_free(h, t, page, LCI_FREE);
+}
+
+/* ------------------------------------------------------------------ page lists */
+
+static uint32_t take_chunk(lci_handle *h, lc_txn *t) {
+    lci_root *r = h->root;
+    uint32_t c = lc_load(&r->chunk_head);
+    if (c < h->chunk_count) {
+        lc_txn_set(t, &r->chunk_head, lc_load(&h->chunks[c].next));
+    } else {
+        c = lc_load(&r->chunk_fresh);
+        if (c >= h->chunk_count) return LC_NIL;
+        lc_txn_set(t, &r->chunk_fresh, c + 1);
+    }
+    lc_txn_add(t, &r->chunk_used, 1);
+    lc_txn_set(t, &h->chunks[c].count, 0);
+    lc_txn_set(t, &h->chunks[c].next, LC_NIL);
+    return c;
+}
+
+/* Append a page. False: no chunk left (nothing was changed), or damage (`t->error`). */
+bool lci_list_push(lci_handle *h, lc_txn *t, lci_list *list, uint32_t page) {
+    uint32_t last = lc_load(&list->last);
+    if (last >= h->chunk_count || lc_load(&h->chunks[last].count) >= LCI_CHUNK_PAGES) {
+        uint32_t fresh = take_chunk(h, t);
+        if (fresh == LC_NIL) return false;
+        lc_txn_set(t, last < h->chunk_count ? &h->chunks[last].next : &list->first, fresh);
+        lc_txn_set(t, &list->last, fresh);
+        last = fresh;
+    }
+    lci_chunk *c = &h->chunks[last];
+    uint32_t n = lc_load(&c->count);
+    lc_store(&c->page[n], page); /* dead until counted */
+    lc_txn_set(t, &c->count, n + 1);
+    lc_txn_add(t, &list->count, 1);
+    return true;
+}
+
+/* The first chunk, checked; NULL: the list is empty. */
+const lci_chunk *lci_list_chunk(const lci_handle *h, const lci_list *list) {
+    uint32_t first = lc_load(&list->first);
+    if (lc_load(&list->count) == 0 || first >= h->chunk_count) return NULL;
+    return &h->chunks[first];
+}
+
+/* Drop the first chunk with its pages. */
+void lci_list_pop_chunk(lci_handle *h, lc_txn *t, lci_list *list) {
+    uint32_t first = lc_load(&list->first);
+    if (first >= h->chunk_count) {
+        t->error = LC_E_CORRUPT;
+        return;
+    }
+    lci_chunk *c = &h->chunks[first];
+    uint32_t n = lc_load(&c->count), all = lc_load(&list->count);
+    uint32_t next = lc_load(&c->next);
+    lc_txn_set(t, &list->count, n < all ? all - n : 0);
+    lc_txn_set(t, &list->first, next);
+    if (next >= h->chunk_count) lc_txn_set(t, &list->last, LC_NIL);
+    lc_txn_set(t, &c->next, lc_load(&h->root->chunk_head));
+    lc_txn_set(t, &h->root->chunk_head, first);
+    lc_txn_add(t, &h->root->chunk_used, (uint32_t)-1);
+}

@@ -1,0 +1,92 @@
+/* Publishing and waiting: no lock. */
+#include "index.h"
+
+/* Why the shard's word is not what its publisher expects. */
+static int refused(const lci_handle *h, uint32_t word, uint32_t gen) {
+    if (word >> LCI_SHARD_GEN_SHIFT != (gen & 0xffffff)) return LC_E_STALE;
+    if ((word & LCI_SHARD_STATUS) == LCI_SHARD_DEAD) return LC_E_STALE;
+    if ((word & LCI_SHARD_SLOT) != h->at->slot) return LC_E_OWNER;
+    if ((word & LCI_SHARD_STATUS) == LCI_SHARD_DONE) return LC_E_TWICE;
+    return LC_OK;
+}
+
+/* All shards are there: the pages become ready. The caller pins every one of them, so that none
+ * can have been used again under the same reservation number. */
+static int make_ready(lci_handle *h, uint32_t rid, uint32_t ns, const int32_t *pages, uint32_t n) {
+    uint32_t writing = LCI_WRITING | ns << LCI_NS_SHIFT | (rid + 1) << LCI_RES_SHIFT;
+    uint32_t ready = (writing & ~LCI_STATE_MASK) | LCI_READY;
+    int rc = 1;
+    for (uint32_t i = 0; i < n; i++) {
+        if ((uint32_t)pages[i] >= h->page_count) return LC_E_RANGE;
+        uint32_t old = writing;
+        /* Release: whoever sees READY sees the bytes. */
+        if (!atomic_compare_exchange_strong_explicit(&h->pages[pages[i]].word, &old, ready,
+                                                     memory_order_acq_rel, memory_order_acquire) &&
+            lci_state_of(old) != LCI_READY)
+            rc = LC_E_CLEARED;
+        LC_PAUSE(LC_AT_PAGE_READY);
+    }
+    return rc;
+}
+
+/* Publish one shard of a reservation. Returns 1 when it was the last and the pages are ready now,
+ * 0 when others are to come. `pages` are the reservation's new pages, pinned by the caller. */
+LC_API int lci_publish(lci_handle *h, uint32_t rid, uint32_t gen, uint32_t shard,
+                       const int32_t *pages, uint32_t n) {
+    int rc = lcs_usable(h->at);
+    if (rc != LC_OK) return rc;
+    if (h->at->readonly) return LC_E_READONLY;
+    if (rid >= h->res_count) return LC_E_RANGE;
+    lci_reservation *r = &h->res[rid];
+    if (lc_load_acquire(&r->gen) != gen) return LC_E_STALE;
+    if (shard >= LCI_SHARDS || shard >= lc_load(&r->shards)) return LC_E_RANGE;
+    lci_ns_ref ns = lc_load(&r->ns);
+    uint32_t word = lc_load_acquire(&r->shard[shard]);
+    do {
+        rc = refused(h, word, gen);
+        if (rc != LC_OK) return rc;
+        if (!lci_ns_open(h, ns)) return LC_E_CLEARED;
+    } while (!atomic_compare_exchange_strong_explicit(&r->shard[shard], &word,
+                                                      word | LCI_SHARD_DONE, memory_order_seq_cst,
+                                                      memory_order_acquire));
+    LC_PAUSE(LC_AT_SHARD_CLEARED);
+    /* Two last publishers may both find all done, never neither: hence sequential consistency. */
+    atomic_thread_fence(memory_order_seq_cst);
+    if (!lci_complete(r)) return lc_load_acquire(&r->gen) == gen ? 0 : 1;
+    rc = make_ready(h, rid, lci_ns_id(ns), pages, n);
+    lci_flag_ended(h, rid);
+    lci_notify(h);
+    lcs_client_of(h->at, h->at->slot)->published_pages += n;
+    return rc;
+}
+
+static bool being_written(const lci_handle *h, const lc_key *keys, uint32_t n) {
+    lc_found found;
+    for (uint32_t i = 0; i < n; i++) {
+        lc_dict_find(&h->dict, keys[i].lo, keys[i].hi, &found);
+        if (found.node != LC_NIL && lci_state_of(found.word) == LCI_WRITING) return true;
+    }
+    return false;
+}
+
+/* Sleep until none of the keys is being written by anybody. LC_E_TIMEOUT at the deadline; LC_E_BUSY
+ * every 20 ms, for the caller to look whether a writer has died; LC_E_INTR after a signal. */
+LC_API int lci_wait(lci_handle *h, const lc_key *keys, uint32_t n, uint64_t deadline) {
+    uint64_t look = lcs_now_ns() + UINT64_C(20000000);
+    for (;;) {
+        int rc = lcs_usable(h->at);
+        if (rc != LC_OK) return rc;
+        uint32_t seen = lc_load_acquire(&h->root->event);
+        if (!being_written(h, keys, n)) return LC_OK;
+        uint64_t now = lcs_now_ns();
+        if (now >= deadline) return LC_E_TIMEOUT;
+        if (now >= look) return LC_E_BUSY;
+        uint64_t until = deadline < look ? deadline : look;
+        if (!(seen & 1) && !h->at->readonly) { /* a reader cannot ask to be woken: it looks again */
+            if (!atomic_compare_exchange_strong(&h->root->event, &seen, seen | 1)) continue;
+            seen |= 1;
+        }
+        rc = lc_futex_wait(&h->root->event, seen, until - now);
+        if (rc == LC_E_INTR) return rc;
+    }
+}

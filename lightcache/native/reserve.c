@@ -1,0 +1,392 @@
+/* Reserving: room for pages that somebody is about to write. */
+#include "index.h"
+
+typedef struct reserve {
+    lci_handle *h;
+    lci_reserve_op *op;
+    const lc_key *keys; /* all of them */
+    uint32_t n, start;
+    int32_t *page;
+    uint8_t *status;
+    lc_txn t;
+    lci_eviction eviction;
+    uint64_t tick;
+    uint32_t kept, kept_gen; /* `made` and `gen` as of the last safe point */
+} reserve;
+
+static void keep(reserve *r) {
+    lci_step(&r->t);
+    r->kept = r->op->made;
+    r->kept_gen = r->op->gen;
+}
+
+/* ------------------------------------------------------------------ before the lock */
+
+static bool ready_here(const lci_page *p, const lc_key *key, uint32_t ns) {
+    uint32_t word = lc_load_acquire(&p->word);
+    return lc_load(&p->lo) == key->lo && lc_load(&p->hi) == key->hi &&
+           (word & (LCI_STATE_MASK | LCI_NS_MASK)) == (LCI_READY | ns << LCI_NS_SHIFT);
+}
+
+static void touch_chain(reserve *r) {
+    lc_found found;
+    for (uint32_t i = 0; i < r->start; i++) {
+        if (i + 8 < r->start)
+            __builtin_prefetch((const void *)&r->h->dict.buckets[lc_bucket(&r->h->dict,
+                                                                           r->keys[i + 8].lo)]);
+        lc_dict_find(&r->h->dict, r->keys[i].lo, r->keys[i].hi, &found);
+        if (found.node != LC_NIL) lci_touch(&r->h->pages[found.node], r->tick, 0);
+    }
+}
+
+/* Pin what is there already, wherever in the chain, so that making room cannot take it. Found and
+ * pinned as in a match; generations are kept in `page` of no use until confirmed. */
+static int pin_present(reserve *r) {
+    lci_handle *h = r->h;
+    uint32_t rest = r->n - r->start, ns = lci_ns_id(r->op->ns);
+    const lc_key *keys = r->keys + r->start;
+    lc_found found;
+    int rc = LC_OK;
+    pthread_mutex_lock(&h->at->rows);
+    for (uint32_t i = 0; i < rest && rc == LC_OK; i++) {
+        if (i + 8 < rest)
+            __builtin_prefetch((const void *)&h->dict.buckets[lc_bucket(&h->dict, keys[i + 8].lo)]);
+        lc_dict_find(&h->dict, keys[i].lo, keys[i].hi, &found);
+        if (found.node == LC_NIL || lci_state_of(found.word) != LCI_READY) continue;
+        rc = lci_pin_one(h, found.node);
+        if (rc != LC_OK) break;
+        atomic_thread_fence(memory_order_seq_cst); /* pairs with the one in settle() of evict.c */
+        lci_page *p = &h->pages[found.node];
+        if (lc_load_acquire(&p->gen) == found.gen && ready_here(p, &keys[i], ns)) {
+            r->page[i] = (int32_t)found.node;
+            r->status[i] = LCI_PRESENT;
+            lci_touch(p, r->tick, 0);
+        } else {
+            lci_unpin_one(h, found.node);
+        }
+    }
+    pthread_mutex_unlock(&h->at->rows);
+    return rc;
+}
+
+/* ------------------------------------------------------------------ under the lock */
+
+static uint32_t find_locked(const lci_handle *h, const lc_key *key, uint32_t *word) {
+    lc_found found;
+    lc_dict_find(&h->dict, key->lo, key->hi, &found);
+    if (found.node != LC_NIL) *word = found.word;
+    return found.node;
+}
+
+static bool open_reservation(reserve *r) {
+    lci_handle *h = r->h;
+    lc_txn *t = &r->t;
+    uint32_t rid = lc_load(&h->root->res_head);
+    if (rid < h->res_count) {
+        lc_txn_set(t, &h->root->res_head, lc_load(&h->res[rid].next_free));
+    } else {
+        rid = lc_load(&h->root->res_fresh);
+        if (rid >= h->res_count) return false;
+        lc_txn_set(t, &h->root->res_fresh, rid + 1);
+    }
+    lci_reservation *res = &h->res[rid];
+    uint32_t gen = lc_load(&res->gen) + 1;
+    lc_txn_set(t, &res->gen, gen);
+    lc_txn_set(t, &res->owner, h->at->slot);
+    lc_txn_set(t, &res->owner_epoch, h->at->epoch);
+    lc_txn_set(t, &res->shards, r->op->shards);
+    lc_txn_set(t, &res->ns, r->op->ns);
+    lc_txn_set(t, &res->pages.count, 0);
+    lc_txn_set(t, &res->pages.first, LC_NIL);
+    lc_txn_set(t, &res->pages.last, LC_NIL);
+    for (uint32_t s = 0; s < r->op->shards; s++) /* dead words until the record is ACTIVE */
+        lc_store(&res->shard[s], (gen & 0xffffff) << LCI_SHARD_GEN_SHIFT | h->at->slot);
+    lc_txn_set(t, &res->state, LCI_RES_ACTIVE);
+    lc_txn_add(t, &h->root->res_used, 1);
+    r->op->rid = rid;
+    r->op->gen = gen;
+    return true;
+}
+
+/* A new page: listed in the reservation first, then pinned, then linked under its key. */
+static bool make_page(reserve *r, uint32_t i, uint32_t page, uint32_t parent) {
+    lci_handle *h = r->h;
+    lc_txn *t = &r->t;
+    lci_page *p = &h->pages[page];
+    uint32_t ns = lci_ns_id(r->op->ns);
+    if (!lci_list_push(h, t, &h->res[r->op->rid].pages, page)) return false;
+    /* Readers that hold on to the page's former life may still set bits here and take them back
+     * from their rows: a bit without a count means nothing. */
+    lc_store(&p->pins, UINT64_C(1) << h->at->slot);
+    pthread_mutex_lock(&h->at->rows);
+    int rc = lci_pin_one(h, page);
+    pthread_mutex_unlock(&h->at->rows);
+    if (rc != LC_OK) t->error = LC_E_CORRUPT; /* a free page with 65,535 pins */
+    lc_store(&p->used, r->tick << LCI_TICK_SHIFT);
+    lc_txn_set(t, &p->children, 0);
+    lci_attach_parent(h, t, page, parent);
+    lc_dict_insert(t, &h->dict, page, r->keys[r->start + i],
+                   LCI_WRITING | ns << LCI_NS_SHIFT | (r->op->rid + 1) << LCI_RES_SHIFT);
+    lc_txn_add(t, &h->ns[ns].pages, 1);
+    lc_txn_add(t, &h->root->named, 1);
+    lc_txn_add(t, &h->root->writing, 1);
+    return true;
+}
+
+/* Look at keys [from, to) again, now that nobody else changes anything: pin what has become ready,
+ * note what others write, count what is absent. */
+static uint32_t classify(reserve *r, uint32_t from, uint32_t to) {
+    lci_handle *h = r->h;
+    uint32_t absent = 0, word = 0, ns = lci_ns_id(r->op->ns);
+    for (uint32_t i = from; i < to && !r->t.error; i++) {
+        if (r->status[i] == LCI_PRESENT) continue;
+        uint32_t page = find_locked(h, &r->keys[r->start + i], &word);
+        r->status[i] = LCI_UNKNOWN;
+        if (page == LC_NIL) {
+            absent++;
+        } else if (lci_ns_of(word) != ns) {
+            r->status[i] = LCI_NO_ROOM; /* somebody else's key: equal digests, not ours to share */
+        } else if (lci_state_of(word) == LCI_WRITING) {
+            r->status[i] = LCI_BUSY_KEY;
+            r->page[i] = (int32_t)page;
+        } else if (lci_state_of(word) == LCI_READY) {
+            pthread_mutex_lock(&h->at->rows);
+            int rc = lci_pin_one(h, page);
+            pthread_mutex_unlock(&h->at->rows);
+            if (rc != LC_OK) r->t.error = rc;
+            r->page[i] = (int32_t)page;
+            r->status[i] = LCI_PRESENT;
+        } else {
+            r->t.error = LC_E_CORRUPT; /* EVICTING outside a critical section */
+        }
+    }
+    return absent;
+}
+
+static uint32_t available(const lci_handle *h) {
+    uint32_t fresh = lc_load(&h->root->fresh), grown = lc_load(&h->root->grown);
+    return lc_load(&h->root->free_count) + (grown > fresh ? grown - fresh : 0);
+}
+
+/* See to it that `want` pages are free, as far as possible. LC_E_GROW asks for memory first. */
+static int make_room(reserve *r, uint32_t want) {
+    lci_handle *h = r->h;
+    uint32_t have = available(h);
+    lci_namespace *ns = &h->ns[lci_ns_id(r->op->ns)];
+    uint32_t quota = lc_load(&ns->quota), used = lc_load(&ns->pages);
+    if (quota && used + want > quota) {
+        lci_evict_namespace(h, &r->t, used + want - quota, lci_ns_id(r->op->ns));
+        lci_step(&r->t);
+    }
+    if (have >= want) return LC_OK;
+    if (lc_load(&h->root->grown) < h->page_count) {
+        r->op->wanted = want - have;
+        return LC_E_GROW;
+    }
+    if (lc_load(&h->root->doomed)) lci_collect_doomed(h, &r->t, 256);
+    for (uint32_t holds = 0; holds < 8; holds++) {
+        have = available(h);
+        if (have >= want || r->eviction.exhausted || r->t.error) break;
+        lci_evict(h, &r->t, &r->eviction, want - have);
+        lci_step(&r->t);
+    }
+    return r->t.error;
+}
+
+static bool stop(reserve *r, uint32_t i, uint32_t why) {
+    for (uint32_t k = i; k < r->n - r->start; k++)
+        if (r->status[k] != LCI_PRESENT) r->status[k] = LCI_NO_ROOM;
+    r->op->stopped = 1;
+    r->op->reason = why;
+    return false;
+}
+
+/* Settle one key. False: no room from here on. */
+static bool place(reserve *r, uint32_t i, uint32_t parent) {
+    lci_handle *h = r->h;
+    lc_txn *t = &r->t;
+    const lc_key *key = &r->keys[r->start + i];
+    lci_namespace *ns = &h->ns[lci_ns_id(r->op->ns)];
+    if (lc_load(&ns->quota) && lc_load(&ns->pages) >= lc_load(&ns->quota))
+        return stop(r, i, LCI_WHY_QUOTA);
+    if (LC_UNLIKELY(lc_dict_chain(&h->dict, key->lo) >= LC_CHAIN_MAX)) {
+        if (!lci_evict_from_chain(h, t, key->lo)) return stop(r, i, LCI_WHY_CHAIN);
+        keep(r); /* a page freed in this step must not be used again in it */
+    }
+    if (!r->op->gen && !open_reservation(r)) return stop(r, i, LCI_WHY_RESERVATIONS);
+    uint32_t page = lci_take_free(h, t);
+    if (page == LC_NIL) return stop(r, i, LCI_WHY_PINNED);
+    if (!make_page(r, i, page, parent)) {
+        lci_give_free(h, t, page, LCI_FREE);
+        return stop(r, i, LCI_WHY_RESERVATIONS);
+    }
+    r->page[i] = (int32_t)page;
+    r->status[i] = LCI_NEW;
+    r->op->made++;
+    return true;
+}
+
+/* The page of the key before `i`, if it is there and lives. */
+static uint32_t parent_of(const reserve *r, uint32_t i) {
+    uint32_t at = r->start + i, word = 0;
+    if (at == 0) return LC_NIL;
+    uint32_t page = find_locked(r->h, &r->keys[at - 1], &word);
+    return page != LC_NIL && lci_ns_of(word) == lci_ns_id(r->op->ns) ? page : LC_NIL;
+}
+
+/* A page that lost its parent is given the one that stands there now. Only a childless page: its
+ * new parent cannot hang on it. */
+static void readopt(reserve *r, uint32_t page, uint32_t parent) {
+    lci_page *p = &r->h->pages[page];
+    if (parent == LC_NIL || parent == page || lc_load(&p->children)) return;
+    if (lci_parent(r->h, p) == LC_NIL) lci_attach_parent(r->h, &r->t, page, parent);
+}
+
+static int settle_batch(reserve *r, uint32_t from, uint32_t to) {
+    uint32_t absent = classify(r, from, to);
+    if (r->t.error) return r->t.error;
+    if (absent) {
+        int rc = make_room(r, absent);
+        if (rc != LC_OK) return rc;
+    }
+    uint32_t parent = parent_of(r, from), made = r->op->made;
+    for (uint32_t i = from; i < to && !r->t.error; i++) {
+        if (r->status[i] == LCI_UNKNOWN && !place(r, i, parent)) break;
+        if (r->status[i] == LCI_NO_ROOM) {
+            stop(r, i, LCI_WHY_CHAIN);
+            break;
+        }
+        if (r->status[i] == LCI_PRESENT) readopt(r, (uint32_t)r->page[i], parent);
+        parent = (uint32_t)r->page[i];
+    }
+    if (r->t.error) return r->t.error;
+    keep(r);
+    r->op->cursor = to;
+    lcs_client_of(r->h->at, r->h->at->slot)->reserved_pages += r->op->made - made;
+    return LC_OK;
+}
+
+/* Work under one hold of the lock: at most 256 keys, fewer when others wait. */
+static int settle(reserve *r) {
+    uint32_t rest = r->n - r->start, worked = 0;
+    if (!lci_ns_open(r->h, r->op->ns)) return LC_E_CLEARED;
+    while (r->op->cursor < rest && !r->op->stopped) {
+        uint32_t to = r->op->cursor + LCI_BATCH < rest ? r->op->cursor + LCI_BATCH : rest;
+        int rc = settle_batch(r, r->op->cursor, to);
+        if (rc != LC_OK) return rc;
+        worked += LCI_BATCH;
+        if (worked >= 256 || lcs_lock_wanted(r->h->at)) break;
+    }
+    return LC_OK;
+}
+
+/* What the step that was rolled back had taken in our row has to be given back by hand. */
+static void unpin_unlisted(reserve *r) {
+    lci_handle *h = r->h;
+    uint32_t seen = 0, made = r->kept;
+    pthread_mutex_lock(&h->at->rows);
+    for (uint32_t i = 0; i < r->n - r->start; i++) {
+        if (r->status[i] != LCI_NEW || ++seen <= made) continue;
+        lci_unpin_one(h, (uint32_t)r->page[i]);
+        r->status[i] = LCI_UNKNOWN;
+    }
+    r->op->made = made;
+    r->op->gen = r->kept_gen;
+    pthread_mutex_unlock(&h->at->rows);
+}
+
+static int locked_part(reserve *r, int wait, uint64_t deadline) {
+    lci_handle *h = r->h;
+    while (r->op->cursor < r->n - r->start && !r->op->stopped) {
+        int rc = lci_lock(h, &r->t, LCI_OP_RESERVE, wait, deadline);
+        if (rc != LC_OK) return rc;
+        r->kept = r->op->made;
+        r->kept_gen = r->op->gen;
+        lci_collect(h, &r->t, 256);
+        if (lc_load(&h->root->ticket_used)) lci_settle_tickets(h, &r->t, 256);
+        if (!r->t.error) rc = settle(r);
+        if (rc == LC_E_CORRUPT || rc == LC_E_PINS) r->t.error = rc;
+        bool undone = r->t.error != 0;
+        int dropped = lci_unlock(h, &r->t);
+        if (undone) unpin_unlisted(r);
+        if (dropped != LC_OK) return dropped;
+        if (rc != LC_OK) return rc;
+    }
+    return (int)r->op->made;
+}
+
+/* Reserve pages for keys [start, n). Returns the number of new pages; LC_E_BUSY, LC_E_INTR and
+ * LC_E_GROW: call again with the same `op`, it goes on where it was. After any other error the
+ * caller gives back what `page` and `status` say it holds. */
+LC_API int lci_reserve(lci_handle *h, lci_reserve_op *op, const lc_key *keys, uint32_t n,
+                       uint32_t start, int32_t *page, uint8_t *status, int wait,
+                       uint64_t deadline) {
+    int rc = lcs_usable(h->at);
+    if (rc != LC_OK) return rc;
+    if (h->at->readonly) return LC_E_READONLY;
+    if (lc_load(&lcs_header_of(h->at)->disabled)) return LC_E_DISABLED;
+    if (start > n || op->shards == 0 || op->shards > LCI_SHARDS) return LC_E_RANGE;
+    if (!lci_ns_open(h, op->ns)) return LC_E_CLEARED;
+    reserve r = {.h = h, .op = op, .keys = keys, .n = n, .start = start,
+                 .page = page, .status = status, .tick = lci_next_tick(h)};
+    r.eviction.since = r.tick;
+    if (!op->pinned) {
+        touch_chain(&r);
+        rc = pin_present(&r);
+        if (rc != LC_OK) return rc;
+        op->pinned = 1;
+    }
+    if (wait == LC_TRY ? pthread_mutex_trylock(&h->at->door) : pthread_mutex_lock(&h->at->door))
+        return LC_E_BUSY;
+    rc = locked_part(&r, wait, deadline);
+    pthread_mutex_unlock(&h->at->door);
+    return rc;
+}
+
+/* End a reservation whose shards are not all published. Its pages are gone from every lookup when
+ * this returns, or (LC_E_BUSY, LC_E_INTR) call again. LC_E_STALE: it had ended before. */
+LC_API int lci_abandon(lci_handle *h, uint32_t rid, uint32_t gen, int wait, uint64_t deadline) {
+    lc_txn t;
+    int rc = lcs_usable(h->at);
+    if (rc != LC_OK) return rc;
+    if (h->at->readonly) return LC_E_READONLY;
+    if (rid >= h->res_count) return LC_E_RANGE;
+    lci_reservation *r = &h->res[rid];
+    for (bool more = true; more;) {
+        if (lc_load_acquire(&r->gen) != gen) return LC_E_STALE;
+        rc = lci_lock(h, &t, LCI_OP_ABANDON, wait, deadline);
+        if (rc != LC_OK) return rc;
+        bool mine = lc_load(&r->gen) == gen;
+        if (mine) lci_doom_reservation(h, &t, rid);
+        lci_collect(h, &t, 256);
+        more = mine && !t.error && lc_load(&r->gen) == gen && lc_load(&r->state) == LCI_RES_DOOMED;
+        rc = lci_unlock(h, &t);
+        if (rc != LC_OK) return rc;
+    }
+    lci_notify(h);
+    return LC_OK;
+}
+
+/* Free up to `want` pages. Adds to `*freed`; LC_E_BUSY, LC_E_INTR: call again. */
+LC_API int lci_evict_pages(lci_handle *h, uint32_t want, uint32_t *freed, int wait,
+                           uint64_t deadline) {
+    lc_txn t;
+    int rc = lcs_usable(h->at);
+    if (rc != LC_OK) return rc;
+    if (h->at->readonly) return LC_E_READONLY;
+    lci_eviction e = {.since = lci_next_tick(h)};
+    while (*freed < want && !e.exhausted) {
+        rc = lci_lock(h, &t, LCI_OP_EVICT, wait, deadline);
+        if (rc != LC_OK) return rc;
+        lci_collect(h, &t, 256);
+        if (lc_load(&h->root->doomed)) lci_collect_doomed(h, &t, 256);
+        for (int i = 0; i < 8 && *freed < want && !e.exhausted && !t.error; i++) {
+            uint32_t n = lci_evict(h, &t, &e, want - *freed);
+            lci_step(&t);
+            if (!t.error) *freed += n;
+        }
+        rc = lci_unlock(h, &t);
+        if (rc != LC_OK) return rc;
+    }
+    return LC_OK;
+}

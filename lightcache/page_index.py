@@ -1,0 +1,782 @@
+"""PageIndex: which page holds the KV of which prefix, in shared memory, for many processes.
+
+It says nothing of what a page is: a range of a host pool, a block of a device, a slot of a file, a
+checkpoint of recurrent state. To make a tier of anything, give it as many pages as the medium has
+slots of one size, move bytes only to and from pages that you hold (`match`, `reserve`, `adopt`),
+and publish what you have written when the write is over. The protocol, with what a kill between
+any two stores leaves behind, is docs/design.md.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from lightcache import _arguments, _native, layout, namespaces, snapshot, tickets
+from lightcache._arguments import Keys, Offsets, Pages
+from lightcache._core import Core, deadline_ns, reap_unjoined
+from lightcache.errors import (
+    ConfigError,
+    Detached,
+    LeaseLost,
+    NoSpace,
+    OutOfPages,
+    WaitTimeout,
+)
+from lightcache.leases import HEADER_BYTES, Lease, LeaseBatch
+from lightcache.namespaces import Namespace
+from lightcache.reservations import Reservation, Shard, reserve_arguments
+from lightcache.shm import Client, ClientInfo, Kind, Segment
+from lightcache.shm import layout as shm_layout
+from lightcache.shm.codes import Code, check
+from lightcache.snapshot import CheckReport, IndexStats
+from lightcache.tickets import ClientId, Ticket
+
+MAX_PAGES = 1 << 30
+
+Hook = Callable[[Segment], None]
+
+
+
+def geometry(pages: int) -> layout.Geometry:
+    """Where an index of so many pages keeps what.
+
+    Raises:
+        ConfigError: not 1 to 2^30 pages.
+    """
+    _arguments.count(pages, "pages", 1, MAX_PAGES)
+    found = layout.Geometry()
+    check(_native.load().quick.lci_geometry_of(pages, ctypes.byref(found)), "pages")
+    return found
+
+
+def _facts() -> str:
+    facts: bytes = _native.load().quick.lci_layout()
+    return facts.decode()
+
+
+def _arranged(name: str, pages: int, config: Mapping[str, Any] | None) -> dict[str, Any]:
+    place = geometry(pages)
+    return {
+        "name": name,
+        "payload_bytes": place.end - shm_layout.PAYLOAD_OFFSET,
+        "kind": Kind.INDEX,
+        "config": {**(config or {}), "pages": pages},
+        "layout_facts": _facts(),
+    }
+
+
+def _reaper(segment: Segment) -> None:
+    reap_unjoined(segment, int(segment.config["pages"]))
+
+
+class PageIndex:
+    """An attach of this process to an index. Make it with `create`, `attach` or `open`.
+
+    Lookups (`peek`, `match`, `release`, `publish`) take no lock and never wait for anybody. What
+    makes room (`reserve`, `evict`) and what is rare takes the segment's one lock, for at most 256
+    pages of work at a time. Threads may share a handle; a forked child may not.
+
+    Keys are uint64 arrays of shape (n, 2), C-contiguous: 128-bit digests, each of the whole prefix
+    up to the end of its page (`lightcache.hashing`). Where a call takes many requests, request i has
+    the keys [offsets[i], offsets[i+1]).
+    """
+
+    def __init__(self, segment: Segment, *, role: str, device: bool, lock_timeout: float) -> None:
+        """For `create`, `attach` and `open`."""
+        self._closed = True
+        self._segment = segment
+        pages = segment.config.get("pages")
+        if segment.kind is not Kind.INDEX or not isinstance(pages, int):
+            raise ConfigError(
+                f"{segment.name!r} holds a {segment.kind.name.lower()}, expected an index; "
+                "see `lightcache ls`"
+            )
+        self.pages = pages
+        """Pages of the medium."""
+        if not segment.readonly:
+            segment.join(role, device=device)
+        self._core = Core(segment, pages, lock_timeout)
+        self._quick = self._core.quick
+        self._locked = self._core.locked
+        self._handle = self._core.handle
+        self._match1 = self._quick.lci_match1
+        self._release = self._quick.lci_release
+        self._namespace = self._default_namespace()
+        self._closed = False
+        self._finalizer = weakref.finalize(self, self._core.free)
+
+    # ---- making one
+
+    @classmethod
+    def create(
+        cls,
+        name: str,
+        *,
+        pages: int,
+        config: Mapping[str, Any] | None = None,
+        grown: int | None = None,
+        lifetime: str = "attached",
+        group: str | int | None = None,
+        role: str = "",
+        device: bool = False,
+        initialise: Hook | None = None,
+        lock_timeout: float = 10.0,
+        timeout: float | None = 10.0,
+    ) -> PageIndex:
+        """Create an index that does not exist yet. Takes 206 bytes a page, all at once.
+
+        Args:
+            name: ASCII letters, digits and `._-`, at most 180.
+            pages: of the medium, 1 to 2^30.
+            config: what others must give alike to `attach` or `open` it (JSON); say here what the
+                medium is, how large a page is and what model it is for.
+            grown: pages whose memory is there already; None: all. More with `grow`.
+            lifetime: "attached" (it goes with the last client) or "persistent".
+            group: whose members may attach too (mode 0660).
+            role: who we are, for people, at most 31 bytes.
+            device: we have a device that may go on writing pages after our death: pages that we
+                were writing stay in quarantine until that is over.
+            initialise: called once, before anybody can attach: make the medium here. Objects
+                named by `segment.dependent_name` are removed together with the segment.
+            lock_timeout: seconds to wait for the lock before LockTimeout.
+            timeout: seconds to wait for somebody who is creating it.
+
+        Raises:
+            ConfigError, InUse (it exists), NoSpace, NotReady, PermissionDenied.
+        """
+        wanted = _arranged(name, pages, config)
+        available = _arguments.count(pages if grown is None else grown, "grown", 0, pages)
+        segment = Segment.create(
+            **wanted,
+            lifetime=lifetime,
+            group=group,
+            timeout=timeout,
+            reaper=_reaper,
+            initialise=lambda made: _format(made, pages, available, initialise),
+        )
+        return cls._joined(segment, role, device, lock_timeout)
+
+    @classmethod
+    def attach(
+        cls,
+        name: str,
+        *,
+        readonly: bool = False,
+        config: Mapping[str, Any] | None = None,
+        group: str | int | None = None,
+        role: str = "",
+        device: bool = False,
+        lock_timeout: float = 10.0,
+        timeout: float | None = 10.0,
+    ) -> PageIndex:
+        """Attach to an index that exists; never changes its layout.
+
+        Args:
+            readonly: only `peek`, `wait`, `stats`, `clients`, `check`; takes no slot and can
+                corrupt nothing.
+            config: what it must have been created with, without `pages`; None: anything.
+            Otherwise as `create`.
+
+        Raises:
+            NotReady: there is none, or its creator did not finish in time.
+            LayoutMismatch: another version, or another configuration.
+            InUse: all 63 slots are taken by the living.
+            CacheCorrupted, PermissionDenied, ConfigError.
+        """
+        segment = Segment.attach(
+            name,
+            readonly=readonly,
+            kind=Kind.INDEX,
+            config=config,
+            layout_facts=_facts(),
+            group=group,
+            reaper=_reaper,
+            timeout=timeout,
+        )
+        return cls._joined(segment, role, device, lock_timeout)
+
+    @classmethod
+    def open(
+        cls,
+        name: str,
+        *,
+        pages: int,
+        config: Mapping[str, Any] | None = None,
+        grown: int | None = None,
+        lifetime: str = "attached",
+        group: str | int | None = None,
+        replace: bool = False,
+        role: str = "",
+        device: bool = False,
+        initialise: Hook | None = None,
+        lock_timeout: float = 10.0,
+        timeout: float | None = 10.0,
+    ) -> PageIndex:
+        """Attach to an index with exactly this configuration, or create it. One whose processes
+        have all died goes on warm.
+
+        Args:
+            replace: remove one that differs, if nobody lives in it.
+            Otherwise as `create`.
+
+        Raises:
+            LayoutMismatch: it differs and `replace` is False.
+            InUse: it differs, `replace` is True, and somebody lives in it.
+            Otherwise as `create` and `attach`.
+        """
+        wanted = _arranged(name, pages, config)
+        available = _arguments.count(pages if grown is None else grown, "grown", 0, pages)
+        segment = Segment.open(
+            **wanted,
+            lifetime=lifetime,
+            group=group,
+            replace=replace,
+            timeout=timeout,
+            reaper=_reaper,
+            initialise=lambda made: _format(made, pages, available, initialise),
+        )
+        return cls._joined(segment, role, device, lock_timeout)
+
+    @classmethod
+    def _joined(
+        cls, segment: Segment, role: str, device: bool, lock_timeout: float
+    ) -> PageIndex:
+        try:
+            return cls(segment, role=role, device=device, lock_timeout=lock_timeout)
+        except BaseException:
+            segment.close()
+            raise
+
+    # ---- looking up
+
+    def peek(self, keys: Keys, *, namespace: Namespace | None = None) -> int:
+        """Pages of the longest ready prefix. Advisory: each was ready at some instant of the call;
+        to use them, `match`. No lock, no write, about 5 ns a key when hot; also read-only.
+
+        Raises:
+            ConfigError: keys of another shape, dtype or layout.
+            Detached: closed, replaced, or a forked child.
+        """
+        where, n = _arguments.keys(keys)
+        ref = self._namespace if namespace is None else namespace.ref
+        found: int = self._quick.lci_peek1(self._handle, where, n, ref)
+        if found < 0:
+            check(found, "peek")
+        return found
+
+    def peek_many(
+        self, keys: Keys, offsets: Offsets, *, namespace: Namespace | None = None
+    ) -> Pages:
+        """`peek` for many requests in one call: int32 of shape (requests,)."""
+        where, n = _arguments.keys(keys)
+        bounds = _arguments.offsets(offsets, n)
+        counts = np.zeros(len(bounds) - 1, np.int32)
+        code = self._quick.lci_peek(
+            self._handle,
+            where,
+            _arguments.address(bounds),
+            len(counts),
+            self._ref(namespace),
+            _arguments.address(counts),
+        )
+        check(code, "peek")
+        return counts
+
+    def match(self, keys: Keys, *, namespace: Namespace | None = None) -> Lease:
+        """Pin the longest ready prefix. Until the lease is released, nobody reuses these pages,
+        not even if they are evicted, cleared or replaced meanwhile. No lock; about 12 ns a key.
+
+        Raises:
+            ConfigError: keys of another shape, dtype or layout.
+            NoSpace: one of the pages is pinned 65,535 times by this client; nothing was pinned.
+            PermissionDenied: attached read-only.
+            Detached: closed, replaced, or a forked child.
+        """
+        where, n = _arguments.keys(keys)
+        lease = Lease(self, n)
+        ref = self._namespace if namespace is None else namespace.ref
+        held = self._match1(self._handle, where, n, ref, lease._where)
+        if held < 0:
+            check(held, "match")
+        return lease
+
+    def match_many(
+        self, keys: Keys, offsets: Offsets, *, namespace: Namespace | None = None
+    ) -> LeaseBatch:
+        """`match` for many requests in one call. Each request's prefix is pinned for itself, so
+        a page that two of them share is pinned twice. On an error nothing is pinned."""
+        where, n = _arguments.keys(keys)
+        bounds = _arguments.offsets(offsets, n)
+        counts = np.zeros(len(bounds) - 1, np.int32)
+        lease = Lease(self, n)
+        code = self._quick.lci_match(
+            self._handle,
+            where,
+            _arguments.address(bounds),
+            len(counts),
+            self._ref(namespace),
+            lease._where,
+            _arguments.address(counts),
+        )
+        if code < 0:
+            check(code, "match")
+        return LeaseBatch(lease, counts)
+
+    # ---- writing
+
+    def reserve(
+        self,
+        keys: Keys,
+        start: int = 0,
+        *,
+        shards: int = 1,
+        namespace: Namespace | None = None,
+        timeout: float | None = None,
+    ) -> Reservation:
+        """Get pages to write for `keys[start:]`. What is there is pinned, what another client is
+        writing is told, the rest gets pages, evicting the least recently used that nobody pins,
+        from the ends of prefixes; never of this chain. Partial success is no error: see
+        `Reservation.missing`.
+
+        Args:
+            keys: of the whole chain from its root: `keys[:start]` is marked as used.
+            start: first key to reserve, usually `len(lease)`.
+            shards: parts that are published apart, 1 to 64: one for each rank that writes.
+            timeout: seconds to wait for the lock; None: the handle's `lock_timeout`.
+
+        Raises:
+            ConfigError: keys, start or shards out of range.
+            OutOfPages: no reservation record is left (1,024, fewer in small pools).
+            Abandoned: the namespace was cleared.
+            LockTimeout: says who holds the lock. Nothing is held.
+            NoSpace: pages have no memory behind them yet; `grow`.
+            PermissionDenied, Detached.
+        """
+        where, n = _arguments.keys(keys)
+        _arguments.count(start, "start", 0, n)
+        _arguments.count(shards, "shards", 1, layout.SHARDS)
+        reservation = Reservation(self, n, start, shards, self._ref(namespace))
+        arguments = reserve_arguments(reservation, keys)
+        try:
+            code = self._locked("lci_reserve", *arguments, what="reserve", timeout=timeout)
+            while code == Code.GROW:
+                self._need_memory(int(reservation._progress.wanted))
+                code = self._locked("lci_reserve", *arguments, what="reserve", timeout=timeout)
+            check(min(code, 0), "reserve")
+        except BaseException:
+            reservation.__exit__(None, None, None)
+            raise
+        del where
+        return reservation
+
+    def reserve_many(
+        self,
+        keys: Keys,
+        offsets: Offsets,
+        starts: Any = None,
+        *,
+        shards: int = 1,
+        namespace: Namespace | None = None,
+        timeout: float | None = None,
+    ) -> list[Reservation]:
+        """`reserve` for many requests, each with a reservation of its own. `starts[i]` counts from
+        request i's first key. On an error all of them are given back."""
+        _, n = _arguments.keys(keys)
+        bounds = _arguments.offsets(offsets, n)
+        begins = np.zeros(len(bounds) - 1, np.int64) if starts is None else np.asarray(starts)
+        if begins.shape != (len(bounds) - 1,):
+            raise ConfigError(f"starts: expected {len(bounds) - 1} of them, found {begins.shape}")
+        made: list[Reservation] = []
+        try:
+            for i, begin in enumerate(begins):
+                part = keys[bounds[i] : bounds[i + 1]]
+                made.append(
+                    self.reserve(
+                        part, int(begin), shards=shards, namespace=namespace, timeout=timeout
+                    )
+                )
+        except BaseException:
+            for reservation in made:
+                reservation.__exit__(None, None, None)
+            raise
+        return made
+
+    def wait(
+        self,
+        keys: Keys,
+        *,
+        timeout: float | None = None,
+        namespace: Namespace | None = None,
+    ) -> int:
+        """Sleep until none of the keys is being written: published, abandoned, cleared, or its
+        writer died (then it is taken back here). Returns the longest ready prefix, as `peek`.
+
+        Blocks; Ctrl-C ends it at once. `timeout` in seconds, None: for ever.
+
+        Raises:
+            WaitTimeout: some key was still being written.
+            ConfigError, Detached.
+        """
+        where, n = _arguments.keys(keys)
+        limit = deadline_ns(timeout)
+        with self._segment.busy():
+            while True:
+                code = self._core.slow.lci_wait(self._handle, where, n, limit)
+                if code == Code.BUSY and not self._segment.readonly:
+                    self.reap()
+                elif code == Code.TIMEOUT:
+                    raise WaitTimeout(
+                        f"wait: after {timeout} s some of {n} keys are still being written; wait "
+                        "longer, or see `lightcache dump --reservations`"
+                    )
+                elif code not in (Code.BUSY, Code.INTR):
+                    check(code, "wait")
+                    return self.peek(keys, namespace=namespace)
+
+    def wait_many(
+        self,
+        keys: Keys,
+        offsets: Offsets,
+        *,
+        timeout: float | None = None,
+        namespace: Namespace | None = None,
+    ) -> Pages:
+        """`wait` for the keys of many requests; returns their ready prefixes, as `peek_many`."""
+        self.wait(keys, timeout=timeout, namespace=namespace)
+        return self.peek_many(keys, offsets, namespace=namespace)
+
+    def evict(self, n: int) -> int:
+        """Free up to n pages, least recently used first, never pinned ones. Returns how many."""
+        _arguments.count(n, "n", 0, MAX_PAGES)
+        freed = ctypes.c_uint32()
+        check(self._locked("lci_evict_pages", n, ctypes.byref(freed), what="evict"), "evict")
+        return freed.value
+
+    # ---- namespaces
+
+    def namespace(
+        self, weights: str = "", tenant: str = "", *, quota: int | None = None
+    ) -> Namespace:
+        """The namespace of a weights version and a tenant, made if need be (256 at most).
+
+        Args:
+            quota: most pages it may have at a time, then it evicts its own; 0: no limit; None:
+                as it is.
+
+        Raises:
+            OutOfPages: all 256 entries are taken.
+            LeaseLost: read-only, and there is none of that name.
+            ConfigError: a name longer than 47 bytes.
+        """
+        names = namespaces.encoded(weights, "weights"), namespaces.encoded(tenant, "tenant")
+        found = ctypes.c_uint32()
+        if self._segment.readonly:
+            code = self._quick.lci_namespace_find(self._handle, *names, ctypes.byref(found))
+            if code == Code.MISSING:
+                raise LeaseLost(f"namespace: there is none of weights {weights!r}, {tenant!r}")
+        else:
+            limit = namespaces.NO_CHANGE if quota is None else quota
+            _arguments.count(limit, "quota", 0, namespaces.NO_CHANGE)
+            code = self._locked(
+                "lci_namespace_open", *names, limit, ctypes.byref(found), what="open a namespace"
+            )
+            if code == Code.FULL:
+                raise OutOfPages("namespace: all 256 are in use; clear those of old weights")
+        check(code, "namespace")
+        return Namespace(weights, tenant, found.value)
+
+    def clear(self, namespace: Namespace | None = None) -> None:
+        """Forget a namespace (None: the default one): from the first instant no lookup finds
+        anything of it, in flight included, and nothing is accepted under it. Pages that are
+        pinned keep their bytes until released. Clearing again does nothing.
+
+        The same name can be opened again and is empty then; the default one is reopened here.
+        Takes the lock, in pieces; about 10 ns a page of the pool.
+        """
+        ref = self._ref(namespace)
+        check(self._locked("lci_clear", ref, what="clear"), "clear")
+        if ref == self._namespace:
+            self._namespace = self.namespace().ref
+
+    def _default_namespace(self) -> int:
+        found = ctypes.c_uint32()
+        code = self._quick.lci_namespace_find(self._handle, b"", b"", ctypes.byref(found))
+        if code == Code.MISSING and not self._segment.readonly:
+            return self.namespace().ref
+        return found.value
+
+    def _ref(self, namespace: Namespace | None) -> int:
+        if namespace is None:
+            return self._namespace
+        if not isinstance(namespace, Namespace):
+            raise ConfigError(f"namespace: expected a Namespace, found {namespace!r}")
+        return namespace.ref
+
+    # ---- tickets
+
+    @property
+    def client_id(self) -> ClientId:
+        """Who we are, to be named as an adopter.
+
+        Raises:
+            PermissionDenied: attached read-only.
+        """
+        client = self._segment.client
+        if client is None:
+            check(Code.READONLY, "client_id")
+        assert isinstance(client, Client)
+        return ClientId(client.slot, client.epoch)
+
+    def adopt(
+        self, ticket: bytes, *, shard: int | None = None, timeout: float | None = None
+    ) -> Lease | Shard:
+        """Pin a ticket's pages in our own name. A lease's ticket gives a `Lease` (then tell its
+        giver with `done`), a reservation's a `Shard` to write; say which.
+
+        Raises:
+            LeaseLost: of another cache, ended, past its deadline, not for us, adopted before.
+            ConfigError: no such shard.
+            LockTimeout, PermissionDenied, Detached.
+        """
+        ref = tickets.parse(ticket)
+        number = layout.SHARDS if shard is None else shard
+        _arguments.count(number, "shard", 0, layout.SHARDS)
+        size = self._quick.lci_ticket_size(self._handle, ctypes.byref(ref))
+        if size < 0:
+            self._refuse(size)
+        lease = Lease(self, size)
+        rid, gen = ctypes.c_uint32(), ctypes.c_uint32()
+        at = ctypes.addressof(lease._where)
+        code = self._locked(
+            "lci_adopt",
+            ctypes.byref(ref),
+            number,
+            ctypes.c_void_p(at),
+            ctypes.c_void_p(at + HEADER_BYTES),
+            size,
+            ctypes.byref(rid),
+            ctypes.byref(gen),
+            what="adopt a ticket",
+            timeout=timeout,
+        )
+        if code == Code.RANGE and shard is None:
+            raise ConfigError("adopt: this is a reservation's ticket; say which shard you write")
+        if code < 0:
+            self._refuse(code)
+        if rid.value == layout.NIL:
+            return lease
+        pages = np.array(lease.pages)
+        adopted = Shard(self, pages, rid.value, gen.value, number, bytes(ticket))
+        lease._released = True  # the shard unpins from here on
+        return adopted
+
+    def done(self, ticket: bytes, ok: bool = True) -> None:
+        """Our verdict on a lease's ticket that we adopted: its giver sees it in `poll`. No lock.
+
+        Raises:
+            LeaseLost: told before, or not ours to tell.
+        """
+        self._ticket_done(ticket, ok)
+
+    def _refuse(self, code: int) -> None:
+        if code in tickets.REFUSALS:
+            raise LeaseLost(f"adopt: {tickets.REFUSALS[Code(code)]}")
+        check(code, "adopt a ticket")
+
+    def _ticket_done(self, ticket: bytes, ok: bool) -> None:
+        code = self._ticket_done_code(ticket, ok)
+        if code == Code.TWICE:
+            raise LeaseLost("done: this client gave its verdict before")
+        if code in tickets.REFUSALS:
+            raise LeaseLost(f"done: {tickets.REFUSALS[Code(code)]}")
+        check(code, "done")
+
+    def _ticket_done_code(self, ticket: bytes, ok: bool) -> int:
+        ref = tickets.parse(ticket)
+        code: int = self._quick.lci_ticket_done(self._handle, ctypes.byref(ref), ok)
+        return code
+
+    def _give_ticket(
+        self,
+        pages: Pages,
+        progress: layout.ReserveProgress | None,
+        adopters: list[ClientId],
+        timeout: float,
+    ) -> Ticket:
+        ref = layout.TicketRef()
+        code = self._locked(
+            "lci_ticket_give",
+            _arguments.address(pages),
+            len(pages),
+            progress.rid if progress else layout.NIL,
+            progress.gen if progress else 0,
+            self._adopters(adopters),
+            deadline_ns(timeout),
+            ctypes.byref(ref),
+            what="give a ticket",
+        )
+        if code == Code.FULL:
+            raise OutOfPages("ticket: too many tickets are outstanding; drop some")
+        check(code, "give a ticket")
+        return Ticket(self, ref)
+
+    def _adopters(self, adopters: list[ClientId]) -> int:
+        living = {(c.slot, c.epoch) for c in self._segment.clients() if c.alive}
+        mask = 0
+        for slot, epoch in adopters:
+            if (slot, epoch) not in living:
+                raise ConfigError(
+                    f"adopters: client {slot} in epoch {epoch} is not attached; see `clients()`"
+                )
+            if mask >> slot & 1:
+                raise ConfigError(f"adopters: client {slot} is named twice")
+            mask |= 1 << slot
+        if not mask:
+            raise ConfigError("adopters: name at least one client")
+        return mask
+
+    # ---- keeping order
+
+    def reap(self) -> int:
+        """Take back what dead clients held: pins, half-written pages, tickets, slots. Returns how
+        many were dead, those in quarantine included. Reserving does not need it; waiting does it.
+        About 2 us a slot, plus 1 ms per million pages for each dead client."""
+        dead = 0
+        for slot in range(1, shm_layout.SLOTS):
+            code = self._locked("lci_reap_slot", slot, what="take back from the dead")
+            if code < 0:
+                check(code, "take back from the dead")
+            dead += code
+        return dead
+
+    def grow(self, pages: int) -> None:
+        """Say that memory stands behind the first `pages` pages of the medium."""
+        _arguments.count(pages, "pages", 0, self.pages)
+        check(self._locked("lci_grow", pages, what="grow"), "grow")
+
+    def _need_memory(self, wanted: int) -> None:
+        """Called by `reserve` when pages are left that have no memory yet. A pool grows here."""
+        raise NoSpace(
+            f"reserve: {wanted} more pages are needed, and the medium has not grown so far; "
+            "call grow() when it has"
+        )
+
+    def check(self) -> CheckReport:
+        """Derive every invariant again and name the first that is broken. Works on a copy; only
+        in a cache that is never quiet are allocations held up while it is taken.
+
+        Raises:
+            LockTimeout, Detached.
+        """
+        return snapshot.check_attached(self._core, self.pages)
+
+    def repair(self) -> None:
+        """Rebuild everything derived from the page, reservation and ticket records. Allocations
+        wait meanwhile (about 0.3 s for a million pages), lookups do not."""
+        check(self._locked("lci_repair", what="repair", timeout=60.0), "repair")
+
+    def stats(self) -> IndexStats:
+        """Totals. Each figure is read once, all at slightly different instants. No lock."""
+        counts = layout.Counts()
+        check(self._quick.lci_count(self._handle, ctypes.byref(counts)), "stats")
+        return snapshot.stats_of(counts)
+
+    def clients(self) -> list[ClientInfo]:
+        """Everybody who is attached for writing, the dead ones not yet reaped included."""
+        return self._segment.clients()
+
+    @property
+    def segment(self) -> Segment:
+        """The segment underneath: name, configuration, header."""
+        return self._segment
+
+    @property
+    def name(self) -> str:
+        """Name of the segment."""
+        return self._segment.name
+
+    @property
+    def readonly(self) -> bool:
+        """Whether it was attached read-only."""
+        return self._segment.readonly
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of a page, if the configuration says so (`page_tokens`).
+
+        Raises:
+            ConfigError: it does not.
+        """
+        tokens = self._segment.config.get("page_tokens")
+        if not isinstance(tokens, int):
+            raise ConfigError("tokens: this index was created without page_tokens")
+        return tokens
+
+    # ---- the end
+
+    def _unusable(self) -> bool:
+        """Closed or inherited by a fork: what is held here was given back, or is not ours."""
+        try:
+            self._segment.check_usable()
+        except Detached:
+            return not self._segment.retired
+        return False
+
+    def _abandon(self, rid: int, gen: int) -> None:
+        code = self._locked("lci_abandon", rid, gen, what="abandon")
+        if code == Code.STALE:
+            raise LeaseLost("abandon: this reservation has ended before")
+        if code != Code.RETIRED:
+            check(code, "abandon")
+
+    def close(self) -> None:
+        """Leave. Leases and reservations still held are given back; their pages are lost to us.
+        The last client of a lifetime "attached" removes the segment. A second call does nothing.
+
+        Raises:
+            InUse: views live or calls are under way.
+            LockTimeout: the lock's holder did not give it back; call again.
+            Detached: in a forked child.
+        """
+        if self._closed:
+            return
+        if not self._segment.readonly and not self._segment.closed:
+            code = self._locked("lci_leave", what="leave")
+            if code == Code.FORKED:
+                check(code, "close")
+            if code == Code.OK:
+                self._segment.free_slot_on_close()
+        self._segment.close()
+        self._closed = True
+
+    def __enter__(self) -> PageIndex:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if not self._unusable():
+            self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{self.pages} pages"
+        return f"<PageIndex {self._segment.name!r} {state}>"
+
+
+def _format(segment: Segment, pages: int, grown: int, more: Hook | None) -> None:
+    code = _native.load().quick.lci_format(segment.address, segment.nbytes, pages, grown)
+    check(code, f"lay out an index of {pages} pages")
+    if more is not None:
+        more(segment)
+
+
+__all__ = ["PageIndex", "geometry"]

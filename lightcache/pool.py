@@ -1,0 +1,341 @@
+"""HostPool: the pages themselves, in a shared memory object of their own beside the index.
+
+The object has its full length from the beginning, and no memory: that comes in chunks, behind a
+mark in the index (`grown`), so that the first pages can be used at once and a full /dev/shm is an
+error instead of a signal. Whoever is attached for writing carries on for one that died.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import stat
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import posix_ipc
+
+from lightcache import _arguments
+from lightcache.errors import (
+    CacheCorrupted,
+    InUse,
+    LightcacheError,
+    NoSpace,
+    NotReady,
+    PermissionDenied,
+)
+from lightcache.shm import Segment, memory, ofd
+from lightcache.shm import _native as shm_native
+from lightcache.shm import layout as shm_layout
+from lightcache.shm.codes import Code, check, system_errno
+from lightcache.sizes import format_size
+
+if TYPE_CHECKING:
+    import torch
+
+    from lightcache.page_index import PageIndex
+
+CHUNK_BYTES = 64 << 20  # about 30 ms of zeroing: short enough to take turns with others
+Bytes = npt.NDArray[np.uint8]
+
+
+def make_object(segment: Segment, total: int, first: int) -> None:
+    """Make the pool object of an index that is being created: `total` bytes long, `first` of them
+    with memory. Called before anybody can attach.
+
+    Raises:
+        NoSpace: fewer bytes are available than the pool will have; nothing is left behind.
+    """
+    room = memory.available()
+    if total > room.bytes:
+        raise NoSpace(
+            f"the pool needs {format_size(total)} ({total} bytes), found "
+            f"{format_size(room.bytes)} {room.limit}; choose a smaller size, remove old caches "
+            "(`lightcache ls`, `lightcache rm`), or enlarge it"
+        )
+    mode = 0o660 if os.fstat(segment._hold.opened.fd).st_mode & 0o060 else 0o600
+    name = segment.dependent_name("pool")
+    made = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, mode=mode)
+    try:
+        owner = os.fstat(segment._hold.opened.fd)
+        if os.fstat(made.fd).st_gid != owner.st_gid:
+            os.fchown(made.fd, -1, owner.st_gid)
+        os.fchmod(made.fd, mode)  # the umask may have narrowed it
+        os.ftruncate(made.fd, total)
+        _allocate(made.fd, 0, first)
+    except BaseException:
+        made.unlink()
+        raise
+    finally:
+        made.close_fd()
+
+
+def _allocate(fd: int, offset: int, length: int) -> None:
+    code = Code.INTR
+    while code == Code.INTR:
+        code = shm_native.blocking().lcs_fallocate(fd, offset, length)
+    check(code, f"allocate {length} bytes of the pool (free: {format_size(memory.available().bytes)})")
+
+
+class HostPool:
+    """An attach of this process to the pages of a cache: `pool[page]` is one page's bytes.
+
+    Hold a page (`match`, `reserve`, `adopt`) while you touch it. Views keep the pool mapped: drop
+    them before `close`.
+    """
+
+    def __init__(
+        self,
+        index: PageIndex,
+        page_bytes: int,
+        *,
+        huge_pages: bool = False,
+        numa_interleave: bool = False,
+    ) -> None:
+        """Map the pool of an attached index.
+
+        Args:
+            index: whose pages these are; read-only if it is.
+            page_bytes: of one page, any size.
+            huge_pages: ask for transparent huge pages.
+            numa_interleave: spread the pool over all memory nodes. Both are advice.
+
+        Raises:
+            NotReady: the pool object is gone.
+            CacheCorrupted: it has another length.
+            PermissionDenied: its owner, mode or links are not what they should be.
+        """
+        self.pages = index.pages
+        self.page_bytes = page_bytes
+        self.nbytes = self.pages * page_bytes
+        self._index = index
+        self._base = ctypes.c_void_p()
+        self._fd = ctypes.c_int(-1)
+        self._growing = threading.Lock()
+        self._window: weakref.ref[Any] | None = None
+        self._users: set[object] = set()
+        self._name = index.segment.dependent_name("pool")
+        self._map(index.segment, huge_pages, numa_interleave)
+
+    def _map(self, segment: Segment, huge: bool, interleave: bool) -> None:
+        try:
+            opened = posix_ipc.SharedMemory(self._name, 0, read_only=segment.readonly)
+        except posix_ipc.ExistentialError:
+            raise NotReady(
+                f"the pool {self._name} of {segment.name!r} is gone; remove the cache with "
+                "`lightcache rm` and create it anew"
+            ) from None
+        try:
+            self._check_object(opened.fd, segment)
+            quick = shm_native.quick()
+            check(
+                quick.lcs_map(opened.fd, self.nbytes, not segment.readonly, ctypes.byref(self._base)),
+                f"map the pool ({format_size(self.nbytes)})",
+            )
+        finally:
+            opened.close_fd()
+        if huge or interleave:
+            quick.lcs_advise(self._base, self.nbytes, huge, interleave)
+        if not segment.readonly:
+            check(
+                quick.lcs_life_open(self._name.encode(), 1, ctypes.byref(self._fd)),
+                "open the pool for its growth lock",
+            )
+
+    def _check_object(self, fd: int, segment: Segment) -> None:
+        found, owner = os.fstat(fd), os.fstat(segment._hold.opened.fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1 or found.st_uid != owner.st_uid:
+            raise PermissionDenied(
+                f"the pool {self._name}: expected one regular file of user {owner.st_uid}, found "
+                f"user {found.st_uid}, {found.st_nlink} links; remove it and create the cache anew"
+            )
+        if found.st_size != self.nbytes:
+            raise CacheCorrupted(
+                f"the pool {self._name}: expected {self.nbytes} bytes, found {found.st_size}; "
+                "remove the cache with `lightcache rm` and create it anew"
+            )
+
+    # ---- memory
+
+    def _live_window(self) -> Any:
+        """A ctypes array over the pool that every view made of it keeps alive."""
+        window = self._window() if self._window else None
+        if window is None:
+            self._index.segment.check_usable()
+            if not self._base.value:
+                check(Code.CLOSED, "use the pool")
+            window = (ctypes.c_uint8 * self.nbytes).from_address(self._base.value)
+            token = object()
+            self._users.add(token)
+            weakref.finalize(window, self._users.discard, token).atexit = False
+            window.owner = self
+            self._window = weakref.ref(window)
+        return window
+
+    def _view(self) -> memoryview:
+        view = memoryview(self._live_window()).cast("B")
+        return view.toreadonly() if self._index.readonly else view
+
+    def __getitem__(self, page: int) -> Bytes:
+        """The bytes of one page: uint8 of shape (page_bytes,), no copy.
+
+        Raises:
+            ConfigError: no such page.
+            Detached: closed, replaced, or a forked child.
+        """
+        number = _arguments.count(page, "page", 0, self.pages - 1)
+        self._index.segment.check_usable()
+        return np.frombuffer(self._view(), np.uint8, self.page_bytes, number * self.page_bytes)
+
+    def __len__(self) -> int:
+        """Number of pages."""
+        return self.pages
+
+    @property
+    def array(self) -> Bytes:
+        """All pages: uint8 of shape (pages, page_bytes), no copy. Touch only pages that you hold:
+        beyond `grown` there is no memory, and a full /dev/shm makes touching it fatal."""
+        return np.frombuffer(self._view(), np.uint8).reshape(self.pages, self.page_bytes)
+
+    def tensor(self) -> torch.Tensor:
+        """The same as a torch tensor on the CPU. Imports torch."""
+        import torch
+
+        flat = torch.frombuffer(self._view(), dtype=torch.uint8)
+        return flat.reshape(self.pages, self.page_bytes)
+
+    # ---- growth
+
+    @property
+    def grown(self) -> int:
+        """Pages that have memory. The others are not handed out yet."""
+        return self._index.stats().grown
+
+    def grow(self, pages: int, *, threads: int = 1) -> int:
+        """Give memory to `pages` more pages, together with whoever else does so. Blocks.
+
+        Args:
+            threads: that zero the memory side by side; about 2 GB/s each.
+
+        Returns:
+            Pages that have memory now.
+
+        Raises:
+            NoSpace: /dev/shm or the memory limit is full; what has grown stays.
+        """
+        with self._growing, ofd.locked(self._fd.value, shm_layout.BYTE_GROW):
+            have = self.grown
+            target = min(self.pages, have + pages)
+            if target <= have:
+                return have
+            start, end = have * self.page_bytes, target * self.page_bytes
+            room = memory.available()
+            if end - start > room.bytes:
+                raise NoSpace(
+                    f"the pool was to grow by {format_size(end - start)}, found "
+                    f"{format_size(room.bytes)} {room.limit}; {have} of {self.pages} pages can be "
+                    "used"
+                )
+            self._populate(start, end, threads)
+            self._index.grow(target)
+            return target
+
+    def _populate(self, start: int, end: int, threads: int) -> None:
+        share = max(1 << 21, -(-(end - start) // max(1, threads)) + 4095 & ~4095)
+        parts = [(at, min(end, at + share)) for at in range(start, end, share)]
+        with self._index.segment.busy(), ThreadPoolExecutor(len(parts)) as workers:
+            codes = list(workers.map(lambda part: self._populate_part(*part), parts))
+        for code in codes:
+            if code < 0 and system_errno(code):
+                raise NoSpace(
+                    f"the pool could not grow ({os.strerror(system_errno(code) or 0)}); "
+                    f"{format_size(memory.available().bytes)} are free"
+                )
+            check(code, "grow the pool")
+
+    def _populate_part(self, start: int, end: int) -> int:
+        assert self._base.value
+        code: int = Code.INTR
+        while code == Code.INTR:
+            code = shm_native.blocking().lcs_populate(self._base.value, start, end - start)
+        return code
+
+    def prefault(
+        self,
+        *,
+        threads: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Grow to the full size, chunk by chunk, while others use what there is already.
+
+        Args:
+            threads: None: one for each processor, at most 8.
+            progress: called with (pages that have memory, pages) after each chunk.
+
+        Raises:
+            NoSpace: see `grow`.
+        """
+        workers = threads or min(8, os.cpu_count() or 1)
+        step = max(1, workers * CHUNK_BYTES // self.page_bytes)
+        have = self.grown
+        while have < self.pages:
+            have = self.grow(step, threads=workers)
+            if progress:
+                progress(have, self.pages)
+
+    # ---- the end
+
+    def check_closable(self) -> None:
+        """Raise InUse while views live."""
+        if self._users:
+            raise InUse(
+                f"close the pool of {self._index.name!r}: views of it are still in use; drop the "
+                "arrays and tensors made of it first"
+            )
+
+    def close(self) -> None:
+        """Unmap. A second call does nothing.
+
+        Raises:
+            InUse: views live.
+        """
+        self.check_closable()
+        address, self._base.value = self._base.value, None
+        shm_native.quick().lcs_life_close(ctypes.byref(self._fd))
+        if address:
+            shm_native.quick().lcs_unmap(address, self.nbytes)
+
+
+class Grower:
+    """A background thread that grows a pool to its size, and ends with it."""
+
+    def __init__(self, pool: HostPool) -> None:
+        """Starts at once."""
+        self._stop = threading.Event()
+        self.error: LightcacheError | None = None
+        """Why growth ended early; what had grown can be used."""
+        self._thread = threading.Thread(
+            target=self._run, args=(pool,), name="lightcache-grow", daemon=True
+        )
+        self._thread.start()
+
+    def _run(self, pool: HostPool) -> None:
+        step = max(1, CHUNK_BYTES // pool.page_bytes)
+        try:
+            while not self._stop.is_set() and pool.grow(step) < pool.pages:
+                pass
+        except LightcacheError as error:
+            self.error = error
+
+    def stop(self) -> None:
+        """End after the chunk at hand, and wait for that."""
+        self._stop.set()
+        self._thread.join()
+
+
+__all__ = ["Grower", "HostPool", "make_object"]

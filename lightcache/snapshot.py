@@ -1,0 +1,175 @@
+"""Copies of an index, and what can be said of them: totals, `check`, recovery on paper.
+
+A copy is consistent when nobody held the lock from its beginning to its end. On a cache that is
+never quiet for so long, an attached client holds the lock while copying; a tool, which has no
+slot, finishes the copy as the next holder of the lock would: it undoes what the log says.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from lightcache import _arguments, _native, layout
+from lightcache._core import Core
+from lightcache.errors import CacheCorrupted, LightcacheError
+from lightcache.shm import layout as shm_layout
+from lightcache.shm.codes import check
+
+Bytes = npt.NDArray[np.uint8]
+TRIES = 3
+
+
+@dataclass(frozen=True)
+class IndexStats:
+    """Totals of an index, in pages unless said otherwise."""
+
+    pages: int
+    grown: int
+    """Have memory behind them."""
+    free: int
+    """Can be handed out without evicting, never used ones included."""
+    writing: int
+    """In reservations that have not been collected: being written, or published just now."""
+    ready: int
+    doomed: int
+    """Unlinked; waiting for their last pin."""
+    evictable: int
+    """In the eviction queue: ready pages on which nothing hangs; pinned ones included."""
+    reservations: int
+    tickets: int
+    clock: int
+    """Ticks: matches and reserves so far."""
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What `check` found."""
+
+    clean: bool
+    message: str
+    """The first broken invariant, or what was checked."""
+    invariant: int
+    """Its number in lightcache/native/check.c; 0: none."""
+    page: int
+    free: int
+    writing: int
+    ready: int
+    doomed: int
+    pins: int
+    quiet: bool
+    """Nobody was at work: pins were checked as well."""
+    recovered: int
+    """Words of a critical section left by a dead or stopped client, undone in the copy."""
+
+    def raise_if_broken(self) -> None:
+        """Raise CacheCorrupted with the message unless clean."""
+        if not self.clean:
+            raise CacheCorrupted(
+                f"invariant {self.invariant}: {self.message}; stop the writers and run "
+                "`lightcache repair`"
+            )
+
+
+def stats_of(counts: layout.Counts) -> IndexStats:
+    """Totals as people want them."""
+    return IndexStats(
+        pages=counts.pages,
+        grown=counts.grown,
+        free=counts.free + max(0, counts.grown - counts.fresh),
+        writing=counts.writing,
+        ready=counts.named - counts.writing,
+        doomed=counts.doomed,
+        evictable=counts.queued,
+        reservations=counts.reservations,
+        tickets=counts.tickets,
+        clock=counts.clock,
+    )
+
+
+def lock_of(copy: Bytes) -> shm_layout.LockRecord:
+    """The lock record of a copy."""
+    return shm_layout.LockRecord.from_buffer_copy(copy, shm_layout.LOCK_OFFSET)
+
+
+def check_copy(copy: Bytes, pages: int, *, quiet: bool) -> CheckReport:
+    """Check a copy, after undoing in it what an unfinished critical section had done.
+
+    Args:
+        copy: uint8 array of the whole segment; it is changed by the undoing.
+        pages: of the index.
+        quiet: nobody was pinning meanwhile.
+
+    Raises:
+        ConfigError: the copy is too short for an index of that size.
+    """
+    quick = _native.load().quick
+    where = _arguments.address(copy)
+    undone = quick.lci_recover_copy(where, len(copy), pages)
+    found = layout.Report()
+    if undone < 0:
+        found.broken = -1
+        found.message = b"the undo log names words outside of the index"
+        undone = 0
+    else:
+        check(quick.lci_check(where, len(copy), pages, quiet, ctypes.byref(found)), "check")
+    message = found.message.decode(errors="replace")
+    if not found.broken:
+        message = f"{pages} pages: every invariant holds"
+    return CheckReport(
+        clean=found.broken == 0,
+        message=message,
+        invariant=found.broken,
+        page=found.page,
+        free=found.free,
+        writing=found.writing,
+        ready=found.ready,
+        doomed=found.doomed,
+        pins=found.pins,
+        quiet=quiet,
+        recovered=undone,
+    )
+
+
+def _stamp(segment_view: Bytes) -> tuple[int, int, int]:
+    lock = lock_of(segment_view[: shm_layout.LOG_OFFSET])
+    return lock.word, lock.acquisitions, lock.log_count
+
+
+def copy_when_quiet(view: Bytes, tries: int = TRIES) -> tuple[Bytes, bool]:
+    """Copy a mapped segment; True if nobody held the lock from beginning to end."""
+    copy = np.empty(0, np.uint8)
+    for _ in range(tries):
+        before = _stamp(view)
+        copy = view.copy()
+        if before == _stamp(view) and before[0] == 0 and before[2] == 0:
+            return copy, True
+    return copy, False
+
+
+def check_attached(core: Core, pages: int) -> CheckReport:
+    """`check` for an attached client; see `PageIndex.check`."""
+    view = np.frombuffer(core.segment.view(0, core.segment.nbytes), np.uint8)
+    try:
+        copy, quiet = copy_when_quiet(view)
+        if not quiet and not core.segment.readonly:
+            copy = _copy_holding(core, view)
+        return check_copy(copy, pages, quiet=quiet)
+    finally:
+        del view
+
+
+def _copy_holding(core: Core, view: Bytes) -> Bytes:
+    check(core.locked("lci_hold", what="check"), "check")
+    try:
+        copy = view.copy()
+        # Our own hold is no finding.
+        ctypes.memset(copy.ctypes.data + shm_layout.LOCK_OFFSET, 0, 4)
+        return copy
+    finally:
+        code = core.quick.lci_let_go(core.handle)
+        if code < 0:
+            raise LightcacheError(f"check: giving the lock back failed with {code}")

@@ -1,0 +1,66 @@
+"""lightcache.shm: POSIX shared memory that outlives the processes in it, and structures over it.
+
+This layer knows nothing of caches. It gives
+
+- `Segment`: a named piece of shared memory with a life cycle. Two verbs, `create` and `attach`, and
+  `open` for "attach to an equal one, else create". Any process may be killed at any instruction;
+  what it leaves is found and removed by the others, and never somebody else's.
+- clients: everybody who writes has a slot, and proves to live by a lock that the kernel drops
+  however the process ends, also across containers.
+
+Everything that goes wrong is a subclass of `LightcacheError` that says what was expected, what was
+found, and what to do. Importing this package loads no library and reads no environment.
+"""
+
+from lightcache.shm.clients import Client, ClientInfo
+from lightcache.shm.errors import (
+    Abandoned,
+    CacheCorrupted,
+    ConfigError,
+    Detached,
+    InUse,
+    LayoutMismatch,
+    LeaseLost,
+    LightcacheError,
+    LockTimeout,
+    NoSpace,
+    NotReady,
+    OutOfPages,
+    PermissionDenied,
+    StorageError,
+    TransferFailed,
+    WaitTimeout,
+)
+from lightcache.shm.layout import ClientState, Kind, Lifetime
+from lightcache.shm.listing import SegmentInfo, list_segments, read_segment
+from lightcache.shm.segment import Segment
+from lightcache.shm.sweep import sweep
+
+__all__ = [
+    "Abandoned",
+    "CacheCorrupted",
+    "Client",
+    "ClientInfo",
+    "ClientState",
+    "ConfigError",
+    "Detached",
+    "InUse",
+    "Kind",
+    "LayoutMismatch",
+    "LeaseLost",
+    "Lifetime",
+    "LightcacheError",
+    "LockTimeout",
+    "NoSpace",
+    "NotReady",
+    "OutOfPages",
+    "PermissionDenied",
+    "Segment",
+    "SegmentInfo",
+    "StorageError",
+    "TransferFailed",
+    "WaitTimeout",
+    "list_segments",
+    "read_segment",
+    "sweep",
+]

@@ -1,0 +1,240 @@
+"""What one attach holds: the mapping, the description with its locks, and the core's record.
+
+A `Segment` has exactly one. It is apart from it so that it can be let go when the segment is
+collected or the interpreter ends, and so that nobody but this file unmaps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+
+from lightcache.shm import _native, layout, ofd
+from lightcache.shm.codes import Code, check
+from lightcache.shm.errors import ConfigError, Detached, InUse, LightcacheError, LockTimeout
+from lightcache.shm.layout import Lifetime
+from lightcache.shm.objects import OpenObject
+
+_LEAVE_SECONDS = 5.0  # who cannot get the life byte so long leaves the rest to a later sweep
+
+
+class Hold:
+    """Owns a mapping and an `OpenObject`. Made by `lifecycle`; ends with `close`."""
+
+    def __init__(self, opened: OpenObject, *, readonly: bool) -> None:
+        """Nothing is mapped yet; the object is ours from now on."""
+        self.opened = opened
+        self.readonly = readonly
+        self.bytes = 0
+        self.attachment = 0
+        self.frees_slot = True  # False: a reaper of the structure looks at it first
+        self._base = ctypes.c_void_p()
+        self._closing = threading.Lock()
+        # Tokens, not a count: a view may end in a garbage collection at any point of this code,
+        # so adding and removing must be single operations that need no lock.
+        self._users: set[object] = set()
+        self._closed = False
+
+    def map(self, fd: int, length: int) -> None:
+        """Map the object, of which `fd` is another description, and make the core's record."""
+        quick = _native.quick()
+        check(
+            quick.lcs_map(fd, length, not self.readonly, ctypes.byref(self._base)),
+            f"map the segment {self.opened.name!r} ({length} bytes)",
+        )
+        self.bytes = length
+        self.attachment = quick.lcs_attachment_new(
+            self.base, length, self.opened.fd, 0, 0, self.readonly
+        )
+        if not self.attachment:
+            raise MemoryError("no memory for the record of an attachment")
+
+    @property
+    def base(self) -> int:
+        """Address of the mapping; 0 when there is none."""
+        return self._base.value or 0
+
+    @property
+    def inherited(self) -> bool:
+        """Whether this process is a forked child of the one that attached."""
+        return self.opened.inherited
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` has begun."""
+        return self._closed
+
+    def header(self) -> layout.SegmentHeader:
+        """A copy of the header. The mapping must exist."""
+        return layout.SegmentHeader.from_buffer_copy(
+            ctypes.string_at(self.base, ctypes.sizeof(layout.SegmentHeader))
+        )
+
+    def check_usable(self) -> None:
+        """Raise Detached in a forked child, after close, and when the segment was retired."""
+        check(
+            _native.quick().lcs_attachment_usable(self.attachment),
+            f"use the segment {self.opened.name!r}",
+        )
+
+    # ---- who uses the mapping
+
+    def enter(self) -> object:
+        """Count a user in; `leave` takes the token. Until then `close` raises InUse.
+
+        Raises:
+            Detached: not attached (any more), or another thread is just closing.
+        """
+        token = object()
+        self._users.add(token)  # before looking at `_closed`, which `close` sets before counting
+        try:
+            self.check_usable()
+            if self._closed:
+                check(Code.CLOSED, f"use the segment {self.opened.name!r}")
+        except BaseException:
+            self._users.discard(token)
+            raise
+        return token
+
+    def leave(self, token: object) -> None:
+        """Count a user out."""
+        self._users.discard(token)
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """For the time of a blocking call: the mapping stays."""
+        token = self.enter()
+        try:
+            yield
+        finally:
+            self.leave(token)
+
+    def view(self, offset: int, length: int, owner: object) -> memoryview:
+        """Bytes of the mapping; `owner` and the mapping live until the last view has gone."""
+        if offset < 0 or length < 0 or offset + length > self.bytes:
+            raise ConfigError(
+                f"a view of [{offset}, {offset + length}) was asked for in the segment "
+                f"{self.opened.name!r}, which has {self.bytes} bytes"
+            )
+        token = self.enter()
+        try:
+            array = (ctypes.c_uint8 * length).from_address(self.base + offset)
+            # The array is what every memoryview, numpy array or tensor made of it keeps alive.
+            array.owner = owner  # type: ignore[attr-defined]
+            weakref.finalize(array, self.leave, token).atexit = False
+        except BaseException:
+            self.leave(token)
+            raise
+        view = memoryview(array).cast("B")
+        return view.toreadonly() if self.readonly else view
+
+    # ---- the end
+
+    def close(self, *, force: bool = False) -> None:
+        """Leave the segment; the last to leave one of lifetime "attached" unlinks it.
+
+        Blocks for as long as somebody else holds the life byte, at most a few seconds.
+
+        Args:
+            force: also with live users, whose memory then stays mapped (at the interpreter's end).
+
+        Raises:
+            InUse: views live or calls are under way; nothing was changed.
+            Detached: in a forked child, which holds nothing.
+        """
+        if self.inherited:
+            raise Detached(
+                f"close the segment {self.opened.name!r}: this process is a forked child and is "
+                "not attached, so it has nothing to close"
+            )
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+            users = len(self._users)
+            if users and not force:
+                self._closed = False
+                raise InUse(
+                    f"close the segment {self.opened.name!r}: {users} views or calls still use its "
+                    "memory; drop the arrays made of it first"
+                )
+        try:
+            self._leave_segment()
+        finally:
+            if self.attachment:
+                _native.quick().lcs_attachment_close(self.attachment)
+            self.opened.close()
+            if not users:
+                self._unmap()
+
+    def discard(self) -> None:
+        """Let everything go without leaving properly: an attach or creation that failed."""
+        if self.inherited:
+            return
+        self._closed = True
+        if self.attachment:
+            _native.quick().lcs_attachment_close(self.attachment)
+        self.opened.close()
+        if not self._users:
+            self._unmap()
+
+    def dispose(self) -> None:
+        """The segment was collected, or the interpreter ends: close what was not closed."""
+        if not self.inherited and not self._closed:
+            with contextlib.suppress(LightcacheError, OSError):
+                self.close(force=True)
+
+    def __del__(self) -> None:
+        # Not while the interpreter ends: what is destroyed later may still call the core with it.
+        if sys.is_finalizing():
+            return
+        if not self._closed:  # an interrupt came before a segment had been made of it
+            self.discard()
+        if self.attachment:
+            _native.quick().lcs_attachment_free(self.attachment)
+
+    def _unmap(self) -> None:
+        address, self._base.value = self.base, None
+        if address:
+            _native.quick().lcs_unmap(address, self.bytes)
+
+    def _give_up_bytes(self) -> None:
+        """Slot first, then the reader's byte: from here on we do not live in the segment."""
+        if self.frees_slot and self.attachment:
+            _native.quick().lcs_slot_release(self.attachment)
+        slot = _native.quick().lcs_attachment_slot(self.attachment) if self.attachment else 0
+        if slot:  # stays TAKEN: whoever reaps finds it dead
+            ofd.unlock(self.opened.fd, layout.BYTE_SLOTS + slot)
+        ofd.unlock(self.opened.fd, layout.BYTE_READERS)
+
+    def _leave_segment(self) -> None:
+        if not self.base:
+            return
+        if self.header().lifetime != Lifetime.ATTACHED:
+            self._give_up_bytes()
+            return
+        # Through a description of its own, so that readers can do it too where they are allowed.
+        life = None
+        with contextlib.suppress(LightcacheError):
+            life = OpenObject.open(self.opened.name, writable=True)
+        try:
+            if life is None or life.identity != self.opened.identity:
+                self._give_up_bytes()
+            else:
+                self._leave_locked_or_leave_it(life)
+        finally:
+            if life is not None:
+                life.close()
+
+    def _leave_locked_or_leave_it(self, life: OpenObject) -> None:
+        try:
+            with ofd.locked(life.fd, layout.BYTE_LIFE, timeout=_LEAVE_SECONDS):
+                self._give_up_bytes()
+                if life.is_named() and not life.is_occupied() and life.may_unlink():
+                    life.remove_locked()
+        except LockTimeout:
+            self._give_up_bytes()

@@ -1,0 +1,201 @@
+"""The records of a segment, declared once more for Python and compared with the C core at load.
+
+Offsets are natural; nothing is packed. The C side is `shm/native/lc_base.h`; `verify` refuses a
+library that was compiled with anything else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from enum import IntEnum
+
+from lightcache.shm.errors import LayoutMismatch
+
+MAGIC = int.from_bytes(b"LCLACHE1", "little")
+ABI = 1
+SLOTS = 64
+LOG_ENTRIES = 4096
+CLIENTS_OFFSET = 4096
+LOCK_OFFSET = CLIENTS_OFFSET + SLOTS * 128
+LOG_OFFSET = LOCK_OFFSET + 4096
+PAYLOAD_OFFSET = LOG_OFFSET + LOG_ENTRIES * 8
+CONFIG_BYTES = 2048
+
+# Bytes of the object that are locked, far past any end; see "Life cycle" in docs/design.md.
+BYTE_LIFE = 1 << 46
+BYTE_READERS = BYTE_LIFE + 1
+BYTE_GROW = BYTE_LIFE + 2
+BYTE_SLOTS = BYTE_LIFE + 16
+
+
+class Kind(IntEnum):
+    """What a segment holds."""
+
+    PLAIN = 1
+    LIST = 2
+    DICT = 3
+    INDEX = 4
+
+
+class Lifetime(IntEnum):
+    """ATTACHED: unlinked when the last client leaves. PERSISTENT: kept until it is unlinked."""
+
+    ATTACHED = 0
+    PERSISTENT = 1
+
+
+class ClientState(IntEnum):
+    """Of a slot. QUARANTINE: its client died and its device may still be copying."""
+
+    FREE = 0
+    TAKEN = 1
+    QUARANTINE = 2
+
+
+FLAG_DEVICE = 1
+
+LOCK_SLOT_MASK = 0x7F
+LOCK_WAITERS = 0x80
+LOCK_EPOCH_SHIFT = 8
+
+
+class SegmentHeader(ctypes.Structure):
+    """The first page. Written by the creator alone, but for `retired` and `disabled`."""
+
+    _fields_ = [
+        ("magic", ctypes.c_uint64),
+        ("abi", ctypes.c_uint32),
+        ("kind", ctypes.c_uint32),
+        ("layout_hash", ctypes.c_uint64),
+        ("bytes", ctypes.c_uint64),
+        ("uuid", ctypes.c_uint8 * 16),
+        ("created_ns", ctypes.c_uint64),
+        ("creator_pid", ctypes.c_uint32),
+        ("lifetime", ctypes.c_uint32),
+        ("boot_id", ctypes.c_char * 40),
+        ("config_bytes", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+        ("config", ctypes.c_char * CONFIG_BYTES),
+        ("pad0", ctypes.c_uint8 * 1920),
+        ("retired", ctypes.c_uint32),
+        ("disabled", ctypes.c_uint32),
+        ("ready", ctypes.c_uint32),
+        ("pad1", ctypes.c_uint32),
+    ]
+
+
+class ClientRecord(ctypes.Structure):
+    """One slot of the client table."""
+
+    _fields_ = [
+        ("state", ctypes.c_uint32),
+        ("epoch", ctypes.c_uint32),
+        ("pid", ctypes.c_uint32),
+        ("flags", ctypes.c_uint32),
+        ("pidns", ctypes.c_uint64),
+        ("start_ticks", ctypes.c_uint64),
+        ("attached_ns", ctypes.c_uint64),
+        ("quarantine_until_ns", ctypes.c_uint64),
+        ("role", ctypes.c_char * 32),
+        ("lookups", ctypes.c_uint64),
+        ("hit_pages", ctypes.c_uint64),
+        ("missed_pages", ctypes.c_uint64),
+        ("reserved_pages", ctypes.c_uint64),
+        ("evicted_pages", ctypes.c_uint64),
+        ("published_pages", ctypes.c_uint64),
+    ]
+
+
+class LockRecord(ctypes.Structure):
+    """The futex word and what is counted around it."""
+
+    _fields_ = [
+        ("word", ctypes.c_uint32),
+        ("log_count", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint64),
+        ("holder_tid", ctypes.c_uint32),
+        ("operation", ctypes.c_uint32),
+        ("since_ns", ctypes.c_uint64),
+        ("acquisitions", ctypes.c_uint64),
+        ("contended", ctypes.c_uint64),
+        ("wait_ns", ctypes.c_uint64),
+        ("hold_ns", ctypes.c_uint64),
+        ("hold_max_ns", ctypes.c_uint64),
+        ("recoveries", ctypes.c_uint64),
+        ("undone_words", ctypes.c_uint64),
+        ("pad", ctypes.c_uint8 * 40),
+    ]
+
+
+assert ctypes.sizeof(SegmentHeader) == 4096
+assert ctypes.sizeof(ClientRecord) == 128
+assert ctypes.sizeof(LockRecord) == 128
+
+STRUCTURES: Mapping[str, type[ctypes.Structure]] = {
+    "lcs_header": SegmentHeader,
+    "lcs_client": ClientRecord,
+    "lcs_lock": LockRecord,
+}
+
+CONSTANTS: Mapping[str, int] = {
+    "LCS_MAGIC": MAGIC,
+    "LCS_ABI": ABI,
+    "LCS_SLOTS": SLOTS,
+    "LCS_LOG_ENTRIES": LOG_ENTRIES,
+    "LCS_CLIENTS_OFFSET": CLIENTS_OFFSET,
+    "LCS_LOCK_OFFSET": LOCK_OFFSET,
+    "LCS_LOG_OFFSET": LOG_OFFSET,
+    "LCS_PAYLOAD_OFFSET": PAYLOAD_OFFSET,
+    "LCS_BYTE_LIFE": BYTE_LIFE,
+    "LCS_BYTE_READERS": BYTE_READERS,
+    "LCS_BYTE_GROW": BYTE_GROW,
+    "LCS_BYTE_SLOTS": BYTE_SLOTS,
+    **{f"LCS_KIND_{kind.name}": kind.value for kind in Kind},
+    **{f"LCS_LIFETIME_{lifetime.name}": lifetime.value for lifetime in Lifetime},
+    **{f"LCS_CLIENT_{state.name}": state.value for state in ClientState},
+    "LCS_FLAG_DEVICE": FLAG_DEVICE,
+    "LCS_LOCK_SLOT": LOCK_SLOT_MASK,
+    "LCS_LOCK_WAITERS": LOCK_WAITERS,
+    "LCS_LOCK_EPOCH_SHIFT": LOCK_EPOCH_SHIFT,
+}
+
+
+def facts(
+    structures: Mapping[str, type[ctypes.Structure]], constants: Mapping[str, int]
+) -> dict[str, str]:
+    """What the ctypes declarations say, in the form of the C side's facts (`native/facts.h`)."""
+    found = {name: str(value) for name, value in constants.items()}
+    for name, structure in structures.items():
+        found[name] = str(ctypes.sizeof(structure))
+        for field in structure._fields_:
+            if field[0] != "reserved" and not field[0].startswith("pad"):  # nobody looks there
+                descriptor = getattr(structure, field[0])
+                found[f"{name}.{field[0]}"] = f"{descriptor.offset}+{descriptor.size}"
+    return found
+
+
+def verify(
+    text: str,
+    structures: Mapping[str, type[ctypes.Structure]],
+    constants: Mapping[str, int],
+    *,
+    library: str,
+) -> None:
+    """Compare a library's facts with ours.
+
+    Raises:
+        LayoutMismatch: names every fact that differs or that only one side has.
+    """
+    compiled = dict(line.split("=", 1) for line in text.splitlines())
+    declared = facts(structures, constants)
+    wrong = [
+        f"{name}: expected {declared.get(name, 'nothing')}, found {compiled.get(name, 'nothing')}"
+        for name in sorted(declared.keys() | compiled.keys())
+        if declared.get(name) != compiled.get(name)
+    ]
+    if wrong:
+        raise LayoutMismatch(
+            f"{library} was compiled with another layout than this package declares "
+            f"({'; '.join(wrong)}); reinstall lightcache so that both come from one version"
+        )

@@ -1,0 +1,353 @@
+"""Create, attach, open, replace, unlink: who may do what to a name, and when.
+
+Every step that changes what a name leads to holds the life byte of the object exclusively and has
+seen, under that lock, that the name still leads to this object; else it starts over. A creator
+holds it until `ready` is stored, so "not ready and not locked" is a dead creator's leftover. An
+attach holds it shared while it takes the readers' byte, so nobody removes what it is entering.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Callable, Iterator
+from enum import Enum
+
+import posix_ipc
+
+from lightcache.shm import _native, clients, layout, memory, names, ofd
+from lightcache.shm.codes import Code, check, system_errno
+from lightcache.shm.errors import (
+    CacheCorrupted,
+    InUse,
+    LayoutMismatch,
+    LightcacheError,
+    LockTimeout,
+    NoSpace,
+    NotReady,
+    PermissionDenied,
+)
+from lightcache.shm.hold import Hold
+from lightcache.shm.objects import OpenObject
+from lightcache.shm.sweep import remove_leftover, sweep
+from lightcache.shm.wanted import Wanted, fill_header, is_foreign, verify_header
+
+_ALLOCATE_AT_ONCE = 64 << 20  # bytes between two looks for signals, about 20 ms
+_PLAIN_MODE = 0o600
+_GROUP_MODE = 0o660
+
+Initialise = Callable[[Hold], None]
+
+
+class Obstacle(Enum):
+    """Why a name cannot be attached to at this moment; the value ends a message."""
+
+    MISSING = "there is no such segment; create it, or use open"
+    BUSY = "its creator has not finished, or somebody is replacing or unlinking it; wait longer"
+    DEAD = "its creator died before finishing; open or create removes the leftover"
+    RETIRED = "it was retired but not removed; open or create removes the leftover"
+    MOVED = "its name changes hands all the time; try again"
+
+
+# ---------------------------------------------------------------- attach
+
+
+def attach(wanted: Wanted, *, readonly: bool, timeout: float | None) -> Hold:
+    """Attach to what exists, waiting for its creator to finish.
+
+    Raises:
+        NotReady: no such segment (at once), or not ready within `timeout` seconds.
+        LayoutMismatch, CacheCorrupted, PermissionDenied: it is not what was wanted.
+    """
+    pause = ofd.Pause(timeout)
+    while True:
+        result = _try_attach(wanted, readonly=readonly)
+        if isinstance(result, Hold):
+            return result
+        if result is Obstacle.MISSING or not pause.sleep():
+            raise NotReady(f"attach to {wanted.name!r}: {result.value} (waited {timeout} s)")
+
+
+def _try_attach(wanted: Wanted, *, readonly: bool) -> Hold | Obstacle:
+    opened = OpenObject.open(wanted.name, writable=not readonly)
+    if opened is None:
+        return Obstacle.MISSING
+    hold = Hold(opened, readonly=readonly)
+    try:
+        obstacle = _enter(hold, wanted)
+        if obstacle is None:
+            return hold
+    except BaseException:
+        hold.discard()
+        raise
+    hold.discard()
+    return obstacle
+
+
+def _enter(hold: Hold, wanted: Wanted) -> Obstacle | None:
+    """Take the readers' byte of a segment that is ready, retired by nobody, and still named."""
+    opened = hold.opened
+    opened.check_access(wanted.group)
+    if not opened.header().ready:
+        return _unready(opened)
+    try:
+        with ofd.locked(opened.fd, layout.BYTE_LIFE, exclusive=False, timeout=0):
+            if not opened.is_named():
+                return Obstacle.MOVED
+            header = opened.header()
+            if header.retired and not is_foreign(header):
+                return Obstacle.RETIRED
+            with _second_description(opened, hold.readonly) as fd:
+                if fd is None:
+                    return Obstacle.MOVED
+                size = os.fstat(fd).st_size
+                verify_header(header, size, wanted)
+                hold.map(fd, size)
+            if not _native.quick().lcs_ready_load(hold.base):
+                return Obstacle.BUSY
+            if not ofd.try_lock(opened.fd, layout.BYTE_READERS, exclusive=False):
+                return Obstacle.BUSY
+            return None
+    except LockTimeout:
+        return Obstacle.BUSY
+
+
+def _unready(opened: OpenObject) -> Obstacle:
+    if ofd.held(opened.fd, layout.BYTE_LIFE):
+        return Obstacle.BUSY
+    header = opened.header()
+    if header.ready or not opened.is_named():
+        return Obstacle.MOVED  # it has finished, or has been replaced, meanwhile
+    if is_foreign(header):
+        raise LayoutMismatch(
+            f"the segment {opened.name!r}: magic {layout.MAGIC:#x} and version {layout.ABI} were "
+            f"expected, found {header.magic:#x} and {header.abi}; another release or program made "
+            "it: choose another name, or open with replace=True"
+        )
+    return Obstacle.DEAD
+
+
+@contextlib.contextmanager
+def _second_description(opened: OpenObject, readonly: bool) -> Iterator[int | None]:
+    """A descriptor to map through, because the one with the locks must never be mapped. None when
+    the name has come to mean another object."""
+    try:
+        second = posix_ipc.SharedMemory(opened.object_name, read_only=readonly)
+    except posix_ipc.ExistentialError:
+        yield None
+        return
+    except posix_ipc.PermissionsError as error:
+        raise PermissionDenied(f"open {opened.object_name}: {error}") from error
+    try:
+        found = os.fstat(second.fd)
+        yield second.fd if (found.st_dev, found.st_ino) == opened.identity else None
+    finally:
+        second.close_fd()
+
+
+# ---------------------------------------------------------------- create
+
+
+def create(wanted: Wanted, initialise: Initialise, *, timeout: float | None) -> Hold:
+    """Create what does not exist; a dead creator's leftover does not count.
+
+    Raises:
+        InUse: the name exists.
+        NotReady: somebody else was creating it for all of `timeout` seconds.
+        NoSpace: it does not fit, even after what the dead left has been swept.
+        PermissionDenied: the leftover, or the group, is not ours.
+    """
+    pause = ofd.Pause(timeout)
+    while True:
+        made = _try_create(wanted, initialise, pause)
+        if made is not None:
+            return made
+        opened = OpenObject.open(wanted.name, writable=False)
+        if opened is None:
+            continue
+        with contextlib.closing(opened):
+            opened.check_access(wanted.group)
+            header = opened.header()
+        if header.ready and not header.retired:
+            raise InUse(
+                f"create {wanted.name!r}: it exists; attach or open to use it, or unlink it first"
+            )
+        if not remove_leftover(wanted.name, wanted.group) and not pause.sleep():
+            raise NotReady(f"create {wanted.name!r}: {Obstacle.BUSY.value} (waited {timeout} s)")
+
+
+def _try_create(wanted: Wanted, initialise: Initialise, pause: ofd.Pause) -> Hold | None:
+    """None: the name exists, or was taken from us before we had locked it."""
+    full = names.object_name(wanted.name)
+    try:
+        made = posix_ipc.SharedMemory(full, posix_ipc.O_CREX, mode=_PLAIN_MODE)
+    except posix_ipc.ExistentialError:
+        return None
+    except posix_ipc.PermissionsError as error:
+        raise PermissionDenied(f"create {full}: {error}; see who may write there") from error
+    except OSError as error:
+        kind = NoSpace if error.errno == errno.ENOSPC else LightcacheError
+        raise kind(f"create {full}: {error}") from error
+    try:
+        os.fchmod(made.fd, _PLAIN_MODE)  # whatever the umask took away
+        return _lock_and_build(made.fd, wanted, initialise, pause)
+    except BaseException:
+        with contextlib.suppress(LightcacheError):
+            remove_leftover(wanted.name, wanted.group)
+        raise
+    finally:
+        made.close_fd()
+
+
+def _lock_and_build(
+    fd: int, wanted: Wanted, initialise: Initialise, pause: ofd.Pause
+) -> Hold | None:
+    """Until the life byte is ours, anybody may take the new object for a dead creator's leftover
+    and remove it. Then there is nothing to undo: start over."""
+    opened = OpenObject.open(wanted.name, writable=True)
+    if opened is None:
+        return None
+    hold = Hold(opened, readonly=False)
+    try:
+        found = os.fstat(fd)
+        if (
+            opened.identity != (found.st_dev, found.st_ino)
+            or not ofd.lock(opened.fd, layout.BYTE_LIFE, pause)
+            or not opened.is_named()
+        ):
+            hold.discard()
+            return None
+        _build_or_remove(hold, fd, wanted, initialise)
+        ofd.unlock(opened.fd, layout.BYTE_LIFE)
+    except BaseException:
+        hold.discard()
+        raise
+    return hold
+
+
+def _build_or_remove(hold: Hold, fd: int, wanted: Wanted, initialise: Initialise) -> None:
+    try:
+        _set_access(fd, wanted)
+        _check_room(wanted)
+        _allocate(fd, wanted)
+        hold.map(fd, wanted.total_bytes)
+        fill_header(hold.base, wanted)
+        initialise(hold)
+        if not ofd.try_lock(hold.opened.fd, layout.BYTE_READERS, exclusive=False):
+            raise CacheCorrupted(
+                f"create {wanted.name!r}: the readers' byte is locked exclusively, which nothing "
+                "of ours does; find out with /proc/locks who has the object open"
+            )
+        _native.quick().lcs_ready_store(hold.base)
+    except BaseException:
+        hold.opened.remove_locked()
+        raise
+
+
+def _set_access(fd: int, wanted: Wanted) -> None:
+    if wanted.group is None:
+        return
+    try:
+        os.fchown(fd, -1, wanted.group)
+        os.fchmod(fd, _GROUP_MODE)
+    except PermissionError as error:
+        raise PermissionDenied(
+            f"create {wanted.name!r} for group {wanted.group}: {error}; a user can only give it to "
+            "a group that the user is in"
+        ) from error
+
+
+def _no_space(wanted: Wanted, needed: int) -> NoSpace:
+    room = memory.available()
+    return NoSpace(
+        f"the segment {wanted.name!r} needs {wanted.total_bytes} bytes"
+        f"{f', {needed} of them still missing' if needed else ''}, and {room.bytes} bytes are "
+        f"{room.limit}; ask for less, remove what nobody uses (`lightcache ls`, `lightcache rm`), "
+        "or enlarge /dev/shm"
+    )
+
+
+def _check_room(wanted: Wanted) -> None:
+    if memory.available().bytes < wanted.total_bytes:
+        sweep(spare=wanted.name)
+        if memory.available().bytes < wanted.total_bytes:
+            raise _no_space(wanted, 0)
+
+
+def _allocate(fd: int, wanted: Wanted) -> None:
+    """Give the object all its memory now: a write into it can then never be a SIGBUS."""
+    done, swept = 0, False
+    while done < wanted.total_bytes:
+        step = min(_ALLOCATE_AT_ONCE, wanted.total_bytes - done)
+        code = _native.blocking().lcs_fallocate(fd, done, step)
+        if code == Code.OK:
+            done += step
+        elif system_errno(code) in (errno.ENOSPC, errno.ENOMEM):
+            if swept:
+                raise _no_space(wanted, wanted.total_bytes - done)
+            sweep(spare=wanted.name)
+            swept = True
+        elif code != Code.INTR:
+            check(code, f"allocate {wanted.total_bytes} bytes for the segment {wanted.name!r}")
+
+
+# ---------------------------------------------------------------- open, unlink
+
+
+def open_or_create(
+    wanted: Wanted, initialise: Initialise, *, replace: bool, timeout: float | None
+) -> Hold:
+    """Attach to an equal segment or create it.
+
+    Raises:
+        LayoutMismatch, CacheCorrupted: what is there differs, and `replace` is not given.
+        InUse: it differs, `replace` is given, and somebody lives in it.
+        Otherwise as `attach` and `create`.
+    """
+    pause = ofd.Pause(timeout)
+    while True:
+        try:
+            result: Hold | Obstacle | None = _try_attach(wanted, readonly=False)
+        except (LayoutMismatch, CacheCorrupted):
+            if not replace:
+                raise
+            unlink(wanted.name, wanted.group, force=False, timeout=pause.left())
+            continue
+        if result is Obstacle.MISSING:
+            result = _try_create(wanted, initialise, pause)
+        if isinstance(result, Hold):
+            return result
+        leftover = result in (Obstacle.DEAD, Obstacle.RETIRED)
+        if leftover and remove_leftover(wanted.name, wanted.group):
+            continue
+        if not pause.sleep():
+            reason = (result or Obstacle.MOVED).value
+            raise NotReady(f"open {wanted.name!r}: {reason} (waited {timeout} s)")
+
+
+def unlink(name: str, group: int | None, *, force: bool, timeout: float | None) -> bool:
+    """Retire a segment and remove its name and dependents; False when there is none.
+
+    Raises:
+        InUse: somebody lives in it and `force` is not given.
+        PermissionDenied: it is not ours.
+        LockTimeout: somebody else was creating or changing it all the time.
+    """
+    opened = OpenObject.open(name, writable=True)
+    if opened is None:
+        return False
+    with contextlib.closing(opened):
+        opened.check_access(group)
+        with ofd.locked(opened.fd, layout.BYTE_LIFE, timeout=timeout):
+            if not opened.is_named():
+                return False
+            if not force and opened.is_occupied():
+                living = clients.read_table(opened.client_table(), opened.fd)
+                raise InUse(
+                    f"unlink {name!r}: somebody is attached "
+                    f"({clients.describe([client for client in living if client.alive])}); let "
+                    "them close it first"
+                )
+            opened.remove_locked()
+            return True

@@ -1,0 +1,111 @@
+"""What segments there are, read without attaching, locking or mapping anything."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from dataclasses import dataclass
+
+from lightcache.shm import clients, layout, names, ofd
+from lightcache.shm.errors import LightcacheError
+from lightcache.shm.layout import Kind, Lifetime, SegmentHeader
+from lightcache.shm.objects import OpenObject
+from lightcache.shm.wanted import is_foreign
+
+
+@dataclass(frozen=True)
+class SegmentInfo:
+    """A segment as it was a moment ago. Where `problem` is set, only `name` is sure."""
+
+    name: str
+    problem: str | None = None  # why it could not be read, or what is wrong with it
+    bytes: int = 0
+    kind: str = ""
+    ready: bool = False
+    retired: bool = False
+    disabled: bool = False
+    lifetime: str = ""
+    uuid: str = ""
+    uid: int = -1
+    creator_pid: int = 0  # in the creator's PID namespace
+    age_s: float = 0.0  # since its creation, by the wall clock
+    clients: int = 0  # living ones that have a slot
+    dead_clients: int = 0  # not yet reaped
+    occupied: bool = False  # also by readers and by those that have not joined
+    dependents: tuple[str, ...] = ()  # objects that end with it, such as its pool
+
+
+def list_segments() -> list[SegmentInfo]:
+    """All segments of this machine that carry our prefix, by name. Does not block."""
+    found = []
+    for name in names.segment_names():
+        info = read_segment(name)
+        if info is not None:
+            found.append(info)
+    return found
+
+
+def read_segment(name: str) -> SegmentInfo | None:
+    """One segment, or None when it does not exist.
+
+    Raises:
+        ConfigError: the name is not allowed.
+    """
+    names.object_name(name)
+    try:
+        opened = OpenObject.open(name, writable=False)
+        if opened is None:
+            return None
+        with contextlib.closing(opened):
+            return _read(opened)
+    except (LightcacheError, OSError) as error:
+        return SegmentInfo(name, problem=str(error))
+
+
+def _read(opened: OpenObject) -> SegmentInfo:
+    header = opened.header()
+    found = os.fstat(opened.fd)
+    if is_foreign(header):
+        return SegmentInfo(
+            opened.name,
+            problem=f"magic {header.magic:#x}, version {header.abi}: made by another release",
+            bytes=found.st_size,
+            uid=found.st_uid,
+        )
+    table = clients.read_table(opened.client_table(), opened.fd)
+    uuid = bytes(header.uuid).hex()
+    return SegmentInfo(
+        opened.name,
+        problem=_problem(opened, header, found.st_size),
+        bytes=found.st_size,
+        kind=_name(Kind, header.kind),
+        ready=bool(header.ready),
+        retired=bool(header.retired),
+        disabled=bool(header.disabled),
+        lifetime=_name(Lifetime, header.lifetime),
+        uuid=uuid,
+        uid=found.st_uid,
+        creator_pid=header.creator_pid,
+        age_s=max(0, time.time_ns() - header.created_ns) / 1e9 if header.created_ns else 0.0,
+        clients=sum(client.alive for client in table),
+        dead_clients=sum(not client.alive for client in table),
+        occupied=opened.is_occupied(),
+        dependents=tuple(found.object_name for found in names.dependents(opened.name, uuid)),
+    )
+
+
+def _problem(opened: OpenObject, header: SegmentHeader, size: int) -> str | None:
+    if not header.ready:
+        at_work = ofd.held(opened.fd, layout.BYTE_LIFE)
+        return "being created" if at_work else "its creator died before finishing"
+    if header.bytes != size:
+        return f"truncated: {header.bytes} bytes were expected, found {size}"
+    return "retired" if header.retired else None
+
+
+def _name(enum: type[Kind] | type[Lifetime], value: int) -> str:
+    try:
+        return enum(value).name.lower()
+    except ValueError:
+        return f"unknown ({value})"

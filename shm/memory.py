@@ -1,0 +1,87 @@
+"""How much shared memory may be allocated: /dev/shm and the memory limits of our cgroups.
+
+tmpfs reports a full file system, but a cgroup does not: past its limit the kernel kills. So the
+limit is looked at beforehand; both figures are a moment old when they are used.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightcache.shm.names import FOLDER
+
+_UNLIMITED = 1 << 60  # cgroup v1 writes about 2^63 for "no limit"
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes that may still be allocated, and what limits them."""
+
+    bytes: int
+    limit: str
+
+
+def available(
+    folder: Path = FOLDER, cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self")
+) -> Room:
+    """The tightest of all limits that apply to this process."""
+    try:
+        stat = os.statvfs(folder)
+        rooms = [Room(stat.f_bavail * stat.f_frsize, f"free in {folder}")]
+    except OSError:
+        rooms = [Room(0, f"{folder} is missing; mount a tmpfs there")]
+    rooms += _cgroup_rooms(cgroups, own / "cgroup")
+    return min(rooms, key=lambda room: room.bytes)
+
+
+def _cgroup_rooms(root: Path, membership: Path) -> list[Room]:
+    """What is left in our cgroup and in each one above it."""
+    rooms = []
+    for folder, version in _memory_groups(root, membership):
+        room = _room_of(folder, version)
+        if room is not None:
+            rooms.append(Room(room, f"left in the memory limit of {folder}"))
+    return rooms
+
+
+def _memory_groups(root: Path, membership: Path) -> list[tuple[Path, int]]:
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return []
+    groups: list[tuple[Path, int]] = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, version = root, 2
+        elif "memory" in controllers.split(","):
+            base, version = root / "memory", 1
+        else:
+            continue
+        # In a container the path may be the host's, and only the mounted root is ours.
+        parts = Path(path.lstrip("/"))
+        for folder in (base / parts, *(base / parent for parent in parts.parents), base):
+            if (folder, version) not in groups:
+                groups.append((folder, version))
+    return groups
+
+
+def _room_of(folder: Path, version: int) -> int | None:
+    """Limit minus use, where use does not count file pages that the kernel would drop."""
+    limit_file, use_file, file_key = (
+        ("memory.max", "memory.current", "inactive_file")
+        if version == 2
+        else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    )
+    try:
+        limit_text = (folder / limit_file).read_text().strip()
+        if limit_text == "max" or int(limit_text) >= _UNLIMITED:
+            return None
+        use = int((folder / use_file).read_text())
+        stat = (folder / "memory.stat").read_text().split()
+        droppable = dict(zip(stat[::2], stat[1::2], strict=False)).get(file_key, "0")
+        return max(0, int(limit_text) - max(0, use - int(droppable)))
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,55 @@
+/* What a process has once: mappings, its open descriptions, and how it notices a fork.
+ *
+ * Linked into lightcache.shm._shm only. The other libraries get an `lcs_attachment` from it. */
+#ifndef LC_PROCESS_H
+#define LC_PROCESS_H
+
+#include "lc_base.h"
+
+/* A word that is 1 in this process and 0 in every child forked after this call, however it was
+ * forked: its page is wiped on fork. A child that asks gets a new word. NULL: out of memory. */
+LC_API const uint32_t *lcs_fork_word(void);
+
+/* Map `bytes` of `fd` shared into `*base`; forked children do not inherit the mapping. The
+ * descriptor may be closed afterwards and is never duplicated. */
+LC_API int lcs_map(int fd, uint64_t bytes, int writable, void **base);
+LC_API int lcs_unmap(void *base, uint64_t bytes);
+
+/* Advice before first use: huge pages, and spreading over all memory nodes this process may use.
+ * Advice only: an error says what was refused, and the mapping works all the same. */
+LC_API int lcs_advise(void *base, uint64_t bytes, int huge, int interleave);
+
+/* Give the range its pages now; blocks, about a second for 4 GiB on one thread. The object must
+ * have been allocated (lcs_fallocate) or this may find no memory: LC_E_SYS - ENOMEM or EFAULT. */
+LC_API int lcs_populate(void *base, uint64_t offset, uint64_t bytes);
+
+/* Allocate the range of the object. LC_E_SYS - ENOSPC, LC_E_INTR after a signal (nothing lost). */
+LC_API int lcs_fallocate(int fd, uint64_t offset, uint64_t bytes);
+
+/* Open a description of the POSIX shared memory object `name` ("/lightcache.x") for byte locks
+ * into `*fd`. It must never be mapped or duplicated. Forked children close it at once: one that
+ * kept it would keep its parent's locks past its parent's death. LC_E_FULL: 1024 are open. */
+LC_API int lcs_life_open(const char *name, int writable, int *fd);
+
+/* Close `*fd` and set it to -1; nothing happens for a number this process did not open so. */
+LC_API void lcs_life_close(int *fd);
+
+/* A record of one attach, to be handed to every call of the structures. `life_fd` stays the
+ * caller's. NULL: out of memory. */
+LC_API lcs_attachment *lcs_attachment_new(void *base, uint64_t bytes, int life_fd, uint32_t slot,
+                                          uint32_t epoch, int readonly);
+LC_API void lcs_attachment_close(lcs_attachment *at); /* later calls: LC_E_CLOSED */
+LC_API void lcs_attachment_free(lcs_attachment *at);
+LC_API uint32_t lcs_attachment_slot(const lcs_attachment *at);
+LC_API uint32_t lcs_attachment_epoch(const lcs_attachment *at);
+LC_API int lcs_attachment_usable(const lcs_attachment *at); /* what every entry point checks */
+
+/* `ready`: stored last, with release; whoever loads 1 with acquire sees the whole layout. */
+LC_API void lcs_ready_store(void *base);
+LC_API uint32_t lcs_ready_load(const void *base);
+LC_API void lcs_retire(void *base);
+
+/* The layout facts of this library: see facts.h. A static string. */
+LC_API const char *lcs_layout(void);
+
+#endif

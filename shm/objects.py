@@ -1,0 +1,196 @@
+"""One open description of a segment's object: identity, access, byte locks, removal.
+
+The descriptor in here is never mapped and never duplicated, because its locks must end with the
+process; a forked child closes it at once (see `native/process.c`). A name is only ever unlinked
+while the object's life byte is locked and the name has been seen to lead to this very object.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import stat
+import sys
+
+import posix_ipc
+
+from lightcache.shm import _native, layout, names, ofd
+from lightcache.shm.codes import check, system_errno
+from lightcache.shm.errors import PermissionDenied
+
+_RETIRED_OFFSET = layout.SegmentHeader.retired.offset
+_LIVING_BYTES = layout.BYTE_SLOTS + layout.SLOTS - layout.BYTE_READERS
+
+
+class ForkWord:
+    """Tells the process that made it from children that inherited it."""
+
+    def __init__(self) -> None:
+        address = _native.quick().lcs_fork_word()
+        if not address:
+            raise MemoryError("no memory for the page that notices a fork")
+        self._word = ctypes.c_uint32.from_address(address)
+
+    @property
+    def inherited(self) -> bool:
+        """Whether this object came here through a fork."""
+        return self._word.value != 1
+
+
+class OpenObject:
+    """An object opened for its locks. Close it, or let it go: it closes itself."""
+
+    def __init__(self, name: str) -> None:
+        """Nothing is open yet; see `open`. `name` is a segment's name, checked here."""
+        self.name = name
+        self.object_name = names.object_name(name)
+        self._fd = ctypes.c_int(-1)
+        self._fork_word = ForkWord()
+        self.identity = (0, 0)
+
+    @classmethod
+    def open(cls, name: str, *, writable: bool) -> OpenObject | None:
+        """Open the object of this segment; None when there is none. Does not block.
+
+        Raises:
+            PermissionDenied: this user may not, or a symbolic link stands in its place.
+            ConfigError: the name is not allowed.
+        """
+        opened = cls(name)
+        # The core writes the number into `_fd` itself: an interrupt in between loses nothing.
+        code = _native.quick().lcs_life_open(
+            opened.object_name.encode(), writable, ctypes.byref(opened._fd)
+        )
+        number = system_errno(code)
+        if number == errno.ENOENT:
+            return None
+        if number == errno.ELOOP:
+            raise PermissionDenied(
+                f"{opened._path} is a symbolic link where a shared memory object was expected; "
+                "nothing of ours makes such links: find out who did and remove it"
+            )
+        check(code, f"open {opened._path}")
+        found = os.fstat(opened.fd)
+        opened.identity = (found.st_dev, found.st_ino)
+        return opened
+
+    @property
+    def fd(self) -> int:
+        """The descriptor; -1 once closed."""
+        return self._fd.value
+
+    @property
+    def inherited(self) -> bool:
+        """Whether this process is a forked child of the one that opened it."""
+        return self._fork_word.inherited
+
+    @property
+    def _path(self) -> str:
+        return str(names.FOLDER / self.object_name.removeprefix("/"))
+
+    def close(self) -> None:
+        """Close, and so drop every lock held through it. Does nothing in a forked child, where
+        the number may mean something else by now."""
+        if self.fd >= 0 and not self.inherited:
+            _native.quick().lcs_life_close(ctypes.byref(self._fd))
+
+    def __del__(self) -> None:
+        if hasattr(self, "_fork_word") and not sys.is_finalizing():
+            self.close()
+
+    def is_named(self) -> bool:
+        """Whether the name still leads to this object. Stays true while the life byte is locked,
+        because nobody unlinks or replaces without that lock."""
+        try:
+            found = os.stat(self._path, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return (found.st_dev, found.st_ino) == self.identity
+
+    def size(self) -> int:
+        """Bytes of the object at this moment."""
+        return os.fstat(self.fd).st_size
+
+    def check_access(self, group: int | None) -> None:
+        """Refuse what somebody else may have prepared.
+
+        Args:
+            group: also accept an object of this group's, whoever owns it.
+
+        Raises:
+            PermissionDenied: not a regular file, of several names, writable by everybody, or of a
+                user or group other than expected.
+        """
+        found = os.fstat(self.fd)
+        problem = None
+        if not stat.S_ISREG(found.st_mode):
+            problem = "a regular file was expected, found another type"
+        elif found.st_nlink > 1:
+            problem = f"one name was expected, found {found.st_nlink} hard links"
+        elif found.st_mode & 0o007:
+            problem = f"mode 0600 or 0660 was expected, found {stat.S_IMODE(found.st_mode):04o}"
+        elif found.st_uid != os.geteuid() and (group is None or found.st_gid != group):
+            problem = (
+                f"user {os.geteuid()}{'' if group is None else f' or group {group}'} was expected "
+                f"to own it, found user {found.st_uid}, group {found.st_gid}"
+            )
+        if problem:
+            raise PermissionDenied(
+                f"{self._path}: {problem}; run as its owner, name its group (group=), or choose "
+                "another segment name"
+            )
+
+    def header(self) -> layout.SegmentHeader:
+        """A copy of the header as it is now; zeros where the object is too short."""
+        data = os.pread(self.fd, ctypes.sizeof(layout.SegmentHeader), 0)
+        return layout.SegmentHeader.from_buffer_copy(
+            data.ljust(ctypes.sizeof(layout.SegmentHeader), b"\0")
+        )
+
+    def client_table(self) -> bytes:
+        """A copy of the client table as it is now; zeros where the object is too short."""
+        length = layout.SLOTS * ctypes.sizeof(layout.ClientRecord)
+        return os.pread(self.fd, length, layout.CLIENTS_OFFSET).ljust(length, b"\0")
+
+    def is_occupied(self) -> bool:
+        """Whether anybody is attached, through any description but this one."""
+        return ofd.held(self.fd, layout.BYTE_READERS, _LIVING_BYTES)
+
+    def may_unlink(self) -> bool:
+        """Whether the folder's sticky bit lets this user unlink it."""
+        folder = os.stat(names.FOLDER)
+        owners = (0, folder.st_uid, os.fstat(self.fd).st_uid)
+        return not folder.st_mode & stat.S_ISVTX or os.geteuid() in owners
+
+    def remove_locked(self) -> None:
+        """Retire and unlink it with all that depends on it. The caller holds the life byte
+        exclusively and has seen `is_named`. Dying in here leaves it retired but named: the next
+        who opens it finishes.
+
+        Raises:
+            PermissionDenied: this user may not unlink it; then nothing was changed.
+        """
+        if self.inherited:
+            return  # a child forked by what its parent does under the lock, which it has not got
+        if not self.may_unlink():
+            raise PermissionDenied(
+                f"unlink {self._path}: its owner is user {os.fstat(self.fd).st_uid} and the folder "
+                "is sticky; only its owner can remove it"
+            )
+        if self.size() >= ctypes.sizeof(layout.SegmentHeader):
+            os.pwrite(self.fd, (1).to_bytes(4, "little"), _RETIRED_OFFSET)
+        for dependent in names.dependents(self.name, bytes(self.header().uuid).hex()):
+            unlink(dependent.object_name)
+        unlink(self.object_name)
+
+
+def unlink(full: str) -> bool:
+    """Unlink an object by its name; False when there was none."""
+    try:
+        posix_ipc.unlink_shared_memory(full)
+    except posix_ipc.ExistentialError:
+        return False
+    except posix_ipc.PermissionsError as error:
+        raise PermissionDenied(f"unlink {full}: {error}; only its owner can remove it") from error
+    return True

@@ -1,0 +1,420 @@
+"""A named segment of shared memory: its life, who is attached, views of its bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+from lightcache.shm import _native, clients, layout, lifecycle, names, ofd, wanted
+from lightcache.shm.clients import Client, ClientInfo
+from lightcache.shm.codes import Code, check
+from lightcache.shm.errors import ConfigError, Detached, InUse
+from lightcache.shm.hold import Hold
+from lightcache.shm.layout import Kind, Lifetime
+
+DEFAULT_TIMEOUT = 10.0  # seconds to wait for a creator: a million pages are laid out in less
+
+Hook = Callable[["Segment"], None]
+
+
+def free_dead_slots(segment: Segment) -> None:
+    """The reaper of a segment without a structure: a dead client leaves nothing but its slot."""
+    for slot in range(1, layout.SLOTS):
+        code = _native.quick().lcs_slot_free_dead(segment.attachment, slot)
+        if code not in (Code.BUSY, Code.MISSING, Code.RANGE):
+            check(code, f"free the slot {slot} of {segment.name!r}")
+
+
+class Segment:
+    """An attach of this process to a named segment.
+
+    Make one with `create` (fails if the name exists), `attach` (never writes the layout) or `open`
+    (attach to an equal one, else create), and end it with `close` or a with statement. Threads may
+    share it. A forked child may not use it: every method raises Detached there, and `close` too
+    touches nothing; the child attaches for itself.
+
+    Who attaches for writing counts as somebody who lives in the segment, and gets a slot of the
+    client table by `join`. Readers (`readonly=True`) map it PROT_READ and can corrupt nothing.
+    """
+
+    def __init__(self, hold: Hold, reaper: Hook | None) -> None:
+        """For `create`, `attach` and `open`; nobody else calls this."""
+        self._hold = hold
+        self._client: Client | None = None
+        header = hold.header()
+        self.name = hold.opened.name
+        self.kind = Kind(header.kind)
+        self.lifetime = Lifetime(header.lifetime)
+        self.uuid = bytes(header.uuid).hex()
+        self.config: Mapping[str, Any] = wanted.config_of(header)
+        # A structure's clients leave more than a slot behind; only its own reaper may free them.
+        plain = self.kind is Kind.PLAIN
+        self._reaper = reaper or (free_dead_slots if plain else None)
+        hold.frees_slot = plain
+        self._finalizer = weakref.finalize(self, hold.dispose)
+
+    # ---- making one
+
+    @classmethod
+    def create(
+        cls,
+        name: str,
+        payload_bytes: int,
+        *,
+        kind: Kind = Kind.PLAIN,
+        config: Mapping[str, Any] | None = None,
+        layout_facts: str = "",
+        lifetime: str = "attached",
+        group: str | int | None = None,
+        initialise: Hook | None = None,
+        reaper: Hook | None = None,
+        timeout: float | None = DEFAULT_TIMEOUT,
+    ) -> Segment:
+        """Create a segment that does not exist yet, with all its memory.
+
+        Args:
+            name: ASCII letters, digits, `._-`; at most 180.
+            payload_bytes: room for the structure, zeroed, at `payload_offset`.
+            config: what those who attach may compare; JSON, at most 2,048 bytes.
+            layout_facts: text that describes the records inside; others must give the same.
+            lifetime: "attached" (unlinked by the last to leave) or "persistent".
+            group: also its members may attach: mode 0660 instead of 0600.
+            initialise: lays out the payload, before anybody can attach. What it raises undoes all.
+            reaper: called by `join` when all slots are taken, to free those of dead clients.
+            timeout: seconds to wait while somebody else is creating it; None: for ever.
+
+        Raises:
+            ConfigError, InUse (it exists), NotReady, NoSpace, PermissionDenied.
+        """
+        expected = wanted.want(
+            name,
+            kind=kind,
+            payload_bytes=payload_bytes,
+            config=config or {},
+            layout_facts=layout_facts,
+            lifetime=lifetime,
+            group=group,
+        )
+        return _Maker(reaper, initialise).create(expected, timeout)
+
+    @classmethod
+    def attach(
+        cls,
+        name: str,
+        *,
+        readonly: bool = False,
+        kind: Kind | None = None,
+        payload_bytes: int | None = None,
+        config: Mapping[str, Any] | None = None,
+        layout_facts: str | None = None,
+        group: str | int | None = None,
+        reaper: Hook | None = None,
+        timeout: float | None = DEFAULT_TIMEOUT,
+    ) -> Segment:
+        """Attach to a segment that exists. Only what is given is compared.
+
+        Without `layout_facts` the records of a structure inside are not compared: for tools that
+        read the header and the clients only.
+
+        Raises:
+            NotReady: there is none (at once), or its creator did not finish in `timeout` seconds.
+            LayoutMismatch: names each item that differs.
+            CacheCorrupted, PermissionDenied, ConfigError.
+        """
+        expected = wanted.want(
+            name,
+            kind=kind,
+            payload_bytes=payload_bytes,
+            config=config,
+            layout_facts=layout_facts,
+            lifetime=None,
+            group=group,
+        )
+        hold = lifecycle.attach(expected, readonly=readonly, timeout=timeout)
+        return _Maker(reaper, None).wrap(hold)
+
+    @classmethod
+    def open(
+        cls,
+        name: str,
+        payload_bytes: int,
+        *,
+        kind: Kind = Kind.PLAIN,
+        config: Mapping[str, Any] | None = None,
+        layout_facts: str = "",
+        lifetime: str = "attached",
+        group: str | int | None = None,
+        replace: bool = False,
+        initialise: Hook | None = None,
+        reaper: Hook | None = None,
+        timeout: float | None = DEFAULT_TIMEOUT,
+    ) -> Segment:
+        """Attach to a segment that equals these arguments, or create it. One that outlived its
+        processes is continued as it is.
+
+        Args:
+            replace: remove one that differs, if nobody lives in it.
+
+        Raises:
+            LayoutMismatch: it differs, and `replace` is False.
+            InUse: it differs, `replace` is True, and somebody lives in it.
+            Otherwise as `create` and `attach`.
+        """
+        expected = wanted.want(
+            name,
+            kind=kind,
+            payload_bytes=payload_bytes,
+            config=config or {},
+            layout_facts=layout_facts,
+            lifetime=lifetime,
+            group=group,
+        )
+        return _Maker(reaper, initialise).open(expected, replace, timeout)
+
+    @staticmethod
+    def unlink(
+        name: str,
+        *,
+        force: bool = False,
+        group: str | int | None = None,
+        timeout: float | None = DEFAULT_TIMEOUT,
+    ) -> bool:
+        """Retire a segment and remove its name and what depends on it; False when there is none.
+        Whoever is still attached finds it retired.
+
+        Raises:
+            InUse: somebody is attached, and `force` is False.
+            LockTimeout: somebody was creating or replacing it for `timeout` seconds.
+            PermissionDenied, ConfigError.
+        """
+        expected = wanted.want(
+            name,
+            kind=None,
+            payload_bytes=None,
+            config=None,
+            layout_facts=None,
+            lifetime=None,
+            group=group,
+        )
+        return lifecycle.unlink(name, expected.group, force=force, timeout=timeout)
+
+    # ---- clients
+
+    def join(self, role: str = "", *, device: bool = False) -> Client:
+        """Take a slot of the client table; it is given back by `close`.
+
+        Whoever uses a device attaches before making the device's context: the kernel closes files
+        last-opened first, so the slot is then seen to live as long as the device may still write.
+
+        Args:
+            role: for people; at most 31 bytes of UTF-8 are kept.
+            device: this client has a device that may go on copying after its death.
+
+        Raises:
+            InUse: all 63 slots are taken by living clients, or we have one already.
+            PermissionDenied: attached read-only.
+            Detached: closed, retired, or a forked child.
+        """
+        with self._hold.used():
+            if self._client is not None:
+                raise InUse(f"join {self.name!r}: joined already, in slot {self._client.slot}")
+            what = f"join {self.name!r}"
+            encoded = clients.role_bytes(role)
+            flags = layout.FLAG_DEVICE if device else 0
+            claim = _native.quick().lcs_slot_claim
+            code = claim(self.attachment, encoded, flags)
+            if code == Code.FULL and self._reaper is not None:
+                self._reaper(self)
+                code = claim(self.attachment, encoded, flags)
+            if code == Code.FULL:
+                raise InUse(
+                    f"{what}: more clients than slots; all {layout.SLOTS - 1} are taken "
+                    f"({clients.describe(self.clients())}); close one, or reap the dead"
+                )
+            if code != Code.TWICE:  # an interrupt came after an earlier claim: it is ours
+                check(code, what)
+            slot = _native.quick().lcs_attachment_slot(self.attachment)
+            epoch = _native.quick().lcs_attachment_epoch(self.attachment)
+            self._client = Client(slot, epoch, encoded.decode())
+            # From here on the slot's byte says that we live in it.
+            ofd.unlock(self._hold.opened.fd, layout.BYTE_READERS)
+            return self._client
+
+    @property
+    def client(self) -> Client | None:
+        """Our slot, after `join`."""
+        return self._client
+
+    def clients(self) -> list[ClientInfo]:
+        """Everybody who has a slot, living or dead. About 1 us a slot; takes no lock."""
+        with self._hold.used():
+            length = layout.SLOTS * ctypes.sizeof(layout.ClientRecord)
+            table = ctypes.string_at(self.address + layout.CLIENTS_OFFSET, length)
+            own = self._client.slot if self._client else 0
+            return clients.read_table(table, self._hold.opened.fd, own)
+
+    # ---- memory
+
+    @property
+    def address(self) -> int:
+        """Where the segment is mapped. Only valid while attached; see `busy`.
+
+        Raises:
+            Detached: closed, or a forked child, where nothing is mapped.
+        """
+        if self._hold.inherited or not self._hold.base:
+            raise Detached(f"the segment {self.name!r} is not mapped here; attach (again)")
+        return self._hold.base
+
+    @property
+    def attachment(self) -> int:
+        """What the core's calls take: the address of an `lcs_attachment`, valid as long as this
+        object lives, also after `close` and in forked children (the calls then say so)."""
+        return self._hold.attachment
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole segment."""
+        return self._hold.bytes
+
+    @property
+    def payload_offset(self) -> int:
+        """Where the structure begins: past header, clients, lock and undo log."""
+        return layout.PAYLOAD_OFFSET
+
+    @property
+    def payload_bytes(self) -> int:
+        """Room behind `payload_offset`, rounded up to whole pages."""
+        return self._hold.bytes - layout.PAYLOAD_OFFSET
+
+    @property
+    def readonly(self) -> bool:
+        """Whether it is mapped PROT_READ."""
+        return self._hold.readonly
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """Bytes of the segment, counted from its beginning; read-only if the attach is.
+
+        While the view, or an array made of it, lives, `close` raises InUse. In a forked child it
+        must not be touched: nothing is mapped there.
+
+        Raises:
+            ConfigError: not within the segment.
+            Detached: closed, retired, or a forked child.
+        """
+        return self._hold.view(offset, nbytes, self)
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """For the time of a call that lets the GIL go: until it ends, `close` raises InUse.
+
+        Raises:
+            Detached: closed, retired, or a forked child.
+        """
+        with self._hold.used():
+            yield
+
+    # ---- state
+
+    def check_usable(self) -> None:
+        """Raise Detached when closed, retired, or in a forked child."""
+        self._hold.check_usable()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed here."""
+        return self._hold.closed
+
+    @property
+    def retired(self) -> bool:
+        """Whether it was replaced or unlinked; then close it, and open again."""
+        with contextlib.suppress(Detached):
+            self._hold.check_usable()
+            return False
+        return not (self.closed or self._hold.inherited)
+
+    def header(self) -> layout.SegmentHeader:
+        """A copy of the header; also of a retired segment.
+
+        Raises:
+            Detached: closed, or a forked child.
+        """
+        _ = self.address
+        return self._hold.header()
+
+    def dependent_name(self, what: str) -> str:
+        """The name of an object that lives and ends with this segment, such as its pool."""
+        return names.dependent_name(self.name, what, self.uuid)
+
+    # ---- the end
+
+    def close(self) -> None:
+        """Leave: give back the slot, and if the lifetime is "attached" and nobody else lives in
+        it, unlink it with all that depends on it. A second call does nothing.
+
+        A structure takes back what its client holds before, then calls `free_slot_on_close`.
+
+        Raises:
+            InUse: views live, or calls are under way; nothing was changed.
+            Detached: in a forked child.
+        """
+        self._hold.close()
+
+    def free_slot_on_close(self) -> None:
+        """Say that this client holds nothing in the structure any more. Without it a structure's
+        slot stays taken at `close`, and the next reaper finds it dead."""
+        self._hold.frees_slot = True
+
+    def __enter__(self) -> Segment:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if not self._hold.inherited:  # a forked child leaves the statement without a word
+            self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"{self.nbytes} bytes"
+        return f"<Segment {self.name!r} {self.kind.name} {state}>"
+
+
+class _Maker:
+    """Wraps a hold into a Segment as soon as the header stands, for `initialise` to work with."""
+
+    def __init__(self, reaper: Hook | None, initialise: Hook | None) -> None:
+        self._reaper = reaper
+        self._hook = initialise
+        self._made: Segment | None = None
+
+    def wrap(self, hold: Hold) -> Segment:
+        if self._made is None or self._made._hold is not hold:
+            try:
+                self._made = Segment(hold, self._reaper)
+            except BaseException as error:
+                hold.discard()
+                if type(error) is ValueError:  # a kind or lifetime that only a later release knows
+                    raise ConfigError(f"the segment {hold.opened.name!r}: {error}") from error
+                raise
+        return self._made
+
+    def _initialise(self, hold: Hold) -> None:
+        segment = self.wrap(hold)
+        if self._hook is not None:
+            self._hook(segment)
+
+    def create(self, expected: wanted.Wanted, timeout: float | None) -> Segment:
+        return self.wrap(lifecycle.create(expected, self._initialise, timeout=timeout))
+
+    def open(self, expected: wanted.Wanted, replace: bool, timeout: float | None) -> Segment:
+        hold = lifecycle.open_or_create(
+            expected, self._initialise, replace=replace, timeout=timeout
+        )
+        return self.wrap(hold)

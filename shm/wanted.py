@@ -1,0 +1,228 @@
+"""What a caller expects of a segment, and the comparison with what is there."""
+
+from __future__ import annotations
+
+import ctypes
+import grp
+import hashlib
+import json
+import os
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightcache.shm import _native, layout, names
+from lightcache.shm.errors import CacheCorrupted, ConfigError, LayoutMismatch
+from lightcache.shm.layout import Kind, Lifetime, SegmentHeader
+
+MOST_BYTES = 1 << 45  # below the bytes that are locked
+_PAGE = 4096
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Arguments of create, attach and open, checked. None: whatever is there will do."""
+
+    name: str
+    kind: Kind | None
+    base_hash: int  # of the layout that every segment has
+    facts_hash: int | None  # of what the structure inside adds
+    group: int | None
+    payload_bytes: int | None = None
+    config: str | None = None
+    lifetime: Lifetime | None = None
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of the object, in whole pages."""
+        payload = self.payload_bytes or 0
+        return (layout.PAYLOAD_OFFSET + payload + _PAGE - 1) // _PAGE * _PAGE
+
+    @property
+    def layout_hash(self) -> int:
+        """As the header holds it: the common layout above, the structure's below."""
+        return self.base_hash << 32 | (self.facts_hash or 0)
+
+
+def want(
+    name: str,
+    *,
+    kind: Kind | None,
+    payload_bytes: int | None,
+    config: Mapping[str, Any] | None,
+    layout_facts: str | None,
+    lifetime: str | None,
+    group: str | int | None,
+) -> Wanted:
+    """Check the arguments that create, attach and open have in common.
+
+    Raises:
+        ConfigError: one of them is unusable; the message says which and why.
+    """
+    names.object_name(name)
+    size: object = payload_bytes
+    if size is not None and not (type(size) is int and 0 < size <= MOST_BYTES):
+        raise ConfigError(f"payload_bytes is an int from 1 to {MOST_BYTES}, found {size!r}")
+    return Wanted(
+        name=name,
+        kind=None if kind is None else Kind(kind),
+        base_hash=_hash(_native.quick().lcs_layout()),
+        facts_hash=None if layout_facts is None else _hash(layout_facts.encode()),
+        group=_group_id(group),
+        payload_bytes=payload_bytes,
+        config=None if config is None else _config_text(config),
+        lifetime=None if lifetime is None else _lifetime(lifetime),
+    )
+
+
+def _hash(facts: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(facts, digest_size=4).digest(), "little")
+
+
+def _config_text(config: Mapping[str, Any]) -> str:
+    try:
+        text = json.dumps(
+            dict(config), sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":")
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the configuration must be a mapping that JSON can hold, without NaN: {error}"
+        ) from error
+    if len(text.encode()) > layout.CONFIG_BYTES:
+        raise ConfigError(
+            f"the configuration takes {len(text.encode())} bytes as JSON; the header holds "
+            f"{layout.CONFIG_BYTES}: leave large items out and give their digest"
+        )
+    return text
+
+
+def _group_id(group: str | int | None) -> int | None:
+    if group is None or (isinstance(group, int) and not isinstance(group, bool) and group >= 0):
+        return group
+    try:
+        return grp.getgrnam(str(group)).gr_gid
+    except KeyError:
+        raise ConfigError(
+            f"the group {group!r} does not exist here; give a name from /etc/group or a number"
+        ) from None
+
+
+def _lifetime(lifetime: str) -> Lifetime:
+    try:
+        return Lifetime[lifetime.upper()]
+    except (KeyError, AttributeError):
+        raise ConfigError(f'lifetime is "attached" or "persistent", found {lifetime!r}') from None
+
+
+def fill_header(address: int, wanted: Wanted) -> None:
+    """Write the header of a new segment, all but `ready`. The magic comes last, so that whoever
+    finds a dead creator's leftover sees either none or a whole header."""
+    header = SegmentHeader.from_address(address)
+    config = (wanted.config or "{}").encode()
+    header.abi = layout.ABI
+    header.kind = wanted.kind or Kind.PLAIN
+    header.layout_hash = wanted.layout_hash
+    header.bytes = wanted.total_bytes
+    ctypes.memmove(ctypes.addressof(header) + SegmentHeader.uuid.offset, uuid.uuid4().bytes, 16)
+    header.created_ns = time.time_ns()
+    header.creator_pid = os.getpid()
+    header.lifetime = wanted.lifetime or Lifetime.ATTACHED
+    header.boot_id = _boot_id()
+    header.config_bytes = len(config)
+    ctypes.memmove(ctypes.addressof(header) + SegmentHeader.config.offset, config, len(config))
+    header.magic = layout.MAGIC
+
+
+def _boot_id() -> bytes:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()[:39]
+    except OSError:
+        return b""
+
+
+def is_foreign(header: SegmentHeader) -> bool:
+    """Whether somebody else's format stands there, which we neither use nor remove unasked."""
+    return bool(header.magic) and (header.magic != layout.MAGIC or header.abi != layout.ABI)
+
+
+def config_of(header: SegmentHeader) -> dict[str, Any]:
+    """The configuration in a header.
+
+    Raises:
+        CacheCorrupted: it is not a JSON object.
+    """
+    start = SegmentHeader.config.offset
+    raw = bytes(header)[start : start + min(header.config_bytes, layout.CONFIG_BYTES)]
+    try:
+        parsed = json.loads(raw)
+    except ValueError:
+        parsed = None
+    if not isinstance(parsed, dict):
+        raise CacheCorrupted(
+            "the configuration in the segment's header was expected to be a JSON object, found "
+            f"{raw[:40]!r}; replace the segment"
+        )
+    return parsed
+
+
+def verify_header(header: SegmentHeader, size: int, wanted: Wanted) -> None:
+    """Compare a ready segment with what is wanted.
+
+    Raises:
+        LayoutMismatch: names every item that differs.
+        CacheCorrupted: the object was truncated or its configuration is not readable.
+    """
+    remedy = "use what it was created with, or open with replace=True to start over"
+    if is_foreign(header):
+        raise LayoutMismatch(
+            f"the segment {wanted.name!r}: magic {layout.MAGIC:#x} and version {layout.ABI} were "
+            f"expected, found {header.magic:#x} and {header.abi}; another release made it: {remedy}"
+        )
+    if header.bytes != size:
+        raise CacheCorrupted(
+            f"the segment {wanted.name!r}: {header.bytes} bytes were expected, found {size}; it "
+            "was truncated or extended by hand: replace or unlink it"
+        )
+    differences = [
+        f"{item}: expected {expected}, found {found}"
+        for item, expected, found in _items(header, wanted)
+        if expected != found
+    ]
+    if differences:
+        raise LayoutMismatch(f"the segment {wanted.name!r}: {'; '.join(differences)}; {remedy}")
+
+
+def _items(header: SegmentHeader, wanted: Wanted) -> list[tuple[str, object, object]]:
+    items: list[tuple[str, object, object]] = []
+    if wanted.kind is not None:
+        items.append(("kind", wanted.kind.name, _name(Kind, header.kind)))
+    base, facts = header.layout_hash >> 32, header.layout_hash & 0xFFFFFFFF
+    items.append(("layout of segments", f"{wanted.base_hash:08x}", f"{base:08x}"))
+    if wanted.facts_hash is not None:
+        items.append(("layout of the structure", f"{wanted.facts_hash:08x}", f"{facts:08x}"))
+    if wanted.payload_bytes is not None:
+        items.append(("bytes", wanted.total_bytes, header.bytes))
+    if wanted.lifetime is not None:
+        items.append(("lifetime", wanted.lifetime.name, _name(Lifetime, header.lifetime)))
+    if wanted.config is not None:
+        expected_config, found_config = json.loads(wanted.config), config_of(header)
+        for key in sorted(expected_config.keys() | found_config.keys()):
+            absent = "nothing"
+            items.append(
+                (key, _shown(expected_config, key, absent), _shown(found_config, key, absent))
+            )
+    return items
+
+
+def _shown(config: dict[str, Any], key: str, absent: str) -> str:
+    return json.dumps(config[key], ensure_ascii=False) if key in config else absent
+
+
+def _name(enum: type[Kind] | type[Lifetime], value: int) -> str:
+    try:
+        return enum(value).name
+    except ValueError:
+        return f"unknown ({value})"

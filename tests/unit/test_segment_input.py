@@ -1,0 +1,417 @@
+"""Bad input to a segment: each has its typed error, and nothing is lost or left."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import posix_ipc
+import pytest
+
+from lightcache.shm import (
+    CacheCorrupted,
+    ConfigError,
+    Detached,
+    InUse,
+    LayoutMismatch,
+    LightcacheError,
+    LockTimeout,
+    NoSpace,
+    NotReady,
+    PermissionDenied,
+    Segment,
+    codes,
+    layout,
+    lifecycle,
+    memory,
+    names,
+    ofd,
+    read_segment,
+)
+from lightcache.shm.objects import OpenObject
+
+SHM = Path("/dev/shm")
+NOBODY = 65534
+Script = Callable[..., Any]
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can change owners")
+
+
+def path_of(name: str) -> Path:
+    return SHM / names.object_name(name).removeprefix("/")
+
+
+def patch(name: str, field: str, value: int) -> None:
+    """Overwrite a header field from outside."""
+    described = getattr(layout.SegmentHeader, field)
+    with path_of(name).open("r+b") as raw:
+        raw.seek(described.offset)
+        raw.write(value.to_bytes(described.size, "little"))
+
+
+# ---------------------------------------------------------------- arguments
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "/", "a/b", "../x", ".hidden", "-x", "a b", "a~pool-1", "é", "a\0b", "n" * 181, 7, None],
+)
+def test_names_that_are_not_allowed(name: Any) -> None:
+    for call in (
+        lambda: Segment.create(name, 1),
+        lambda: Segment.open(name, 1),
+        lambda: Segment.attach(name),
+        lambda: Segment.unlink(name),
+        lambda: read_segment(name),
+    ):
+        with pytest.raises(ConfigError, match="name"):
+            call()
+
+
+def test_the_longest_name(segment_name: str) -> None:
+    longest = segment_name.ljust(names.NAME_BYTES, "x")
+    with Segment.create(longest, 1) as made:
+        assert len(made.dependent_name("pool")) <= 255
+    with pytest.raises(ConfigError, match="dependent"):
+        names.dependent_name("x", "no slash/", "0" * 32)
+
+
+@pytest.mark.parametrize("size", [0, -1, True, 1.5, "1", 1 << 46])
+def test_sizes_that_are_not_allowed(segment_name: str, size: Any) -> None:
+    for make in (Segment.create, Segment.open):
+        with pytest.raises(ConfigError, match="payload_bytes"):
+            make(segment_name, size)
+    assert not path_of(segment_name).exists()
+
+
+def test_sizes_beyond_what_is_there(segment_name: str) -> None:
+    stat = os.statvfs(SHM)
+    for make in (Segment.create, Segment.open):
+        with pytest.raises(NoSpace, match=r"needs \d+ bytes, and \d+ bytes are"):
+            make(segment_name, stat.f_blocks * stat.f_frsize + 1)
+        assert not path_of(segment_name).exists()
+
+
+def test_no_space_while_allocating(segment_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The look beforehand is a moment old; the allocation itself has the last word."""
+
+    class Full:
+        @staticmethod
+        def lcs_fallocate(fd: int, offset: int, length: int) -> int:
+            return codes.Code.SYS - errno.ENOSPC
+
+    monkeypatch.setattr("lightcache.shm.lifecycle._native.blocking", Full)
+    with pytest.raises(NoSpace, match="still missing"):
+        Segment.create(segment_name, 1)
+    assert not path_of(segment_name).exists()
+
+
+@pytest.mark.parametrize(
+    "config", [{"x": "y" * 2041}, {"x": object()}, {"x": float("nan")}, {"x": {1, 2}}, 7]
+)
+def test_configurations_that_do_not_fit(segment_name: str, config: Any) -> None:
+    with pytest.raises(ConfigError, match="configuration"):
+        Segment.create(segment_name, 1, config=config)
+
+
+def test_the_longest_configuration(segment_name: str) -> None:
+    with Segment.create(segment_name, 1, config={"x": "y" * 2040}) as made:
+        assert Segment.attach(segment_name).config == made.config
+
+
+def test_other_arguments(segment_name: str) -> None:
+    with pytest.raises(ConfigError, match="lifetime"):
+        Segment.create(segment_name, 1, lifetime="for ever")
+    with pytest.raises(ConfigError, match="group"):
+        Segment.create(segment_name, 1, group="no such group")
+
+
+# ---------------------------------------------------------------- what stands under the name
+
+
+def test_nothing_there(segment_name: str) -> None:
+    with pytest.raises(NotReady, match="no such segment"):
+        Segment.attach(segment_name)
+
+
+@pytest.mark.parametrize("ready", [0, 1])
+@pytest.mark.parametrize(("field", "value"), [("magic", 0x1234), ("abi", layout.ABI + 1)])
+def test_another_version(segment_name: str, field: str, value: int, ready: int) -> None:
+    Segment.create(segment_name, 1, lifetime="persistent").close()
+    patch(segment_name, field, value)
+    patch(segment_name, "ready", ready)
+    with pytest.raises(LayoutMismatch, match=rf"version {layout.ABI} were expected, found"):
+        Segment.attach(segment_name)
+    with pytest.raises(LayoutMismatch):
+        Segment.open(segment_name, 1)
+    info = read_segment(segment_name)
+    assert info is not None
+    assert "another release" in str(info.problem)
+    Segment.open(segment_name, 1, replace=True).close()
+
+
+def test_another_layout(segment_name: str) -> None:
+    with Segment.create(segment_name, 1, layout_facts="record=8"):
+        with pytest.raises(LayoutMismatch, match="layout of the structure"):
+            Segment.attach(segment_name, layout_facts="record=16")
+        with pytest.raises(LayoutMismatch, match="bytes"):
+            Segment.attach(segment_name, payload_bytes=1 << 20)
+        Segment.attach(segment_name, layout_facts="record=8").close()
+        patch(segment_name, "layout_hash", 1)
+        with pytest.raises(LayoutMismatch, match="layout of segments"):
+            Segment.attach(segment_name)
+
+
+def test_another_kind(segment_name: str) -> None:
+    with Segment.create(segment_name, 1):
+        patch(segment_name, "kind", 99)
+        with pytest.raises(LayoutMismatch, match=r"kind: expected PLAIN, found unknown \(99\)"):
+            Segment.open(segment_name, 1)
+        with pytest.raises(ConfigError, match="99"):
+            Segment.attach(segment_name)
+
+
+def test_damaged_configuration(segment_name: str) -> None:
+    with Segment.create(segment_name, 1, config={"a": 1}):
+        patch(segment_name, "config_bytes", 3)
+        for attach in (
+            lambda: Segment.attach(segment_name, config={"a": 1}),
+            lambda: Segment.attach(segment_name),
+        ):
+            with pytest.raises(CacheCorrupted, match="JSON object"):
+                attach()
+
+
+def test_truncated(segment_name: str) -> None:
+    Segment.create(segment_name, 1 << 20, lifetime="persistent").close()
+    os.truncate(path_of(segment_name), 100_000)
+    with pytest.raises(CacheCorrupted, match="found 100000"):
+        Segment.attach(segment_name)
+    with pytest.raises(CacheCorrupted):
+        Segment.open(segment_name, 1 << 20, lifetime="persistent")
+    info = read_segment(segment_name)
+    assert info is not None
+    assert "truncated" in str(info.problem)
+    os.truncate(path_of(segment_name), 100)  # not even a header: as a dead creator's leftover
+    with pytest.raises(NotReady, match="died"):
+        Segment.attach(segment_name, timeout=0)
+    Segment.open(segment_name, 1).close()
+
+
+@pytest.mark.parametrize("what", ["symlink", "fifo", "hard link", "mode"])
+def test_something_else_in_its_place(segment_name: str, what: str, tmp_path: Path) -> None:
+    path = path_of(segment_name)
+    other = path.with_name(path.name + "-other")
+    if what == "symlink":
+        path.symlink_to(tmp_path / "target")
+    elif what == "fifo":
+        os.mkfifo(path, 0o600)
+    else:
+        Segment.create(segment_name, 1, lifetime="persistent").close()
+        os.chmod(path, 0o606) if what == "mode" else os.link(path, other)
+    try:
+        for call in (
+            lambda: Segment.attach(segment_name),
+            lambda: Segment.attach(segment_name, readonly=True),
+            lambda: Segment.open(segment_name, 1, replace=True),
+            lambda: Segment.create(segment_name, 1),
+            lambda: Segment.unlink(segment_name),
+        ):
+            with pytest.raises(PermissionDenied):
+                call()
+        assert not (tmp_path / "target").exists()
+    finally:
+        path.unlink()
+        other.unlink(missing_ok=True)
+
+
+@needs_root
+def test_of_another_user(segment_name: str, script: Script) -> None:
+    with Segment.create(segment_name, 1):
+        script(
+            "import os, sys\n"
+            "from lightcache.shm import PermissionDenied, Segment, read_segment, sweep\n"
+            "Segment.create(sys.argv[1] + '-x', 1).close()\n"  # load all that root may read
+            f"os.setgid({NOBODY}); os.setuid({NOBODY})\n"
+            "for call in (Segment.attach, Segment.unlink, lambda n: Segment.open(n, 1),\n"
+            "             lambda n: Segment.create(n, 1)):\n"
+            "    try: call(sys.argv[1])\n"
+            "    except PermissionDenied: continue\n"
+            "    sys.exit(3)\n"
+            "assert 'Permission' in read_segment(sys.argv[1]).problem\n"
+            "assert sweep() == []\n",
+            segment_name,
+        )
+        os.chown(path_of(segment_name), NOBODY, NOBODY)
+        with pytest.raises(PermissionDenied, match=f"found user {NOBODY}"):
+            Segment.attach(segment_name)
+        os.chown(path_of(segment_name), 0, 0)
+
+
+@needs_root
+def test_of_a_group(segment_name: str, script: Script) -> None:
+    with Segment.create(segment_name, 1, group=NOBODY) as made:
+        assert path_of(segment_name).stat().st_gid == NOBODY
+        script(
+            "import os, sys\n"
+            "from lightcache.shm import PermissionDenied, Segment\n"
+            "Segment.create(sys.argv[1] + '-x', 1).close()\n"
+            f"os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})\n"
+            "try: Segment.attach(sys.argv[1])\n"
+            "except PermissionDenied as error: assert 'group' in str(error)\n"
+            "else: sys.exit(3)\n"
+            f"s = Segment.attach(sys.argv[1], group={NOBODY})\n"
+            "s.join('member'); s.view(s.payload_offset, 1)[0] = 9; s.close()\n"
+            "try: Segment.create(sys.argv[1] + '-y', 1, group=0)\n"
+            "except PermissionDenied as error: assert 'is in' in str(error)\n"
+            "else: sys.exit(4)\n",
+            segment_name,
+        )
+        assert made.view(made.payload_offset, 1)[0] == 9
+
+
+# ---------------------------------------------------------------- use at the wrong time
+
+
+def test_use_after_close(segment_name: str) -> None:
+    segment = Segment.create(segment_name, 1)
+    segment.close()
+    segment.close()
+    assert segment.closed
+    assert not segment.retired
+    for call in (
+        segment.join,
+        segment.clients,
+        segment.header,
+        segment.check_usable,
+        lambda: segment.view(0, 1),
+        lambda: segment.busy().__enter__(),
+        lambda: segment.address,
+    ):
+        with pytest.raises(Detached, match=r"close|mapped"):
+            call()
+
+
+def test_close_with_live_views(segment_name: str) -> None:
+    np = pytest.importorskip("numpy")
+    segment = Segment.create(segment_name, 100)
+    array = np.frombuffer(segment.view(segment.payload_offset, 64), dtype=np.uint32)[2:]
+    with pytest.raises(InUse, match="1 views"):
+        segment.close()
+    array[:] = 5  # still there, and the segment still works
+    with segment.busy(), pytest.raises(InUse, match="2 views or calls"):
+        segment.close()
+    segment.join()
+    del array
+    segment.close()
+
+
+@pytest.mark.parametrize(("offset", "length"), [(-1, 1), (0, -1), (0, 1 << 40), (1 << 40, 1)])
+def test_views_outside(segment_name: str, offset: int, length: int) -> None:
+    with Segment.create(segment_name, 1) as segment:
+        with pytest.raises(ConfigError, match="view"):
+            segment.view(offset, length)
+
+
+def test_readers_cannot_write(segment_name: str, script: Script) -> None:
+    with Segment.create(segment_name, 1) as made:
+        reader = Segment.attach(segment_name, readonly=True)
+        with pytest.raises(TypeError):
+            reader.view(reader.payload_offset, 1)[0] = 1
+        with pytest.raises(PermissionDenied, match="read-only"):
+            reader.join()
+        reader.close()
+        script(
+            "import ctypes, sys\n"
+            "from lightcache.shm import Segment\n"
+            "s = Segment.attach(sys.argv[1], readonly=True)\n"
+            "ctypes.memset(s.address + s.payload_offset, 1, 1)\n",
+            segment_name,
+            status=-signal.SIGSEGV,
+        )
+        assert made.view(made.payload_offset, 1)[0] == 0
+
+
+# ---------------------------------------------------------------- limits of time and memory
+
+
+def test_waiting_for_a_byte_ends(segment_name: str) -> None:
+    with Segment.create(segment_name, 1):
+        first, second = (OpenObject.open(segment_name, writable=True) for _ in range(2))
+        assert first is not None
+        assert second is not None
+        with ofd.locked(first.fd, layout.BYTE_LIFE):
+            with pytest.raises(LockTimeout, match="held by others"):
+                with ofd.locked(second.fd, layout.BYTE_LIFE, timeout=0.01):
+                    pass
+            with pytest.raises(LockTimeout):
+                Segment.unlink(segment_name, timeout=0.01)
+            with pytest.raises(NotReady):
+                Segment.attach(segment_name, timeout=0.01)
+            main = threading.main_thread().ident
+            assert main is not None
+            timer = threading.Timer(0.01, signal.pthread_kill, (main, signal.SIGINT))
+            timer.start()
+            with pytest.raises(KeyboardInterrupt):
+                with ofd.locked(second.fd, layout.BYTE_LIFE, timeout=None):
+                    pass
+            timer.join()
+        first.close()
+        second.close()
+
+
+def write_group(folder: Path, names_: tuple[str, str, str], limit: str, use: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / names_[0]).write_text(f"{limit}\n")
+    (folder / names_[1]).write_text(f"{use}\n")
+    (folder / "memory.stat").write_text(f"anon 1\n{names_[2]} 500\n")
+
+
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+V2 = ("memory.max", "memory.current", "inactive_file")
+
+
+@pytest.mark.parametrize(
+    ("files", "base", "line"), [(V1, "memory", "4:cpu,memory:/a/b\n"), (V2, "", "0::/a/b\n")]
+)
+def test_memory_limits_of_cgroups(
+    tmp_path: Path, files: tuple[str, str, str], base: str, line: str
+) -> None:
+    own = tmp_path / "self"
+    own.mkdir()
+    (own / "cgroup").write_text("1:name=systemd:/x\n" + line)
+    groups = tmp_path / "groups"
+    room = memory.available(SHM, groups, own)
+    assert str(SHM) in room.limit
+    write_group(groups / base / "a" / "b", files, "max" if base == "" else str(1 << 62), 0)
+    assert memory.available(SHM, groups, own) == room
+    write_group(groups / base / "a", files, "5000", 2500)
+    tight = memory.available(SHM, groups, own)
+    assert (tight.bytes, tight.limit) == (
+        3000,
+        f"left in the memory limit of {groups / base / 'a'}",
+    )
+    write_group(groups / base, files, "100", 900)
+    assert memory.available(SHM, groups, own).bytes == 0
+    (groups / base / files[0]).write_text("nonsense")
+    assert memory.available(SHM, groups, own) == tight
+    assert memory.available(tmp_path / "missing", groups, own).bytes == 0
+
+
+def test_system_refusals_are_typed(segment_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(number: int) -> Callable[..., None]:
+        def call(*_: object, **__: object) -> None:
+            raise OSError(number, os.strerror(number))
+
+        return call
+
+    for number, kind in ((errno.ENOSPC, NoSpace), (errno.EMFILE, LightcacheError)):
+        monkeypatch.setattr(lifecycle.posix_ipc, "SharedMemory", refuse(number))
+        with pytest.raises(kind):
+            Segment.create(segment_name, 1)
+    monkeypatch.undo()
+    assert posix_ipc.SharedMemory
