@@ -1,8 +1,8 @@
 """The C core of the page index: loaded through ctypes, checked against `layout`, declared.
 
 Every call takes the handle first. Those that may block end in (wait, deadline): they are tried
-with TRY on the handle that keeps the GIL, and only then called with BLOCK on the one that lets it
-go; `Core.locked` does that.
+on the handle that keeps the GIL, and only then called on the one that lets it go; `Core.locked`
+does that.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ INT = ctypes.c_int
 ADDRESS = ctypes.c_void_p  # integers, byref results and ctypes arrays pass as they are
 TEXT = ctypes.c_char_p
 LOCKED = (INT, U64)  # wait, deadline
-
-TRY, BLOCK = 0, 1
 
 SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "lci_layout": (TEXT, ()),

@@ -265,7 +265,7 @@ class Cache:
             raise ConfigError("page_tokens: say it here, or when the cache is created")
         if config.get("page_tokens") not in (None, tokens):
             raise ConfigError(
-                f"page_tokens: the cache has pages of {config['page_tokens']} tokens, found {tokens}"
+                f"page_tokens: the cache has {config['page_tokens']} tokens a page, found {tokens}"
             )
         weights, tenant = (namespace.weights, namespace.tenant) if namespace else ("", "")
         spec = self._specs.get((tokens, weights, tenant))
@@ -354,9 +354,7 @@ class Cache:
         timeout: float | None = None,
     ) -> Reservation:
         """See `PageIndex.reserve`."""
-        return self.index.reserve(
-            keys, start, shards=shards, namespace=namespace, timeout=timeout
-        )
+        return self.index.reserve(keys, start, shards=shards, namespace=namespace, timeout=timeout)
 
     def wait(
         self,

@@ -1,4 +1,4 @@
-"""Namespaces: weights version and tenant. Keys are seeded with both; each can be forgotten whole."""
+"""Namespaces: a weights version and a tenant, in every key; each can be forgotten whole."""
 
 from __future__ import annotations
 

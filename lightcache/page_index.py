@@ -19,7 +19,7 @@ import numpy as np
 
 from lightcache import _arguments, _native, layout, namespaces, snapshot, tickets
 from lightcache._arguments import Keys, Offsets, Pages
-from lightcache._core import Core, deadline_ns, reap_unjoined
+from lightcache._core import Core, reap_unjoined
 from lightcache.errors import (
     ConfigError,
     Detached,
@@ -34,13 +34,13 @@ from lightcache.reservations import Reservation, Shard, reserve_arguments
 from lightcache.shm import Client, ClientInfo, Kind, Segment
 from lightcache.shm import layout as shm_layout
 from lightcache.shm.codes import Code, check
+from lightcache.shm.locking import deadline_ns
 from lightcache.snapshot import CheckReport, IndexStats
 from lightcache.tickets import ClientId, Ticket
 
 MAX_PAGES = 1 << 30
 
 Hook = Callable[[Segment], None]
-
 
 
 def geometry(pages: int) -> layout.Geometry:
@@ -83,8 +83,8 @@ class PageIndex:
     pages of work at a time. Threads may share a handle; a forked child may not.
 
     Keys are uint64 arrays of shape (n, 2), C-contiguous: 128-bit digests, each of the whole prefix
-    up to the end of its page (`lightcache.hashing`). Where a call takes many requests, request i has
-    the keys [offsets[i], offsets[i+1]).
+    up to the end of its page (`lightcache.hashing`). Where a call takes many requests, request i
+    has the keys [offsets[i], offsets[i+1]).
     """
 
     def __init__(self, segment: Segment, *, role: str, device: bool, lock_timeout: float) -> None:
@@ -244,9 +244,7 @@ class PageIndex:
         return cls._joined(segment, role, device, lock_timeout)
 
     @classmethod
-    def _joined(
-        cls, segment: Segment, role: str, device: bool, lock_timeout: float
-    ) -> PageIndex:
+    def _joined(cls, segment: Segment, role: str, device: bool, lock_timeout: float) -> PageIndex:
         try:
             return cls(segment, role=role, device=device, lock_timeout=lock_timeout)
         except BaseException:

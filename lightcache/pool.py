@@ -33,6 +33,7 @@ from lightcache.shm import Segment, memory, ofd
 from lightcache.shm import _native as shm_native
 from lightcache.shm import layout as shm_layout
 from lightcache.shm.codes import Code, check, system_errno
+from lightcache.shm.objects import ForkWord
 from lightcache.sizes import format_size
 
 if TYPE_CHECKING:
@@ -58,11 +59,11 @@ def make_object(segment: Segment, total: int, first: int) -> None:
             f"{format_size(room.bytes)} {room.limit}; choose a smaller size, remove old caches "
             "(`lightcache ls`, `lightcache rm`), or enlarge it"
         )
-    mode = 0o660 if os.fstat(segment._hold.opened.fd).st_mode & 0o060 else 0o600
+    mode = 0o660 if segment.stat().st_mode & 0o060 else 0o600
     name = segment.dependent_name("pool")
     made = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, mode=mode)
     try:
-        owner = os.fstat(segment._hold.opened.fd)
+        owner = segment.stat()
         if os.fstat(made.fd).st_gid != owner.st_gid:
             os.fchown(made.fd, -1, owner.st_gid)
         os.fchmod(made.fd, mode)  # the umask may have narrowed it
@@ -79,7 +80,9 @@ def _allocate(fd: int, offset: int, length: int) -> None:
     code = Code.INTR
     while code == Code.INTR:
         code = shm_native.blocking().lcs_fallocate(fd, offset, length)
-    check(code, f"allocate {length} bytes of the pool (free: {format_size(memory.available().bytes)})")
+    check(
+        code, f"allocate {length} bytes of the pool (free: {format_size(memory.available().bytes)})"
+    )
 
 
 class HostPool:
@@ -116,6 +119,7 @@ class HostPool:
         self._index = index
         self._base = ctypes.c_void_p()
         self._fd = ctypes.c_int(-1)
+        self._fork_word = ForkWord()
         self._growing = threading.Lock()
         self._window: weakref.ref[Any] | None = None
         self._users: set[object] = set()
@@ -134,7 +138,9 @@ class HostPool:
             self._check_object(opened.fd, segment)
             quick = shm_native.quick()
             check(
-                quick.lcs_map(opened.fd, self.nbytes, not segment.readonly, ctypes.byref(self._base)),
+                quick.lcs_map(
+                    opened.fd, self.nbytes, not segment.readonly, ctypes.byref(self._base)
+                ),
                 f"map the pool ({format_size(self.nbytes)})",
             )
         finally:
@@ -148,7 +154,7 @@ class HostPool:
             )
 
     def _check_object(self, fd: int, segment: Segment) -> None:
-        found, owner = os.fstat(fd), os.fstat(segment._hold.opened.fd)
+        found, owner = os.fstat(fd), segment.stat()
         if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1 or found.st_uid != owner.st_uid:
             raise PermissionDenied(
                 f"the pool {self._name}: expected one regular file of user {owner.st_uid}, found "
@@ -169,11 +175,11 @@ class HostPool:
             self._index.segment.check_usable()
             if not self._base.value:
                 check(Code.CLOSED, "use the pool")
-            window = (ctypes.c_uint8 * self.nbytes).from_address(self._base.value)
+            window = (ctypes.c_uint8 * self.nbytes).from_address(self._base.value or 0)
             token = object()
             self._users.add(token)
             weakref.finalize(window, self._users.discard, token).atexit = False
-            window.owner = self
+            window.owner = self  # type: ignore[attr-defined]
             self._window = weakref.ref(window)
         return window
 
@@ -304,6 +310,8 @@ class HostPool:
         Raises:
             InUse: views live.
         """
+        if self._fork_word.inherited:  # nothing is mapped here, and the number is not ours
+            return
         self.check_closable()
         address, self._base.value = self._base.value, None
         shm_native.quick().lcs_life_close(ctypes.byref(self._fd))

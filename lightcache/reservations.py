@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -38,9 +39,9 @@ class Reservation:
     - busy: another client is writing it; `wait` for it, or go on without
     - missing: no room; `why` says why. All keys behind the first of these are missing or present.
 
-    Write the new pages, then `publish`: the pages become ready when every shard is published. Leaving
-    the `with` abandons what is not published (the pages are gone at once, others stop waiting) and
-    unpins everything.
+    Write the new pages, then `publish`: the pages become ready when every shard is published.
+    Leaving the `with` abandons what is not published (the pages are gone at once, others stop
+    waiting) and unpins everything.
     """
 
     def __init__(self, index: PageIndex, n: int, start: int, shards: int, namespace: int) -> None:
@@ -59,10 +60,14 @@ class Reservation:
     def _where(self, status: KeyStatus) -> Positions:
         return np.flatnonzero(self._status == status) + self._start
 
+    def _pages_of(self, status: KeyStatus) -> Pages:
+        found: Pages = self._page[self._status == status]
+        return found
+
     @property
     def pages(self) -> Pages:
         """The pages to write, int32, in the order of their keys; pinned until the end."""
-        return self._page[self._status == KeyStatus.NEW]
+        return self._pages_of(KeyStatus.NEW)
 
     @property
     def new(self) -> Positions:
@@ -77,7 +82,7 @@ class Reservation:
     @property
     def present_pages(self) -> Pages:
         """Their pages, pinned as well."""
-        return self._page[self._status == KeyStatus.PRESENT]
+        return self._pages_of(KeyStatus.PRESENT)
 
     @property
     def busy(self) -> Positions:
@@ -183,14 +188,11 @@ class Reservation:
         """Abandon first, while our pins keep the pages ours, then unpin; may be called again
         after an interrupt in between."""
         if self._progress.gen and not self._ready:
-            try:
+            # LeaseLost: a shard's owner died or the namespace was cleared, it ended without us
+            with contextlib.suppress(LeaseLost):
                 self._index._abandon(self._progress.rid, self._progress.gen)
-            except LeaseLost:
-                pass  # a shard's owner died or the namespace was cleared: it ended without us
         self._done = True
-        held = self._page[
-            (self._status == KeyStatus.NEW) | (self._status == KeyStatus.PRESENT)
-        ]
+        held = self._page[(self._status == KeyStatus.NEW) | (self._status == KeyStatus.PRESENT)]
         if len(held):
             code = self._index._quick.lci_unpin(
                 self._index._handle, _arguments.address(held), len(held)

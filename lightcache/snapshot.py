@@ -92,7 +92,8 @@ def stats_of(counts: layout.Counts) -> IndexStats:
 
 def lock_of(copy: Bytes) -> shm_layout.LockRecord:
     """The lock record of a copy."""
-    return shm_layout.LockRecord.from_buffer_copy(copy, shm_layout.LOCK_OFFSET)
+    end = shm_layout.LOCK_OFFSET + ctypes.sizeof(shm_layout.LockRecord)
+    return shm_layout.LockRecord.from_buffer_copy(copy[shm_layout.LOCK_OFFSET : end].tobytes())
 
 
 def check_copy(copy: Bytes, pages: int, *, quiet: bool) -> CheckReport:
@@ -165,7 +166,7 @@ def check_attached(core: Core, pages: int) -> CheckReport:
 def _copy_holding(core: Core, view: Bytes) -> Bytes:
     check(core.locked("lci_hold", what="check"), "check")
     try:
-        copy = view.copy()
+        copy: Bytes = view.copy()
         # Our own hold is no finding.
         ctypes.memset(copy.ctypes.data + shm_layout.LOCK_OFFSET, 0, 4)
         return copy

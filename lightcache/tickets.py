@@ -17,7 +17,7 @@ TICKET_BYTES = ctypes.sizeof(layout.TicketRef)
 
 
 class ClientId(NamedTuple):
-    """Names one attach of one process: a slot and the epoch it was taken in. Send it as two ints."""
+    """Names one attach of one process: a slot and the epoch it was taken in. Sent as two ints."""
 
     slot: int
     epoch: int

@@ -7,12 +7,15 @@ This layer knows nothing of caches. It gives
   what it leaves is found and removed by the others, and never somebody else's.
 - clients: everybody who writes has a slot, and proves to live by a lock that the kernel drops
   however the process ends, also across containers.
+- `SharedList`, `SharedDict`, `AtomicU32`, `AtomicU64`, `Event`, `RobustLock`: each usable on its
+  own, each with one owner for what is held, each recovering from a killed holder.
 
 Everything that goes wrong is a subclass of `LightcacheError` that says what was expected, what was
 found, and what to do. Importing this package loads no library and reads no environment.
 """
 
 from lightcache.shm.clients import Client, ClientInfo
+from lightcache.shm.dicts import SharedDict
 from lightcache.shm.errors import (
     Abandoned,
     CacheCorrupted,
@@ -33,17 +36,23 @@ from lightcache.shm.errors import (
 )
 from lightcache.shm.layout import ClientState, Kind, Lifetime
 from lightcache.shm.listing import SegmentInfo, list_segments, read_segment
+from lightcache.shm.lists import SharedList
 from lightcache.shm.segment import Segment
 from lightcache.shm.sweep import sweep
+from lightcache.shm.sync import AtomicU32, AtomicU64, Event, Held, RobustLock
 
 __all__ = [
     "Abandoned",
+    "AtomicU32",
+    "AtomicU64",
     "CacheCorrupted",
     "Client",
     "ClientInfo",
     "ClientState",
     "ConfigError",
     "Detached",
+    "Event",
+    "Held",
     "InUse",
     "Kind",
     "LayoutMismatch",
@@ -55,8 +64,11 @@ __all__ = [
     "NotReady",
     "OutOfPages",
     "PermissionDenied",
+    "RobustLock",
     "Segment",
     "SegmentInfo",
+    "SharedDict",
+    "SharedList",
     "StorageError",
     "TransferFailed",
     "WaitTimeout",

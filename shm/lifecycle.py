@@ -9,35 +9,26 @@ attach holds it shared while it takes the readers' byte, so nobody removes what 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from enum import Enum
 
 import posix_ipc
 
-from lightcache.shm import _native, clients, layout, memory, names, ofd
-from lightcache.shm.codes import Code, check, system_errno
+from lightcache.shm import _native, clients, layout, ofd
+from lightcache.shm.creation import Initialise, try_create
 from lightcache.shm.errors import (
     CacheCorrupted,
     InUse,
     LayoutMismatch,
-    LightcacheError,
     LockTimeout,
-    NoSpace,
     NotReady,
     PermissionDenied,
 )
 from lightcache.shm.hold import Hold
 from lightcache.shm.objects import OpenObject
-from lightcache.shm.sweep import remove_leftover, sweep
-from lightcache.shm.wanted import Wanted, fill_header, is_foreign, verify_header
-
-_ALLOCATE_AT_ONCE = 64 << 20  # bytes between two looks for signals, about 20 ms
-_PLAIN_MODE = 0o600
-_GROUP_MODE = 0o660
-
-Initialise = Callable[[Hold], None]
+from lightcache.shm.sweep import remove_leftover
+from lightcache.shm.wanted import Wanted, is_foreign, verify_header
 
 
 class Obstacle(Enum):
@@ -160,7 +151,7 @@ def create(wanted: Wanted, initialise: Initialise, *, timeout: float | None) -> 
     """
     pause = ofd.Pause(timeout)
     while True:
-        made = _try_create(wanted, initialise, pause)
+        made = try_create(wanted, initialise, pause)
         if made is not None:
             return made
         opened = OpenObject.open(wanted.name, writable=False)
@@ -175,121 +166,6 @@ def create(wanted: Wanted, initialise: Initialise, *, timeout: float | None) -> 
             )
         if not remove_leftover(wanted.name, wanted.group) and not pause.sleep():
             raise NotReady(f"create {wanted.name!r}: {Obstacle.BUSY.value} (waited {timeout} s)")
-
-
-def _try_create(wanted: Wanted, initialise: Initialise, pause: ofd.Pause) -> Hold | None:
-    """None: the name exists, or was taken from us before we had locked it."""
-    full = names.object_name(wanted.name)
-    try:
-        made = posix_ipc.SharedMemory(full, posix_ipc.O_CREX, mode=_PLAIN_MODE)
-    except posix_ipc.ExistentialError:
-        return None
-    except posix_ipc.PermissionsError as error:
-        raise PermissionDenied(f"create {full}: {error}; see who may write there") from error
-    except OSError as error:
-        kind = NoSpace if error.errno == errno.ENOSPC else LightcacheError
-        raise kind(f"create {full}: {error}") from error
-    try:
-        os.fchmod(made.fd, _PLAIN_MODE)  # whatever the umask took away
-        return _lock_and_build(made.fd, wanted, initialise, pause)
-    except BaseException:
-        with contextlib.suppress(LightcacheError):
-            remove_leftover(wanted.name, wanted.group)
-        raise
-    finally:
-        made.close_fd()
-
-
-def _lock_and_build(
-    fd: int, wanted: Wanted, initialise: Initialise, pause: ofd.Pause
-) -> Hold | None:
-    """Until the life byte is ours, anybody may take the new object for a dead creator's leftover
-    and remove it. Then there is nothing to undo: start over."""
-    opened = OpenObject.open(wanted.name, writable=True)
-    if opened is None:
-        return None
-    hold = Hold(opened, readonly=False)
-    try:
-        found = os.fstat(fd)
-        if (
-            opened.identity != (found.st_dev, found.st_ino)
-            or not ofd.lock(opened.fd, layout.BYTE_LIFE, pause)
-            or not opened.is_named()
-        ):
-            hold.discard()
-            return None
-        _build_or_remove(hold, fd, wanted, initialise)
-        ofd.unlock(opened.fd, layout.BYTE_LIFE)
-    except BaseException:
-        hold.discard()
-        raise
-    return hold
-
-
-def _build_or_remove(hold: Hold, fd: int, wanted: Wanted, initialise: Initialise) -> None:
-    try:
-        _set_access(fd, wanted)
-        _check_room(wanted)
-        _allocate(fd, wanted)
-        hold.map(fd, wanted.total_bytes)
-        fill_header(hold.base, wanted)
-        initialise(hold)
-        if not ofd.try_lock(hold.opened.fd, layout.BYTE_READERS, exclusive=False):
-            raise CacheCorrupted(
-                f"create {wanted.name!r}: the readers' byte is locked exclusively, which nothing "
-                "of ours does; find out with /proc/locks who has the object open"
-            )
-        _native.quick().lcs_ready_store(hold.base)
-    except BaseException:
-        hold.opened.remove_locked()
-        raise
-
-
-def _set_access(fd: int, wanted: Wanted) -> None:
-    if wanted.group is None:
-        return
-    try:
-        os.fchown(fd, -1, wanted.group)
-        os.fchmod(fd, _GROUP_MODE)
-    except PermissionError as error:
-        raise PermissionDenied(
-            f"create {wanted.name!r} for group {wanted.group}: {error}; a user can only give it to "
-            "a group that the user is in"
-        ) from error
-
-
-def _no_space(wanted: Wanted, needed: int) -> NoSpace:
-    room = memory.available()
-    return NoSpace(
-        f"the segment {wanted.name!r} needs {wanted.total_bytes} bytes"
-        f"{f', {needed} of them still missing' if needed else ''}, and {room.bytes} bytes are "
-        f"{room.limit}; ask for less, remove what nobody uses (`lightcache ls`, `lightcache rm`), "
-        "or enlarge /dev/shm"
-    )
-
-
-def _check_room(wanted: Wanted) -> None:
-    if memory.available().bytes < wanted.total_bytes:
-        sweep(spare=wanted.name)
-        if memory.available().bytes < wanted.total_bytes:
-            raise _no_space(wanted, 0)
-
-
-def _allocate(fd: int, wanted: Wanted) -> None:
-    """Give the object all its memory now: a write into it can then never be a SIGBUS."""
-    done, swept = 0, False
-    while done < wanted.total_bytes:
-        step = min(_ALLOCATE_AT_ONCE, wanted.total_bytes - done)
-        code = _native.blocking().lcs_fallocate(fd, done, step)
-        if code == Code.OK:
-            done += step
-        elif system_errno(code) in (errno.ENOSPC, errno.ENOMEM):
-            if swept:
-                raise _no_space(wanted, wanted.total_bytes - done)
-            sweep(spare=wanted.name)
-            swept = True
-        elif code != Code.INTR:
-            check(code, f"allocate {wanted.total_bytes} bytes for the segment {wanted.name!r}")
 
 
 # ---------------------------------------------------------------- open, unlink
@@ -315,7 +191,7 @@ def open_or_create(
             unlink(wanted.name, wanted.group, force=False, timeout=pause.left())
             continue
         if result is Obstacle.MISSING:
-            result = _try_create(wanted, initialise, pause)
+            result = try_create(wanted, initialise, pause)
         if isinstance(result, Hold):
             return result
         leftover = result in (Obstacle.DEAD, Obstacle.RETIRED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
@@ -345,6 +346,15 @@ class Segment:
         """
         _ = self.address
         return self._hold.header()
+
+    def stat(self) -> os.stat_result:
+        """Owner, group, mode and size of the object: what its dependents should have too.
+
+        Raises:
+            Detached: closed, or a forked child.
+        """
+        _ = self.address
+        return os.fstat(self._hold.opened.fd)
 
     def dependent_name(self, what: str) -> str:
         """The name of an object that lives and ends with this segment, such as its pool."""

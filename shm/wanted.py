@@ -181,10 +181,10 @@ def verify_header(header: SegmentHeader, size: int, wanted: Wanted) -> None:
             f"the segment {wanted.name!r}: magic {layout.MAGIC:#x} and version {layout.ABI} were "
             f"expected, found {header.magic:#x} and {header.abi}; another release made it: {remedy}"
         )
-    if header.bytes != size:
+    if header.bytes != size or size < layout.PAYLOAD_OFFSET:
         raise CacheCorrupted(
-            f"the segment {wanted.name!r}: {header.bytes} bytes were expected, found {size}; it "
-            "was truncated or extended by hand: replace or unlink it"
+            f"the segment {wanted.name!r}: {max(header.bytes, layout.PAYLOAD_OFFSET)} bytes were "
+            f"expected, found {size}; it was truncated or extended: replace or unlink it"
         )
     differences = [
         f"{item}: expected {expected}, found {found}"

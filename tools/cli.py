@@ -1,9 +1,71 @@
-"""Placeholder until the commands are there."""
+"""Entry points. A command's module is imported when the command runs, not for `--help`."""
+
+from __future__ import annotations
+
+import importlib
+
+import click
+
+import lightcache
+
+# name: (module in this package, what it does, in a line)
+COMMANDS = {
+    "ls": ("ls", "List all segments of this machine."),
+    "dump": ("dump", "Show what is in a cache, without touching it."),
+    "check": ("check", "Derive every invariant of a cache again, from a copy."),
+    "create": ("create", "Create a cache and give it its memory."),
+    "rm": ("keep", "Remove a cache and its pool."),
+    "reap": ("keep", "Take back what dead clients held."),
+    "repair": ("keep", "Rebuild everything that is derived from the records."),
+    "disable": ("keep", "Make every lookup and reservation an error, at once."),
+    "enable": ("keep", "Undo `disable`."),
+    "sweep": ("keep", "Remove what the dead left and nobody needs."),
+    "doctor": ("doctor", "Look at this machine, and say what to change."),
+    "demo": ("demo", "Two processes share a small cache."),
+    "bench": ("measure", "Run a benchmark."),
+}
+
+
+class LazyGroup(click.Group):
+    """Knows its commands by name and summary; loads the one that is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """All names, in the order of `COMMANDS`."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import the module of a command."""
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"lightcache.tools.{COMMANDS[cmd_name][0]}")
+        command = getattr(module, cmd_name)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The list in `--help`, without importing anything."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
+
+
+@click.group(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="Every command takes --help, and those that show something take --json. "
+    "Exit status: 0 done, 1 something is broken, 2 it could not be done.",
+)
+@click.version_option(lightcache.__version__, prog_name="lightcache")
+def group() -> None:
+    """Look after the KV caches in this machine's shared memory."""
 
 
 def main() -> None:
     """Entry point of `lightcache`."""
+    group(prog_name="lightcache")
 
 
 def shm_dump() -> None:
-    """Entry point of `shm-dump`."""
+    """Entry point of `shm-dump`: `lightcache dump`."""
+    from lightcache.tools.dump import dump
+
+    dump(prog_name="shm-dump")

@@ -1,9 +1,8 @@
 /* What others left to do, done by whoever holds the lock next: reservations that have ended,
  * doomed pages whose last pin has gone, namespaces being cleared. In pieces, with a safe point
  * after each, so that a death in between loses none of it. */
+#include "event.h"
 #include "index.h"
-
-#include <limits.h>
 
 bool lci_complete(const lci_reservation *r) {
     uint32_t shards = lc_load(&r->shards), gen = lc_load(&r->gen) & 0xffffff;
@@ -23,14 +22,7 @@ void lci_flag_ended(lci_handle *h, uint32_t rid) {
                              memory_order_acq_rel);
 }
 
-void lci_notify(lci_handle *h) {
-    _Atomic uint32_t *event = &h->root->event;
-    uint32_t old = lc_load(event);
-    while (!atomic_compare_exchange_weak_explicit(event, &old, (old + 2) & ~UINT32_C(1),
-                                                  memory_order_acq_rel, memory_order_relaxed)) {
-    }
-    if (old & 1) lc_futex_wake(event, INT_MAX);
-}
+void lci_notify(lci_handle *h) { lc_event_notify(&h->root->event); }
 
 /* A page of a published reservation joins the others. Forward only: all its shards were written,
  * so a publisher that died between two pages is finished here. */

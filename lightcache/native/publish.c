@@ -1,4 +1,5 @@
 /* Publishing and waiting: no lock. */
+#include "event.h"
 #include "index.h"
 
 /* Why the shard's word is not what its publisher expects. */
@@ -82,11 +83,7 @@ LC_API int lci_wait(lci_handle *h, const lc_key *keys, uint32_t n, uint64_t dead
         if (now >= deadline) return LC_E_TIMEOUT;
         if (now >= look) return LC_E_BUSY;
         uint64_t until = deadline < look ? deadline : look;
-        if (!(seen & 1) && !h->at->readonly) { /* a reader cannot ask to be woken: it looks again */
-            if (!atomic_compare_exchange_strong(&h->root->event, &seen, seen | 1)) continue;
-            seen |= 1;
-        }
-        rc = lc_futex_wait(&h->root->event, seen, until - now);
+        rc = lc_event_sleep(&h->root->event, seen, !h->at->readonly, until - now);
         if (rc == LC_E_INTR) return rc;
     }
 }

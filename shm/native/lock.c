@@ -76,7 +76,8 @@ static int sleep_once(lcs_lock *lock, uint32_t word) {
     return rc == LC_E_TIMEOUT ? LC_OK : rc;
 }
 
-static int block(lcs_attachment *at, lcs_lock *lock, uint32_t mine, uint64_t deadline) {
+static int block(lcs_attachment *at, lcs_lock *lock, uint32_t mine, uint64_t deadline,
+                 bool *taken_over) {
     uint64_t slice = lcs_now_ns() + SLICE_NS;
     for (;;) {
         uint32_t word = lc_load(&lock->word);
@@ -86,7 +87,8 @@ static int block(lcs_attachment *at, lcs_lock *lock, uint32_t mine, uint64_t dea
             continue;
         }
         if (owner_dead(at, lock, word)) {
-            if (swap(lock, word, mine | LCS_LOCK_WAITERS)) return LC_OK;
+            *taken_over = swap(lock, word, mine | LCS_LOCK_WAITERS);
+            if (*taken_over) return LC_OK;
             continue;
         }
         uint64_t now = lcs_now_ns();
@@ -134,12 +136,13 @@ int lcs_lock_take(lcs_attachment *at, lc_txn *txn, uint32_t operation, int wait,
     lcs_lock *lock = lcs_lock_of(at);
     uint32_t mine = own_word(at);
     uint64_t asked = 0;
+    bool taken_over = false;
     if (at->readonly) return LC_E_READONLY;
     if (!swap(lock, 0, mine)) {
         asked = lcs_now_ns();
         if (!spin(lock, mine)) {
             if (wait == LC_TRY) return LC_E_BUSY;
-            int rc = block(at, lock, mine, deadline);
+            int rc = block(at, lock, mine, deadline, &taken_over);
             if (rc != LC_OK) return rc;
         }
     }
@@ -155,6 +158,7 @@ int lcs_lock_take(lcs_attachment *at, lc_txn *txn, uint32_t operation, int wait,
     }
     *txn = (lc_txn){.base = at->base,
                     .lock = lock,
+                    .taken_over = taken_over,
                     .log = (_Atomic uint64_t *)(at->base + LCS_LOG_OFFSET)};
     return LC_OK;
 }

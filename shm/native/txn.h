@@ -32,6 +32,7 @@ typedef struct lc_txn {
     _Atomic uint64_t *log;
     uint32_t count; /* entries in force, as `lock->log_count` says */
     int32_t error;  /* the first thing that was wrong; the caller rolls back */
+    bool taken_over; /* the lock was taken from an owner that had died in it */
 } lc_txn;
 
 static inline uint32_t lc_txn_word(const lc_txn *t, const void *word) {

@@ -117,7 +117,7 @@ def test_a_full_shm_is_an_error_and_not_a_signal(tmp_path: Path) -> None:
         512,
         """
 import os
-from lightcache.shm import NoSpace, Segment, lifecycle, memory
+from lightcache.shm import NoSpace, Segment, memory
 first = Segment.create("first", 200_000)
 first.join()
 for check in (True, False):     # found beforehand, and found by the allocation itself

@@ -1,0 +1,86 @@
+"""Calling what takes a segment's lock: briefly with the GIL, then without it, in slices.
+
+Shared by all structures. A call ends in (wait, deadline); see `shm/native/lock.h`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from lightcache.shm import layout
+from lightcache.shm._native import Library
+from lightcache.shm.codes import Code
+from lightcache.shm.errors import LockTimeout
+from lightcache.shm.segment import Segment
+
+TRY, BLOCK = 0, 1
+FOREVER = (1 << 63) - 1
+
+
+def deadline_ns(timeout: float | None) -> int:
+    """`timeout` seconds from now on CLOCK_MONOTONIC; None: never."""
+    if timeout is None:
+        return FOREVER
+    return min(FOREVER, time.monotonic_ns() + int(max(0.0, timeout) * 1e9))
+
+
+class LockedCalls:
+    """The calls of one structure in one attached segment."""
+
+    def __init__(
+        self,
+        library: Library,
+        segment: Segment,
+        lock_timeout: float,
+        operations: Mapping[int, str] | None = None,
+    ) -> None:
+        """`operations` names what the lock record's `operation` may say."""
+        self.segment = segment
+        self.lock_timeout = lock_timeout
+        self.quick = library.quick
+        self.slow = library.blocking
+        self.handle: int | None = None
+        """What every call takes first; set by the structure."""
+        self._operations = operations or {}
+
+    def locked(self, name: str, *arguments: Any, what: str, timeout: float | None = None) -> int:
+        """Call `name`. Returns the code: at least 0, or an error that only the caller understands.
+
+        Raises:
+            LockTimeout: says who holds the lock, and since when.
+            What a signal handler raises, such as KeyboardInterrupt.
+        """
+        code: int = getattr(self.quick, name)(self.handle, *arguments, TRY, 0)
+        if code not in (Code.BUSY, Code.INTR):
+            return code
+        limit = deadline_ns(self.lock_timeout if timeout is None else timeout)
+        with self.segment.busy():
+            while code in (Code.BUSY, Code.INTR):
+                code = getattr(self.slow, name)(self.handle, *arguments, BLOCK, limit)
+        if code == Code.TIMEOUT and time.monotonic_ns() >= limit:
+            self._timed_out(what)
+        return code
+
+    def _timed_out(self, what: str) -> NoReturn:
+        where = self.segment.address + layout.LOCK_OFFSET
+        lock = layout.LockRecord.from_buffer_copy(
+            ctypes.string_at(where, ctypes.sizeof(layout.LockRecord))
+        )
+        raise LockTimeout(f"{what}: {self._describe(lock)}")
+
+    def _describe(self, lock: layout.LockRecord) -> str:
+        slot = lock.word & layout.LOCK_SLOT_MASK
+        if slot == 0:
+            return "the lock was contended for too long; try again"
+        seconds = (time.monotonic_ns() - lock.since_ns) / 1e9
+        who = next((c for c in self.segment.clients() if c.slot == slot), None)
+        name = f"client {slot}" + (f" ({who.role or 'no role'}, pid {who.pid})" if who else "")
+        doing = self._operations.get(lock.operation, "")
+        return (
+            f"{name} has held the lock for {seconds:.3f} s{doing and f' in {doing}'}; if it is "
+            "stopped, continue or kill it (a dead holder is replaced at once); lookups go on "
+            "meanwhile"
+        )

@@ -1,0 +1,170 @@
+"""`lightcache check`: every invariant, derived again from a copy."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import click
+
+from lightcache import snapshot
+from lightcache.errors import CacheCorrupted
+from lightcache.page_index import PageIndex
+from lightcache.snapshot import CheckReport
+from lightcache.tools.attaching import guest
+from lightcache.tools.image import Image, read
+from lightcache.tools.output import BROKEN, FAILED, OK, Command, emit, fail, json_option, printable
+from lightcache.tools.processes import state_of
+
+# Pinning takes no lock, so these may seem broken in a copy of a busy cache (see `_moving`).
+PIN_INVARIANTS = frozenset({26, 27, 28})
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of it."""
+
+    status: int
+    """OK, BROKEN or FAILED: the exit status."""
+    report: CheckReport
+    note: str = ""
+
+
+@click.command(cls=Command)
+@click.argument("name")
+@click.option(
+    "--lock", is_flag=True, help="Attach, and hold the lock while copying: reservations wait."
+)
+@click.option(
+    "--wait", default=5.0, show_default=True, help="Seconds to wait for a quiet instant."
+)
+@json_option
+@click.pass_context
+def check(ctx: click.Context, name: str, lock: bool, wait: float, as_json: bool) -> None:
+    """Check the cache NAME.
+
+    Works on a copy, without lock or slot, also while the holder of the lock is stopped or dead:
+    what that one had begun is undone in the copy, as the next holder would do.
+
+    Exit status: 0 every invariant holds, 1 one is broken (the first is named), 2 it could not be
+    checked.
+    """
+    try:
+        result = _attached(name) if lock else _copied(name, wait)
+    except CacheCorrupted as error:
+        result = Result(BROKEN, _damaged(str(error)))
+    if as_json:
+        emit(_json(name, result))
+    else:
+        _say(name, result)
+    ctx.exit(result.status)
+
+
+def _attached(name: str) -> Result:
+    with guest(name), PageIndex.attach(name, role="check") as index:
+        report = index.check()
+    return Result(OK if report.clean else BROKEN, report)
+
+
+def _copied(name: str, wait: float) -> Result:
+    """Take copies until one speaks for itself. Clean is clean, also in a copy that is torn between
+    two instants; a finding counts when it is of one instant and the next copy repeats it."""
+    end = time.monotonic() + wait
+    before: tuple[Image, CheckReport] | None = None
+    while True:
+        image = read(name)
+        report = _check_image(image)
+        if report.clean:
+            return Result(OK, report)
+        if image.steady and before is not None and _repeats(before, (image, report)):
+            return Result(BROKEN, report)
+        if time.monotonic() >= end:
+            return _undecided(image, report)
+        before = (image, report) if image.steady else None
+
+
+def _check_image(image: Image) -> CheckReport:
+    root, place = image.root, image.place
+    says = (root.pages, root.buckets, root.reservations, root.tickets, root.chunks)
+    is_so = (place.pages, place.buckets, place.reservations, place.tickets, place.chunks)
+    if says != is_so or root.index_bytes != place.end:
+        return _damaged(f"the root says (pages, buckets, ...) {says}, expected {is_so}; remove it")
+    quiet = image.steady and not image.held
+    return snapshot.check_copy(image.data, image.pages, quiet=quiet)
+
+
+def _repeats(before: tuple[Image, CheckReport], now: tuple[Image, CheckReport]) -> bool:
+    """Whether two findings in a row are one and the same, and nobody was just pinning."""
+    first, second = before[1], now[1]
+    if (first.invariant, first.page) != (second.invariant, second.page):
+        return False
+    return second.invariant not in PIN_INVARIANTS or not _moving(before[0], now[0])
+
+
+def _moving(before: Image, now: Image) -> bool:
+    """Whether some client may have been pinning: it looked something up between two copies, came
+    or went, or is stopped in the middle of whatever it does."""
+    stamps = [
+        [(c.slot, c.epoch, c.alive, c.lookups, c.reserved_pages) for c in image.clients]
+        for image in (before, now)
+    ]
+    stopped = any(state_of(c) in ("stopped", "traced") for c in now.clients if c.alive)
+    return stopped or stamps[0] != stamps[1]
+
+
+def _undecided(image: Image, report: CheckReport) -> Result:
+    if report.invariant in PIN_INVARIANTS:
+        # Everything before the pins held in this copy; and clients were at work on the pins.
+        again = snapshot.check_copy(image.data, image.pages, quiet=False)
+        if again.clean:
+            return Result(OK, again, "pins were not checked: clients were pinning all the time")
+        report = again
+    note = (
+        "the cache was never quiet for the time of a copy, so this may be an artefact; wait longer "
+        "(--wait), or hold reservations up while it is copied (--lock)"
+    )
+    return Result(FAILED, replace(report, quiet=False), note)
+
+
+def _damaged(message: str) -> CheckReport:
+    return CheckReport(
+        clean=False,
+        message=message,
+        invariant=-1,
+        page=0,
+        free=0,
+        writing=0,
+        ready=0,
+        doomed=0,
+        pins=0,
+        quiet=True,
+        recovered=0,
+    )
+
+
+def _json(name: str, result: Result) -> dict[str, Any]:
+    status = {OK: "clean", BROKEN: "broken", FAILED: "unchecked"}[result.status]
+    return {"name": name, "status": status, "note": result.note, **asdict(result.report)}
+
+
+def _say(name: str, result: Result) -> None:
+    report = result.report
+    if result.status == FAILED:
+        fail(f"{name!r} could not be checked: {report.message}; {result.note}")
+        return
+    if result.status == BROKEN:
+        number = f"invariant {report.invariant}: " if report.invariant > 0 else ""
+        click.echo(f"{name}: broken: {number}{printable(report.message)}")
+        if report.invariant > 0:
+            click.echo(f"stop the writers and run `lightcache repair {name}`")
+        return
+    click.echo(f"{name}: {report.message}")
+    click.echo(
+        f"  {report.free} given back, {report.writing} writing, {report.ready} ready, "
+        f"{report.doomed} doomed, {report.pins} pins"
+    )
+    if report.recovered:
+        click.echo(f"  {report.recovered} log entries of an unfinished critical section undone")
+    if result.note:
+        click.echo(f"  {result.note}")

@@ -1,0 +1,241 @@
+"""The tables of `dump`, made of the values of `facts`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+from lightcache.shm import SegmentInfo
+from lightcache.sizes import format_size
+from lightcache.tools.output import age, cell, console, lines, percent, printable, table
+
+Facts = dict[str, Any]
+
+
+def plain(info: SegmentInfo) -> Facts:
+    """What is said of a segment that holds no index."""
+    return {
+        "name": info.name,
+        "kind": info.kind,
+        "state": "retired" if info.retired else "disabled" if info.disabled else "ready",
+        "lifetime": info.lifetime,
+        "age_s": info.age_s,
+        "uuid": info.uuid,
+        "uid": info.uid,
+        "bytes": info.bytes,
+        "clients": info.clients,
+        "dead_clients": info.dead_clients,
+        "occupied": info.occupied,
+    }
+
+
+def show(found: Facts) -> None:
+    """Print what was found."""
+    out = console()
+    out.print(_segment(found["segment"]))
+    for name, view in _VIEWS.items():
+        if name in found:
+            out.print()
+            out.print(view(found[name]))
+    _hints(out, found["hints"])
+
+
+def _segment(info: Facts) -> RenderableType:
+    pairs: list[tuple[str, object]] = [("state", _state(info["state"]))]
+    if "kind" in info:
+        pairs += [("holds", info["kind"]), ("size", format_size(info["bytes"]))]
+    else:
+        pairs += [("for", info["fingerprint"]), ("pages of", _page(info)), *_sizes(info)]
+    readers = ", and readers" if info["occupied"] and not info["clients"] else ""
+    pairs += [
+        ("clients", f"{info['clients']} living, {info['dead_clients']} dead{readers}"),
+        ("age", f"{age(info['age_s'])}, lifetime {info['lifetime']}"),
+    ]
+    return lines(printable(info["name"]), pairs)
+
+
+def _page(info: Facts) -> str | None:
+    size, tokens = info["page_bytes"], info["page_tokens"]
+    if not isinstance(size, int):
+        return None
+    return format_size(size) + (f", {tokens} tokens" if isinstance(tokens, int) else "")
+
+
+def _sizes(info: Facts) -> list[tuple[str, object]]:
+    pairs: list[tuple[str, object]] = [("index", format_size(info["index_bytes"]))]
+    pool = info["pool_bytes"]
+    if pool:
+        pairs.append(
+            ("pool", f"{format_size(pool['length'])}, {format_size(pool['allocated'])} in memory")
+        )
+    return pairs
+
+
+def _state(state: str) -> Text:
+    return Text(state, style={"ready": "green", "disabled": "yellow"}.get(state, "red"))
+
+
+def _totals(found: Facts) -> RenderableType:
+    holds = Text("holds", "green") if found["accounting_holds"] else Text("does not hold", "red")
+    looked = found["hit_pages"] + found["missed_pages"]
+    states = ("free", "writing", "ready", "evicting", "doomed")
+    pairs: list[tuple[str, object]] = [
+        ("pages", f"{found['pages']:,}, {found['grown']:,} with memory"),
+        *((name, f"{found[name]:,}  {percent(found[name], found['pages'])}") for name in states),
+        ("accounting", holds),
+        ("evictable", found["evictable"]),
+        ("outstanding", f"{found['reservations']} reservations, {found['tickets']} tickets"),
+        ("hit rate", f"{percent(found['hit_pages'], looked)} of {looked:,} pages looked up"),
+    ]
+    return lines("pages", pairs)
+
+
+def _lock(found: Facts) -> RenderableType:
+    pairs: list[tuple[str, object]] = []
+    holder = found["holder"]
+    if holder is None:
+        pairs.append(("holder", Text("nobody", style="green")))
+    else:
+        well = holder["alive"] and holder["process"] in ("running", "sleeping", "out of sight")
+        pairs += [
+            ("holder", f"client {holder['slot']} ({holder['role'] or 'no role'})"),
+            ("process", f"pid {holder['pid']}, thread {holder['tid']}"),
+            ("alive", Text(_life(holder), style="green" if well else "red")),
+            ("doing", f"{holder['operation']}, for {age(holder['held_s'])}"),
+            ("half done", f"{found['log_entries']} stores, to be undone if it dies"),
+        ]
+    taken = found["acquisitions"]
+    mean = found["hold_s"] / taken if taken else 0.0
+    pairs += [
+        ("taken", f"{taken:,} times, {found['contended']:,} waited"),
+        ("waited", f"{found['wait_s']:.6f} s in all"),
+        ("held", f"{mean * 1e6:.1f} us on average, {found['hold_max_s'] * 1e6:.1f} us at most"),
+        ("recoveries", f"{found['recoveries']}, {found['undone_words']} stores undone"),
+    ]
+    return lines("lock", pairs)
+
+
+def _life(who: Facts) -> str:
+    return f"alive, {who['process']}" if who["alive"] else "dead"
+
+
+def _clients(found: list[Facts]) -> RenderableType:
+    columns = ("slot", "role", "pid", "alive", "pins", "pages", "lookups", "hit", "reserved", "age")
+    return table(
+        f"clients: {len(found)}",
+        columns,
+        (
+            (
+                client["slot"],
+                client["role"] or None,
+                str(client["pid"]),
+                Text(_life(client), style="" if client["alive"] else "red"),
+                client["pins"],
+                client["pinned_pages"],
+                client["lookups"],
+                None if client["hit_rate"] is None else f"{100 * client['hit_rate']:.1f} %",
+                client["reserved_pages"],
+                age(client["attached_s"]),
+            )
+            for client in found
+        ),
+        right="slot pid pins pages lookups hit reserved",
+    )
+
+
+def _owner(slot: int, alive: bool) -> Text:
+    return Text(f"{slot} {'alive' if alive else 'dead'}", style="" if alive else "red")
+
+
+def _reservations(found: list[Facts]) -> RenderableType:
+    return table(
+        f"reservations: {len(found)}",
+        ("reservation", "state", "owner", "pages", "shards left", "owed by slots", "namespace"),
+        (
+            (
+                entry["reservation"],
+                entry["state"],
+                _owner(entry["owner"], entry["owner_alive"]),
+                entry["pages"],
+                f"{entry['shards_left']} of {entry['shards']}",
+                _numbers(entry["pending_slots"]),
+                entry["namespace"],
+            )
+            for entry in found
+        ),
+        right="reservation pages namespace",
+    )
+
+
+def _tickets(found: list[Facts]) -> RenderableType:
+    return table(
+        f"tickets: {len(found)}",
+        ("ticket", "state", "giver", "pages", "held", "adopters", "adopted", "done", "deadline"),
+        (
+            (
+                entry["ticket"],
+                entry["state"],
+                _owner(entry["giver"], entry["giver_alive"]),
+                entry["pages"],
+                entry["pages_held"],
+                *(_numbers(entry[name]) for name in ("adopters", "adopted", "done")),
+                "passed" if entry["deadline_in_s"] < 0 else age(entry["deadline_in_s"]),
+            )
+            for entry in found
+        ),
+        right="ticket pages held",
+    )
+
+
+def _numbers(numbers: list[int]) -> str | None:
+    return " ".join(map(str, numbers)) or None
+
+
+def _namespaces(found: list[Facts]) -> RenderableType:
+    columns = ("namespace", "weights", "tenant", "state", "pages", "quota")
+    return table(
+        f"namespaces: {len(found)}",
+        columns,
+        ([entry[column] for column in columns] for entry in found),
+        right="namespace pages quota",
+    )
+
+
+def _pages(found: Facts) -> RenderableType:
+    columns = ("page", "state", "key", "namespace", "generation", "pins", "tick", "hits", "parent")
+    columns += ("children", "reservation")
+    return table(
+        f"pages in use: {found['in_use']:,}"
+        + ("" if found["shown"] == found["in_use"] else f", the first {found['shown']:,} of them"),
+        ("page", "state", "key...", "ns", "gen", "pins by slot", "tick", "hits", "parent")
+        + ("children", "reservation"),
+        ([_page_cell(entry, column) for column in columns] for entry in found["pages"]),
+        right="page ns gen tick hits parent children reservation",
+    )
+
+
+def _page_cell(entry: Facts, column: str) -> Text:
+    if column != "pins":
+        return cell(entry[column])
+    return cell(" ".join(f"{slot}:{count}" for slot, count in entry["pins"].items()) or None)
+
+
+def _hints(out: Console, found: list[str]) -> None:
+    if found:
+        out.print()
+    for hint in found:
+        out.print(Text("note: ", style="yellow bold") + cell(hint), soft_wrap=True)
+
+
+_VIEWS: dict[str, Callable[[Any], RenderableType]] = {
+    "totals": _totals,
+    "lock": _lock,
+    "clients": _clients,
+    "reservations": _reservations,
+    "tickets": _tickets,
+    "namespaces": _namespaces,
+    "pages": _pages,
+}

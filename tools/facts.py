@@ -1,0 +1,307 @@
+"""What `dump` says, as plain values for JSON. Tables are made of the same values.
+
+Nothing here leads back to what the pages are about: of a key only the first digits are shown,
+tickets without the words that adopting takes, and of the secret nothing at all.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lightcache import layout
+from lightcache.layout import PageState
+from lightcache.shm import ClientInfo, names
+from lightcache.shm import layout as shm_layout
+from lightcache.tools.image import Image
+from lightcache.tools.processes import state_of
+
+Facts = dict[str, Any]
+_MASK24 = 0xFFFFFF
+_RESERVATION = {1: "active", 2: "doomed"}
+_TICKET = {1: "building", 2: "open", 3: "dropped"}
+_NAMESPACE = {1: "normal", 2: "clearing", 3: "cleared"}
+_SHARD = {0: "pending", 1: "done", 2: "dead"}
+
+
+def records(image: Image) -> npt.NDArray[Any]:
+    """The page records of a copy, as a structured array."""
+    return np.frombuffer(
+        image.data, np.dtype(layout.PageRecord), count=image.pages, offset=image.place.page
+    )
+
+
+def rows(image: Image) -> npt.NDArray[np.uint16]:
+    """Pins: row s, column p counts those of slot s on page p."""
+    stride = image.place.row_stride
+    flat = np.frombuffer(
+        image.data, np.uint16, count=shm_layout.SLOTS * stride, offset=image.place.rows
+    )
+    return flat.reshape(shm_layout.SLOTS, stride)[:, : image.pages]
+
+
+def _alive(image: Image, slot: int, epoch: int | None = None) -> bool:
+    """Whether a slot's client lives; with an epoch (its low 24 bits count) that very client."""
+    return any(
+        client.slot == slot
+        and client.alive
+        and (epoch is None or (client.epoch ^ epoch) & _MASK24 == 0)
+        for client in image.clients
+    )
+
+
+def segment(image: Image) -> Facts:
+    """Name, state and sizes."""
+    info, config = image.info, image.config
+    pool = next((full for full in info.dependents if "~pool-" in full), None)
+    return {
+        "name": info.name,
+        "state": "retired" if info.retired else "disabled" if info.disabled else "ready",
+        "lifetime": info.lifetime,
+        "age_s": info.age_s,
+        "uuid": info.uuid,
+        "uid": info.uid,
+        "index_bytes": image.place.end,
+        "page_bytes": config.get("page_bytes"),
+        "page_tokens": config.get("page_tokens"),
+        "fingerprint": config.get("fingerprint"),
+        "algorithm": config.get("algorithm"),
+        "pool": pool,
+        "pool_bytes": _pool_bytes(pool),
+        "clients": sum(client.alive for client in image.clients),
+        "dead_clients": sum(not client.alive for client in image.clients),
+        "occupied": info.occupied,
+        "copy_is_steady": image.steady,
+    }
+
+
+def _pool_bytes(pool: str | None) -> Facts | None:
+    """Length of the pool object, and how much memory it takes."""
+    if pool is None:
+        return None
+    try:
+        found = os.stat(names.FOLDER / pool.removeprefix("/"), follow_symlinks=False)
+    except OSError:
+        return None
+    return {"length": found.st_size, "allocated": found.st_blocks * 512}
+
+
+def totals(image: Image) -> Facts:
+    """Pages by state, counted from the records; and whether the counters say the same."""
+    root = image.root
+    used, grown = min(root.fresh, image.pages), min(root.grown, image.pages)
+    words = records(image)["word"][:used] & layout.STATE_MASK
+    count = np.bincount(words, minlength=16)
+    state = {member.name.lower(): int(count[member]) for member in PageState}
+    named = state["writing"] + state["ready"] + state["evicting"]
+    equal = (root.free_count, root.named, root.doomed) == (state["free"], named, state["doomed"])
+    hits = sum(client.hit_pages for client in image.clients)
+    missed = sum(client.missed_pages for client in image.clients)
+    return {
+        "pages": image.pages,
+        "grown": root.grown,
+        "free": state["free"] + max(0, grown - used),
+        "never_used": max(0, grown - used),
+        **{name: number for name, number in state.items() if name != "free"},
+        "evictable": root.queued,
+        "accounting_holds": bool(equal and used == root.fresh and grown == root.grown),
+        "ticket_pins": int(rows(image)[0].sum(dtype=np.int64)),
+        "reservations": root.res_used,
+        "tickets": root.ticket_used,
+        "clock": root.clock,
+        "hit_pages": hits,
+        "missed_pages": missed,
+        "repairing": bool(root.repairing),
+    }
+
+
+def lock(image: Image) -> Facts:
+    """Who holds the lock, and what was counted around it."""
+    found = image.lock
+    return {
+        "holder": _holder(image),
+        "waiters": bool(found.word & shm_layout.LOCK_WAITERS),
+        "log_entries": found.log_count,
+        "acquisitions": found.acquisitions,
+        "contended": found.contended,
+        "wait_s": found.wait_ns / 1e9,
+        "hold_s": found.hold_ns / 1e9,
+        "hold_max_s": found.hold_max_ns / 1e9,
+        "recoveries": found.recoveries,
+        "undone_words": found.undone_words,
+    }
+
+
+def _holder(image: Image) -> Facts | None:
+    found = image.lock
+    slot = found.word & shm_layout.LOCK_SLOT_MASK
+    if slot == 0:
+        return None
+    epoch = found.word >> shm_layout.LOCK_EPOCH_SHIFT
+    alive = _alive(image, slot, epoch)
+    client = next((c for c in image.clients if c.slot == slot), None)
+    return {
+        "slot": slot,
+        "alive": alive,
+        "role": client.role if client else None,
+        "pid": client.pid if client else None,
+        "tid": found.holder_tid,
+        "process": state_of(client, found.holder_tid) if client and alive else "gone",
+        "operation": _name(layout.Operation, found.operation),
+        "held_s": max(0, image.taken_ns - found.since_ns) / 1e9,
+    }
+
+
+def _name(enum: Callable[[int], Any], value: int) -> str:
+    try:
+        return str(enum(value).name).lower()
+    except ValueError:
+        return f"unknown ({value})"
+
+
+def clients(image: Image) -> list[Facts]:
+    """Everybody who has a slot."""
+    sums = rows(image).sum(axis=1, dtype=np.int64)
+    distinct = np.count_nonzero(rows(image), axis=1)
+    return [_client(c, int(sums[c.slot]), int(distinct[c.slot])) for c in image.clients]
+
+
+def _client(client: ClientInfo, pins: int, pages: int) -> Facts:
+    looked = client.hit_pages + client.missed_pages
+    return {
+        "slot": client.slot,
+        "state": client.state.name.lower(),
+        "alive": client.alive,
+        "process": state_of(client) if client.alive else "gone",
+        "role": client.role,
+        "pid": client.pid,
+        "pid_namespace": client.pidns,
+        "device": client.device,
+        "attached_s": client.attached_s,
+        "pins": pins,
+        "pinned_pages": pages,
+        "lookups": client.lookups,
+        "hit_rate": client.hit_pages / looked if looked else None,
+        "hit_pages": client.hit_pages,
+        "missed_pages": client.missed_pages,
+        "reserved_pages": client.reserved_pages,
+        "evicted_pages": client.evicted_pages,
+        "published_pages": client.published_pages,
+    }
+
+
+def _table(image: Image, record: Any, offset: int, count: int) -> list[Any]:
+    size = ctypes.sizeof(record)
+    return [record.from_buffer_copy(image.data, offset + i * size) for i in range(count)]
+
+
+def reservations(image: Image) -> list[Facts]:
+    """Reservations whose pages have not been collected."""
+    place = image.place
+    found = _table(image, layout.ReservationRecord, place.reservation, place.reservations)
+    return [_reservation(image, i, record) for i, record in enumerate(found) if record.state]
+
+
+def _reservation(image: Image, number: int, record: layout.ReservationRecord) -> Facts:
+    words = [int(word) for word in record.shard[: min(record.shards, layout.SHARDS)]]
+    states = [_SHARD.get(word >> 6 & 3, "unknown") for word in words]
+    pending = [word & 0x3F for word, state in zip(words, states, strict=True) if state == "pending"]
+    state = _RESERVATION.get(record.state, f"unknown ({record.state})")
+    if state == "active" and states.count("done") == len(states):
+        state = "published"  # the next holder of the lock collects it
+    return {
+        "reservation": number,
+        "state": state,
+        "owner": record.owner,
+        "owner_alive": _alive(image, record.owner, record.owner_epoch),
+        "pages": record.pages.count,
+        "shards": record.shards,
+        "shards_left": len(pending),
+        "shards_dead": states.count("dead"),
+        "pending_slots": sorted(set(pending)),
+        "namespace": record.ns & 0xFF,
+    }
+
+
+def tickets(image: Image) -> list[Facts]:
+    """Tickets that are outstanding: who gave them, who has yet to adopt."""
+    place = image.place
+    found = _table(image, layout.TicketRecord, place.ticket, place.tickets)
+    return [_ticket(image, i, record) for i, record in enumerate(found) if record.state]
+
+
+def _ticket(image: Image, number: int, record: layout.TicketRecord) -> Facts:
+    left = record.deadline_ns - image.taken_ns
+    return {
+        "ticket": number,
+        "state": _TICKET.get(record.state, f"unknown ({record.state})"),
+        "giver": record.giver,
+        "giver_alive": _alive(image, record.giver, record.giver_epoch),
+        "pages": record.total,
+        "pages_held": record.pages.count,
+        "deadline_in_s": left / 1e9,
+        "reservation": record.reservation - 1 if record.reservation else None,
+        **{
+            name: _slots(getattr(record, name))
+            for name in ("adopters", "adopted", "done", "failed")
+        },
+    }
+
+
+def _slots(words: Any) -> list[int]:
+    mask = int(words[0]) | int(words[1]) << 32
+    return [slot for slot in range(shm_layout.SLOTS) if mask >> slot & 1]
+
+
+def namespaces(image: Image) -> list[Facts]:
+    """Namespaces that are in use."""
+    found = _table(image, layout.NamespaceRecord, image.place.namespaces, layout.NAMESPACES)
+    return [
+        {
+            "namespace": i,
+            "state": _NAMESPACE.get(record.state, f"unknown ({record.state})"),
+            "weights": record.weights.decode("utf-8", "replace"),
+            "tenant": record.tenant.decode("utf-8", "replace"),
+            "pages": record.pages,
+            "quota": record.quota or None,
+        }
+        for i, record in enumerate(found)
+        if record.state
+    ]
+
+
+def pages(image: Image, limit: int) -> Facts:
+    """Pages that are not free, in order; at most `limit` of them (0: all)."""
+    found, pins = records(image), rows(image)
+    used = np.flatnonzero(found["word"] & layout.STATE_MASK)
+    shown = used[:limit] if limit else used
+    return {
+        "in_use": len(used),
+        "shown": len(shown),
+        "pages": [_page(found, pins, int(page)) for page in shown],
+    }
+
+
+def _page(found: npt.NDArray[Any], pins: npt.NDArray[np.uint16], page: int) -> Facts:
+    record = found[page]
+    word, used, parent = int(record["word"]), int(record["used"]), int(record["parent"])
+    valid = parent < len(found) and found[parent]["gen"] == record["parent_gen"]
+    reservation = word >> layout.RESERVATION_SHIFT
+    return {
+        "page": page,
+        "state": _name(PageState, word & layout.STATE_MASK),
+        "key": f"{int(record['hi']) >> 32:08x}",
+        "namespace": word >> layout.NAMESPACE_SHIFT & 0xFF,
+        "generation": int(record["gen"]),
+        "pins": {str(slot): int(pins[slot, page]) for slot in np.flatnonzero(pins[:, page])},
+        "tick": used >> 16,
+        "hits": used & 0xFFFF,
+        "parent": parent if valid else None,
+        "children": int(record["children"]),
+        "reservation": reservation - 1 if reservation else None,
+    }

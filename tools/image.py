@@ -1,0 +1,216 @@
+"""A copy of a segment, read with pread: nothing is mapped, locked or joined, no slot is taken.
+
+A stopped or dead holder of the lock does not matter, and neither does damage: reading can find a
+short file, but no signal comes of it. What the copy says is checked before use, because anybody
+who may write the segment may have written anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import stat
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lightcache import _native, layout
+from lightcache.errors import CacheCorrupted, LightcacheError, NotReady
+from lightcache.page_index import MAX_PAGES, geometry
+from lightcache.shm import ClientInfo, Kind, SegmentInfo, clients, read_segment, wanted
+from lightcache.shm import layout as shm_layout
+from lightcache.shm.objects import OpenObject
+
+Bytes = npt.NDArray[np.uint8]
+TRIES = 3
+_HEAD_BYTES = shm_layout.PAYLOAD_OFFSET
+
+
+@dataclass
+class Image:
+    """A copy of an index and what was known of its clients when it was taken."""
+
+    info: SegmentInfo
+    config: Mapping[str, Any]
+    pages: int
+    place: layout.Geometry
+    data: Bytes
+    lock: shm_layout.LockRecord
+    """As it was copied: the holder, and how much of a critical section is undone in `data`."""
+    clients: list[ClientInfo]
+    steady: bool
+    """Nobody went through the lock while it was copied: `data`, once undone, is one instant."""
+    taken_ns: int
+    """CLOCK_MONOTONIC."""
+
+    @property
+    def held(self) -> bool:
+        """Somebody, alive or dead, holds the lock."""
+        return bool(self.lock.word & shm_layout.LOCK_SLOT_MASK or self.lock.log_count)
+
+    @property
+    def root(self) -> layout.RootRecord:
+        """Totals, as the counters say them."""
+        return layout.RootRecord.from_buffer_copy(self.data, self.place.root)
+
+
+def unknown(name: str) -> NotReady:
+    """The error for a name that leads nowhere."""
+    return NotReady(f"there is no cache {name!r}; `lightcache ls` shows what there is")
+
+
+def require(name: str) -> SegmentInfo:
+    """What is known of a segment.
+
+    Raises:
+        NotReady: there is none of that name.
+        ConfigError: the name is not allowed.
+    """
+    info = read_segment(name)
+    if info is None:
+        raise unknown(name)
+    return info
+
+
+@contextlib.contextmanager
+def opened(name: str) -> Iterator[tuple[OpenObject, SegmentInfo]]:
+    """An object that can be read, and what is known of it.
+
+    Raises:
+        NotReady: there is none, or it is not (yet) a segment.
+        LayoutMismatch: another release made it.
+        CacheCorrupted: truncated, or its header is damaged.
+        PermissionDenied: not for us to read.
+    """
+    info = require(name)
+    found = OpenObject.open(name, writable=False)
+    if found is None:
+        raise unknown(name)
+    with contextlib.closing(found):
+        if not stat.S_ISREG(os.fstat(found.fd).st_mode):
+            raise CacheCorrupted(f"{name!r} is no shared memory object but something else")
+        header = found.header()
+        if not header.ready and not wanted.is_foreign(header):
+            problem = info.problem or "not ready"
+            raise NotReady(f"{name!r}: {problem}; `lightcache sweep` removes what the dead left")
+        expected = wanted.want(
+            name,
+            kind=None,
+            payload_bytes=None,
+            config=None,
+            layout_facts=None,
+            lifetime=None,
+            group=None,
+        )
+        wanted.verify_header(header, found.size(), expected)
+        yield found, info
+
+
+def read(name: str, tries: int = TRIES) -> Image:
+    """Copy an index. Tries a few times to catch it at an instant when nobody works on it; a copy
+    that was never steady is returned all the same, and says so.
+
+    Raises:
+        As `opened`; CacheCorrupted also for an index that is not what its header says.
+        LightcacheError: not an index, or there is no memory for the copy.
+    """
+    with opened(name) as (found, info):
+        header = found.header()
+        if header.kind != Kind.INDEX:
+            raise LightcacheError(
+                f"{name!r} holds a {info.kind}, not an index; see `lightcache ls`"
+            )
+        expected = wanted.want(
+            name,
+            kind=Kind.INDEX,
+            payload_bytes=None,
+            config=None,
+            layout_facts=_native.load().quick.lci_layout().decode(),
+            lifetime=None,
+            group=None,
+        )
+        wanted.verify_header(header, found.size(), expected)
+        config = wanted.config_of(header)
+        pages = config.get("pages")
+        if not isinstance(pages, int) or not 1 <= pages <= MAX_PAGES:
+            raise CacheCorrupted(f"{name!r}: its configuration says {pages!r} pages; remove it")
+        place = geometry(pages)
+        if place.end > found.size():
+            raise CacheCorrupted(
+                f"{name!r}: an index of {pages} pages takes {place.end} bytes, found "
+                f"{found.size()}; remove it"
+            )
+        _check_memory(place.end)
+        data, steady = _copy(found, place.end, tries)
+        return Image(
+            info=info,
+            config=config,
+            pages=pages,
+            place=place,
+            data=data,
+            lock=shm_layout.LockRecord.from_buffer_copy(data, shm_layout.LOCK_OFFSET),
+            clients=_clients(data, found),
+            steady=steady,
+            taken_ns=time.monotonic_ns(),
+        )
+
+
+def _clients(data: Bytes, found: OpenObject) -> list[ClientInfo]:
+    table = data[shm_layout.CLIENTS_OFFSET : shm_layout.LOCK_OFFSET].tobytes()
+    return clients.read_table(table, found.fd)
+
+
+def _check_memory(needed: int) -> None:
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:") and int(line.split()[1]) * 1024 < needed:
+                raise LightcacheError(
+                    f"a copy of the index takes {needed} bytes, and only {line.split()[1]} KiB of "
+                    "memory are available; free some, or run this on a quieter machine"
+                )
+
+
+def _copy(found: OpenObject, length: int, tries: int) -> tuple[Bytes, bool]:
+    data = np.empty(length, np.uint8)
+    for _ in range(tries):
+        before = _stamp(found)
+        _read_into(found.fd, data)
+        if before == _stamp(found):
+            return data, True
+    return data, False
+
+
+def _read_into(fd: int, data: Bytes) -> None:
+    view = memoryview(data)
+    at = 0
+    while at < len(view):
+        got = os.preadv(fd, [view[at : at + (1 << 30)]], at)
+        if got == 0:
+            raise CacheCorrupted(
+                f"the segment ended after {at} of {len(view)} bytes: it was truncated; remove it"
+            )
+        at += got
+
+
+def _stamp(found: OpenObject) -> tuple[int, int, bytes]:
+    """Changes whenever the lock changes hands or its holder stores anything: who holds it, how
+    often it was taken, and the undo log, which grows before each store."""
+    head = os.pread(found.fd, _HEAD_BYTES, 0).ljust(_HEAD_BYTES, b"\0")
+    lock = shm_layout.LockRecord.from_buffer_copy(head, shm_layout.LOCK_OFFSET)
+    entries = min(lock.log_count, shm_layout.LOG_ENTRIES)
+    log = head[shm_layout.LOG_OFFSET : shm_layout.LOG_OFFSET + 8 * entries]
+    return lock.word & ~shm_layout.LOCK_WAITERS, lock.acquisitions, log
+
+
+def undo(image: Image) -> int:
+    """Undo in the copy what an unfinished critical section had stored. Returns the log entries
+    undone, or -1: the log names words outside of the index."""
+    where = ctypes.c_void_p(image.data.ctypes.data)
+    code: int = _native.load().quick.lci_recover_copy(where, len(image.data), image.pages)
+    return max(code, -1)

@@ -1,0 +1,122 @@
+"""`lightcache ls`: what there is, without attaching to any of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+import click
+
+from lightcache.errors import LightcacheError
+from lightcache.shm import SegmentInfo, list_segments, names, wanted
+from lightcache.shm.objects import OpenObject
+from lightcache.sizes import format_size
+from lightcache.tools.output import Command, age, cell, console, emit, json_option, table
+
+
+@click.command(cls=Command)
+@json_option
+def ls(as_json: bool) -> None:
+    """List all segments of this machine, anybody's.
+
+    Nothing is mapped, locked or attached to. Sizes of pools are their lengths; "in memory" is what
+    they take so far.
+    """
+    found = [describe(info) for info in list_segments()]
+    if as_json:
+        emit(found)
+    elif not found:
+        click.echo(f"no segments in {names.FOLDER}; `lightcache create` makes one")
+    else:
+        console().print(_table(found))
+
+
+def describe(info: SegmentInfo) -> dict[str, Any]:
+    """A segment as JSON has it."""
+    lengths, allocated = _dependents(info)
+    return {
+        "name": info.name,
+        "kind": info.kind,
+        "state": state_of(info),
+        "problem": info.problem,
+        "bytes": info.bytes,
+        "pages": _pages(info),
+        "pool_bytes": lengths,
+        "pool_allocated_bytes": allocated,
+        "lifetime": info.lifetime,
+        "clients": info.clients,
+        "dead_clients": info.dead_clients,
+        "occupied": info.occupied,
+        "age_s": info.age_s,
+        "uid": info.uid,
+        "uuid": info.uuid,
+    }
+
+
+def state_of(info: SegmentInfo) -> str:
+    """In a word or two."""
+    if info.retired:
+        return "retired"
+    if info.problem:
+        return "damaged" if info.ready else _UNFINISHED.get(info.problem, "unreadable")
+    return "disabled" if info.disabled else "ready"
+
+
+_UNFINISHED = {
+    "being created": "being created",
+    "its creator died before finishing": "dead creator",
+}
+
+
+def _pages(info: SegmentInfo) -> int | None:
+    """From the configuration in the header; None where there is none to be read."""
+    with contextlib.suppress(LightcacheError, OSError):
+        found = OpenObject.open(info.name, writable=False)
+        if found is not None and info.ready:
+            with contextlib.closing(found):
+                pages = wanted.config_of(found.header()).get("pages")
+                return pages if isinstance(pages, int) else None
+    return None
+
+
+def _dependents(info: SegmentInfo) -> tuple[int, int]:
+    lengths = allocated = 0
+    for full in info.dependents:
+        try:
+            found = os.stat(names.FOLDER / full.removeprefix("/"), follow_symlinks=False)
+        except OSError:
+            continue  # removed meanwhile
+        lengths += found.st_size
+        allocated += found.st_blocks * 512
+    return lengths, allocated
+
+
+def _table(found: list[dict[str, Any]]) -> Any:
+    colours = {"ready": "green", "disabled": "yellow", "being created": "yellow"}
+    return table(
+        f"{len(found)} segments in {names.FOLDER}",
+        ("name", "holds", "state", "pages", "size", "pool", "in memory", "clients", "life", "age"),
+        (
+            (
+                entry["name"],
+                entry["kind"] or None,
+                cell(entry["state"], colours.get(entry["state"], "red")),
+                entry["pages"],
+                format_size(entry["bytes"]),
+                format_size(entry["pool_bytes"]) if entry["pool_bytes"] else None,
+                format_size(entry["pool_allocated_bytes"]) if entry["pool_bytes"] else None,
+                _clients(entry),
+                entry["lifetime"] or None,
+                age(entry["age_s"]),
+            )
+            for entry in found
+        ),
+        right="pages size pool",
+    )
+
+
+def _clients(entry: dict[str, Any]) -> str:
+    dead = f" + {entry['dead_clients']} dead" if entry["dead_clients"] else ""
+    readers = " + readers" if entry["occupied"] and not entry["clients"] else ""
+    return f"{entry['clients']}{dead}{readers}"
