@@ -1,4 +1,5 @@
-"""The command line: create ls dump check repair reap rm enable disable doctor bench demo.
+"""The command line: create ls dump check repair reap rm disable enable sweep doctor demo bench.
 
-click and rich are imported only here, and only when a command runs.
+click and rich are imported only in here. `cli` has the entry points and loads a command's module
+when the command runs.
 """

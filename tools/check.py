@@ -12,6 +12,7 @@ from lightcache import snapshot
 from lightcache.errors import CacheCorrupted
 from lightcache.page_index import PageIndex
 from lightcache.snapshot import CheckReport
+from lightcache.tools import facts
 from lightcache.tools.attaching import guest
 from lightcache.tools.image import Image, read
 from lightcache.tools.output import BROKEN, FAILED, OK, Command, emit, fail, json_option, printable
@@ -36,9 +37,7 @@ class Result:
 @click.option(
     "--lock", is_flag=True, help="Attach, and hold the lock while copying: reservations wait."
 )
-@click.option(
-    "--wait", default=5.0, show_default=True, help="Seconds to wait for a quiet instant."
-)
+@click.option("--wait", default=5.0, show_default=True, help="Seconds to wait for a quiet instant.")
 @json_option
 @click.pass_context
 def check(ctx: click.Context, name: str, lock: bool, wait: float, as_json: bool) -> None:
@@ -74,6 +73,10 @@ def _copied(name: str, wait: float) -> Result:
     before: tuple[Image, CheckReport] | None = None
     while True:
         image = read(name)
+        if image.root.repairing:
+            if time.monotonic() >= end:
+                return _half_repaired(image)
+            continue
         report = _check_image(image)
         if report.clean:
             return Result(OK, report)
@@ -82,6 +85,15 @@ def _copied(name: str, wait: float) -> Result:
         if time.monotonic() >= end:
             return _undecided(image, report)
         before = (image, report) if image.steady else None
+
+
+def _half_repaired(image: Image) -> Result:
+    holder = facts.lock(image)["holder"]
+    if holder and holder["alive"]:
+        return Result(FAILED, _damaged("a repair is under way"), "try again when it is over")
+    return Result(
+        BROKEN, _damaged("a repair was killed; whoever locks next, or `repair`, redoes it")
+    )
 
 
 def _check_image(image: Image) -> CheckReport:
@@ -161,8 +173,8 @@ def _say(name: str, result: Result) -> None:
         return
     click.echo(f"{name}: {report.message}")
     click.echo(
-        f"  {report.free} given back, {report.writing} writing, {report.ready} ready, "
-        f"{report.doomed} doomed, {report.pins} pins"
+        f"  {report.ready} ready, {report.writing} writing, {report.doomed} doomed, the rest free; "
+        f"{report.pins} pins"
     )
     if report.recovered:
         click.echo(f"  {report.recovered} log entries of an unfinished critical section undone")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import click
 
-from lightcache.tools import dump_view, facts, hints
+from lightcache.tools import dump_view, facts, hints, page_facts
 from lightcache.tools.image import Image, opened, read, undo
 from lightcache.tools.output import Command, emit, json_option
 
@@ -42,7 +42,7 @@ def dump(name: str, as_json: bool, pages: bool, limit: int, **chosen: bool) -> N
     with opened(name) as (_, info):
         plain = info.kind != "index"
     if plain:  # no index: the header and the clients are all there is to say
-        found = {"segment": dump_view.plain(info), "hints": []}
+        found: dict[str, object] = {"segment": dump_view.plain(info), "hints": []}
     else:
         found = document(read(name), chosen, pages, limit)
     if as_json:
@@ -51,9 +51,7 @@ def dump(name: str, as_json: bool, pages: bool, limit: int, **chosen: bool) -> N
         dump_view.show(found)
 
 
-def document(
-    image: Image, chosen: dict[str, bool], pages: bool, limit: int
-) -> dict[str, object]:
+def document(image: Image, chosen: dict[str, bool], pages: bool, limit: int) -> dict[str, object]:
     """The sections asked for; without a choice all but the pages."""
     everything = not pages and not any(chosen.values())
     found: dict[str, object] = {"segment": facts.segment(image)}
@@ -63,6 +61,6 @@ def document(
         if everything or chosen.get(section):
             found[section] = lock if section == "lock" else make(image)
     if pages:
-        found["pages"] = facts.pages(image, limit)
+        found["pages"] = page_facts.pages(image, limit)
     found["hints"] = hints.of(image, lock, undone)
     return found

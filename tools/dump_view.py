@@ -205,16 +205,28 @@ def _namespaces(found: list[Facts]) -> RenderableType:
 
 
 def _pages(found: Facts) -> RenderableType:
-    columns = ("page", "state", "key", "namespace", "generation", "pins", "tick", "hits", "parent")
-    columns += ("children", "reservation")
+    part = "" if found["shown"] == found["in_use"] else f", the first {found['shown']:,} of them"
     return table(
-        f"pages in use: {found['in_use']:,}"
-        + ("" if found["shown"] == found["in_use"] else f", the first {found['shown']:,} of them"),
-        ("page", "state", "key...", "ns", "gen", "pins by slot", "tick", "hits", "parent")
-        + ("children", "reservation"),
-        ([_page_cell(entry, column) for column in columns] for entry in found["pages"]),
+        f"pages in use: {found['in_use']:,}{part}",
+        tuple(_PAGE_COLUMNS.values()),
+        ([_page_cell(entry, field) for field in _PAGE_COLUMNS] for entry in found["pages"]),
         right="page ns gen tick hits parent children reservation",
     )
+
+
+_PAGE_COLUMNS = {
+    "page": "page",
+    "state": "state",
+    "key": "key...",
+    "namespace": "ns",
+    "generation": "gen",
+    "pins": "pins by slot",
+    "tick": "tick",
+    "hits": "hits",
+    "parent": "parent",
+    "children": "children",
+    "reservation": "reservation",
+}
 
 
 def _page_cell(entry: Facts, column: str) -> Text:

@@ -152,12 +152,13 @@ def _holder(image: Image) -> Facts | None:
         "pid": client.pid if client else None,
         "tid": found.holder_tid,
         "process": state_of(client, found.holder_tid) if client and alive else "gone",
-        "operation": _name(layout.Operation, found.operation),
+        "operation": name_of(layout.Operation, found.operation),
         "held_s": max(0, image.taken_ns - found.since_ns) / 1e9,
     }
 
 
-def _name(enum: Callable[[int], Any], value: int) -> str:
+def name_of(enum: Callable[[int], Any], value: int) -> str:
+    """A member's name in small letters; damage by its number."""
     try:
         return str(enum(value).name).lower()
     except ValueError:
@@ -197,7 +198,7 @@ def _client(client: ClientInfo, pins: int, pages: int) -> Facts:
 
 def _table(image: Image, record: Any, offset: int, count: int) -> list[Any]:
     size = ctypes.sizeof(record)
-    return [record.from_buffer_copy(image.data, offset + i * size) for i in range(count)]
+    return [record.from_buffer_copy(image.data.data, offset + i * size) for i in range(count)]
 
 
 def reservations(image: Image) -> list[Facts]:
@@ -273,35 +274,3 @@ def namespaces(image: Image) -> list[Facts]:
         for i, record in enumerate(found)
         if record.state
     ]
-
-
-def pages(image: Image, limit: int) -> Facts:
-    """Pages that are not free, in order; at most `limit` of them (0: all)."""
-    found, pins = records(image), rows(image)
-    used = np.flatnonzero(found["word"] & layout.STATE_MASK)
-    shown = used[:limit] if limit else used
-    return {
-        "in_use": len(used),
-        "shown": len(shown),
-        "pages": [_page(found, pins, int(page)) for page in shown],
-    }
-
-
-def _page(found: npt.NDArray[Any], pins: npt.NDArray[np.uint16], page: int) -> Facts:
-    record = found[page]
-    word, used, parent = int(record["word"]), int(record["used"]), int(record["parent"])
-    valid = parent < len(found) and found[parent]["gen"] == record["parent_gen"]
-    reservation = word >> layout.RESERVATION_SHIFT
-    return {
-        "page": page,
-        "state": _name(PageState, word & layout.STATE_MASK),
-        "key": f"{int(record['hi']) >> 32:08x}",
-        "namespace": word >> layout.NAMESPACE_SHIFT & 0xFF,
-        "generation": int(record["gen"]),
-        "pins": {str(slot): int(pins[slot, page]) for slot in np.flatnonzero(pins[:, page])},
-        "tick": used >> 16,
-        "hits": used & 0xFFFF,
-        "parent": parent if valid else None,
-        "children": int(record["children"]),
-        "reservation": reservation - 1 if reservation else None,
-    }

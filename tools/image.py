@@ -57,7 +57,7 @@ class Image:
     @property
     def root(self) -> layout.RootRecord:
         """Totals, as the counters say them."""
-        return layout.RootRecord.from_buffer_copy(self.data, self.place.root)
+        return layout.RootRecord.from_buffer_copy(self.data.data, self.place.root)
 
 
 def unknown(name: str) -> NotReady:
@@ -154,7 +154,7 @@ def read(name: str, tries: int = TRIES) -> Image:
             pages=pages,
             place=place,
             data=data,
-            lock=shm_layout.LockRecord.from_buffer_copy(data, shm_layout.LOCK_OFFSET),
+            lock=shm_layout.LockRecord.from_buffer_copy(data.data, shm_layout.LOCK_OFFSET),
             clients=_clients(data, found),
             steady=steady,
             taken_ns=time.monotonic_ns(),
@@ -187,7 +187,7 @@ def _copy(found: OpenObject, length: int, tries: int) -> tuple[Bytes, bool]:
 
 
 def _read_into(fd: int, data: Bytes) -> None:
-    view = memoryview(data)
+    view = data.data
     at = 0
     while at < len(view):
         got = os.preadv(fd, [view[at : at + (1 << 30)]], at)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
 from typing import Any
 
 import click
@@ -24,7 +23,7 @@ group_option = click.option("--group", help=group_option_help)
 
 @click.command(cls=Command)
 @click.argument("name")
-@click.option("--force", is_flag=True, help="Also while clients are attached: they find it retired.")
+@click.option("--force", is_flag=True, help="Also while clients live in it: they find it retired.")
 @group_option
 def rm(name: str, force: bool, group: str | None) -> None:
     """Remove the cache NAME and its pool."""
@@ -129,12 +128,39 @@ def _switch(name: str, group: str | None, value: int) -> bool:
         return bool(header.disabled) != bool(value)
 
 
-def _switching(value: int, done: str) -> Callable[[str, str | None], None]:
-    def run(name: str, group: str | None) -> None:
-        changed = _switch(name, group, value)
-        click.echo(f"{name}: {done}" + ("" if changed else " already"))
+@click.command(cls=Command)
+@click.argument("name")
+@group_option
+def disable(name: str, group: str | None) -> None:
+    """Make every lookup and reservation in the cache NAME an error, at once and on this node.
 
-    return run
+    Engines take the error for a miss. What is held stays held, and may be published and released.
+    """
+    changed = _switch(name, group, 1)
+    click.echo(f"{name}: disabled{'' if changed else ' already'}; `lightcache enable` undoes it")
 
 
-disable = click.Command.__call__  # replaced below; keeps the names in one place
+@click.command(cls=Command)
+@click.argument("name")
+@group_option
+def enable(name: str, group: str | None) -> None:
+    """Undo `disable`: the cache NAME goes on with everything it had."""
+    changed = _switch(name, group, 0)
+    click.echo(f"{name}: enabled{'' if changed else ' already'}")
+
+
+@click.command(cls=Command)
+@json_option
+def sweep(as_json: bool) -> None:
+    """Remove everything of this user's that nobody needs.
+
+    That is what creators left that died before finishing, caches of lifetime "attached" in which
+    nobody lives any more, retired segments, and pools without their cache.
+    """
+    removed = sweep_all()
+    if as_json:
+        emit(removed)
+    else:
+        for full in removed:
+            click.echo(f"removed {full}")
+        click.echo(f"{len(removed)} objects removed")

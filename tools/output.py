@@ -78,14 +78,18 @@ def cell(value: object, style: str = "") -> Text:
 
 def table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], right: str = ""
-) -> Table:
-    """A table; columns named in `right` (separated by blanks) are aligned to the right."""
+) -> Table | Text:
+    """A table; columns named in `right` (separated by blanks) are aligned to the right. Without a
+    row the title alone."""
+    cells = [[cell(value) for value in row] for row in rows]
+    if not cells:
+        return Text(title, style="bold")
     made = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
     numbers = right.split()
     for column in columns:
         made.add_column(column, justify="right" if column in numbers else "left")
-    for row in rows:
-        made.add_row(*map(cell, row))
+    for line in cells:
+        made.add_row(*line)
     return made
 
 

@@ -1,15 +1,30 @@
-"""Lists and dicts whose users are killed while they change them: nothing half done is ever seen."""
+"""Lists and dicts whose users are killed while they change them: nothing half done is ever seen.
 
+The children use the build with pause points and kill themselves at one, so that every death falls
+between two stores of a critical section.
+"""
+
+import ctypes
 import os
 import random
 import signal
+from pathlib import Path
 
 import pytest
 
 from lightcache import shm
-from lightcache.shm import layout
+from lightcache.shm import _native, layout, structures
 
-ROUNDS = 60
+AT_COMMIT, AT_KEY_ODD, AT_KEY_WRITTEN, AT_UNLOCK = 14, 6, 7, 15  # LC_AT_* in lc_base.h
+HOOK = ctypes.CFUNCTYPE(None, ctypes.c_int)
+
+
+@pytest.fixture
+def pause_library():
+    folder = os.environ.get("LIGHTCACHE_TEST_BUILD")
+    if not folder or not (Path(folder) / "_shm.so").exists():
+        pytest.skip("LIGHTCACHE_TEST_BUILD names no build with pause points; use make test")
+    return Path(folder) / "_shm.so"
 
 
 def recoveries(segment):
@@ -17,85 +32,82 @@ def recoveries(segment):
     return layout.LockRecord.from_address(where).recoveries
 
 
-def child(work):
-    """Fork a process that does `work(random)` without end, and tells when it has begun."""
-    told, tell = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            step = work()
-            os.write(tell, b"1")
-            while True:
-                step()
-        finally:
-            os._exit(1)
-    os.close(tell)
-    assert os.read(told, 1) == b"1"
-    os.close(told)
-    return pid
+def die_at(path, point, count):
+    """Make this process, a fork, kill itself the `count`-th time it comes to this point."""
+    left = [count]
+
+    def hook(at):
+        if at == point:
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    library = _native.load(path)
+    structures.library.cache_clear()
+    structures._native.load = lambda: library
+    kept = HOOK(hook)
+    ctypes.c_void_p.in_dll(library.quick, "lc_pause_hook").value = ctypes.cast(
+        kept, ctypes.c_void_p
+    ).value
+    return kept
 
 
-def kill_many(segment, work, verify):
-    """Kill ROUNDS children at random instants; returns how many died holding the lock."""
-    chance = random.Random(4)
-    before = recoveries(segment)
-    for _ in range(ROUNDS):
-        pid = child(work)
-        for _ in range(chance.randrange(200)):  # our own calls are the clock
-            segment.clients()
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        verify()
-    return recoveries(segment) - before
+def kill_at_every_point(pause_library, points, attach, steps, verify):
+    """For each point and count fork a child that goes through `steps` until it dies there."""
+    for point in points:
+        for count in range(1, 9):
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    kept = die_at(pause_library, point, count)
+                    mine, chance = attach(), random.Random(count)
+                    while kept:
+                        steps(mine, chance)
+                finally:
+                    os._exit(1)
+            _, status = os.waitpid(pid, 0)
+            assert os.WIFSIGNALED(status), f"point {point}: the child ended by itself"
+            verify()
 
 
 @pytest.mark.crash
-def test_a_dict_survives_its_users(segment_name):
-    with shm.SharedDict.create(segment_name, capacity=64) as table:
-        table[1 << 100] = 77  # a key that nobody touches
+def test_a_dict_survives_its_users(segment_name, pause_library):
+    untouched = 1 << 100
+    with shm.SharedDict.create(segment_name, capacity=24) as table:
+        table[untouched] = 77
 
-        def work():
-            mine = shm.SharedDict.attach(segment_name)
-            chance = random.Random(os.getpid())
-
-            def step():
-                key = chance.randrange(40)  # value is the key's square, always
-                if chance.random() < 0.5:
-                    mine.put(key, key * key)
-                else:
-                    mine.pop(key)
-                assert mine[1 << 100] == 77
-
-            return step
+        def steps(mine, chance):
+            key = chance.randrange(20)
+            mine.put(key, key * key)
+            mine.pop(chance.randrange(20))
 
         def verify():
             table.check()
-            assert table[1 << 100] == 77
-            assert all(value == key * key for key, value in table.items() if key < 40)
+            assert table[untouched] == 77
+            assert all(value == key * key for key, value in table.items() if key != untouched)
+            assert not table.put(1 << 90, 5)
+            assert table.pop(1 << 90) == 5
 
-        kill_many(table.segment, work, verify)
+        points = [AT_COMMIT, AT_KEY_ODD, AT_KEY_WRITTEN, AT_UNLOCK]
+        attach = lambda: shm.SharedDict.attach(segment_name)  # noqa: E731
+        kill_at_every_point(pause_library, points, attach, steps, verify)
+        assert recoveries(table.segment) > 10
 
 
 @pytest.mark.crash
-def test_a_list_survives_its_users(segment_name):
+def test_a_list_survives_its_users(segment_name, pause_library):
     with shm.SharedList.create(segment_name, nodes=16, lists=2) as lists:
 
-        def work():
-            mine = shm.SharedList.attach(segment_name)
-            chance = random.Random(os.getpid())
-
-            def step():
-                move = chance.choice([mine.move_back, mine.move_front])
-                move(chance.randrange(16), chance.randrange(2))
-                if chance.random() < 0.3:
-                    mine.pop_front(chance.randrange(2))
-
-            return step
+        def steps(mine, chance):
+            mine.move_back(chance.randrange(16), chance.randrange(2))
+            mine.move_front(chance.randrange(16), chance.randrange(2))
+            mine.pop_front(chance.randrange(2))
 
         def verify():
             lists.check()
             for which in range(2):
                 assert len(set(lists.snapshot(which))) == lists.length(which)
 
-        recovered = kill_many(lists.segment, work, verify)
-        assert recovered > 0, "no kill fell between two stores: the test proves nothing"
+        attach = lambda: shm.SharedList.attach(segment_name)  # noqa: E731
+        kill_at_every_point(pause_library, [AT_COMMIT, AT_UNLOCK], attach, steps, verify)
+        assert recoveries(lists.segment) == 8, "each death at a commit leaves a log to undo"

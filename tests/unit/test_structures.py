@@ -152,7 +152,9 @@ def test_dict_refuses_bad_values(table):
         table.put(1, 1 << 31)
 
 
-@pytest.mark.parametrize(("node", "which"), [(-1, 0), (NODES, 0), (0, -1), (0, LISTS), (1 << 40, 0)])
+@pytest.mark.parametrize(
+    ("node", "which"), [(-1, 0), (NODES, 0), (0, -1), (0, LISTS), (1 << 40, 0)]
+)
 def test_list_refuses_what_is_out_of_range(lists, node, which):
     with pytest.raises(shm.ConfigError, match="node below 6"):
         lists.push_back(node, which)

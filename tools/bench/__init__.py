@@ -36,7 +36,7 @@ class Row:
     name: str
     """What was measured: "peek", "match + release"."""
     params: Mapping[str, Any] = field(default_factory=dict)
-    """Under which circumstances: {"pages": 20000, "keys": 2000, "state": "hot"}; the spread, too."""
+    """Under which circumstances, and the spread: {"pages": 20000, "state": "hot", "p90": 9.1}."""
     value: float = 0.0
     """Median of interleaved repetitions."""
     unit: str = "us"

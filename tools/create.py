@@ -1,0 +1,126 @@
+"""`lightcache create`: a cache that outlives the command, with all its memory."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from lightcache.cache import Cache
+from lightcache.errors import LightcacheError
+from lightcache.hashing import load_or_create_secret
+from lightcache.pool import HostPool
+from lightcache.shm import Segment
+from lightcache.sizes import format_size
+from lightcache.tools.output import Command, console, emit, json_option
+
+
+@click.command(cls=Command)
+@click.argument("name")
+@click.option("--size", help='Capacity in bytes, or as "64GiB"; or')
+@click.option("--pages", type=int, help="capacity in pages.")
+@click.option("--page-bytes", required=True, help='Size of a page in bytes, or as "8MiB".')
+@click.option("--fingerprint", required=True, help="Model, KV dtype and geometry, in any form.")
+@click.option("--page-tokens", type=int, help="Tokens of a page.")
+@click.option("--algorithm", default="xxh3_128", show_default=True, help="Of the keys.")
+@click.option(
+    "--lifetime",
+    type=click.Choice(["persistent", "attached"]),
+    default="persistent",
+    show_default=True,
+    help="Until `lightcache rm`; or until the last client leaves, this command being one.",
+)
+@click.option("--group", help="Its members may attach, too.")
+@click.option(
+    "--secret-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Holds the secret of the keys (mode 0600); made if it is not there.",
+)
+@click.option("--huge-pages", is_flag=True, help="Ask for transparent huge pages.")
+@click.option("--numa-interleave", is_flag=True, help="Spread the pool over all memory nodes.")
+@click.option("--no-prefault", is_flag=True, help="Leave the memory to the clients.")
+@click.option("--threads", type=click.IntRange(1, 256), help="For zeroing; default: up to 8.")
+@json_option
+def create(
+    name: str,
+    as_json: bool,
+    no_prefault: bool,
+    threads: int | None,
+    secret_file: Path | None,
+    **configuration: Any,
+) -> None:
+    """Create the cache NAME.
+
+    It has its memory when the command returns (unless --no-prefault), and lives until `lightcache
+    rm NAME`. Engines `attach` to it, or `open` it with the same configuration and
+    lifetime="persistent". With --lifetime attached the command stays, and the cache goes with its
+    last client.
+    """
+    secret = load_or_create_secret(secret_file) if secret_file else None
+    cache = Cache.create(name, secret=secret, role="create", grow=False, **configuration)
+    try:
+        if not no_prefault:
+            _prefault(cache.pool, name, threads, quiet=as_json)
+    except BaseException:
+        _undo(cache, name)
+        raise
+    _report(cache, as_json)
+    if configuration["lifetime"] == "attached":
+        _stay()
+    cache.close()
+
+
+def _undo(cache: Cache, name: str) -> None:
+    """Not all of its memory was to be had: remove it, unless somebody has attached meanwhile."""
+    with contextlib.suppress(LightcacheError):
+        cache.close()
+        Segment.unlink(name)
+
+
+def _prefault(pool: HostPool, name: str, threads: int | None, *, quiet: bool) -> None:
+    out = console(stderr=True)
+    if quiet or not out.is_terminal:
+        pool.prefault(threads=threads)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=out, transient=True) as progress:
+        task = progress.add_task(f"memory of {name}", total=pool.pages, completed=pool.grown)
+        pool.prefault(
+            threads=threads, progress=lambda done, _: progress.update(task, completed=done)
+        )
+
+
+def _report(cache: Cache, as_json: bool) -> None:
+    pool = cache.pool
+    if as_json:
+        emit(
+            {
+                "name": cache.name,
+                "pages": pool.pages,
+                "page_bytes": pool.page_bytes,
+                "pool_bytes": pool.nbytes,
+                "grown": pool.grown,
+                "index_bytes": cache.index.segment.nbytes,
+                "lifetime": cache.index.segment.lifetime.name.lower(),
+            }
+        )
+        return
+    behind = "" if pool.grown == pool.pages else f", {pool.grown:,} of them with memory so far"
+    click.echo(
+        f"created {cache.name}: {pool.pages:,} pages of {format_size(pool.page_bytes)}{behind}; "
+        f"pool {format_size(pool.nbytes)}, index {format_size(cache.index.segment.nbytes)}"
+    )
+
+
+def _stay() -> None:
+    """Until Ctrl-C or SIGTERM: then leave in order."""
+    end = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: end.set())
+    click.echo("it goes with its last client, and this command is one; Ctrl-C ends it", err=True)
+    end.wait()

@@ -1,0 +1,45 @@
+"""`lightcache doctor`: what this machine offers, and what to change."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import click
+
+from lightcache.tools.findings import Finding, Level
+from lightcache.tools.output import BROKEN, OK, Command, cell, console, emit, json_option
+
+_STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.ERROR: "red"}
+
+
+def examine() -> list[Finding]:
+    """All findings, in the order in which people read them."""
+    from lightcache.tools import doctor_memory, doctor_software, doctor_system
+
+    found: list[Finding] = []
+    for module in (doctor_memory, doctor_system, doctor_software):
+        for probe in module.PROBES:
+            found += probe()
+    return found
+
+
+@click.command(cls=Command)
+@json_option
+@click.pass_context
+def doctor(ctx: click.Context, as_json: bool) -> None:
+    """Look at this machine: memory, limits, kernel, versions, devices.
+
+    Each line is ok, a warning, or an error with the remedy. Exit status 1 if there is an error.
+    """
+    found = examine()
+    if as_json:
+        emit([asdict(finding) for finding in found])
+    else:
+        out = console()
+        for finding in found:
+            line = cell(f"{finding.level.value:<8}", _STYLES[finding.level])
+            line += cell(f"{finding.name:<18} {finding.found}")
+            out.print(line, soft_wrap=True)
+            if finding.remedy:
+                out.print(cell(f"{'':8}{'':18} -> {finding.remedy}"), soft_wrap=True)
+    ctx.exit(BROKEN if any(finding.level is Level.ERROR for finding in found) else OK)
