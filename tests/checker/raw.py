@@ -42,10 +42,10 @@ class Copy:
     def __init__(self, whole: Bytes) -> None:
         """Of a whole segment of an index."""
         self.whole = whole
-        header = shm_layout.Header.from_buffer_copy(whole[: ctypes.sizeof(shm_layout.Header)])
+        header = shm_layout.SegmentHeader.from_buffer_copy(whole[: ctypes.sizeof(shm_layout.SegmentHeader)])
         config = json.loads(bytes(header.config)[: header.config_bytes])
         self.place = place = geometry(int(config["pages"]))
-        self.header = self._records(shm_layout.Header, 0, 1)
+        self.header = self._records(shm_layout.SegmentHeader, 0, 1)
         self.clients = self._records(
             shm_layout.ClientRecord, shm_layout.CLIENTS_OFFSET, shm_layout.SLOTS
         )
