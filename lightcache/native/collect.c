@@ -25,19 +25,19 @@ void lci_flag_ended(lci_handle *h, uint32_t rid) {
 void lci_notify(lci_handle *h) { lc_event_notify(&h->root->event); }
 
 /* A page of a published reservation joins the others. Forward only: all its shards were written,
- * so a publisher that died between two pages is finished here. */
-static void adopt_page(lci_handle *h, lc_txn *t, uint32_t page, uint32_t rid) {
+ * so a publisher that died between two pages is finished here. Returns the pages that joined. */
+static uint32_t adopt_page(lci_handle *h, lc_txn *t, uint32_t page, uint32_t rid) {
     lci_page *p = &h->pages[page];
     uint32_t word = lc_load_acquire(&p->word), ns = word & LCI_NS_MASK;
-    if (word >> LCI_RES_SHIFT != rid + 1) return; /* doomed and perhaps used again since */
+    if (word >> LCI_RES_SHIFT != rid + 1) return 0; /* doomed and perhaps used again since */
     while (lci_state_of(word) == LCI_WRITING && !t->error) {
         if (lc_txn_swap(t, &p->word, word, LCI_READY | ns)) break;
         word = lc_load_acquire(&p->word); /* its publisher was faster */
     }
     if (lci_state_of(word) == LCI_READY) lc_txn_set(t, &p->word, LCI_READY | ns);
-    if (lci_state_of(word) == LCI_DOOMED) return;
-    lc_txn_add(t, &h->root->writing, (uint32_t)-1);
+    if (lci_state_of(word) == LCI_DOOMED) return 0;
     if (lci_queueable(h, page)) lci_queue_add(h, t, page);
+    return 1;
 }
 
 static uint32_t drain_chunk(lci_handle *h, lc_txn *t, uint32_t rid, bool doomed) {
@@ -53,16 +53,18 @@ static uint32_t drain_chunk(lci_handle *h, lc_txn *t, uint32_t rid, bool doomed)
         uint32_t page = lc_load(&c->page[i]);
         if (page < h->page_count) __builtin_prefetch(&h->pages[page], 1);
     }
+    uint32_t joined = 0;
     for (uint32_t i = 0; i < n && !t->error; i++) {
         uint32_t page = lc_load(&c->page[i]);
         if (page >= h->page_count) {
             t->error = LC_E_CORRUPT;
         } else if (!doomed) {
-            adopt_page(h, t, page, rid);
+            joined += adopt_page(h, t, page, rid);
         } else if (lc_load(&h->pages[page].word) >> LCI_RES_SHIFT == rid + 1) {
             lci_doom(h, t, page);
         }
     }
+    if (joined) lc_txn_add(t, &h->root->writing, -joined);
     lci_list_pop_chunk(h, t, list);
     return n + 1;
 }

@@ -25,14 +25,28 @@ static void unmark(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t page) {
     if (lc_load(&p->children) == 0) lci_queue_add(h, t, page);
 }
 
-static void finish(lci_handle *h, lc_txn *t, uint32_t page) {
-    lci_page *p = &h->pages[page];
-    _Atomic uint32_t *used = &h->ns[lci_ns_of(lc_load(&p->word))].pages;
-    lc_dict_unlink(t, &h->dict, page);
-    LC_PAUSE(LC_AT_EVICT_UNLINKED);
-    lc_txn_add(t, used, (uint32_t)-1);
-    lc_txn_add(t, &h->root->named, (uint32_t)-1);
-    lci_give_free(h, t, page, LCI_FREE);
+/* Pages of one namespace leave its count, the sum at once. */
+static void uncount(lci_handle *h, lc_txn *t, uint32_t ns, uint32_t n) {
+    if (n) lc_txn_add(t, &h->ns[ns].pages, -n);
+}
+
+/* Out of their chains, and free. */
+static void finish(lci_handle *h, lc_txn *t, const uint32_t *pages, uint32_t n) {
+    uint32_t ns = 0, run = 0;
+    for (uint32_t i = 0; i < n; i++) {
+        uint32_t its = lci_ns_of(lc_load(&h->pages[pages[i]].word));
+        lc_dict_unlink(t, &h->dict, pages[i]);
+        LC_PAUSE(LC_AT_EVICT_UNLINKED);
+        if (its != ns) {
+            uncount(h, t, ns, run);
+            ns = its;
+            run = 0;
+        }
+        run++;
+    }
+    uncount(h, t, ns, run);
+    if (n) lc_txn_add(t, &h->root->named, -n);
+    lci_give_free(h, t, pages, n);
 }
 
 /* The parent of a page just marked, if it goes next anyway: last used by the same call, nothing
@@ -47,8 +61,7 @@ static uint32_t follow(lci_handle *h, lc_txn *t, uint32_t page, bool run) {
     return LC_NIL;
 }
 
-static uint32_t settle(lci_handle *h, lc_txn *t, lci_eviction *e, const uint32_t *marked,
-                       uint32_t n) {
+static uint32_t settle(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t *marked, uint32_t n) {
     uint32_t freed = 0;
     LC_PAUSE(LC_AT_EVICT_MARKED);
     atomic_thread_fence(memory_order_seq_cst); /* pairs with the one in match_one */
@@ -59,10 +72,10 @@ static uint32_t settle(lci_handle *h, lc_txn *t, lci_eviction *e, const uint32_t
         if (lc_load(&p->children) != 0 || lci_pinned(h, p)) {
             unmark(h, t, e, marked[i]);
         } else {
-            finish(h, t, marked[i]);
-            freed++;
+            marked[freed++] = marked[i];
         }
     }
+    finish(h, t, marked, freed);
     if (freed) lcs_client_of(h->at, h->at->slot)->evicted_pages += freed;
     return freed;
 }

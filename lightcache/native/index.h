@@ -283,6 +283,8 @@ uint32_t lci_parent(const lci_handle *h, const lci_page *p);
 
 /* lookup.c: own pins, under the process's `rows` mutex (the caller holds it). */
 int lci_pin_one(lci_handle *h, uint32_t page);
+int lci_pin_ready(lci_handle *h, const lc_key *keys, uint32_t n, uint32_t ns, uint64_t tick,
+                  int32_t *pages, uint8_t *status);
 int lci_unpin_one(lci_handle *h, uint32_t page);
 
 /* queue.c, under the lock. */
@@ -309,13 +311,15 @@ bool lci_evict_from_chain(lci_handle *h, lc_txn *t, uint64_t key_lo);
 #define LCI_BATCH 32
 
 /* pages.c, under the lock: the transitions of a page and the lists of reservations and tickets. */
-uint32_t lci_take_free(lci_handle *h, lc_txn *t);
-void lci_give_free(lci_handle *h, lc_txn *t, uint32_t page, uint32_t word);
+uint32_t lci_take_free(lci_handle *h, lc_txn *t, uint32_t *out, uint32_t want);
+void lci_give_free(lci_handle *h, lc_txn *t, const uint32_t *pages, uint32_t n);
 void lci_detach_parent(lci_handle *h, lc_txn *t, uint32_t page);
 void lci_attach_parent(lci_handle *h, lc_txn *t, uint32_t page, uint32_t parent);
 bool lci_doom(lci_handle *h, lc_txn *t, uint32_t page);
 void lci_free_doomed(lci_handle *h, lc_txn *t, uint32_t page);
-bool lci_list_push(lci_handle *h, lc_txn *t, lci_list *list, uint32_t page);
+uint32_t lci_list_push(lci_handle *h, lc_txn *t, lci_list *list, const uint32_t *pages,
+                       uint32_t n);
+uint32_t lci_list_room(const lci_handle *h, const lci_list *list);
 void lci_list_pop_chunk(lci_handle *h, lc_txn *t, lci_list *list);
 const lci_chunk *lci_list_chunk(const lci_handle *h, const lci_list *list);
 

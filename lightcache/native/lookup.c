@@ -179,6 +179,28 @@ static int match_one(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref n
     return (int)held;
 }
 
+/* Pin every one of the keys that is ready, wherever in the run: for reserve. `pages[i]` and
+ * `status[i]` = LCI_PRESENT say which. An error leaves those pinned that it says so of. */
+int lci_pin_ready(lci_handle *h, const lc_key *keys, uint32_t n, uint32_t ns, uint64_t tick,
+                  int32_t *pages, uint8_t *status) {
+    pipeline p = {.h = h, .keys = keys, .n = n};
+    lc_found found;
+    start(&p, false);
+    for (uint32_t i = 0; i < n; i++) {
+        if (i % BLOCK == 0) advance(&p, i, false);
+        uint32_t head = p.heads[i / BLOCK % 2][i % BLOCK];
+        lc_dict_find_from(&h->dict, keys[i].lo, keys[i].hi, head, &found);
+        if (found.node == LC_NIL || !ready(found.word, ns)) continue;
+        int rc = lci_pin_one(h, found.node);
+        if (rc != LC_OK) return rc;
+        pages[i] = (int32_t)found.node;
+        atomic_thread_fence(memory_order_seq_cst); /* as in match_one */
+        if (confirm(h, &pages[i], &found.gen, 1, ns, tick)) status[i] = LCI_PRESENT;
+        else lci_unpin_one(h, found.node);
+    }
+    return LC_OK;
+}
+
 static void note_lookup(lci_handle *h, uint32_t asked, uint32_t hit) {
     lcs_client *c = lcs_client_of(h->at, h->at->slot);
     c->lookups++;

@@ -1,32 +1,42 @@
 /* A page's transitions under the lock, and the page lists of reservations and tickets. */
 #include "index.h"
 
-/* A free page, or LC_NIL. The stack first: its pages are warm and have memory behind them. */
-uint32_t lci_take_free(lci_handle *h, lc_txn *t) {
+/* Up to `want` free pages into `out`; returns how many. The stack first: its pages are warm and have
+ * memory behind them. */
+uint32_t lci_take_free(lci_handle *h, lc_txn *t, uint32_t *out, uint32_t want) {
     lci_root *r = h->root;
-    uint32_t page = lc_load(&r->free_head);
-    if (page != LC_NIL) {
+    uint32_t n = 0, page = lc_load(&r->free_head), fresh = lc_load(&r->fresh);
+    uint32_t grown = lc_load(&r->grown), from = fresh;
+    for (; n < want && page != LC_NIL; n++) {
         if (page >= h->page_count || lci_state_of(lc_load(&h->pages[page].word)) != LCI_FREE) {
             t->error = LC_E_CORRUPT;
-            return LC_NIL;
+            return 0;
         }
-        lc_txn_set(t, &r->free_head, lc_load(&h->pages[page].queue.next));
-        lc_txn_add(t, &r->free_count, (uint32_t)-1);
-        return page;
+        out[n] = page;
+        page = lc_load(&h->pages[page].queue.next);
     }
-    page = lc_load(&r->fresh);
-    if (page >= lc_load(&r->grown) || page >= h->page_count) return LC_NIL;
-    lc_txn_set(t, &r->fresh, page + 1);
-    return page;
+    if (n) {
+        lc_txn_set(t, &r->free_head, page);
+        lc_txn_add(t, &r->free_count, -n);
+    }
+    while (n < want && fresh < grown && fresh < h->page_count) out[n++] = fresh++;
+    if (fresh != from) lc_txn_set(t, &r->fresh, fresh);
+    return n;
 }
 
-void lci_give_free(lci_handle *h, lc_txn *t, uint32_t page, uint32_t word) {
-    lci_page *p = &h->pages[page];
-    lc_txn_set(t, &p->word, word);
-    /* Logged although the page is free: what undoing brings back may be a link of the queue. */
-    lc_txn_set(t, &p->queue.next, lc_load(&h->root->free_head));
-    lc_txn_set(t, &h->root->free_head, page);
-    lc_txn_add(t, &h->root->free_count, 1);
+/* Free pages become so: their words, then the stack in one piece. What was in `queue.next` is
+ * logged: undoing may have to bring back a link of the queue. */
+void lci_give_free(lci_handle *h, lc_txn *t, const uint32_t *pages, uint32_t n) {
+    uint32_t head = lc_load(&h->root->free_head);
+    if (!n) return;
+    for (uint32_t i = 0; i < n; i++) {
+        lci_page *p = &h->pages[pages[i]];
+        lc_txn_set(t, &p->word, LCI_FREE);
+        lc_txn_set(t, &p->queue.next, head);
+        head = pages[i];
+    }
+    lc_txn_set(t, &h->root->free_head, head);
+    lc_txn_add(t, &h->root->free_count, n);
 }
 
 uint32_t lci_parent(const lci_handle *h, const lci_page *p) {
@@ -48,13 +58,9 @@ void lci_detach_parent(lci_handle *h, lc_txn *t, uint32_t page) {
     lc_txn_set(t, &p->parent, LC_NIL);
 }
 
+/* `page` has no parent so far. */
 void lci_attach_parent(lci_handle *h, lc_txn *t, uint32_t page, uint32_t parent) {
-    lci_page *p = &h->pages[page];
-    if (parent == LC_NIL || parent == page) {
-        lc_txn_set(t, &p->parent, LC_NIL);
-        return;
-    }
-    lci_page *q = &h->pages[parent];
+    lci_page *p = &h->pages[page], *q = &h->pages[parent];
     if (lci_queueable(h, parent)) lci_queue_remove(h, t, parent);
     lc_txn_set(t, &p->parent, parent);
     lc_txn_set(t, &p->parent_gen, lc_load(&q->gen));
@@ -90,7 +96,7 @@ bool lci_doom(lci_handle *h, lc_txn *t, uint32_t page) {
 void lci_free_doomed(lci_handle *h, lc_txn *t, uint32_t page) {
     lc_list_remove(t, &h->lists, page);
     lc_txn_add(t, &h->root->doomed, (uint32_t)-1);
-    lci_give_free(h, t, page, LCI_FREE);
+    lci_give_free(h, t, &page, 1);
 }
 
 /* ------------------------------------------------------------------ page lists */
@@ -111,22 +117,38 @@ static uint32_t take_chunk(lci_handle *h, lc_txn *t) {
     return c;
 }
 
-/* Append a page. False: no chunk left (nothing was changed), or damage (`t->error`). */
-bool lci_list_push(lci_handle *h, lc_txn *t, lci_list *list, uint32_t page) {
-    uint32_t last = lc_load(&list->last);
-    if (last >= h->chunk_count || lc_load(&h->chunks[last].count) >= LCI_CHUNK_PAGES) {
-        uint32_t fresh = take_chunk(h, t);
-        if (fresh == LC_NIL) return false;
-        lc_txn_set(t, last < h->chunk_count ? &h->chunks[last].next : &list->first, fresh);
-        lc_txn_set(t, &list->last, fresh);
-        last = fresh;
+/* Append pages, as many as there are chunks for; returns how many (damage: `t->error`). */
+uint32_t lci_list_push(lci_handle *h, lc_txn *t, lci_list *list, const uint32_t *pages,
+                       uint32_t n) {
+    uint32_t done = 0;
+    while (done < n && !t->error) {
+        uint32_t last = lc_load(&list->last);
+        if (last >= h->chunk_count || lc_load(&h->chunks[last].count) >= LCI_CHUNK_PAGES) {
+            uint32_t fresh = take_chunk(h, t);
+            if (fresh == LC_NIL) break;
+            lc_txn_set(t, last < h->chunk_count ? &h->chunks[last].next : &list->first, fresh);
+            lc_txn_set(t, &list->last, fresh);
+            last = fresh;
+        }
+        lci_chunk *c = &h->chunks[last];
+        uint32_t used = lc_load(&c->count), room = LCI_CHUNK_PAGES - used;
+        uint32_t now = n - done < room ? n - done : room;
+        for (uint32_t i = 0; i < now; i++) lc_store(&c->page[used + i], pages[done + i]);
+        lc_txn_set(t, &c->count, used + now); /* entries are dead until counted */
+        done += now;
     }
-    lci_chunk *c = &h->chunks[last];
-    uint32_t n = lc_load(&c->count);
-    lc_store(&c->page[n], page); /* dead until counted */
-    lc_txn_set(t, &c->count, n + 1);
-    lc_txn_add(t, &list->count, 1);
-    return true;
+    if (done) lc_txn_add(t, &list->count, done);
+    return done;
+}
+
+/* Pages that can be appended for certain. */
+uint32_t lci_list_room(const lci_handle *h, const lci_list *list) {
+    const lci_root *r = h->root;
+    uint32_t last = lc_load(&list->last), used = lc_load(&r->chunk_used), room = 0;
+    if (used < h->chunk_count) room = (h->chunk_count - used) * LCI_CHUNK_PAGES;
+    if (last < h->chunk_count && lc_load(&h->chunks[last].count) < LCI_CHUNK_PAGES)
+        room += LCI_CHUNK_PAGES - lc_load(&h->chunks[last].count);
+    return room;
 }
 
 /* The first chunk, checked; NULL: the list is empty. */

@@ -22,12 +22,6 @@ static void keep(reserve *r) {
 
 /* ------------------------------------------------------------------ before the lock */
 
-static bool ready_here(const lci_page *p, const lc_key *key, uint32_t ns) {
-    uint32_t word = lc_load_acquire(&p->word);
-    return lc_load(&p->lo) == key->lo && lc_load(&p->hi) == key->hi &&
-           (word & (LCI_STATE_MASK | LCI_NS_MASK)) == (LCI_READY | ns << LCI_NS_SHIFT);
-}
-
 static void touch_chain(reserve *r) {
     lc_found found;
     for (uint32_t i = 0; i < r->start; i++) {
@@ -39,32 +33,12 @@ static void touch_chain(reserve *r) {
     }
 }
 
-/* Pin what is there already, wherever in the chain, so that making room cannot take it. Found and
- * pinned as in a match; generations are kept in `page` of no use until confirmed. */
+/* Pin what is there already, wherever in the chain, so that making room cannot take it. */
 static int pin_present(reserve *r) {
     lci_handle *h = r->h;
-    uint32_t rest = r->n - r->start, ns = lci_ns_id(r->op->ns);
-    const lc_key *keys = r->keys + r->start;
-    lc_found found;
-    int rc = LC_OK;
     pthread_mutex_lock(&h->at->rows);
-    for (uint32_t i = 0; i < rest && rc == LC_OK; i++) {
-        if (i + 8 < rest)
-            __builtin_prefetch((const void *)&h->dict.buckets[lc_bucket(&h->dict, keys[i + 8].lo)]);
-        lc_dict_find(&h->dict, keys[i].lo, keys[i].hi, &found);
-        if (found.node == LC_NIL || lci_state_of(found.word) != LCI_READY) continue;
-        rc = lci_pin_one(h, found.node);
-        if (rc != LC_OK) break;
-        atomic_thread_fence(memory_order_seq_cst); /* pairs with the one in settle() of evict.c */
-        lci_page *p = &h->pages[found.node];
-        if (lc_load_acquire(&p->gen) == found.gen && ready_here(p, &keys[i], ns)) {
-            r->page[i] = (int32_t)found.node;
-            r->status[i] = LCI_PRESENT;
-            lci_touch(p, r->tick, 0);
-        } else {
-            lci_unpin_one(h, found.node);
-        }
-    }
+    int rc = lci_pin_ready(h, r->keys + r->start, r->n - r->start, lci_ns_id(r->op->ns), r->tick,
+                           r->page, r->status);
     pthread_mutex_unlock(&h->at->rows);
     return rc;
 }
@@ -108,29 +82,40 @@ static bool open_reservation(reserve *r) {
     return true;
 }
 
-/* A new page: listed in the reservation first, then pinned, then linked under its key. */
-static bool make_page(reserve *r, uint32_t i, uint32_t page, uint32_t parent) {
+/* Key i gets this page: pinned, hung on its parent, then linked under its key. Fields of a page that
+ * was free are dead, so they are stored without the log. The caller holds `rows`. */
+static void make_page(reserve *r, uint32_t i, uint32_t page, uint32_t parent) {
     lci_handle *h = r->h;
     lc_txn *t = &r->t;
     lci_page *p = &h->pages[page];
     uint32_t ns = lci_ns_id(r->op->ns);
-    if (!lci_list_push(h, t, &h->res[r->op->rid].pages, page)) return false;
     /* Readers that hold on to the page's former life may still set bits here and take them back
      * from their rows: a bit without a count means nothing. */
     lc_store(&p->pins, UINT64_C(1) << h->at->slot);
-    pthread_mutex_lock(&h->at->rows);
-    int rc = lci_pin_one(h, page);
-    pthread_mutex_unlock(&h->at->rows);
-    if (rc != LC_OK) t->error = LC_E_CORRUPT; /* a free page with 65,535 pins */
+    if (lci_pin_one(h, page) != LC_OK) t->error = LC_E_CORRUPT; /* free, with 65,535 pins */
     lc_store(&p->used, r->tick << LCI_TICK_SHIFT);
-    lc_txn_set(t, &p->children, 0);
-    lci_attach_parent(h, t, page, parent);
+    lc_store(&p->children, 0);
+    lc_store(&p->parent, LC_NIL);
+    if (parent != LC_NIL) lci_attach_parent(h, t, page, parent);
     lc_dict_insert(t, &h->dict, page, r->keys[r->start + i],
                    LCI_WRITING | ns << LCI_NS_SHIFT | (r->op->rid + 1) << LCI_RES_SHIFT);
-    lc_txn_add(t, &h->ns[ns].pages, 1);
-    lc_txn_add(t, &h->root->named, 1);
-    lc_txn_add(t, &h->root->writing, 1);
-    return true;
+    r->page[i] = (int32_t)page;
+    r->status[i] = LCI_NEW;
+    r->op->made++;
+}
+
+/* Bring chain heads of keys [from, to) near, and the buckets behind them: all of them are read one
+ * by one right afterwards. */
+static void prefetch_keys(const reserve *r, uint32_t from, uint32_t to) {
+    const lc_dict *d = &r->h->dict;
+    const lc_key *keys = r->keys + r->start;
+    uint32_t end = to + LCI_BATCH < r->n - r->start ? to + LCI_BATCH : r->n - r->start;
+    for (uint32_t i = to; i < end; i++)
+        __builtin_prefetch((const void *)&d->buckets[lc_bucket(d, keys[i].lo)], 1);
+    for (uint32_t i = from; i < to; i++) {
+        uint32_t head = lc_load(&d->buckets[lc_bucket(d, keys[i].lo)]);
+        if (head < d->nodes) __builtin_prefetch(lc_node_at(d, head));
+    }
 }
 
 /* Look at keys [from, to) again, now that nobody else changes anything: pin what has become ready,
@@ -138,6 +123,7 @@ static bool make_page(reserve *r, uint32_t i, uint32_t page, uint32_t parent) {
 static uint32_t classify(reserve *r, uint32_t from, uint32_t to) {
     lci_handle *h = r->h;
     uint32_t absent = 0, word = 0, ns = lci_ns_id(r->op->ns);
+    prefetch_keys(r, from, to);
     for (uint32_t i = from; i < to && !r->t.error; i++) {
         if (r->status[i] == LCI_PRESENT) continue;
         uint32_t page = find_locked(h, &r->keys[r->start + i], &word);
@@ -150,10 +136,11 @@ static uint32_t classify(reserve *r, uint32_t from, uint32_t to) {
             r->status[i] = LCI_BUSY_KEY;
             r->page[i] = (int32_t)page;
         } else if (lci_state_of(word) == LCI_READY) {
-            pthread_mutex_lock(&h->at->rows);
             int rc = lci_pin_one(h, page);
-            pthread_mutex_unlock(&h->at->rows);
-            if (rc != LC_OK) r->t.error = rc;
+            if (rc != LC_OK) {
+                r->t.error = rc;
+                break;
+            }
             r->page[i] = (int32_t)page;
             r->status[i] = LCI_PRESENT;
         } else {
@@ -201,29 +188,40 @@ static bool stop(reserve *r, uint32_t i, uint32_t why) {
     return false;
 }
 
-/* Settle one key. False: no room from here on. */
-static bool place(reserve *r, uint32_t i, uint32_t parent) {
+/* How many of the absent keys the quota lets in. */
+static uint32_t allowed(const reserve *r, uint32_t absent) {
+    const lci_namespace *ns = &r->h->ns[lci_ns_id(r->op->ns)];
+    uint32_t quota = lc_load(&ns->quota), used = lc_load(&ns->pages);
+    if (!quota || used + absent <= quota) return absent;
+    return used < quota ? quota - used : 0;
+}
+
+/* Pages for the absent keys of a batch. Fewer than asked for: `*why` says why. */
+static uint32_t take_pages(reserve *r, uint32_t absent, uint32_t *pages, uint32_t *why) {
     lci_handle *h = r->h;
-    lc_txn *t = &r->t;
-    const lc_key *key = &r->keys[r->start + i];
-    lci_namespace *ns = &h->ns[lci_ns_id(r->op->ns)];
-    if (lc_load(&ns->quota) && lc_load(&ns->pages) >= lc_load(&ns->quota))
-        return stop(r, i, LCI_WHY_QUOTA);
-    if (LC_UNLIKELY(lc_dict_chain(&h->dict, key->lo) >= LC_CHAIN_MAX)) {
-        if (!lci_evict_from_chain(h, t, key->lo)) return stop(r, i, LCI_WHY_CHAIN);
-        keep(r); /* a page freed in this step must not be used again in it */
+    uint32_t want = allowed(r, absent);
+    *why = want < absent ? LCI_WHY_QUOTA : LCI_WHY_PINNED;
+    if (!want) return 0;
+    *why = LCI_WHY_RESERVATIONS;
+    if (!r->op->gen && !open_reservation(r)) return 0;
+    uint32_t room = lci_list_room(h, &h->res[r->op->rid].pages);
+    if (room >= want) *why = want < absent ? LCI_WHY_QUOTA : LCI_WHY_PINNED;
+    return lci_take_free(h, &r->t, pages, room < want ? room : want);
+}
+
+/* Room in the chains of the absent keys, before any page is taken. */
+static void make_chain_room(reserve *r, uint32_t from, uint32_t to) {
+    lci_handle *h = r->h;
+    for (uint32_t i = from; i < to && !r->t.error; i++) {
+        if (r->status[i] != LCI_UNKNOWN) continue;
+        uint64_t lo = r->keys[r->start + i].lo;
+        if (LC_UNLIKELY(lc_dict_chain(&h->dict, lo) >= LC_CHAIN_MAX))
+            lci_evict_from_chain(h, &r->t, lo);
     }
-    if (!r->op->gen && !open_reservation(r)) return stop(r, i, LCI_WHY_RESERVATIONS);
-    uint32_t page = lci_take_free(h, t);
-    if (page == LC_NIL) return stop(r, i, LCI_WHY_PINNED);
-    if (!make_page(r, i, page, parent)) {
-        lci_give_free(h, t, page, LCI_FREE);
-        return stop(r, i, LCI_WHY_RESERVATIONS);
-    }
-    r->page[i] = (int32_t)page;
-    r->status[i] = LCI_NEW;
-    r->op->made++;
-    return true;
+}
+
+static bool chain_full(const reserve *r, uint32_t i) {
+    return lc_dict_chain(&r->h->dict, r->keys[r->start + i].lo) >= LC_CHAIN_MAX;
 }
 
 /* The page of the key before `i`, if it is there and lives. */
@@ -237,32 +235,76 @@ static uint32_t parent_of(const reserve *r, uint32_t i) {
 /* A page that lost its parent is given the one that stands there now. Only a childless page: its
  * new parent cannot hang on it. */
 static void readopt(reserve *r, uint32_t page, uint32_t parent) {
-    lci_page *p = &r->h->pages[page];
+    const lci_page *p = &r->h->pages[page];
     if (parent == LC_NIL || parent == page || lc_load(&p->children)) return;
     if (lci_parent(r->h, p) == LC_NIL) lci_attach_parent(r->h, &r->t, page, parent);
 }
 
+/* Go through a batch in order: each key hangs on the one before it. Returns how many of the taken
+ * pages were used. */
+static uint32_t place(reserve *r, uint32_t from, uint32_t to, const uint32_t *pages, uint32_t got,
+                      uint32_t why) {
+    uint32_t parent = parent_of(r, from), used = 0;
+    for (uint32_t i = from; i < to && !r->t.error; i++) {
+        if (r->status[i] == LCI_UNKNOWN) {
+            if (used == got) {
+                stop(r, i, why);
+                break;
+            }
+            if (chain_full(r, i)) {
+                stop(r, i, LCI_WHY_CHAIN);
+                break;
+            }
+            make_page(r, i, pages[used++], parent);
+        } else if (r->status[i] == LCI_NO_ROOM) {
+            stop(r, i, LCI_WHY_CHAIN);
+            break;
+        } else if (r->status[i] == LCI_PRESENT) {
+            readopt(r, (uint32_t)r->page[i], parent);
+        }
+        parent = (uint32_t)r->page[i];
+    }
+    return used;
+}
+
+static void settle_locked(reserve *r, uint32_t from, uint32_t to, uint32_t absent) {
+    uint32_t pages[LCI_BATCH], why = 0, got = 0;
+    if (absent) {
+        got = take_pages(r, absent, pages, &why);
+        for (uint32_t i = 0; i < got; i++) __builtin_prefetch(&r->h->pages[pages[i]], 1);
+    }
+    uint32_t before = r->op->made, used = place(r, from, to, pages, got, why);
+    if (r->t.error) return;
+    lci_give_free(r->h, &r->t, pages + used, got - used);
+    uint32_t made = r->op->made - before;
+    if (made) {
+        /* In the same step as the pages became WRITING: whoever reaps us finds them listed. */
+        lci_list_push(r->h, &r->t, &r->h->res[r->op->rid].pages, pages, made);
+        lc_txn_add(&r->t, &r->h->ns[lci_ns_id(r->op->ns)].pages, made);
+        lc_txn_add(&r->t, &r->h->root->named, made);
+        lc_txn_add(&r->t, &r->h->root->writing, made);
+        lcs_client_of(r->h->at, r->h->at->slot)->reserved_pages += made;
+    }
+}
+
 static int settle_batch(reserve *r, uint32_t from, uint32_t to) {
+    pthread_mutex_t *rows = &r->h->at->rows;
+    pthread_mutex_lock(rows);
     uint32_t absent = classify(r, from, to);
+    pthread_mutex_unlock(rows);
     if (r->t.error) return r->t.error;
     if (absent) {
         int rc = make_room(r, absent);
         if (rc != LC_OK) return rc;
+        make_chain_room(r, from, to);
+        keep(r); /* pages freed in this step must not be used again in it */
     }
-    uint32_t parent = parent_of(r, from), made = r->op->made;
-    for (uint32_t i = from; i < to && !r->t.error; i++) {
-        if (r->status[i] == LCI_UNKNOWN && !place(r, i, parent)) break;
-        if (r->status[i] == LCI_NO_ROOM) {
-            stop(r, i, LCI_WHY_CHAIN);
-            break;
-        }
-        if (r->status[i] == LCI_PRESENT) readopt(r, (uint32_t)r->page[i], parent);
-        parent = (uint32_t)r->page[i];
-    }
+    pthread_mutex_lock(rows);
+    settle_locked(r, from, to, absent);
+    pthread_mutex_unlock(rows);
     if (r->t.error) return r->t.error;
     keep(r);
     r->op->cursor = to;
-    lcs_client_of(r->h->at, r->h->at->slot)->reserved_pages += r->op->made - made;
     return LC_OK;
 }
 

@@ -144,8 +144,9 @@ static int open_ticket(lci_handle *h, lc_txn *t, uint32_t rid, uint32_t rgen, ui
 
 static int fill_ticket(lci_handle *h, lc_txn *t, lci_ticket *k, const int32_t *pages, uint32_t n) {
     for (uint32_t i = 0; i < n && !t->error; i++) {
-        if (!lci_list_push(h, t, &k->pages, (uint32_t)pages[i])) return LC_E_FULL;
-        count_row0(h, t, (uint32_t)pages[i], 1);
+        uint32_t page = (uint32_t)pages[i];
+        if (lci_list_push(h, t, &k->pages, &page, 1) == 0) return t->error ? t->error : LC_E_FULL;
+        count_row0(h, t, page, 1);
         if (i % 32 == 31) lci_step(t);
     }
     lc_store(&k->total, n);

@@ -36,15 +36,14 @@ uint32_t lc_dict_chain(const lc_dict *d, uint64_t lo) {
 void lc_dict_insert(lc_txn *t, const lc_dict *d, uint32_t node, lc_key key, uint32_t word) {
     lc_node *self = lc_node_at(d, node);
     uint32_t bucket = lc_bucket(d, key.lo);
-    lc_txn_open(t, &self->gen);
+    lc_gen_open(&self->gen);
     LC_PAUSE(LC_AT_KEY_ODD);
-    /* Key and link of an unlinked record are dead, so undoing need not bring them back. */
     lc_store(&self->lo, key.lo);
     lc_store(&self->hi, key.hi);
     lc_store(&self->next, lc_load(&d->buckets[bucket]));
     lc_txn_set(t, &self->word, word);
     LC_PAUSE(LC_AT_KEY_WRITTEN);
-    lc_txn_close(t, &self->gen);
+    lc_gen_close(&self->gen);
     lc_dict_link(t, d, node);
     LC_PAUSE(LC_AT_LINKED);
 }

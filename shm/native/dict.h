@@ -99,6 +99,16 @@ static inline void lc_dict_find(const lc_dict *d, uint64_t lo, uint64_t hi, lc_f
     lc_dict_find_from(d, lo, hi, lc_load_acquire(&d->buckets[lc_bucket(d, lo)]), out);
 }
 
+/* Open a record that nothing leads to: its generation becomes odd (a death may have left it so).
+ * The fence keeps the record's new fields behind it. */
+static inline void lc_gen_open(_Atomic uint32_t *gen) {
+    lc_store(gen, lc_load(gen) | 1);
+    atomic_thread_fence(memory_order_release);
+}
+
+/* Close it: even, with release, so that whoever reads this generation reads the fields. */
+static inline void lc_gen_close(_Atomic uint32_t *gen) { lc_store_release(gen, lc_load(gen) + 1); }
+
 /* Under the lock: link a record whose key is set and whose generation is even. */
 static inline void lc_dict_link(lc_txn *t, const lc_dict *d, uint32_t node) {
     _Atomic uint32_t *head = &d->buckets[lc_bucket(d, lc_load(&lc_node_at(d, node)->lo))];

@@ -9,7 +9,7 @@ static bool sound(const _Atomic uint64_t *log, uint32_t count, uint64_t begin, u
         uint32_t tag = (uint32_t)lc_load(&log[i]);
         uint64_t at = (uint64_t)(tag & ~LC_LOG_KIND) * 4;
         if (at < begin || at + 4 > end) return false;
-        if ((tag & LC_LOG_KIND) == LC_LOG_KIND) return false;
+        if ((tag & LC_LOG_KIND) != LC_LOG_PLAIN && (tag & LC_LOG_KIND) != LC_LOG_SOFT) return false;
         if ((tag & LC_LOG_KIND) == LC_LOG_SOFT && ++i == count) return false;
     }
     return true;
@@ -17,24 +17,11 @@ static bool sound(const _Atomic uint64_t *log, uint32_t count, uint64_t begin, u
 
 static void undo_one(uint8_t *base, uint32_t tag, uint32_t old, uint32_t value) {
     _Atomic uint32_t *word = (_Atomic uint32_t *)(base + (uint64_t)(tag & ~LC_LOG_KIND) * 4);
-    switch (tag & LC_LOG_KIND) {
-    case LC_LOG_GEN:
-        /* Closing is undone first (old is odd): open again, further on. Then opening (old is
-         * even): close, further still. Both results depend on the entry alone. */
-        if (old & 1) {
-            lc_store(word, old + 2);
-            atomic_thread_fence(memory_order_release);
-        } else {
-            lc_store_release(word, old + 4);
-        }
-        break;
-    case LC_LOG_SOFT:
+    if ((tag & LC_LOG_KIND) == LC_LOG_SOFT)
         atomic_compare_exchange_strong_explicit(word, &value, old, memory_order_acq_rel,
                                                 memory_order_acquire);
-        break;
-    default:
+    else
         lc_store_release(word, old);
-    }
 }
 
 int lc_txn_undo(uint8_t *base, lcs_lock *lock, uint64_t begin, uint64_t end) {

@@ -7,14 +7,16 @@
  * it was at the last commit. Undoing twice gives the same, so a death in recovery needs nothing.
  *
  * Undoing in reverse also keeps the promise made to readers without a lock: what was linked last
- * is unlinked first, and a record is changed back only while it cannot be reached.
+ * is unlinked first.
  *
- * Three kinds of word:
+ * Two kinds of word:
  *   plain  only the holder of the lock stores to it; the old value comes back.
  *   soft   others may compare-and-swap it without the lock (a page's state, a shard's word); the
  *          old value comes back only while our new one still stands there.
- *   gen    a generation, odd while its record changes; it only ever moves forward, so that a
- *          reader who saw the undone record does not mistake it for the restored one.
+ *
+ * Not logged at all: the fields of a record that nothing leads to (a free one). They are dead, and
+ * a record freed in a step must not be used again before the next one. Its generation only ever
+ * moves on, in an undone step too.
  */
 #ifndef LC_TXN_H
 #define LC_TXN_H
@@ -23,7 +25,6 @@
 
 #define LC_LOG_KIND UINT32_C(0xc0000000)
 #define LC_LOG_PLAIN UINT32_C(0x00000000)
-#define LC_LOG_GEN UINT32_C(0x40000000)
 #define LC_LOG_SOFT UINT32_C(0x80000000) /* followed by an entry that holds the new value */
 
 typedef struct lc_txn {
@@ -78,25 +79,6 @@ static inline bool lc_txn_swap(lc_txn *t, _Atomic uint32_t *word, uint32_t old, 
     lc_txn_arm(t);
     return atomic_compare_exchange_strong_explicit(word, &old, value, memory_order_acq_rel,
                                                    memory_order_acquire);
-}
-
-/* Open a record: its generation becomes odd. The fence keeps the record's new fields behind it. */
-static inline void lc_txn_open(lc_txn *t, _Atomic uint32_t *gen) {
-    if (LC_UNLIKELY(!lc_txn_room(t, 1))) return;
-    uint32_t old = lc_load(gen);
-    lc_txn_note(t, lc_txn_word(t, gen) | LC_LOG_GEN, old);
-    lc_txn_arm(t);
-    lc_store(gen, old + 1);
-    atomic_thread_fence(memory_order_release);
-}
-
-/* Close it: even again, with release, so that whoever reads this generation reads the fields. */
-static inline void lc_txn_close(lc_txn *t, _Atomic uint32_t *gen) {
-    if (LC_UNLIKELY(!lc_txn_room(t, 1))) return;
-    uint32_t old = lc_load(gen);
-    lc_txn_note(t, lc_txn_word(t, gen) | LC_LOG_GEN, old);
-    lc_txn_arm(t);
-    lc_store_release(gen, old + 1);
 }
 
 static inline void lc_txn_commit(lc_txn *t) {
