@@ -36,7 +36,8 @@ SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "lci_match1": (INT, (ADDRESS, ADDRESS, U32, U32, ADDRESS)),
     "lci_match": (INT, (ADDRESS, ADDRESS, ADDRESS, U32, U32, ADDRESS, ADDRESS)),
     "lci_release": (INT, (ADDRESS, ADDRESS)),
-    "lci_unpin": (INT, (ADDRESS, ADDRESS, U32)),
+    "lci_split": (INT, (ADDRESS, ADDRESS, ADDRESS, U32)),
+    "lci_unreserve": (INT, (ADDRESS, ADDRESS, ADDRESS, ADDRESS, U32)),
     "lci_publish": (INT, (ADDRESS, U32, U32, U32, ADDRESS, U32)),
     "lci_wait": (INT, (ADDRESS, ADDRESS, U32, U64)),
     "lci_reserve": (INT, (ADDRESS, ADDRESS, ADDRESS, U32, U32, ADDRESS, ADDRESS, *LOCKED)),
@@ -63,6 +64,7 @@ SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "lci_repair": (INT, (ADDRESS, *LOCKED)),
     "lci_hold": (INT, (ADDRESS, *LOCKED)),
     "lci_let_go": (INT, (ADDRESS,)),
+    "lci_copy": (INT, (ADDRESS, ADDRESS, U64, *LOCKED)),
 }
 
 

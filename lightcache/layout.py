@@ -246,6 +246,7 @@ class ReserveProgress(ctypes.Structure):
         ("stopped", ctypes.c_uint32),
         ("wanted", ctypes.c_uint32),
         ("reason", ctypes.c_uint32),
+        ("unpinned", ctypes.c_uint32),
     ]
 
 

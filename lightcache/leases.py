@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lightcache import layout
+from lightcache import _arguments, layout
 from lightcache.errors import LeaseLost
 from lightcache.shm.codes import Code, check
 
@@ -77,8 +77,9 @@ class Lease:
         """
         if self._released:
             raise LeaseLost("this lease was released before; release it once")
-        self._released = True
+        # In this order an interrupt in between costs nothing: releasing again releases nothing.
         code = self._index._release(self._index._handle, self._where)
+        self._released = True
         if code != 0:
             check(code, "release a lease")
 
@@ -105,13 +106,13 @@ class Lease:
 
     def __del__(self) -> None:
         # getattr: an interrupt may come before __init__ has set it.
-        if not getattr(self, "_released", True):
+        if not getattr(self, "_released", True) and not self._index._unusable():
             self._let_go()
 
     def _let_go(self) -> None:
         """Release without a word when there is nothing left to release: closed, forked."""
-        self._released = True
         code = self._index._release(self._index._handle, self._where)
+        self._released = True
         if code not in (Code.OK, Code.FORKED, Code.CLOSED):
             check(code, "release a lease")
 
@@ -151,16 +152,17 @@ class LeaseBatch:
         Raises:
             LeaseLost: released already.
         """
-        pages = self.pages
-        parts = []
-        at = 0
-        for count in self.counts:
-            part = Lease(self._lease._index, int(count))
-            _fill(part, pages[at : at + count])
-            parts.append(part)
-            at += int(count)
-        # The pins change hands here: nothing above pins, nothing below can fail.
-        _empty(self._lease)
+        if self._lease._released:
+            raise LeaseLost("split: this batch was released or split before")
+        index = self._lease._index
+        parts = [Lease(index, int(count)) for count in self.counts]
+        places = (ctypes.c_void_p * len(parts))(*(ctypes.addressof(p._where) for p in parts))
+        # All pins change hands in one call: before it the batch holds them, after it the parts do.
+        code = index._quick.lci_split(
+            self._lease._where, places, _arguments.address(self.counts), len(parts)
+        )
+        check(code, "split a batch")
+        self._lease._released = True
         return parts
 
     def release(self) -> None:
@@ -172,17 +174,6 @@ class LeaseBatch:
 
     def __exit__(self, *exception: Any) -> None:
         self._lease.__exit__(None, None, None)
-
-
-def _fill(lease: Lease, pages: Pages) -> None:
-    data = pages.tobytes()
-    lease._buffer[HEADER_BYTES : HEADER_BYTES + len(data)] = data
-    lease._buffer[:4] = len(pages).to_bytes(4, "little")
-
-
-def _empty(lease: Lease) -> None:
-    lease._buffer[:4] = bytes(4)
-    lease._released = True
 
 
 __all__ = ["Lease", "LeaseBatch"]

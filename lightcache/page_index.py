@@ -38,7 +38,7 @@ from lightcache.shm.locking import deadline_ns
 from lightcache.snapshot import CheckReport, IndexStats
 from lightcache.tickets import ClientId, Ticket
 
-MAX_PAGES = 1 << 30
+MAX_PAGES = 40_000_000  # what the undo log can address: an index of 8 GiB
 
 Hook = Callable[[Segment], None]
 
@@ -47,7 +47,7 @@ def geometry(pages: int) -> layout.Geometry:
     """Where an index of so many pages keeps what.
 
     Raises:
-        ConfigError: not 1 to 2^30 pages.
+        ConfigError: not 1 to 40 million pages.
     """
     _arguments.count(pages, "pages", 1, MAX_PAGES)
     found = layout.Geometry()
@@ -109,7 +109,8 @@ class PageIndex:
         self._release = self._quick.lci_release
         self._namespace = self._default_namespace()
         self._closed = False
-        self._finalizer = weakref.finalize(self, self._core.free)
+        # Not at the interpreter's end: what is destroyed later may still call the core with it.
+        weakref.finalize(self, self._core.free).atexit = False
 
     # ---- making one
 
@@ -133,7 +134,7 @@ class PageIndex:
 
         Args:
             name: ASCII letters, digits and `._-`, at most 180.
-            pages: of the medium, 1 to 2^30.
+            pages: of the medium, 1 to 40 million.
             config: what others must give alike to `attach` or `open` it (JSON); say here what the
                 medium is, how large a page is and what model it is for.
             grown: pages whose memory is there already; None: all. More with `grow`.
@@ -549,7 +550,7 @@ class PageIndex:
         if size < 0:
             self._refuse(size)
         lease = Lease(self, size)
-        rid, gen = ctypes.c_uint32(), ctypes.c_uint32()
+        adopted = Shard(self, lease, number, bytes(ticket))
         at = ctypes.addressof(lease._where)
         code = self._locked(
             "lci_adopt",
@@ -558,8 +559,8 @@ class PageIndex:
             ctypes.c_void_p(at),
             ctypes.c_void_p(at + HEADER_BYTES),
             size,
-            ctypes.byref(rid),
-            ctypes.byref(gen),
+            ctypes.byref(adopted._rid),
+            ctypes.byref(adopted._gen),
             what="adopt a ticket",
             timeout=timeout,
         )
@@ -567,12 +568,10 @@ class PageIndex:
             raise ConfigError("adopt: this is a reservation's ticket; say which shard you write")
         if code < 0:
             self._refuse(code)
-        if rid.value == layout.NIL:
-            return lease
-        pages = np.array(lease.pages)
-        adopted = Shard(self, pages, rid.value, gen.value, number, bytes(ticket))
-        lease._released = True  # the shard unpins from here on
-        return adopted
+        if adopted._rid.value != layout.NIL:
+            return adopted
+        adopted._done = True  # the lease alone is held
+        return lease
 
     def done(self, ticket: bytes, ok: bool = True) -> None:
         """Our verdict on a lease's ticket that we adopted: its giver sees it in `poll`. No lock.
@@ -608,6 +607,7 @@ class PageIndex:
         timeout: float,
     ) -> Ticket:
         ref = layout.TicketRef()
+        ticket = Ticket(self, ref)  # before the call: an interrupt after it drops the ticket
         code = self._locked(
             "lci_ticket_give",
             _arguments.address(pages),
@@ -619,10 +619,12 @@ class PageIndex:
             ctypes.byref(ref),
             what="give a ticket",
         )
+        if code < 0:
+            ticket._dropped = True
         if code == Code.FULL:
             raise OutOfPages("ticket: too many tickets are outstanding; drop some")
         check(code, "give a ticket")
-        return Ticket(self, ref)
+        return ticket
 
     def _adopters(self, adopters: list[ClientId]) -> int:
         living = {(c.slot, c.epoch) for c in self._segment.clients() if c.alive}
@@ -719,7 +721,10 @@ class PageIndex:
     # ---- the end
 
     def _unusable(self) -> bool:
-        """Closed or inherited by a fork: what is held here was given back, or is not ours."""
+        """Closed or inherited by a fork: what is held here was given back, or is not ours. Freed:
+        we are garbage together with what asks."""
+        if self._core.handle is None:
+            return True
         try:
             self._segment.check_usable()
         except Detached:
@@ -745,6 +750,7 @@ class PageIndex:
         if self._closed:
             return
         if not self._segment.readonly and not self._segment.closed:
+            self._segment.check_closable()  # before anything is given back
             code = self._locked("lci_leave", what="leave")
             if code == Code.FORKED:
                 check(code, "close")

@@ -17,8 +17,11 @@ from lightcache.shm.codes import Code, check
 
 if TYPE_CHECKING:
     from lightcache._arguments import Keys, Pages
+    from lightcache.leases import Lease
     from lightcache.page_index import PageIndex
     from lightcache.tickets import ClientId, Ticket
+
+NOT_ADOPTED = layout.NIL - 1  # a shard's reservation before the core has named it
 
 _WHY = {
     0: "",
@@ -121,19 +124,20 @@ class Reservation:
         """
         if self._done:
             raise Abandoned("publish: this reservation has ended; reserve again and write again")
-        if shard is None:
-            left = [s for s in range(self.shards) if s not in self._published]
-            if not left and self.shards:
-                raise LeaseLost("publish: every shard was published before; publish once")
-            for each in left:
-                self._ready = self._publish_one(each)
+        if shard is not None:
+            if not self._publish_one(_arguments.count(shard, "shard", 0, self.shards - 1)):
+                raise LeaseLost(f"publish: shard {shard} belongs to the client that adopted it")
             return self._ready
-        self._ready = self._publish_one(_arguments.count(shard, "shard", 0, self.shards - 1))
+        left = [each for each in range(self.shards) if each not in self._published]
+        if not [each for each in left if self._publish_one(each)]:
+            raise LeaseLost("publish: every shard was published before, or adopted by others")
         return self._ready
 
     def _publish_one(self, shard: int) -> bool:
+        """False: it belongs to somebody else."""
         if self._progress.gen == 0:  # nothing was new
             self._published.add(shard)
+            self._ready = True
             return True
         pages = self.pages
         code = self._index._quick.lci_publish(
@@ -147,10 +151,11 @@ class Reservation:
         if code == Code.STALE:
             raise Abandoned("publish: this reservation was abandoned or its writer declared dead")
         if code == Code.OWNER:
-            raise LeaseLost(f"publish: shard {shard} belongs to the client that adopted it")
+            return False
         check(code, f"publish shard {shard}")
         self._published.add(shard)
-        return bool(code)
+        self._ready = bool(code)
+        return True
 
     def ticket(self, adopters: list[ClientId], *, timeout: float = 60.0) -> Ticket:
         """Let others write shards of these pages: who adopts it with `shard=k` owns shard k.
@@ -186,19 +191,21 @@ class Reservation:
 
     def _end(self) -> None:
         """Abandon first, while our pins keep the pages ours, then unpin; may be called again
-        after an interrupt in between."""
+        after an interrupt anywhere in between."""
         if self._progress.gen and not self._ready:
             # LeaseLost: a shard's owner died or the namespace was cleared, it ended without us
             with contextlib.suppress(LeaseLost):
                 self._index._abandon(self._progress.rid, self._progress.gen)
+        code = self._index._quick.lci_unreserve(
+            self._index._handle,
+            ctypes.byref(self._progress),
+            _arguments.address(self._page),
+            _arguments.address(self._status),
+            len(self._page),
+        )
         self._done = True
-        held = self._page[(self._status == KeyStatus.NEW) | (self._status == KeyStatus.PRESENT)]
-        if len(held):
-            code = self._index._quick.lci_unpin(
-                self._index._handle, _arguments.address(held), len(held)
-            )
-            if code not in (Code.OK, Code.FORKED, Code.CLOSED):
-                check(code, "unpin a reservation")
+        if code not in (Code.OK, Code.FORKED, Code.CLOSED):
+            check(code, "unpin a reservation")
 
     def __enter__(self) -> Reservation:
         return self
@@ -225,21 +232,29 @@ class Reservation:
 
 class Shard:
     """One shard of somebody's reservation, adopted from a ticket: pages to write, pinned in our
-    own name. `publish` it, or leave the `with`, which tells the giver that it failed."""
+    own name. `publish` it, or leave the `with`: then nobody can publish it any more, so the whole
+    reservation is abandoned, and the giver told that it failed."""
 
-    def __init__(
-        self, index: PageIndex, pages: Pages, rid: int, gen: int, shard: int, ticket: bytes
-    ) -> None:
-        """For PageIndex.adopt."""
-        self._done = False
+    def __init__(self, index: PageIndex, lease: Lease, shard: int, ticket: bytes) -> None:
+        """For PageIndex.adopt, before anything is adopted."""
+        self._done = True  # as in Reservation
         self._index = index
-        self.pages = pages
-        """The pages to write, int32, in the order of their keys."""
+        self._lease = lease
         self.shard = shard
-        self._rid = rid
-        self._gen = gen
+        self._rid = ctypes.c_uint32(NOT_ADOPTED)
+        self._gen = ctypes.c_uint32()
         self._ticket = ticket
         self._told = False
+        self._done = False
+
+    @property
+    def pages(self) -> Pages:
+        """The pages to write, int32, in the order of their keys.
+
+        Raises:
+            LeaseLost: released already.
+        """
+        return self._lease.pages
 
     def publish(self) -> bool:
         """Say that our shard of all pages is written; also gives the ticket's verdict.
@@ -254,8 +269,8 @@ class Shard:
             raise Abandoned("publish: this shard was released before")
         code = self._index._quick.lci_publish(
             self._index._handle,
-            self._rid,
-            self._gen,
+            self._rid.value,
+            self._gen.value,
             self.shard,
             _arguments.address(self.pages),
             len(self.pages),
@@ -268,7 +283,7 @@ class Shard:
         return bool(code)
 
     def release(self) -> None:
-        """Unpin; what was not published counts as failed for the ticket's giver.
+        """Unpin. A shard that was not published abandons the reservation, which takes the lock.
 
         Raises:
             LeaseLost: released already.
@@ -278,16 +293,16 @@ class Shard:
         self._end()
 
     def _end(self) -> None:
-        self._done = True
-        if not self._told:
+        """May be called again after an interrupt anywhere in between."""
+        if not self._told and self._rid.value != NOT_ADOPTED:
             code = self._index._ticket_done_code(self._ticket, False)
             if code not in (Code.OK, Code.STALE, Code.TWICE, Code.FORKED, Code.CLOSED):
                 check(code, "tell that a shard failed")
-        code = self._index._quick.lci_unpin(
-            self._index._handle, _arguments.address(self.pages), len(self.pages)
-        )
-        if code not in (Code.OK, Code.FORKED, Code.CLOSED):
-            check(code, "unpin a shard")
+            if self._rid.value != layout.NIL and not self._index._unusable():
+                with contextlib.suppress(LeaseLost):  # it has ended in another way
+                    self._index._abandon(self._rid.value, self._gen.value)
+        self._lease._let_go()
+        self._done = True
 
     def __enter__(self) -> Shard:
         return self
@@ -302,7 +317,7 @@ class Shard:
             self._end()
 
     def __del__(self) -> None:
-        if not getattr(self, "_done", True):
+        if not getattr(self, "_done", True) and not self._index._unusable():
             self._end()
 
 

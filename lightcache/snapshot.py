@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from lightcache import _arguments, _native, layout
 from lightcache._core import Core
-from lightcache.errors import CacheCorrupted, LightcacheError
+from lightcache.errors import CacheCorrupted
 from lightcache.shm import layout as shm_layout
 from lightcache.shm.codes import check
 
@@ -164,13 +164,9 @@ def check_attached(core: Core, pages: int) -> CheckReport:
 
 
 def _copy_holding(core: Core, view: Bytes) -> Bytes:
-    check(core.locked("lci_hold", what="check"), "check")
-    try:
-        copy: Bytes = view.copy()
-        # Our own hold is no finding.
-        ctypes.memset(copy.ctypes.data + shm_layout.LOCK_OFFSET, 0, 4)
-        return copy
-    finally:
-        code = core.quick.lci_let_go(core.handle)
-        if code < 0:
-            raise LightcacheError(f"check: giving the lock back failed with {code}")
+    copy = np.empty_like(view)
+    where = _arguments.address(copy)
+    check(core.locked("lci_copy", where, len(copy), what="check"), "check")
+    # Our own hold is no finding.
+    ctypes.memset(copy.ctypes.data + shm_layout.LOCK_OFFSET, 0, 4)
+    return copy

@@ -54,6 +54,7 @@ class Ticket:
 
     def __init__(self, index: PageIndex, ref: layout.TicketRef) -> None:
         """For `Lease.ticket` and `Reservation.ticket`."""
+        self._dropped = True  # as in Reservation
         self._index = index
         self._ref = ref
         self._dropped = False
@@ -95,7 +96,9 @@ class Ticket:
         """
         if self._dropped:
             raise LeaseLost("drop: this ticket was dropped before")
-        self._index._locked("lci_ticket_drop", ctypes.byref(self._ref), what="drop a ticket")
+        code = self._index._locked("lci_ticket_drop", ctypes.byref(self._ref), what="drop a ticket")
+        if code not in (Code.OWNER, Code.STALE):  # an interrupt came after the drop: it is done
+            check(code, "drop a ticket")
         self._dropped = True
 
     def __enter__(self) -> Ticket:
@@ -103,6 +106,11 @@ class Ticket:
 
     def __exit__(self, *exception: object) -> None:
         if not self._dropped and not self._index._unusable():
+            self.drop()
+
+    def __del__(self) -> None:
+        """Nobody can ask for its verdict any more. Adopters go on, and pins last as promised."""
+        if not getattr(self, "_dropped", True) and self._ref.gen and not self._index._unusable():
             self.drop()
 
 

@@ -83,22 +83,17 @@ class Hold:
 
     # ---- who uses the mapping
 
-    def enter(self) -> object:
-        """Count a user in; `leave` takes the token. Until then `close` raises InUse.
+    def enter(self, token: object) -> None:
+        """Count a user in; until `leave` takes the token, `close` raises InUse. The caller made
+        the token and sees to its leaving whatever happens, an interrupt in here included.
 
         Raises:
             Detached: not attached (any more), or another thread is just closing.
         """
-        token = object()
         self._users.add(token)  # before looking at `_closed`, which `close` sets before counting
-        try:
-            self.check_usable()
-            if self._closed:
-                check(Code.CLOSED, f"use the segment {self.opened.name!r}")
-        except BaseException:
-            self._users.discard(token)
-            raise
-        return token
+        self.check_usable()
+        if self._closed:
+            check(Code.CLOSED, f"use the segment {self.opened.name!r}")
 
     def leave(self, token: object) -> None:
         """Count a user out."""
@@ -107,8 +102,9 @@ class Hold:
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
         """For the time of a blocking call: the mapping stays."""
-        token = self.enter()
+        token = object()
         try:
+            self.enter(token)
             yield
         finally:
             self.leave(token)
@@ -120,8 +116,9 @@ class Hold:
                 f"a view of [{offset}, {offset + length}) was asked for in the segment "
                 f"{self.opened.name!r}, which has {self.bytes} bytes"
             )
-        token = self.enter()
+        token = object()
         try:
+            self.enter(token)
             array = (ctypes.c_uint8 * length).from_address(self.base + offset)
             # The array is what every memoryview, numpy array or tensor made of it keeps alive.
             array.owner = owner  # type: ignore[attr-defined]
@@ -133,6 +130,15 @@ class Hold:
         return view.toreadonly() if self.readonly else view
 
     # ---- the end
+
+    def check_closable(self) -> None:
+        """Raise InUse while views live or calls are under way."""
+        users = len(self._users)
+        if users:
+            raise InUse(
+                f"close the segment {self.opened.name!r}: {users} views or calls still use its "
+                "memory; drop the arrays made of it first"
+            )
 
     def close(self, *, force: bool = False) -> None:
         """Leave the segment; the last to leave one of lifetime "attached" unlinks it.

@@ -374,6 +374,10 @@ class Segment:
         """
         self._hold.close()
 
+    def check_closable(self) -> None:
+        """Raise InUse while views live or calls are under way: `close` would."""
+        self._hold.check_closable()
+
     def free_slot_on_close(self) -> None:
         """Say that this client holds nothing in the structure any more. Without it a structure's
         slot stays taken at `close`, and the next reaper finds it dead."""

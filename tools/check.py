@@ -116,13 +116,13 @@ def _repeats(before: tuple[Image, CheckReport], now: tuple[Image, CheckReport]) 
 
 def _moving(before: Image, now: Image) -> bool:
     """Whether some client may have been pinning: it looked something up between two copies, came
-    or went, or is stopped in the middle of whatever it does."""
+    or went, is stopped in the middle of whatever it does, or died there and was not reaped."""
     stamps = [
         [(c.slot, c.epoch, c.alive, c.lookups, c.reserved_pages) for c in image.clients]
         for image in (before, now)
     ]
-    stopped = any(state_of(c) in ("stopped", "traced") for c in now.clients if c.alive)
-    return stopped or stamps[0] != stamps[1]
+    stuck = any(not c.alive or state_of(c) in ("stopped", "traced") for c in now.clients)
+    return stuck or stamps[0] != stamps[1]
 
 
 def _undecided(image: Image, report: CheckReport) -> Result:
@@ -130,7 +130,11 @@ def _undecided(image: Image, report: CheckReport) -> Result:
         # Everything before the pins held in this copy; and clients were at work on the pins.
         again = snapshot.check_copy(image.data, image.pages, quiet=False)
         if again.clean:
-            return Result(OK, again, "pins were not checked: clients were pinning all the time")
+            return Result(
+                OK,
+                again,
+                "pins were not checked: clients were pinning, or are stopped, or dead",
+            )
         report = again
     note = (
         "the cache was never quiet for the time of a copy, so this may be an artefact; wait longer "

@@ -10,10 +10,11 @@ import click
 
 from lightcache.errors import ConfigError, LightcacheError
 from lightcache.page_index import PageIndex
-from lightcache.shm import Segment, SegmentInfo, layout, list_segments, wanted
+from lightcache.shm import Segment, SegmentInfo, layout, list_segments, names, wanted
 from lightcache.shm import sweep as sweep_all
 from lightcache.shm.objects import OpenObject
 from lightcache.shm.segment import free_dead_slots
+from lightcache.shm.sweep import _sweep_dependent
 from lightcache.tools.attaching import group_option_help, guest
 from lightcache.tools.image import unknown
 from lightcache.tools.output import FAILED, Command, emit, fail, json_option
@@ -27,7 +28,10 @@ group_option = click.option("--group", help=group_option_help)
 @group_option
 def rm(name: str, force: bool, group: str | None) -> None:
     """Remove the cache NAME and its pool."""
-    if not Segment.unlink(name, force=force, group=group):
+    found = Segment.unlink(name, force=force, group=group)
+    # Where the header is damaged, its UUID does not lead to the pool; the pool's name leads to us.
+    left = [_sweep_dependent(dependent) for dependent in names.dependents(name)]
+    if not found and not any(left):
         raise unknown(name)
     click.echo(f"removed {name}")
 

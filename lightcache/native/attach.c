@@ -44,7 +44,7 @@ LC_API int lci_geometry_of(uint64_t pages, lci_geometry *g) {
     g->rows = at;
     g->row_stride = up(pages, 32); /* counts of two clients never share a word, nor a line */
     g->end = up(at + LCS_SLOTS * g->row_stride * 2, 4096);
-    return LC_OK;
+    return g->end <= LC_LOG_REACH ? LC_OK : LC_E_RANGE;
 }
 
 static void point(lci_handle *h, uint8_t *base, const lci_geometry *g) {

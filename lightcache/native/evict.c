@@ -93,18 +93,20 @@ uint32_t lci_evict(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t want) {
     return n ? settle(h, t, e, marked, n) : 0;
 }
 
-/* Free pages of one namespace, oldest lists first, looking at a bounded number: what a tenant over
- * its quota pays with. */
-uint32_t lci_evict_namespace(lci_handle *h, lc_txn *t, uint32_t want, uint32_t ns) {
-    uint32_t marked[LCI_BATCH], n = 0, looked = 0;
-    lci_eviction e = {.since = lci_next_tick(h)};
-    if (want > LCI_BATCH) want = LCI_BATCH;
-    for (uint32_t list = 0; list < LCI_DOOMED_LIST && n < want && looked < 4096; list++) {
+/* May go now, and was not used by the call that makes room. */
+static bool may_go(const lci_handle *h, const lci_eviction *e, uint32_t page) {
+    const lci_page *p = &h->pages[page];
+    return lci_queueable(h, page) && lci_tick(p) < e->since && !lci_pinned(h, p);
+}
+
+/* One look through the queue for pages of a namespace. Returns how many are marked now. */
+static uint32_t mark_namespace(lci_handle *h, lc_txn *t, const lci_eviction *e, uint32_t *marked,
+                               uint32_t n, uint32_t want, uint32_t ns, uint32_t *looked) {
+    for (uint32_t list = 0; list < LCI_DOOMED_LIST && n < want && *looked < 4096; list++) {
         uint32_t at = lc_list_first(t, &h->lists, list);
-        while (at < h->page_count && n < want && looked++ < 4096 && !t->error) {
-            lci_page *p = &h->pages[at];
-            uint32_t next = lc_load(&p->queue.next);
-            if (lci_ns_of(lc_load(&p->word)) == ns && lci_queueable(h, at) && !lci_pinned(h, p)) {
+        while (at < h->page_count && n < want && (*looked)++ < 4096 && !t->error) {
+            uint32_t next = lc_load(&h->pages[at].queue.next);
+            if (lci_ns_of(lc_load(&h->pages[at].word)) == ns && may_go(h, e, at)) {
                 lci_queue_remove(h, t, at);
                 marked[n++] = at;
                 mark(h, t, at);
@@ -113,22 +115,33 @@ uint32_t lci_evict_namespace(lci_handle *h, lc_txn *t, uint32_t want, uint32_t n
             at = next;
         }
     }
-    return n ? settle(h, t, &e, marked, n) : 0;
+    return n;
+}
+
+/* Free pages of one namespace, oldest lists first, looking at a bounded number: what a tenant over
+ * its quota pays with. Again while there was something: behind a leaf its prefix comes up. */
+uint32_t lci_evict_namespace(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t want,
+                             uint32_t ns) {
+    uint32_t marked[LCI_BATCH], n = 0, looked = 0, before;
+    if (want > LCI_BATCH) want = LCI_BATCH;
+    do {
+        before = n;
+        n = mark_namespace(h, t, e, marked, n, want, ns, &looked);
+    } while (n > before && n < want && !t->error);
+    return n ? settle(h, t, e, marked, n) : 0;
 }
 
 /* A chain at its bound: make room in it by one page that may go. */
-bool lci_evict_from_chain(lci_handle *h, lc_txn *t, uint64_t key_lo) {
-    lci_eviction e = {.since = lci_next_tick(h)};
+bool lci_evict_from_chain(lci_handle *h, lc_txn *t, lci_eviction *e, uint64_t key_lo) {
     uint32_t at = lc_load(&h->dict.buckets[lc_bucket(&h->dict, key_lo)]);
     for (int hops = 0; hops <= LC_CHAIN_MAX && at < h->page_count; hops++) {
-        lci_page *p = &h->pages[at];
-        if (lci_queueable(h, at) && !lci_pinned(h, p)) {
+        if (may_go(h, e, at)) {
             lci_queue_remove(h, t, at);
             mark(h, t, at);
             follow(h, t, at, false);
-            return settle(h, t, &e, &at, 1) == 1;
+            return settle(h, t, e, &at, 1) == 1;
         }
-        at = lc_load(&p->next);
+        at = lc_load(&h->pages[at].next);
     }
     return false;
 }

@@ -118,6 +118,7 @@ static const lc_fact facts[] = {
     LC_FACT_FIELD(lci_reserve_op, stopped),
     LC_FACT_FIELD(lci_reserve_op, wanted),
     LC_FACT_FIELD(lci_reserve_op, reason),
+    LC_FACT_FIELD(lci_reserve_op, unpinned),
     LC_FACT_TYPE(lci_ticket_ref),
     LC_FACT_FIELD(lci_ticket_ref, index),
     LC_FACT_FIELD(lci_ticket_ref, gen),

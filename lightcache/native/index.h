@@ -198,6 +198,7 @@ typedef struct lci_reserve_op {
     uint32_t stopped; /* no room from `cursor` on */
     uint32_t wanted;  /* with LC_E_GROW: pages that need memory */
     uint32_t reason;  /* why there was no room: LCI_WHY_* */
+    uint32_t unpinned; /* lci_unreserve has given back what was held */
 } lci_reserve_op;
 enum { LCI_WHY_PINNED = 1, LCI_WHY_QUOTA = 2, LCI_WHY_RESERVATIONS = 3, LCI_WHY_CHAIN = 4 };
 
@@ -306,8 +307,8 @@ typedef struct lci_eviction {
 uint32_t lci_queue_pop(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t *steps);
 /* evict.c: free up to `want` pages (at most a batch in this step). Returns how many. */
 uint32_t lci_evict(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t want);
-uint32_t lci_evict_namespace(lci_handle *h, lc_txn *t, uint32_t want, uint32_t ns);
-bool lci_evict_from_chain(lci_handle *h, lc_txn *t, uint64_t key_lo);
+uint32_t lci_evict_namespace(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t want, uint32_t ns);
+bool lci_evict_from_chain(lci_handle *h, lc_txn *t, lci_eviction *e, uint64_t key_lo);
 #define LCI_BATCH 32
 
 /* pages.c, under the lock: the transitions of a page and the lists of reservations and tickets. */

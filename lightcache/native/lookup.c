@@ -271,17 +271,19 @@ LC_API int lci_release(lci_handle *h, lci_lease *lease) {
     return rc;
 }
 
-/* Unpin a run of own pages: part of a lease or a reservation. */
-LC_API int lci_unpin(lci_handle *h, const int32_t *pages, uint32_t n) {
-    int rc = lcs_usable(h->at);
-    if (LC_UNLIKELY(rc != LC_OK && rc != LC_E_RETIRED)) return rc;
-    pthread_mutex_lock(&h->at->rows);
-    rc = LC_OK;
+/* Hand what a lease holds to others, a run of `counts[i]` pages to each: at once, for a caller whom
+ * a signal may interrupt. Process-local. LC_E_RANGE: the counts are not what it holds. */
+LC_API int lci_split(lci_lease *from, lci_lease *const *to, const int32_t *counts, uint32_t n) {
+    const int32_t *pages = (const int32_t *)(from + 1);
+    uint64_t all = 0;
+    for (uint32_t i = 0; i < n; i++) all += (uint32_t)counts[i];
+    if (all != from->held) return LC_E_RANGE;
     for (uint32_t i = 0; i < n; i++) {
-        int one = (uint32_t)pages[i] < h->page_count ? lci_unpin_one(h, (uint32_t)pages[i])
-                                                     : LC_E_RANGE;
-        if (one != LC_OK) rc = one;
+        uint32_t count = (uint32_t)counts[i];
+        memcpy(to[i] + 1, pages, count * sizeof *pages);
+        to[i]->held = to[i]->capacity = count;
+        pages += count;
     }
-    pthread_mutex_unlock(&h->at->rows);
-    return rc;
+    from->held = 0;
+    return LC_OK;
 }

@@ -234,7 +234,7 @@ LC_API int lci_repair(lci_handle *h, int wait, uint64_t deadline) {
     return rc != LC_OK ? rc : dropped;
 }
 
-/* Run `check` on the segment itself while holding the lock: allocations wait for it. */
+/* Hold the lock across calls: for tests that play a stopped holder. */
 LC_API int lci_hold(lci_handle *h, int wait, uint64_t deadline) {
     lc_txn t;
     int rc = lcs_usable(h->at);
@@ -244,5 +244,19 @@ LC_API int lci_hold(lci_handle *h, int wait, uint64_t deadline) {
 
 LC_API int lci_let_go(lci_handle *h) {
     lc_txn t = {.base = h->at->base, .lock = lcs_lock_of(h->at)};
+    return lci_unlock(h, &t);
+}
+
+/* Copy the segment while holding the lock, for `check`: allocations wait for it. Never with the
+ * interpreter's lock held: a million pages take 50 ms. */
+LC_API int lci_copy(lci_handle *h, uint8_t *to, uint64_t bytes, int wait, uint64_t deadline) {
+    lc_txn t;
+    int rc = lcs_usable(h->at);
+    if (rc != LC_OK) return rc;
+    if (bytes > h->at->bytes) return LC_E_RANGE;
+    if (wait == LC_TRY) return LC_E_BUSY;
+    rc = lcs_lock_take(h->at, &t, LCI_OP_CHECK, wait, deadline, h->log_begin, h->log_end);
+    if (rc != LC_OK) return rc;
+    memcpy(to, h->at->base, bytes);
     return lci_unlock(h, &t);
 }

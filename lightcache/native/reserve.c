@@ -158,13 +158,13 @@ static uint32_t available(const lci_handle *h) {
 /* See to it that `want` pages are free, as far as possible. LC_E_GROW asks for memory first. */
 static int make_room(reserve *r, uint32_t want) {
     lci_handle *h = r->h;
-    uint32_t have = available(h);
     lci_namespace *ns = &h->ns[lci_ns_id(r->op->ns)];
     uint32_t quota = lc_load(&ns->quota), used = lc_load(&ns->pages);
     if (quota && used + want > quota) {
-        lci_evict_namespace(h, &r->t, used + want - quota, lci_ns_id(r->op->ns));
+        lci_evict_namespace(h, &r->t, &r->eviction, used + want - quota, lci_ns_id(r->op->ns));
         lci_step(&r->t);
     }
+    uint32_t have = available(h);
     if (have >= want) return LC_OK;
     if (lc_load(&h->root->grown) < h->page_count) {
         r->op->wanted = want - have;
@@ -216,7 +216,7 @@ static void make_chain_room(reserve *r, uint32_t from, uint32_t to) {
         if (r->status[i] != LCI_UNKNOWN) continue;
         uint64_t lo = r->keys[r->start + i].lo;
         if (LC_UNLIKELY(lc_dict_chain(&h->dict, lo) >= LC_CHAIN_MAX))
-            lci_evict_from_chain(h, &r->t, lo);
+            lci_evict_from_chain(h, &r->t, &r->eviction, lo);
     }
 }
 
@@ -240,13 +240,22 @@ static void readopt(reserve *r, uint32_t page, uint32_t parent) {
     if (lci_parent(r->h, p) == LC_NIL) lci_attach_parent(r->h, &r->t, page, parent);
 }
 
+/* A key that stands twice in the batch: the first has made its page, which we write ourselves. */
+static bool twin(reserve *r, uint32_t i) {
+    uint32_t word, page = find_locked(r->h, &r->keys[r->start + i], &word);
+    r->page[i] = (int32_t)page;
+    return page != LC_NIL;
+}
+
 /* Go through a batch in order: each key hangs on the one before it. Returns how many of the taken
  * pages were used. */
 static uint32_t place(reserve *r, uint32_t from, uint32_t to, const uint32_t *pages, uint32_t got,
                       uint32_t why) {
     uint32_t parent = parent_of(r, from), used = 0;
     for (uint32_t i = from; i < to && !r->t.error; i++) {
-        if (r->status[i] == LCI_UNKNOWN) {
+        if (r->status[i] == LCI_UNKNOWN && twin(r, i)) {
+            r->status[i] = LCI_BUSY_KEY;
+        } else if (r->status[i] == LCI_UNKNOWN) {
             if (used == got) {
                 stop(r, i, why);
                 break;
@@ -382,6 +391,24 @@ LC_API int lci_reserve(lci_handle *h, lci_reserve_op *op, const lc_key *keys, ui
         return LC_E_BUSY;
     rc = locked_part(&r, wait, deadline);
     pthread_mutex_unlock(&h->at->door);
+    return rc;
+}
+
+/* Unpin what a reserve holds, once: whom a signal interrupted calls again. */
+LC_API int lci_unreserve(lci_handle *h, lci_reserve_op *op, const int32_t *page,
+                         const uint8_t *status, uint32_t n) {
+    int rc = lcs_usable(h->at);
+    if (rc != LC_OK && rc != LC_E_RETIRED) return rc;
+    pthread_mutex_lock(&h->at->rows);
+    rc = LC_OK;
+    for (uint32_t i = 0; i < n && !op->unpinned; i++) {
+        if (status[i] != LCI_NEW && status[i] != LCI_PRESENT) continue;
+        int one = (uint32_t)page[i] < h->page_count ? lci_unpin_one(h, (uint32_t)page[i])
+                                                    : LC_E_RANGE;
+        if (one != LC_OK) rc = one;
+    }
+    op->unpinned = 1;
+    pthread_mutex_unlock(&h->at->rows);
     return rc;
 }
 

@@ -64,7 +64,20 @@ static bool owner_dead(const lcs_attachment *at, const lcs_lock *lock, uint32_t 
     uint32_t epoch = word >> LCS_LOCK_EPOCH_SHIFT;
     if (slot == at->slot && epoch == (at->epoch & 0xffffff)) return false;
     if ((lc_load(&lcs_client_of(at, slot)->epoch) & 0xffffff) != epoch) return true;
-    return !lcs_slot_alive(at, slot) || lcs_thread_gone(at, slot, lc_load(&lock->holder_tid));
+    if (!lcs_slot_alive(at, slot)) return true;
+    uint32_t tid = lc_load_acquire(&lock->holder_tid);
+    /* The name is the owner's own only while both words stand together: it is taken off before the
+     * lock changes hands (`let_go`, `take_over`). Looked at again after the verdict: a name that
+     * stayed is of a thread that will never take it off. */
+    return lcs_thread_gone(at, slot, tid) && lc_load_acquire(&lock->holder_tid) == tid &&
+           lc_load_acquire(&lock->word) == word;
+}
+
+/* A new owner has no name until it writes its own. With the last one's still there, which is not
+ * among its threads, it would be taken for dead. Unnamed, its byte says whether it lives. */
+static bool take_over(lcs_lock *lock, uint32_t word, uint32_t mine) {
+    lc_store(&lock->holder_tid, 0);
+    return swap(lock, word, mine);
 }
 
 static int sleep_once(lcs_lock *lock, uint32_t word) {
@@ -87,7 +100,7 @@ static int block(lcs_attachment *at, lcs_lock *lock, uint32_t mine, uint64_t dea
             continue;
         }
         if (owner_dead(at, lock, word)) {
-            *taken_over = swap(lock, word, mine | LCS_LOCK_WAITERS);
+            *taken_over = take_over(lock, word, mine | LCS_LOCK_WAITERS);
             if (*taken_over) return LC_OK;
             continue;
         }
@@ -127,6 +140,7 @@ static int recover(lcs_attachment *at, lcs_lock *lock, uint64_t begin, uint64_t 
 }
 
 static void let_go(lcs_lock *lock, uint32_t mine) {
+    lc_store(&lock->holder_tid, 0);
     if (swap(lock, mine, 0)) return;
     if (swap(lock, mine | LCS_LOCK_WAITERS, 0)) lc_futex_wake(&lock->word, 1);
 }

@@ -9,7 +9,6 @@ static bool sound(const _Atomic uint64_t *log, uint32_t count, uint64_t begin, u
         uint32_t tag = (uint32_t)lc_load(&log[i]);
         uint64_t at = (uint64_t)(tag & ~LC_LOG_KIND) * 4;
         if (at < begin || at + 4 > end) return false;
-        if ((tag & LC_LOG_KIND) != LC_LOG_PLAIN && (tag & LC_LOG_KIND) != LC_LOG_SOFT) return false;
         if ((tag & LC_LOG_KIND) == LC_LOG_SOFT && ++i == count) return false;
     }
     return true;

@@ -23,9 +23,10 @@
 
 #include "lc_base.h"
 
-#define LC_LOG_KIND UINT32_C(0xc0000000)
+#define LC_LOG_KIND UINT32_C(0x80000000)
 #define LC_LOG_PLAIN UINT32_C(0x00000000)
 #define LC_LOG_SOFT UINT32_C(0x80000000) /* followed by an entry that holds the new value */
+#define LC_LOG_REACH (UINT64_C(1) << 33) /* bytes that 31 bits of 4-byte words address */
 
 typedef struct lc_txn {
     uint8_t *base;

@@ -73,12 +73,14 @@ class Board:
 
     def __init__(self, path: Path, workers: int, pages: int) -> None:
         """Map it; made by the first who does."""
-        size = workers * pages * 2 + workers * workers * CELL
+        gates, holds = workers * 16, workers * pages * 2
+        size = gates + holds + workers * workers * CELL
         if not path.exists():
             path.write_bytes(bytes(size))
         whole = np.memmap(path, np.uint8, "r+", shape=(size,))
-        self.holds = whole[: workers * pages * 2].view(np.uint16).reshape(workers, pages)
-        self.mail = whole[workers * pages * 2 :].reshape(workers, workers, CELL)
+        self.gates = whole[:gates].view(np.uint32).reshape(workers, 4)
+        self.holds = whole[gates : gates + holds].view(np.uint16).reshape(workers, pages)
+        self.mail = whole[gates + holds :].reshape(workers, workers, CELL)
         self.workers = workers
 
     def send(self, sender: int, to: int, ticket: bytes, shard: int, shards: int) -> None:
@@ -148,10 +150,13 @@ class Mix:
     wait: int = 5
     release: int = 20
     check: int = 1
+    reap: int = 0
 
 
 CALM = Mix()
-LOCKED = Mix(match=6, reserve=50, ticket=4, team=6, evict=20, clear=2, wait=1, release=20, check=0)
+LOCKED = Mix(
+    match=6, reserve=50, ticket=4, team=6, evict=20, clear=2, wait=1, release=20, check=0, reap=4
+)
 
 
 class Worker:
@@ -341,6 +346,9 @@ class Worker:
 
     def do_check(self) -> None:
         self.cache.check().raise_if_broken()
+
+    def do_reap(self) -> None:
+        self.count("reaped", self.cache.reap())
 
     # ---- tickets
 

@@ -1,0 +1,373 @@
+"""The commands, on real caches: create, ls, rm, reap, repair, disable, doctor, demo, bench."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from lightcache import Cache, NotReady, PageIndex
+from lightcache.shm import Kind, Segment, list_segments, names, read_segment
+from lightcache.tools import bench as frame
+from lightcache.tools import cli, doctor, findings, keep
+
+Run = Callable[..., Result]
+Script = Callable[..., Any]
+Wait = Callable[[Callable[[], bool], str], None]
+
+SECRET = b"sixteen bytes or more of a secret"
+BIN = Path(sys.executable).parent
+
+
+@pytest.fixture
+def run() -> Run:
+    def command(*arguments: object, status: int = 0) -> Result:
+        result = CliRunner().invoke(cli.group, [str(argument) for argument in arguments])
+        assert result.exit_code == status, (result.output, result.exception)
+        return result
+
+    return command
+
+
+@pytest.fixture
+def made(segment_name: str) -> Iterator[str]:
+    """A persistent cache with six ready pages, in which nobody lives."""
+    with (
+        Cache.create(
+            segment_name,
+            pages=64,
+            page_bytes=4096,
+            page_tokens=16,
+            fingerprint="tools",
+            secret=SECRET,
+            lifetime="persistent",
+        ) as cache,
+        cache.reserve(cache.hash_pages(np.arange(100))) as new,
+    ):
+        new.publish()
+    yield segment_name
+    Segment.unlink(segment_name, force=True)
+
+
+CLIENT = f"""
+import os, signal, sys
+import numpy as np
+from lightcache import Cache
+cache = Cache.attach(sys.argv[1], role=sys.argv[2], secret={SECRET!r})
+lease = cache.match(cache.hash_pages(np.arange(100)))
+writing = cache.reserve(cache.hash_pages(np.arange(1000, 1100)))
+"""
+DIES = "os.kill(os.getpid(), signal.SIGKILL)\n"
+
+
+# ---- the group
+
+
+def test_help_loads_no_command(script: Script) -> None:
+    source = (
+        "import sys\n"
+        "from lightcache.tools.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "loaded = [m for m in sys.modules if m.startswith('lightcache.tools.')]\n"
+        "assert loaded == ['lightcache.tools.cli'], loaded\n"
+        "assert not {'rich', 'torch'} & set(sys.modules)\n"
+    )
+    done = script(source, "--help")
+    assert all(name in done.stdout for name in cli.COMMANDS)
+
+
+def test_every_command_has_help(run: Run) -> None:
+    for name in cli.COMMANDS:
+        assert "Usage:" in run(name, "--help").output
+    assert "No such command" in run("nonsense", status=2).output
+
+
+@pytest.mark.parametrize("command", ["dump", "check", "rm", "reap", "repair", "disable", "enable"])
+def test_unknown_names(run: Run, segment_name: str, command: str) -> None:
+    result = run(command, segment_name, status=2)
+    assert "`lightcache ls`" in result.stderr
+    assert result.stderr.startswith("error: ")
+    assert result.stdout == ""
+    assert "not allowed" in run(command, "a/b", status=2).stderr
+
+
+# ---- create, ls, rm
+
+
+def test_create_ls_rm(run: Run, segment_name: str, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    options = ("--page-bytes", "4KiB", "--fingerprint", "f", "--secret-file", secret)
+    created = run("create", segment_name, "--size", "1MiB", *options, "--page-tokens", 16, "--json")
+    found = json.loads(created.stdout)
+    assert (found["pages"], found["grown"], found["lifetime"]) == (256, 256, "persistent")
+    assert "it exists" in run("create", segment_name, "--pages", 4, *options, status=2).stderr
+    with Cache.attach(segment_name, secret=secret.read_bytes()) as cache:
+        assert cache.page_bytes == 4096
+        assert len(cache.hash_pages(np.arange(100))) == 6
+        assert "somebody is attached" in run("rm", segment_name, status=2).stderr
+
+    listed = {entry["name"]: entry for entry in json.loads(run("ls", "--json").stdout)}
+    entry = listed[segment_name]
+    assert (entry["state"], entry["kind"], entry["pages"]) == ("ready", "index", 256)
+    assert (entry["clients"], entry["pool_bytes"], entry["problem"]) == (0, 1 << 20, None)
+    assert segment_name in run("ls").stdout
+
+    assert run("rm", segment_name).stdout == f"removed {segment_name}\n"
+    assert not names.dependents(segment_name)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--pages", 0), "expected 1 to"),
+        (("--pages", -1), "expected 1 to"),
+        (("--size", "-1"), "expected bytes or a size"),
+        (("--size", "0"), "more than zero"),
+        (("--size", "1 parsec"), "expected bytes or a size"),
+        (("--size", "1000 TiB"), "found"),
+        (("--size", "1MiB", "--pages", 4), "give the capacity once"),
+        ((), "give the capacity once"),
+        (("--pages", 4, "--algorithm", "md5"), "md5"),
+        (("--pages", 4, "--group", "no such group"), "no such group"),
+    ],
+)
+def test_create_refuses(
+    run: Run, segment_name: str, tmp_path: Path, options: tuple[object, ...], message: str
+) -> None:
+    common = ("--page-bytes", 4096, "--fingerprint", "f", "--secret-file", tmp_path / "s")
+    result = run("create", segment_name, *common, *options, status=2)
+    assert message in result.stderr
+    assert read_segment(segment_name) is None
+    assert not names.dependents(segment_name)
+
+
+def test_create_without_memory(run: Run, segment_name: str, tmp_path: Path) -> None:
+    options = ("--page-bytes", "64MiB", "--fingerprint", "f", "--secret-file", tmp_path / "s")
+    shown = run("create", segment_name, "--pages", 3, *options, "--no-prefault").stdout
+    assert "1 of them with memory so far" in shown
+    assert "2 pages have no memory yet" in run("dump", segment_name).stdout
+    run("rm", segment_name)
+
+
+def _create(name: str, folder: Path, *more: str) -> list[str]:
+    options = ["--pages", "8", "--page-bytes", "4096", "--fingerprint", "f"]
+    secret = ["--secret-file", str(folder / "secret")]
+    return [str(BIN / "lightcache"), "create", name, *options, *secret, *more]
+
+
+def test_create_attached_stays(segment_name: str, tmp_path: Path) -> None:
+    command = _create(segment_name, tmp_path, "--lifetime", "attached")
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as child:
+        assert child.stderr is not None
+        assert "Ctrl-C" in child.stderr.readline()
+        assert read_segment(segment_name) is not None
+        child.send_signal(signal.SIGTERM)
+        assert child.wait() == 0
+    assert read_segment(segment_name) is None
+
+
+def test_create_shows_progress_on_a_terminal(run: Run, segment_name: str, tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    subprocess.run(
+        _create(segment_name, tmp_path), stderr=theirs, cwd=tmp_path, env=environment, check=True
+    )
+    os.close(theirs)
+    assert f"memory of {segment_name}".encode() in os.read(ours, 1 << 16)
+    os.close(ours)
+    run("rm", segment_name)
+
+
+def test_ls_says_what_is_wrong(run: Run, made: str) -> None:
+    def state() -> str:
+        found = {entry["name"]: entry for entry in json.loads(run("ls", "--json").stdout)}
+        return str(found[made]["state"])
+
+    run("disable", made)
+    assert state() == "disabled"
+    os.truncate(names.FOLDER / f"lightcache.{made}", 8192)
+    assert state() == "damaged"
+    os.truncate(names.FOLDER / f"lightcache.{made}", 0)
+    assert state() == "dead creator"
+    assert "dead creator" in run("ls").stdout
+    run("rm", made, "--force")
+
+
+def test_rm_by_force(run: Run, made: str) -> None:
+    with Cache.attach(made, secret=SECRET) as cache:
+        run("rm", made, status=2)
+        run("rm", made, "--force")
+        assert cache.index.segment.retired
+
+
+# ---- keeping order
+
+
+def test_reap(run: Run, made: str, script: Script) -> None:
+    script(CLIENT + DIES, made, "victim", status=-signal.SIGKILL)
+    before = json.loads(run("dump", made, "--clients", "--json").stdout)
+    assert [client["alive"] for client in before["clients"]] == [False]
+    assert before["clients"][0]["pins"] == 12
+    assert "dead clients have not been reaped" in before["hints"][0]
+    assert run("reap", made).stdout == f"{made}: 1 dead clients reaped\n"
+    after = json.loads(run("dump", made, "--json").stdout)
+    assert (after["clients"], after["reservations"]) == ([], [])
+    assert after["totals"]["ready"] == 6
+    run("check", made)
+
+
+def test_reap_all(run: Run, made: str, script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Only ours: other runs may have segments of their own here.
+    def only_ours() -> list[Any]:
+        return [info for info in list_segments() if info.name.startswith(made)]
+
+    monkeypatch.setattr(keep, "list_segments", only_ours)
+    script(CLIENT + DIES, made, "victim", status=-signal.SIGKILL)
+    with Segment.create(f"{made}-plain", 1), Segment.create(f"{made}-list", 1, kind=Kind.LIST):
+        result = run("reap", "--all", "--json", status=2)  # a list is reaped as a list only
+        dead = {entry["name"]: entry["dead"] for entry in json.loads(result.stdout)}
+        assert dead == {made: 1, f"{made}-plain": 0, f"{made}-list": None}
+        assert "as what it is" in result.stderr
+    assert f"{made}: 0 dead" in run("reap", "--all").stdout
+    assert "give a NAME" in run("reap", status=2).stderr
+    assert "give a NAME" in run("reap", made, "--all", status=2).stderr
+
+
+def test_tools_do_not_end_a_cache_of_the_dead(
+    run: Run, segment_name: str, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last to leave removes a cache of lifetime "attached"; a tool must not be that one."""
+    source = (
+        "import os, signal, sys\n"
+        "from lightcache import PageIndex\n"
+        "index = PageIndex.create(sys.argv[1], pages=8)\n"
+    )
+    script(source + DIES, segment_name, status=-signal.SIGKILL)
+    run("reap", segment_name)
+    run("repair", segment_name)
+    run("check", segment_name, "--lock")
+    run("disable", segment_name)
+    run("enable", segment_name)
+    assert read_segment(segment_name) is not None
+    monkeypatch.setattr(names, "segment_names", lambda: [segment_name])
+    monkeypatch.setattr(names, "dependents", lambda *_: [])
+    assert json.loads(run("sweep", "--json").stdout) == [f"/lightcache.{segment_name}"]
+    assert "0 objects removed" in run("sweep").stdout
+    assert read_segment(segment_name) is None
+
+
+def test_disable_and_enable(run: Run, made: str) -> None:
+    with Cache.attach(made, secret=SECRET) as cache:
+        keys = cache.hash_pages(np.arange(100))
+        held = cache.match(keys)
+        assert "disabled;" in run("disable", made).stdout
+        for refused in (cache.peek, cache.match, cache.reserve):
+            with pytest.raises(NotReady, match="enable"):
+                refused(keys)
+        held.release()
+        assert "disabled already" in run("disable", made).stdout
+        assert "lightcache enable" in run("dump", made).stdout
+        assert run("enable", made).stdout == f"{made}: enabled\n"
+        assert cache.peek(keys) == 6
+
+
+# ---- doctor, demo, bench
+
+
+def test_doctor(run: Run, script: Script) -> None:
+    found = json.loads(CliRunner().invoke(cli.group, ["doctor", "--json"]).stdout)
+    assert {entry["level"] for entry in found} <= {"ok", "warning", "error"}
+    assert all(entry["remedy"] or entry["level"] == "ok" for entry in found)
+    seen = {entry["name"] for entry in found}
+    assert {"/dev/shm", "cgroup memory", "locked memory", "kernel", "numpy", "compiler"} <= seen
+    assert {"PID namespace", "OFD locks", "C core, index", "GPU", "torch"} <= seen
+    source = (
+        "import sys\n"
+        "from lightcache.tools.doctor import examine\n"
+        "examine()\n"
+        "assert 'torch' not in sys.modules and 'triton' not in sys.modules\n"
+    )
+    script(source)
+
+
+def test_doctor_fails_on_errors(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [findings.ok("a", "fine"), findings.warning("b", "so so", "try")]
+    monkeypatch.setattr(doctor, "examine", lambda: lines)
+    assert "-> try" in run("doctor").stdout
+    lines.append(findings.error("c", "[bad]", "mend it"))
+    assert "[bad]" in run("doctor", status=1).stdout
+
+
+def test_demo(script: Script) -> None:
+    source = (
+        "from lightcache.tools.cli import main\n"
+        "if __name__ == '__main__':\n"  # spawned children import this file
+        "    main()\n"
+    )
+    out = script(source, "demo").stdout
+    assert "62 pages written" in out
+    assert "992 of 1000 tokens found" in out
+
+
+FAKE = '''"""A benchmark of nothing."""
+from lightcache.tools.bench import Row, meets
+def rows(quick):
+    yield Row("nothing", {"quick": quick}, 2.0, "us", "more of it", 0.5, "<= 1", meets(0.5, "<= 1"))
+    yield Row("something")
+'''
+
+
+def test_bench(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fake.py").write_text(FAKE)
+    (tmp_path / "_helper.py").write_text("")
+    monkeypatch.setattr(frame, "__path__", [*frame.__path__, str(tmp_path)])
+    try:
+        assert "A benchmark of nothing." in run("bench").stdout
+        assert "_helper" not in json.loads(run("bench", "--json").stdout)
+        document = json.loads(run("bench", "fake", "--quick", "--json").stdout)
+        shown = run("bench", "fake").stdout
+    finally:
+        sys.modules.pop("lightcache.tools.bench.fake", None)
+    assert set(document) == {"machine", "versions", "rows"}
+    assert document["machine"]["cores"] > 0
+    assert document["rows"][0] == {
+        "name": "nothing",
+        "params": {"quick": True},
+        "value": 2.0,
+        "unit": "us",
+        "baseline": "more of it",
+        "ratio": 0.5,
+        "target": "<= 1",
+        "met": True,
+    }
+    assert document["rows"][1]["target"] is None
+    assert "more of it" in shown
+    assert "there is no benchmark 'none'" in run("bench", "none", status=2).stderr
+
+
+def test_meets() -> None:
+    assert frame.meets(2.5, "<= 2.5")
+    assert frame.meets(10, ">= 10 times")
+    assert not frame.meets(2.6, "<= 2.5")
+    assert not frame.meets(float("nan"), ">= 1")
+    with pytest.raises(ValueError, match="begins with"):
+        frame.meets(1, "about 1")
+
+
+def test_an_index_without_a_pool(run: Run, segment_name: str) -> None:
+    with PageIndex.create(segment_name, pages=4):
+        found = json.loads(run("dump", segment_name, "--json").stdout)
+        assert found["segment"]["pool"] is None
+        assert found["hints"] == []
+        assert "4, 4 with memory" in run("dump", segment_name).stdout

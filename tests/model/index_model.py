@@ -1,0 +1,289 @@
+"""A page index in plain Python, as its docstrings describe it: what the real one is compared with.
+
+It has no lock, no chains and no queue. Where the real index has a choice (which of two equally old
+pages goes first), the caller says what was chosen and the model says whether that was allowed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+Pair = tuple[int, int]
+
+CHAIN_MAX = 32
+BATCH = 32
+TICKETS = "tickets"  # pins in this name are those of row 0
+
+NEW, PRESENT, BUSY, MISSING = "new", "present", "busy", "missing"
+
+
+@dataclass(eq=False)
+class Space:
+    """A namespace from its opening to its clearing."""
+
+    weights: str
+    tenant: str
+    id: int
+    quota: int = 0
+    open: bool = True
+
+
+@dataclass(eq=False)
+class Page:
+    """A named page, and afterwards what is remembered of it."""
+
+    number: int
+    key: Pair
+    space: Space
+    parent: Page | None
+    tick: int
+    state: str = "writing"
+    queued_at_most: int = 0
+
+    @property
+    def named(self) -> bool:
+        return self.state in ("writing", "ready")
+
+
+@dataclass(eq=False)
+class Writing:
+    """A reservation that has new pages."""
+
+    owner: int | None
+    space: Space
+    shards: list[int]
+    """The slot that owes each shard."""
+    pages: list[Page] = field(default_factory=list)
+    published: set[int] = field(default_factory=set)
+    doomed: bool = False
+
+    @property
+    def complete(self) -> bool:
+        return len(self.published) == len(self.shards)
+
+    @property
+    def active(self) -> bool:
+        return not self.doomed and not self.complete
+
+
+@dataclass(eq=False)
+class Handoff:
+    """A ticket."""
+
+    giver: int | None
+    adopters: set[int]
+    pages: list[int]
+    late: bool
+    writing: Writing | None
+    adopted: set[int] = field(default_factory=set)
+    done: set[int] = field(default_factory=set)
+    failed: set[int] = field(default_factory=set)
+    pinned: bool = True
+    dropped: bool = False
+    freed: bool = False
+
+    def settled(self) -> set[int]:
+        return self.done | self.failed | (self.adopters - self.adopted if self.late else set())
+
+
+class Violation(AssertionError):
+    """The real index did what the model forbids."""
+
+
+class Model:
+    """All of an index that a caller can observe."""
+
+    def __init__(self, pages: int) -> None:
+        self.capacity = pages
+        self.by_key: dict[Pair, Page] = {}
+        self.doomed: dict[int, Page] = {}
+        self.pins: Counter[tuple[int | str, int]] = Counter()
+        self.spaces: list[Space] = [Space("", "", 0)]
+        self.writings: list[Writing] = []
+        self.handoffs: list[Handoff] = []
+
+    # ---- looking
+
+    def named(self) -> list[Page]:
+        return list(self.by_key.values())
+
+    def children(self, page: Page) -> list[Page]:
+        return [p for p in self.named() if p.parent is page]
+
+    def pinned(self, number: int) -> bool:
+        return any(n for (_, page), n in self.pins.items() if page == number)
+
+    def pins_of(self, number: int) -> int:
+        return sum(n for (_, page), n in self.pins.items() if page == number)
+
+    def total_pins(self) -> int:
+        return sum(self.pins.values())
+
+    def prefix(self, keys: Sequence[Pair], space: Space) -> list[Page]:
+        found: list[Page] = []
+        for key in keys if space.open else []:
+            page = self.by_key.get(key)
+            if page is None or page.state != "ready" or page.space is not space:
+                break
+            found.append(page)
+        return found
+
+    def writes_any(self, keys: Iterable[Pair]) -> bool:
+        return any(k in self.by_key and self.by_key[k].state == "writing" for k in keys)
+
+    def space_pages(self, space: Space) -> int:
+        return sum(p.space is space for p in self.named())
+
+    def pinned_doomed(self) -> int:
+        return sum(self.pinned(number) for number in self.doomed)
+
+    def room(self) -> int:
+        """Pages that can be handed out without evicting."""
+        return self.capacity - len(self.by_key) - self.pinned_doomed()
+
+    # ---- pins
+
+    def pin(self, who: int | str, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self.pins[who, number] += 1
+
+    def unpin(self, who: int | str, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            if self.pins[who, number] <= 0:
+                raise Violation(f"model: {who} does not pin page {number}")
+            self.pins[who, number] -= 1
+
+    # ---- pages that go
+
+    def removable(self, page: Page, since: int) -> bool:
+        """May go, after everything that hangs on it."""
+        return (
+            page.state == "ready"
+            and page.tick < since
+            and not self.pinned(page.number)
+            and all(self.removable(child, since) for child in self.children(page))
+        )
+
+    def forget(self, page: Page) -> None:
+        """Evict."""
+        page.state = "free"
+        del self.by_key[page.key]
+
+    def doom(self, page: Page) -> None:
+        page.state = "doomed"
+        del self.by_key[page.key]
+        self.doomed[page.number] = page
+
+    def evict_legally(self, gone: set[Page], since: int) -> None:
+        """Forget pages in some order from the leaves; each must have been allowed to go."""
+        for page in gone:
+            if not self.removable(page, since):
+                raise Violation(f"{page} was evicted: pinned, writing, used, or a prefix of such")
+            if any(child not in gone for child in self.children(page)):
+                raise Violation(f"{page} was evicted although {self.children(page)} hang on it")
+        for page in gone:
+            self.forget(page)
+
+    def evict_oldest(self, gone: set[Page], count: int, since: int, now: int) -> int:
+        """Forget `count` of the pages in `gone`, each the least recently used when it went.
+
+        `now` is the queue's present: pages older than it stand in no order among themselves.
+        Returns the new present.
+        """
+        for _ in range(count):
+            while True:
+                leaves = [
+                    p
+                    for p in self.named()
+                    if p.state == "ready" and p.tick < since and not self.children(p)
+                ]
+                if not leaves:
+                    raise Violation("a page was evicted that could not be")
+                oldest = min(max(p.tick, now) for p in leaves)
+                tied = [p for p in leaves if max(p.tick, now) == oldest]
+                free = [p for p in tied if not self.pinned(p.number)]
+                if free:
+                    break
+                for page in tied:  # found pinned: as used just now
+                    page.tick = since
+            chosen = [p for p in free if p in gone]
+            if not chosen:
+                raise Violation(f"{gone} were evicted before the older {free}")
+            now = max(now, oldest)
+            self.forget(chosen[0])
+            gone.discard(chosen[0])
+        return now
+
+    # ---- writing
+
+    def publish(self, writing: Writing, shard: int) -> bool:
+        writing.published.add(shard)
+        if writing.complete:
+            for page in writing.pages:
+                if page.state == "writing":
+                    page.state = "ready"
+        return writing.complete
+
+    def end_writing(self, writing: Writing) -> None:
+        """Abandon what is not published."""
+        if not writing.active:
+            return
+        writing.doomed = True
+        for page in writing.pages:
+            if page.named:
+                self.doom(page)
+
+    # ---- namespaces
+
+    def open_space(self, weights: str, tenant: str) -> Space | None:
+        for space in self.spaces:
+            if space.open and (space.weights, space.tenant) == (weights, tenant):
+                return space
+        return None
+
+    def clear(self, space: Space) -> None:
+        space.open = False
+        for page in self.named():
+            if page.space is space:
+                self.doom(page)
+
+    # ---- tickets
+
+    def settle(self) -> None:
+        """What the next holder of the lock does for tickets."""
+        for ticket in self.handoffs:
+            if ticket.freed:
+                continue
+            if ticket.pinned and (
+                ticket.late or ticket.adopters <= ticket.adopted | ticket.settled()
+            ):
+                self.unpin(TICKETS, ticket.pages)
+                ticket.pinned = False
+            over = ticket.adopters <= ticket.settled()
+            if ticket.dropped and not (ticket.pinned and ticket.pages) and over:
+                ticket.freed = True
+
+    # ---- the end of a client
+
+    def leave(self, slot: int) -> None:
+        for writing in self.writings:
+            if not writing.active:
+                continue
+            owes = {s for s, owner in enumerate(writing.shards) if owner == slot}
+            if owes - writing.published:
+                self.end_writing(writing)
+            elif writing.owner == slot:
+                writing.owner = None
+        for ticket in self.handoffs:
+            if ticket.freed:
+                continue
+            if slot in ticket.adopters and slot not in ticket.done:
+                ticket.failed.add(slot)
+            if ticket.giver == slot:
+                ticket.dropped, ticket.giver = True, None
+        for key in list(self.pins):
+            if key[0] == slot:
+                del self.pins[key]
+        self.settle()

@@ -1,0 +1,31 @@
+"""The index against a model of it, with random calls and tiny capacities.
+
+LIGHTCACHE_TEST_EXAMPLES chooses how many runs of up to 50 calls: 10,000 take about an hour.
+"""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
+from model.machine import IndexMachine
+
+EXAMPLES = int(os.environ.get("LIGHTCACHE_TEST_EXAMPLES", "150"))
+
+
+def test_index_and_model_agree(segment_name: str) -> None:
+    run_state_machine_as_test(
+        lambda: IndexMachine(segment_name),
+        settings=settings(
+            max_examples=EXAMPLES,
+            stateful_step_count=50,
+            deadline=None,
+            report_multiple_bugs=False,
+            database=None,
+            # As often as one asks for, the same calls: a failure in CI is a failure here. More
+            # examples are more calls, never other ones.
+            derandomize=True,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

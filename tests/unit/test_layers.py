@@ -1,0 +1,58 @@
+"""Layers without cycles, and an import that costs little and drags nothing in."""
+
+import ast
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+# A package may import itself and what stands here; nothing else of ours.
+BELOW = {
+    "lightcache.shm": [],
+    "lightcache.kernels": [],
+    "lightcache": ["lightcache.shm", "lightcache.kernels"],
+    "lightcache.tools": ["lightcache", "lightcache.shm", "lightcache.kernels"],
+}
+
+
+def package_of(module):
+    """The layer that a module belongs to: the longest name in BELOW that begins it."""
+    owners = [name for name in BELOW if module == name or module.startswith(name + ".")]
+    return max(owners, key=len, default=None)
+
+
+def files():
+    root = Path(find_spec("lightcache").origin).parent
+    for path in sorted(root.rglob("*.py")):
+        module = ".".join(("lightcache", *path.relative_to(root).with_suffix("").parts))
+        yield module.removesuffix(".__init__"), path
+
+
+def imported(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module
+            # `from lightcache import shm` names a layer by its attribute.
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize(("module", "path"), list(files()), ids=lambda value: str(value)[-40:])
+def test_imports_point_down(module, path):
+    own = package_of(module)
+    for name in imported(path):
+        layer = package_of(name) if name else None
+        if layer is not None and layer != own:
+            assert layer in BELOW[own], f"{module} imports {name}, which is not below it"
+
+
+@pytest.mark.parametrize("package", ["lightcache", "lightcache.shm"])
+def test_import_drags_nothing_in(package):
+    code = f"import sys, json, {package}; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    loaded = set(json.loads(done.stdout))
+    assert not loaded & {"torch", "triton", "click", "rich", "transformers"}

@@ -1,0 +1,393 @@
+"""dump and check: copies of caches that are busy, stuck, or damaged."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from lightcache import Cache, PageIndex, layout
+from lightcache.page_index import geometry
+from lightcache.shm import Segment, names
+from lightcache.shm import layout as shm_layout
+from lightcache.tools import check as check_module
+from lightcache.tools import cli
+from lightcache.tools.dump import dump
+from lightcache.tools.image import read
+from lightcache.tools.processes import state_of
+
+Run = Callable[..., Result]
+Wait = Callable[[Callable[[], bool], str], None]
+
+PAGES = 64
+SECRET = b"this secret must not be seen anywhere"
+ROOT = geometry(PAGES).root
+HEADER_END = ctypes.sizeof(shm_layout.SegmentHeader)
+
+
+@pytest.fixture
+def run() -> Run:
+    def command(*arguments: object, status: int = 0) -> Result:
+        result = CliRunner().invoke(cli.group, [str(argument) for argument in arguments])
+        assert result.exit_code == status, (result.output, result.exception)
+        return result
+
+    return command
+
+
+@pytest.fixture
+def made(segment_name: str) -> Iterator[str]:
+    """A persistent cache with six ready pages, in which nobody lives."""
+    with (
+        Cache.create(
+            segment_name,
+            pages=PAGES,
+            page_bytes=4096,
+            page_tokens=16,
+            fingerprint="tools",
+            secret=SECRET,
+            lifetime="persistent",
+        ) as cache,
+        cache.reserve(cache.hash_pages(np.arange(100))) as new,
+    ):
+        new.publish()
+    yield segment_name
+    Segment.unlink(segment_name, force=True)
+
+
+def path(name: str) -> Path:
+    return names.FOLDER / f"lightcache.{name}"
+
+
+def poke(name: str, offset: int, value: bytes) -> None:
+    with path(name).open("r+b") as file:
+        file.seek(offset)
+        file.write(value)
+
+
+def field(name: str, offset: int) -> int:
+    return int.from_bytes(path(name).read_bytes()[offset : offset + 4], "little")
+
+
+def u32(value: int) -> bytes:
+    return value.to_bytes(4, "little")
+
+
+HOLDER = """
+import sys
+from lightcache import PageIndex
+index = PageIndex.attach(sys.argv[1], role="holder")
+index._core.locked("lci_hold", what="test")
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def holder(name: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds the lock and sleeps."""
+    command = [sys.executable, "-c", HOLDER, name]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=folder) as child:
+        try:
+            assert child.stdout is not None
+            assert child.stdout.readline() == "held\n"
+            yield child
+        finally:
+            child.kill()
+
+
+def load(run: Run, name: str, *options: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run("dump", name, *options, "--json").stdout)
+    return found
+
+
+# ---- dump
+
+
+def test_dump_of_a_quiet_cache(run: Run, made: str) -> None:
+    found = load(run, made)
+    assert found["hints"] == []
+    assert found["segment"]["state"] == "ready"
+    assert found["segment"]["pool_bytes"]["length"] == PAGES * 4096
+    totals = found["totals"]
+    assert (totals["ready"], totals["free"], totals["writing"]) == (6, 58, 0)
+    assert totals["accounting_holds"]
+    assert found["lock"]["holder"] is None
+    assert "pages" not in found
+    shown = run("dump", made).stdout
+    for word in ("ready", "accounting", "holds", "nobody", "clients", "namespaces"):
+        assert word in shown
+
+
+def test_dump_shows_who_holds_what(run: Run, made: str) -> None:
+    with Cache.attach(made, secret=SECRET, role="[red]\x1b[31m", grow=False) as cache:
+        keys = cache.hash_pages(np.arange(100))
+        tenant = cache.namespace("v2", "acme", quota=9)
+        with cache.match(keys) as lease, cache.reserve(cache.hash_pages(np.arange(7, 107))) as new:
+            ticket = lease.ticket([cache.client_id], timeout=60.0)
+            found = load(run, made)
+            pages = load(run, made, "--pages", "--limit", "7")["pages"]
+            shown = run("dump", made).stdout + run("dump", made, "--pages").stdout
+            assert len(new.pages) == 6
+            ticket.drop()
+    (client,) = found["clients"]
+    assert (client["pins"], client["pinned_pages"], client["alive"]) == (12, 12, True)
+    assert (client["hit_rate"], client["pid"]) == (1.0, os.getpid())
+    (reservation,) = (entry for entry in found["reservations"] if entry["state"] == "active")
+    assert (reservation["owner"], reservation["owner_alive"]) == (client["slot"], True)
+    assert (reservation["pages"], reservation["shards_left"]) == (6, 1)
+    (shown_ticket,) = found["tickets"]
+    assert (shown_ticket["pages"], shown_ticket["adopters"]) == (6, [client["slot"]])
+    assert found["totals"]["ticket_pins"] == 6
+    assert {"v2"} == {
+        entry["weights"] for entry in found["namespaces"] if entry["tenant"] == "acme"
+    }
+    assert tenant.id in [entry["namespace"] for entry in found["namespaces"]]
+    assert (pages["in_use"], pages["shown"], len(pages["pages"])) == (12, 7, 7)
+    first = pages["pages"][0]
+    assert (first["state"], first["hits"], first["children"]) == ("ready", 1, 1)
+    assert first["pins"] == {"0": 1, str(client["slot"]): 1}
+    assert pages["pages"][1]["parent"] == first["page"]
+    assert "\x1b" not in shown
+    assert "[red]" in shown
+
+
+def test_dump_shows_neither_tokens_nor_secrets(run: Run, made: str) -> None:
+    with Cache.attach(made, secret=SECRET, grow=False) as cache:
+        keys = cache.hash_pages(np.arange(100))
+        check_word = cache.index.segment.config["secret"]
+        with cache.match(keys) as lease:
+            ticket = lease.ticket([cache.client_id], timeout=60.0)
+            options = ("--pages", "--clients", "--lock", "--reservations", "--tickets")
+            said = "".join(
+                run("dump", made, *options, "--namespaces", *more).stdout + run("ls", *more).stdout
+                for more in ((), ("--json",))
+            )
+            ticket.drop()
+    hidden = [SECRET.decode(), SECRET.hex(), check_word, bytes(ticket).hex(), "secret"]
+    hidden += [f"{int(word):016x}" for word in keys.ravel()] + [str(int(w)) for w in keys.ravel()]
+    for word in hidden:
+        assert word not in said
+
+
+def test_dump_sections(run: Run, made: str) -> None:
+    assert set(load(run, made, "--lock")) == {"segment", "lock", "hints"}
+    assert set(load(run, made, "--pages", "--tickets")) == {"segment", "tickets", "pages", "hints"}
+    assert load(run, made, "--pages", "--limit", "0")["pages"]["shown"] == 6
+    assert "--limit" in run("dump", made, "--limit", "-1", status=2).stderr
+    alone = CliRunner().invoke(dump, [made, "--lock", "--json"], prog_name="shm-dump")
+    assert json.loads(alone.stdout)["lock"]["holder"] is None
+
+
+def test_dump_of_a_plain_segment(run: Run, segment_name: str) -> None:
+    with Segment.create(segment_name, 100) as segment:
+        segment.join("somebody")
+        found = load(run, segment_name)
+        assert (found["segment"]["kind"], found["segment"]["clients"]) == ("plain", 1)
+        assert "plain" in run("dump", segment_name).stdout
+        assert "not an index" in run("check", segment_name, status=2).stderr
+        assert "expected INDEX, found PLAIN" in run("repair", segment_name, status=2).stderr
+
+
+# ---- a holder of the lock that does not go on
+
+
+def test_stopped_holder(run: Run, made: str, tmp_path: Path, wait_until: Wait) -> None:
+    with holder(made, tmp_path) as child:
+        os.kill(child.pid, signal.SIGSTOP)
+        wait_until(lambda: state_of(read(made).clients[0]) == "stopped", "the child to stop")
+        found = load(run, made)
+        who = found["lock"]["holder"]
+        assert (who["alive"], who["process"], who["role"]) == (True, "stopped", "holder")
+        assert (who["pid"], who["operation"]) == (child.pid, "check")
+        assert f"kill -CONT {child.pid}" in found["hints"][0]
+        assert "alive, stopped" in run("dump", made).stdout
+        assert json.loads(run("check", made, "--json").stdout)["status"] == "clean"
+
+
+def test_dead_holder(run: Run, made: str, tmp_path: Path) -> None:
+    with holder(made, tmp_path) as child:
+        child.kill()
+        child.wait()
+    found = load(run, made)
+    assert (found["lock"]["holder"]["alive"], found["lock"]["holder"]["process"]) == (False, "gone")
+    assert "is dead" in found["hints"][0]
+    assert "every invariant holds" in run("check", made).stdout
+    run("reap", made)
+    assert load(run, made)["lock"]["holder"] is None
+
+
+def test_check_undoes_what_a_dead_holder_left(run: Run, made: str, tmp_path: Path) -> None:
+    """By hand, a critical section that had stored one word: log entry, count, store."""
+    with holder(made, tmp_path) as child:
+        child.kill()
+        child.wait()
+    at = ROOT + layout.RootRecord.named.offset
+    old = field(made, at)
+    poke(made, shm_layout.LOG_OFFSET, u32(at // 4) + u32(old))
+    poke(made, shm_layout.LOCK_OFFSET + shm_layout.LockRecord.log_count.offset, u32(1))
+    poke(made, at, u32(old + 1))
+    checked = json.loads(run("check", made, "--json").stdout)
+    assert (checked["status"], checked["recovered"]) == ("clean", 1)
+    assert "1 log entries" in run("check", made).stdout
+    found = load(run, made)
+    assert found["totals"]["accounting_holds"]
+    assert found["lock"]["log_entries"] == 1
+    assert field(made, at) == old + 1  # in the copy only
+    run("reap", made)
+    assert field(made, at) == old
+
+
+# ---- damage
+
+
+def test_check_names_what_is_broken(run: Run, made: str) -> None:
+    at = ROOT + layout.RootRecord.named.offset
+    poke(made, at, u32(9))
+    result = run("check", made, status=1)
+    assert "invariant 35" in result.stdout
+    assert "lightcache repair" in result.stdout
+    assert json.loads(run("check", made, "--json", status=1).stdout)["status"] == "broken"
+    assert "counters disagree" in " ".join(load(run, made)["hints"])
+    assert "does not hold" in run("dump", made).stdout
+    assert "every invariant holds" in run("repair", made).stdout
+    run("check", made)
+    run("check", made, "--lock")
+
+
+def test_check_of_an_interrupted_repair(run: Run, made: str) -> None:
+    poke(made, ROOT + layout.RootRecord.repairing.offset, u32(1))
+    assert "a repair was killed" in run("check", made, "--wait", 0, status=1).stdout
+    assert "a repair is under way" in " ".join(load(run, made)["hints"])
+    run("repair", made)
+    run("check", made)
+
+
+def test_check_of_a_damaged_log(run: Run, made: str) -> None:
+    poke(made, shm_layout.LOG_OFFSET, u32(1) + u32(0))  # the header is none of its business
+    poke(made, shm_layout.LOCK_OFFSET + shm_layout.LockRecord.log_count.offset, u32(1))
+    assert "undo log names words outside" in run("check", made, status=1).stdout
+    assert "undo log is damaged" in " ".join(load(run, made)["hints"])
+    run("repair", made)
+    run("check", made)
+
+
+def test_check_of_a_damaged_root(run: Run, made: str) -> None:
+    poke(made, ROOT, u32(PAGES + 1))
+    assert "the root says" in run("check", made, status=1).stdout
+
+
+@pytest.mark.parametrize("left", [shm_layout.PAYLOAD_OFFSET, ROOT + 100, 8192])
+def test_truncated(run: Run, made: str, left: int) -> None:
+    os.truncate(path(made), left)
+    assert "bytes were expected" in run("dump", made, status=2).stderr
+    result = run("check", made, status=1)
+    assert "bytes were expected" in result.stdout
+    assert json.loads(run("check", made, "--json", status=1).stdout)["invariant"] == -1
+    run("rm", made)
+
+
+def test_truncated_to_nothing(run: Run, made: str) -> None:
+    os.truncate(path(made), 100)
+    for command in ("dump", "check"):
+        assert "lightcache sweep" in run(command, made, status=2).stderr
+
+
+def test_another_release(run: Run, made: str) -> None:
+    poke(made, shm_layout.SegmentHeader.abi.offset, u32(99))
+    for command in ("dump", "check"):
+        assert "another release" in run(command, made, status=2).stderr
+
+
+def test_a_link_in_its_place(run: Run, segment_name: str, tmp_path: Path) -> None:
+    path(segment_name).symlink_to(tmp_path / "elsewhere")
+    try:
+        for command in ("dump", "check", "rm", "disable"):
+            assert "symbolic link" in run(command, segment_name, status=2).stderr
+    finally:
+        path(segment_name).unlink()
+
+
+def test_whatever_stands_in_it(run: Run, made: str) -> None:
+    """Random words anywhere behind the header: an answer each time, and never a signal."""
+    whole = path(made).read_bytes()
+    for seed in range(60):
+        chance = random.Random(seed)
+        damaged = bytearray(whole)
+        for _ in range(chance.choice([1, 30, 3000])):
+            at = chance.randrange(HEADER_END, len(whole) - 8) & ~3
+            word = chance.choice([0xFFFFFFFF, chance.getrandbits(32), chance.randrange(100)])
+            damaged[at : at + 4] = u32(word)
+        path(made).write_bytes(damaged)
+        for command in (
+            ("dump",),
+            ("dump", "--json"),
+            ("dump", "--pages"),
+            ("check", "--wait", "0"),
+        ):
+            result = CliRunner().invoke(cli.group, [command[0], made, *command[1:]])
+            assert result.exit_code in (0, 1, 2), (seed, command, result.output, result.exception)
+            assert not isinstance(result.exception, Exception), (seed, result.exception)
+
+
+# ---- findings that may be artefacts of copying
+
+
+def test_a_cache_that_is_never_quiet(run: Run, made: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def torn(name: str) -> Any:
+        image = read(name)
+        image.steady = False
+        return image
+
+    monkeypatch.setattr(check_module, "read", torn)
+    run("check", made, "--wait", 0)  # clean, although torn, is clean
+    poke(made, ROOT + layout.RootRecord.named.offset, u32(9))
+    result = run("check", made, "--wait", 0, status=2)
+    assert "could not be checked" in result.stderr
+    assert "--lock" in result.stderr
+
+
+def test_pins_in_motion(run: Run, made: str, tmp_path: Path, wait_until: Wait) -> None:
+    """A count without its bit is what a client leaves in the middle of pinning."""
+    place = geometry(PAGES)
+    idle = HOLDER.replace("index._core.locked", "(lambda *_, **__: 0)")
+    command = [sys.executable, "-c", idle, made]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=tmp_path) as child:
+        try:
+            assert child.stdout is not None
+            assert child.stdout.readline() == "held\n"
+            (client,) = read(made).clients
+            page = PAGES - 1
+            at = place.rows + (client.slot * place.row_stride + page) * 2
+            poke(made, at, (1).to_bytes(2, "little"))
+            assert "pins it, its bit is not set" in run("check", made, status=1).stdout
+            os.kill(child.pid, signal.SIGSTOP)
+            wait_until(lambda: state_of(read(made).clients[0]) == "stopped", "the child to stop")
+            assert "pins were not checked" in run("check", made, "--wait", 0).stdout
+            child.kill()
+            child.wait()
+            assert "pins were not checked" in run("check", made, "--wait", 0).stdout
+            run("reap", made)
+            assert "pins" not in run("check", made).stdout.splitlines()[-1].removesuffix("0 pins")
+        finally:
+            child.kill()
+
+
+def test_check_while_others_work(run: Run, made: str) -> None:
+    with PageIndex.attach(made, role="us") as index:
+        assert index.check().clean
+        assert json.loads(run("check", made, "--json").stdout)["quiet"]
