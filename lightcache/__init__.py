@@ -26,6 +26,7 @@ from lightcache.errors import (
     TransferFailed,
     WaitTimeout,
 )
+from lightcache.hashing import KeySpec, PageHasher, hash_pages, matchable_pages
 from lightcache.leases import Lease, LeaseBatch
 from lightcache.namespaces import Namespace
 from lightcache.page_index import PageIndex
@@ -47,6 +48,7 @@ __all__ = [
     "HostPool",
     "InUse",
     "IndexStats",
+    "KeySpec",
     "LayoutMismatch",
     "Lease",
     "LeaseBatch",
@@ -57,6 +59,7 @@ __all__ = [
     "NoSpace",
     "NotReady",
     "OutOfPages",
+    "PageHasher",
     "PageIndex",
     "PermissionDenied",
     "Reservation",
@@ -67,4 +70,6 @@ __all__ = [
     "TransferFailed",
     "WaitTimeout",
     "__version__",
+    "hash_pages",
+    "matchable_pages",
 ]

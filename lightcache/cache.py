@@ -191,7 +191,7 @@ class Cache:
         page_tokens: int | None = None,
         algorithm: str = "xxh3_128",
         secret: bytes | None = None,
-        lifetime: str = "attached",
+        lifetime: str | None = None,
         group: str | int | None = None,
         replace: bool = False,
         role: str = "",
@@ -206,6 +206,7 @@ class Cache:
         left goes on warm.
 
         Args:
+            lifetime: None: whatever it has, "attached" for a new one.
             replace: remove one that differs, if nobody lives in it.
             Otherwise as `create`.
 

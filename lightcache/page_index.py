@@ -210,7 +210,7 @@ class PageIndex:
         pages: int,
         config: Mapping[str, Any] | None = None,
         grown: int | None = None,
-        lifetime: str = "attached",
+        lifetime: str | None = None,
         group: str | int | None = None,
         replace: bool = False,
         role: str = "",
@@ -223,6 +223,7 @@ class PageIndex:
         have all died goes on warm.
 
         Args:
+            lifetime: None: whatever it has, "attached" for a new one.
             replace: remove one that differs, if nobody lives in it.
             Otherwise as `create`.
 

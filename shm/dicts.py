@@ -148,7 +148,7 @@ class SharedDict:
         self.segment.__exit__(None, None, None)
 
 
-def _split(key: int) -> tuple[int, int]:
+def _split(key: object) -> tuple[int, int]:
     if not isinstance(key, int) or not 0 <= key < 1 << 128:
         raise ConfigError(f"key: expected an integer of 128 bits, found {key!r}")
     return key & _WORD, key >> 64

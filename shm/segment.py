@@ -147,7 +147,7 @@ class Segment:
         kind: Kind = Kind.PLAIN,
         config: Mapping[str, Any] | None = None,
         layout_facts: str = "",
-        lifetime: str = "attached",
+        lifetime: str | None = None,
         group: str | int | None = None,
         replace: bool = False,
         initialise: Hook | None = None,
@@ -158,6 +158,7 @@ class Segment:
         processes is continued as it is.
 
         Args:
+            lifetime: None: whatever it has, "attached" for a new one.
             replace: remove one that differs, if nobody lives in it.
 
         Raises:

@@ -121,37 +121,13 @@ def read(name: str, tries: int = TRIES) -> Image:
         LightcacheError: not an index, or there is no memory for the copy.
     """
     with opened(name) as (found, info):
-        header = found.header()
-        if header.kind != Kind.INDEX:
-            raise LightcacheError(
-                f"{name!r} holds a {info.kind}, not an index; see `lightcache ls`"
-            )
-        expected = wanted.want(
-            name,
-            kind=Kind.INDEX,
-            payload_bytes=None,
-            config=None,
-            layout_facts=_native.load().quick.lci_layout().decode(),
-            lifetime=None,
-            group=None,
-        )
-        wanted.verify_header(header, found.size(), expected)
-        config = wanted.config_of(header)
-        pages = config.get("pages")
-        if not isinstance(pages, int) or not 1 <= pages <= MAX_PAGES:
-            raise CacheCorrupted(f"{name!r}: its configuration says {pages!r} pages; remove it")
-        place = geometry(pages)
-        if place.end > found.size():
-            raise CacheCorrupted(
-                f"{name!r}: an index of {pages} pages takes {place.end} bytes, found "
-                f"{found.size()}; remove it"
-            )
+        config, place = _verify_index(found)
         _check_memory(place.end)
         data, steady = _copy(found, place.end, tries)
         return Image(
             info=info,
             config=config,
-            pages=pages,
+            pages=place.pages,
             place=place,
             data=data,
             lock=shm_layout.LockRecord.from_buffer_copy(data.data, shm_layout.LOCK_OFFSET),
@@ -159,6 +135,34 @@ def read(name: str, tries: int = TRIES) -> Image:
             steady=steady,
             taken_ns=time.monotonic_ns(),
         )
+
+
+def _verify_index(found: OpenObject) -> tuple[dict[str, Any], layout.Geometry]:
+    """The configuration of an index, and where it must then have what."""
+    name, header = found.name, found.header()
+    if header.kind != Kind.INDEX:
+        raise LightcacheError(f"{name!r} does not hold an index; see `lightcache ls`")
+    expected = wanted.want(
+        name,
+        kind=Kind.INDEX,
+        payload_bytes=None,
+        config=None,
+        layout_facts=_native.load().quick.lci_layout().decode(),
+        lifetime=None,
+        group=None,
+    )
+    wanted.verify_header(header, found.size(), expected)
+    config = wanted.config_of(header)
+    pages = config.get("pages")
+    if not isinstance(pages, int) or not 1 <= pages <= MAX_PAGES:
+        raise CacheCorrupted(f"{name!r}: its configuration says {pages!r} pages; remove it")
+    place = geometry(pages)
+    if place.end > found.size():
+        raise CacheCorrupted(
+            f"{name!r}: an index of {pages} pages takes {place.end} bytes, found "
+            f"{found.size()}; remove it"
+        )
+    return config, place
 
 
 def _clients(data: Bytes, found: OpenObject) -> list[ClientInfo]:

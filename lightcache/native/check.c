@@ -263,7 +263,18 @@ static bool totals(checker *c) {
     return true;
 }
 
+static bool figures(checker *c) {
+    const lci_root *r = c->h->root;
+    const lci_geometry *g = &c->h->geometry;
+    if (r->pages != g->pages || r->buckets != g->buckets || r->reservations != g->reservations ||
+        r->tickets != g->tickets || r->chunks != g->chunks || r->index_bytes != g->end)
+        BROKEN(c, 38, 0, 0, "the root's own figures are not those of an index of %u pages",
+               c->h->page_count);
+    return true;
+}
+
 static bool everything(checker *c) {
+    if (!figures(c)) return false;
     if (!free_pages(c)) return false;
     for (uint32_t b = 0; b <= c->h->dict.mask; b++) {
         if (b + 16 <= c->h->dict.mask) {

@@ -223,11 +223,9 @@ LC_API int lci_repair(lci_handle *h, int wait, uint64_t deadline) {
     lc_txn t;
     int rc = lcs_usable(h->at);
     if (rc != LC_OK) return rc;
-    rc = lcs_lock_take(h->at, &t, LCI_OP_REPAIR, wait, deadline, h->log_begin, h->log_end);
-    if (rc == LC_E_CORRUPT) { /* not even the log is sound: leave it behind, the truth is enough */
-        lc_store(&lcs_lock_of(h->at)->log_count, 0);
-        rc = lcs_lock_take(h->at, &t, LCI_OP_REPAIR, wait, deadline, h->log_begin, h->log_end);
-    }
+    /* A log that is not sound is left behind: the truth is enough. */
+    rc = lcs_lock_take(h->at, &t, LCI_OP_REPAIR, wait | LC_DISCARD, deadline, h->log_begin,
+                       h->log_end);
     if (rc != LC_OK) return rc;
     rc = lci_rebuild(h);
     int dropped = lci_unlock(h, &t);

@@ -155,7 +155,7 @@ int lcs_lock_take(lcs_attachment *at, lc_txn *txn, uint32_t operation, int wait,
     if (!swap(lock, 0, mine)) {
         asked = lcs_now_ns();
         if (!spin(lock, mine)) {
-            if (wait == LC_TRY) return LC_E_BUSY;
+            if (!(wait & LC_BLOCK)) return LC_E_BUSY;
             int rc = block(at, lock, mine, deadline, &taken_over);
             if (rc != LC_OK) return rc;
         }
@@ -165,7 +165,9 @@ int lcs_lock_take(lcs_attachment *at, lc_txn *txn, uint32_t operation, int wait,
     LC_PAUSE(LC_AT_LOCKED);
     if (lc_load_acquire(&lock->log_count) != 0) {
         int rc = recover(at, lock, begin, end);
-        if (rc != LC_OK) {
+        if (rc != LC_OK && (wait & LC_DISCARD)) {
+            lc_store_release(&lock->log_count, 0);
+        } else if (rc != LC_OK) {
             let_go(lock, mine);
             return rc;
         }

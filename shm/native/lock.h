@@ -4,7 +4,8 @@
 
 #include "txn.h"
 
-enum lc_wait { LC_TRY = 0, LC_BLOCK = 1 };
+/* LC_DISCARD beside one of them: a log that is damaged is dropped instead of refused (repair). */
+enum lc_wait { LC_TRY = 0, LC_BLOCK = 1, LC_DISCARD = 2 };
 
 /* Take the lock for `operation`. With LC_TRY spin for some microseconds, then LC_E_BUSY. With
  * LC_BLOCK sleep in slices until `deadline_ns` (CLOCK_MONOTONIC; LC_E_TIMEOUT), and come back with

@@ -39,12 +39,15 @@ def copy_of(name: str) -> Bytes:
 class Copy:
     """A segment's bytes with names for the parts. Everything is a view: a test may damage it."""
 
-    def __init__(self, whole: Bytes) -> None:
-        """Of a whole segment of an index."""
+    def __init__(self, whole: Bytes, pages: int = 0) -> None:
+        """Of a whole segment of an index; `pages` 0: as its header says."""
         self.whole = whole
-        header = shm_layout.SegmentHeader.from_buffer_copy(whole[: ctypes.sizeof(shm_layout.SegmentHeader)])
-        config = json.loads(bytes(header.config)[: header.config_bytes])
-        self.place = place = geometry(int(config["pages"]))
+        if not pages:
+            size = ctypes.sizeof(shm_layout.SegmentHeader)
+            header = shm_layout.SegmentHeader.from_buffer_copy(whole[:size])
+            config = bytes(header.config)[: header.config_bytes]
+            pages = int(json.loads(config)["pages"])
+        self.place = place = geometry(pages)
         self.header = self._records(shm_layout.SegmentHeader, 0, 1)
         self.clients = self._records(
             shm_layout.ClientRecord, shm_layout.CLIENTS_OFFSET, shm_layout.SLOTS
@@ -93,15 +96,16 @@ class Copy:
         return count
 
 
-def check(whole: Bytes, *, quiet: bool = True) -> list[str]:
+def check(whole: Bytes, *, quiet: bool = True, pages: int = 0) -> list[str]:
     """Everything that is wrong with a copy.
 
     Args:
         whole: the segment; what an unfinished critical section did is undone in it.
         quiet: no client was inside any call, and the dead have been taken back: then pins must
             agree exactly as well.
+        pages: of the index; 0: as its header says.
     """
-    copy = Copy(whole)
+    copy = Copy(whole, pages)
     copy.undo()
     return list(_Findings(copy, quiet).all())
 

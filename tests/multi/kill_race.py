@@ -132,7 +132,8 @@ class Race:
             self.start(number)
         end, next_check = time.monotonic() + seconds, 4
         while time.monotonic() < end or self.inside < inside:
-            self.kill_some()
+            if not self.hook or self.chance.random() < 0.2:
+                self.kill_some()
             self.bury(0)
             while self.bury(os.WNOHANG):
                 pass

@@ -18,7 +18,7 @@ def pair(prefix: Sequence[int], bucket: int | None = None) -> Pair:
     Args:
         bucket: make the low 6 bits these, so that keys meet in one chain of a small index.
     """
-    digest = hashlib.blake2b(bytes(prefix), digest_size=16).digest()
+    digest = hashlib.blake2b(repr(tuple(prefix)).encode(), digest_size=16).digest()
     low = int.from_bytes(digest[:8], "little")
     if bucket is not None:
         low = low & ~0x3F | bucket
@@ -42,4 +42,4 @@ def keys(*path: int) -> Keys:
 
 def prompt(name: int, pages: int) -> Keys:
     """The chain of a prompt of so many pages; prompts with other names share nothing."""
-    return array(chain([name, *range(1, pages)]))
+    return array(chain([name, *range(1, pages)][:pages]))

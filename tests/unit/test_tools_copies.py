@@ -198,7 +198,7 @@ def test_dump_of_a_plain_segment(run: Run, segment_name: str) -> None:
         found = load(run, segment_name)
         assert (found["segment"]["kind"], found["segment"]["clients"]) == ("plain", 1)
         assert "plain" in run("dump", segment_name).stdout
-        assert "not an index" in run("check", segment_name, status=2).stderr
+        assert "does not hold an index" in run("check", segment_name, status=2).stderr
         assert "expected INDEX, found PLAIN" in run("repair", segment_name, status=2).stderr
 
 

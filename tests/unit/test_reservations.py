@@ -1,0 +1,426 @@
+"""Reservations: what becomes of each key, shards, and giving up; also of writers that were killed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from support.index_view import IndexView
+from support.keys import array, chain, keys, prompt
+from support.scripts import TESTS
+
+from lightcache import (
+    Abandoned,
+    ConfigError,
+    LeaseLost,
+    NoSpace,
+    OutOfPages,
+    PageIndex,
+    WaitTimeout,
+)
+from lightcache.layout import PageState
+from lightcache.shm.layout import ClientState
+
+Wait = Callable[[Callable[[], bool], str], None]
+
+
+@pytest.fixture
+def index(segment_name: str) -> Iterator[PageIndex]:
+    with PageIndex.create(segment_name, pages=8) as made:
+        yield made
+
+
+@pytest.fixture
+def second(index: PageIndex, segment_name: str) -> Iterator[PageIndex]:
+    with PageIndex.attach(segment_name) as attached:
+        yield attached
+
+
+def pins(index: PageIndex) -> int:
+    report = index.check()
+    assert report.clean, report.message
+    return report.pins
+
+
+# ---------------------------------------------------------------- what becomes of each key
+
+
+def test_new_present_busy_and_missing(index: PageIndex, second: PageIndex) -> None:
+    with index.reserve(prompt(1, 2)) as new:
+        assert new.new.tolist() == [0, 1]
+        assert index.peek(prompt(1, 2)) == 0
+        assert new.publish()
+    assert index.peek(prompt(1, 2)) == 2
+    busy = index.reserve(prompt(1, 4), 2)
+    assert busy.new.tolist() == [2, 3]
+    got = second.reserve(prompt(1, 16))
+    assert got.present.tolist() == [0, 1]
+    assert got.busy.tolist() == [2, 3]
+    assert got.new.tolist() == [4, 5, 6, 7]
+    assert got.missing.tolist() == list(range(8, 16))
+    assert "pinned" in got.why
+    assert "4 new, 2 present, 2 busy, 8 missing" in repr(got)
+    assert len(set(got.pages.tolist() + got.present_pages.tolist())) == 6
+    got.release()
+    busy.release()
+    assert pins(index) == 0
+    assert index.peek(prompt(1, 16)) == 2
+
+
+def test_nothing_to_reserve(index: PageIndex) -> None:
+    for start in (0, 2):
+        with index.reserve(prompt(1, start), start) as got:
+            assert got.pages.tolist() == []
+            assert got.why == ""
+            assert got.publish(), "nothing is left to be written"
+
+
+def test_a_key_that_stands_twice_gets_one_page(index: PageIndex) -> None:
+    one = prompt(1, 2)
+    with index.reserve(np.concatenate([one, one])) as got:
+        assert got.new.tolist() == [0, 1]
+        assert got.busy.tolist() == [2, 3]
+        assert pins(index) == 2
+        got.publish()
+    assert index.wait(one, timeout=0) == 2
+    assert pins(index) == 0
+
+
+def test_more_keys_than_a_batch(segment_name: str) -> None:
+    with PageIndex.create(segment_name, pages=1000) as index:
+        with index.reserve(prompt(1, 600)) as got:
+            assert len(set(got.pages.tolist())) == 600
+            got.publish()
+        assert index.peek(prompt(1, 700)) == 600
+
+
+def test_own_chain_is_not_evicted(segment_name: str) -> None:
+    with PageIndex.create(segment_name, pages=4) as index:
+        index.reserve(prompt(1, 4)).publish()
+        with index.reserve(prompt(1, 6), 4) as got:
+            assert len(got.missing) == 2, "its prefix was used as room, which nobody pins"
+        assert index.peek(prompt(1, 4)) == 4
+
+
+def test_a_full_chain_has_no_room(segment_name: str) -> None:
+    with PageIndex.create(segment_name, pages=40) as index:
+        meeting = [array(chain([n], bucket=5)) for n in range(34)]
+        held = [index.reserve(each) for each in meeting[:32]]
+        got = index.reserve(meeting[32])
+        assert got.missing.tolist() == [0]
+        assert "bucket" in got.why
+        held[7].publish()
+        held[7].release()
+        with index.reserve(meeting[33]) as again:
+            assert again.new.tolist() == [0], "one page of the chain could go"
+        assert index.check().clean
+        for each in (*held[:7], *held[8:], got):
+            each.release()
+
+
+def test_a_quota_evicts_its_own(segment_name: str) -> None:
+    with PageIndex.create(segment_name, pages=16) as index:
+        space = index.namespace("w", "t", quota=4)
+        index.reserve(prompt(9, 4)).publish()
+        with index.reserve(prompt(1, 3), namespace=space) as got:
+            got.publish()
+        with index.reserve(prompt(2, 4), namespace=space) as got:
+            # All three of the old prompt must go, from its end, although none is a leaf but one.
+            assert len(got.new) == 4
+            got.publish()
+        assert index.peek(prompt(9, 4)) == 4, "others pay nothing"
+        with (
+            index.match(prompt(2, 4), namespace=space),
+            index.reserve(prompt(3, 2), namespace=space) as got,
+        ):
+            assert len(got.missing) == 2
+            assert "quota" in got.why
+        with index.reserve(prompt(4, 6), namespace=space) as got:
+            assert (len(got.new), len(got.missing)) == (4, 2)
+        index.namespace("w", "t", quota=0)
+        with index.reserve(prompt(5, 6), namespace=space) as got:
+            assert len(got.new) == 6
+
+
+# ---------------------------------------------------------------- arguments
+
+
+@pytest.mark.parametrize("start", [-1, 4, 1.0, "0", None, True])
+def test_a_start_that_is_none(index: PageIndex, start: Any) -> None:
+    with pytest.raises(ConfigError, match="start"):
+        index.reserve(prompt(1, 3), start)
+
+
+@pytest.mark.parametrize("shards", [0, -1, 65, 1.0, None])
+def test_shards_out_of_range(index: PageIndex, shards: Any) -> None:
+    with pytest.raises(ConfigError, match="shards"):
+        index.reserve(prompt(1, 3), shards=shards)
+
+
+def test_reserve_many_gives_all_back_on_an_error(index: PageIndex) -> None:
+    asked = np.concatenate([prompt(1, 2), prompt(2, 2)])
+    with pytest.raises(ConfigError, match="starts"):
+        index.reserve_many(asked, np.array([0, 2, 4]), [0])
+    with pytest.raises(ConfigError, match="start"):
+        index.reserve_many(asked, np.array([0, 2, 4]), [0, 3])
+    assert pins(index) == 0
+    assert index.stats().writing == 0
+    first, last = index.reserve_many(asked, np.array([0, 2, 4]), [1, 0])
+    assert (first.new.tolist(), last.new.tolist()) == ([1], [0, 1])
+    first.release()
+    last.release()
+
+
+# ---------------------------------------------------------------- publishing
+
+
+def test_shards_are_published_one_by_one(index: PageIndex) -> None:
+    with index.reserve(prompt(1, 2), shards=3) as got:
+        assert not got.publish(1)
+        for wrong in (-1, 3, True, "0"):
+            with pytest.raises(ConfigError, match="shard"):
+                got.publish(wrong)  # type: ignore[arg-type]
+        with pytest.raises(LeaseLost, match="twice|before|already|done"):
+            got.publish(1)
+        assert index.peek(prompt(1, 2)) == 0
+        assert got.publish(), "the two that are left"
+        with pytest.raises(LeaseLost):
+            got.publish()
+    assert index.peek(prompt(1, 2)) == 2
+
+
+def test_publishing_what_has_ended(index: PageIndex) -> None:
+    got = index.reserve(prompt(1, 2))
+    got.abandon()
+    with pytest.raises(Abandoned):
+        got.publish()
+    for call in (got.abandon, got.release):
+        with pytest.raises(LeaseLost):
+            call()
+    got = index.reserve(prompt(1, 2))
+    got.publish()
+    got.release()
+    with pytest.raises(Abandoned):
+        got.publish(0)
+    assert index.peek(prompt(1, 2)) == 2
+    assert pins(index) == 0
+
+
+def test_publishing_what_was_cleared(index: PageIndex) -> None:
+    space = index.namespace("w1")
+    got = index.reserve(prompt(1, 2), namespace=space)
+    index.clear(space)
+    with pytest.raises(Abandoned, match="cleared"):
+        got.publish()
+    assert pins(index) == 2, "its writer may still be writing"
+    got.release()
+    assert pins(index) == 0
+    with pytest.raises(Abandoned, match="cleared"):
+        index.reserve(prompt(1, 2), namespace=space)
+
+
+def test_shards_of_others(index: PageIndex, second: PageIndex) -> None:
+    got = index.reserve(prompt(1, 2), shards=3)
+    ticket = got.ticket([second.client_id])
+    shard = second.adopt(bytes(ticket), shard=1)
+    with pytest.raises(LeaseLost, match="adopted"):
+        got.publish(1)
+    assert not got.publish(), "its own two are, the adopted one is not"
+    with pytest.raises(LeaseLost, match="adopted"):
+        got.publish()
+    assert shard.publish()
+    assert index.peek(prompt(1, 2)) == 2
+    with pytest.raises(LeaseLost):
+        shard.publish()
+    shard.release()
+    with pytest.raises(LeaseLost):
+        shard.release()
+    with pytest.raises(Abandoned):
+        shard.publish()
+    got.release()
+    ticket.drop()
+    assert pins(index) == 0
+
+
+def test_a_shard_given_up_abandons_all(index: PageIndex, second: PageIndex) -> None:
+    # Nobody else can publish an adopted shard, so waiting for it would never end.
+    got = index.reserve(prompt(1, 2), shards=2)
+    ticket = got.ticket([second.client_id])
+    got.publish(0)
+    with second.adopt(bytes(ticket), shard=1):
+        with pytest.raises(WaitTimeout):
+            index.wait(prompt(1, 2), timeout=0)
+    assert index.wait(prompt(1, 2), timeout=0) == 0
+    assert ticket.poll().verdict is False
+    got.release()
+    ticket.drop()
+    assert pins(index) == 0
+
+
+def test_a_shard_outlives_its_owner(segment_name: str, second: PageIndex) -> None:
+    owner = PageIndex.attach(segment_name)
+    got = owner.reserve(prompt(1, 2), shards=2)
+    ticket = got.ticket([second.client_id])
+    shard = second.adopt(bytes(ticket), shard=1)
+    got.publish(0)
+    owner.close()
+    assert shard.publish()
+    shard.release()
+    assert second.peek(prompt(1, 2)) == 2
+    assert pins(second) == 0
+
+
+def test_publish_of_a_shard_whose_owner_gave_up(index: PageIndex, second: PageIndex) -> None:
+    got = index.reserve(prompt(1, 2), shards=2)
+    ticket = got.ticket([second.client_id])
+    shard = second.adopt(bytes(ticket), shard=0)
+    got.abandon()
+    with pytest.raises(Abandoned):
+        shard.publish()
+    assert pins(index) == 2, "the shard's writer may still be writing"
+    shard.release()
+    ticket.drop()
+    assert pins(index) == 0
+
+
+def test_waiting_ends_with_a_time_limit(index: PageIndex) -> None:
+    with index.reserve(prompt(1, 2)), pytest.raises(WaitTimeout, match="2 keys"):
+        index.wait(prompt(1, 2), timeout=0)
+    assert index.wait(prompt(1, 2), timeout=0) == 0
+
+
+# ---------------------------------------------------------------- limits
+
+
+def test_too_many_reservations(segment_name: str) -> None:
+    with PageIndex.create(segment_name, pages=200) as index:
+        held = []
+        while True:
+            try:
+                got = index.reserve(keys(len(held) // 100, len(held) % 100), 1)
+            except OutOfPages as error:
+                assert "reservation" in str(error)
+                break
+            held.append(got)
+            if len(got.missing):
+                assert "reservations" in got.why
+                break
+            assert len(held) <= 200
+        assert len(held) > 64
+        for each in held:
+            each.release()
+        assert pins(index) == 0
+        assert index.stats().reservations == 0
+
+
+def test_memory_that_is_not_there_yet(segment_name: str) -> None:
+    with PageIndex.create(segment_name, pages=8, grown=2) as index:
+        with pytest.raises(NoSpace, match="grow"):
+            index.reserve(prompt(1, 3))
+        assert pins(index) == 0
+        assert index.stats().writing == 0
+        index.grow(3)
+        with index.reserve(prompt(1, 3)) as got:
+            assert len(got.new) == 3
+        index.grow(2)
+        assert index.stats().grown == 3, "memory is not taken back"
+        for wrong in (-1, 9, None):
+            with pytest.raises(ConfigError, match="pages"):
+                index.grow(wrong)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- writers that were killed
+
+
+@pytest.fixture
+def kill_holder(
+    index: PageIndex, segment_name: str
+) -> Callable[[bool], int]:
+    """Let a client hold 2 pages and write 3, kill it, return its slot."""
+
+    def kill(device: bool) -> int:
+        child = subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                f"import sys; sys.path.insert(0, {str(TESTS)!r})\n"
+                "import runpy; runpy.run_module('support.doomed_clients', run_name='__main__')",
+                segment_name,
+                "device" if device else "none",
+            ],
+            stdout=subprocess.PIPE,
+        )
+        with child:
+            assert child.stdout is not None
+            assert child.stdout.readline() == b"holding\n"
+            [slot] = [c.slot for c in index.clients() if c.role == "doomed"]
+            child.kill()
+        return slot
+
+    return kill
+
+
+def test_a_killed_writer_gives_its_pages_back(
+    index: PageIndex, kill_holder: Callable[[bool], int]
+) -> None:
+    slot = kill_holder(False)
+    assert pins(index) == 5
+    assert index.reap() == 1
+    assert pins(index) == 0
+    assert slot not in [c.slot for c in index.clients()]
+    assert index.peek(prompt(1, 2)) == 2, "what was published stays"
+    with index.reserve(prompt(3, 6)) as got:
+        assert len(got.new) == 6
+    assert index.reap() == 0
+
+
+def test_waiting_takes_back_from_a_killed_writer(
+    index: PageIndex, kill_holder: Callable[[bool], int]
+) -> None:
+    kill_holder(False)
+    assert index.wait(prompt(2, 3), timeout=60) == 0
+    assert pins(index) == 0
+
+
+def test_pages_of_a_killed_device_client_stay_in_quarantine(
+    index: PageIndex, kill_holder: Callable[[bool], int], wait_until: Wait
+) -> None:
+    slot = kill_holder(True)
+    view = IndexView(index)
+    record = view.client(slot)
+    # As if it had lived in another PID namespace, where its end cannot be seen: then the end of
+    # quarantine is a matter of time, and here the time is ours to set.
+    record.pidns += 1
+    assert index.reap() == 1
+    assert record.state == ClientState.QUARANTINE
+    writing = [n for n, p in enumerate(view.pages()) if p.state is PageState.DOOMED]
+    assert len(writing) == 3
+    assert view.rows()[slot].nonzero()[0].tolist() == writing, "only what it was writing"
+    assert pins(index) == 3
+    record.quarantine_until_ns = 1 << 62
+    assert index.reap() == 1
+    index.evict(8)
+    with index.reserve(prompt(3, 8)) as got:
+        assert len(got.new) == 5
+        assert not set(got.pages.tolist()) & set(writing)
+    record.quarantine_until_ns = 1
+    assert index.reap() == 1
+    assert record.state == ClientState.FREE
+    assert pins(index) == 0
+    with index.reserve(prompt(3, 8)) as got:
+        assert len(got.new) == 8
+    assert index.reap() == 0
+
+
+def test_quarantine_ends_when_the_client_is_seen_to_be_gone(
+    index: PageIndex, kill_holder: Callable[[bool], int], wait_until: Wait
+) -> None:
+    kill_holder(True)
+    wait_until(lambda: index.reap() == 0, "the end of quarantine")
+    assert pins(index) == 0
+    with index.reserve(prompt(3, 8)) as got:
+        assert len(got.new) == 8
