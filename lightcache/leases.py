@@ -33,11 +33,11 @@ class Lease:
 
     def __init__(self, index: PageIndex, capacity: int) -> None:
         """For PageIndex: an empty lease with room for `capacity` pages and their generations."""
-        self._released = False
         self._index = index
         self._buffer = bytearray(HEADER_BYTES + 8 * capacity)
         self._where = _Address.from_buffer(self._buffer)
         self._pages: Pages | None = None
+        self._released = False  # last: an interrupt before it leaves nothing to release
 
     @property
     def pages(self) -> Pages:

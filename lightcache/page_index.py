@@ -264,7 +264,7 @@ class PageIndex:
             Detached: closed, replaced, or a forked child.
         """
         where, n = _arguments.keys(keys)
-        ref = self._namespace if namespace is None else namespace.ref
+        ref = self._namespace if namespace is None else self._ref(namespace)
         found: int = self._quick.lci_peek1(self._handle, where, n, ref)
         if found < 0:
             check(found, "peek")
@@ -300,7 +300,7 @@ class PageIndex:
         """
         where, n = _arguments.keys(keys)
         lease = Lease(self, n)
-        ref = self._namespace if namespace is None else namespace.ref
+        ref = self._namespace if namespace is None else self._ref(namespace)
         held = self._match1(self._handle, where, n, ref, lease._where)
         if held < 0:
             check(held, "match")

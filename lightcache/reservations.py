@@ -167,7 +167,7 @@ class Reservation:
         Raises:
             ConfigError: there is no new page to write.
         """
-        if self._progress.gen == 0:
+        if not len(self.new):
             raise ConfigError("ticket: this reservation has no new pages, so nothing to hand out")
         return self._index._give_ticket(self.pages, self._progress, adopters, timeout)
 

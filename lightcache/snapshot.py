@@ -137,24 +137,33 @@ def check_copy(copy: Bytes, pages: int, *, quiet: bool) -> CheckReport:
     )
 
 
-def _stamp(view: Bytes) -> tuple[int, int, int]:
-    lock = lock_of(view)
+def _stamp(core: Core) -> tuple[int, int, int]:
+    size = ctypes.sizeof(shm_layout.LockRecord)
+    at = core.segment.address + shm_layout.LOCK_OFFSET
+    lock = shm_layout.LockRecord.from_buffer_copy(ctypes.string_at(at, size))
     return lock.word & ~shm_layout.LOCK_WAITERS, lock.acquisitions, lock.log_count
 
 
-def _copy_when_quiet(core: Core, view: Bytes) -> Bytes:
+def _copy(core: Core) -> Bytes:
+    """Not through a view of the segment: an error's traceback would keep that, and `close` wait."""
+    copy = np.empty(core.segment.nbytes, np.uint8)
+    ctypes.memmove(copy.ctypes.data, core.segment.address, len(copy))
+    return copy
+
+
+def _copy_when_quiet(core: Core) -> Bytes:
     """Copy the segment while nobody holds the lock: by luck, else by holding it."""
     for _ in range(TRIES):
-        before = _stamp(view)
-        copy: Bytes = view.copy()
-        if before == _stamp(view) and before[0] == 0 and before[2] == 0:
+        before = _stamp(core)
+        copy = _copy(core)
+        if before == _stamp(core) and before[0] == 0 and before[2] == 0:
             return copy
     if core.segment.readonly:
         raise LockTimeout(
             f"check {core.segment.name!r}: it was never quiet for the time of a copy, and a reader "
             "cannot hold the lock; try again, or check from an attach for writing"
         )
-    return _copy_holding(core, view)
+    return _copy_holding(core)
 
 
 def _moves(core: Core) -> list[tuple[int, ...]]:
@@ -172,24 +181,21 @@ def check_attached(core: Core, pages: int) -> CheckReport:
     pins counts only when a second copy repeats it and nobody moved in between; else the copy is
     checked without pins.
     """
-    view = np.frombuffer(core.segment.view(0, core.segment.nbytes), np.uint8)
-    try:
+    with core.segment.busy():
         moves = _moves(core)
-        report = check_copy(_copy_when_quiet(core, view), pages, quiet=True)
+        report = check_copy(_copy_when_quiet(core), pages, quiet=True)
         if report.clean or report.invariant not in PIN_INVARIANTS:
             return report
-        copy = _copy_when_quiet(core, view)
+        copy = _copy_when_quiet(core)
         again = check_copy(copy, pages, quiet=True)
         same = (again.invariant, again.page) == (report.invariant, report.page)
         if same and moves == _moves(core):
             return again
         return check_copy(copy, pages, quiet=False)
-    finally:
-        del view
 
 
-def _copy_holding(core: Core, view: Bytes) -> Bytes:
-    copy = np.empty_like(view)
+def _copy_holding(core: Core) -> Bytes:
+    copy = np.empty(core.segment.nbytes, np.uint8)
     where = _arguments.address(copy)
     check(core.locked("lci_copy", where, len(copy), what="check"), "check")
     # Our own hold is no finding.

@@ -448,6 +448,7 @@ LC_API int lci_evict_pages(lci_handle *h, uint32_t want, uint32_t *freed, int wa
         rc = lci_lock(h, &t, LCI_OP_EVICT, wait, deadline);
         if (rc != LC_OK) return rc;
         lci_collect(h, &t, 256);
+        if (lc_load(&h->root->ticket_used)) lci_settle_tickets(h, &t, 256);
         if (lc_load(&h->root->doomed)) lci_collect_doomed(h, &t, 256);
         for (int i = 0; i < 8 && *freed < want && !e.exhausted && !t.error; i++) {
             uint32_t n = lci_evict(h, &t, &e, want - *freed);

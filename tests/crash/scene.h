@@ -22,9 +22,10 @@ int lci_grow(lci_handle *h, uint32_t pages, int wait, uint64_t deadline);
 int lci_peek1(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref ns);
 int lci_match1(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref ns, lci_lease *lease);
 int lci_release(lci_handle *h, lci_lease *lease);
-int lci_unpin(lci_handle *h, const int32_t *pages, uint32_t n);
 int lci_reserve(lci_handle *h, lci_reserve_op *op, const lc_key *keys, uint32_t n, uint32_t start,
                 int32_t *page, uint8_t *status, int wait, uint64_t deadline);
+int lci_unreserve(lci_handle *h, lci_reserve_op *op, const int32_t *page, const uint8_t *status,
+                  uint32_t n);
 int lci_publish(lci_handle *h, uint32_t rid, uint32_t gen, uint32_t shard, const int32_t *pages,
                 uint32_t n);
 int lci_abandon(lci_handle *h, uint32_t rid, uint32_t gen, int wait, uint64_t deadline);
@@ -104,9 +105,7 @@ static inline void run_publish(scene *s, run *r, uint32_t shard) {
 }
 
 static inline void run_unpin(scene *s, run *r) {
-    for (uint32_t i = 0; i < r->n; i++)
-        if (r->status[i] == LCI_NEW || r->status[i] == LCI_PRESENT)
-            NEED(lci_unpin(s->h, &r->page[i], 1) == LC_OK);
+    NEED(lci_unreserve(s->h, &r->op, r->page, r->status, r->n) == LC_OK);
 }
 
 static inline void run_fill(scene *s, run *r, uint32_t number, uint32_t n) {

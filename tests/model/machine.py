@@ -572,8 +572,10 @@ class IndexMachine(RuleBasedStateMachine):
             and client.slot not in ticket.adopted | ticket.failed
             and not ticket.late
         )
-        if not may or (writing and not writing.active):
+        if not may or (writing and writing.doomed):
             kinds: tuple[type[BaseException], ...] = (LeaseLost,)
+        elif writing and writing.complete:  # it may still wait to be collected
+            kinds = (LeaseLost, ConfigError)
         elif writing and (shard is None or shard >= len(writing.shards)):
             kinds = (ConfigError,)
         elif writing and (
@@ -643,6 +645,8 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(number=pick, n=st.integers(0, 8))
     def evict(self, number: int, n: int) -> None:
         since, now = self.view.clock + 1, self.view.queue_now
+        if n:
+            self.model.settle()
         can = sum(self.model.removable(p, since) for p in self.model.named())
         freed = self.client(number).index.evict(n)
         assert freed == min(n, can)

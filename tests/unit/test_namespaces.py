@@ -1,0 +1,138 @@
+"""Namespaces: apart from each other, forgotten whole, bounded in number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support.keys import prompt
+
+from lightcache import Abandoned, ConfigError, LeaseLost, Namespace, OutOfPages, PageIndex
+
+
+@pytest.fixture
+def index(segment_name: str) -> Iterator[PageIndex]:
+    with PageIndex.create(segment_name, pages=8) as made:
+        yield made
+
+
+def put(index: PageIndex, name: int, pages: int, namespace: Namespace | None = None) -> None:
+    with index.reserve(prompt(name, pages), namespace=namespace) as new:
+        new.publish()
+
+
+def test_the_same_name_is_the_same_namespace(index: PageIndex, segment_name: str) -> None:
+    mine = index.namespace("w1", "t")
+    assert index.namespace("w1", "t") == mine
+    assert index.namespace("w1") != mine
+    assert index.namespace().id == 0
+    with PageIndex.attach(segment_name) as other:
+        assert other.namespace("w1", "t") == mine
+
+
+def test_equal_keys_of_two_namespaces_are_not_shared(index: PageIndex) -> None:
+    mine = index.namespace("w1")
+    put(index, 1, 2, mine)
+    assert index.peek(prompt(1, 2)) == 0
+    assert index.peek(prompt(1, 2), namespace=mine) == 2
+    with index.reserve(prompt(1, 2)) as got:
+        assert got.missing.tolist() == [0, 1]
+        assert "another namespace" in got.why
+
+
+def test_clearing_forgets_what_is_there_and_in_flight(index: PageIndex) -> None:
+    mine = index.namespace("w1")
+    put(index, 1, 2, mine)
+    put(index, 3, 2)
+    held = index.match(prompt(1, 2), namespace=mine)
+    writing = index.reserve(prompt(2, 2), namespace=mine)
+    index.clear(mine)
+    index.clear(mine)
+    assert index.peek(prompt(1, 2), namespace=mine) == 0
+    assert len(index.match(prompt(1, 2), namespace=mine)) == 0
+    assert index.peek(prompt(3, 2)) == 2, "others keep theirs"
+    with pytest.raises(Abandoned, match="cleared"):
+        index.reserve(prompt(1, 1), namespace=mine)
+    with pytest.raises(Abandoned, match="cleared"):
+        writing.publish()
+    again = index.namespace("w1")
+    assert again != mine
+    assert index.peek(prompt(1, 2), namespace=again) == 0
+    with index.reserve(prompt(4, 8)) as got:
+        assert not set(got.pages.tolist()) & set(held.pages.tolist())
+    held.release()
+    writing.release()
+    report = index.check()
+    assert report.clean, report.message
+    assert report.pins == 0
+
+
+def test_clearing_the_default_one_reopens_it(index: PageIndex, segment_name: str) -> None:
+    put(index, 1, 2)
+    with PageIndex.attach(segment_name) as other:
+        index.clear()
+        assert index.peek(prompt(1, 2)) == 0
+        put(index, 2, 2)
+        assert index.peek(prompt(2, 2)) == 2
+        assert other.peek(prompt(2, 2)) == 0, "it has not heard of the new one"
+        with pytest.raises(Abandoned, match="cleared"):
+            other.reserve(prompt(2, 2))
+        assert other.peek(prompt(2, 2), namespace=other.namespace()) == 2
+        other.clear()
+        assert other.peek(prompt(2, 2)) == 2, "clearing a cleared one forgets nothing new"
+
+
+def test_an_old_handle_does_not_clear_its_successor(index: PageIndex) -> None:
+    old = index.namespace("w1")
+    index.clear(old)
+    new = index.namespace("w1")
+    put(index, 1, 2, new)
+    index.clear(old)
+    assert index.peek(prompt(1, 2), namespace=new) == 2
+
+
+def test_the_table_is_full(index: PageIndex) -> None:
+    made = [index.namespace("w", str(i)) for i in range(255)]
+    with pytest.raises(OutOfPages, match="256"):
+        index.namespace("one more")
+    assert index.namespace("w", "7") == made[7], "existing ones are found"
+    index.clear(made[9])
+    assert index.namespace("one more").id == made[9].id
+
+
+@pytest.mark.parametrize("name", ["x" * 48, "é" * 24, "a\0b"])
+def test_names_that_do_not_fit(index: PageIndex, name: str) -> None:
+    for call in (lambda: index.namespace(name), lambda: index.namespace("w", name)):
+        with pytest.raises(ConfigError, match="47 bytes"):
+            call()
+    index.namespace("x" * 47, "é" * 23)
+
+
+@pytest.mark.parametrize("quota", [-1, 1 << 32, 1.5, "1", True])
+def test_quotas_that_are_none(index: PageIndex, quota: Any) -> None:
+    with pytest.raises(ConfigError, match="quota"):
+        index.namespace("w", quota=quota)
+
+
+@pytest.mark.parametrize("namespace", [0, "w1", ("w1", ""), b""])
+def test_what_is_no_namespace(index: PageIndex, namespace: Any) -> None:
+    for call in (
+        lambda: index.peek_many(prompt(1, 1), [0, 1], namespace=namespace),  # type: ignore[arg-type]
+        lambda: index.reserve(prompt(1, 1), namespace=namespace),
+        lambda: index.clear(namespace),
+        lambda: index.peek(prompt(1, 1), namespace=namespace),
+        lambda: index.match(prompt(1, 1), namespace=namespace),
+    ):
+        with pytest.raises(ConfigError, match="Namespace"):
+            call()
+
+
+def test_a_reader_finds_but_makes_none(index: PageIndex, segment_name: str) -> None:
+    mine = index.namespace("w1")
+    put(index, 1, 2, mine)
+    with PageIndex.attach(segment_name, readonly=True) as reader:
+        assert reader.namespace("w1") == mine
+        assert reader.peek(prompt(1, 2), namespace=mine) == 2
+        with pytest.raises(LeaseLost, match="none"):
+            reader.namespace("w2")

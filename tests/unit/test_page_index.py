@@ -1,0 +1,341 @@
+"""PageIndex as a whole: making one, order of eviction, check and repair, interrupts, the lock."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from support.index_view import IndexView
+from support.interrupts import interrupt
+from support.keys import prompt
+
+from lightcache import (
+    CacheCorrupted,
+    ConfigError,
+    InUse,
+    LayoutMismatch,
+    Lease,
+    LockTimeout,
+    NotReady,
+    PageIndex,
+    WaitTimeout,
+)
+from lightcache.page_index import MAX_PAGES, geometry
+from lightcache.shm import Kind, Segment
+
+
+@pytest.fixture
+def index(segment_name: str) -> Iterator[PageIndex]:
+    with PageIndex.create(segment_name, pages=16) as made:
+        yield made
+
+
+@pytest.fixture
+def second(index: PageIndex, segment_name: str) -> Iterator[PageIndex]:
+    with PageIndex.attach(segment_name, lock_timeout=0.01) as attached:
+        yield attached
+
+
+def put(index: PageIndex, name: int, pages: int) -> Any:
+    made = prompt(name, pages)
+    with index.reserve(made) as new:
+        new.publish()
+    return made
+
+
+# ---------------------------------------------------------------- making one
+
+
+@pytest.mark.parametrize("pages", [0, -1, MAX_PAGES + 1, 1.0, "8", None, True])
+def test_page_counts_that_are_none(segment_name: str, pages: Any) -> None:
+    for call in (
+        lambda: PageIndex.create(segment_name, pages=pages),
+        lambda: PageIndex.open(segment_name, pages=pages),
+        lambda: geometry(pages),
+    ):
+        with pytest.raises(ConfigError, match="pages"):
+            call()
+
+
+@pytest.mark.parametrize("grown", [-1, 5, 1.0])
+def test_grown_out_of_range(segment_name: str, grown: Any) -> None:
+    for call in (PageIndex.create, PageIndex.open):
+        with pytest.raises(ConfigError, match="grown"):
+            call(segment_name, pages=4, grown=grown)
+
+
+def test_attach_what_is_none(segment_name: str) -> None:
+    with pytest.raises(NotReady):
+        PageIndex.attach(segment_name)
+    with (
+        Segment.create(segment_name, 64, kind=Kind.PLAIN),
+        pytest.raises((ConfigError, LayoutMismatch)),
+    ):
+        PageIndex.attach(segment_name)
+
+
+def test_another_configuration(segment_name: str) -> None:
+    with PageIndex.create(segment_name, pages=4, config={"model": "a"}) as index:
+        with pytest.raises(LayoutMismatch):
+            PageIndex.attach(segment_name, config={"model": "b", "pages": 4})
+        with pytest.raises(LayoutMismatch):
+            PageIndex.open(segment_name, pages=5, config={"model": "a"})
+        with PageIndex.open(segment_name, pages=4, config={"model": "a"}) as other:
+            assert other.pages == index.pages == 4
+            assert other.name == segment_name
+
+
+def test_an_index_that_says_two_sizes(segment_name: str) -> None:
+    with PageIndex.create(segment_name, pages=4) as index:
+        root = IndexView(index).geometry.root
+        view = index.segment.view(root, 8)
+        view[0] = 5
+        with pytest.raises(CacheCorrupted, match="index of 4 pages"):
+            PageIndex.attach(segment_name)
+        view[0] = 4
+        view.release()
+        del view
+        gc.collect()
+
+
+# ---------------------------------------------------------------- eviction
+
+
+@pytest.mark.parametrize("n", [-1, 1.0, "1", None, True, MAX_PAGES + 1])
+def test_evict_counts_that_are_none(index: PageIndex, n: Any) -> None:
+    with pytest.raises(ConfigError, match="n:"):
+        index.evict(n)
+
+
+def test_reserving_evicts_the_least_recently_used(index: PageIndex) -> None:
+    chains = [put(index, name, 4) for name in range(4)]
+    index.match(chains[0]).release()
+    with index.reserve(prompt(9, 5)) as new:
+        assert len(new.new) == 5
+        assert [index.peek(c) for c in chains] == [4, 0, 3, 4]
+
+
+def test_writing_pages_and_their_prefixes_stay(index: PageIndex) -> None:
+    have = put(index, 1, 4)
+    with index.reserve(prompt(1, 6), 4) as new:
+        assert index.evict(16) == 0
+        new.publish()
+    assert index.evict(16) == 6
+    assert index.peek(have) == 0
+
+
+# ---------------------------------------------------------------- check and repair
+
+
+def test_check_names_what_is_broken_and_repair_mends_it(index: PageIndex) -> None:
+    have = put(index, 1, 4)
+    view = IndexView(index)
+    at = index.segment.address + view.geometry.root
+    fields = type(view.root())
+    fields.from_address(at).free_count += 1
+    report = index.check()
+    assert not report.clean
+    assert "free stack" in report.message
+    with pytest.raises(CacheCorrupted, match="free stack"):
+        report.raise_if_broken()
+    index.repair()
+    report = index.check()
+    assert report.clean, report.message
+    report.raise_if_broken()
+    assert index.peek(have) == 4
+    assert (report.free + report.ready, report.pins) == (4, 0)
+
+
+def test_a_reader_cannot_check_while_the_lock_is_held(index: PageIndex, second: PageIndex) -> None:
+    put(index, 1, 2)
+    assert second._core.locked("lci_hold", what="test") == 0
+    try:
+        with PageIndex.attach(index.name, readonly=True) as reader:
+            with pytest.raises(LockTimeout, match="never quiet") as error:
+                reader.check()
+        assert error.value.__traceback__, "which keeps no view of the segment"
+    finally:
+        second._quick.lci_let_go(second._handle)
+    assert index.check().quiet
+
+
+# ---------------------------------------------------------------- the lock
+
+
+@pytest.fixture
+def held_lock(index: PageIndex, second: PageIndex) -> Iterator[PageIndex]:
+    """The first client holds the lock; gives the second, which waits 10 ms for it."""
+    put(index, 1, 2)
+    assert index._core.locked("lci_hold", what="test") == 0
+    yield second
+    index._quick.lci_let_go(index._handle)
+    report = index.check()
+    assert report.clean
+    assert report.pins == 0
+
+
+def test_lookups_go_on_while_the_lock_is_held(held_lock: PageIndex) -> None:
+    assert held_lock.peek(prompt(1, 2)) == 2
+    held_lock.match(prompt(1, 2)).release()
+    assert held_lock.wait(prompt(1, 2)) == 2
+
+
+def test_a_lock_that_is_not_given_back_in_time(held_lock: PageIndex) -> None:
+    other = held_lock
+    for call in (
+        lambda: other.reserve(prompt(1, 4)),
+        lambda: other.evict(1),
+        lambda: other.clear(),
+        lambda: other.namespace("new"),
+        lambda: other.grow(16),
+        lambda: other.check(),
+        lambda: other.match(prompt(1, 2)).ticket([other.client_id]),
+    ):
+        with pytest.raises(LockTimeout, match="client 1 .* has held the lock"):
+            call()
+    with pytest.raises(LockTimeout):
+        other.reserve(prompt(1, 4), timeout=0)
+
+
+# ---------------------------------------------------------------- Ctrl-C
+
+
+@contextlib.contextmanager
+def alarm_in(seconds: float) -> Iterator[None]:
+    """Ctrl-C, as a timer: again and again, in case the first comes before the call."""
+
+    def raise_it(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, raise_it)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_an_interrupt_ends_a_wait(index: PageIndex) -> None:
+    with index.reserve(prompt(1, 2)):
+        with alarm_in(0.05), pytest.raises(KeyboardInterrupt):
+            index.wait(prompt(1, 2))
+        index.segment.check_closable()
+
+
+def test_an_interrupt_ends_waiting_for_the_lock(index: PageIndex, second: PageIndex) -> None:
+    put(index, 1, 2)
+    assert index._core.locked("lci_hold", what="test") == 0
+    with alarm_in(0.05), pytest.raises(KeyboardInterrupt):
+        second.reserve(prompt(1, 4), timeout=60)
+    index._quick.lci_let_go(index._handle)
+    second.segment.check_closable()
+    assert index.check().pins == 0
+
+
+Action = Callable[[PageIndex, PageIndex], object]
+
+
+def look_up(index: PageIndex, second: PageIndex) -> None:
+    with index.match(prompt(1, 4)) as lease:
+        _ = lease.pages
+    with index.match_many(prompt(1, 4), np.array([0, 3, 4])) as batch:
+        _ = batch.pages
+
+
+def split(index: PageIndex, second: PageIndex) -> None:
+    left, right = index.match_many(prompt(1, 4), np.array([0, 4, 4])).split()
+    left.release()
+    right.release()
+
+
+def write(index: PageIndex, second: PageIndex) -> None:
+    with index.reserve(prompt(2, 2), shards=2) as new:
+        new.publish(0)
+        new.publish()
+    index.evict(3)
+
+
+def give_up(index: PageIndex, second: PageIndex) -> None:
+    with index.reserve(prompt(3, 3)):
+        pass
+    index.reserve(prompt(1, 5)).abandon()
+
+
+def write_many(index: PageIndex, second: PageIndex) -> None:
+    keys = np.concatenate([prompt(4, 2), prompt(5, 2)])
+    for each in index.reserve_many(keys, np.array([0, 2, 4])):
+        each.release()
+
+
+def hand_on(index: PageIndex, second: PageIndex) -> None:
+    with index.match(prompt(1, 4)) as lease, lease.ticket([second.client_id], timeout=-1) as ticket:
+        ticket.poll()
+
+
+def hand_on_to_ourselves(index: PageIndex, second: PageIndex) -> None:
+    with index.match(prompt(1, 4)) as lease, lease.ticket([index.client_id]) as ticket:
+        adopted = index.adopt(bytes(ticket))
+        assert isinstance(adopted, Lease)
+        with adopted:
+            index.done(bytes(ticket))
+
+
+def share_writing(index: PageIndex, second: PageIndex) -> None:
+    with (
+        index.reserve(prompt(6, 2), shards=2) as new,
+        new.ticket([index.client_id]) as ticket,
+        index.adopt(bytes(ticket), shard=1) as shard,
+    ):
+        assert not isinstance(shard, Lease)
+        shard.publish()
+        new.publish(0)
+
+
+def look_after_it(index: PageIndex, second: PageIndex) -> None:
+    index.stats()
+    index.check()
+    index.reap()
+    index.clients()
+    index.namespace("w")
+    with contextlib.suppress(WaitTimeout):
+        index.wait(prompt(1, 4), timeout=0)
+
+
+def check_closable(index: PageIndex) -> None:
+    with contextlib.suppress(InUse):
+        index.segment.check_closable()
+        return
+    gc.collect()
+    index.segment.check_closable()
+
+
+ACTIONS = [look_up, split, write, give_up, write_many, hand_on, share_writing, look_after_it]
+
+
+@pytest.mark.parametrize("action", ACTIONS, ids=lambda a: a.__name__)
+def test_an_interrupt_at_any_step_leaks_nothing(
+    index: PageIndex, second: PageIndex, action: Action
+) -> None:
+    put(index, 1, 4)
+    at = 0
+    while interrupt(lambda: action(index, second), at):
+        left = second.check()
+        if left.pins:  # perhaps only kept by a cycle that the exception has made
+            gc.collect()
+            second.evict(1)  # whoever takes the lock next ends tickets that are over
+            left = second.check()
+        assert left.clean, f"step {at}: {left.message}"
+        assert left.pins == 0, f"step {at}: {left.pins} pins leaked"
+        check_closable(index)
+        put(index, 1, 4)
+        at += 1
+    assert at > 20, "the steps were not seen"
+    second.evict(1)
+    stats = index.stats()
+    assert (stats.reservations, stats.tickets, stats.writing) == (0, 0, 0)

@@ -1,0 +1,294 @@
+"""Tickets: pins handed on, one verdict for all, and every way in which adopting is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from support.index_view import IndexView
+from support.keys import prompt
+
+from lightcache import (
+    ClientId,
+    ConfigError,
+    Detached,
+    LeaseLost,
+    NoSpace,
+    OutOfPages,
+    PageIndex,
+    PermissionDenied,
+    Shard,
+    Ticket,
+)
+
+
+@pytest.fixture
+def giver(segment_name: str) -> Iterator[PageIndex]:
+    with PageIndex.create(segment_name, pages=8) as made:
+        made.reserve(prompt(1, 2)).publish()
+        yield made
+
+
+@pytest.fixture
+def taker(giver: PageIndex, segment_name: str) -> Iterator[PageIndex]:
+    with PageIndex.attach(segment_name) as attached:
+        yield attached
+
+
+def give(giver: PageIndex, *takers: PageIndex, timeout: float = 3600.0) -> Ticket:
+    with giver.match(prompt(1, 2)) as lease:
+        return lease.ticket([t.client_id for t in takers], timeout=timeout)
+
+
+def settle(index: PageIndex) -> None:
+    """Let somebody take the lock: tickets end when the next one does."""
+    index.evict(1)
+
+
+def pins(index: PageIndex) -> int:
+    report = index.check()
+    assert report.clean, report.message
+    return report.pins
+
+
+def test_a_lease_is_handed_on(giver: PageIndex, taker: PageIndex) -> None:
+    with give(giver, taker) as ticket:
+        assert pins(giver) == 2, "pinned by the ticket alone"
+        assert giver.evict(8) == 0
+        assert len(bytes(ticket)) == 16
+        assert ticket.poll().verdict is None
+        with taker.adopt(bytes(ticket)) as lease:
+            assert lease.pages.tolist() == giver.match(prompt(1, 2)).pages.tolist()
+            assert pins(giver) == 2, "all have adopted: the taker's pins alone"
+            assert ticket.poll().adopted == {taker.client_id.slot}
+            taker.done(bytes(ticket))
+        assert ticket.poll().verdict is True
+    assert pins(giver) == 0
+    assert giver.stats().tickets == 0
+
+
+def test_one_failure_is_the_verdict(segment_name: str, giver: PageIndex, taker: PageIndex) -> None:
+    with PageIndex.attach(segment_name) as third, give(giver, taker, third) as ticket:
+        for each, ok in ((taker, True), (third, False)):
+            with each.adopt(bytes(ticket)):
+                each.done(bytes(ticket), ok)
+        status = ticket.poll()
+        assert status.done == {taker.client_id.slot}
+        assert status.failed == {third.client_id.slot}
+        assert status.verdict is False
+    assert giver.stats().tickets == 0
+
+
+def test_an_adopter_that_leaves_has_failed(segment_name: str, giver: PageIndex) -> None:
+    third = PageIndex.attach(segment_name)
+    with give(giver, third) as ticket:
+        third.close()
+        assert ticket.poll().verdict is False
+        assert pins(giver) == 0
+        with PageIndex.attach(segment_name) as again:
+            assert again.client_id.slot == max(ticket.poll().adopters)
+            assert again.client_id not in [third.segment.client]
+            with pytest.raises(LeaseLost, match="failed"):
+                again.adopt(bytes(ticket))
+
+
+def test_a_ticket_outlives_its_giver(segment_name: str, taker: PageIndex) -> None:
+    third = PageIndex.attach(segment_name)
+    data = bytes(give(third, taker))
+    kept = give(third, taker)
+    third.close()
+    for each in (data, bytes(kept)):
+        with taker.adopt(each) as lease:
+            assert len(lease) == 2
+            taker.done(each)
+    settle(taker)
+    assert taker.stats().tickets == 0
+    with pytest.raises(Detached):
+        kept.poll()
+    with pytest.raises(Detached):
+        kept.drop()
+
+
+def test_adopted_twice_by_one(giver: PageIndex, taker: PageIndex) -> None:
+    with give(giver, taker, giver) as ticket, taker.adopt(bytes(ticket)):
+        with pytest.raises(LeaseLost, match="by this client before"):
+            taker.adopt(bytes(ticket))
+        taker.done(bytes(ticket))
+        with pytest.raises(LeaseLost, match="verdict before"):
+            taker.done(bytes(ticket))
+        with pytest.raises(LeaseLost):
+            giver.done(bytes(ticket))  # has not adopted
+        assert pins(giver) == 4
+
+
+def test_adopted_by_somebody_else(segment_name: str, giver: PageIndex, taker: PageIndex) -> None:
+    with give(giver, taker) as ticket:
+        for call in (lambda: giver.adopt(bytes(ticket)), lambda: giver.done(bytes(ticket))):
+            with pytest.raises(LeaseLost, match="adopters"):
+                call()
+    taker.adopt(bytes(give(giver, taker))).release()
+
+
+def test_a_ticket_of_another_cache(segment_name: str, giver: PageIndex, taker: PageIndex) -> None:
+    with PageIndex.create(segment_name + "o", pages=8) as other, give(giver, taker) as ticket:
+        for call in (other.adopt, other.done):
+            with pytest.raises(LeaseLost, match="another cache"):
+                call(bytes(ticket))
+
+
+@pytest.mark.parametrize("data", [b"", bytes(15), bytes(17), bytes(16), b"\xff" * 16])
+def test_bytes_that_are_no_ticket(giver: PageIndex, data: bytes) -> None:
+    for call in (giver.adopt, giver.done):
+        with pytest.raises(LeaseLost):
+            call(data)
+
+
+def test_a_ticket_past_its_deadline(giver: PageIndex, taker: PageIndex) -> None:
+    with give(giver, taker, timeout=-1) as ticket:
+        with pytest.raises(LeaseLost, match="deadline"):
+            taker.adopt(bytes(ticket))
+        status = ticket.poll()
+        assert status.late
+        assert status.failed == {taker.client_id.slot}
+        assert status.verdict is False
+    assert pins(giver) == 0
+    assert giver.stats().tickets == 0
+
+
+def test_what_a_late_ticket_pinned_can_be_evicted(giver: PageIndex, taker: PageIndex) -> None:
+    with give(giver, taker, timeout=-1):
+        assert pins(giver) == 2
+        assert giver.evict(8) == 2
+        assert pins(giver) == 0
+
+
+def test_a_ticket_that_has_ended(giver: PageIndex, taker: PageIndex) -> None:
+    ticket = give(giver, taker)
+    with taker.adopt(bytes(ticket)):
+        taker.done(bytes(ticket))
+    ticket.drop()
+    for call in (ticket.drop, ticket.poll):
+        with pytest.raises(LeaseLost, match="dropped"):
+            call()
+    for call in (lambda: taker.adopt(bytes(ticket)), lambda: taker.done(bytes(ticket))):
+        with pytest.raises(LeaseLost, match="ended"):
+            call()
+
+
+def test_a_forgotten_ticket_holds_no_record(giver: PageIndex, taker: PageIndex) -> None:
+    data = bytes(give(giver, taker))
+    assert giver.stats().tickets == 1
+    with taker.adopt(data):
+        taker.done(data)
+    settle(giver)
+    assert giver.stats().tickets == 0
+
+
+def test_who_may_be_an_adopter(giver: PageIndex, taker: PageIndex) -> None:
+    mine = taker.client_id
+    with giver.match(prompt(1, 2)) as lease:
+        for wrong, why in (
+            ([], "at least one"),
+            ([mine, mine], "twice"),
+            ([ClientId(mine.slot, mine.epoch + 1)], "not attached"),
+            ([ClientId(0, 1)], "not attached"),
+            ([ClientId(63, 1)], "not attached"),
+            ([ClientId(64, 1)], "not attached"),
+        ):
+            with pytest.raises(ConfigError, match=why):
+                lease.ticket(wrong)
+    assert giver.stats().tickets == 0
+    with pytest.raises(LeaseLost):
+        lease.ticket([mine])
+
+
+def test_too_many_tickets(giver: PageIndex, taker: PageIndex) -> None:
+    held = []
+    with giver.match(prompt(1, 2)) as lease:
+        with pytest.raises(OutOfPages, match="ticket"):
+            while len(held) < 300:
+                held.append(lease.ticket([taker.client_id], timeout=-1))
+        assert len(held) == 64
+        held.pop().drop()
+        held.append(lease.ticket([taker.client_id], timeout=-1))
+    for each in held:
+        each.drop()
+    assert pins(giver) == 0
+
+
+def test_a_ticket_of_too_many_pages_is_taken_back(giver: PageIndex, taker: PageIndex) -> None:
+    page = prompt(1, 1)
+    many = np.tile(page, (60_000, 1))
+    batch = giver.match_many(many, np.arange(len(many) + 1))
+    lease = batch._lease
+    with pytest.raises((NoSpace, OutOfPages)):
+        lease.ticket([taker.client_id])
+    assert giver.stats().tickets == 0
+    assert not IndexView(giver).rows()[0].any()
+    batch.release()
+    assert pins(giver) == 0
+
+
+# ---------------------------------------------------------------- of a reservation
+
+
+def test_a_reservation_is_written_by_others(
+    segment_name: str, giver: PageIndex, taker: PageIndex
+) -> None:
+    with (
+        PageIndex.attach(segment_name) as third,
+        giver.reserve(prompt(2, 3), shards=2) as new,
+        new.ticket([taker.client_id, third.client_id]) as ticket,
+    ):
+        for wrong in (-1, 65, "0", True):
+            with pytest.raises(ConfigError, match="shard"):
+                taker.adopt(bytes(ticket), shard=wrong)  # type: ignore[arg-type]
+        for wrong in (None, 2, 63):
+            with pytest.raises(ConfigError):
+                taker.adopt(bytes(ticket), shard=wrong)  # type: ignore[arg-type]
+        left = taker.adopt(bytes(ticket), shard=0)
+        assert isinstance(left, Shard)
+        assert left.pages.tolist() == new.pages.tolist()
+        with pytest.raises(LeaseLost, match="adopted by another"):
+            third.adopt(bytes(ticket), shard=0)
+        with pytest.raises(LeaseLost, match="before"):
+            taker.adopt(bytes(ticket), shard=1)
+        right = third.adopt(bytes(ticket), shard=1)
+        assert isinstance(right, Shard)
+        assert not left.publish()
+        assert right.publish()
+        assert ticket.poll().verdict is True
+        left.release()
+        right.release()
+    assert giver.peek(prompt(2, 3)) == 3
+    assert pins(giver) == 0
+
+
+def test_a_shard_that_was_published_is_not_adopted(giver: PageIndex, taker: PageIndex) -> None:
+    with giver.reserve(prompt(2, 3), shards=2) as new, new.ticket([taker.client_id]) as ticket:
+        new.publish(0)
+        with pytest.raises(LeaseLost):
+            taker.adopt(bytes(ticket), shard=0)
+        new.abandon()
+        with pytest.raises(LeaseLost, match="ended"):
+            taker.adopt(bytes(ticket), shard=1)
+
+
+def test_a_reservation_without_new_pages_has_no_ticket(giver: PageIndex) -> None:
+    with giver.reserve(prompt(1, 2)) as got, pytest.raises(ConfigError, match="no new pages"):
+        got.ticket([giver.client_id])
+
+
+def test_a_reader_neither_gives_nor_adopts(segment_name: str, giver: PageIndex) -> None:
+    data: Any = bytes(give(giver, giver))
+    with PageIndex.attach(segment_name, readonly=True) as reader:
+        with pytest.raises(PermissionDenied):
+            reader.adopt(data)
+        with pytest.raises(PermissionDenied):
+            _ = reader.client_id
+        with pytest.raises(LeaseLost, match="adopters"):
+            reader.done(data)
+    giver.adopt(data).release()
+    giver.done(data)
