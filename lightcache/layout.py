@@ -155,7 +155,8 @@ class NamespaceRecord(ctypes.Structure):
         ("pages", ctypes.c_uint32),
         ("quota", ctypes.c_uint32),
         ("cursor", ctypes.c_uint32),
-        ("pad", ctypes.c_uint32 * 3),
+        ("hand", ctypes.c_uint32),
+        ("pad", ctypes.c_uint32 * 2),
         ("weights", ctypes.c_char * 48),
         ("tenant", ctypes.c_char * 48),
     ]
@@ -246,6 +247,7 @@ class ReserveProgress(ctypes.Structure):
         ("stopped", ctypes.c_uint32),
         ("wanted", ctypes.c_uint32),
         ("reason", ctypes.c_uint32),
+        ("tick", ctypes.c_uint64),
         ("unpinned", ctypes.c_uint32),
     ]
 

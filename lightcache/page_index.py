@@ -752,7 +752,7 @@ class PageIndex:
             return
         if not self._segment.readonly and not self._segment.closed:
             self._segment.check_closable()  # before anything is given back
-            code = self._locked("lci_leave", what="leave")
+            code = self._locked("lci_leave", what="leave", leaving=True)
             if code == Code.FORKED:
                 check(code, "close")
             if code == Code.OK:

@@ -106,8 +106,8 @@ class Hold:
         try:
             self.enter(token)
             yield
-        finally:
-            self.leave(token)
+        finally:  # not through a function, which an interrupt could keep from being entered
+            self._users.discard(token)
 
     def view(self, offset: int, length: int, owner: object) -> memoryview:
         """Bytes of the mapping; `owner` and the mapping live until the last view has gone."""

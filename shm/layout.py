@@ -112,9 +112,9 @@ class LockRecord(ctypes.Structure):
 
     _fields_ = [
         ("word", ctypes.c_uint32),
+        ("sequence", ctypes.c_uint32),
+        ("holder", ctypes.c_uint64),
         ("log_count", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint64),
-        ("holder_tid", ctypes.c_uint32),
         ("operation", ctypes.c_uint32),
         ("since_ns", ctypes.c_uint64),
         ("acquisitions", ctypes.c_uint64),

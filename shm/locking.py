@@ -5,6 +5,7 @@ Shared by all structures. A call ends in (wait, deadline); see `shm/native/lock.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import time
 from collections.abc import Mapping
@@ -46,7 +47,14 @@ class LockedCalls:
         """What every call takes first; set by the structure."""
         self._operations = operations or {}
 
-    def locked(self, name: str, *arguments: Any, what: str, timeout: float | None = None) -> int:
+    def locked(
+        self,
+        name: str,
+        *arguments: Any,
+        what: str,
+        timeout: float | None = None,
+        leaving: bool = False,
+    ) -> int:
         """Call `name`. Returns the code: at least 0, or an error that only the caller understands.
 
         Raises:
@@ -57,7 +65,8 @@ class LockedCalls:
         if code not in (Code.BUSY, Code.INTR):
             return code
         limit = deadline_ns(self.lock_timeout if timeout is None else timeout)
-        with self.segment.busy():
+        # Who leaves is the last to call: nobody else closes the segment meanwhile.
+        with contextlib.nullcontext() if leaving else self.segment.busy():
             while code in (Code.BUSY, Code.INTR):
                 code = getattr(self.slow, name)(self.handle, *arguments, BLOCK, limit)
         if code == Code.TIMEOUT and time.monotonic_ns() >= limit:

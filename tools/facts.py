@@ -143,6 +143,8 @@ def _holder(image: Image) -> Facts | None:
     if slot == 0:
         return None
     epoch = found.word >> shm_layout.LOCK_EPOCH_SHIFT
+    # Of this taking only: the last holder's thread may still stand there.
+    tid = found.holder & 0xFFFFFFFF if found.holder >> 32 == found.sequence else 0
     alive = _alive(image, slot, epoch)
     client = next((c for c in image.clients if c.slot == slot), None)
     return {
@@ -150,8 +152,8 @@ def _holder(image: Image) -> Facts | None:
         "alive": alive,
         "role": client.role if client else None,
         "pid": client.pid if client else None,
-        "tid": found.holder_tid,
-        "process": state_of(client, found.holder_tid) if client and alive else "gone",
+        "tid": tid,
+        "process": state_of(client, tid) if client and alive else "gone",
         "operation": name_of(layout.Operation, found.operation),
         "held_s": max(0, image.taken_ns - found.since_ns) / 1e9,
     }

@@ -115,6 +115,8 @@ static bool lists(checker *c) {
 static bool page_list(checker *c, const lci_list *list, const char *what, uint32_t index,
                       void (*each)(checker *, uint32_t page, uint32_t index), uint32_t *chunks) {
     uint32_t n = 0, at = lc_load(&list->first), count = lc_load(&list->count);
+    if (count / LCI_CHUNK_PAGES > c->h->chunk_count)
+        BROKEN(c, 18, count, index, "%s %u counts %u pages", what, index, count);
     while (n < count) {
         if (at >= c->h->chunk_count || lc_load(&c->h->chunks[at].count) > LCI_CHUNK_PAGES ||
             lc_load(&c->h->chunks[at].count) == 0)

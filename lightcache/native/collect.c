@@ -45,7 +45,7 @@ static uint32_t drain_chunk(lci_handle *h, lc_txn *t, uint32_t rid, bool doomed)
     const lci_chunk *c = lci_list_chunk(h, list);
     if (!c) return 0;
     uint32_t n = lc_load(&c->count);
-    if (n > LCI_CHUNK_PAGES) {
+    if (n == 0 || n > LCI_CHUNK_PAGES || n > lc_load(&list->count)) {
         t->error = LC_E_CORRUPT;
         return 0;
     }
@@ -137,14 +137,16 @@ bool lci_doom_reservation(lci_handle *h, lc_txn *t, uint32_t rid) {
     }
     if (!pending) return false;
     lc_txn_set(t, &r->state, LCI_RES_DOOMED);
+    lci_flag_ended(h, rid); /* before it is so: a bit too many is taken back, one too few is not */
     lci_step(t);
-    lci_flag_ended(h, rid);
     return true;
 }
 
 uint32_t lci_collect_doomed(lci_handle *h, lc_txn *t, uint32_t budget) {
     uint32_t looked = 0, count = lc_load(&h->root->doomed);
     if (budget > count) budget = count;
+    /* DOOMED before the pins: whoever pins after this sees it, as in lci_evict. */
+    atomic_thread_fence(memory_order_seq_cst);
     for (; looked < budget && !t->error; looked++) {
         uint32_t page = lc_list_first(t, &h->lists, LCI_DOOMED_LIST);
         if (page == LC_NIL) break;
@@ -205,6 +207,7 @@ LC_API int lci_clear(lci_handle *h, lci_ns_ref ref, int wait, uint64_t deadline)
     int rc = lcs_usable(h->at);
     if (rc != LC_OK) return rc;
     lci_namespace *ns = &h->ns[lci_ns_id(ref)];
+    uint64_t begun = lcs_now_ns();
     for (bool more = true; more;) {
         rc = lci_lock(h, &t, LCI_OP_CLEAR, wait, deadline);
         if (rc != LC_OK) return rc;
@@ -219,6 +222,7 @@ LC_API int lci_clear(lci_handle *h, lci_ns_ref ref, int wait, uint64_t deadline)
         lci_collect_doomed(h, &t, 256);
         more = lc_load(&ns->state) == LCI_NS_CLEARING && lc_load(&ns->epoch) << 8 >> 8 == ref >> 8;
         rc = lci_unlock(h, &t);
+        if (rc == LC_OK && more) rc = lci_again(begun, wait, deadline);
         if (rc != LC_OK) return rc;
     }
     lci_notify(h);

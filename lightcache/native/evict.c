@@ -99,35 +99,45 @@ static bool may_go(const lci_handle *h, const lci_eviction *e, uint32_t page) {
     return lci_queueable(h, page) && lci_tick(p) < e->since && !lci_pinned(h, p);
 }
 
-/* One look through the queue for pages of a namespace. Returns how many are marked now. */
-static uint32_t mark_namespace(lci_handle *h, lc_txn *t, const lci_eviction *e, uint32_t *marked,
-                               uint32_t n, uint32_t want, uint32_t ns, uint32_t *looked) {
-    for (uint32_t list = 0; list < LCI_DOOMED_LIST && n < want && *looked < 4096; list++) {
-        uint32_t at = lc_list_first(t, &h->lists, list);
-        while (at < h->page_count && n < want && (*looked)++ < 4096 && !t->error) {
-            uint32_t next = lc_load(&h->pages[at].queue.next);
-            if (lci_ns_of(lc_load(&h->pages[at].word)) == ns && may_go(h, e, at)) {
-                lci_queue_remove(h, t, at);
-                marked[n++] = at;
-                mark(h, t, at);
-                follow(h, t, at, false);
-            }
-            at = next;
+/* The youngest of the chosen, to make way for an older one. */
+static uint32_t youngest(const lci_handle *h, const uint32_t *pages, uint32_t n) {
+    uint32_t at = 0;
+    for (uint32_t i = 1; i < n; i++)
+        if (lci_tick(&h->pages[pages[i]]) > lci_tick(&h->pages[pages[at]])) at = i;
+    return at;
+}
+
+/* The oldest evictable pages of a namespace among the next LCI_WINDOW records. */
+static uint32_t choose(const lci_handle *h, const lci_eviction *e, uint32_t *out, uint32_t want,
+                       uint32_t ns) {
+    uint32_t n = 0, at = lc_load(&h->ns[ns].hand), end = lc_load(&h->root->fresh);
+    if (end > h->page_count) end = h->page_count;
+    for (uint32_t i = 0; i < LCI_WINDOW && i < end; i++, at++) {
+        if (at >= end) at = 0;
+        if (lci_ns_of(lc_load(&h->pages[at].word)) != ns || !may_go(h, e, at)) continue;
+        if (n < want) {
+            out[n++] = at;
+            continue;
         }
+        uint32_t last = youngest(h, out, n);
+        if (lci_tick(&h->pages[at]) < lci_tick(&h->pages[out[last]])) out[last] = at;
     }
+    lc_store(&h->ns[ns].hand, at);
     return n;
 }
 
-/* Free pages of one namespace, oldest lists first, looking at a bounded number: what a tenant over
- * its quota pays with. Again while there was something: behind a leaf its prefix comes up. */
+/* Free pages of one namespace: what a tenant over its quota pays with. Looks at LCI_WINDOW records
+ * and takes the oldest that may go, so it is LRU in small pools and sampled LRU in large ones (the
+ * idea is Redis's). The next call goes on behind them. */
 uint32_t lci_evict_namespace(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t want,
                              uint32_t ns) {
-    uint32_t marked[LCI_BATCH], n = 0, looked = 0, before;
-    if (want > LCI_BATCH) want = LCI_BATCH;
-    do {
-        before = n;
-        n = mark_namespace(h, t, e, marked, n, want, ns, &looked);
-    } while (n > before && n < want && !t->error);
+    uint32_t marked[LCI_BATCH];
+    uint32_t n = choose(h, e, marked, want < LCI_BATCH ? want : LCI_BATCH, ns);
+    for (uint32_t i = 0; i < n; i++) {
+        lci_queue_remove(h, t, marked[i]);
+        mark(h, t, marked[i]);
+        follow(h, t, marked[i], false);
+    }
     return n ? settle(h, t, e, marked, n) : 0;
 }
 

@@ -103,7 +103,8 @@ typedef struct lci_namespace {
     _Atomic uint32_t pages; /* named pages, writing or ready */
     _Atomic uint32_t quota; /* most named pages; 0: no limit */
     _Atomic uint32_t cursor; /* clearing: pages below it have been looked at */
-    uint32_t pad[3];
+    _Atomic uint32_t hand;   /* where evicting for its quota goes on; advice */
+    uint32_t pad[2];
     char weights[48];
     char tenant[48];
 } lci_namespace;
@@ -198,6 +199,7 @@ typedef struct lci_reserve_op {
     uint32_t stopped; /* no room from `cursor` on */
     uint32_t wanted;  /* with LC_E_GROW: pages that need memory */
     uint32_t reason;  /* why there was no room: LCI_WHY_* */
+    uint64_t tick;    /* of this call; 0 before it began */
     uint32_t unpinned; /* lci_unreserve has given back what was held */
 } lci_reserve_op;
 enum { LCI_WHY_PINNED = 1, LCI_WHY_QUOTA = 2, LCI_WHY_RESERVATIONS = 3, LCI_WHY_CHAIN = 4 };
@@ -307,6 +309,7 @@ typedef struct lci_eviction {
 uint32_t lci_queue_pop(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t *steps);
 /* evict.c: free up to `want` pages (at most a batch in this step). Returns how many. */
 uint32_t lci_evict(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t want);
+#define LCI_WINDOW 4096
 uint32_t lci_evict_namespace(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t want, uint32_t ns);
 bool lci_evict_from_chain(lci_handle *h, lc_txn *t, lci_eviction *e, uint64_t key_lo);
 #define LCI_BATCH 32
@@ -342,8 +345,20 @@ int lci_rebuild(lci_handle *h);
 
 static inline int lci_lock(lci_handle *h, lc_txn *t, uint32_t op, int wait, uint64_t deadline) {
     int rc = lcs_lock_take(h->at, t, op, wait, deadline, h->log_begin, h->log_end);
-    if (LC_UNLIKELY(rc == LC_OK && lc_load(&h->root->repairing))) rc = lci_rebuild(h);
+    if (LC_UNLIKELY(rc == LC_OK && lc_load(&h->root->repairing))) {
+        rc = lci_rebuild(h);
+        if (rc != LC_OK) lcs_lock_drop(h->at, t, h->log_begin, h->log_end);
+    }
     return rc;
+}
+
+/* Between two holds of long work: go on (LC_OK), or first let the interpreter look for signals
+ * (LC_E_INTR; LC_E_BUSY: with its lock let go), or give up. */
+static inline int lci_again(uint64_t begun, int wait, uint64_t deadline) {
+    uint64_t now = lcs_now_ns();
+    if (wait == LC_TRY) return now - begun < UINT64_C(1000000) ? LC_OK : LC_E_BUSY;
+    if (now >= deadline) return LC_E_TIMEOUT;
+    return now - begun < UINT64_C(50000000) ? LC_OK : LC_E_INTR;
 }
 static inline int lci_unlock(lci_handle *h, lc_txn *t) {
     return lcs_lock_drop(h->at, t, h->log_begin, h->log_end);

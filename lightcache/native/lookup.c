@@ -156,9 +156,9 @@ static uint32_t confirm(lci_handle *h, const int32_t *pages, const uint32_t *gen
                         uint32_t ns, uint64_t tick) {
     for (uint32_t i = 0; i < n; i++) {
         lci_page *page = &h->pages[pages[i]];
-        if (LC_UNLIKELY(lc_load_acquire(&page->gen) != gens[i] ||
-                        !ready(lc_load_acquire(&page->word), ns)))
-            return i;
+        /* The word first: if the generation has not moved after that, the word was of this life. */
+        uint32_t word = lc_load_acquire(&page->word);
+        if (LC_UNLIKELY(!ready(word, ns) || lc_load_acquire(&page->gen) != gens[i])) return i;
         lci_touch(page, tick, 1);
     }
     return n;
@@ -167,6 +167,7 @@ static uint32_t confirm(lci_handle *h, const int32_t *pages, const uint32_t *gen
 static int match_one(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref ns, int32_t *pages,
                      uint32_t *gens) {
     uint32_t id = lci_ns_id(ns);
+    if (LC_UNLIKELY(lc_load(&h->at->leaving))) return LC_E_CLOSED;
     if (!lci_ns_open(h, ns)) return 0;
     int found = find_and_pin(h, keys, n, id, pages, gens);
     if (found <= 0) return found;

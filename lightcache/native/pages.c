@@ -122,16 +122,18 @@ uint32_t lci_list_push(lci_handle *h, lc_txn *t, lci_list *list, const uint32_t 
                        uint32_t n) {
     uint32_t done = 0;
     while (done < n && !t->error) {
-        uint32_t last = lc_load(&list->last);
-        if (last >= h->chunk_count || lc_load(&h->chunks[last].count) >= LCI_CHUNK_PAGES) {
+        uint32_t last = lc_load(&list->last), used = LCI_CHUNK_PAGES;
+        if (last < h->chunk_count) used = lc_load(&h->chunks[last].count);
+        if (used >= LCI_CHUNK_PAGES) {
             uint32_t fresh = take_chunk(h, t);
             if (fresh == LC_NIL) break;
             lc_txn_set(t, last < h->chunk_count ? &h->chunks[last].next : &list->first, fresh);
             lc_txn_set(t, &list->last, fresh);
             last = fresh;
+            used = 0;
         }
         lci_chunk *c = &h->chunks[last];
-        uint32_t used = lc_load(&c->count), room = LCI_CHUNK_PAGES - used;
+        uint32_t room = LCI_CHUNK_PAGES - used;
         uint32_t now = n - done < room ? n - done : room;
         for (uint32_t i = 0; i < now; i++) lc_store(&c->page[used + i], pages[done + i]);
         lc_txn_set(t, &c->count, used + now); /* entries are dead until counted */

@@ -30,6 +30,16 @@ static int make_ready(lci_handle *h, uint32_t rid, uint32_t ns, const int32_t *p
     return rc;
 }
 
+/* The reservation has ended while we published: another publisher was the last, or it was doomed. The
+ * pages, which we pin, say which. */
+static int outcome(const lci_handle *h, const int32_t *pages, uint32_t n) {
+    for (uint32_t i = 0; i < n; i++) {
+        if ((uint32_t)pages[i] >= h->page_count) return LC_E_RANGE;
+        if (lci_state_of(lc_load_acquire(&h->pages[pages[i]].word)) != LCI_READY) return LC_E_STALE;
+    }
+    return 1;
+}
+
 /* Publish one shard of a reservation. Returns 1 when it was the last and the pages are ready now,
  * 0 when others are to come. `pages` are the reservation's new pages, pinned by the caller. */
 LC_API int lci_publish(lci_handle *h, uint32_t rid, uint32_t gen, uint32_t shard,
@@ -53,7 +63,7 @@ LC_API int lci_publish(lci_handle *h, uint32_t rid, uint32_t gen, uint32_t shard
     LC_PAUSE(LC_AT_SHARD_CLEARED);
     /* Two last publishers may both find all done, never neither: hence sequential consistency. */
     atomic_thread_fence(memory_order_seq_cst);
-    if (!lci_complete(r)) return lc_load_acquire(&r->gen) == gen ? 0 : 1;
+    if (!lci_complete(r)) return lc_load_acquire(&r->gen) == gen ? 0 : outcome(h, pages, n);
     rc = make_ready(h, rid, lci_ns_id(ns), pages, n);
     lci_flag_ended(h, rid);
     lci_notify(h);

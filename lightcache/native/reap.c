@@ -71,18 +71,20 @@ static uint32_t clear_row(lci_handle *h, uint32_t slot, bool quarantine) {
     return kept;
 }
 
+enum copies { COPIES_OVER, COPIES_GOING_ON, COPIES_UNKNOWN };
+
 /* Has every thread of the dead client ended, so that the kernel has torn down its device context
  * and no copy is under way any more? */
-static bool copies_over(const lci_handle *h, const lcs_client *c) {
-    if (c->pidns == 0 || c->pidns != h->at->pidns) return false;
+static enum copies copies(const lci_handle *h, const lcs_client *c) {
+    if (c->pidns == 0 || c->pidns != h->at->pidns) return COPIES_UNKNOWN;
     uint64_t start = lcs_start_ticks(c->pid);
-    if (start != 0 && start != c->start_ticks) return true; /* the number belongs to another now */
+    if (start != 0 && start != c->start_ticks) return COPIES_OVER; /* another's number by now */
     int fd = (int)syscall(SYS_pidfd_open, c->pid, 0);
-    if (fd < 0) return errno == ESRCH;
+    if (fd < 0) return errno == ESRCH ? COPIES_OVER : COPIES_UNKNOWN;
     struct pollfd poller = {.fd = fd, .events = POLLIN};
-    bool over = poll(&poller, 1, 0) == 1;
+    int ready = poll(&poller, 1, 0);
     close(fd);
-    return over;
+    return ready == 1 ? COPIES_OVER : ready == 0 ? COPIES_GOING_ON : COPIES_UNKNOWN;
 }
 
 static void end_slot(lcs_client *c) {
@@ -104,8 +106,9 @@ static int reap_held(lci_handle *h, uint32_t slot, int wait, uint64_t deadline) 
         }
     }
     if (state == LCS_CLIENT_QUARANTINE) {
-        bool visible = c->pidns != 0 && c->pidns == h->at->pidns;
-        if (visible ? !copies_over(h, c) : lcs_now_ns() < c->quarantine_until_ns) return 1;
+        enum copies now = copies(h, c);
+        if (now == COPIES_GOING_ON) return 1;
+        if (now == COPIES_UNKNOWN && lcs_now_ns() < c->quarantine_until_ns) return 1;
         clear_row(h, slot, false);
     } else if (state != LCS_CLIENT_TAKEN) {
         return 0;
@@ -151,9 +154,11 @@ LC_API int lci_reap_unjoined(lci_handle *h, uint32_t slot, int wait, uint64_t de
     lc_store_release(&c->epoch, epoch);
     h->at->slot = slot;
     h->at->epoch = epoch;
+    h->at->guest = 1;
     rc = reap_held(h, slot, wait, deadline);
     h->at->slot = 0;
     h->at->epoch = 0;
+    h->at->guest = 0;
     lcs_byte_unlock(h->at->life_fd, LCS_BYTE_SLOTS + slot);
     return rc;
 }
@@ -161,11 +166,23 @@ LC_API int lci_reap_unjoined(lci_handle *h, uint32_t slot, int wait, uint64_t de
 /* Before a client leaves: whatever it still holds goes the way of a dead one's, without
  * quarantine, since it says itself that it has finished. */
 LC_API int lci_leave(lci_handle *h, int wait, uint64_t deadline) {
-    if (*h->at->fork_word != 1) return LC_E_FORKED;
-    if (h->at->readonly) return LC_OK;
-    int rc = reap_records(h, h->at->slot, wait, deadline);
-    if (rc != LC_OK) return rc;
-    clear_row(h, h->at->slot, false);
-    lci_notify(h);
-    return LC_OK;
+    lcs_attachment *at = h->at;
+    if (*at->fork_word != 1) return LC_E_FORKED;
+    if (at->readonly || at->slot == 0) return LC_OK;
+    if (lc_load(&lcs_client_of(at, at->slot)->epoch) != at->epoch) return LC_OK; /* reaped before */
+    if (wait == LC_TRY ? pthread_mutex_trylock(&at->door) : pthread_mutex_lock(&at->door))
+        return LC_E_BUSY;
+    /* From here on no call of this handle begins; those that pin right now end under `rows`. */
+    pthread_mutex_lock(&at->rows);
+    lc_store(&at->leaving, 1);
+    pthread_mutex_unlock(&at->rows);
+    int rc = reap_records(h, at->slot, wait, deadline);
+    if (rc == LC_OK) {
+        pthread_mutex_lock(&at->rows);
+        clear_row(h, at->slot, false);
+        pthread_mutex_unlock(&at->rows);
+        lci_notify(h);
+    }
+    pthread_mutex_unlock(&at->door);
+    return rc;
 }

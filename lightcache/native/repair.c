@@ -90,7 +90,8 @@ static void append(lci_handle *h, uint32_t page, uint32_t list) {
     uint32_t last = lc_load(&end->prev);
     lc_store(&self->prev, last);
     lc_store(&self->next, head);
-    lc_store(&lc_link_at(&h->lists, last)->next, page);
+    lc_link *left = lc_link_at(&h->lists, last);
+    if (left) lc_store(&left->next, page);
     lc_store(&end->prev, page);
 }
 
@@ -133,8 +134,10 @@ static void enqueue(lci_handle *h, uint32_t page) {
 static void count_records(lci_handle *h) {
     uint32_t used = 0;
     lc_store(&h->root->res_head, LC_NIL);
-    if (lc_load(&h->root->res_fresh) > h->res_count) lc_store(&h->root->res_fresh, h->res_count);
-    for (uint32_t i = 0; i < lc_load(&h->root->res_fresh); i++) {
+    uint32_t fresh = lc_load(&h->root->res_fresh);
+    if (fresh > h->res_count) fresh = h->res_count;
+    lc_store(&h->root->res_fresh, fresh);
+    for (uint32_t i = 0; i < fresh; i++) {
         if (lc_load(&h->res[i].state) != LCI_RES_FREE) {
             used++;
             if (lc_load(&h->res[i].state) != LCI_RES_ACTIVE || lci_complete(&h->res[i])) lci_flag_ended(h, i);
@@ -165,14 +168,15 @@ static void mark_list(const lci_handle *h, const lci_list *list, uint8_t *mark, 
 }
 
 static void rebuild_chunks(lci_handle *h, uint8_t *mark) {
-    uint32_t used = 0;
-    if (lc_load(&h->root->chunk_fresh) > h->chunk_count) lc_store(&h->root->chunk_fresh, h->chunk_count);
-    for (uint32_t i = 0; i < lc_load(&h->root->res_fresh); i++)
+    uint32_t used = 0, fresh = lc_load(&h->root->chunk_fresh);
+    if (fresh > h->chunk_count) fresh = h->chunk_count;
+    lc_store(&h->root->chunk_fresh, fresh);
+    for (uint32_t i = 0; i < h->res_count && i < lc_load(&h->root->res_fresh); i++)
         if (lc_load(&h->res[i].state) != LCI_RES_FREE) mark_list(h, &h->res[i].pages, mark, &used);
     for (uint32_t i = 0; i < h->ticket_count; i++)
         if (lc_load(&h->tickets[i].state) != LCI_TICKET_FREE) mark_list(h, &h->tickets[i].pages, mark, &used);
     lc_store(&h->root->chunk_head, LC_NIL);
-    for (uint32_t c = 0; c < lc_load(&h->root->chunk_fresh); c++) {
+    for (uint32_t c = 0; c < fresh; c++) {
         if (mark[c]) continue;
         lc_store(&h->chunks[c].next, lc_load(&h->root->chunk_head));
         lc_store(&h->root->chunk_head, c);
@@ -185,6 +189,7 @@ static void rebuild(builder *b, uint8_t *chunk_mark) {
     clear_totals(h);
     count_records(h);
     uint32_t fresh = lc_load(&h->root->fresh);
+    if (fresh > h->page_count) fresh = h->page_count;
     for (uint32_t p = 0; p < fresh; p++) settle_page(h, p);
     for (uint32_t p = 0; p < fresh; p++)
         if (named_word(lc_load(&h->pages[p].word))) collect_page(b, p);

@@ -12,9 +12,11 @@ typedef struct reserve {
     lci_eviction eviction;
     uint64_t tick;
     uint32_t kept, kept_gen; /* `made` and `gen` as of the last safe point */
+    uint32_t looked, looked_before; /* pages looked at in vain for some of this namespace */
 } reserve;
 
 static void keep(reserve *r) {
+    if (r->t.error) return;
     lci_step(&r->t);
     r->kept = r->op->made;
     r->kept_gen = r->op->gen;
@@ -155,26 +157,43 @@ static uint32_t available(const lci_handle *h) {
     return lc_load(&h->root->free_count) + (grown > fresh ? grown - fresh : 0);
 }
 
+/* What making room came to, besides an error: enough is free, or all that can be; or this hold has
+ * done its share and the next goes on. */
+enum { ROOM_MADE = 0, ROOM_AGAIN = 1 };
+
+static int make_quota_room(reserve *r, uint32_t want) {
+    lci_handle *h = r->h;
+    uint32_t id = lci_ns_id(r->op->ns);
+    const lci_namespace *ns = &h->ns[id];
+    uint32_t quota = lc_load(&ns->quota);
+    while (quota && lc_load(&ns->pages) + want > quota && r->looked < h->page_count) {
+        uint32_t over = lc_load(&ns->pages) + want - quota;
+        if (r->looked - r->looked_before >= 16 * LCI_WINDOW) {
+            r->looked_before = r->looked;
+            return ROOM_AGAIN;
+        }
+        if (lci_evict_namespace(h, &r->t, &r->eviction, over, id)) r->looked = r->looked_before = 0;
+        else r->looked += LCI_WINDOW;
+        lci_step(&r->t);
+        if (r->t.error) return r->t.error;
+    }
+    return ROOM_MADE;
+}
+
 /* See to it that `want` pages are free, as far as possible. LC_E_GROW asks for memory first. */
 static int make_room(reserve *r, uint32_t want) {
     lci_handle *h = r->h;
-    lci_namespace *ns = &h->ns[lci_ns_id(r->op->ns)];
-    uint32_t quota = lc_load(&ns->quota), used = lc_load(&ns->pages);
-    if (quota && used + want > quota) {
-        lci_evict_namespace(h, &r->t, &r->eviction, used + want - quota, lci_ns_id(r->op->ns));
-        lci_step(&r->t);
-    }
-    uint32_t have = available(h);
-    if (have >= want) return LC_OK;
+    int rc = make_quota_room(r, want);
+    if (rc != ROOM_MADE || available(h) >= want) return rc;
     if (lc_load(&h->root->grown) < h->page_count) {
-        r->op->wanted = want - have;
+        r->op->wanted = want - available(h);
         return LC_E_GROW;
     }
     if (lc_load(&h->root->doomed)) lci_collect_doomed(h, &r->t, 256);
-    for (uint32_t holds = 0; holds < 8; holds++) {
-        have = available(h);
-        if (have >= want || r->eviction.exhausted || r->t.error) break;
-        lci_evict(h, &r->t, &r->eviction, want - have);
+    for (uint32_t steps = 0; available(h) < want && !r->eviction.exhausted; steps++) {
+        if (r->t.error) return r->t.error;
+        if (steps == 8) return ROOM_AGAIN;
+        lci_evict(h, &r->t, &r->eviction, want - available(h));
         lci_step(&r->t);
     }
     return r->t.error;
@@ -304,7 +323,7 @@ static int settle_batch(reserve *r, uint32_t from, uint32_t to) {
     if (r->t.error) return r->t.error;
     if (absent) {
         int rc = make_room(r, absent);
-        if (rc != LC_OK) return rc;
+        if (rc != ROOM_MADE) return rc;
         make_chain_room(r, from, to);
         keep(r); /* pages freed in this step must not be used again in it */
     }
@@ -324,6 +343,7 @@ static int settle(reserve *r) {
     while (r->op->cursor < rest && !r->op->stopped) {
         uint32_t to = r->op->cursor + LCI_BATCH < rest ? r->op->cursor + LCI_BATCH : rest;
         int rc = settle_batch(r, r->op->cursor, to);
+        if (rc == ROOM_AGAIN) break;
         if (rc != LC_OK) return rc;
         worked += LCI_BATCH;
         if (worked >= 256 || lcs_lock_wanted(r->h->at)) break;
@@ -348,6 +368,7 @@ static void unpin_unlisted(reserve *r) {
 
 static int locked_part(reserve *r, int wait, uint64_t deadline) {
     lci_handle *h = r->h;
+    uint64_t begun = lcs_now_ns();
     while (r->op->cursor < r->n - r->start && !r->op->stopped) {
         int rc = lci_lock(h, &r->t, LCI_OP_RESERVE, wait, deadline);
         if (rc != LC_OK) return rc;
@@ -362,6 +383,8 @@ static int locked_part(reserve *r, int wait, uint64_t deadline) {
         if (undone) unpin_unlisted(r);
         if (dropped != LC_OK) return dropped;
         if (rc != LC_OK) return rc;
+        bool more = r->op->cursor < r->n - r->start && !r->op->stopped;
+        if (more && (rc = lci_again(begun, wait, deadline)) != LC_OK) return rc;
     }
     return (int)r->op->made;
 }
@@ -379,8 +402,10 @@ LC_API int lci_reserve(lci_handle *h, lci_reserve_op *op, const lc_key *keys, ui
     if (start > n || op->shards == 0 || op->shards > LCI_SHARDS) return LC_E_RANGE;
     if (!lci_ns_open(h, op->ns)) return LC_E_CLEARED;
     reserve r = {.h = h, .op = op, .keys = keys, .n = n, .start = start,
-                 .page = page, .status = status, .tick = lci_next_tick(h)};
-    r.eviction.since = r.tick;
+                 .page = page, .status = status};
+    if (!op->tick) op->tick = lci_next_tick(h);
+    r.tick = op->tick;
+    r.eviction.since = r.tick; /* the same on every call: this chain counts as used by now */
     if (!op->pinned) {
         touch_chain(&r);
         rc = pin_present(&r);
@@ -421,15 +446,17 @@ LC_API int lci_abandon(lci_handle *h, uint32_t rid, uint32_t gen, int wait, uint
     if (h->at->readonly) return LC_E_READONLY;
     if (rid >= h->res_count) return LC_E_RANGE;
     lci_reservation *r = &h->res[rid];
+    uint64_t begun = lcs_now_ns();
     for (bool more = true; more;) {
         if (lc_load_acquire(&r->gen) != gen) return LC_E_STALE;
         rc = lci_lock(h, &t, LCI_OP_ABANDON, wait, deadline);
         if (rc != LC_OK) return rc;
         bool mine = lc_load(&r->gen) == gen;
-        if (mine) lci_doom_reservation(h, &t, rid);
+        if (mine && !lci_doom_reservation(h, &t, rid)) lci_flag_ended(h, rid); /* doomed before */
         lci_collect(h, &t, 256);
         more = mine && !t.error && lc_load(&r->gen) == gen && lc_load(&r->state) == LCI_RES_DOOMED;
         rc = lci_unlock(h, &t);
+        if (rc == LC_OK && more) rc = lci_again(begun, wait, deadline);
         if (rc != LC_OK) return rc;
     }
     lci_notify(h);

@@ -38,7 +38,7 @@ static uint32_t unpin_ticket(lci_handle *h, lc_txn *t, lci_ticket *k) {
     const lci_chunk *c;
     while ((c = lci_list_chunk(h, &k->pages)) && !t->error) {
         uint32_t n = lc_load(&c->count);
-        if (n > LCI_CHUNK_PAGES) t->error = LC_E_CORRUPT;
+        if (n == 0 || n > LCI_CHUNK_PAGES || n > lc_load(&k->pages.count)) t->error = LC_E_CORRUPT;
         for (uint32_t i = 0; i < n && !t->error; i++) {
             uint32_t page = lc_load(&c->page[i]);
             if (page >= h->page_count) t->error = LC_E_CORRUPT;
@@ -101,7 +101,7 @@ void lci_ticket_client_gone(lci_handle *h, lc_txn *t, uint32_t slot) {
         }
         lci_step(t);
     }
-    lci_settle_tickets(h, t, UINT32_MAX);
+    lci_settle_tickets(h, t, 256); /* the rest is for those who come next */
 }
 
 static lci_ticket *find_ticket(const lci_handle *h, const lci_ticket_ref *ref, int *rc) {

@@ -165,6 +165,7 @@ int lcs_slot_release(lcs_attachment *at) {
     uint32_t slot = at->slot;
     if (slot == 0 || slot >= LCS_SLOTS) return LC_E_MISSING;
     at->slot = 0;
+    if (lc_load(&lcs_client_of(at, slot)->epoch) != at->epoch) return LC_E_LOST; /* not ours now */
     return free_slot(at, slot);
 }
 

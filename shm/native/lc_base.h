@@ -152,16 +152,23 @@ typedef struct lcs_client {
     uint64_t published_pages;
 } lcs_client;
 
-/* The lock word: 0 free, else owner slot (bits 0..6), waiters (bit 7), epoch (24 bits above). */
+/* The lock: 64 bits that are swapped as one. The word (which is slept on): 0 free, else owner slot
+ * (bits 0..6), waiters (bit 7), epoch (24 bits above). The sequence goes up with each taking, so
+ * that whoever found the owner of one taking dead cannot take the lock from the owner of another. */
 #define LCS_LOCK_SLOT UINT32_C(0x7f)
 #define LCS_LOCK_WAITERS UINT32_C(0x80)
 #define LCS_LOCK_EPOCH_SHIFT 8
 
 typedef struct lcs_lock {
-    _Atomic uint32_t word;
+    union {
+        _Atomic uint64_t both;
+        struct {
+            _Atomic uint32_t word;
+            _Atomic uint32_t sequence;
+        };
+    };
+    _Atomic uint64_t holder; /* sequence << 32 | the holder's thread id in its namespace; 0 unknown */
     _Atomic uint32_t log_count; /* entries of the undo log that are in force; 0: nothing to undo */
-    uint64_t reserved;
-    _Atomic uint32_t holder_tid;
     _Atomic uint32_t operation; /* LC_OP_* of the holder */
     _Atomic uint64_t since_ns;  /* CLOCK_MONOTONIC, when it was taken */
     _Atomic uint64_t acquisitions;
@@ -188,6 +195,8 @@ typedef struct lcs_attachment {
     uint32_t epoch;
     uint32_t readonly;
     uint32_t closed;
+    _Atomic uint32_t leaving; /* closing has begun: calls other than leaving say CLOSED */
+    uint32_t guest;           /* acts as a dead client while reaping it: has no thread of that one */
     uint32_t pid;
     uint64_t pidns;
     pthread_mutex_t door; /* threads of one process queue here before the shared lock */
@@ -205,9 +214,12 @@ static inline lcs_lock *lcs_lock_of(const lcs_attachment *at) {
 /* Every entry point begins with this. */
 static inline int lcs_usable(const lcs_attachment *at) {
     if (LC_UNLIKELY(*at->fork_word != 1)) return LC_E_FORKED;
-    if (LC_UNLIKELY(at->closed)) return LC_E_CLOSED;
+    if (LC_UNLIKELY(at->closed || lc_load(&at->leaving))) return LC_E_CLOSED;
     const lcs_header *h = lcs_header_of(at);
     if (LC_UNLIKELY(lc_load_acquire(&h->retired))) return LC_E_RETIRED;
+    /* Somebody closed the descriptor that proves our life, and we were reaped. */
+    if (LC_UNLIKELY(at->slot && lc_load(&lcs_client_of(at, at->slot)->epoch) != at->epoch))
+        return LC_E_LOST;
     return LC_OK;
 }
 

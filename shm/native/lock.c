@@ -42,50 +42,52 @@ static uint32_t own_word(const lcs_attachment *at) {
     return at->slot | at->epoch << LCS_LOCK_EPOCH_SHIFT;
 }
 
-static bool swap(lcs_lock *lock, uint32_t from, uint32_t to) {
-    return atomic_compare_exchange_strong_explicit(&lock->word, &from, to, memory_order_acq_rel,
+static uint32_t word_of(uint64_t both) { return (uint32_t)both; }
+
+static uint64_t with_word(uint64_t both, uint32_t word) {
+    return (both & ~UINT64_C(0xffffffff)) | word;
+}
+
+static bool swap(lcs_lock *lock, uint64_t from, uint64_t to) {
+    return atomic_compare_exchange_strong_explicit(&lock->both, &from, to, memory_order_acq_rel,
                                                    memory_order_relaxed);
+}
+
+/* A taking: the owner's word and the next sequence. */
+static bool take(lcs_lock *lock, uint64_t from, uint32_t mine) {
+    return swap(lock, from, with_word(from + (UINT64_C(1) << 32), mine));
 }
 
 static bool spin(lcs_lock *lock, uint32_t mine) {
     for (int i = 0; i < SPINS; i++) {
-        if (lc_load(&lock->word) == 0 && swap(lock, 0, mine)) return true;
+        uint64_t both = lc_load(&lock->both);
+        if (word_of(both) == 0 && take(lock, both, mine)) return true;
         relax();
     }
     return false;
 }
 
-/* An owner is dead when its slot's byte is free or its slot has moved on to another epoch; within
- * one PID namespace also as soon as the thread that took the lock will never run again. Our own
- * slot is never dead: another thread of this process holds the lock. */
-static bool owner_dead(const lcs_attachment *at, const lcs_lock *lock, uint32_t word) {
-    uint32_t slot = word & LCS_LOCK_SLOT;
+/* Is the owner that `both` names dead? Yes, when its slot's byte is free or its slot has moved on to
+ * another epoch; within one PID namespace also as soon as the thread that took the lock will never
+ * run again. Our own slot is never dead: another thread of this process holds the lock. */
+static bool owner_dead(const lcs_attachment *at, const lcs_lock *lock, uint64_t both) {
+    uint32_t word = word_of(both), slot = word & LCS_LOCK_SLOT;
     if (slot == 0 || slot >= LCS_SLOTS) return true; /* damage: nobody can hold it */
     uint32_t epoch = word >> LCS_LOCK_EPOCH_SHIFT;
     if (slot == at->slot && epoch == (at->epoch & 0xffffff)) return false;
     if ((lc_load(&lcs_client_of(at, slot)->epoch) & 0xffffff) != epoch) return true;
     if (!lcs_slot_alive(at, slot)) return true;
-    uint32_t tid = lc_load_acquire(&lock->holder_tid);
-    /* The name is the owner's own only while both words stand together: it is taken off before the
-     * lock changes hands (`let_go`, `take_over`). Looked at again after the verdict: a name that
-     * stayed is of a thread that will never take it off. */
-    return lcs_thread_gone(at, slot, tid) && lc_load_acquire(&lock->holder_tid) == tid &&
-           lc_load_acquire(&lock->word) == word;
+    uint64_t holder = lc_load(&lock->holder);
+    if (holder >> 32 != both >> 32) return false; /* of an earlier taking: the new one is at it */
+    return lcs_thread_gone(at, slot, (uint32_t)holder);
 }
 
-/* A new owner has no name until it writes its own. With the last one's still there, which is not
- * among its threads, it would be taken for dead. Unnamed, its byte says whether it lives. */
-static bool take_over(lcs_lock *lock, uint32_t word, uint32_t mine) {
-    lc_store(&lock->holder_tid, 0);
-    return swap(lock, word, mine);
-}
-
-static int sleep_once(lcs_lock *lock, uint32_t word) {
-    if (!(word & LCS_LOCK_WAITERS)) {
-        if (!swap(lock, word, word | LCS_LOCK_WAITERS)) return LC_OK;
-        word |= LCS_LOCK_WAITERS;
+static int sleep_once(lcs_lock *lock, uint64_t both) {
+    if (!(both & LCS_LOCK_WAITERS)) {
+        if (!swap(lock, both, both | LCS_LOCK_WAITERS)) return LC_OK;
+        both |= LCS_LOCK_WAITERS;
     }
-    int rc = lc_futex_wait(&lock->word, word, SLEEP_NS);
+    int rc = lc_futex_wait(&lock->word, word_of(both), SLEEP_NS);
     return rc == LC_E_TIMEOUT ? LC_OK : rc;
 }
 
@@ -93,35 +95,41 @@ static int block(lcs_attachment *at, lcs_lock *lock, uint32_t mine, uint64_t dea
                  bool *taken_over) {
     uint64_t slice = lcs_now_ns() + SLICE_NS;
     for (;;) {
-        uint32_t word = lc_load(&lock->word);
+        uint64_t both = lc_load(&lock->both);
         /* Whoever has slept takes the lock with the waiters bit: there may be other sleepers. */
-        if (word == 0) {
-            if (swap(lock, 0, mine | LCS_LOCK_WAITERS)) return LC_OK;
+        if (word_of(both) == 0) {
+            if (take(lock, both, mine | LCS_LOCK_WAITERS)) return LC_OK;
             continue;
         }
-        if (owner_dead(at, lock, word)) {
-            *taken_over = take_over(lock, word, mine | LCS_LOCK_WAITERS);
+        if (owner_dead(at, lock, both)) {
+            *taken_over = take(lock, both, mine | LCS_LOCK_WAITERS);
             if (*taken_over) return LC_OK;
             continue;
         }
         uint64_t now = lcs_now_ns();
         if (now >= deadline) return LC_E_TIMEOUT;
         if (now >= slice) return LC_E_INTR;
-        int rc = sleep_once(lock, word);
+        int rc = sleep_once(lock, both);
         if (rc != LC_OK) return rc;
         if (*at->fork_word != 1) return LC_E_FORKED;
     }
 }
 
-static void note_holder(lcs_lock *lock, uint32_t pid, uint32_t operation, uint64_t asked,
-                        uint64_t now) {
+static uint32_t own_tid(const lcs_attachment *at) {
     static _Thread_local uint32_t tid;
     static _Thread_local uint32_t tid_of;
-    if (tid_of != pid) {
+    if (at->guest) return 0;
+    if (tid_of != at->pid) {
         tid = (uint32_t)syscall(SYS_gettid);
-        tid_of = pid;
+        tid_of = at->pid;
     }
-    lc_store(&lock->holder_tid, tid);
+    return tid;
+}
+
+static void note_holder(const lcs_attachment *at, lcs_lock *lock, uint32_t operation,
+                        uint64_t asked, uint64_t now) {
+    uint64_t sequence = lc_load(&lock->both) >> 32;
+    lc_store(&lock->holder, sequence << 32 | own_tid(at));
     lc_store(&lock->operation, operation);
     lc_store(&lock->since_ns, now);
     lc_store(&lock->acquisitions, lc_load(&lock->acquisitions) + 1);
@@ -139,10 +147,15 @@ static int recover(lcs_attachment *at, lcs_lock *lock, uint64_t begin, uint64_t 
     return LC_OK;
 }
 
+static bool is_mine(const lcs_lock *lock, uint32_t mine) {
+    return ((lc_load(&lock->word) ^ mine) & ~LCS_LOCK_WAITERS) == 0;
+}
+
 static void let_go(lcs_lock *lock, uint32_t mine) {
-    lc_store(&lock->holder_tid, 0);
-    if (swap(lock, mine, 0)) return;
-    if (swap(lock, mine | LCS_LOCK_WAITERS, 0)) lc_futex_wake(&lock->word, 1);
+    uint64_t both = lc_load(&lock->both);
+    while (is_mine(lock, mine) && !swap(lock, both, with_word(both, 0)))
+        both = lc_load(&lock->both); /* a waiter has set its bit */
+    if (both & LCS_LOCK_WAITERS) lc_futex_wake(&lock->word, 1);
 }
 
 int lcs_lock_take(lcs_attachment *at, lc_txn *txn, uint32_t operation, int wait,
@@ -152,7 +165,8 @@ int lcs_lock_take(lcs_attachment *at, lc_txn *txn, uint32_t operation, int wait,
     uint64_t asked = 0;
     bool taken_over = false;
     if (at->readonly) return LC_E_READONLY;
-    if (!swap(lock, 0, mine)) {
+    uint64_t both = lc_load(&lock->both);
+    if (word_of(both) != 0 || !take(lock, both, mine)) {
         asked = lcs_now_ns();
         if (!spin(lock, mine)) {
             if (!(wait & LC_BLOCK)) return LC_E_BUSY;
@@ -161,7 +175,7 @@ int lcs_lock_take(lcs_attachment *at, lc_txn *txn, uint32_t operation, int wait,
         }
     }
     /* From here to the end of recovery a death leaves the log as it is: the next one undoes it. */
-    note_holder(lock, at->pid, operation, asked, lcs_now_ns());
+    note_holder(at, lock, operation, asked, lcs_now_ns());
     LC_PAUSE(LC_AT_LOCKED);
     if (lc_load_acquire(&lock->log_count) != 0) {
         int rc = recover(at, lock, begin, end);
@@ -182,7 +196,7 @@ int lcs_lock_take(lcs_attachment *at, lc_txn *txn, uint32_t operation, int wait,
 int lcs_lock_drop(lcs_attachment *at, lc_txn *txn, uint64_t begin, uint64_t end) {
     lcs_lock *lock = txn->lock;
     uint32_t mine = own_word(at);
-    if (((lc_load(&lock->word) ^ mine) & ~LCS_LOCK_WAITERS) != 0) return LC_E_LOST;
+    if (!is_mine(lock, mine)) return LC_E_LOST;
     int error = txn->error;
     if (error) {
         int rc = lc_txn_undo(at->base, lock, begin, end);

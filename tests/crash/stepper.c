@@ -152,11 +152,12 @@ static void look(const char *folder, uint32_t every) {
 /* The victim holds the lock and lives: nobody else gets it. */
 static void ask_for_lock(void) {
     lcs_lock *lock = lcs_lock_of(real.at);
-    uint32_t word = lc_load(&lock->word);
-    if ((word & LCS_LOCK_SLOT) != victim) return;
-    bool unnamed = lc_load(&lock->holder_tid) != (uint32_t)pid;
-    static uint32_t held;
-    if (!unnamed && held++ % 512) return;
+    uint64_t both = lc_load(&lock->both);
+    if ((both & LCS_LOCK_SLOT) != victim) return;
+    bool unnamed = lc_load(&lock->holder) >> 32 != both >> 32;
+    static uint32_t held[2]; /* each time costs 5 ms: the first few steps, and a sample */
+    uint32_t n = held[unnamed]++;
+    if (n >= 8 && n % 512) return;
     int rc = lci_grow(real.h, 0, LC_BLOCK, lcs_now_ns() + 1000000);
     if (rc != LC_E_TIMEOUT && rc != LC_E_INTR)
         FOUND("a lock whose owner lives was taken from it (%d), named %u", rc, !unnamed);

@@ -52,7 +52,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     core = [str(path) for path in sorted(objects.glob("*.o"))]
     for name in ("stepper", "driver"):
         command = ["cc", *flags, *includes, "-o", str(folder / name), str(HERE / f"{name}.c")]
-        subprocess.run([*command, *core, "-lrt"], check=True)
+        subprocess.run([*command, *core, "-lrt", "-Wl,-z,now"], check=True)
     return folder
 
 

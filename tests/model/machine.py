@@ -369,6 +369,7 @@ class IndexMachine(RuleBasedStateMachine):
         exact = not space.quota and not self.chains_may_fill(rest)
         if not exact:
             model.evict_legally(gone, since)
+            gone = set()
         for begin in range(0, len(rest), BATCH):
             batch = range(begin, min(begin + BATCH, len(rest)))
             if stopped:

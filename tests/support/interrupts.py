@@ -1,8 +1,9 @@
-"""Ctrl-C at a chosen instruction of lightcache's Python code."""
+"""Ctrl-C at a chosen place of lightcache's Python code."""
 
 from __future__ import annotations
 
 import contextlib
+import dis
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,23 +24,41 @@ def _finalizing(frame: FrameType | None) -> bool:
     return False
 
 
-def interrupt(action: Callable[[], object], at: int) -> bool:
-    """Run `action` with a KeyboardInterrupt before its `at`-th traced step: each call, line,
-    bytecode and return within lightcache is one. False: it has fewer, and ran to its end."""
-    steps = 0
+def _ends_a_call(frame: FrameType) -> bool:
+    """After these bytecodes, and on entry to a function, CPython looks for signals."""
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith(("CALL", "JUMP_BACKWARD"))
 
-    def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        nonlocal steps
+
+def interrupt(action: Callable[[], object], at: int) -> bool:
+    """Run `action` with a KeyboardInterrupt at the `at`-th place within lightcache where a signal
+    could be seen. False: it has fewer, and ran to its end."""
+    places = 0
+
+    def place() -> None:
+        nonlocal places
+        places += 1
+        if places > at:
+            raise KeyboardInterrupt
+
+    def enter(frame: FrameType, event: str, argument: Any) -> Any:
         if not frame.f_code.co_filename.startswith(_OURS) or _finalizing(frame):
             return None
         frame.f_trace_opcodes = True
-        steps += 1
-        if steps > at:
-            raise KeyboardInterrupt
-        return trace
+        called = False
+
+        def step(frame: FrameType, event: str, argument: Any) -> Any:
+            nonlocal called
+            if event == "opcode":
+                before, called = called, _ends_a_call(frame)
+                if before:
+                    place()
+            return step
+
+        place()
+        return step
 
     before = sys.gettrace()
-    sys.settrace(trace)
+    sys.settrace(enter)
     try:
         action()
     except KeyboardInterrupt:
