@@ -1,0 +1,229 @@
+"""Two checkers, one of the core and one of ours, look at the same states and at the same damage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from checker import raw
+from checker.raw import Copy
+
+from lightcache import PageIndex, snapshot
+from lightcache.layout import NIL, PageState
+
+PAGES = 40
+
+
+def keys(seed: int, n: int) -> Any:
+    """Keys that fall into two chains."""
+    made = np.random.default_rng(seed).integers(0, 1 << 64, (n, 2), np.uint64)
+    made[:, 0] -= made[:, 0] % np.uint64(1 << 16) - made[:, 0] % np.uint64(2)
+    return made
+
+
+@pytest.fixture
+def rich(segment_name: str) -> Iterator[Any]:
+    """A copy of an index in which there is some of everything."""
+    with PageIndex.create(segment_name, pages=PAGES) as index:
+        for seed in (1, 2):
+            with index.reserve(keys(seed, 6)) as got:
+                got.publish()
+        space = index.namespace("weights", "tenant")
+        with index.reserve(keys(3, 4), namespace=space) as got:
+            got.publish()
+        pinned = index.match(keys(3, 4), namespace=space)
+        index.clear(space)  # four doomed pages that are still pinned
+        lease = index.match(keys(2, 6))
+        ticket = lease.ticket([index.client_id])
+        writing = index.reserve(keys(4, 5), shards=2)
+        writing.publish(0)
+        index.reserve(keys(5, 8)).abandon()  # free pages below the mark
+        index.reserve(keys(6, 2)).abandon()
+        assert index.stats().doomed == 4
+        yield raw.copy_of(segment_name)
+        for held in (writing, lease, pinned):
+            held.release()
+        ticket.drop()
+
+
+def core_says(copy: Any) -> str:
+    """The core's finding; empty if it finds nothing."""
+    report = snapshot.check_copy(copy.copy(), PAGES, quiet=True)
+    return "" if report.clean else report.message
+
+
+def test_both_find_a_rich_state_sound(rich: Any) -> None:
+    assert raw.check(rich.copy()) == []
+    assert core_says(rich) == ""
+
+
+def page(copy: Copy, state: PageState, number: int = 0) -> int:
+    """The n-th page of a state."""
+    return int(np.flatnonzero((copy.pages["word"] & 0xF) == state)[number])
+
+
+def list_of(copy: Copy) -> int:
+    """A list of the eviction queue that holds something."""
+    lists = np.arange(len(copy.heads) - 1)
+    return int(lists[copy.heads["next"][:-1] != PAGES + lists][0])
+
+
+def active(copy: Copy) -> int:
+    """The reservation that is being written."""
+    return int(np.flatnonzero(copy.reservations["state"] == 1)[0])
+
+
+def put(part: Callable[[Copy], tuple[Any, Any]], change: Callable[[Any], Any]) -> Any:
+    """Damage: one word, found by `part` as (array, place), changed by `change`."""
+
+    def damage(copy: Copy) -> None:
+        array, place = part(copy)
+        array[place] = change(int(array[place]))
+
+    return damage
+
+
+def of_page(field: str, state: PageState, change: Callable[[int], int], number: int = 0) -> Any:
+    """Damage a field of a page of that state."""
+    return put(lambda c: (c.pages[field], page(c, state, number)), change)
+
+
+def of_root(field: str, change: Callable[[int], int]) -> Any:
+    """Damage a total."""
+
+    def damage(copy: Copy) -> None:
+        copy.root[field] = change(int(copy.root[field]))
+
+    return damage
+
+
+def up(value: int) -> int:
+    return value + 1
+
+
+READY, WRITING, FREE, DOOMED = (
+    PageState.READY,
+    PageState.WRITING,
+    PageState.FREE,
+    PageState.DOOMED,
+)
+DAMAGES: dict[str, Any] = {
+    "a bucket lost its chain": put(lambda c: (c.buckets, 0), lambda _: NIL),
+    "a bucket leads outside": put(lambda c: (c.buckets, 0), lambda _: PAGES),
+    "a bucket leads to another's page": put(lambda c: (c.buckets, 7), lambda _: 0),
+    "a chain goes round": put(lambda c: (c.pages["next"], page(c, READY)), lambda _: 0),
+    "a key of another chain": of_page("lo", READY, lambda v: v ^ 4),
+    "an odd generation": of_page("gen", READY, up),
+    "ready became free": of_page("word", READY, lambda _: 0),
+    "ready became evicting": of_page("word", READY, lambda v: v + 1),
+    "a state that is none": of_page("word", READY, lambda v: v | 0xF),
+    "writing became ready": of_page("word", WRITING, lambda v: v + 1),
+    "writing lost its reservation": of_page("word", WRITING, lambda v: v & 0xFFFF),
+    "free became doomed": of_page("word", FREE, lambda _: 4),
+    "doomed became free": of_page("word", DOOMED, lambda _: 0),
+    "another namespace": of_page("word", READY, lambda v: v | 0x700),
+    "one child too many": of_page("children", READY, up),
+    "a parent lost": put(lambda c: (c.pages["parent"], page(c, READY, 1)), lambda _: NIL),
+    "a list's head": put(lambda c: (c.heads["next"], list_of(c)), lambda _: 0),
+    "a list's end": put(lambda c: (c.heads["prev"], list_of(c)), lambda _: PAGES),
+    "the doomed list's head": put(lambda c: (c.heads["next"], -1), lambda _: PAGES + 512),
+    "an occupied bit": put(lambda c: (c.root["occupied"], 5), lambda v: v ^ 2),
+    "the free stack's head": of_root("free_head", lambda _: NIL),
+    "the free stack's length": of_root("free_count", up),
+    "the mark of used pages": of_root("fresh", up),
+    "memory for more pages than there are": of_root("grown", lambda _: PAGES + 1),
+    "the count of named pages": of_root("named", up),
+    "the count of pages being written": of_root("writing", lambda _: 0),
+    "the count of doomed pages": of_root("doomed", up),
+    "the count of queued pages": of_root("queued", up),
+    "the count of reservations": of_root("res_used", up),
+    "the count of tickets": of_root("ticket_used", up),
+    "the count of chunks": of_root("chunk_used", up),
+    "a reservation without shards": put(
+        lambda c: (c.reservations["shards"], active(c)), lambda _: 0
+    ),
+    "a reservation that ended unseen": put(
+        lambda c: (c.reservations["state"], active(c)), lambda _: 0
+    ),
+    "a reservation's list": put(
+        lambda c: (c.reservations["pages"]["count"], active(c)), lambda v: v - 1
+    ),
+    "a ticket's list": put(lambda c: (c.tickets["pages"]["first"], 0), lambda _: NIL),
+    "a pin of a ticket lost": put(lambda c: (c.rows[0], page(c, READY, 7)), lambda _: 0),
+    "a pin of nobody": put(lambda c: (c.rows[9], page(c, READY)), lambda _: 1),
+    "a pin without its bit": of_page("pins", READY, lambda _: 0, 7),
+    "a pin of a free page": put(lambda c: (c.rows[1], page(c, FREE)), lambda _: 1),
+    "a namespace's pages": put(lambda c: (c.spaces["pages"], 0), up),
+}
+# What the core's check does not look at, because nothing can be lost by it, or only a copy tells.
+OURS: dict[str, Any] = {
+    "a repair under way": of_root("repairing", lambda _: 1),
+    "a shard of another generation": put(
+        lambda c: (c.reservations["shard"][active(c)], 0), lambda v: v + 256
+    ),
+    "a tick that is to come": of_page("used", READY, lambda v: v + (1 << 40)),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_both_find_damage(rich: Any, what: str) -> None:
+    copy = Copy(rich.copy())
+    DAMAGES[what](copy)
+    assert (copy.whole != rich).any(), "nothing was damaged"
+    assert raw.check(copy.whole.copy()), "the checker in Python found nothing"
+    assert core_says(copy.whole), "the core found nothing"
+
+
+@pytest.mark.parametrize("what", OURS)
+def test_ours_finds_more(rich: Any, what: str) -> None:
+    copy = Copy(rich.copy())
+    OURS[what](copy)
+    assert (copy.whole != rich).any(), "nothing was damaged"
+    assert raw.check(copy.whole)
+
+
+def test_undoing_agrees(rich: Any) -> None:
+    """A log of all three kinds is undone alike by the core and by us."""
+    copy = Copy(rich.copy())
+    words = copy.whole.view(np.uint32)
+    base = int(copy.place.page) // 4
+    gen, word, link = base + 8, base + 9, base + 10
+    entries = [  # opened, changed, closed, linked; then a state that another changed in between
+        (0x40000000 | gen, int(words[gen])),
+        (link, int(words[link])),
+        (0x40000000 | gen, int(words[gen]) + 1),
+        (0x80000000 | word, int(words[word])),
+        (77, 0),
+        (0x80000000 | (word + 16), 5),
+        (int(words[word + 16]), 0),
+    ]
+    for i, (tag, old) in enumerate(entries):
+        copy.log[i] = tag | old << 32
+    copy.lock["log_count"] = len(entries)
+    words[gen] += 2
+    words[link] = 12345
+    words[word] = 77
+    theirs = copy.whole.copy()
+    snapshot.check_copy(theirs, PAGES, quiet=True)
+    copy.undo()
+    assert int(words[link]) != 12345
+    assert (copy.whole == theirs).all()
+
+
+@pytest.mark.slow
+def test_a_million_pages(segment_name: str) -> None:
+    """Large indexes are checked too, in seconds."""
+    with PageIndex.create(segment_name, pages=1_000_000) as index:
+        for seed in range(4):
+            with index.reserve(keys_far(seed, 25_000)) as got:
+                got.publish()
+        index.evict(30_000)
+        copy = raw.copy_of(segment_name)
+        assert raw.check(copy) == []
+
+
+def keys_far(seed: int, n: int) -> Any:
+    """Keys that fall everywhere."""
+    return np.random.default_rng(seed).integers(0, 1 << 64, (n, 2), np.uint64)
