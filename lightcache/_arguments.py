@@ -39,9 +39,10 @@ def keys(array: Any) -> tuple[Any, int]:
         ConfigError: not a C-contiguous uint64 array of shape (n, 2).
     """
     try:
-        if array.dtype is _U64 and array.shape[1] == 2 and array.ndim == 2:
-            return _Bytes0.from_buffer(array), len(array)
-    except (AttributeError, IndexError, TypeError):
+        n, words = array.shape
+        if words == 2 and array.dtype is _U64:
+            return _Bytes0.from_buffer(array), n
+    except (AttributeError, TypeError, ValueError):
         pass  # said in full below
     return _keys_slowly(array)
 

@@ -486,7 +486,7 @@ class _Wanted:
         self.first = min(self.pages, max(1, CHUNK_BYTES // each))
         KeySpec(  # says what is wrong with the rest
             fingerprint=fingerprint,
-            page_tokens=page_tokens or 1,
+            page_tokens=1 if page_tokens is None else page_tokens,
             secret=secret,
             algorithm=algorithm,  # type: ignore[arg-type]
         )

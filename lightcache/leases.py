@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from lightcache.tickets import ClientId, Ticket
 
 HEADER_BYTES = ctypes.sizeof(layout.LeaseHeader)
-_Address = ctypes.c_char * 0
+# A lease's buffer: held, capacity, pages, generations. Few types: ctypes keeps each for ever. The first
+# that is large enough for `capacity` stands at its number of bits.
+_BUFFERS = tuple(ctypes.c_uint32 * (2 + (2 << bits)) for bits in range(32))
 
 
 class Lease:
@@ -29,13 +31,12 @@ class Lease:
     interrupt at any point leaks nothing, and dropping the last reference releases too.
     """
 
-    __slots__ = ("__weakref__", "_buffer", "_index", "_pages", "_released", "_where")
+    __slots__ = ("__weakref__", "_buffer", "_index", "_pages", "_released")
 
     def __init__(self, index: PageIndex, capacity: int) -> None:
         """For PageIndex: an empty lease with room for `capacity` pages and their generations."""
         self._index = index
-        self._buffer = bytearray(HEADER_BYTES + 8 * capacity)
-        self._where = _Address.from_buffer(self._buffer)
+        self._buffer = _BUFFERS[capacity.bit_length()]()
         self._pages: Pages | None = None
         self._released = False  # last: an interrupt before it leaves nothing to release
 
@@ -49,15 +50,14 @@ class Lease:
         if self._released:
             raise LeaseLost("this lease was released, its pages may hold something else by now")
         if self._pages is None:
-            held = int.from_bytes(self._buffer[:4], "little")
-            pages = np.frombuffer(self._buffer, np.int32, held, HEADER_BYTES)
+            pages = np.frombuffer(self._buffer, np.int32, self._buffer[0], HEADER_BYTES)
             pages.flags.writeable = False
             self._pages = pages
         return self._pages
 
     def __len__(self) -> int:
         """Number of pages; 0 after release."""
-        return int.from_bytes(self._buffer[:4], "little")
+        return int(self._buffer[0])
 
     @property
     def tokens(self) -> int:
@@ -78,7 +78,7 @@ class Lease:
         if self._released:
             raise LeaseLost("this lease was released before; release it once")
         # In this order an interrupt in between costs nothing: releasing again releases nothing.
-        code = self._index._release(self._index._handle, self._where)
+        code = self._index._release(self._index._handle, self._buffer)
         self._released = True
         if code != 0:
             check(code, "release a lease")
@@ -111,7 +111,7 @@ class Lease:
 
     def _let_go(self) -> None:
         """Release without a word when there is nothing left to release: closed, forked."""
-        code = self._index._release(self._index._handle, self._where)
+        code = self._index._release(self._index._handle, self._buffer)
         self._released = True
         if code not in (Code.OK, Code.FORKED, Code.CLOSED):
             check(code, "release a lease")
@@ -156,10 +156,10 @@ class LeaseBatch:
             raise LeaseLost("split: this batch was released or split before")
         index = self._lease._index
         parts = [Lease(index, int(count)) for count in self.counts]
-        places = (ctypes.c_void_p * len(parts))(*(ctypes.addressof(p._where) for p in parts))
+        places = (ctypes.c_void_p * len(parts))(*(ctypes.addressof(p._buffer) for p in parts))
         # All pins change hands in one call: before it the batch holds them, after it the parts do.
         code = index._quick.lci_split(
-            self._lease._where, places, _arguments.address(self.counts), len(parts)
+            self._lease._buffer, places, _arguments.address(self.counts), len(parts)
         )
         check(code, "split a batch")
         self._lease._released = True

@@ -301,7 +301,7 @@ class PageIndex:
         where, n = _arguments.keys(keys)
         lease = Lease(self, n)
         ref = self._namespace if namespace is None else self._ref(namespace)
-        held = self._match1(self._handle, where, n, ref, lease._where)
+        held = self._match1(self._handle, where, n, ref, lease._buffer)
         if held < 0:
             check(held, "match")
         return lease
@@ -321,7 +321,7 @@ class PageIndex:
             _arguments.address(bounds),
             len(counts),
             self._ref(namespace),
-            lease._where,
+            lease._buffer,
             _arguments.address(counts),
         )
         if code < 0:
@@ -552,7 +552,7 @@ class PageIndex:
             self._refuse(size)
         lease = Lease(self, size)
         adopted = Shard(self, lease, number, bytes(ticket))
-        at = ctypes.addressof(lease._where)
+        at = ctypes.addressof(lease._buffer)
         code = self._locked(
             "lci_adopt",
             ctypes.byref(ref),

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from lightcache.page_index import PageIndex
 
 CHUNK_BYTES = 64 << 20  # about 30 ms of zeroing: short enough to take turns with others
+MAX_GROWTH = 1 << 62  # more than there is left means all of it
+MAX_THREADS = 256
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -233,7 +235,15 @@ class HostPool:
 
         Raises:
             NoSpace: /dev/shm or the memory limit is full; what has grown stays.
+            ConfigError: no count of pages or threads.
+            PermissionDenied: attached read-only.
+            Detached: closed, replaced, or a forked child.
         """
+        _arguments.count(pages, "pages", 0, MAX_GROWTH)
+        _arguments.count(threads, "threads", 1, MAX_THREADS)
+        self._index.segment.check_usable()
+        if self._index.readonly:
+            check(Code.READONLY, "grow the pool")
         with self._growing, ofd.locked(self._fd.value, shm_layout.BYTE_GROW):
             have = self.grown
             target = min(self.pages, have + pages)

@@ -21,7 +21,7 @@ LC_API int lci_geometry_of(uint64_t pages, lci_geometry *g) {
     if (pages < 1 || pages > UINT64_C(1) << 30) return LC_E_RANGE;
     uint64_t at = LCS_PAYLOAD_OFFSET;
     g->pages = pages;
-    g->buckets = power_above(pages + pages / 2);
+    g->buckets = power_above(2 * pages); /* a chain of more than one costs a mispredicted branch */
     g->reservations = between(64, pages, 1024);
     g->tickets = between(64, pages, 256);
     g->chunks = 512 + (pages + pages / 4) / LCI_CHUNK_PAGES;

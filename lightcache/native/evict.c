@@ -12,6 +12,17 @@ static void mark(lci_handle *h, lc_txn *t, uint32_t page) {
     __builtin_prefetch((const void *)&h->dict.buckets[lc_bucket(&h->dict, lc_load(&p->lo))], 1);
 }
 
+/* Going up a prefix is one cache miss after another, each telling where the next is. A page that
+ * something hangs on is on no list, so its link `queue.prev` is free for a hint: an ancestor some
+ * steps up, as far as the prefix was reserved in one call. It may say anything (the page was on a
+ * list since): it is only asked for, never believed. */
+static void prefetch_ancestor(const lci_handle *h, const lci_page *p) {
+    uint32_t far = lc_load(&p->queue.prev);
+    if (far >= h->page_count) return;
+    __builtin_prefetch(&h->pages[far], 1);
+    __builtin_prefetch((const void *)lci_pin(h, h->at->slot, far));
+}
+
 /* Somebody came while we marked it: back to what it was, as used just now. */
 static void unmark(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t page) {
     lci_page *p = &h->pages[page];
@@ -32,7 +43,12 @@ static void uncount(lci_handle *h, lc_txn *t, uint32_t ns, uint32_t n) {
 
 /* Out of their chains, and free. */
 static void finish(lci_handle *h, lc_txn *t, const uint32_t *pages, uint32_t n) {
+    const lc_dict *d = &h->dict;
     uint32_t ns = 0, run = 0;
+    for (uint32_t i = 0; i < n; i++) { /* the buckets were asked for when the pages were marked */
+        uint32_t head = lc_load(&d->buckets[lc_bucket(d, lc_load(&h->pages[pages[i]].lo))]);
+        if (head < d->nodes) __builtin_prefetch(lc_node_at(d, head), 1);
+    }
     for (uint32_t i = 0; i < n; i++) {
         uint32_t its = lci_ns_of(lc_load(&h->pages[pages[i]].word));
         lc_dict_unlink(t, &h->dict, pages[i]);
@@ -87,6 +103,7 @@ uint32_t lci_evict(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t want) {
         if (page == LC_NIL) page = lci_queue_pop(h, t, e, &steps);
         if (page == LC_NIL) break;
         marked[n++] = page;
+        prefetch_ancestor(h, &h->pages[page]);
         mark(h, t, page);
         page = follow(h, t, page, n < want);
     }

@@ -313,6 +313,7 @@ uint32_t lci_evict(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t want);
 uint32_t lci_evict_namespace(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t want, uint32_t ns);
 bool lci_evict_from_chain(lci_handle *h, lc_txn *t, lci_eviction *e, uint64_t key_lo);
 #define LCI_BATCH 32
+#define LCI_HINT 12 /* steps up a prefix, see prefetch_ancestor in evict.c */
 
 /* pages.c, under the lock: the transitions of a page and the lists of reservations and tickets. */
 uint32_t lci_take_free(lci_handle *h, lc_txn *t, uint32_t *out, uint32_t want);

@@ -1,61 +1,115 @@
 /* Lookups: peek, match, release. No lock that another process could hold. */
 #include "index.h"
 
-/* Keys are taken in blocks. Buckets of the block after next are prefetched while records of the
- * next are, and the present one is read: two cache misses a key become none that is waited for. */
+/* Keys are taken in blocks, in three stages, each a block ahead of the next: the bucket is asked
+ * for; its chain's first record is; that one's key is compared and, where it is another, the
+ * record behind it asked for. So the two or three cache misses of a key become none that is waited
+ * for, and the length of a chain no branch that is guessed wrong.
+ *
+ * These stages check nothing and promise nothing: they guess where the key's record lies. What
+ * makes a guess an answer is said at `standing`. */
 #define BLOCK 16
+#define STAGES 4 /* a power of two above the blocks under way */
 
 typedef struct pipeline {
     const lci_handle *h;
     const lc_key *keys;
     uint32_t n;
-    uint32_t heads[2][BLOCK];
+    uint32_t guess[STAGES][BLOCK]; /* always a page of the pool */
 } pipeline;
 
+static inline uint32_t block_end(const pipeline *p, uint32_t from) {
+    return from + BLOCK < p->n ? from + BLOCK : p->n;
+}
+
+static inline uint32_t *guesses(pipeline *p, uint32_t from) {
+    return p->guess[from / BLOCK % STAGES];
+}
+
 static inline void prefetch_buckets(const pipeline *p, uint32_t from) {
-    uint32_t to = from + BLOCK < p->n ? from + BLOCK : p->n;
+    uint32_t to = block_end(p, from);
     const lc_dict *d = &p->h->dict;
     for (uint32_t i = from; i < to; i++)
         __builtin_prefetch((const void *)&d->buckets[lc_bucket(d, p->keys[i].lo)]);
 }
 
-static inline void load_heads(pipeline *p, uint32_t from, bool rows) {
-    uint32_t to = from + BLOCK < p->n ? from + BLOCK : p->n;
-    uint32_t *heads = p->heads[from / BLOCK % 2];
+static inline void load_heads(pipeline *p, uint32_t from) {
+    uint32_t to = block_end(p, from), *guess = guesses(p, from);
     const lc_dict *d = &p->h->dict;
     for (uint32_t i = from; i < to; i++) {
-        uint32_t head = lc_load_acquire(&d->buckets[lc_bucket(d, p->keys[i].lo)]);
-        heads[i - from] = head;
-        if (LC_UNLIKELY(head >= d->nodes)) continue;
-        __builtin_prefetch(lc_node_at(d, head));
-        if (rows) __builtin_prefetch((const void *)&p->h->mine[head], 1);
+        uint32_t head = lc_load(&d->buckets[lc_bucket(d, p->keys[i].lo)]);
+        head = head < d->nodes ? head : 0;
+        guess[i - from] = head;
+        __builtin_prefetch(&p->h->pages[head]);
+    }
+}
+
+static inline void pass_heads(pipeline *p, uint32_t from, bool rows) {
+    uint32_t to = block_end(p, from), *guess = guesses(p, from), nodes = p->h->dict.nodes;
+    for (uint32_t i = from; i < to; i++) {
+        uint32_t at = guess[i - from];
+        const lci_page *head = &p->h->pages[at];
+        uint32_t next = lc_load(&head->next);
+        next = next < nodes ? next : 0;
+        at = lc_load(&head->lo) == p->keys[i].lo ? at : next;
+        guess[i - from] = at;
+        __builtin_prefetch(&p->h->pages[at]);
+        if (rows) __builtin_prefetch((const void *)&p->h->mine[at], 1);
     }
 }
 
 static inline void start(pipeline *p, bool rows) {
     prefetch_buckets(p, 0);
     prefetch_buckets(p, BLOCK);
-    load_heads(p, 0, rows);
+    prefetch_buckets(p, 2 * BLOCK);
+    load_heads(p, 0);
+    load_heads(p, BLOCK);
+    pass_heads(p, 0, rows);
 }
 
 static inline void advance(pipeline *p, uint32_t from, bool rows) {
-    prefetch_buckets(p, from + 2 * BLOCK);
-    load_heads(p, from + BLOCK, rows);
+    prefetch_buckets(p, from + 3 * BLOCK);
+    load_heads(p, from + 2 * BLOCK);
+    pass_heads(p, from + BLOCK, rows);
 }
 
 static inline bool ready(uint32_t word, uint32_t ns) {
     return (word & (LCI_STATE_MASK | LCI_NS_MASK)) == (LCI_READY | ns << LCI_NS_SHIFT);
 }
 
+/* Is this the key's record, READY? Whatever way led here: a READY page stands in the chain of its
+ * key (it leaves the chain only after it has left that state, and enters it before), and a chain
+ * holds a key once. So a record that had an even generation before and after we read from it this
+ * key and READY is the answer, and no walk could find another. */
+static inline bool standing(const lci_page *p, const lc_key *key, uint32_t ns, uint32_t *gen) {
+    uint32_t g = *gen = lc_load_acquire(&p->gen);
+    uint64_t lo = lc_load(&p->lo), hi = lc_load(&p->hi);
+    uint32_t word = lc_load_acquire(&p->word);
+    atomic_thread_fence(memory_order_acquire);
+    uint32_t wrong = (g & 1) | (lc_load(&p->gen) ^ g) | !ready(word, ns);
+    return ((lo ^ key->lo) | (hi ^ key->hi) | wrong) == 0;
+}
+
+/* The page of a key, READY; LC_NIL: there is none. The guess first, then the chain. */
+static inline uint32_t find(const lci_handle *h, const lc_key *key, uint32_t guess, uint32_t ns,
+                            uint32_t *gen) {
+    lc_found found;
+    if (LC_LIKELY(standing(&h->pages[guess], key, ns, gen))) return guess;
+    lc_dict_find(&h->dict, key->lo, key->hi, &found);
+    if (found.node == LC_NIL || !ready(found.word, ns)) return LC_NIL;
+    *gen = found.gen;
+    return found.node;
+}
+
 static uint32_t peek_one(const lci_handle *h, const lc_key *keys, uint32_t n, uint32_t ns) {
     pipeline p = {.h = h, .keys = keys, .n = n};
-    lc_found found;
+    uint32_t gen;
     start(&p, false);
-    for (uint32_t i = 0; i < n; i++) {
-        if (i % BLOCK == 0) advance(&p, i, false);
-        uint32_t head = p.heads[i / BLOCK % 2][i % BLOCK];
-        lc_dict_find_from(&h->dict, keys[i].lo, keys[i].hi, head, &found);
-        if (found.node == LC_NIL || !ready(found.word, ns)) return i;
+    for (uint32_t from = 0; from < n; from += BLOCK) {
+        uint32_t to = block_end(&p, from), *guess = guesses(&p, from);
+        advance(&p, from, false);
+        for (uint32_t i = from; i < to; i++)
+            if (LC_UNLIKELY(find(h, &keys[i], guess[i - from], ns, &gen) == LC_NIL)) return i;
     }
     return n;
 }
@@ -132,16 +186,13 @@ static void unpin_from(lci_handle *h, const int32_t *pages, uint32_t from, uint3
 static int find_and_pin(lci_handle *h, const lc_key *keys, uint32_t n, uint32_t ns,
                         int32_t *pages, uint32_t *gens) {
     pipeline p = {.h = h, .keys = keys, .n = n};
-    lc_found found;
     start(&p, true);
     for (uint32_t i = 0; i < n; i++) {
         if (i % BLOCK == 0) advance(&p, i, true);
-        uint32_t head = p.heads[i / BLOCK % 2][i % BLOCK];
-        lc_dict_find_from(&h->dict, keys[i].lo, keys[i].hi, head, &found);
-        if (found.node == LC_NIL || !ready(found.word, ns)) return (int)i;
-        pages[i] = (int32_t)found.node;
-        gens[i] = found.gen;
-        int rc = lci_pin_one(h, found.node);
+        uint32_t page = find(h, &keys[i], guesses(&p, i)[i % BLOCK], ns, &gens[i]);
+        if (page == LC_NIL) return (int)i;
+        pages[i] = (int32_t)page;
+        int rc = lci_pin_one(h, page);
         if (LC_UNLIKELY(rc != LC_OK)) {
             unpin_from(h, pages, 0, i);
             return rc;
@@ -185,19 +236,18 @@ static int match_one(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref n
 int lci_pin_ready(lci_handle *h, const lc_key *keys, uint32_t n, uint32_t ns, uint64_t tick,
                   int32_t *pages, uint8_t *status) {
     pipeline p = {.h = h, .keys = keys, .n = n};
-    lc_found found;
-    start(&p, false);
+    uint32_t gen;
+    start(&p, true);
     for (uint32_t i = 0; i < n; i++) {
-        if (i % BLOCK == 0) advance(&p, i, false);
-        uint32_t head = p.heads[i / BLOCK % 2][i % BLOCK];
-        lc_dict_find_from(&h->dict, keys[i].lo, keys[i].hi, head, &found);
-        if (found.node == LC_NIL || !ready(found.word, ns)) continue;
-        int rc = lci_pin_one(h, found.node);
+        if (i % BLOCK == 0) advance(&p, i, true);
+        uint32_t page = find(h, &keys[i], guesses(&p, i)[i % BLOCK], ns, &gen);
+        if (page == LC_NIL) continue;
+        int rc = lci_pin_one(h, page);
         if (rc != LC_OK) return rc;
-        pages[i] = (int32_t)found.node;
+        pages[i] = (int32_t)page;
         atomic_thread_fence(memory_order_seq_cst); /* as in match_one */
-        if (confirm(h, &pages[i], &found.gen, 1, ns, tick)) status[i] = LCI_PRESENT;
-        else lci_unpin_one(h, found.node);
+        if (confirm(h, &pages[i], &gen, 1, ns, tick)) status[i] = LCI_PRESENT;
+        else lci_unpin_one(h, page);
     }
     return LC_OK;
 }

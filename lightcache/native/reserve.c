@@ -47,11 +47,11 @@ static int pin_present(reserve *r) {
 
 /* ------------------------------------------------------------------ under the lock */
 
-static uint32_t find_locked(const lci_handle *h, const lc_key *key, uint32_t *word) {
-    lc_found found;
-    lc_dict_find(&h->dict, key->lo, key->hi, &found);
-    if (found.node != LC_NIL) *word = found.word;
-    return found.node;
+static uint32_t find_locked(const lci_handle *h, const lc_key *key, uint32_t *word,
+                            uint32_t *length) {
+    uint32_t page = lc_dict_look(&h->dict, key->lo, key->hi, length);
+    if (page != LC_NIL) *word = lc_load_acquire(&h->pages[page].word);
+    return page;
 }
 
 static bool open_reservation(reserve *r) {
@@ -98,6 +98,7 @@ static void make_page(reserve *r, uint32_t i, uint32_t page, uint32_t parent) {
     lc_store(&p->used, r->tick << LCI_TICK_SHIFT);
     lc_store(&p->children, 0);
     lc_store(&p->parent, LC_NIL);
+    lc_store(&p->queue.prev, i >= LCI_HINT ? (uint32_t)r->page[i - LCI_HINT] : LC_NIL);
     if (parent != LC_NIL) lci_attach_parent(h, t, page, parent);
     lc_dict_insert(t, &h->dict, page, r->keys[r->start + i],
                    LCI_WRITING | ns << LCI_NS_SHIFT | (r->op->rid + 1) << LCI_RES_SHIFT);
@@ -121,17 +122,18 @@ static void prefetch_keys(const reserve *r, uint32_t from, uint32_t to) {
 }
 
 /* Look at keys [from, to) again, now that nobody else changes anything: pin what has become ready,
- * note what others write, count what is absent. */
-static uint32_t classify(reserve *r, uint32_t from, uint32_t to) {
+ * note what others write, count what is absent. `*full`: an absent key's chain has no room. */
+static uint32_t classify(reserve *r, uint32_t from, uint32_t to, bool *full) {
     lci_handle *h = r->h;
-    uint32_t absent = 0, word = 0, ns = lci_ns_id(r->op->ns);
+    uint32_t absent = 0, word = 0, length, ns = lci_ns_id(r->op->ns);
     prefetch_keys(r, from, to);
     for (uint32_t i = from; i < to && !r->t.error; i++) {
         if (r->status[i] == LCI_PRESENT) continue;
-        uint32_t page = find_locked(h, &r->keys[r->start + i], &word);
+        uint32_t page = find_locked(h, &r->keys[r->start + i], &word, &length);
         r->status[i] = LCI_UNKNOWN;
         if (page == LC_NIL) {
             absent++;
+            *full |= length >= LC_CHAIN_MAX;
         } else if (lci_ns_of(word) != ns) {
             r->status[i] = LCI_NO_ROOM; /* somebody else's key: equal digests, not ours to share */
         } else if (lci_state_of(word) == LCI_WRITING) {
@@ -239,15 +241,11 @@ static void make_chain_room(reserve *r, uint32_t from, uint32_t to) {
     }
 }
 
-static bool chain_full(const reserve *r, uint32_t i) {
-    return lc_dict_chain(&r->h->dict, r->keys[r->start + i].lo) >= LC_CHAIN_MAX;
-}
-
 /* The page of the key before `i`, if it is there and lives. */
 static uint32_t parent_of(const reserve *r, uint32_t i) {
-    uint32_t at = r->start + i, word = 0;
+    uint32_t at = r->start + i, word = 0, length;
     if (at == 0) return LC_NIL;
-    uint32_t page = find_locked(r->h, &r->keys[at - 1], &word);
+    uint32_t page = find_locked(r->h, &r->keys[at - 1], &word, &length);
     return page != LC_NIL && lci_ns_of(word) == lci_ns_id(r->op->ns) ? page : LC_NIL;
 }
 
@@ -259,31 +257,25 @@ static void readopt(reserve *r, uint32_t page, uint32_t parent) {
     if (lci_parent(r->h, p) == LC_NIL) lci_attach_parent(r->h, &r->t, page, parent);
 }
 
-/* A key that stands twice in the batch: the first has made its page, which we write ourselves. */
-static bool twin(reserve *r, uint32_t i) {
-    uint32_t word, page = find_locked(r->h, &r->keys[r->start + i], &word);
-    r->page[i] = (int32_t)page;
-    return page != LC_NIL;
-}
-
 /* Go through a batch in order: each key hangs on the one before it. Returns how many of the taken
  * pages were used. */
 static uint32_t place(reserve *r, uint32_t from, uint32_t to, const uint32_t *pages, uint32_t got,
                       uint32_t why) {
-    uint32_t parent = parent_of(r, from), used = 0;
+    uint32_t parent = parent_of(r, from), used = 0, word, length;
     for (uint32_t i = from; i < to && !r->t.error; i++) {
-        if (r->status[i] == LCI_UNKNOWN && twin(r, i)) {
-            r->status[i] = LCI_BUSY_KEY;
-        } else if (r->status[i] == LCI_UNKNOWN) {
-            if (used == got) {
-                stop(r, i, why);
+        if (r->status[i] == LCI_UNKNOWN) {
+            /* A key that stands twice in the batch: the first has made its page, which we write. */
+            uint32_t twin = find_locked(r->h, &r->keys[r->start + i], &word, &length);
+            bool full = length >= LC_CHAIN_MAX;
+            if (twin != LC_NIL) {
+                r->page[i] = (int32_t)twin;
+                r->status[i] = LCI_BUSY_KEY;
+            } else if (used == got || full) {
+                stop(r, i, used == got ? why : LCI_WHY_CHAIN);
                 break;
+            } else {
+                make_page(r, i, pages[used++], parent);
             }
-            if (chain_full(r, i)) {
-                stop(r, i, LCI_WHY_CHAIN);
-                break;
-            }
-            make_page(r, i, pages[used++], parent);
         } else if (r->status[i] == LCI_NO_ROOM) {
             stop(r, i, LCI_WHY_CHAIN);
             break;
@@ -318,13 +310,14 @@ static void settle_locked(reserve *r, uint32_t from, uint32_t to, uint32_t absen
 static int settle_batch(reserve *r, uint32_t from, uint32_t to) {
     pthread_mutex_t *rows = &r->h->at->rows;
     pthread_mutex_lock(rows);
-    uint32_t absent = classify(r, from, to);
+    bool full = false;
+    uint32_t absent = classify(r, from, to, &full);
     pthread_mutex_unlock(rows);
     if (r->t.error) return r->t.error;
     if (absent) {
         int rc = make_room(r, absent);
         if (rc != ROOM_MADE) return rc;
-        make_chain_room(r, from, to);
+        if (full) make_chain_room(r, from, to);
         keep(r); /* pages freed in this step must not be used again in it */
     }
     pthread_mutex_lock(rows);

@@ -109,6 +109,20 @@ static inline void lc_gen_open(_Atomic uint32_t *gen) {
 /* Close it: even, with release, so that whoever reads this generation reads the fields. */
 static inline void lc_gen_close(_Atomic uint32_t *gen) { lc_store_release(gen, lc_load(gen) + 1); }
 
+/* Under the lock: find a key without the readers' checks, for nothing changes meanwhile. `*length`
+ * receives the records passed: of an absent key's chain all, at most LC_CHAIN_MAX + 1. */
+static inline uint32_t lc_dict_look(const lc_dict *d, uint64_t lo, uint64_t hi,
+                                    uint32_t *length) {
+    uint32_t n = 0, at = lc_load(&d->buckets[lc_bucket(d, lo)]);
+    for (; at < d->nodes && n <= LC_CHAIN_MAX; n++) {
+        const lc_node *r = lc_node_at(d, at);
+        if (lc_load(&r->lo) == lo && lc_load(&r->hi) == hi) break;
+        at = lc_load(&r->next);
+    }
+    *length = n;
+    return at < d->nodes && n <= LC_CHAIN_MAX ? at : LC_NIL;
+}
+
 /* Under the lock: link a record whose key is set and whose generation is even. */
 static inline void lc_dict_link(lc_txn *t, const lc_dict *d, uint32_t node) {
     _Atomic uint32_t *head = &d->buckets[lc_bucket(d, lc_load(&lc_node_at(d, node)->lo))];

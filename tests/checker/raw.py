@@ -24,7 +24,7 @@ from lightcache.shm import layout as shm_layout
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[Any]
 
-_LOG_KIND, _LOG_GEN, _LOG_SOFT = 0xC0000000, 0x40000000, 0x80000000
+_LOG_SOFT = 0x80000000
 _RES_ACTIVE, _RES_DOOMED = 1, 2
 _SHARD_PENDING, _SHARD_DONE, _SHARD_DEAD = 0, 1, 2
 _NS_NORMAL, _NS_CLEARING, _NS_CLEARED = 1, 2, 3
@@ -64,9 +64,9 @@ class Copy:
         self.chunks = self._records(layout.ChunkRecord, place.chunk, place.chunks)
         self.buckets = self._words(place.bucket, place.buckets, np.uint32)
         self.pages = self._records(layout.PageRecord, place.page, place.pages)
-        self.rows = self._words(
-            place.rows, shm_layout.SLOTS * place.row_stride, np.uint16
-        ).reshape(shm_layout.SLOTS, place.row_stride)[:, : place.pages]
+        self.rows = self._words(place.rows, shm_layout.SLOTS * place.row_stride, np.uint16).reshape(
+            shm_layout.SLOTS, place.row_stride
+        )[:, : place.pages]
 
     def _records(self, kind: type[ctypes.Structure], offset: int, count: int) -> Ints:
         return self._words(offset, count, np.dtype(kind))
@@ -83,14 +83,12 @@ class Copy:
         at = 0
         while at < count:
             entry = int(self.log[at])
-            soft = entry & _LOG_KIND == _LOG_SOFT
+            soft = bool(entry & _LOG_SOFT)
             entries.append((entry & 0xFFFFFFFF, entry >> 32, int(self.log[at + 1]) if soft else 0))
             at += 2 if soft else 1
         for tag, old, new in reversed(entries):
-            word, kind = tag & ~_LOG_KIND, tag & _LOG_KIND
-            if kind == _LOG_GEN:  # only ever forward
-                words[word] = old + (2 if old & 1 else 4)
-            elif kind == 0 or words[word] == new & 0xFFFFFFFF:
+            word = tag & ~_LOG_SOFT
+            if not tag & _LOG_SOFT or words[word] == new & 0xFFFFFFFF:
                 words[word] = old
         self.lock["log_count"] = 0
         return count
@@ -147,7 +145,9 @@ class _Findings:
 
     def same(self, what: str, found: Ints, expected: Ints) -> Iterator[str]:
         """`found`: pages met in a structure; `expected`: a mask of those that belong into it."""
-        met = np.bincount(found, minlength=self.n)[: self.n] if len(found) else np.zeros(self.n, int)
+        met = (
+            np.bincount(found, minlength=self.n)[: self.n] if len(found) else np.zeros(self.n, int)
+        )
         for page in np.flatnonzero(met > 1)[:3]:
             yield f"{what}: page {page} is there {met[page]} times"
         for page in np.flatnonzero((met > 0) & ~expected)[:3]:
@@ -200,7 +200,9 @@ class _Findings:
             yield f"page {page} can be reached with the odd generation {pages['gen'][page]}"
         order = found[np.lexsort((pages["lo"][found], pages["hi"][found]))]
         left, right = order[:-1], order[1:]
-        twins = (pages["lo"][left] == pages["lo"][right]) & (pages["hi"][left] == pages["hi"][right])
+        twins = (pages["lo"][left] == pages["lo"][right]) & (
+            pages["hi"][left] == pages["hi"][right]
+        )
         for i in np.flatnonzero(twins & (left != right))[:3]:
             yield f"pages {left[i]} and {right[i]} have the same key"
 
@@ -257,7 +259,9 @@ class _Findings:
                 yield f"{what} holds page {found[0]}, and the queue's present {now} has passed it"
             queued += found
         belong = (
-            (self.state == PageState.READY) & (self.reservation < 0) & (self.c.pages["children"] == 0)
+            (self.state == PageState.READY)
+            & (self.reservation < 0)
+            & (self.c.pages["children"] == 0)
         )
         yield from self.same("queue", np.array(queued, np.int64), belong)
         yield from self.count("queued", len(queued))
@@ -345,7 +349,11 @@ class _Findings:
             ended = records["state"][i] == _RES_DOOMED or (status == _SHARD_DONE).all()
             if (status == _SHARD_DEAD).any() and records["state"][i] != _RES_DOOMED:
                 yield f"{what} has a dead shard and is not doomed"
-            if ended and self.quiet and not self.c.root["completed"][i // 64] >> np.uint64(i % 64) & np.uint64(1):
+            if (
+                ended
+                and self.quiet
+                and not self.c.root["completed"][i // 64] >> np.uint64(i % 64) & np.uint64(1)
+            ):
                 yield f"{what} has ended and nobody will collect it"
             pages, wrong = self.page_list(records["pages"][i], what, chunks)
             yield from wrong
@@ -353,6 +361,9 @@ class _Findings:
             if (listed[pages] == i).any() or len(np.unique(pages)) != len(pages):
                 yield f"{what} lists a page twice"
             listed[pages] = i
+            if not ended:
+                for page in pages[self.state[pages] == PageState.READY][:3]:
+                    yield f"page {page} is ready, and {what} has shards to be written"
             if self.quiet and not ended:
                 pinned = self.c.rows[:, pages].any(axis=0)
                 for page in pages[~pinned & (self.state[pages] == PageState.WRITING)][:3]:

@@ -41,6 +41,7 @@ def rich(segment_name: str) -> Iterator[Any]:
         writing.publish(0)
         index.reserve(keys(5, 8)).abandon()  # free pages below the mark
         index.reserve(keys(6, 2)).abandon()
+        index.evict(1)  # also collects the doomed ones that nobody pins
         assert index.stats().doomed == 4
         yield raw.copy_of(segment_name)
         for held in (writing, lease, pinned):
@@ -119,7 +120,6 @@ DAMAGES: dict[str, Any] = {
     "ready became free": of_page("word", READY, lambda _: 0),
     "ready became evicting": of_page("word", READY, lambda v: v + 1),
     "a state that is none": of_page("word", READY, lambda v: v | 0xF),
-    "writing became ready": of_page("word", WRITING, lambda v: v + 1),
     "writing lost its reservation": of_page("word", WRITING, lambda v: v & 0xFFFF),
     "free became doomed": of_page("word", FREE, lambda _: 4),
     "doomed became free": of_page("word", DOOMED, lambda _: 0),
@@ -157,8 +157,9 @@ DAMAGES: dict[str, Any] = {
     "a pin of a free page": put(lambda c: (c.rows[1], page(c, FREE)), lambda _: 1),
     "a namespace's pages": put(lambda c: (c.spaces["pages"], 0), up),
 }
-# What the core's check does not look at, because nothing can be lost by it, or only a copy tells.
+# What the core's check does not look at.
 OURS: dict[str, Any] = {
+    "writing became ready": of_page("word", WRITING, lambda v: v + 1),
     "a repair under way": of_root("repairing", lambda _: 1),
     "a shard of another generation": put(
         lambda c: (c.reservations["shard"][active(c)], 0), lambda v: v + 256
@@ -185,31 +186,30 @@ def test_ours_finds_more(rich: Any, what: str) -> None:
 
 
 def test_undoing_agrees(rich: Any) -> None:
-    """A log of all three kinds is undone alike by the core and by us."""
+    """A log of both kinds is undone alike by the core and by us."""
     copy = Copy(rich.copy())
     words = copy.whole.view(np.uint32)
-    base = int(copy.place.page) // 4
-    gen, word, link = base + 8, base + 9, base + 10
-    entries = [  # opened, changed, closed, linked; then a state that another changed in between
-        (0x40000000 | gen, int(words[gen])),
+    word = int(copy.place.page) // 4 + 9
+    link, other = word + 1, word + 16
+    soft = 0x80000000
+    entries = [  # a link twice; a state swapped; a state that another has changed since
         (link, int(words[link])),
-        (0x40000000 | gen, int(words[gen]) + 1),
-        (0x80000000 | word, int(words[word])),
+        (link, 5),
+        (soft | word, int(words[word])),
         (77, 0),
-        (0x80000000 | (word + 16), 5),
-        (int(words[word + 16]), 0),
+        (soft | other, int(words[other]) + 1),
+        (88, 0),
     ]
     for i, (tag, old) in enumerate(entries):
         copy.log[i] = tag | old << 32
     copy.lock["log_count"] = len(entries)
-    words[gen] += 2
-    words[link] = 12345
-    words[word] = 77
+    words[link], words[word] = 12345, 77
     theirs = copy.whole.copy()
     snapshot.check_copy(theirs, PAGES, quiet=True)
     copy.undo()
-    assert int(words[link]) != 12345
     assert (copy.whole == theirs).all()
+    copy.log[: len(entries)] = Copy(rich).log[: len(entries)]
+    assert (copy.whole == rich).all()
 
 
 @pytest.mark.slow

@@ -141,6 +141,16 @@ class IndexMachine(RuleBasedStateMachine):
             return
         raise Violation(f"{call}: expected {kinds}, nothing was raised")
 
+    def default_space(self, index: PageIndex) -> Space:
+        """What an index that attached, or cleared its own, calls the default namespace."""
+        space = self.model.open_space("", "")
+        if space is None:
+            assert index._namespace not in self.refs
+            space = Space("", "", index._namespace & 0xFF)
+            self.model.spaces.append(space)
+        self.refs.add(index._namespace)
+        return space
+
     # ---- clients
 
     @initialize(configuration=st.sampled_from(CONFIGURATIONS))
@@ -154,9 +164,8 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.clients) < CLIENTS)
     @rule()
     def attach(self) -> None:
-        default = self.model.open_space("", "")
-        assert default is not None
         index = PageIndex.attach(self.name)
+        default = self.default_space(index)
         slot = index.client_id.slot
         assert slot not in [c.slot for c in self.clients]
         self.clients.append(Client(index, slot, default))
@@ -415,7 +424,9 @@ class IndexMachine(RuleBasedStateMachine):
         assert not gone, f"{gone} were evicted for nothing"
         for i in range(len(rest)):
             if status[i] != PRESENT and (
-                status[i] is None or status[i] == MISSING or (stopped and not self.settled(i, status))
+                status[i] is None
+                or status[i] == MISSING
+                or (stopped and not self.settled(i, status))
             ):
                 status[i] = MISSING
         expected = {
@@ -537,9 +548,7 @@ class IndexMachine(RuleBasedStateMachine):
     def give_reservation(self, number: int, mask: int, late: bool) -> None:
         held = self.choose(self.of(Reservation), number)
         if held.writing is None:
-            self.expect_lost(
-                lambda: held.real.ticket([held.client.index.client_id]), ConfigError
-            )
+            self.expect_lost(lambda: held.real.ticket([held.client.index.client_id]), ConfigError)
         else:
             self.give(held, mask, late)
 
@@ -680,12 +689,7 @@ class IndexMachine(RuleBasedStateMachine):
         if space.open:
             self.model.clear(space)
         if space is client.default:
-            again = self.model.open_space("", "")
-            if again is None:
-                again = Space("", "", client.index._namespace & 0xFF)
-                self.model.spaces.append(again)
-            client.default = again
-            self.refs.add(client.index._namespace)
+            client.default = self.default_space(client.index)
 
     @rule(number=pick)
     def reap(self, number: int) -> None:

@@ -30,6 +30,11 @@ def missing() -> str:
     return "" if shutil.which("cc") else "there is no C compiler"
 
 
+def python_path(tests: Path) -> str:
+    """PYTHONPATH of a program of the tests: what it was, and the folder of the tests."""
+    return os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(tests))))
+
+
 def compile_hook(folder: Path) -> Path:
     """Build the hooks; the library's path."""
     library = folder / "pause_hook.so"

@@ -46,14 +46,33 @@ def race(
 ) -> subprocess.Popen[str]:
     """Start a killer and its workers."""
     program = TESTS / "multi" / "kill_race.py"
-    numbers = (workers, pages, SEED + pages + first, first, count, seconds, inside, int(checks), hook or "-")
+    numbers = (
+        workers,
+        pages,
+        SEED + pages + first,
+        first,
+        count,
+        seconds,
+        inside,
+        int(checks),
+        hook or "-",
+    )
     return subprocess.Popen(
-        [*before, sys.executable, "-W", "error", str(program), name, str(board), *map(str, numbers)],
+        [
+            *before,
+            sys.executable,
+            "-W",
+            "error",
+            str(program),
+            name,
+            str(board),
+            *map(str, numbers),
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        env={**os.environ, "PYTHONPATH": str(TESTS), "OPENBLAS_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": pausing.python_path(TESTS), "OPENBLAS_NUM_THREADS": "1"},
     )
 
 
@@ -166,7 +185,19 @@ def test_kills_across_pid_namespaces(
     inside = max(1, INSIDE // 8)
     with stress_worker.create(segment_name, pages) as cache:
         running = [
-            race(segment_name, board, 3 * each, pages, i * each, each, share, inside, False, hook, before)
+            race(
+                segment_name,
+                board,
+                3 * each,
+                pages,
+                i * each,
+                each,
+                share,
+                inside,
+                False,
+                hook,
+                before,
+            )
             for i, before in enumerate(((), apart, apart))
         ]
         counted = [result(one) for one in running]

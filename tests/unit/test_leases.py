@@ -346,7 +346,11 @@ def test_close_gives_back_what_is_held(segment_name: str) -> None:
     keeper = PageIndex.create(segment_name, pages=8)
     index = PageIndex.attach(segment_name)
     have = fill(index, 1, 2)
-    held = [index.match(have), index.reserve(prompt(2, 3)), index.match(have).ticket([keeper.client_id])]
+    held = [
+        index.match(have),
+        index.reserve(prompt(2, 3)),
+        index.match(have).ticket([keeper.client_id]),
+    ]
     assert pins(keeper) == 2 + 3 + 2
     index.close()
     assert pins(keeper) == 2  # the ticket's: it outlives its giver

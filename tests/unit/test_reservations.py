@@ -337,9 +337,7 @@ def test_memory_that_is_not_there_yet(segment_name: str) -> None:
 
 
 @pytest.fixture
-def kill_holder(
-    index: PageIndex, segment_name: str
-) -> Callable[[bool], int]:
+def kill_holder(index: PageIndex, segment_name: str) -> Callable[[bool], int]:
     """Let a client hold 2 pages and write 3, kill it, return its slot."""
 
     def kill(device: bool) -> int:

@@ -82,9 +82,7 @@ class Probe:
         def run(i: int) -> float:
             keys = pick[i % len(pick)]
             n = len(self._prompts[keys])
-            took: int = self._library.lcb_probe(
-                buckets, self._mask, records, where[keys], n, found
-            )
+            took: int = self._library.lcb_probe(buckets, self._mask, records, where[keys], n, found)
             return took / 1e3
 
         return run

@@ -20,9 +20,7 @@ class PlainIndex:
     Python integers that were made beforehand, the dict's best case."""
 
     def __init__(self, prompts: list[Keys]) -> None:
-        self.prompts = [
-            [int(lo) | int(hi) << 64 for lo, hi in keys.tolist()] for keys in prompts
-        ]
+        self.prompts = [[int(lo) | int(hi) << 64 for lo, hi in keys.tolist()] for keys in prompts]
         self._page: dict[int, int] = {}
         self._used: OrderedDict[int, None] = OrderedDict()
         for keys in self.prompts:

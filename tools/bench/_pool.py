@@ -101,7 +101,7 @@ class Helper:
 
     def __exit__(self, *exception: Any) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired, OSError):
-            self.process.communicate(timeout=0 if exception[0] else 30)
+            self.process.communicate(timeout=5 if exception[0] else 30)
         self.kill()
 
 

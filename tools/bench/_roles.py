@@ -98,6 +98,25 @@ def sleep(name: str, touched: int, pins: int) -> None:
         del memory
 
 
+def look(name: str, prompts: int, request: int, seed: int) -> None:
+    """Peek until told to end; tell how many peeks there were, how many missed, and their tail."""
+    with PageIndex.attach(name, role="bench: reader") as index:
+        known = [_pool.keys_of(1000 + i, _pool.PROMPT)[:request].copy() for i in range(prompts)]
+        tell("ready")
+        os.set_blocking(sys.stdin.fileno(), False)
+        times: list[float] = []
+        missed, i, told = 0, seed, None
+        while told is None:
+            for _ in range(1000):
+                i += 1
+                begin = time.perf_counter_ns()
+                missed += index.peek(known[i % prompts]) < request
+                times.append((time.perf_counter_ns() - begin) / 1e3)
+            told = sys.stdin.buffer.read(1)
+        p999 = round(float(np.percentile(times, 99.9)), 2)
+        tell({"lookups": len(times), "missed": missed, "lookup_p99.9_us": p999})
+
+
 def throttle(pid: int, run: float, pause: float) -> None:
     """Stop and continue a process by turns."""
     tell("ready")
@@ -111,7 +130,7 @@ def throttle(pid: int, run: float, pause: float) -> None:
 
 
 ROLES: dict[str, Callable[..., None]] = {
-    role.__name__: role for role in (fill, hold, work, reserve, sleep, throttle)
+    role.__name__: role for role in (fill, hold, work, reserve, sleep, look, throttle)
 }
 
 if __name__ == "__main__":

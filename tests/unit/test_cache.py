@@ -1,0 +1,302 @@
+"""Cache: arguments, secrets and keys, and a life with its pool."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.scripts import with_support
+
+from lightcache import (
+    Cache,
+    ConfigError,
+    Detached,
+    InUse,
+    LayoutMismatch,
+    NoSpace,
+    NotReady,
+    PageIndex,
+    PermissionDenied,
+)
+
+SECRET = b"a secret of tests"
+GOOD: dict[str, Any] = {
+    "pages": 8,
+    "page_bytes": 4096,
+    "fingerprint": "model/bf16/16",
+    "page_tokens": 16,
+    "secret": SECRET,
+}
+Script = Callable[..., Any]
+
+
+@pytest.fixture
+def cache(segment_name: str) -> Iterator[Cache]:
+    with Cache.create(segment_name, **GOOD) as made:
+        yield made
+
+
+TOKENS = np.arange(64)
+
+
+# ---------------------------------------------------------------- a life
+
+
+def test_the_public_face(cache: Cache, segment_name: str) -> None:
+    keys = cache.hash_pages(TOKENS, salt="tenant-7")
+    with cache.match(keys) as hit:
+        assert len(hit) == 0
+    with cache.reserve(keys) as new:
+        for page in new.pages.tolist():
+            cache.pool[page][:] = page + 1
+        new.publish()
+    with Cache.attach(segment_name, readonly=True, secret=SECRET) as router:
+        assert router.peek(router.hash_pages(TOKENS, salt="tenant-7")) == 4
+        assert router.peek(router.hash_pages(TOKENS)) == 0
+        assert router.peek_many(keys, np.array([0, 2, 4])).tolist() == [2, 2]
+    with cache.match(keys) as hit:
+        assert hit.tokens == 64
+        for page in hit.pages.tolist():
+            assert (cache.pool[page] == page + 1).all()
+    with cache.match_many(keys, np.array([0, 4])) as batch:
+        assert batch.counts.tolist() == [4]
+    with cache.index.match(keys) as lease, lease.ticket([cache.client_id]) as ticket:
+        cache.adopt(bytes(ticket)).release()
+        cache.done(bytes(ticket))
+    assert cache.wait(keys, timeout=0) == 4
+    assert cache.stats().pages == cache.pages == 8
+    assert cache.name == segment_name
+    assert [c.alive for c in cache.clients()] == [True]
+    assert cache.reap() == 0
+    assert cache.evict(8) == 4
+    cache.clear(cache.namespace("w"))
+    assert cache.check().clean
+    assert "8 pages of 4096 bytes" in repr(cache)
+
+
+def test_keys_of_a_namespace_are_its_own(cache: Cache) -> None:
+    other = cache.namespace("w2", "t")
+    assert (cache.hash_pages(TOKENS) != cache.hash_pages(TOKENS, namespace=other)).all()
+    hasher = cache.hasher(namespace=other)
+    assert (np.asarray(hasher.update(TOKENS)) == cache.hash_pages(TOKENS, namespace=other)).all()
+    assert len(cache.hash_pages(TOKENS, leave_one=True)) == 3
+
+
+def test_what_killed_processes_left_goes_on_warm(segment_name: str, script: Script) -> None:
+    script(
+        with_support(
+            f"""
+import os, signal
+from lightcache import Cache
+cache = Cache.open(sys.argv[1], **{GOOD!r})
+with cache.reserve(cache.hash_pages(list(range(64)))) as new:
+    new.publish()
+lease = cache.match(cache.hash_pages(list(range(64))))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+        ),
+        segment_name,
+        status=-9,
+    )
+    with Cache.open(segment_name, **GOOD) as cache:
+        assert cache.peek(cache.hash_pages(TOKENS)) == 4
+        cache.reap()
+        assert cache.check().pins == 0
+
+
+# ---------------------------------------------------------------- arguments
+
+
+@pytest.mark.parametrize(
+    ("changed", "what"),
+    [
+        ({"pages": None}, "capacity"),
+        ({"size": "1MiB"}, "capacity"),
+        ({"pages": 0}, "pages"),
+        ({"pages": -1}, "pages"),
+        ({"pages": 1.5}, "pages"),
+        ({"pages": None, "size": 0}, "size"),
+        ({"pages": None, "size": "-1"}, "size"),
+        ({"pages": None, "size": "4095"}, "less than one page"),
+        ({"page_bytes": 0}, "page_bytes"),
+        ({"page_bytes": -4096}, "page_bytes"),
+        ({"page_bytes": "8 Mbit"}, "page_bytes"),
+        ({"page_bytes": 1 << 41}, "page_bytes"),
+        ({"fingerprint": ""}, "fingerprint"),
+        ({"fingerprint": None}, "fingerprint"),
+        ({"page_tokens": -1}, "page_tokens"),
+        ({"page_tokens": 1.5}, "page_tokens"),
+        ({"page_tokens": 0}, "page_tokens"),
+        ({"algorithm": "md5"}, "algorithm"),
+        ({"secret": b"short"}, "secret"),
+        ({"secret": "a text instead of bytes"}, "secret"),
+    ],
+)
+def test_arguments_that_are_refused(segment_name: str, changed: dict[str, Any], what: str) -> None:
+    for call in (Cache.create, Cache.open):
+        with pytest.raises(ConfigError, match=what):
+            call(segment_name, **{**GOOD, **changed})
+
+
+def test_a_pool_larger_than_there_is_room(segment_name: str) -> None:
+    with pytest.raises(NoSpace, match="pool needs"):
+        Cache.create(segment_name, **{**GOOD, "page_bytes": "1TiB"})
+
+
+def test_capacity_as_size(segment_name: str) -> None:
+    with Cache.create(
+        segment_name, **{**GOOD, "pages": None, "size": "70000", "page_bytes": "16KiB"}
+    ) as cache:
+        assert cache.pages == 4
+
+
+# ---------------------------------------------------------------- attaching
+
+
+def test_attaching_to_what_differs(cache: Cache, segment_name: str) -> None:
+    with pytest.raises(LayoutMismatch, match="model/bf16/16"):
+        Cache.attach(segment_name, fingerprint="another", secret=SECRET)
+    for changed in ({"pages": 9}, {"fingerprint": "other"}, {"secret": bytes(32)}):
+        with pytest.raises(LayoutMismatch):
+            Cache.open(segment_name, **{**GOOD, **changed})
+    with pytest.raises(InUse):
+        Cache.create(segment_name, **GOOD)
+    with pytest.raises(InUse):
+        Cache.open(segment_name, **{**GOOD, "pages": 9}, replace=True)
+    with pytest.raises(NotReady):
+        Cache.attach(segment_name + "-other", secret=SECRET)
+    assert len(cache.clients()) == 1, "who was refused has left"
+
+
+def test_an_index_without_a_pool_is_no_cache(segment_name: str) -> None:
+    with (
+        PageIndex.create(segment_name, pages=4) as index,
+        pytest.raises(ConfigError, match="without a host pool"),
+    ):
+        Cache.attach(index.name, secret=SECRET)
+
+
+def test_another_secret(cache: Cache, segment_name: str) -> None:
+    with Cache.attach(segment_name, secret=b"another secret, as long") as other:
+        for call in (lambda: other.hash_pages(TOKENS), other.hasher, other.key_spec):
+            with pytest.raises(LayoutMismatch, match="another secret"):
+                call()
+        keys = cache.hash_pages(TOKENS)
+        assert other.peek(keys) == 0, "keys made elsewhere can still be looked up"
+
+
+def test_the_secret_of_a_file(
+    segment_name: str, script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    source = with_support(
+        """
+import sys
+from lightcache import Cache
+with Cache.create(sys.argv[1], pages=4, page_bytes=64, page_tokens=2, fingerprint="f") as cache:
+    print(cache.hash_pages([1, 2, 3]).tolist())
+"""
+    )
+    assert script(source, segment_name).stdout == script(source, segment_name).stdout
+    [path] = [p for p in tmp_path.rglob("*") if p.is_file() and p.name == "secret"]
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_page_tokens_said_twice_or_never(segment_name: str, cache: Cache) -> None:
+    with pytest.raises(ConfigError, match="16 tokens a page, found 32"):
+        cache.hash_pages(TOKENS, 32)
+    assert len(cache.hash_pages(TOKENS, 16)) == 4
+    with Cache.create(segment_name + "n", **{**GOOD, "page_tokens": None}) as other:
+        with pytest.raises(ConfigError, match="page_tokens"):
+            other.hash_pages(TOKENS)
+        assert len(other.hash_pages(TOKENS, 32)) == 2
+
+
+# ---------------------------------------------------------------- the end
+
+
+def test_closing_with_live_views_changes_nothing(segment_name: str) -> None:
+    cache = Cache.create(segment_name, **GOOD)
+    keys = cache.hash_pages(TOKENS)
+    cache.reserve(keys).publish()
+    lease = cache.match(keys)
+    for view in (cache.pool[0], cache.pool.array):
+        with pytest.raises(InUse, match="views"):
+            cache.close()
+        part = view[..., :3]
+        del view
+        with pytest.raises(InUse, match="views"):
+            cache.close()
+        del part
+    inner = cache.index.segment.view(0, 8)
+    with pytest.raises(InUse):
+        cache.close()
+    assert cache.evict(8) == 0, "the lease holds"
+    assert cache.check().pins == 4
+    del inner
+    lease.release()
+    cache.close()
+    cache.close()
+    gc.collect()
+    for call in (
+        lambda: cache.peek(keys),
+        lambda: cache.match(keys),
+        lambda: cache.pool[0],
+        lambda: cache.pool.array,
+        lambda: cache.pool.grown,
+    ):
+        with pytest.raises(Detached):
+            call()
+
+
+def test_a_forked_child_leaves_the_statement_quietly(segment_name: str, script: Script) -> None:
+    done = script(
+        with_support(
+            f"""
+import os
+from lightcache import Cache, Detached
+with Cache.create(sys.argv[1], **{GOOD!r}) as cache:
+    view = cache.pool[1]
+    del view
+    child = os.fork()
+    if child == 0:
+        for call in (lambda: cache.pool[0], lambda: cache.pool.array, cache.close,
+                     lambda: cache.stats()):
+            try:
+                call()
+            except Detached:
+                continue
+            os._exit(1)
+        with cache:
+            pass
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    cache.pool[1][:] = 7
+"""
+        ),
+        segment_name,
+    )
+    assert done.stderr == ""
+
+
+def test_a_router_cannot_write(cache: Cache, segment_name: str) -> None:
+    with Cache.attach(segment_name, readonly=True, secret=SECRET) as router:
+        keys = router.hash_pages(TOKENS)
+        for call in (
+            lambda: router.match(keys),
+            lambda: router.reserve(keys),
+            lambda: router.evict(1),
+            lambda: router.clear(),
+            router.reap,
+            lambda: router.pool.grow(1),
+        ):
+            with pytest.raises(PermissionDenied):
+                call()
+        page = router.pool[0]
+        with pytest.raises(ValueError, match="read-only"):
+            page[:] = 1
+        del page

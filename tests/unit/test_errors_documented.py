@@ -1,0 +1,66 @@
+"""docs/errors.md names every error class, and no other."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import lightcache
+from lightcache import errors
+
+PAGE = Path(__file__).parents[2] / "docs" / "errors.md"
+CLASSES = {
+    name
+    for name, found in vars(errors).items()
+    if isinstance(found, type) and issubclass(found, errors.LightcacheError)
+}
+
+
+def tables() -> list[list[str]]:
+    """The cells of all rows but the heads."""
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    return [row for row in cells if row[0] not in ("class", "what you did")]
+
+
+def bad_inputs() -> list[list[str]]:
+    return [row for row in tables() if len(row) == 4]
+
+
+def test_every_class_is_described() -> None:
+    described = {row[0].strip("`") for row in tables() if len(row) == 3}
+    assert described == CLASSES
+    for row in tables():
+        if len(row) == 3 and row[1]:
+            kind = getattr(errors, row[0].strip("`"))
+            assert row[1].strip("`") in [base.__name__ for base in kind.__mro__]
+
+
+def test_every_class_has_a_row() -> None:
+    raised = {name for row in bad_inputs() for name in re.findall(r"`(\w+)`", row[1])}
+    assert raised - {"Reservation"} >= CLASSES - {"LightcacheError"}
+
+
+@pytest.mark.parametrize("row", bad_inputs(), ids=lambda row: row[0][:40])
+def test_a_row_names_what_exists(row: list[str]) -> None:
+    what, raised, _, _ = row
+    assert what
+    if raised.startswith("no error: "):
+        return
+    names = [part.strip("`") for part in re.findall(r"`[\w.]+`", raised)]
+    known = [name for name in names if name in CLASSES]
+    assert known, raised
+    for name in names:
+        if name in CLASSES:
+            assert getattr(lightcache, name) is getattr(errors, name)
+        else:
+            assert re.fullmatch(r"Reservation\.\w+|why", name), name
+
+
+def test_every_class_is_exported_and_says_what_to_do() -> None:
+    assert CLASSES == set(errors.__all__)
+    for name in CLASSES:
+        assert name in lightcache.__all__
+        assert len((getattr(errors, name).__doc__ or "").splitlines()) >= 1
