@@ -25,10 +25,8 @@ import hashlib
 import hmac
 import operator
 import os
-import secrets
 import stat
 import struct
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -307,6 +305,9 @@ def _refuse_unsafe(path: Path, found: os.stat_result) -> None:
 
 def _create_secret(path: Path) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    import secrets  # these two cost 10 ms, and most imports of us never make a secret
+    import tempfile
+
     descriptor, draft = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # 0600, O_EXCL
     try:
         with os.fdopen(descriptor, "wb") as file:

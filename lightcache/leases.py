@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lightcache.tickets import ClientId, Ticket
 
 HEADER_BYTES = ctypes.sizeof(layout.LeaseHeader)
-# A lease's buffer: held, capacity, pages, generations. Few types: ctypes keeps each for ever. The first
+# A lease's buffer: held, capacity, pages, generations. Few types, as ctypes keeps each. The first
 # that is large enough for `capacity` stands at its number of bits.
 _BUFFERS = tuple(ctypes.c_uint32 * (2 + (2 << bits)) for bits in range(32))
 

@@ -352,7 +352,6 @@ class PageIndex:
 
         Raises:
             ConfigError: keys, start or shards out of range.
-            OutOfPages: no reservation record is left (1,024, fewer in small pools).
             Abandoned: the namespace was cleared.
             LockTimeout: says who holds the lock. Nothing is held.
             NoSpace: pages have no memory behind them yet; `grow`.

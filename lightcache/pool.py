@@ -13,7 +13,6 @@ import stat
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -262,6 +261,8 @@ class HostPool:
             return target
 
     def _populate(self, start: int, end: int, threads: int) -> None:
+        from concurrent.futures import ThreadPoolExecutor  # 20 ms that importing us need not cost
+
         share = max(1 << 21, -(-(end - start) // max(1, threads)) + 4095 & ~4095)
         parts = [(at, min(end, at + share)) for at in range(start, end, share)]
         with self._index.segment.busy(), ThreadPoolExecutor(len(parts)) as workers:

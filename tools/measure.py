@@ -12,8 +12,11 @@ from lightcache.tools.output import Command, cell, console, emit, fail, json_opt
 @click.command(cls=Command)
 @click.argument("name", required=False)
 @click.option("--quick", is_flag=True, help="Few repetitions: to see that it works.")
+@click.option(
+    "--trace", type=click.Path(exists=True, dir_okay=False), help="A request trace, for `policy`."
+)
 @json_option
-def bench(name: str | None, quick: bool, as_json: bool) -> None:
+def bench(name: str | None, quick: bool, trace: str | None, as_json: bool) -> None:
     """Run the benchmark NAME; without one, list them.
 
     Ratios are against baselines measured in the same run. Nothing fails because something is slow:
@@ -23,7 +26,10 @@ def bench(name: str | None, quick: bool, as_json: bool) -> None:
         _list(as_json)
         return
     rows = []
-    for row in frame.load(name).rows(quick):
+    options = {} if trace is None else {"trace": trace}
+    if trace is not None and name != "policy":
+        fail(f"bench {name}: takes no --trace; `policy` does")
+    for row in frame.load(name).rows(quick, **options):
         rows.append(row)
         if not as_json:
             click.echo(f"{row.name}: {row.value:.4g} {row.unit}", err=True)

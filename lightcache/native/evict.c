@@ -8,6 +8,7 @@ static void mark(lci_handle *h, lc_txn *t, uint32_t page) {
     uint32_t parent = lci_parent(h, p);
     if (parent != LC_NIL) lc_txn_add(t, &h->pages[parent].children, (uint32_t)-1);
     uint32_t ns = lc_load(&p->word) & LCI_NS_MASK;
+    LC_PAUSE(LC_AT_EVICT_CHOSEN);
     lc_txn_set(t, &p->word, LCI_EVICTING | ns);
     __builtin_prefetch((const void *)&h->dict.buckets[lc_bucket(&h->dict, lc_load(&p->lo))], 1);
 }

@@ -84,6 +84,7 @@ enum lc_pause_point {
     LC_AT_COMMIT = 14,       /* before the log is emptied */
     LC_AT_UNLOCK = 15,       /* before the lock is dropped */
     LC_AT_RECOVER = 16,      /* between two steps of recovery */
+    LC_AT_EVICT_CHOSEN = 17, /* found without pins, not yet EVICTING */
 };
 
 /* ------------------------------------------------------------------ layout of a segment */

@@ -183,6 +183,8 @@ static void start_victim(const char *driver, const char *path, const char *count
     NEED(ptrace(PTRACE_SETOPTIONS, pid, NULL, (void *)(long)PTRACE_O_EXITKILL) == 0);
     NEED(ptrace(PTRACE_CONT, pid, NULL, NULL) == 0);
     NEED(wait_for_victim() == SIGSTOP);
+    /* The lock's last holder is now one who is no thread of the victim's. */
+    NEED(lci_grow(real.h, 0, LC_BLOCK, FOREVER) == LC_OK);
 }
 
 static void compare_with_end(void) {

@@ -1,7 +1,7 @@
 """An operation is stopped after every instruction: what would the others find if it died there?
 
-`stepper.c` says what is asked at each step, `driver.c` what the victim does. Both are compiled here,
-together with the core's own sources, without optimisations being different from what is shipped.
+`stepper.c` says what is asked at each step, `driver.c` what the victim does. Both are compiled
+here, together with the core's own sources, optimised as they are when installed.
 
 LIGHTCACHE_STEP_STRIDE: look after every so many changes of the segment (1).
 """

@@ -3,8 +3,8 @@
     race_side.py NAME HOOK GATE POINT OCCURRENCE OPERATION SEED
 
 Attaches, prepares what OPERATION needs, says "ready", and at a line on stdin begins; stands at the
-OCCURRENCE-th passing of POINT (0: nowhere) until GATE is opened. Says what it got as JSON, then holds
-it until stdin ends.
+OCCURRENCE-th passing of POINT (0: nowhere) until GATE is opened. Says what it got as JSON, then
+holds it until stdin ends.
 """
 
 from __future__ import annotations

@@ -30,13 +30,13 @@ PAGES = 8
 MINE, OTHER = 1, 2  # seeds of the run that both care for, and of one in the same chain
 PIN = (1, 2, 11, 12)  # points of lc_base.h
 WALK = (11, 12)
-EVICT = (13, 3, 4, 5, 14, 15)
-TAKE = (13, 3, 4, 5, 6, 7, 8, 14, 15)
+EVICT = (13, 17, 3, 4, 5, 14, 15)
+TAKE = (13, 17, 3, 4, 5, 6, 7, 8, 14, 15)
 PUBLISH = (9, 10)
-UNDER_LOCK = {3, 4, 5, 6, 7, 8, 13, 14, 15}
+UNDER_LOCK = {3, 4, 5, 6, 7, 8, 13, 14, 15, 17}
 DEADLINE = 60.0
 
-PASSINGS = {5: N, 6: N, 7: N, 8: N, 10: N, 11: N, 12: N * (N + 1) // 2, 14: 2}
+PASSINGS = {5: N, 6: N, 7: N, 8: N, 10: N, 11: N, 12: N * (N + 1) // 2, 14: 2, 17: N}
 
 # paused side, its points, other side
 RACES = [
@@ -46,7 +46,6 @@ RACES = [
     ("reserve", TAKE, "match"),
     ("match", PIN, "clear"),
     ("clear", (13, 14, 15), "match"),
-    ("peek", WALK, "evict"),
     ("peek", WALK, "reserve"),
     ("reserve", TAKE, "peek"),
     ("publish", PUBLISH, "peek"),
@@ -58,11 +57,21 @@ RACES = [
     ("abandon", (13, 14, 15), "match"),
     ("peek", WALK, "abandon"),
 ]
+
+
+def passings(first: str, point: int, second: str) -> int:
+    """How often it passes there. What is not ready yet ends a lookup at its first key."""
+    most = PASSINGS.get(point, 1)
+    if first == "peek" and second in ("publish", "abandon"):
+        return min(most, 1 if point == 11 else N)
+    return most
+
+
 CASES = [
     pytest.param(first, point, occurrence, second, id=f"{first}-{point}.{occurrence}-{second}")
     for first, points, second in RACES
     for point in points
-    for occurrence in range(1, PASSINGS.get(point, 1) + 1)
+    for occurrence in range(1, passings(first, point, second) + 1)
 ]
 
 

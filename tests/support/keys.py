@@ -16,12 +16,12 @@ def pair(prefix: Sequence[int], bucket: int | None = None) -> Pair:
     """The key of one page, made from the path that leads to it.
 
     Args:
-        bucket: make the low 6 bits these, so that keys meet in one chain of a small index.
+        bucket: make the low 16 bits these, so that keys meet in one chain of a small index.
     """
     digest = hashlib.blake2b(repr(tuple(prefix)).encode(), digest_size=16).digest()
     low = int.from_bytes(digest[:8], "little")
     if bucket is not None:
-        low = low & ~0x3F | bucket
+        low = low & ~0xFFFF | bucket
     return low, int.from_bytes(digest[8:], "little")
 
 

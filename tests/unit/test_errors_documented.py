@@ -60,7 +60,7 @@ def test_a_row_names_what_exists(row: list[str]) -> None:
 
 
 def test_every_class_is_exported_and_says_what_to_do() -> None:
-    assert CLASSES == set(errors.__all__)
+    assert set(errors.__all__) == CLASSES
     for name in CLASSES:
         assert name in lightcache.__all__
         assert len((getattr(errors, name).__doc__ or "").splitlines()) >= 1

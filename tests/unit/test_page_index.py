@@ -196,7 +196,7 @@ def test_a_lock_that_is_not_given_back_in_time(held_lock: PageIndex) -> None:
         lambda: other.check(),
         lambda: other.match(prompt(1, 2)).ticket([other.client_id]),
     ):
-        with pytest.raises(LockTimeout, match="client 1 .* has held the lock"):
+        with pytest.raises(LockTimeout, match=r"client 1 .* has held the lock"):
             call()
     with pytest.raises(LockTimeout):
         other.reserve(prompt(1, 4), timeout=0)
@@ -322,7 +322,7 @@ def test_an_interrupt_anywhere_leaks_nothing(index: PageIndex, action: Action) -
         put(index, 1, 4)
         # The other one leaves each time: until then, what a ticket pins for it is no leak.
         with PageIndex.attach(index.name) as other:
-            interrupted = interrupt(lambda: action(index, other), at)  # noqa: B023
+            interrupted = interrupt(lambda: action(index, other), at)
             if index.check().pins:
                 gc.collect()  # perhaps kept by a cycle that the exception has made
             check_closable(other)

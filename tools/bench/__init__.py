@@ -55,8 +55,8 @@ class Benchmark(Protocol):
 
     __doc__: str | None
 
-    def rows(self, quick: bool) -> Iterator[Row]:
-        """Measure, and yield each row when it is known."""
+    def rows(self, quick: bool, **options: Any) -> Iterator[Row]:
+        """Measure, and yield each row when it is known. `options`: what only some take (trace)."""
         ...
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from lightcache.page_index import PageIndex, geometry
 from lightcache.tools.bench import Row, _baseline, _others, meets
 from lightcache.tools.bench._pool import PROMPT, keys_of
-from lightcache.tools.bench._timing import Case, clocked, interleaved, median, spread
+from lightcache.tools.bench._timing import Case, clocked, clocked_cpu, interleaved, median, spread
 
 BARE = "bare C loop, one random bucket and one random record a key"
 
@@ -112,8 +112,8 @@ def one_page(index: PageIndex, quick: bool) -> Iterator[Row]:
 
 
 def alternatives(index: PageIndex, prompts: int, quick: bool) -> Iterator[Row]:
-    """The same work in plain Python, in the ancestor's way, and over LMDB."""
-    prompts = min(prompts, 20 if quick else 50)
+    """The same work in plain Python, in the ancestor's way, and over LMDB, with as many pages of
+    the same prompts. Processor time, see `clocked_cpu`."""
     known = [keys_of(1000 + i, PROMPT) for i in range(prompts)]
     others: dict[str, tuple[Any, str | None]] = {
         "plain Python index in one process": (_others.PlainIndex(known), ">= 10")
@@ -131,14 +131,15 @@ def alternatives(index: PageIndex, prompts: int, quick: bool) -> Iterator[Row]:
             name: _turning(other.match_and_release, pick) for name, (other, _) in others.items()
         }
         cases["ours"] = _turning(lambda prompt: index.match(known[prompt]).release(), pick)
-        found = interleaved(cases, 3 if quick else 10, max(5, len(pick)))
-        params = {"pages": index.pages, "keys": PROMPT, "prompts": len(pick), "state": state}
+        found = interleaved(cases, 3 if quick else 6, max(20, len(pick)))
+        params: dict[str, Any] = {"pages": index.pages, "keys": PROMPT, "prompts": len(pick)}
+        params |= {"state": state, "clock": "processor time"}
         for name, (_, target) in others.items():
             yield faster(name, params, found[name], found["ours"], target)
 
 
 def _turning(work: Callable[[int], None], pick: list[int]) -> Case:
-    return clocked(lambda i: work(pick[i % len(pick)]))
+    return clocked_cpu(lambda i: work(pick[i % len(pick)]))
 
 
 def reserving(index: PageIndex, quick: bool) -> Iterator[Row]:

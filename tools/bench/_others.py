@@ -9,10 +9,18 @@ import tempfile
 from collections import OrderedDict
 from typing import Any
 
+import numpy as np
+
 from lightcache._arguments import Keys
 from lightcache.tools.bench import _baseline
 
 NIL = 0xFFFFFFFF
+
+
+def shuffled(pages: int) -> list[int]:
+    """Free pages in the order in which an index that has been in use for long hands them out."""
+    order: list[int] = np.random.default_rng(4).permutation(pages).tolist()
+    return order
 
 
 class PlainIndex:
@@ -23,9 +31,10 @@ class PlainIndex:
         self.prompts = [[int(lo) | int(hi) << 64 for lo, hi in keys.tolist()] for keys in prompts]
         self._page: dict[int, int] = {}
         self._used: OrderedDict[int, None] = OrderedDict()
+        pages = iter(shuffled(sum(map(len, prompts))))
         for keys in self.prompts:
             for key in keys:
-                page = self._page[key] = len(self._page)
+                page = self._page[key] = next(pages)
                 self._used[page] = None
         self._count = [0] * len(self._page)
 
@@ -72,11 +81,10 @@ class ChainedIndex:
         self._end = pages
         self._records[pages].older = self._records[pages].newer = pages
         self._prompts = [keys.tolist() for keys in prompts]
-        page = 0
+        free = iter(shuffled(pages))
         for keys in self._prompts:
             for lo, hi in keys:
-                self._insert(page, lo, hi)
-                page += 1
+                self._insert(next(free), lo, hi)
 
     def _insert(self, page: int, lo: int, hi: int) -> None:
         record = self._records[page]
