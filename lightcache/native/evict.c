@@ -2,8 +2,8 @@
 #include "index.h"
 
 /* A page on its way out: off the queue, off its parent, EVICTING. Its word has no other writer
- * (publishing touches WRITING pages only), so a plain store will do. */
-static void mark(lci_handle *h, lc_txn *t, uint32_t page) {
+ * (publishing touches WRITING pages only), so a plain store will do. Returns its parent. */
+static uint32_t mark(lci_handle *h, lc_txn *t, uint32_t page) {
     lci_page *p = &h->pages[page];
     uint32_t parent = lci_parent(h, p);
     if (parent != LC_NIL) lc_txn_add(t, &h->pages[parent].children, (uint32_t)-1);
@@ -11,6 +11,7 @@ static void mark(lci_handle *h, lc_txn *t, uint32_t page) {
     LC_PAUSE(LC_AT_EVICT_CHOSEN);
     lc_txn_set(t, &p->word, LCI_EVICTING | ns);
     __builtin_prefetch((const void *)&h->dict.buckets[lc_bucket(&h->dict, lc_load(&p->lo))], 1);
+    return parent;
 }
 
 /* Going up a prefix is one cache miss after another, each telling where the next is. A page that
@@ -68,9 +69,8 @@ static void finish(lci_handle *h, lc_txn *t, const uint32_t *pages, uint32_t n) 
 
 /* The parent of a page just marked, if it goes next anyway: last used by the same call, nothing
  * else hangs on it. Saves a whole prompt's way through the queue. Else it is queued. */
-static uint32_t follow(lci_handle *h, lc_txn *t, uint32_t page, bool run) {
+static uint32_t follow(lci_handle *h, lc_txn *t, uint32_t page, uint32_t parent, bool run) {
     lci_page *p = &h->pages[page];
-    uint32_t parent = lci_parent(h, p);
     if (parent == LC_NIL || !lci_queueable(h, parent)) return LC_NIL;
     lci_page *q = &h->pages[parent];
     if (run && lci_tick(q) == lci_tick(p) && !lci_pinned(h, q)) return parent;
@@ -105,8 +105,8 @@ uint32_t lci_evict(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t want) {
         if (page == LC_NIL) break;
         marked[n++] = page;
         prefetch_ancestor(h, &h->pages[page]);
-        mark(h, t, page);
-        page = follow(h, t, page, n < want);
+        uint32_t parent = mark(h, t, page);
+        page = follow(h, t, page, parent, n < want);
     }
     return n ? settle(h, t, e, marked, n) : 0;
 }
@@ -153,8 +153,7 @@ uint32_t lci_evict_namespace(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t
     uint32_t n = choose(h, e, marked, want < LCI_BATCH ? want : LCI_BATCH, ns);
     for (uint32_t i = 0; i < n; i++) {
         lci_queue_remove(h, t, marked[i]);
-        mark(h, t, marked[i]);
-        follow(h, t, marked[i], false);
+        follow(h, t, marked[i], mark(h, t, marked[i]), false);
     }
     return n ? settle(h, t, e, marked, n) : 0;
 }
@@ -165,8 +164,7 @@ bool lci_evict_from_chain(lci_handle *h, lc_txn *t, lci_eviction *e, uint64_t ke
     for (int hops = 0; hops <= LC_CHAIN_MAX && at < h->page_count; hops++) {
         if (may_go(h, e, at)) {
             lci_queue_remove(h, t, at);
-            mark(h, t, at);
-            follow(h, t, at, false);
+            follow(h, t, at, mark(h, t, at), false);
             return settle(h, t, e, &at, 1) == 1;
         }
         at = lc_load(&h->pages[at].next);
