@@ -55,6 +55,8 @@ static void finish(lci_handle *h, lc_txn *t, const uint32_t *pages, uint32_t n) 
         uint32_t its = lci_ns_of(lc_load(&h->pages[pages[i]].word));
         lc_dict_unlink(t, &h->dict, pages[i]);
         LC_PAUSE(LC_AT_EVICT_UNLINKED);
+        /* Not logged again: marking it has logged, in this step, the word that undoing puts back. */
+        lc_store_release(&h->pages[pages[i]].word, LCI_FREE);
         if (its != ns) {
             uncount(h, t, ns, run);
             ns = its;

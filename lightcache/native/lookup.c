@@ -236,18 +236,22 @@ static int match_one(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref n
 int lci_pin_ready(lci_handle *h, const lc_key *keys, uint32_t n, uint32_t ns, uint64_t tick,
                   int32_t *pages, uint8_t *status) {
     pipeline p = {.h = h, .keys = keys, .n = n};
-    uint32_t gen;
-    start(&p, true);
+    const lc_dict *d = &h->dict;
+    lc_found found;
+    prefetch_buckets(&p, 0);
     for (uint32_t i = 0; i < n; i++) {
-        if (i % BLOCK == 0) advance(&p, i, true);
-        uint32_t page = find(h, &keys[i], guesses(&p, i)[i % BLOCK], ns, &gen);
-        if (page == LC_NIL) continue;
-        int rc = lci_pin_one(h, page);
+        if (i % BLOCK == 0) prefetch_buckets(&p, i + BLOCK);
+        /* Most keys are absent, and of most of these the chain is empty. */
+        uint32_t head = lc_load_acquire(&d->buckets[lc_bucket(d, keys[i].lo)]);
+        if (LC_LIKELY(head >= d->nodes)) continue;
+        lc_dict_find_from(d, keys[i].lo, keys[i].hi, head, &found);
+        if (found.node == LC_NIL || !ready(found.word, ns)) continue;
+        int rc = lci_pin_one(h, found.node);
         if (rc != LC_OK) return rc;
-        pages[i] = (int32_t)page;
+        pages[i] = (int32_t)found.node;
         atomic_thread_fence(memory_order_seq_cst); /* as in match_one */
-        if (confirm(h, &pages[i], &gen, 1, ns, tick)) status[i] = LCI_PRESENT;
-        else lci_unpin_one(h, page);
+        if (confirm(h, &pages[i], &found.gen, 1, ns, tick)) status[i] = LCI_PRESENT;
+        else lci_unpin_one(h, found.node);
     }
     return LC_OK;
 }

@@ -24,15 +24,13 @@ uint32_t lci_take_free(lci_handle *h, lc_txn *t, uint32_t *out, uint32_t want) {
     return n;
 }
 
-/* Free pages become so: their words, then the stack in one piece. What was in `queue.next` is
- * logged: undoing may have to bring back a link of the queue. */
+/* Pages whose words say FREE go onto the stack in one piece. What was in `queue.next` is logged:
+ * undoing may have to bring back a link of the queue. */
 void lci_give_free(lci_handle *h, lc_txn *t, const uint32_t *pages, uint32_t n) {
     uint32_t head = lc_load(&h->root->free_head);
     if (!n) return;
     for (uint32_t i = 0; i < n; i++) {
-        lci_page *p = &h->pages[pages[i]];
-        lc_txn_set(t, &p->word, LCI_FREE);
-        lc_txn_set(t, &p->queue.next, head);
+        lc_txn_set(t, &h->pages[pages[i]].queue.next, head);
         head = pages[i];
     }
     lc_txn_set(t, &h->root->free_head, head);
@@ -96,6 +94,7 @@ bool lci_doom(lci_handle *h, lc_txn *t, uint32_t page) {
 void lci_free_doomed(lci_handle *h, lc_txn *t, uint32_t page) {
     lc_list_remove(t, &h->lists, page);
     lc_txn_add(t, &h->root->doomed, (uint32_t)-1);
+    lc_txn_set(t, &h->pages[page].word, LCI_FREE);
     lci_give_free(h, t, &page, 1);
 }
 

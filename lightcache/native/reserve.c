@@ -84,9 +84,25 @@ static bool open_reservation(reserve *r) {
     return true;
 }
 
+/* Hang a new page on its parent. A parent that is new in this step as well is as dead as the page
+ * itself if the step is undone: its count needs no log, and it is on no list. */
+static void hang(reserve *r, lci_page *p, uint32_t parent, bool parent_is_new) {
+    lci_handle *h = r->h;
+    lc_store(&p->parent, parent);
+    if (parent == LC_NIL) return;
+    lci_page *q = &h->pages[parent];
+    lc_store(&p->parent_gen, lc_load(&q->gen));
+    if (parent_is_new) {
+        lc_store(&q->children, lc_load(&q->children) + 1);
+    } else {
+        if (lci_queueable(h, parent)) lci_queue_remove(h, &r->t, parent);
+        lc_txn_add(&r->t, &q->children, 1);
+    }
+}
+
 /* Key i gets this page: pinned, hung on its parent, then linked under its key. Fields of a page that
  * was free are dead, so they are stored without the log. The caller holds `rows`. */
-static void make_page(reserve *r, uint32_t i, uint32_t page, uint32_t parent) {
+static void make_page(reserve *r, uint32_t i, uint32_t page, uint32_t parent, bool parent_is_new) {
     lci_handle *h = r->h;
     lc_txn *t = &r->t;
     lci_page *p = &h->pages[page];
@@ -97,9 +113,8 @@ static void make_page(reserve *r, uint32_t i, uint32_t page, uint32_t parent) {
     if (lci_pin_one(h, page) != LC_OK) t->error = LC_E_CORRUPT; /* free, with 65,535 pins */
     lc_store(&p->used, r->tick << LCI_TICK_SHIFT);
     lc_store(&p->children, 0);
-    lc_store(&p->parent, LC_NIL);
     lc_store(&p->queue.prev, i >= LCI_HINT ? (uint32_t)r->page[i - LCI_HINT] : LC_NIL);
-    if (parent != LC_NIL) lci_attach_parent(h, t, page, parent);
+    hang(r, p, parent, parent_is_new);
     lc_dict_insert(t, &h->dict, page, r->keys[r->start + i],
                    LCI_WRITING | ns << LCI_NS_SHIFT | (r->op->rid + 1) << LCI_RES_SHIFT);
     r->page[i] = (int32_t)page;
@@ -262,7 +277,9 @@ static void readopt(reserve *r, uint32_t page, uint32_t parent) {
 static uint32_t place(reserve *r, uint32_t from, uint32_t to, const uint32_t *pages, uint32_t got,
                       uint32_t why) {
     uint32_t parent = parent_of(r, from), used = 0, word, length;
+    bool parent_is_new = false;
     for (uint32_t i = from; i < to && !r->t.error; i++) {
+        bool is_new = false;
         if (r->status[i] == LCI_UNKNOWN) {
             /* A key that stands twice in the batch: the first has made its page, which we write. */
             uint32_t twin = find_locked(r->h, &r->keys[r->start + i], &word, &length);
@@ -274,7 +291,8 @@ static uint32_t place(reserve *r, uint32_t from, uint32_t to, const uint32_t *pa
                 stop(r, i, used == got ? why : LCI_WHY_CHAIN);
                 break;
             } else {
-                make_page(r, i, pages[used++], parent);
+                make_page(r, i, pages[used++], parent, parent_is_new);
+                is_new = true;
             }
         } else if (r->status[i] == LCI_NO_ROOM) {
             stop(r, i, LCI_WHY_CHAIN);
@@ -283,6 +301,7 @@ static uint32_t place(reserve *r, uint32_t from, uint32_t to, const uint32_t *pa
             readopt(r, (uint32_t)r->page[i], parent);
         }
         parent = (uint32_t)r->page[i];
+        parent_is_new = is_new;
     }
     return used;
 }
