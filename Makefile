@@ -15,7 +15,10 @@ BUILD ?= build
 CC ?= cc
 ARGS ?=
 TORCH_ARGS ?=
-SOAK_ROUNDS ?= 20
+SOAK_ROUNDS ?= 1
+SOAK_KILLS ?= 1000
+SOAK_SECONDS ?= 600
+SOAK_EXAMPLES ?= 2000
 BENCHES ?= index recovery
 
 SHELL := /bin/bash
@@ -111,8 +114,9 @@ bench: install
 soak: install pause
 	@cd tests && for round in $$(seq 1 $(SOAK_ROUNDS)); do \
 	    echo "soak: LIGHTCACHE_TEST_SEED=$$round"; \
-	    LIGHTCACHE_TEST_SEED=$$round $(bin)/python -m pytest -q -m "stress or crash or slow" \
-	        --timeout 1200 $(ARGS); \
+	    LIGHTCACHE_TEST_SEED=$$round LIGHTCACHE_KILLS_INSIDE=$(SOAK_KILLS) \
+	    LIGHTCACHE_STRESS_SECONDS=$(SOAK_SECONDS) LIGHTCACHE_TEST_EXAMPLES=$(SOAK_EXAMPLES) \
+	        $(bin)/python -m pytest -q multi crash model --timeout 3600 $(ARGS); \
 	done
 
 lint: lint-python lint-types lint-c

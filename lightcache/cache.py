@@ -268,7 +268,8 @@ class Cache:
             raise ConfigError(
                 f"page_tokens: the cache has {config['page_tokens']} tokens a page, found {tokens}"
             )
-        weights, tenant = (namespace.weights, namespace.tenant) if namespace else ("", "")
+        chosen = namespace or self.index.default_namespace
+        weights, tenant = chosen.weights, chosen.tenant
         spec = self._specs.get((tokens, weights, tenant))
         if spec is None:
             spec = KeySpec(
@@ -386,6 +387,10 @@ class Cache:
     ) -> Namespace:
         """See `PageIndex.namespace`."""
         return self.index.namespace(weights, tenant, quota=quota)
+
+    def use(self, namespace: Namespace) -> None:
+        """See `PageIndex.use`; keys are then seeded with it, too."""
+        self.index.use(namespace)
 
     def clear(self, namespace: Namespace | None = None) -> None:
         """See `PageIndex.clear`."""

@@ -50,7 +50,9 @@ class Lease:
         if self._released:
             raise LeaseLost("this lease was released, its pages may hold something else by now")
         if self._pages is None:
-            pages = np.frombuffer(memoryview(self._buffer).cast("B"), np.int32, len(self), HEADER_BYTES)
+            pages = np.frombuffer(
+                memoryview(self._buffer).cast("B"), np.int32, len(self), HEADER_BYTES
+            )
             pages.flags.writeable = False
             self._pages = pages
         return self._pages

@@ -71,7 +71,10 @@ _MEANING: Mapping[Code, tuple[Raised, str]] = {
         errors.NoSpace,
         "one client may pin a page 65,535 times at once; release leases first",
     ),
-    Code.CLEARED: (errors.Abandoned, "its namespace was cleared; compute the pages again"),
+    Code.CLEARED: (
+        errors.Abandoned,
+        "its namespace was cleared; open it again with use(namespace(...)) and compute the pages anew",
+    ),
     Code.GROW: (errors.NoSpace, "the pool has not grown so far; grow it and call again"),
     Code.READONLY: (errors.PermissionDenied, "attached read-only; attach with readonly=False"),
     Code.DISABLED: (errors.NotReady, "an operator disabled the cache; `lightcache enable` it"),

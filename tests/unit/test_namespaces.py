@@ -136,3 +136,31 @@ def test_a_reader_finds_but_makes_none(index: PageIndex, segment_name: str) -> N
         assert reader.peek(prompt(1, 2), namespace=mine) == 2
         with pytest.raises(LeaseLost, match="none"):
             reader.namespace("w2")
+
+
+def test_a_handle_goes_on_after_somebody_else_cleared_the_default(segment_name: str) -> None:
+    with PageIndex.create(segment_name, pages=8) as one, PageIndex.attach(segment_name) as two:
+        found = prompt(1, 3)
+        with two.reserve(found) as new:
+            new.publish()
+        one.clear()
+        assert two.peek(found) == 0
+        with pytest.raises(Abandoned, match="use"):
+            two.reserve(found)
+        two.use(two.namespace())
+        with two.reserve(found) as new:
+            new.publish()
+        assert one.peek(found) == 3
+
+
+def test_use_changes_what_calls_without_a_namespace_mean(segment_name: str) -> None:
+    with PageIndex.create(segment_name, pages=8) as index:
+        second = index.namespace("v2")
+        index.use(second)
+        with index.reserve(prompt(1, 2)) as new:
+            new.publish()
+        assert index.default_namespace == second
+        assert index.peek(prompt(1, 2), namespace=second) == 2
+        index.clear()
+        assert index.default_namespace.weights == "v2"
+        assert index.peek(prompt(1, 2)) == 0
