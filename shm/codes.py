@@ -73,7 +73,7 @@ _MEANING: Mapping[Code, tuple[Raised, str]] = {
     ),
     Code.CLEARED: (
         errors.Abandoned,
-        "its namespace was cleared; open it again with use(namespace(...)) and compute the pages anew",
+        "its namespace was cleared; use(namespace(...)) opens it again, for pages computed anew",
     ),
     Code.GROW: (errors.NoSpace, "the pool has not grown so far; grow it and call again"),
     Code.READONLY: (errors.PermissionDenied, "attached read-only; attach with readonly=False"),

@@ -161,18 +161,18 @@ class IndexMachine(RuleBasedStateMachine):
         self.view = IndexView(index)
         self.clients = [Client(index, index.client_id.slot, self.model.spaces[0])]
 
-    @precondition(lambda self: len(self.clients) < CLIENTS)
-    @rule()
     def attach(self) -> None:
+        if len(self.clients) == CLIENTS:
+            return
         index = PageIndex.attach(self.name)
         default = self.default_space(index)
         slot = index.client_id.slot
         assert slot not in [c.slot for c in self.clients]
         self.clients.append(Client(index, slot, default))
 
-    @precondition(lambda self: len(self.clients) > 1)
-    @rule(number=pick)
     def close(self, number: int) -> None:
+        if len(self.clients) == 1:
+            return
         client = self.client(number)
         client.index.close()
         self.clients.remove(client)
@@ -189,6 +189,31 @@ class IndexMachine(RuleBasedStateMachine):
         for given in [g for g in self.given if g.client is client]:
             self.expect_lost(given.real.poll, Detached, LeaseLost)
             given.dropped = True
+
+    # ---- rare: one rule, so that the others make up most of a run
+
+    @rule(
+        what=st.sampled_from(["attach", "close", "clear", "namespace", "reap", "repair"]),
+        number=pick,
+        where=pick,
+        name=st.sampled_from(NAMES),
+        quota=st.sampled_from([None, None, 0, 1, 2, 4]),
+    )
+    def rarely(
+        self, what: str, number: int, where: int, name: tuple[str, str], quota: int | None
+    ) -> None:
+        if what == "attach":
+            self.attach()
+        elif what == "close":
+            self.close(number)
+        elif what == "clear":
+            self.clear(number, where)
+        elif what == "namespace":
+            self.namespace(number, name, quota)
+        elif what == "reap":
+            assert self.client(number).index.reap() == 0
+        else:
+            self.client(number).index.repair()
 
     # ---- lookups
 
@@ -347,6 +372,32 @@ class IndexMachine(RuleBasedStateMachine):
             return
         got = client.index.reserve(chain, start, shards=shards, namespace=real)
         self.settle_reserve(client, space, keys, start, shards, got, tick, now)
+
+    @rule(number=pick, path=paths, where=pick)
+    def write(self, number: int, path: list[int], where: int) -> None:
+        """Reserve, publish and release in one go: what mostly happens, and fills the pool."""
+        before = len(self.held)
+        self.reserve(number, path, 0, 1, where, "chain")
+        if len(self.held) > before:
+            held = self.held.pop()
+            if held.writing:
+                assert held.real.publish()
+                self.model.publish(held.writing, 0)
+            held.real.release()
+            self.model.unpin(held.client.slot, held.pages)
+
+    @rule(number=pick, trunk=st.integers(0, 3), length=st.integers(1, 12), root=st.integers(0, 9))
+    def write_prompt(self, number: int, trunk: int, length: int, root: int) -> None:
+        self.write(number, [0] * trunk + [root] * length, 1)
+
+    @rule(number=pick, root=st.integers(10, 90))
+    def write_page(self, number: int, root: int) -> None:
+        self.write(number, [root], 1)
+
+    @rule(number=pick, length=st.integers(1, 12), start=pick, root=st.integers(0, 9))
+    def extend(self, number: int, length: int, start: int, root: int) -> None:
+        """Go on behind a prefix, and give up."""
+        self.reserve(number, [root] * length, start, 1, 1, "chain")
 
     def settle_reserve(
         self,
@@ -667,7 +718,6 @@ class IndexMachine(RuleBasedStateMachine):
         self.model.evict_oldest(gone, freed, since, now)
         self.since = since
 
-    @rule(number=pick, name=st.sampled_from(NAMES), quota=st.sampled_from([None, 0, 1, 2, 4]))
     def namespace(self, number: int, name: tuple[str, str], quota: int | None) -> None:
         real = self.client(number).index.namespace(*name, quota=quota)
         space = self.model.open_space(*name)
@@ -683,7 +733,6 @@ class IndexMachine(RuleBasedStateMachine):
         self.refs.add(real.ref)
         self.opened[space] = real
 
-    @rule(number=pick, where=pick)
     def clear(self, number: int, where: int) -> None:
         client = self.client(number)
         space, real = self.space(client, where)
@@ -692,14 +741,6 @@ class IndexMachine(RuleBasedStateMachine):
             self.model.clear(space)
         if space is client.default:
             client.default = self.default_space(client.index)
-
-    @rule(number=pick)
-    def reap(self, number: int) -> None:
-        assert self.client(number).index.reap() == 0
-
-    @rule(number=pick)
-    def repair(self, number: int) -> None:
-        self.client(number).index.repair()
 
     # ---- after every step
 
