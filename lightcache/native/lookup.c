@@ -85,6 +85,7 @@ static inline bool standing(const lci_page *p, const lc_key *key, uint32_t ns, u
     uint32_t g = *gen = lc_load_acquire(&p->gen);
     uint64_t lo = lc_load(&p->lo), hi = lc_load(&p->hi);
     uint32_t word = lc_load_acquire(&p->word);
+    LC_PAUSE(LC_AT_WALK_NEXT);
     atomic_thread_fence(memory_order_acquire);
     uint32_t wrong = (g & 1) | (lc_load(&p->gen) ^ g) | !ready(word, ns);
     return ((lo ^ key->lo) | (hi ^ key->hi) | wrong) == 0;

@@ -79,7 +79,7 @@ enum lc_pause_point {
     LC_AT_SHARD_CLEARED = 9, /* last shard's bit cleared, no page READY yet */
     LC_AT_PAGE_READY = 10,   /* some pages READY, not all */
     LC_AT_WALK_HEAD = 11,    /* a reader has loaded a chain's head */
-    LC_AT_WALK_NEXT = 12,    /* a reader has loaded a record's next */
+    LC_AT_WALK_NEXT = 12, /* a reader has read a record, and not yet its generation again */
     LC_AT_LOCKED = 13,       /* the lock has just been taken */
     LC_AT_COMMIT = 14,       /* before the log is emptied */
     LC_AT_UNLOCK = 15,       /* before the lock is dropped */

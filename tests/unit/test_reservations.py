@@ -105,6 +105,24 @@ def test_own_chain_is_not_evicted(segment_name: str) -> None:
         assert index.peek(prompt(1, 4)) == 4
 
 
+def test_own_chain_is_not_evicted_for_a_quota(segment_name: str) -> None:
+    with PageIndex.create(segment_name, pages=16) as index:
+        space = index.namespace("w", quota=4)
+        index.reserve(prompt(1, 4), namespace=space).publish()
+        with index.reserve(prompt(1, 6), 4, namespace=space) as got:
+            assert len(got.missing) == 2
+        assert index.peek(prompt(1, 4), namespace=space) == 4
+
+
+def test_own_chain_is_not_evicted_for_a_bucket(segment_name: str) -> None:
+    with PageIndex.create(segment_name, pages=40) as index:
+        meeting = array(chain([7] * 33, bucket=5))
+        index.reserve(meeting[:32]).publish()
+        with index.reserve(meeting, 32) as got:
+            assert len(got.missing) == 1
+        assert index.peek(meeting) == 32
+
+
 def test_a_full_chain_has_no_room(segment_name: str) -> None:
     with PageIndex.create(segment_name, pages=40) as index:
         meeting = [array(chain([n], bucket=5)) for n in range(34)]
