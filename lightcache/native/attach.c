@@ -24,7 +24,7 @@ LC_API int lci_geometry_of(uint64_t pages, lci_geometry *g) {
     g->buckets = power_above(2 * pages); /* a chain of more than one costs a mispredicted branch */
     g->reservations = between(64, pages, 1024);
     g->tickets = between(64, pages, 256);
-    g->chunks = 512 + (pages + pages / 4) / LCI_CHUNK_PAGES;
+    g->chunks = g->reservations + g->tickets + (pages + pages / 4) / LCI_CHUNK_PAGES;
     g->root = at;
     at += up(sizeof(lci_root), 4096);
     g->heads = at;
