@@ -36,8 +36,8 @@ PUBLISH = (9, 10)
 UNDER_LOCK = {3, 4, 5, 6, 7, 8, 13, 14, 15, 17}
 DEADLINE = 60.0
 
-# Of N keys in one chain a lookup guesses all but the deepest, so it walks once: the three guesses and
-# the N records of the walk are looked at (12), a head is loaded once (11).
+# Of N keys in one chain a lookup guesses all but the deepest, so it walks once: N guesses and the N
+# records of the walk are looked at (12), a head is loaded once (11).
 PASSINGS = {5: N, 6: N, 7: N, 8: N, 10: N, 11: 1, 12: 2 * N, 14: 2, 17: N}
 
 # paused side, its points, other side
