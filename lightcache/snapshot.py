@@ -35,7 +35,7 @@ class IndexStats:
     free: int
     """Can be handed out without evicting, never used ones included."""
     writing: int
-    """In reservations that have not been collected: being written, or published just now."""
+    """Reserved, and not all shards of them published."""
     ready: int
     doomed: int
     """Unlinked; waiting for their last pin."""

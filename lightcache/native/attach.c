@@ -210,18 +210,34 @@ LC_API int lci_namespace_open(lci_handle *h, const char *weights, const char *te
     return dropped != LC_OK ? dropped : rc;
 }
 
+/* Pages of reservations that are published and that nobody has collected yet: ready for everybody,
+ * but still counted as being written. */
+static uint32_t uncollected(const lci_handle *h) {
+    uint32_t pages = 0;
+    for (uint32_t w = 0; w < 16; w++) {
+        uint64_t bits = lc_load_acquire(&h->root->completed[w]);
+        for (; bits; bits &= bits - 1) {
+            uint32_t rid = w * 64 + (uint32_t)__builtin_ctzll(bits);
+            if (rid < h->res_count && lci_complete(&h->res[rid]))
+                pages += lc_load(&h->res[rid].pages.count);
+        }
+    }
+    return pages;
+}
+
 /* The totals, each read once and all at slightly different instants. No lock. */
 LC_API int lci_count(lci_handle *h, lci_counts *out) {
     int rc = lcs_usable(h->at);
     if (rc != LC_OK) return rc;
     const lci_root *r = h->root;
+    uint32_t writing = lc_load(&r->writing), published = uncollected(h);
     *out = (lci_counts){
         .pages = h->page_count,
         .grown = lc_load(&r->grown),
         .fresh = lc_load(&r->fresh),
         .free = lc_load(&r->free_count),
         .named = lc_load(&r->named),
-        .writing = lc_load(&r->writing),
+        .writing = writing > published ? writing - published : 0,
         .doomed = lc_load(&r->doomed),
         .queued = lc_load(&r->queued),
         .reservations = lc_load(&r->res_used),

@@ -335,3 +335,10 @@ def test_an_interrupt_anywhere_leaks_nothing(index: PageIndex, action: Action) -
     index.evict(1)
     stats = index.stats()
     assert (stats.reservations, stats.tickets, stats.writing) == (0, 0, 0)
+
+
+def test_published_pages_count_as_ready_at_once(segment_name: str) -> None:
+    with PageIndex.create(segment_name, pages=8) as index, index.reserve(prompt(1, 3)) as new:
+        assert (index.stats().writing, index.stats().ready) == (3, 0)
+        new.publish()
+        assert (index.stats().writing, index.stats().ready) == (0, 3)
