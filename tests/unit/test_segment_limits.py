@@ -112,6 +112,22 @@ def test_no_space_while_allocating(segment_name: str, monkeypatch: pytest.Monkey
     assert names.object_name(segment_name)[1:] not in os.listdir(SHM)
 
 
+def assert_ctrl_c_ends_waiting(fd: int) -> None:
+    main = threading.main_thread().ident
+    assert main is not None
+    # Whoever started us in the background may have had SIGINT ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    timer = threading.Timer(0.01, signal.pthread_kill, (main, signal.SIGINT))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            timer.start()
+            with ofd.locked(fd, layout.BYTE_LIFE, timeout=None):
+                pass
+    finally:
+        timer.join()
+        signal.signal(signal.SIGINT, before)
+
+
 def test_waiting_for_a_byte_ends(segment_name: str) -> None:
     with Segment.create(segment_name, 1):
         first, second = (OpenObject.open(segment_name, writable=True) for _ in range(2))
@@ -125,14 +141,7 @@ def test_waiting_for_a_byte_ends(segment_name: str) -> None:
                 Segment.unlink(segment_name, timeout=0.01)
             with pytest.raises(NotReady):
                 Segment.attach(segment_name, timeout=0.01)
-            main = threading.main_thread().ident
-            assert main is not None
-            timer = threading.Timer(0.01, signal.pthread_kill, (main, signal.SIGINT))
-            timer.start()
-            with pytest.raises(KeyboardInterrupt):
-                with ofd.locked(second.fd, layout.BYTE_LIFE, timeout=None):
-                    pass
-            timer.join()
+            assert_ctrl_c_ends_waiting(second.fd)
         first.close()
         second.close()
 
