@@ -118,11 +118,15 @@ def assert_ctrl_c_ends_waiting(fd: int) -> None:
     # Whoever started us in the background may have had SIGINT ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     timer = threading.Timer(0.01, signal.pthread_kill, (main, signal.SIGINT))
+
+    def wait() -> None:
+        timer.start()
+        with ofd.locked(fd, layout.BYTE_LIFE, timeout=None):
+            pass
+
     try:
         with pytest.raises(KeyboardInterrupt):
-            timer.start()
-            with ofd.locked(fd, layout.BYTE_LIFE, timeout=None):
-                pass
+            wait()
     finally:
         timer.join()
         signal.signal(signal.SIGINT, before)
