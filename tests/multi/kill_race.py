@@ -145,8 +145,14 @@ class Race:
         """Half of them leave in order, the others are killed while they do."""
         for at, pid in enumerate(self.workers):
             os.kill(pid, signal.SIGTERM if at % 2 else signal.SIGKILL)
-        for pid in self.workers:
-            _, status = os.waitpid(pid, 0)
+        for at, pid in enumerate(self.workers):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            while not done:
+                # Again and again: a signal that reaches a child just forked is thrown away when
+                # the interpreter starts over in it.
+                os.kill(pid, signal.SIGTERM if at % 2 else signal.SIGKILL)
+                time.sleep(0.01)
+                done, status = os.waitpid(pid, os.WNOHANG)
             if status and not os.WIFSIGNALED(status):
                 sys.exit(f"worker {self.workers[pid]} ended with status {status}")
         self.workers.clear()

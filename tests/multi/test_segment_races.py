@@ -83,6 +83,7 @@ def test_kills_across_pid_namespaces(segment_name: str, wait_until: Wait) -> Non
         assert left.pid == right.pid == 1
         assert left.pidns != right.pidns
         members[0].kill()  # and with it its child, whose number here we need not know
+        members[0].wait()  # before its child's input ends: it would leave in order
         members[0].communicate()
         wait_until(
             lambda: [info.alive for info in watcher.clients() if info.role == "left"] == [False],
