@@ -27,6 +27,7 @@ BYTE_LIFE = 1 << 46
 BYTE_READERS = BYTE_LIFE + 1
 BYTE_GROW = BYTE_LIFE + 2
 BYTE_SLOTS = BYTE_LIFE + 16
+BYTE_MEND = BYTE_SLOTS + SLOTS
 
 
 class Kind(IntEnum):
@@ -151,6 +152,7 @@ CONSTANTS: Mapping[str, int] = {
     "LCS_BYTE_READERS": BYTE_READERS,
     "LCS_BYTE_GROW": BYTE_GROW,
     "LCS_BYTE_SLOTS": BYTE_SLOTS,
+    "LCS_BYTE_MEND": BYTE_MEND,
     **{f"LCS_KIND_{kind.name}": kind.value for kind in Kind},
     **{f"LCS_LIFETIME_{lifetime.name}": lifetime.value for lifetime in Lifetime},
     **{f"LCS_CLIENT_{state.name}": state.value for state in ClientState},

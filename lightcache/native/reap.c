@@ -1,6 +1,7 @@
-/* Taking back what a dead client held. The reaper holds the dead slot's byte, so that nobody takes
- * the slot meanwhile; dying itself it loses the byte, and the next reaper starts over: every step
- * here may be done twice. */
+/* Taking back what a dead client held. The reaper holds the dead slot's mending byte, so that nobody
+ * takes the slot meanwhile; dying itself it loses the byte, and the next reaper starts over: every
+ * step here may be done twice. The dead one's own byte stays free: a reaper that is stopped does not
+ * make it look alive, so others take over the lock that it died with. */
 #include "index.h"
 
 #include <errno.h>
@@ -129,29 +130,27 @@ LC_API int lci_reap_slot(lci_handle *h, uint32_t slot, int wait, uint64_t deadli
     if (lc_load_acquire(&lcs_client_of(h->at, slot)->state) == LCS_CLIENT_FREE) return 0;
     if (wait == LC_TRY ? pthread_mutex_trylock(&h->at->door) : pthread_mutex_lock(&h->at->door))
         return LC_E_BUSY;
-    rc = lcs_byte_lock(h->at->life_fd, LCS_BYTE_SLOTS + slot, 1);
+    rc = lcs_slot_mend(h->at, slot);
     if (rc == LC_OK) {
+        LC_PAUSE(LC_AT_MEND);
         rc = reap_held(h, slot, wait, deadline);
-        lcs_byte_unlock(h->at->life_fd, LCS_BYTE_SLOTS + slot);
+        lcs_slot_mended(h->at, slot);
     } else if (rc == LC_E_BUSY) {
-        rc = 0; /* somebody holds its byte: it lives, or is being reaped */
+        rc = 0; /* it lives, or is being reaped */
     }
     pthread_mutex_unlock(&h->at->door);
     return rc;
 }
 
-/* The same for a process that has no slot yet because all are taken: it acts as the dead client in
- * a new epoch, so that a lock the dead one still holds is seen to be nobody's. */
-LC_API int lci_reap_unjoined(lci_handle *h, uint32_t slot, int wait, uint64_t deadline) {
-    int rc = lcs_usable(h->at);
-    if (rc != LC_OK) return rc;
-    if (h->at->slot != 0 || slot == 0 || slot >= LCS_SLOTS) return LC_E_RANGE;
+/* Act as the dead client in a new epoch, so that a lock the dead one still holds is seen to be
+ * nobody's: the epoch is raised before the slot's byte says again that somebody lives there. */
+static int reap_as_guest(lci_handle *h, uint32_t slot, int wait, uint64_t deadline) {
     lcs_client *c = lcs_client_of(h->at, slot);
     if (lc_load_acquire(&c->state) == LCS_CLIENT_FREE) return 0;
-    rc = lcs_byte_lock(h->at->life_fd, LCS_BYTE_SLOTS + slot, 1);
-    if (rc != LC_OK) return rc == LC_E_BUSY ? 0 : rc;
     uint32_t epoch = lc_load(&c->epoch) + 1;
     lc_store_release(&c->epoch, epoch);
+    int rc = lcs_byte_lock(h->at->life_fd, LCS_BYTE_SLOTS + slot, 1);
+    if (rc != LC_OK) return rc == LC_E_BUSY ? 0 : rc;
     h->at->slot = slot;
     h->at->epoch = epoch;
     h->at->guest = 1;
@@ -160,6 +159,19 @@ LC_API int lci_reap_unjoined(lci_handle *h, uint32_t slot, int wait, uint64_t de
     h->at->epoch = 0;
     h->at->guest = 0;
     lcs_byte_unlock(h->at->life_fd, LCS_BYTE_SLOTS + slot);
+    return rc;
+}
+
+/* The same for a process that has no slot yet because all are taken. */
+LC_API int lci_reap_unjoined(lci_handle *h, uint32_t slot, int wait, uint64_t deadline) {
+    int rc = lcs_usable(h->at);
+    if (rc != LC_OK) return rc;
+    if (h->at->slot != 0 || slot == 0 || slot >= LCS_SLOTS) return LC_E_RANGE;
+    if (lc_load_acquire(&lcs_client_of(h->at, slot)->state) == LCS_CLIENT_FREE) return 0;
+    rc = lcs_slot_mend(h->at, slot);
+    if (rc != LC_OK) return rc == LC_E_BUSY ? 0 : rc;
+    rc = reap_as_guest(h, slot, wait, deadline);
+    lcs_slot_mended(h->at, slot);
     return rc;
 }
 

@@ -110,7 +110,7 @@ int lcs_slot_alive(const lcs_attachment *at, uint32_t slot) {
     return lcs_byte_held(at->life_fd, LCS_BYTE_SLOTS + slot, 1);
 }
 
-/* The byte is ours. Dying in here leaves a FREE slot with a raised epoch, or a TAKEN one whose
+/* Both bytes are ours. Dying in here leaves a FREE slot with a raised epoch, or a TAKEN one whose
  * byte is free: both are what a reaper expects. */
 static void fill(lcs_attachment *at, uint32_t slot, const char *role, uint32_t flags) {
     lcs_client *client = lcs_client_of(at, slot);
@@ -130,33 +130,58 @@ static void fill(lcs_attachment *at, uint32_t slot, const char *role, uint32_t f
     at->slot = slot;
 }
 
+static int mend_lock(const lcs_attachment *at, uint32_t slot) {
+    return lcs_byte_lock(at->life_fd, LCS_BYTE_MEND + slot, 1);
+}
+
+void lcs_slot_mended(const lcs_attachment *at, uint32_t slot) {
+    lcs_byte_unlock(at->life_fd, LCS_BYTE_MEND + slot);
+}
+
+/* The client's own byte is looked at twice: first because most clients live, then because only
+ * under the mending byte can nobody begin a new life in the slot. */
+int lcs_slot_mend(const lcs_attachment *at, uint32_t slot) {
+    int held = lcs_byte_held(at->life_fd, LCS_BYTE_SLOTS + slot, 1);
+    if (held != 0) return held < 0 ? held : LC_E_BUSY;
+    int rc = mend_lock(at, slot);
+    if (rc != LC_OK) return rc;
+    held = lcs_byte_held(at->life_fd, LCS_BYTE_SLOTS + slot, 1);
+    if (held == 0) return LC_OK;
+    lcs_slot_mended(at, slot);
+    return held < 0 ? held : LC_E_BUSY;
+}
+
+/* LC_E_BUSY: not free, or somebody else is at it. Under the mending byte nobody else makes the slot
+ * TAKEN, so the life byte that we lock is never that of a client who died in it meanwhile. */
+static int claim_one(lcs_attachment *at, uint32_t slot, const char *role, uint32_t flags) {
+    const lcs_client *client = lcs_client_of(at, slot);
+    /* Stale is harmless: a slot freed this instant is found by the next attempt. */
+    if (lc_load_acquire(&client->state) != LCS_CLIENT_FREE) return LC_E_BUSY;
+    int rc = mend_lock(at, slot);
+    if (rc != LC_OK) return rc;
+    bool vacant = lc_load_acquire(&client->state) == LCS_CLIENT_FREE;
+    rc = vacant ? lcs_byte_lock(at->life_fd, LCS_BYTE_SLOTS + slot, 1) : LC_E_BUSY;
+    if (rc == LC_OK) fill(at, slot, role, flags);
+    lcs_slot_mended(at, slot);
+    return rc;
+}
+
 int lcs_slot_claim(lcs_attachment *at, const char *role, uint32_t flags) {
     int rc = lcs_usable(at);
     if (rc != LC_OK) return rc;
     if (at->readonly) return LC_E_READONLY;
     if (at->slot) return LC_E_TWICE;
     for (uint32_t slot = 1; slot < LCS_SLOTS; slot++) {
-        lcs_client *client = lcs_client_of(at, slot);
-        /* Stale is harmless: a slot freed this instant is found by the next attempt. */
-        if (lc_load_acquire(&client->state) != LCS_CLIENT_FREE) continue;
-        rc = lcs_byte_lock(at->life_fd, LCS_BYTE_SLOTS + slot, 1);
-        if (rc == LC_E_BUSY) continue;
-        if (rc != LC_OK) return rc;
-        if (lc_load_acquire(&client->state) != LCS_CLIENT_FREE) {
-            lcs_byte_unlock(at->life_fd, LCS_BYTE_SLOTS + slot);
-            continue;
-        }
-        fill(at, slot, role, flags);
-        return (int)slot;
+        rc = claim_one(at, slot, role, flags);
+        if (rc == LC_OK) return (int)slot;
+        if (rc != LC_E_BUSY) return rc;
     }
     return LC_E_FULL;
 }
 
-static int free_slot(const lcs_attachment *at, uint32_t slot) {
-    lcs_client *client = lcs_client_of(at, slot);
+static void free_slot(lcs_client *client) {
     lc_store(&client->epoch, lc_load(&client->epoch) + 1);
     lc_store_release(&client->state, LCS_CLIENT_FREE);
-    return lcs_byte_unlock(at->life_fd, LCS_BYTE_SLOTS + slot);
 }
 
 int lcs_slot_release(lcs_attachment *at) {
@@ -165,8 +190,10 @@ int lcs_slot_release(lcs_attachment *at) {
     uint32_t slot = at->slot;
     if (slot == 0 || slot >= LCS_SLOTS) return LC_E_MISSING;
     at->slot = 0;
-    if (lc_load(&lcs_client_of(at, slot)->epoch) != at->epoch) return LC_E_LOST; /* not ours now */
-    return free_slot(at, slot);
+    lcs_client *client = lcs_client_of(at, slot);
+    if (lc_load(&client->epoch) != at->epoch) return LC_E_LOST; /* not ours now */
+    free_slot(client);
+    return lcs_byte_unlock(at->life_fd, LCS_BYTE_SLOTS + slot);
 }
 
 int lcs_slot_free_dead(lcs_attachment *at, uint32_t slot) {
@@ -174,11 +201,12 @@ int lcs_slot_free_dead(lcs_attachment *at, uint32_t slot) {
     if (rc != LC_OK) return rc;
     if (at->readonly) return LC_E_READONLY;
     if (slot == 0 || slot >= LCS_SLOTS || slot == at->slot) return LC_E_RANGE;
-    if (lc_load_acquire(&lcs_client_of(at, slot)->state) != LCS_CLIENT_TAKEN) return LC_E_MISSING;
-    rc = lcs_byte_lock(at->life_fd, LCS_BYTE_SLOTS + slot, 1);
+    lcs_client *client = lcs_client_of(at, slot);
+    if (lc_load_acquire(&client->state) != LCS_CLIENT_TAKEN) return LC_E_MISSING;
+    rc = lcs_slot_mend(at, slot);
     if (rc != LC_OK) return rc;
-    if (lc_load_acquire(&lcs_client_of(at, slot)->state) == LCS_CLIENT_TAKEN)
-        return free_slot(at, slot);
-    lcs_byte_unlock(at->life_fd, LCS_BYTE_SLOTS + slot);
-    return LC_E_MISSING;
+    bool taken = lc_load_acquire(&client->state) == LCS_CLIENT_TAKEN;
+    if (taken) free_slot(client);
+    lcs_slot_mended(at, slot);
+    return taken ? LC_OK : LC_E_MISSING;
 }

@@ -2,8 +2,9 @@
  *
  * A writer holds one of 63 slots. Its life is proved by an open-file-description lock on the
  * slot's byte, held through a description of its own that is never mapped, so that the kernel
- * drops it however the process ends and whatever PID namespace it ran in. Who takes a slot or
- * mends a dead one takes that byte first; who gives one up lets go of it last.
+ * drops it however the process ends and whatever PID namespace it ran in. Nobody but the client
+ * holds that byte, so whoever finds it free knows that the client is dead, whatever others do.
+ * Who takes a slot or mends a dead one holds another byte meanwhile, the slot's mending byte.
  *
  * No process globals: this file is linked into every library that needs it. */
 #ifndef LC_CLIENTS_H
@@ -37,6 +38,11 @@ LC_API int lcs_slot_alive(const lcs_attachment *at, uint32_t slot);
  * or gone from it. Says nothing about other threads of that client: for taking over a lock, not
  * for taking back pins. */
 LC_API bool lcs_thread_gone(const lcs_attachment *at, uint32_t slot, uint32_t tid);
+
+/* Hold the mending byte of a slot whose client is dead: until it is given back nobody else mends
+ * the slot, and nobody claims it. LC_E_BUSY: its client lives, or somebody else is at it. */
+int lcs_slot_mend(const lcs_attachment *at, uint32_t slot);
+void lcs_slot_mended(const lcs_attachment *at, uint32_t slot);
 
 /* Free the slot of a dead client that left nothing else behind (a segment without a structure).
  * LC_E_BUSY while it lives, LC_E_MISSING when it is not TAKEN, LC_E_RANGE for the own slot. */

@@ -85,6 +85,7 @@ enum lc_pause_point {
     LC_AT_UNLOCK = 15,       /* before the lock is dropped */
     LC_AT_RECOVER = 16,      /* between two steps of recovery */
     LC_AT_EVICT_CHOSEN = 17, /* found without pins, not yet EVICTING */
+    LC_AT_MEND = 18,         /* a dead client's slot is ours to mend, nothing taken back yet */
 };
 
 /* ------------------------------------------------------------------ layout of a segment */
@@ -105,7 +106,8 @@ enum lc_pause_point {
 #define LCS_BYTE_LIFE (INT64_C(1) << 46)
 #define LCS_BYTE_READERS (LCS_BYTE_LIFE + 1)
 #define LCS_BYTE_GROW (LCS_BYTE_LIFE + 2)
-#define LCS_BYTE_SLOTS (LCS_BYTE_LIFE + 16) /* + slot */
+#define LCS_BYTE_SLOTS (LCS_BYTE_LIFE + 16) /* + slot: its client lives */
+#define LCS_BYTE_MEND (LCS_BYTE_SLOTS + LCS_SLOTS) /* + slot: its state changes hands */
 
 typedef struct lcs_header {
     uint64_t magic;

@@ -68,6 +68,12 @@ def create(name: str, pages: int, *, lifetime: str = "attached") -> Cache:
     )
 
 
+def words_of(cache: Cache) -> npt.NDArray[np.uint64]:
+    """The pool as `stamps` fills it: (pages, 4, 16) words, shared."""
+    words: npt.NDArray[np.uint64] = cache.pool.array.view(np.uint64)
+    return words.reshape(cache.pages, SLICES, WORDS)
+
+
 class Board:
     """A file that all map, beside the cache: what each worker holds, and mailboxes for tickets."""
 
@@ -176,8 +182,7 @@ class Worker:
         length = wide or max(3, min(200, pages // 2))
         small = pages <= 64
         self.prompts = prompt_keys(pages, 12 if small else 300, length, 4 if small else 1 << 16)
-        words = self.cache.pool.array.view(np.uint64)
-        self.words = words.reshape(pages, SLICES, WORDS)
+        self.words = words_of(self.cache)
         self.held: list[Held] = []
         self.writing: list[Writing] = []
         self.given: list[Any] = []
