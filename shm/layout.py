@@ -59,6 +59,7 @@ FLAG_DEVICE = 1
 LOCK_SLOT_MASK = 0x7F
 LOCK_WAITERS = 0x80
 LOCK_EPOCH_SHIFT = 8
+LOCK_EPOCH_MASK = 0xFFFFFF
 
 
 class SegmentHeader(ctypes.Structure):
@@ -127,6 +128,12 @@ class LockRecord(ctypes.Structure):
         ("undone_words", ctypes.c_uint64),
         ("pad", ctypes.c_uint8 * 40),
     ]
+
+    @property
+    def said_by_holder(self) -> bool:
+        """Whether `operation`, `since_ns` and the thread in `holder` are of this taking. A holder
+        that was stopped or killed at once may have left those of an earlier one."""
+        return bool(self.holder >> 32 == self.sequence)
 
 
 assert ctypes.sizeof(SegmentHeader) == 4096

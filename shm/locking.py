@@ -74,22 +74,37 @@ class LockedCalls:
         return code
 
     def _timed_out(self, what: str) -> NoReturn:
-        where = self.segment.address + layout.LOCK_OFFSET
-        lock = layout.LockRecord.from_buffer_copy(
-            ctypes.string_at(where, ctypes.sizeof(layout.LockRecord))
-        )
-        raise LockTimeout(f"{what}: {self._describe(lock)}")
+        raise LockTimeout(f"{what}: {self._describe(self._lock())}")
+
+    def _lock(self) -> layout.LockRecord:
+        """A copy of the lock's record of one taking, unless it changes hands all the time."""
+        where, size = self.segment.address + layout.LOCK_OFFSET, ctypes.sizeof(layout.LockRecord)
+        lock = layout.LockRecord.from_buffer_copy(ctypes.string_at(where, size))
+        for _ in range(3):
+            again = layout.LockRecord.from_buffer_copy(ctypes.string_at(where, size))
+            if (lock.sequence, lock.holder) == (again.sequence, again.holder):
+                break
+            lock = again
+        return lock
 
     def _describe(self, lock: layout.LockRecord) -> str:
         slot = lock.word & layout.LOCK_SLOT_MASK
         if slot == 0:
             return "the lock was contended for too long; try again"
-        seconds = (time.monotonic_ns() - lock.since_ns) / 1e9
-        who = next((c for c in self.segment.clients() if c.slot == slot), None)
-        name = f"client {slot}" + (f" ({who.role or 'no role'}, pid {who.pid})" if who else "")
-        doing = self._operations.get(lock.operation, "")
-        return (
-            f"{name} has held the lock for {seconds:.3f} s{doing and f' in {doing}'}; if it is "
-            "stopped, continue or kill it (a dead holder is replaced at once); lookups go on "
-            "meanwhile"
+        epoch = lock.word >> layout.LOCK_EPOCH_SHIFT
+        clients = (c for c in self.segment.clients() if c.slot == slot)
+        who = next((c for c in clients if c.epoch & layout.LOCK_EPOCH_MASK == epoch), None)
+        name = (
+            f"client {slot} ({who.role or 'no role'}, pid {who.pid})" if who else f"client {slot}"
         )
+        return (
+            f"{name} {self._doing(lock)}; if it is stopped, continue or kill it (a dead holder is "
+            "replaced at once); lookups go on meanwhile"
+        )
+
+    def _doing(self, lock: layout.LockRecord) -> str:
+        if not lock.said_by_holder:
+            return "has just taken the lock"
+        seconds = max(0, time.monotonic_ns() - lock.since_ns) / 1e9
+        doing = self._operations.get(lock.operation, "")
+        return f"has held the lock for {seconds:.3f} s" + (f" in {doing}" if doing else "")

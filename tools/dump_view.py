@@ -102,9 +102,9 @@ def _lock(found: Facts) -> RenderableType:
         well = holder["alive"] and holder["process"] in ("running", "sleeping", "out of sight")
         pairs += [
             ("holder", f"client {holder['slot']} ({holder['role'] or 'no role'})"),
-            ("process", f"pid {holder['pid']}, thread {holder['tid']}"),
+            ("process", f"pid {holder['pid']}, thread {holder['tid'] or 'unknown'}"),
             ("alive", Text(_life(holder), style="green" if well else "red")),
-            ("doing", f"{holder['operation']}, for {age(holder['held_s'])}"),
+            ("doing", _doing(holder)),
             ("half done", f"{found['log_entries']} stores, to be undone if it dies"),
         ]
     taken = found["acquisitions"]
@@ -116,6 +116,12 @@ def _lock(found: Facts) -> RenderableType:
         ("recoveries", f"{found['recoveries']}, {found['undone_words']} stores undone"),
     ]
     return lines("lock", pairs)
+
+
+def _doing(holder: Facts) -> str:
+    if holder["operation"] is None:
+        return "it has just taken the lock, and not said for what"
+    return f"{holder['operation']}, for {age(holder['held_s'])}"
 
 
 def _life(who: Facts) -> str:

@@ -22,7 +22,6 @@ from lightcache.tools.image import Image
 from lightcache.tools.processes import state_of
 
 Facts = dict[str, Any]
-_MASK24 = 0xFFFFFF
 _RESERVATION = {1: "active", 2: "doomed"}
 _TICKET = {1: "building", 2: "open", 3: "dropped"}
 _NAMESPACE = {1: "normal", 2: "clearing", 3: "cleared"}
@@ -50,7 +49,7 @@ def _alive(image: Image, slot: int, epoch: int | None = None) -> bool:
     return any(
         client.slot == slot
         and client.alive
-        and (epoch is None or (client.epoch ^ epoch) & _MASK24 == 0)
+        and (epoch is None or (client.epoch ^ epoch) & shm_layout.LOCK_EPOCH_MASK == 0)
         for client in image.clients
     )
 
@@ -143,8 +142,8 @@ def _holder(image: Image) -> Facts | None:
     if slot == 0:
         return None
     epoch = found.word >> shm_layout.LOCK_EPOCH_SHIFT
-    # Of this taking only: the last holder's thread may still stand there.
-    tid = found.holder & 0xFFFFFFFF if found.holder >> 32 == found.sequence else 0
+    said = found.said_by_holder
+    tid = found.holder & 0xFFFFFFFF if said else 0
     alive = _alive(image, slot, epoch)
     client = next((c for c in image.clients if c.slot == slot), None)
     return {
@@ -154,8 +153,8 @@ def _holder(image: Image) -> Facts | None:
         "pid": client.pid if client else None,
         "tid": tid,
         "process": state_of(client, tid) if client and alive else "gone",
-        "operation": name_of(layout.Operation, found.operation),
-        "held_s": max(0, image.taken_ns - found.since_ns) / 1e9,
+        "operation": name_of(layout.Operation, found.operation) if said else None,
+        "held_s": max(0, image.taken_ns - found.since_ns) / 1e9 if said else None,
     }
 
 

@@ -69,7 +69,7 @@ def _lock(name: str, lock: facts.Facts) -> list[str]:
             f"the lock's holder, {who}, is {holder['process']}: continue it (kill -CONT "
             f"{holder['pid']}) or kill it; lookups go on meanwhile, reservations wait"
         ]
-    if holder["held_s"] > 1:
+    if (holder["held_s"] or 0) > 1:
         return [
             f"{who} has held the lock for {holder['held_s']:.1f} s in {holder['operation']}, and "
             "reservations wait for it; it may be starved of processor time"

@@ -172,8 +172,8 @@ typedef struct lcs_lock {
     };
     _Atomic uint64_t holder; /* sequence << 32 | the holder's thread id in its namespace; 0 unknown */
     _Atomic uint32_t log_count; /* entries of the undo log that are in force; 0: nothing to undo */
-    _Atomic uint32_t operation; /* LC_OP_* of the holder */
-    _Atomic uint64_t since_ns;  /* CLOCK_MONOTONIC, when it was taken */
+    _Atomic uint32_t operation; /* LC_OP_* of the holder, once `holder` has this sequence */
+    _Atomic uint64_t since_ns;  /* CLOCK_MONOTONIC, when it was taken; the same */
     _Atomic uint64_t acquisitions;
     _Atomic uint64_t contended;
     _Atomic uint64_t wait_ns;

@@ -129,9 +129,10 @@ static uint32_t own_tid(const lcs_attachment *at) {
 static void note_holder(const lcs_attachment *at, lcs_lock *lock, uint32_t operation,
                         uint64_t asked, uint64_t now) {
     uint64_t sequence = lc_load(&lock->both) >> 32;
-    lc_store(&lock->holder, sequence << 32 | own_tid(at));
     lc_store(&lock->operation, operation);
     lc_store(&lock->since_ns, now);
+    /* Last: who finds this taking's sequence here knows that the two above are of it as well. */
+    lc_store_release(&lock->holder, sequence << 32 | own_tid(at));
     lc_store(&lock->acquisitions, lc_load(&lock->acquisitions) + 1);
     if (asked) {
         lc_store(&lock->contended, lc_load(&lock->contended) + 1);

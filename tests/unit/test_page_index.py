@@ -27,6 +27,7 @@ from lightcache import (
 )
 from lightcache.page_index import MAX_PAGES, geometry
 from lightcache.shm import Kind, Segment
+from lightcache.shm import layout as shm_layout
 
 
 @pytest.fixture
@@ -200,6 +201,18 @@ def test_a_lock_that_is_not_given_back_in_time(held_lock: PageIndex) -> None:
             call()
     with pytest.raises(LockTimeout):
         other.reserve(prompt(1, 4), timeout=0)
+
+
+def test_a_timeout_says_who_holds_the_lock_for_what_and_since_when(held_lock: PageIndex) -> None:
+    holder = held_lock.clients()[0]
+    who = rf"client 1 \({holder.role or 'no role'}, pid {holder.pid}\)"
+    with pytest.raises(LockTimeout, match=who + r" has held the lock for \d+\.\d{3} s in check;"):
+        held_lock.reserve(prompt(1, 4), timeout=0.01)
+    where = held_lock.segment.address + shm_layout.LOCK_OFFSET
+    lock = shm_layout.LockRecord.from_address(where)
+    lock.holder -= 1 << 32  # as a holder leaves it that is stopped before it has said anything
+    with pytest.raises(LockTimeout, match=who + " has just taken the lock;"):
+        held_lock.reserve(prompt(1, 4), timeout=0.01)
 
 
 # ---------------------------------------------------------------- Ctrl-C

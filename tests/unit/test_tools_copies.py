@@ -7,6 +7,7 @@ import ctypes
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -214,8 +215,22 @@ def test_stopped_holder(run: Run, made: str, tmp_path: Path, wait_until: Wait) -
         assert (who["alive"], who["process"], who["role"]) == (True, "stopped", "holder")
         assert (who["pid"], who["operation"]) == (child.pid, "check")
         assert f"kill -CONT {child.pid}" in found["hints"][0]
-        assert "alive, stopped" in run("dump", made).stdout
+        shown = run("dump", made).stdout
+        assert "alive, stopped" in shown
+        assert who["held_s"] > 0
+        assert re.search(r"doing\s+check, for [\d.]+ s", shown)
         assert json.loads(run("check", made, "--json").stdout)["status"] == "clean"
+
+
+def test_a_holder_stopped_before_it_said_anything(run: Run, made: str, tmp_path: Path) -> None:
+    with holder(made, tmp_path):
+        sequence = field(made, shm_layout.LOCK_OFFSET + shm_layout.LockRecord.sequence.offset)
+        at = shm_layout.LOCK_OFFSET + shm_layout.LockRecord.holder.offset + 4
+        poke(made, at, u32(sequence - 1))
+        who = load(run, made)["lock"]["holder"]
+        assert (who["role"], who["operation"], who["held_s"]) == ("holder", None, None)
+        assert "it has just taken the lock" in run("dump", made).stdout
+        poke(made, at, u32(sequence))
 
 
 def test_dead_holder(run: Run, made: str, tmp_path: Path) -> None:
