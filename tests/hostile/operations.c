@@ -1,0 +1,360 @@
+#include "operations.h"
+
+#include <pthread.h>
+
+/* Codes that no damage explains: we are no forked child, closed nothing, make no system call that
+ * could fail. */
+static int sane(int rc, const char *what) {
+    if (rc == LC_E_FORKED || rc < LC_E_MISSING) finding(what, rc);
+    return rc;
+}
+
+static void in_range(const world *w, const int32_t *pages, int64_t n, const char *what) {
+    for (int64_t i = 0; i < n; i++)
+        if (pages[i] < 0 || (uint32_t)pages[i] >= w->pages) finding(what, pages[i]);
+}
+
+static void at_most(int64_t got, int64_t most, const char *what) {
+    if (got > most) finding(what, got);
+}
+
+static void *room(size_t bytes) {
+    void *got = calloc(1, bytes ? bytes : 1);
+    NEED(got);
+    return got;
+}
+
+static int worse(int a, int b) { return a < b ? a : b; }
+
+/* Between 0 and `most` keys of a run that the picture has, or of one that it has not. */
+static uint32_t some_keys(call *c, lc_key *keys, uint32_t most) {
+    uint32_t n = below(c->r, most + 1);
+    world_keys(keys, below(c->r, 10), n);
+    return n;
+}
+
+static lci_ns_ref some_namespace(call *c) { return c->w->ns[below(c->r, 2)]; }
+
+static lci_handle *some_handle(call *c) { return below(c->r, 2) ? c->w->h : c->w->reader_h; }
+
+/* ------------------------------------------------------------------ lookups */
+
+static int peek(call *c) {
+    lc_key keys[MOST_KEYS];
+    uint32_t n = some_keys(c, keys, MOST_KEYS);
+    int rc = sane(lci_peek1(some_handle(c), keys, n, some_namespace(c)), "peek");
+    at_most(rc, n, "peek found more than it was asked for");
+    return rc;
+}
+
+static int peek_many(call *c) {
+    lc_key keys[MOST_KEYS];
+    uint32_t n = some_keys(c, keys, MOST_KEYS);
+    int64_t offsets[3] = {0, n / 2, n};
+    int32_t counts[2] = {0, 0};
+    int rc = sane(lci_peek(some_handle(c), keys, offsets, 2, some_namespace(c), counts), "peek");
+    at_most(counts[0], n / 2, "peek found more than it was asked for");
+    at_most(counts[1], n - n / 2, "peek found more than it was asked for");
+    return rc;
+}
+
+static int match(call *c) {
+    lc_key keys[MOST_KEYS];
+    uint32_t n = some_keys(c, keys, MOST_KEYS);
+    lci_lease *lease = room(sizeof *lease + 8 * (size_t)n);
+    int rc = sane(lci_match1(some_handle(c), keys, n, some_namespace(c), lease), "match");
+    at_most(lease->held, n, "match holds more than it was asked for");
+    in_range(c->w, (int32_t *)(lease + 1), lease->held, "match handed out a page");
+    rc = worse(rc, sane(lci_release(c->w->h, lease), "release"));
+    free(lease);
+    return rc;
+}
+
+static int match_many(call *c) {
+    lc_key keys[MOST_KEYS];
+    uint32_t n = some_keys(c, keys, MOST_KEYS);
+    int64_t offsets[4] = {0, n / 3, n / 3, n};
+    int32_t counts[3] = {0, 0, 0};
+    lci_lease *lease = room(sizeof *lease + 8 * (size_t)n);
+    int rc = sane(lci_match(c->w->h, keys, offsets, 3, some_namespace(c), lease, counts), "match");
+    at_most(lease->held, n, "match holds more than it was asked for");
+    in_range(c->w, (int32_t *)(lease + 1), lease->held, "match handed out a page");
+    rc = worse(rc, sane(lci_release(c->w->h, lease), "release"));
+    free(lease);
+    return rc;
+}
+
+static int wait(call *c) {
+    lc_key keys[8];
+    world_keys(keys, below(c->r, 9), 8);
+    uint64_t limit = lcs_now_ns() + UINT64_C(1000000);
+    return sane(lci_wait(some_handle(c), keys, 8, limit), "wait");
+}
+
+/* ------------------------------------------------------------------ writing */
+
+typedef struct reserving {
+    lc_key keys[MOST_KEYS];
+    lci_reserve_op op;
+    uint32_t n, start, made;
+    int32_t *page, *fresh;
+    uint8_t *status;
+} reserving;
+
+/* A page that was handed out twice would be written by two. */
+static void distinct(const int32_t *pages, uint32_t n) {
+    for (uint32_t i = 0; i < n; i++)
+        for (uint32_t k = 0; k < i; k++)
+            if (pages[i] == pages[k]) finding("reserve handed out a page twice", pages[i]);
+}
+
+static int begin_reserve(call *c, reserving *v, uint32_t shards) {
+    world *w = c->w;
+    v->n = some_keys(c, v->keys, (uint32_t)w->pages);
+    v->start = below(c->r, v->n + 1) / 2;
+    v->made = 0;
+    v->page = room(4 * (size_t)(v->n - v->start));
+    v->fresh = room(4 * (size_t)(v->n - v->start));
+    v->status = room(v->n - v->start);
+    v->op = (lci_reserve_op){.shards = shards, .ns = some_namespace(c)};
+    int rc = 0;
+    for (int i = 0; i < 3; i++) {
+        rc = sane(lci_reserve(w->h, &v->op, v->keys, v->n, v->start, v->page, v->status, c->wait,
+                              c->deadline),
+                  "reserve");
+        if (rc != LC_E_GROW) break;
+        at_most(v->op.wanted, LCI_BATCH, "reserve wants memory for more pages than it works on");
+        sane(lci_grow(w->h, below(c->r, w->pages + 1), c->wait, c->deadline), "grow");
+    }
+    for (uint32_t i = 0; i < v->n - v->start; i++) {
+        if (v->status[i] > LCI_NO_ROOM) finding("reserve gave a status", v->status[i]);
+        if (v->status[i] == LCI_PRESENT || v->status[i] == LCI_NEW || v->status[i] == LCI_BUSY_KEY)
+            in_range(w, &v->page[i], 1, "reserve handed out a page");
+        if (v->status[i] == LCI_NEW) v->fresh[v->made++] = v->page[i];
+    }
+    distinct(v->fresh, v->made);
+    return rc;
+}
+
+static int end_reserve(call *c, reserving *v) {
+    int rc = sane(lci_unreserve(c->w->h, &v->op, v->page, v->status, v->n - v->start), "unreserve");
+    free(v->page);
+    free(v->fresh);
+    free(v->status);
+    return rc;
+}
+
+static int reserve_publish(call *c) {
+    reserving v;
+    int rc = begin_reserve(c, &v, 1);
+    if (rc > 0)
+        rc = worse(rc, sane(lci_publish(c->w->h, v.op.rid, v.op.gen, 0, v.fresh, v.made), "publish"));
+    return worse(rc, end_reserve(c, &v));
+}
+
+static int reserve_abandon(call *c) {
+    reserving v;
+    int rc = begin_reserve(c, &v, 1 + below(c->r, LCI_SHARDS));
+    if (v.op.gen)
+        rc = worse(rc, sane(lci_abandon(c->w->h, v.op.rid, v.op.gen, c->wait, c->deadline),
+                            "abandon"));
+    return worse(rc, end_reserve(c, &v));
+}
+
+/* What the picture holds open goes on: one shard, the other, or its end. */
+static int publish_open(call *c) {
+    world *w = c->w;
+    int rc = sane(lci_publish(w->h, w->open.rid, w->open.gen, below(c->r, 3), w->open_pages,
+                              w->open_count),
+                  "publish");
+    at_most(rc, 1, "publish");
+    return rc;
+}
+
+static int abandon_open(call *c) {
+    return sane(lci_abandon(c->w->h, c->w->open.rid, c->w->open.gen, c->wait, c->deadline),
+                "abandon");
+}
+
+static int evict(call *c) {
+    uint32_t freed = 0, want = below(c->r, 4) ? 1 + below(c->r, 5) : UINT32_MAX;
+    int rc = sane(lci_evict_pages(c->w->h, want, &freed, c->wait, c->deadline), "evict");
+    at_most(freed, want, "evict freed more than it was asked for");
+    return rc;
+}
+
+static int grow(call *c) {
+    return sane(lci_grow(c->w->h, below(c->r, c->w->pages + 2), c->wait, c->deadline), "grow");
+}
+
+/* ------------------------------------------------------------------ namespaces */
+
+static int namespaces(call *c) {
+    static const char *const names[] = {"", "new", "old", "other"};
+    const char *weights = names[below(c->r, 4)];
+    lci_ns_ref ref = 0;
+    int rc = sane(lci_namespace_find(some_handle(c), weights, "tenant", &ref), "namespace find");
+    return worse(rc, sane(lci_namespace_open(c->w->h, weights, below(c->r, 2) ? "tenant" : "",
+                                             below(c->r, 9), &ref, c->wait, c->deadline),
+                          "namespace open"));
+}
+
+static int clear(call *c) {
+    return sane(lci_clear(c->w->h, some_namespace(c), c->wait, c->deadline), "clear");
+}
+
+/* ------------------------------------------------------------------ tickets */
+
+static int adopt_one(call *c, const lci_ticket_ref *ref) {
+    world *w = c->w;
+    int size = sane(lci_ticket_size(w->h, ref), "ticket size");
+    if (size < 0) return size;
+    at_most(size, (int64_t)w->g.chunks * LCI_CHUNK_PAGES, "a ticket is larger than all lists");
+    if ((uint64_t)size > w->g.chunks * LCI_CHUNK_PAGES) return LC_E_CORRUPT;
+    int32_t *pages = room(4 * (size_t)size);
+    uint32_t held = 0, rid = 0, gen = 0;
+    int rc = sane(lci_adopt(w->h, ref, below(c->r, 3), &held, pages, (uint32_t)size, &rid, &gen,
+                            c->wait, c->deadline),
+                  "adopt");
+    at_most(held, size, "adopt holds more than there was room for");
+    in_range(w, pages, held, "adopt handed out a page");
+    if (rc >= 0 && rid != LC_NIL) at_most(rid, (int64_t)w->g.reservations - 1, "adopt's reservation");
+    free(pages);
+    if (rc >= 0) rc = worse(rc, sane(lci_ticket_done(w->h, ref, below(c->r, 2)), "done"));
+    return rc;
+}
+
+static int adopt(call *c) { return adopt_one(c, &c->w->ticket); }
+static int adopt_shard(call *c) { return adopt_one(c, &c->w->shard_ticket); }
+
+static int ticket(call *c) {
+    world *w = c->w;
+    lci_ticket_status status;
+    lci_ticket_ref made;
+    int32_t pages[70];
+    for (uint32_t i = 0; i < 70; i++) pages[i] = (int32_t)(i % w->pages);
+    int rc = sane(lci_ticket_give(w->h, pages, below(c->r, 71), LC_NIL, 0, draw(c->r),
+                                  lcs_now_ns() + below(c->r, 1000000), &made, c->wait, c->deadline),
+                  "ticket");
+    if (rc == LC_OK) {
+        rc = worse(rc, sane(lci_ticket_poll(w->h, &made, &status), "poll"));
+        rc = worse(rc, sane(lci_ticket_drop(w->h, &made, c->wait, c->deadline), "drop"));
+    }
+    rc = worse(rc, sane(lci_ticket_poll(w->reader_h, &w->given, &status), "poll"));
+    return worse(rc, sane(lci_ticket_drop(w->h, &w->given, c->wait, c->deadline), "drop"));
+}
+
+/* ------------------------------------------------------------------ clients */
+
+static int reap(call *c) {
+    int rc = 0;
+    for (uint32_t slot = 1; slot < LCS_SLOTS; slot++) {
+        int one = sane(lci_reap_slot(c->w->h, slot, c->wait, c->deadline), "reap");
+        rc = worse(rc, one);
+        if (one < 0) break; /* not 60 times the deadline */
+    }
+    return rc;
+}
+
+static int reap_unjoined(call *c) {
+    lcs_attachment *at = world_stranger(c->w);
+    lci_handle *h = lci_open(at, c->w->pages);
+    int rc = h ? sane(lci_reap_unjoined(h, c->w->dead_slot ? c->w->dead_slot : 3, c->wait,
+                                        c->deadline),
+                      "reap")
+               : LC_E_CORRUPT;
+    if (h) lci_close(h);
+    world_dismiss(at);
+    return rc;
+}
+
+/* Come, look, and leave, as another process would. */
+static int visit(call *c) {
+    lcs_attachment *at = world_stranger(c->w);
+    int slot = sane(lcs_slot_claim(at, "visitor", 0), "claim"), rc = slot;
+    lci_handle *h = slot > 0 ? lci_open(at, c->w->pages) : NULL;
+    if (slot > 0) at_most(slot, LCS_SLOTS - 1, "claim gave a slot");
+    if (h) {
+        rc = sane(lci_leave(h, c->wait, c->deadline), "leave");
+        lci_close(h);
+    }
+    if (slot > 0) rc = worse(rc, sane(lcs_slot_release(at), "give back the slot"));
+    world_dismiss(at);
+    return rc;
+}
+
+static int leave(call *c) { return sane(lci_leave(c->w->h, c->wait, c->deadline), "leave"); }
+
+static int slots(call *c) {
+    int rc = 0;
+    for (uint32_t slot = 0; slot <= LCS_SLOTS; slot++) {
+        rc = worse(rc, sane(lcs_slot_alive(c->w->me, slot), "alive"));
+        lcs_thread_gone(c->w->me, slot, below(c->r, 3));
+    }
+    return worse(rc, sane(lcs_slot_free_dead(c->w->me, below(c->r, LCS_SLOTS)), "free a slot"));
+}
+
+/* ------------------------------------------------------------------ the rest */
+
+static int count(call *c) {
+    lci_counts counts;
+    return sane(lci_count(some_handle(c), &counts), "count");
+}
+
+static int checked(call *c) {
+    world *w = c->w;
+    lci_report report;
+    int rc = sane(lci_copy(w->h, w->scratch, w->bytes, LC_BLOCK, c->deadline), "copy");
+    if (rc != LC_OK) memcpy(w->scratch, w->base, w->bytes);
+    rc = worse(rc, lci_recover_copy(w->scratch, w->bytes, w->pages));
+    NEED(lci_check(w->scratch, w->bytes, w->pages, 1, &report) == LC_OK);
+    if (!memchr(report.message, 0, sizeof report.message)) finding("check's message has no end", 0);
+    return rc;
+}
+
+static int repair(call *c) { return sane(lci_repair(c->w->h, c->wait, c->deadline), "repair"); }
+
+static int robust(call *c) {
+    int rc = sane(lcs_robust_take(c->w->me, 0, c->wait, c->deadline), "take");
+    if (rc >= 0) rc = worse(rc, sane(lcs_robust_drop(c->w->me), "drop"));
+    return rc;
+}
+
+static int events(call *c) {
+    lcs_attachment *at = below(c->r, 2) ? c->w->me : c->w->reader;
+    uint64_t where = c->w->g.root + offsetof(lci_root, event);
+    uint32_t seen = 0;
+    int rc = sane(lcs_event_read(at, where, &seen), "event");
+    rc = worse(rc, sane(lcs_event_wait(at, where, seen, 50000), "event"));
+    return worse(rc, sane(lcs_event_notify(at, where), "event"));
+}
+
+const operation operations[] = {
+    {"peek", peek},
+    {"peek_many", peek_many},
+    {"match", match},
+    {"match_many", match_many},
+    {"wait", wait},
+    {"reserve and publish", reserve_publish},
+    {"reserve and abandon", reserve_abandon},
+    {"publish", publish_open},
+    {"abandon", abandon_open},
+    {"evict", evict},
+    {"grow", grow},
+    {"namespace", namespaces},
+    {"clear", clear},
+    {"adopt", adopt},
+    {"adopt a shard", adopt_shard},
+    {"ticket", ticket},
+    {"reap", reap},
+    {"reap unjoined", reap_unjoined},
+    {"visit", visit},
+    {"slots", slots},
+    {"count", count},
+    {"check", checked},
+    {"robust lock", robust},
+    {"events", events},
+    {"repair", repair},
+    {"leave", leave},
+};
+const uint32_t operation_count = sizeof operations / sizeof operations[0];

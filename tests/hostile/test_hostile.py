@@ -1,0 +1,39 @@
+"""Whatever stands in a segment: no signal, no endless call, no error but ours, and damage is named.
+
+`hostile.c` does the work, `fuzz.py` runs many of it; here a share of it runs with every test.
+
+LIGHTCACHE_HOSTILE_CASES: cases of the plain harness (20,000), a tenth of it under sanitizers.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from hostile import fuzz
+
+CASES = int(os.environ.get("LIGHTCACHE_HOSTILE_CASES", "20000"))
+WORKERS = min(2, os.cpu_count() or 1)
+# Another part of all seeds in every round of the soak.
+FIRST = int(os.environ.get("LIGHTCACHE_TEST_SEED", "0")) * 1_000_000_000
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the harness is compiled."""
+    if not shutil.which("cc"):
+        pytest.skip("there is no C compiler")
+    return tmp_path_factory.mktemp("hostile")
+
+
+@pytest.mark.parametrize("sanitize", [False, True])
+def test_what_found_something_once(folder: Path, sanitize: bool) -> None:
+    program = fuzz.build(folder, sanitize=sanitize)
+    _, text = fuzz.run(program, ["corpus", str(fuzz.HERE / "corpus.txt")])
+    sums = fuzz.Sums()
+    sums.add(text)
+    assert sums.findings == []
+    lines = (fuzz.HERE / "corpus.txt").read_text().splitlines()
+    assert sums.totals["cases"] >= sum(line[:1] in ("s",) for line in lines)
