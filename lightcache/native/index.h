@@ -264,8 +264,11 @@ static inline void lci_touch(lci_page *p, uint64_t tick, uint32_t hit) {
     lc_store(&p->used, newer << LCI_TICK_SHIFT | hits);
 }
 
+/* As many bits as a page's `used` has for it: a damaged clock must not give ticks that no page can
+ * reach, for which eviction would look for ever. */
 static inline uint64_t lci_next_tick(lci_handle *h) {
-    return atomic_fetch_add_explicit(&h->root->clock, 1, memory_order_relaxed) + 1;
+    uint64_t tick = atomic_fetch_add_explicit(&h->root->clock, 1, memory_order_relaxed) + 1;
+    return tick & (UINT64_MAX >> LCI_TICK_SHIFT);
 }
 
 static inline bool lci_ns_open(const lci_handle *h, lci_ns_ref ref) {
