@@ -47,6 +47,7 @@ static uint64_t some_value(const world *w, const field *f, uint64_t old, rng *r)
 
 static void resolve(hit *h, const field *f, uint32_t number, uint32_t index, uint64_t value) {
     *h = (hit){.field = number,
+               .index = index,
                .at = f->at + (uint64_t)index * f->stride,
                .width = f->width,
                .value = limited(value, f->width)};

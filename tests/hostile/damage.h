@@ -8,6 +8,7 @@
 
 typedef struct hit {
     uint32_t field; /* its number, the same in every world */
+    uint32_t index;
     uint64_t at;    /* as resolved in its world */
     uint32_t width;
     uint64_t value;

@@ -2,6 +2,7 @@
  *
  *     hostile seeds FIRST COUNT     cases FIRST .. FIRST + COUNT - 1
  *     hostile corpus FILE           cases that have found something once
+ *     hostile explain SEED          what a case at rest damages, as a line of the corpus
  *     hostile fields                the names of all fields
  *
  * Cases run in forked children, so that one that is killed is told by its seed, and the rest go on.
@@ -192,26 +193,44 @@ static void operate_on(world *w, rng *r, const damage *d, flipper *f) {
     perform(w, r, &operations[operation_count - 1]);
 }
 
+/* Draw a case: its world and its damage, which is none if it is done while others work. */
+static world *draw_case(uint64_t seed, rng *r, damage *d) {
+    *r = (rng){.state = seed * 2 + 1};
+    d->count = 0;
+    world *w = &worlds[below(r, VARIANTS)];
+    if (below(r, 4) == 0) return w;
+    uint32_t hits = below(r, 4) ? 1 : 2 + below(r, 2);
+    for (uint32_t i = 0; i < hits; i++) damage_draw(d, w, names, name_count, r);
+    return w;
+}
+
 static void run_case(uint64_t seed, flipper *f) {
-    rng r = {.state = seed * 2 + 1};
-    damage d = {.count = 0};
-    world *w = &worlds[below(&r, VARIANTS)];
-    bool moving = below(&r, 4) == 0;
+    rng r;
+    damage d;
+    world *w = draw_case(seed, &r, &d);
     shared->seed = seed;
     shared->cases++;
-    if (moving) {
+    if (d.count == 0) {
         operate_on(w, &r, &d, f);
         return;
     }
-    uint32_t hits = below(&r, 4) ? 1 : 2 + below(&r, 2);
-    for (uint32_t i = 0; i < hits; i++) damage_draw(&d, w, names, name_count, &r);
-    bool told = false;
-    uint64_t noticed = shared->fields[d.hit[0].field].noticed;
-    if (hits == 1) told = look_at_rest(w, &d, &shared->fields[d.hit[0].field]);
-    operate_on(w, &r, &d, NULL);
     tally *t = &shared->fields[d.hit[0].field];
+    uint64_t noticed = t->noticed;
+    bool told = d.count == 1 && look_at_rest(w, &d, t);
+    operate_on(w, &r, &d, NULL);
     if (told) t->noticed = noticed; /* counted where neither attaching nor `check` told */
-    else if (hits == 1 && t->noticed == noticed) t->unseen++;
+    else if (d.count == 1 && t->noticed == noticed) t->unseen++;
+}
+
+static void explain(void *argument) {
+    rng r;
+    damage d;
+    world *w = draw_case(*(uint64_t *)argument, &r, &d);
+    printf("set %d", w->variant);
+    for (uint32_t i = 0; i < d.count; i++)
+        printf(" %s %u %#llx", names[d.hit[i].field].name, d.hit[i].index,
+               (unsigned long long)d.hit[i].value);
+    printf(d.count ? "\n" : " moving\n");
 }
 
 /* An explicit case: look, then operations in several orders. */
@@ -341,7 +360,10 @@ int main(int argc, char **argv) {
     name_count = fields_of(&plain, names);
     if (strcmp(argv[1], "seeds") == 0 && argc == 4)
         run_seeds(strtoull(argv[2], NULL, 0), strtoull(argv[3], NULL, 0));
-    else if (strcmp(argv[1], "corpus") == 0 && argc == 3) run_corpus(argv[2]);
+    else if (strcmp(argv[1], "explain") == 0 && argc == 3) {
+        uint64_t seed = strtoull(argv[2], NULL, 0);
+        return !in_child(explain, &seed);
+    } else if (strcmp(argv[1], "corpus") == 0 && argc == 3) run_corpus(argv[2]);
     else NEED(strcmp(argv[1], "fields") == 0);
     print_numbers();
     return shared->findings != 0;
