@@ -19,7 +19,13 @@ uint32_t lci_take_free(lci_handle *h, lc_txn *t, uint32_t *out, uint32_t want) {
         lc_txn_set(t, &r->free_head, page);
         lc_txn_add(t, &r->free_count, -n);
     }
-    while (n < want && fresh < grown && fresh < h->page_count) out[n++] = fresh++;
+    for (; n < want && fresh < grown && fresh < h->page_count; n++) {
+        if (lci_state_of(lc_load(&h->pages[fresh].word)) != LCI_FREE) {
+            t->error = LC_E_CORRUPT;
+            return 0;
+        }
+        out[n] = fresh++;
+    }
     if (fresh != from) lc_txn_set(t, &r->fresh, fresh);
     return n;
 }
