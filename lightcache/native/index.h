@@ -330,6 +330,10 @@ uint32_t lci_list_push(lci_handle *h, lc_txn *t, lci_list *list, const uint32_t 
 uint32_t lci_list_room(const lci_handle *h, const lci_list *list);
 void lci_list_pop_chunk(lci_handle *h, lc_txn *t, lci_list *list);
 const lci_chunk *lci_list_chunk(const lci_handle *h, const lci_list *list);
+/* More pages than this no list can hold. */
+static inline uint32_t lci_list_most(const lci_handle *h) {
+    return h->chunk_count * LCI_CHUNK_PAGES;
+}
 
 /* collect.c, under the lock: what others left to do, in pieces. Each returns pages of work. */
 uint32_t lci_collect(lci_handle *h, lc_txn *t, uint32_t budget);

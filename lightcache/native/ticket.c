@@ -194,12 +194,11 @@ static int may_adopt(const lci_handle *h, const lci_ticket *k) {
     return LC_OK;
 }
 
-/* A reservation's shard passes to the adopter. */
-static int take_shard(lci_handle *h, lc_txn *t, const lci_ticket *k, uint32_t shard) {
-    uint32_t rid = lc_load(&k->reservation);
-    if (rid == 0) return LC_OK;
-    lci_reservation *r = &h->res[(rid - 1) % h->res_count];
-    uint32_t gen = lc_load(&k->reservation_gen);
+/* A reservation's shard passes to the adopter. `rid` LC_NIL: it is a lease's ticket. */
+static int take_shard(lci_handle *h, lc_txn *t, uint32_t rid, uint32_t gen, uint32_t shard) {
+    if (rid == LC_NIL) return LC_OK;
+    if (rid >= h->res_count) return LC_E_CORRUPT;
+    lci_reservation *r = &h->res[rid];
     if (lc_load(&r->gen) != gen || lc_load(&r->state) != LCI_RES_ACTIVE) return LC_E_STALE;
     if (shard >= LCI_SHARDS || shard >= lc_load(&r->shards)) return LC_E_RANGE;
     uint32_t word = lc_load_acquire(&r->shard[shard]);
@@ -212,19 +211,18 @@ static int take_shard(lci_handle *h, lc_txn *t, const lci_ticket *k, uint32_t sh
 
 static uint32_t copy_pages(lci_handle *h, lc_txn *t, const lci_ticket *k, int32_t *pages,
                            uint32_t capacity) {
-    uint32_t n = 0, c = lc_load(&k->pages.first);
-    while (n < lc_load(&k->pages.count) && c < h->chunk_count && !t->error) {
+    uint32_t n = 0, c = lc_load(&k->pages.first), count = lc_load(&k->pages.count);
+    while (n < count && c < h->chunk_count) {
         uint32_t here = lc_load(&h->chunks[c].count);
-        if (here > LCI_CHUNK_PAGES || n + here > capacity) {
-            t->error = LC_E_CORRUPT;
-            break;
-        }
+        if (here == 0 || here > LCI_CHUNK_PAGES || here > capacity - n) break;
         for (uint32_t i = 0; i < here; i++) pages[n++] = (int32_t)lc_load(&h->chunks[c].page[i]);
         c = lc_load(&h->chunks[c].next);
     }
-    for (uint32_t i = 0; i < n; i++)
-        if ((uint32_t)pages[i] >= h->page_count) t->error = LC_E_CORRUPT;
-    return t->error ? 0 : n;
+    bool sound = n == count;
+    for (uint32_t i = 0; i < n; i++) sound &= (uint32_t)pages[i] < h->page_count;
+    if (sound) return n;
+    t->error = LC_E_CORRUPT;
+    return 0;
 }
 
 /* Pages of a ticket: what adopting needs room for. */
@@ -232,7 +230,9 @@ LC_API int lci_ticket_size(lci_handle *h, const lci_ticket_ref *ref) {
     int rc = lcs_usable(h->at);
     if (rc != LC_OK) return rc;
     const lci_ticket *k = find_ticket(h, ref, &rc);
-    return k ? (int)lc_load(&k->total) : rc;
+    uint32_t total = k ? lc_load(&k->total) : 0;
+    if (total > lci_list_most(h)) return LC_E_CORRUPT;
+    return k ? (int)total : rc;
 }
 
 /* Pin a ticket's pages in the own name, into a lease of at least lci_ticket_size pages. For a
@@ -249,7 +249,9 @@ LC_API int lci_adopt(lci_handle *h, const lci_ticket_ref *ref, uint32_t shard, u
     lci_ticket *k = find_ticket(h, ref, &rc);
     if (k) rc = may_adopt(h, k);
     uint32_t n = rc == LC_OK ? copy_pages(h, &t, k, pages, capacity) : 0;
-    if (rc == LC_OK && !t.error) rc = take_shard(h, &t, k, shard);
+    uint32_t its_rid = k ? lc_load(&k->reservation) - 1 : LC_NIL;
+    uint32_t its_gen = k ? lc_load(&k->reservation_gen) : 0;
+    if (rc == LC_OK && !t.error) rc = take_shard(h, &t, its_rid, its_gen, shard);
     if (rc == LC_OK && !t.error) {
         uint32_t pinned = 0;
         pthread_mutex_lock(&h->at->rows);
@@ -265,8 +267,8 @@ LC_API int lci_adopt(lci_handle *h, const lci_ticket_ref *ref, uint32_t shard, u
         uint32_t slot = h->at->slot;
         lc_txn_set(&t, &k->adopted[slot / 32],
                    lc_load(&k->adopted[slot / 32]) | UINT32_C(1) << (slot % 32));
-        *rid = lc_load(&k->reservation) ? lc_load(&k->reservation) - 1 : LC_NIL;
-        *rgen = lc_load(&k->reservation_gen);
+        *rid = its_rid;
+        *rgen = its_gen;
         lci_step(&t);
         lci_settle_tickets(h, &t, 256);
     } else if (!t.error) {
