@@ -44,11 +44,8 @@ static uint32_t drain_chunk(lci_handle *h, lc_txn *t, uint32_t rid, bool doomed)
     lci_list *list = &h->res[rid].pages;
     const lci_chunk *c = lci_list_chunk(h, list);
     if (!c) return 0;
-    uint32_t n = lc_load(&c->count);
-    if (n == 0 || n > LCI_CHUNK_PAGES || n > lc_load(&list->count)) {
-        t->error = LC_E_CORRUPT;
-        return 0;
-    }
+    uint32_t n = lci_list_part(h, t, list, c);
+    if (!n) return 0;
     for (uint32_t i = 0; i < n; i++) {
         uint32_t page = lc_load(&c->page[i]);
         if (page < h->page_count) __builtin_prefetch(&h->pages[page], 1);

@@ -330,6 +330,8 @@ uint32_t lci_list_push(lci_handle *h, lc_txn *t, lci_list *list, const uint32_t 
 uint32_t lci_list_room(const lci_handle *h, const lci_list *list);
 void lci_list_pop_chunk(lci_handle *h, lc_txn *t, lci_list *list);
 const lci_chunk *lci_list_chunk(const lci_handle *h, const lci_list *list);
+/* How many pages of the list its first chunk `c` holds; 0: damage, `t->error` says so. */
+uint32_t lci_list_part(const lci_handle *h, lc_txn *t, const lci_list *list, const lci_chunk *c);
 /* More pages than this no list can hold. */
 static inline uint32_t lci_list_most(const lci_handle *h) {
     return h->chunk_count * LCI_CHUNK_PAGES;

@@ -165,6 +165,14 @@ const lci_chunk *lci_list_chunk(const lci_handle *h, const lci_list *list) {
     return &h->chunks[first];
 }
 
+/* The count also bounds the way through a list that goes round. */
+uint32_t lci_list_part(const lci_handle *h, lc_txn *t, const lci_list *list, const lci_chunk *c) {
+    uint32_t n = lc_load(&c->count), all = lc_load(&list->count);
+    if (n != 0 && n <= LCI_CHUNK_PAGES && n <= all && all <= lci_list_most(h)) return n;
+    t->error = LC_E_CORRUPT;
+    return 0;
+}
+
 /* Drop the first chunk with its pages. */
 void lci_list_pop_chunk(lci_handle *h, lc_txn *t, lci_list *list) {
     uint32_t first = lc_load(&list->first);

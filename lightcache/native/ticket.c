@@ -37,8 +37,7 @@ static uint32_t unpin_ticket(lci_handle *h, lc_txn *t, lci_ticket *k) {
     uint32_t work = 0;
     const lci_chunk *c;
     while ((c = lci_list_chunk(h, &k->pages)) && !t->error) {
-        uint32_t n = lc_load(&c->count);
-        if (n == 0 || n > LCI_CHUNK_PAGES || n > lc_load(&k->pages.count)) t->error = LC_E_CORRUPT;
+        uint32_t n = lci_list_part(h, t, &k->pages, c);
         for (uint32_t i = 0; i < n && !t->error; i++) {
             uint32_t page = lc_load(&c->page[i]);
             if (page >= h->page_count) t->error = LC_E_CORRUPT;
@@ -49,6 +48,7 @@ static uint32_t unpin_ticket(lci_handle *h, lc_txn *t, lci_ticket *k) {
         lci_step(t);
         work += n;
     }
+    if (lc_load(&k->pages.count)) t->error = LC_E_CORRUPT; /* it leads nowhere */
     return work;
 }
 
