@@ -66,6 +66,10 @@ static bool open_reservation(reserve *r) {
         lc_txn_set(t, &h->root->res_fresh, rid + 1);
     }
     lci_reservation *res = &h->res[rid];
+    if (lc_load(&res->state) != LCI_RES_FREE) {
+        t->error = LC_E_CORRUPT;
+        return false;
+    }
     uint32_t gen = lc_load(&res->gen) + 1;
     lc_txn_set(t, &res->gen, gen);
     lc_txn_set(t, &res->owner, h->at->slot);

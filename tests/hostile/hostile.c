@@ -60,12 +60,12 @@ static void mutexes_are_free(world *w) {
     }
 }
 
-static int perform(world *w, rng *r, const operation *o) {
+static int perform(world *w, rng *r, const operation *o, bool moving) {
     shared->doing = o->name;
     shared->calls++;
     limit(CPU_S, WALL_S);
     uint64_t begun = lcs_now_ns();
-    call c = {.w = w, .r = r, .wait = below(r, 2) ? LC_BLOCK : LC_TRY};
+    call c = {.w = w, .r = r, .wait = below(r, 2) ? LC_BLOCK : LC_TRY, .moving = moving};
     c.deadline = begun + LOCK_NS;
     int rc = o->run(&c);
     uint64_t took = lcs_now_ns() - begun;
@@ -151,7 +151,7 @@ static bool look_at_rest(world *w, const damage *d, tally *t) {
     return refused || number != 0;
 }
 
-static bool operate(world *w, rng *r) {
+static bool operate(world *w, rng *r, bool moving) {
     uint32_t order[64], n = operation_count - 1; /* the last one is to leave */
     bool noticed = false;
     for (uint32_t i = 0; i < n; i++) order[i] = i;
@@ -161,7 +161,7 @@ static bool operate(world *w, rng *r) {
         order[k] = other;
     }
     for (uint32_t i = 0; i < n; i++)
-        if (below(r, 2)) noticed |= perform(w, r, &operations[order[i]]) == LC_E_CORRUPT;
+        if (below(r, 2)) noticed |= perform(w, r, &operations[order[i]], moving) == LC_E_CORRUPT;
     return noticed;
 }
 
@@ -185,12 +185,12 @@ static void operate_on(world *w, rng *r, const damage *d, flipper *f) {
     damage_apply(w, d);
     note_fixed(w, before);
     if (f) flipper_start(f, w, draw(r));
-    bool noticed = operate(w, r);
+    bool noticed = operate(w, r, f != NULL);
     if (f) shared->flips += flipper_stop(f);
     if (!f) header_stands(w, before);
     if (d->count == 1 && !f) shared->fields[d->hit[0].field].noticed += noticed;
     mend(w, "repair in the end", false);
-    perform(w, r, &operations[operation_count - 1]);
+    perform(w, r, &operations[operation_count - 1], false);
 }
 
 /* Draw a case: its world and its damage, which is none if it is done while others work. */

@@ -108,8 +108,15 @@ static void distinct(const int32_t *pages, uint32_t n) {
             if (pages[i] == pages[k]) finding("reserve handed out a page twice", pages[i]);
 }
 
+/* My reservation of the picture, still being written. */
+static bool open_stands(const world *w) {
+    const lci_reservation *r = &w->h->res[w->open.rid];
+    return w->open.gen && lc_load(&r->gen) == w->open.gen && lc_load(&r->state) == LCI_RES_ACTIVE;
+}
+
 static int begin_reserve(call *c, reserving *v, uint32_t shards) {
     world *w = c->w;
+    bool stood = open_stands(w);
     v->n = some_keys(c, v->keys, (uint32_t)w->pages);
     v->start = below(c->r, v->n + 1) / 2;
     v->made = 0;
@@ -133,6 +140,10 @@ static int begin_reserve(call *c, reserving *v, uint32_t shards) {
         if (v->status[i] == LCI_NEW) v->fresh[v->made++] = v->page[i];
     }
     distinct(v->fresh, v->made);
+    if (stood && !c->moving && v->op.gen && v->op.rid == w->open.rid)
+        finding("reserve took a reservation that is in use", v->op.rid);
+    if (rc == (int)v->made && v->made && !c->moving)
+        at_most(v->made, lc_load(&w->h->res[v->op.rid].pages.count), "reserve listed fewer pages");
     return rc;
 }
 

@@ -10,6 +10,7 @@ typedef struct call {
     rng *r;
     int wait;
     uint64_t deadline;
+    bool moving; /* somebody damages the world meanwhile */
 } call;
 
 typedef struct operation {
