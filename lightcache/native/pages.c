@@ -153,9 +153,9 @@ uint32_t lci_list_room(const lci_handle *h, const lci_list *list) {
     const lci_root *r = h->root;
     uint32_t last = lc_load(&list->last), used = lc_load(&r->chunk_used), room = 0;
     if (used < h->chunk_count) room = (h->chunk_count - used) * LCI_CHUNK_PAGES;
-    if (last < h->chunk_count && lc_load(&h->chunks[last].count) < LCI_CHUNK_PAGES)
-        room += LCI_CHUNK_PAGES - lc_load(&h->chunks[last].count);
-    return room;
+    if (last >= h->chunk_count) return room;
+    uint32_t listed = lc_load(&h->chunks[last].count);
+    return listed < LCI_CHUNK_PAGES ? room + LCI_CHUNK_PAGES - listed : room;
 }
 
 /* The first chunk, checked; NULL: the list is empty. */

@@ -326,7 +326,8 @@ static void settle_locked(reserve *r, uint32_t from, uint32_t to, uint32_t absen
     uint32_t made = r->op->made - before;
     if (made) {
         /* In the same step as the pages became WRITING: whoever reaps us finds them listed. */
-        lci_list_push(r->h, &r->t, &r->h->res[r->op->rid].pages, pages, made);
+        if (lci_list_push(r->h, &r->t, &r->h->res[r->op->rid].pages, pages, made) != made)
+            r->t.error = LC_E_CORRUPT; /* there was room for them */
         lc_txn_add(&r->t, &r->h->ns[lci_ns_id(r->op->ns)].pages, made);
         lc_txn_add(&r->t, &r->h->root->named, made);
         lc_txn_add(&r->t, &r->h->root->writing, made);
