@@ -216,6 +216,7 @@ LC_API int lci_clear(lci_handle *h, lci_ns_ref ref, int wait, uint64_t deadline)
             lci_step(&t);
         }
         if (lc_load(&h->root->clearing)) lci_clear_some(h, &t, 256);
+        else if (lc_load(&ns->state) == LCI_NS_CLEARING) t.error = LC_E_CORRUPT; /* not counted */
         lci_collect_doomed(h, &t, 256);
         more = lc_load(&ns->state) == LCI_NS_CLEARING && lc_load(&ns->epoch) << 8 >> 8 == ref >> 8;
         rc = lci_unlock(h, &t);

@@ -211,7 +211,11 @@ static int namespaces(call *c) {
 }
 
 static int clear(call *c) {
-    return sane(lci_clear(c->w->h, some_namespace(c), c->wait, c->deadline), "clear");
+    world *w = c->w;
+    bool free = lc_load(&lcs_lock_of(w->me)->word) == 0;
+    int rc = sane(lci_clear(w->h, some_namespace(c), c->wait, c->deadline), "clear");
+    if (rc == LC_E_TIMEOUT && free && !c->moving) finding("clear waits for nobody", rc);
+    return rc;
 }
 
 /* ------------------------------------------------------------------ tickets */
