@@ -143,7 +143,7 @@ uint32_t lci_collect_doomed(lci_handle *h, lc_txn *t, uint32_t budget) {
     uint32_t looked = 0, count = lc_load(&h->root->doomed);
     if (budget > count) budget = count;
     /* DOOMED before the pins: whoever pins after this sees it, as in lci_evict. */
-    atomic_thread_fence(memory_order_seq_cst);
+    atomic_thread_fence(memory_order_seq_cst); /* order: doomed-fence */
     for (; looked < budget && !t->error; looked++) {
         uint32_t page = lc_list_first(t, &h->lists, LCI_DOOMED_LIST);
         if (page == LC_NIL) break;

@@ -83,7 +83,8 @@ static uint32_t follow(lci_handle *h, lc_txn *t, uint32_t page, uint32_t parent,
 static uint32_t settle(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t *marked, uint32_t n) {
     uint32_t freed = 0;
     LC_PAUSE(LC_AT_EVICT_MARKED);
-    atomic_thread_fence(memory_order_seq_cst); /* pairs with the one in match_one */
+    /* Pairs with the one in match_one. */
+    atomic_thread_fence(memory_order_seq_cst); /* order: evict-fence */
     LC_PAUSE(LC_AT_EVICT_FENCED);
     for (uint32_t i = 0; i < n && !t->error; i++) {
         lci_page *p = &h->pages[marked[i]];

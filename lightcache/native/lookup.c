@@ -82,11 +82,11 @@ static inline bool ready(uint32_t word, uint32_t ns) {
  * holds a key once. So a record that had an even generation before and after we read from it this
  * key and READY is the answer, and no walk could find another. */
 static inline bool standing(const lci_page *p, const lc_key *key, uint32_t ns, uint32_t *gen) {
-    uint32_t g = *gen = lc_load_acquire(&p->gen);
+    uint32_t g = *gen = lc_load_acquire(&p->gen); /* order: guess-gen */
     uint64_t lo = lc_load(&p->lo), hi = lc_load(&p->hi);
     uint32_t word = lc_load_acquire(&p->word);
     LC_PAUSE(LC_AT_WALK_NEXT);
-    atomic_thread_fence(memory_order_acquire);
+    atomic_thread_fence(memory_order_acquire); /* order: guess-fence */
     uint32_t wrong = (g & 1) | (lc_load(&p->gen) ^ g) | !ready(word, ns);
     return ((lo ^ key->lo) | (hi ^ key->hi) | wrong) == 0;
 }
@@ -176,7 +176,8 @@ int lci_unpin_one(lci_handle *h, uint32_t page) {
     _Atomic uint16_t *count = &h->mine[page];
     uint16_t old = lc_load(count);
     if (LC_UNLIKELY(old == 0)) return LC_E_CORRUPT;
-    lc_store_release(count, (uint16_t)(old - 1)); /* release: what we did with the page is over */
+    /* Release: what we did with the page is over. */
+    lc_store_release(count, (uint16_t)(old - 1)); /* order: unpin-count */
     return LC_OK;
 }
 
@@ -209,8 +210,9 @@ static uint32_t confirm(lci_handle *h, const int32_t *pages, const uint32_t *gen
     for (uint32_t i = 0; i < n; i++) {
         lci_page *page = &h->pages[pages[i]];
         /* The word first: if the generation has not moved after that, the word was of this life. */
-        uint32_t word = lc_load_acquire(&page->word);
-        if (LC_UNLIKELY(!ready(word, ns) || lc_load_acquire(&page->gen) != gens[i])) return i;
+        uint32_t word = lc_load_acquire(&page->word); /* order: confirm-word */
+        uint32_t gen = lc_load_acquire(&page->gen);   /* order: confirm-gen */
+        if (LC_UNLIKELY(!ready(word, ns) || gen != gens[i])) return i;
         lci_touch(page, tick, 1);
     }
     return n;
@@ -224,7 +226,7 @@ static int match_one(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref n
     int found = find_and_pin(h, keys, n, id, pages, gens);
     if (found <= 0) return found;
     LC_PAUSE(LC_AT_PIN_COUNTED);
-    atomic_thread_fence(memory_order_seq_cst);
+    atomic_thread_fence(memory_order_seq_cst); /* order: pin-fence */
     LC_PAUSE(LC_AT_PIN_FENCED);
     uint32_t held = confirm(h, pages, gens, (uint32_t)found, id, lci_next_tick(h));
     if (LC_UNLIKELY(!lci_ns_open(h, ns))) held = 0;
@@ -250,7 +252,7 @@ int lci_pin_ready(lci_handle *h, const lc_key *keys, uint32_t n, uint32_t ns, ui
         int rc = lci_pin_one(h, found.node);
         if (rc != LC_OK) return rc;
         pages[i] = (int32_t)found.node;
-        atomic_thread_fence(memory_order_seq_cst); /* as in match_one */
+        atomic_thread_fence(memory_order_seq_cst); /* order: pin-present-fence */
         if (confirm(h, &pages[i], &found.gen, 1, ns, tick)) status[i] = LCI_PRESENT;
         else lci_unpin_one(h, found.node);
     }

@@ -21,10 +21,10 @@ static int make_ready(lci_handle *h, uint32_t rid, uint32_t ns, const int32_t *p
         if ((uint32_t)pages[i] >= h->page_count) return LC_E_RANGE;
         uint32_t old = writing;
         /* Release: whoever sees READY sees the bytes. */
-        if (!atomic_compare_exchange_strong_explicit(&h->pages[pages[i]].word, &old, ready,
-                                                     memory_order_acq_rel, memory_order_acquire) &&
-            lci_state_of(old) != LCI_READY)
-            rc = LC_E_CLEARED;
+        bool swapped = atomic_compare_exchange_strong_explicit(
+            &h->pages[pages[i]].word, &old, ready, memory_order_acq_rel,
+            memory_order_acquire); /* order: page-ready */
+        if (!swapped && lci_state_of(old) != LCI_READY) rc = LC_E_CLEARED;
         LC_PAUSE(LC_AT_PAGE_READY);
     }
     return rc;

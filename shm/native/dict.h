@@ -70,11 +70,11 @@ static inline int lc_dict_walk(const lc_dict *d, uint64_t lo, uint64_t hi, uint3
             return 1;
         }
         lc_node *r = lc_node_at(d, at);
-        uint32_t gen = lc_load_acquire(&r->gen);
+        uint32_t gen = lc_load_acquire(&r->gen); /* order: walk-gen */
         uint64_t klo = lc_load(&r->lo), khi = lc_load(&r->hi);
         uint32_t word = lc_load_acquire(&r->word), next = lc_load(&r->next);
         LC_PAUSE(LC_AT_WALK_NEXT);
-        atomic_thread_fence(memory_order_acquire);
+        atomic_thread_fence(memory_order_acquire); /* order: walk-fence */
         if (LC_UNLIKELY((gen & 1) || lc_load(&r->gen) != gen)) return 0;
         if (LC_LIKELY(klo == lo && khi == hi)) {
             *out = (lc_found){.node = at, .gen = gen, .word = word};
@@ -103,11 +103,13 @@ static inline void lc_dict_find(const lc_dict *d, uint64_t lo, uint64_t hi, lc_f
  * The fence keeps the record's new fields behind it. */
 static inline void lc_gen_open(_Atomic uint32_t *gen) {
     lc_store(gen, lc_load(gen) | 1);
-    atomic_thread_fence(memory_order_release);
+    atomic_thread_fence(memory_order_release); /* order: gen-odd */
 }
 
 /* Close it: even, with release, so that whoever reads this generation reads the fields. */
-static inline void lc_gen_close(_Atomic uint32_t *gen) { lc_store_release(gen, lc_load(gen) + 1); }
+static inline void lc_gen_close(_Atomic uint32_t *gen) {
+    lc_store_release(gen, lc_load(gen) + 1); /* order: gen-even */
+}
 
 /* Under the lock: find a key without the readers' checks, for nothing changes meanwhile. `*length`
  * receives the records passed: of an absent key's chain all, at most LC_CHAIN_MAX + 1. */

@@ -1,0 +1,124 @@
+"""The models of the protocols without a lock, explored to the last state by spin.
+
+As the source stands, each model must hold. With any one order weakened that a model relies on, it
+must fail: else the model proves nothing about that order. What stands in the source decides which
+orders a model is built with, so a fence that is removed from the C core fails the model's own test.
+
+Without spin the models are skipped, but where CI is `true` they fail.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from spin.source_orders import RELAXED, Switch, places, switches, value
+
+HERE = Path(__file__).parent
+MEMORY = 1800  # MiB that an exploration may use
+DEPTH = 2_000_000
+SOURCE = places()
+
+# model, how it is built. Each of these must hold.
+VARIANTS = [
+    ("pin_evict", ""),
+    ("pin_evict", "THREADS"),
+    ("pin_evict", "DOOM"),
+]
+# model, how it is built, and what of the protocol (not an order) that takes away. Each must fail.
+BROKEN = [
+    ("pin_evict", "THREADS", "NO_MUTEX"),
+]
+
+
+@dataclass(frozen=True)
+class Explored:
+    """What spin found."""
+
+    errors: int
+    text: str
+
+
+def model(name: str) -> Path:
+    """A model's file."""
+    return HERE / f"{name}.pml"
+
+
+def macros(name: str, **changed: int) -> list[str]:
+    """What decides a model's orders: the source, but for what is changed."""
+    wanted = {switch.macro: value(switch, SOURCE) for switch in switches(model(name))}
+    return [f"-D{macro}={number}" for macro, number in (wanted | changed).items()]
+
+
+def explore(name: str, variants: list[str], flags: list[str], folder: Path) -> Explored:
+    """Every state of a model, or those up to the first error."""
+    if not shutil.which("spin"):
+        if os.environ.get("CI") == "true":
+            pytest.fail("spin is missing")
+        pytest.skip("there is no spin here, so the models are not explored")
+    defines = [f"-D{variant}" for variant in variants if variant] + flags
+    compiler = ["cc", "-O1", "-w", f"-DMEMLIM={MEMORY}", "-DSAFETY", "-o", "pan", "pan.c"]
+    for command in (["spin", "-a", *defines, str(model(name))], compiler):
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    run = ["./pan", f"-m{DEPTH}"]
+    text = subprocess.run(run, cwd=folder, capture_output=True, text=True, check=True).stdout
+    assert "Search not completed" not in text or "errors: 1" in text, text
+    assert "max search depth too small" not in text, text
+    found = re.search(r"errors: (\d+)", text)
+    assert found, text
+    trail = (folder / f"{name}.pml.trail").exists()
+    assert trail == (found[1] != "0"), text
+    return Explored(int(found[1]), text)
+
+
+def weakenings() -> list[object]:
+    """Each order that a model relies on."""
+    return [
+        pytest.param(path.stem, switch, id=f"{path.stem}-{switch.macro}")
+        for path in sorted(HERE.glob("*.pml"))
+        for switch in switches(path)
+        if switch.kind != "spare"
+    ]
+
+
+@pytest.mark.parametrize(("name", "variant"), VARIANTS)
+def test_as_the_source_stands_a_model_holds(name: str, variant: str, tmp_path: Path) -> None:
+    explored = explore(name, [variant], macros(name), tmp_path)
+    assert explored.errors == 0, explored.text
+
+
+@pytest.mark.parametrize(("name", "switch"), weakenings())
+def test_weakened_in_one_order_a_model_fails(name: str, switch: Switch, tmp_path: Path) -> None:
+    flags = macros(name, **{switch.macro: RELAXED})
+    explored = explore(name, [switch.variant], flags, tmp_path)
+    assert explored.errors, explored.text
+
+
+@pytest.mark.parametrize(("name", "variant", "without"), BROKEN)
+def test_without_a_part_of_the_protocol_a_model_fails(
+    name: str, variant: str, without: str, tmp_path: Path
+) -> None:
+    explored = explore(name, [variant, without], macros(name), tmp_path)
+    assert explored.errors, explored.text
+
+
+@pytest.mark.parametrize("name", sorted({name for name, _ in VARIANTS}))
+def test_spare_orders_are_not_relied_on(name: str, tmp_path: Path) -> None:
+    spare = {switch.macro: RELAXED for switch in switches(model(name)) if switch.kind == "spare"}
+    if not spare:
+        pytest.skip("all its orders are needed")
+    explored = explore(name, [], macros(name, **spare), tmp_path)
+    assert explored.errors == 0, explored.text
+
+
+def test_markers_and_models_name_the_same_orders() -> None:
+    modelled = {
+        marker for path in HERE.glob("*.pml") for one in switches(path) for marker in one.markers
+    }
+    assert modelled == set(SOURCE)
