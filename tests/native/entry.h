@@ -1,0 +1,107 @@
+/* The entry points that no header of the core declares, because only Python calls them: the same
+ * signatures as in lightcache/_native.py and lightcache/shm. */
+#ifndef ENTRY_H
+#define ENTRY_H
+
+#include "event.h"
+#include "index.h"
+#include "process.h"
+
+typedef struct lcx_list lcx_list;
+typedef struct lcx_dict lcx_dict;
+
+uint64_t lcx_list_bytes(uint32_t nodes, uint32_t lists);
+void lcx_list_format(uint8_t *base, uint32_t nodes, uint32_t lists);
+lcx_list *lcx_list_open(lcs_attachment *at, uint32_t nodes, uint32_t lists);
+void lcx_list_close(lcx_list *l);
+int lcx_list_put(lcx_list *l, uint32_t list, uint32_t node, int front, int must_be_free, int wait,
+                 uint64_t deadline);
+int lcx_list_remove(lcx_list *l, uint32_t node, int wait, uint64_t deadline);
+int lcx_list_pop(lcx_list *l, uint32_t list, int front, uint32_t *node, int wait,
+                 uint64_t deadline);
+int lcx_list_copy(lcx_list *l, uint32_t list, int32_t *out, uint32_t room, int wait,
+                  uint64_t deadline);
+int lcx_list_length(lcx_list *l, uint32_t list);
+int lcx_list_where(lcx_list *l, uint32_t node);
+int lcx_list_check(lcx_list *l, char *text, uint32_t room, int wait, uint64_t deadline);
+
+uint64_t lcx_dict_bytes(uint32_t capacity);
+void lcx_dict_format(uint8_t *base, uint32_t capacity);
+lcx_dict *lcx_dict_open(lcs_attachment *at, uint32_t capacity);
+void lcx_dict_close(lcx_dict *d);
+int lcx_dict_get(lcx_dict *d, uint64_t lo, uint64_t hi, int32_t *value);
+int lcx_dict_get_many(lcx_dict *d, const lc_key *keys, uint32_t n, int32_t *values,
+                      uint8_t *found);
+int lcx_dict_put(lcx_dict *d, uint64_t lo, uint64_t hi, int32_t value, int only_new, int wait,
+                 uint64_t deadline);
+int lcx_dict_pop(lcx_dict *d, uint64_t lo, uint64_t hi, int32_t *value, int wait,
+                 uint64_t deadline);
+int lcx_dict_length(lcx_dict *d);
+int lcx_dict_copy(lcx_dict *d, lc_key *keys, int32_t *values, uint32_t room, int wait,
+                  uint64_t deadline);
+int lcx_dict_check(lcx_dict *d, char *text, uint32_t room, int wait, uint64_t deadline);
+
+int lcs_atomic32(lcs_attachment *at, uint64_t offset, int op, uint32_t value, uint32_t *old);
+int lcs_atomic64(lcs_attachment *at, uint64_t offset, int op, uint64_t value, uint64_t *old);
+int lcs_compare_exchange32(lcs_attachment *at, uint64_t offset, uint32_t *expected,
+                           uint32_t value);
+int lcs_compare_exchange64(lcs_attachment *at, uint64_t offset, uint64_t *expected,
+                           uint64_t value);
+int lcs_event_read(lcs_attachment *at, uint64_t offset, uint32_t *seen);
+int lcs_event_notify(lcs_attachment *at, uint64_t offset);
+int lcs_event_wait(lcs_attachment *at, uint64_t offset, uint32_t seen, uint64_t nanoseconds);
+int lcs_robust_take(lcs_attachment *at, uint32_t operation, int wait, uint64_t deadline);
+int lcs_robust_drop(lcs_attachment *at);
+
+const char *lci_layout(void);
+int lci_format(uint8_t *base, uint64_t bytes, uint64_t pages, uint64_t grown);
+lci_handle *lci_open(lcs_attachment *at, uint64_t pages);
+void lci_close(lci_handle *h);
+int lci_count(lci_handle *h, lci_counts *out);
+int lci_peek1(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref ns);
+int lci_peek(lci_handle *h, const lc_key *keys, const int64_t *offsets, uint32_t requests,
+             lci_ns_ref ns, int32_t *counts);
+int lci_match1(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref ns, lci_lease *lease);
+int lci_match(lci_handle *h, const lc_key *keys, const int64_t *offsets, uint32_t requests,
+              lci_ns_ref ns, lci_lease *lease, int32_t *counts);
+int lci_release(lci_handle *h, lci_lease *lease);
+int lci_split(lci_lease *from, lci_lease *const *to, const int32_t *counts, uint32_t n);
+int lci_reserve(lci_handle *h, lci_reserve_op *op, const lc_key *keys, uint32_t n, uint32_t start,
+                int32_t *page, uint8_t *status, int wait, uint64_t deadline);
+int lci_unreserve(lci_handle *h, lci_reserve_op *op, const int32_t *page, const uint8_t *status,
+                  uint32_t n);
+int lci_publish(lci_handle *h, uint32_t rid, uint32_t gen, uint32_t shard, const int32_t *pages,
+                uint32_t n);
+int lci_wait(lci_handle *h, const lc_key *keys, uint32_t n, uint64_t deadline);
+int lci_abandon(lci_handle *h, uint32_t rid, uint32_t gen, int wait, uint64_t deadline);
+int lci_evict_pages(lci_handle *h, uint32_t want, uint32_t *freed, int wait, uint64_t deadline);
+int lci_clear(lci_handle *h, lci_ns_ref ref, int wait, uint64_t deadline);
+int lci_grow(lci_handle *h, uint32_t pages, int wait, uint64_t deadline);
+int lci_namespace_find(lci_handle *h, const char *weights, const char *tenant, lci_ns_ref *out);
+int lci_namespace_open(lci_handle *h, const char *weights, const char *tenant, uint32_t quota,
+                       lci_ns_ref *out, int wait, uint64_t deadline);
+int lci_ticket_give(lci_handle *h, const int32_t *pages, uint32_t n, uint32_t rid, uint32_t rgen,
+                    uint64_t adopters, uint64_t expires, lci_ticket_ref *ref, int wait,
+                    uint64_t deadline);
+int lci_ticket_size(lci_handle *h, const lci_ticket_ref *ref);
+int lci_ticket_done(lci_handle *h, const lci_ticket_ref *ref, int ok);
+int lci_ticket_poll(lci_handle *h, const lci_ticket_ref *ref, lci_ticket_status *out);
+int lci_ticket_drop(lci_handle *h, const lci_ticket_ref *ref, int wait, uint64_t deadline);
+int lci_adopt(lci_handle *h, const lci_ticket_ref *ref, uint32_t shard, uint32_t *held,
+              int32_t *pages, uint32_t capacity, uint32_t *rid, uint32_t *rgen, int wait,
+              uint64_t deadline);
+int lci_reap_slot(lci_handle *h, uint32_t slot, int wait, uint64_t deadline);
+int lci_reap_unjoined(lci_handle *h, uint32_t slot, int wait, uint64_t deadline);
+int lci_leave(lci_handle *h, int wait, uint64_t deadline);
+int lci_check(uint8_t *base, uint64_t bytes, uint64_t pages, int quiet, lci_report *out);
+int lci_recover_copy(uint8_t *base, uint64_t bytes, uint64_t pages);
+int lci_repair(lci_handle *h, int wait, uint64_t deadline);
+int lci_hold(lci_handle *h, int wait, uint64_t deadline);
+int lci_let_go(lci_handle *h);
+int lci_copy(lci_handle *h, uint8_t *to, uint64_t bytes, int wait, uint64_t deadline);
+
+#ifdef LC_PAUSE_POINTS
+extern void (*lc_pause_hook)(int point);
+#endif
+
+#endif

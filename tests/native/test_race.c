@@ -1,0 +1,298 @@
+/* The other side of a race, played at the pause point that decides it; and deaths at every pause
+ * point of every operation. Without pause points compiled in there is nothing here. */
+#include "world.h"
+
+#include <setjmp.h>
+#include <stdlib.h>
+
+#ifdef LC_PAUSE_POINTS
+
+static segment s;
+static client a, b;
+static prompt p, q, fresh;
+static lease l;
+
+static void set_up(uint64_t pages) {
+    s = index_make(pages);
+    a = client_join(&s);
+    b = client_join(&s);
+}
+
+static void tear_down(void) {
+    client_leave(&a);
+    client_leave(&b);
+    index_check(&s);
+    segment_end(&s);
+}
+
+/* ------------------------------------------------------------------ the other side, in between */
+
+static int at_point;
+static void (*then)(void);
+
+/* The other side's own points must not call it again. */
+static void once(int point) {
+    if (point != at_point) return;
+    lc_pause_hook = NULL;
+    then();
+}
+
+static void play(int point, void (*what)(void)) {
+    at_point = point;
+    then = what;
+    lc_pause_hook = once;
+}
+
+static void check_played(void) {
+    CHECK(lc_pause_hook == NULL);
+}
+
+static uint32_t matched;
+static void match_it(void) { matched = match(&b, &p, &l); }
+
+/* Whoever pins before the evictor has looked keeps its pages; whoever comes later gets none. */
+static void race_of_matching_and_evicting(void) {
+    static const int points[] = {LC_AT_EVICT_CHOSEN, LC_AT_EVICT_MARKED, LC_AT_EVICT_FENCED,
+                                 LC_AT_EVICT_UNLINKED};
+    for (int i = 0; i < 4; i++) {
+        set_up(64);
+        prompt_fill(&a, &p, 1, 3);
+        play(points[i], match_it);
+        uint32_t freed = evict(&a, 3);
+        check_played();
+        CHECK_EQ(matched + freed, 3);
+        CHECK_EQ(matched, points[i] == LC_AT_EVICT_CHOSEN ? 3 : 0);
+        for (uint32_t k = 0; k < matched; k++) CHECK_EQ(pins_of(&a, (uint32_t)p.page[k]), 1);
+        for (uint32_t k = matched; k < 3; k++) CHECK_EQ(pins_of(&a, (uint32_t)p.page[k]), 0);
+        index_check(&s);
+        CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
+        tear_down();
+    }
+}
+
+static uint32_t freed_in_between;
+static void evict_all(void) { freed_in_between = evict(&a, 64); }
+
+static void race_of_evicting_and_matching(void) {
+    static const int points[] = {LC_AT_WALK_NEXT, LC_AT_PIN_COUNTED, LC_AT_PIN_FENCED};
+    for (int i = 0; i < 3; i++) {
+        set_up(64);
+        prompt_fill(&a, &p, 1, 3);
+        play(points[i], evict_all);
+        matched = match(&b, &p, &l);
+        check_played();
+        CHECK_EQ(matched, points[i] == LC_AT_WALK_NEXT ? 0 : 3);
+        CHECK_EQ(freed_in_between, 3 - matched);
+        CHECK_EQ(pins_of(&a, (uint32_t)p.page[0]), matched > 0);
+        index_check(&s);
+        CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
+        tear_down();
+    }
+}
+
+/* The page is evicted and used again under another key, and published, while b holds on to it. */
+static void use_again(void) {
+    CHECK_EQ(evict(&a, 64), 1);
+    prompt_fill(&a, &q, 2, 1);
+    CHECK_EQ(q.page[0], p.page[0]);
+}
+
+static void race_of_matching_and_using_again(void) {
+    set_up(64);
+    prompt_fill(&a, &p, 1, 1);
+    play(LC_AT_WALK_NEXT, use_again);
+    CHECK_EQ(match(&b, &p, &l), 0);
+    check_played();
+    CHECK_EQ(pins_of(&a, (uint32_t)q.page[0]), 0);
+    CHECK_EQ(peek(&b, &q), 1);
+    tear_down();
+}
+
+static void clear_it(void) { CHECK_EQ(lci_clear(a.h, NS, BLOCKING), LC_OK); }
+
+static void race_of_matching_and_clearing(void) {
+    static const int points[] = {LC_AT_WALK_NEXT, LC_AT_PIN_COUNTED, LC_AT_PIN_FENCED};
+    for (int i = 0; i < 3; i++) {
+        set_up(64);
+        prompt_fill(&a, &p, 1, 3);
+        play(points[i], clear_it);
+        CHECK_EQ(match(&b, &p, &l), 0);
+        check_played();
+        CHECK_EQ(pins_of(&a, (uint32_t)p.page[0]), 0);
+        tear_down();
+    }
+    set_up(64);
+    prompt_fill(&a, &p, 1, 3);
+    play(LC_AT_WALK_NEXT, clear_it);
+    CHECK_EQ(peek(&b, &p), 0);
+    check_played();
+    tear_down();
+}
+
+static void publish_second(void) {
+    CHECK_EQ(lci_publish(a.h, fresh.op.rid, fresh.op.gen, 1, fresh.fresh, fresh.made), 1);
+}
+
+/* Two last publishers: each sees all shards done, both make the pages ready. */
+static void race_of_two_last_publishers(void) {
+    set_up(64);
+    prompt_make(&fresh, 3, 5);
+    CHECK_EQ(prompt_reserve(&a, &fresh, NS, 2), 5);
+    play(LC_AT_SHARD_CLEARED, publish_second);
+    CHECK_EQ(lci_publish(a.h, fresh.op.rid, fresh.op.gen, 0, fresh.fresh, fresh.made), 1);
+    check_played();
+    CHECK_EQ(peek(&b, &fresh), 5);
+    prompt_unpin(&a, &fresh);
+    tear_down();
+}
+
+static void publish_second_and_collect(void) {
+    publish_second();
+    CHECK_EQ(evict(&b, 1), 0); /* pinned by a; but the reservation is gone now */
+    CHECK_EQ(index_counts(&b).reservations, 0);
+}
+
+static void race_of_a_publisher_and_the_collector(void) {
+    set_up(64);
+    prompt_make(&fresh, 3, 5);
+    CHECK_EQ(prompt_reserve(&a, &fresh, NS, 2), 5);
+    play(LC_AT_SHARD_CLEARED, publish_second_and_collect);
+    CHECK_EQ(lci_publish(a.h, fresh.op.rid, fresh.op.gen, 0, fresh.fresh, fresh.made), 1);
+    check_played();
+    CHECK_EQ(peek(&b, &fresh), 5);
+    prompt_unpin(&a, &fresh);
+    tear_down();
+}
+
+/* ------------------------------------------------------------------ deaths */
+
+static jmp_buf death;
+static int passes_left;
+
+static void die(int point) {
+    (void)point;
+    if (passes_left-- == 0) {
+        lc_pause_hook = NULL;
+        longjmp(death, 1);
+    }
+}
+
+/* The victim's operations. `p` is ready, `fresh` is what it writes, where it writes. */
+static client victim;
+static lci_ticket_ref ticket;
+
+static void do_reserve(void) { prompt_reserve(&victim, &fresh, NS, 1); }
+static void do_publish(void) { prompt_publish(&victim, &fresh, 0); }
+static void do_match(void) { (void)match(&victim, &p, &l); }
+static void do_release(void) { (void)lci_release(victim.h, &l.head); }
+static void do_evict(void) { (void)evict(&victim, 20); }
+static void do_clear(void) { (void)lci_clear(victim.h, NS, BLOCKING); }
+static void do_abandon(void) {
+    (void)lci_abandon(victim.h, fresh.op.rid, fresh.op.gen, BLOCKING);
+}
+static void do_give(void) {
+    (void)lci_ticket_give(victim.h, l.pages, l.head.held, LC_NIL, 0, 1u << b.slot, FOREVER, &ticket,
+                          BLOCKING);
+}
+static void do_leave(void) { (void)lci_leave(victim.h, BLOCKING); }
+
+typedef struct operation {
+    const char *name;
+    void (*run)(void);
+    bool writes, holds; /* `fresh` is reserved before; `p` is matched before */
+} operation;
+
+static void prepare(const operation *o) {
+    set_up(48);
+    victim = client_join(&s);
+    prompt_fill(&a, &p, 1, 20);
+    prompt_fill(&a, &q, 2, 28); /* full: reserving has to evict */
+    prompt_make(&q, 2, 20);
+    prompt_make(&fresh, 3, 10);
+    if (o->writes) CHECK_EQ(prompt_reserve(&victim, &fresh, NS, 1), 10);
+    if (o->holds) (void)match(&victim, &p, &l);
+    memset(&ticket, 0, sizeof ticket);
+}
+
+/* What the survivors find: a sound index, whose pages can all be used. */
+static void survive(const operation *o) {
+    uint32_t slot = victim.slot, taken = lc_load(&lcs_client_of(a.at, slot)->state);
+    CHECK(index_broken(&s) == 0 || taken == LCS_CLIENT_TAKEN);
+    client_die(&victim);
+    CHECK_EQ(lci_reap_slot(b.h, slot, BLOCKING), 1);
+    index_check(&s);
+    for (uint32_t page = 0; page < 48; page++) CHECK_EQ(lc_load(lci_pin(b.h, slot, page)), 0);
+    CHECK_EQ(index_counts(&b).reservations, 0);
+    if (o->run == do_clear) CHECK_EQ(lci_clear(b.h, NS, BLOCKING), LC_OK);
+    if (o->run == do_give) { /* the ticket may stand; its adopter may come */
+        uint32_t rid, gen;
+        if (ticket.gen) (void)lci_adopt(b.h, &ticket, 0, &l.head.held, l.pages, 48, &rid, &gen, BLOCKING);
+        if (ticket.gen) (void)lci_ticket_done(b.h, &ticket, 1);
+        CHECK_EQ(lci_leave(b.h, BLOCKING), LC_OK);
+        lc_store(&b.at->leaving, 0);
+    }
+    (void)evict(&b, 48);
+    (void)evict(&b, 48);
+    lci_counts counts = index_counts(&b);
+    CHECK_EQ(counts.free, 48);
+    CHECK_EQ(counts.tickets, 0);
+    CHECK_EQ(counts.chunks, 0);
+    tear_down();
+}
+
+/* Die at each passing of a pause point, until the operation is through without dying. */
+static void die_everywhere(const operation *o) {
+    static volatile int pass;
+    static volatile bool through;
+    through = false;
+    for (pass = 0; !through; pass++) {
+        prepare(o);
+        passes_left = pass;
+        lc_pause_hook = die;
+        if (setjmp(death) == 0) {
+            o->run();
+            through = true;
+        }
+        lc_pause_hook = NULL;
+        survive(o);
+    }
+    CHECK(pass > 3 || o->run == do_release);
+}
+
+#define DEATH(name, run, writes, holds)                       \
+    static void name(void) {                                  \
+        static const operation o = {#name, run, writes, holds}; \
+        die_everywhere(&o);                                   \
+    }
+DEATH(death_in_reserve, do_reserve, false, false)
+DEATH(death_in_publish, do_publish, true, false)
+DEATH(death_in_match, do_match, false, false)
+DEATH(death_in_release, do_release, false, true)
+DEATH(death_in_evict, do_evict, false, false)
+DEATH(death_in_clear, do_clear, false, true)
+DEATH(death_in_abandon, do_abandon, true, false)
+DEATH(death_in_give, do_give, false, true)
+DEATH(death_in_leave, do_leave, true, true)
+
+const test race_tests[] = {
+    TEST(race_of_matching_and_evicting),
+    TEST(race_of_evicting_and_matching),
+    TEST(race_of_matching_and_using_again),
+    TEST(race_of_matching_and_clearing),
+    TEST(race_of_two_last_publishers),
+    TEST(race_of_a_publisher_and_the_collector),
+    TEST(death_in_reserve),
+    TEST(death_in_publish),
+    TEST(death_in_match),
+    TEST(death_in_release),
+    TEST(death_in_evict),
+    TEST(death_in_clear),
+    TEST(death_in_abandon),
+    TEST(death_in_give),
+    TEST(death_in_leave),
+    END_OF_TESTS,
+};
+
+#else
+const test race_tests[] = {END_OF_TESTS};
+#endif
