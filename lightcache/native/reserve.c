@@ -214,6 +214,8 @@ static int make_room(reserve *r, uint32_t want) {
         r->op->wanted = want - available(h);
         return LC_E_GROW;
     }
+    /* Nothing of a prefix can go before all of it has been taken in. */
+    if (lci_collect(h, &r->t, 256)) return ROOM_AGAIN;
     if (lc_load(&h->root->doomed)) lci_collect_doomed(h, &r->t, 256);
     for (uint32_t steps = 0; available(h) < want && !r->eviction.exhausted; steps++) {
         if (r->t.error) return r->t.error;
@@ -495,7 +497,7 @@ LC_API int lci_evict_pages(lci_handle *h, uint32_t want, uint32_t *freed, int wa
     while (*freed < want && !e.exhausted) {
         rc = lci_lock(h, &t, LCI_OP_EVICT, wait, deadline);
         if (rc != LC_OK) return rc;
-        lci_collect(h, &t, 256);
+        uint32_t work = lci_collect(h, &t, 256);
         if (lc_load(&h->root->ticket_used)) lci_settle_tickets(h, &t, 256);
         if (lc_load(&h->root->doomed)) lci_collect_doomed(h, &t, 256);
         for (int i = 0; i < 8 && *freed < want && !e.exhausted && !t.error; i++) {
@@ -503,6 +505,7 @@ LC_API int lci_evict_pages(lci_handle *h, uint32_t want, uint32_t *freed, int wa
             lci_step(&t);
             if (!t.error) *freed += n;
         }
+        if (work) e.exhausted = false; /* more may have ended that was not taken in yet */
         rc = lci_unlock(h, &t);
         if (rc != LC_OK) return rc;
     }

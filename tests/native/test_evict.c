@@ -171,6 +171,19 @@ static void evict_of_a_namespace_chooses_among_many(void) {
     tear_down();
 }
 
+/* What was published is taken in some hundred pages at a time, and not before a prefix is whole may
+ * its end go: all of it has to be taken in before anybody may say that nothing can be evicted. */
+static void evict_takes_in_all_that_was_published(void) {
+    set_up(600);
+    prompt_fill(&a, &p, 1, 600);
+    CHECK_EQ(evict(&a, 600), 600);
+    prompt_fill(&a, &p, 1, 600);
+    prompt_make(&q, 2, 200);
+    CHECK_EQ(prompt_reserve(&b, &q, NS, 1), 200);
+    prompt_unpin(&b, &q);
+    tear_down();
+}
+
 static void queue_notices_damage(void) {
     uint32_t freed = 0;
     set_up(64);
@@ -215,6 +228,7 @@ const test evict_tests[] = {
     TEST(evict_looks_into_the_rows_that_bits_name),
     TEST(evict_of_the_quota_takes_the_oldest_of_the_namespace),
     TEST(evict_of_a_namespace_chooses_among_many),
+    TEST(evict_takes_in_all_that_was_published),
     TEST(queue_notices_damage),
     TEST(evict_puts_right_what_was_used_since),
     END_OF_TESTS,
