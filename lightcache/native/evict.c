@@ -96,7 +96,7 @@ static uint32_t settle(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t *mark
         }
     }
     finish(h, t, marked, freed);
-    if (freed) lcs_client_of(h->at, h->at->slot)->evicted_pages += freed;
+    if (freed) lc_raise(&lcs_client_of(h->at, h->at->slot)->evicted_pages, freed);
     return freed;
 }
 

@@ -261,9 +261,9 @@ int lci_pin_ready(lci_handle *h, const lc_key *keys, uint32_t n, uint32_t ns, ui
 
 static void note_lookup(lci_handle *h, uint32_t asked, uint32_t hit) {
     lcs_client *c = lcs_client_of(h->at, h->at->slot);
-    c->lookups++;
-    c->hit_pages += hit;
-    c->missed_pages += asked - hit;
+    lc_raise(&c->lookups, 1);
+    lc_raise(&c->hit_pages, hit);
+    lc_raise(&c->missed_pages, asked - hit);
 }
 
 /* Pin the longest ready prefix of each request; `lease` begins zeroed. Pages are written one request behind another to

@@ -77,10 +77,12 @@ enum copies { COPIES_OVER, COPIES_GOING_ON, COPIES_UNKNOWN };
 /* Has every thread of the dead client ended, so that the kernel has torn down its device context
  * and no copy is under way any more? */
 static enum copies copies(const lci_handle *h, const lcs_client *c) {
-    if (c->pidns == 0 || c->pidns != h->at->pidns) return COPIES_UNKNOWN;
-    uint64_t start = lcs_start_ticks(c->pid);
-    if (start != 0 && start != c->start_ticks) return COPIES_OVER; /* another's number by now */
-    int fd = (int)syscall(SYS_pidfd_open, c->pid, 0);
+    uint64_t pidns = lc_load(&c->pidns);
+    uint32_t pid = lc_load(&c->pid);
+    if (pidns == 0 || pidns != h->at->pidns) return COPIES_UNKNOWN;
+    uint64_t start = lcs_start_ticks(pid);
+    if (start != 0 && start != lc_load(&c->start_ticks)) return COPIES_OVER; /* another's by now */
+    int fd = (int)syscall(SYS_pidfd_open, pid, 0);
     if (fd < 0) return errno == ESRCH ? COPIES_OVER : COPIES_UNKNOWN;
     struct pollfd poller = {.fd = fd, .events = POLLIN};
     int ready = poll(&poller, 1, 0);
@@ -96,12 +98,12 @@ static void end_slot(lcs_client *c) {
 static int reap_held(lci_handle *h, uint32_t slot, int wait, uint64_t deadline) {
     lcs_client *c = lcs_client_of(h->at, slot);
     uint32_t state = lc_load_acquire(&c->state);
-    bool device = (c->flags & LCS_FLAG_DEVICE) != 0;
+    bool device = (lc_load(&c->flags) & LCS_FLAG_DEVICE) != 0;
     if (state == LCS_CLIENT_TAKEN) {
         int rc = reap_records(h, slot, wait, deadline);
         if (rc != LC_OK) return rc;
         if (clear_row(h, slot, device)) {
-            c->quarantine_until_ns = lcs_now_ns() + QUARANTINE_NS;
+            lc_store(&c->quarantine_until_ns, lcs_now_ns() + QUARANTINE_NS);
             lc_store_release(&c->state, LCS_CLIENT_QUARANTINE);
             state = LCS_CLIENT_QUARANTINE;
         }
@@ -109,7 +111,8 @@ static int reap_held(lci_handle *h, uint32_t slot, int wait, uint64_t deadline) 
     if (state == LCS_CLIENT_QUARANTINE) {
         enum copies now = copies(h, c);
         if (now == COPIES_GOING_ON) return 1;
-        if (now == COPIES_UNKNOWN && lcs_now_ns() < c->quarantine_until_ns) return 1;
+        uint64_t until = lc_load(&c->quarantine_until_ns);
+        if (now == COPIES_UNKNOWN && lcs_now_ns() < until) return 1;
         clear_row(h, slot, false);
     } else if (state != LCS_CLIENT_TAKEN) {
         return 0;

@@ -250,6 +250,18 @@ LC_API int lci_let_go(lci_handle *h) {
     return lci_unlock(h, &t);
 }
 
+/* Word by word: pins, states and counters change meanwhile, without the lock. */
+static void copy_words(uint8_t *to, const uint8_t *from, uint64_t bytes) {
+    const _Atomic uint64_t *words = (const _Atomic uint64_t *)from;
+    uint64_t at = 0;
+    for (; at + 8 <= bytes; at += 8) {
+        uint64_t word = lc_load(&words[at / 8]);
+        memcpy(to + at, &word, 8);
+    }
+    uint64_t last = at < bytes ? lc_load(&words[at / 8]) : 0; /* a segment ends with a whole one */
+    memcpy(to + at, &last, bytes - at);
+}
+
 /* Copy the segment while holding the lock, for `check`: allocations wait for it. Never with the
  * interpreter's lock held: a million pages take 50 ms. */
 LC_API int lci_copy(lci_handle *h, uint8_t *to, uint64_t bytes, int wait, uint64_t deadline) {
@@ -260,6 +272,6 @@ LC_API int lci_copy(lci_handle *h, uint8_t *to, uint64_t bytes, int wait, uint64
     if (wait == LC_TRY) return LC_E_BUSY;
     rc = lcs_lock_take(h->at, &t, LCI_OP_CHECK, wait, deadline, h->log_begin, h->log_end);
     if (rc != LC_OK) return rc;
-    memcpy(to, h->at->base, bytes);
+    copy_words(to, h->at->base, bytes);
     return lci_unlock(h, &t);
 }

@@ -333,7 +333,7 @@ static void settle_locked(reserve *r, uint32_t from, uint32_t to, uint32_t absen
         lc_txn_add(&r->t, &r->h->ns[lci_ns_id(r->op->ns)].pages, made);
         lc_txn_add(&r->t, &r->h->root->named, made);
         lc_txn_add(&r->t, &r->h->root->writing, made);
-        lcs_client_of(r->h->at, r->h->at->slot)->reserved_pages += made;
+        lc_raise(&lcs_client_of(r->h->at, r->h->at->slot)->reserved_pages, made);
     }
 }
 

@@ -81,11 +81,12 @@ uint64_t lcs_start_ticks(uint32_t pid) {
  * not there, or started at another time, proves nothing: then the byte lock decides. */
 bool lcs_thread_gone(const lcs_attachment *at, uint32_t slot, uint32_t tid) {
     if (slot == 0 || slot >= LCS_SLOTS || tid == 0 || at->pidns == 0) return false;
-    const volatile lcs_client *client = lcs_client_of(at, slot);
-    uint32_t pid = client->pid;
-    if (client->pidns != at->pidns || pid == 0) return false;
+    const lcs_client *client = lcs_client_of(at, slot);
+    uint32_t pid = lc_load(&client->pid);
+    if (lc_load(&client->pidns) != at->pidns || pid == 0) return false;
+    uint64_t start = lc_load(&client->start_ticks);
     proc_stat stat;
-    if (process_stat(pid, &stat) != LC_OK || stat.start_ticks != client->start_ticks) return false;
+    if (process_stat(pid, &stat) != LC_OK || stat.start_ticks != start) return false;
     char path[64];
     snprintf(path, sizeof path, "/proc/%u/task/%u/stat", pid, tid);
     int rc = read_stat(path, &stat);
@@ -93,7 +94,7 @@ bool lcs_thread_gone(const lcs_attachment *at, uint32_t slot, uint32_t tid) {
                 (rc == LC_OK && (strchr("ZXx", stat.state) || (stat.flags & PF_EXITING)));
     if (rc != LC_E_MISSING) return gone;
     /* The thread is gone from a process that was there: unless all of it has gone meanwhile. */
-    return process_stat(pid, &stat) == LC_OK && stat.start_ticks == client->start_ticks;
+    return process_stat(pid, &stat) == LC_OK && stat.start_ticks == start;
 }
 
 /* ------------------------------------------------------------------ slots */
@@ -115,16 +116,19 @@ int lcs_slot_alive(const lcs_attachment *at, uint32_t slot) {
 static void fill(lcs_attachment *at, uint32_t slot, const char *role, uint32_t flags) {
     lcs_client *client = lcs_client_of(at, slot);
     lc_store(&client->epoch, lc_load(&client->epoch) + 1);
-    client->pid = at->pid;
-    client->flags = flags;
-    client->pidns = at->pidns;
-    client->start_ticks = lcs_start_ticks(at->pid);
-    client->attached_ns = wall_ns();
-    client->quarantine_until_ns = 0;
-    memset(client->role, 0, sizeof client->role);
-    memcpy(client->role, role, strnlen(role, sizeof client->role - 1));
-    client->lookups = client->hit_pages = client->missed_pages = 0;
-    client->reserved_pages = client->evicted_pages = client->published_pages = 0;
+    lc_store(&client->pid, at->pid);
+    lc_store(&client->flags, flags);
+    lc_store(&client->pidns, at->pidns);
+    lc_store(&client->start_ticks, lcs_start_ticks(at->pid));
+    lc_store(&client->attached_ns, wall_ns());
+    lc_store(&client->quarantine_until_ns, 0);
+    uint64_t words[4] = {0};
+    memcpy(words, role, strnlen(role, sizeof words - 1));
+    for (int i = 0; i < 4; i++) lc_store(&client->role[i], words[i]);
+    _Atomic uint64_t *counters[] = {&client->lookups,        &client->hit_pages,
+                                    &client->missed_pages,   &client->reserved_pages,
+                                    &client->evicted_pages,  &client->published_pages};
+    for (int i = 0; i < 6; i++) lc_store(counters[i], 0);
     at->epoch = lc_load(&client->epoch);
     lc_store_release(&client->state, LCS_CLIENT_TAKEN);
     at->slot = slot;

@@ -54,6 +54,8 @@ enum lc_error {
 #define lc_load_acquire(p) atomic_load_explicit((p), memory_order_acquire)
 #define lc_store(p, v) atomic_store_explicit((p), (v), memory_order_relaxed)
 #define lc_store_release(p, v) atomic_store_explicit((p), (v), memory_order_release)
+/* For a counter with one writer at a time. */
+#define lc_raise(p, n) lc_store((p), lc_load(p) + (n))
 
 /* Pause points: test builds only. A point calls the hook with its number and may be blocked
  * there while another thread or process runs the other side of a race. */
@@ -136,23 +138,24 @@ enum { LCS_LIFETIME_ATTACHED = 0, LCS_LIFETIME_PERSISTENT = 1 };
 enum { LCS_CLIENT_FREE = 0, LCS_CLIENT_TAKEN = 1, LCS_CLIENT_QUARANTINE = 2 };
 enum { LCS_FLAG_DEVICE = 1 };
 
+/* Others look at a record while its slot changes hands, so every word of it is atomic. */
 typedef struct lcs_client {
     _Atomic uint32_t state;
     _Atomic uint32_t epoch; /* raised when the slot is taken and when it is given back */
-    uint32_t pid;           /* in its own PID namespace */
-    uint32_t flags;
-    uint64_t pidns;       /* inode of that namespace */
-    uint64_t start_ticks; /* field 22 of /proc/PID/stat: tells a recycled pid */
-    uint64_t attached_ns; /* CLOCK_REALTIME */
-    uint64_t quarantine_until_ns; /* CLOCK_MONOTONIC */
-    char role[32];
+    _Atomic uint32_t pid;   /* in its own PID namespace */
+    _Atomic uint32_t flags;
+    _Atomic uint64_t pidns;       /* inode of that namespace */
+    _Atomic uint64_t start_ticks; /* field 22 of /proc/PID/stat: tells a recycled pid */
+    _Atomic uint64_t attached_ns; /* CLOCK_REALTIME */
+    _Atomic uint64_t quarantine_until_ns; /* CLOCK_MONOTONIC */
+    _Atomic uint64_t role[4];     /* UTF-8, zero padded */
     /* Counters, written by the client alone. */
-    uint64_t lookups;
-    uint64_t hit_pages;
-    uint64_t missed_pages;
-    uint64_t reserved_pages;
-    uint64_t evicted_pages;
-    uint64_t published_pages;
+    _Atomic uint64_t lookups;
+    _Atomic uint64_t hit_pages;
+    _Atomic uint64_t missed_pages;
+    _Atomic uint64_t reserved_pages;
+    _Atomic uint64_t evicted_pages;
+    _Atomic uint64_t published_pages;
 } lcs_client;
 
 /* The lock: 64 bits that are swapped as one. The word (which is slept on): 0 free, else owner slot

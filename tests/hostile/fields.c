@@ -35,7 +35,7 @@ static void client_fields(table *t) {
     ONE(lcs_client, start_ticks, PROTOCOL, LCS_CLIENTS_OFFSET, LCS_SLOTS);
     ONE(lcs_client, attached_ns, ADVICE, LCS_CLIENTS_OFFSET, LCS_SLOTS);
     ONE(lcs_client, quarantine_until_ns, PROTOCOL, LCS_CLIENTS_OFFSET, LCS_SLOTS);
-    ARRAY(lcs_client, role, ADVICE, LCS_CLIENTS_OFFSET + sizeof(lcs_client), 32);
+    ARRAY(lcs_client, role, ADVICE, LCS_CLIENTS_OFFSET + sizeof(lcs_client), 4);
     ONE(lcs_client, lookups, ADVICE, LCS_CLIENTS_OFFSET, LCS_SLOTS);
     ONE(lcs_client, evicted_pages, ADVICE, LCS_CLIENTS_OFFSET, LCS_SLOTS);
 }

@@ -46,7 +46,7 @@ static void slot_says_who_took_it(void) {
     CHECK_EQ(record->flags, LCS_FLAG_DEVICE);
     CHECK_EQ(record->start_ticks, lcs_start_ticks((uint32_t)getpid()));
     CHECK(record->start_ticks != 0 && record->attached_ns != 0);
-    CHECK(strcmp(record->role, "a test") == 0);
+    CHECK(strcmp((const char *)record->role, "a test") == 0);
     CHECK_EQ(lcs_attachment_slot(c.at), 1);
     CHECK_EQ(lcs_slot_claim(c.at, "", 0), LC_E_TWICE);
     CHECK_EQ(lcs_slot_alive(c.at, 1), 1);
@@ -72,8 +72,8 @@ static void slot_of_a_long_role(void) {
     CHECK_EQ(lcs_slot_release(c.at), LC_OK);
     CHECK_EQ(lcs_slot_claim(c.at, role, 0), 1);
     const lcs_client *record = lcs_client_of(c.at, 1);
-    CHECK_EQ(record->role[30], 'x');
-    CHECK_EQ(record->role[31], 0);
+    CHECK_EQ(((const char *)record->role)[30], 'x');
+    CHECK_EQ(((const char *)record->role)[31], 0);
     CHECK_EQ(record->lookups, 0);
     client_leave(&c);
     tear_down();

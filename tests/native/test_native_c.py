@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
+SEED = int(os.environ.get("LIGHTCACHE_TEST_SEED", "1"))
 LIMIT = 110  # seconds for a build or a run; they take a tenth of it on two idle cores
 
 
@@ -58,6 +59,15 @@ def test_plain(variant: str, out: Path) -> None:
 def test_addresses_and_undefined_behaviour(out: Path) -> None:
     need("make", "gcc")
     print(run(build("asan", out) / "core_tests"))
+
+
+@pytest.mark.slow
+@pytest.mark.stress
+def test_races_of_threads(out: Path) -> None:
+    need("make", "gcc")
+    stress = build("tsan", out, "stress") / "stress"
+    for seed in (SEED, SEED + 1):
+        print(run(stress, 3000, seed))
 
 
 @pytest.mark.slow

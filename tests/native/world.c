@@ -85,7 +85,10 @@ void client_forget(client *c) {
 }
 
 void client_leave(client *c) {
-    if (c->h) CHECK_EQ(lci_leave(c->h, BLOCKING), LC_OK);
+    int rc = LC_OK;
+    do rc = c->h ? lci_leave(c->h, BLOCKING) : LC_OK;
+    while (rc == LC_E_INTR);
+    CHECK_EQ(rc, LC_OK);
     if (c->at->slot) CHECK_EQ(lcs_slot_release(c->at), LC_OK);
     client_forget(c);
 }
