@@ -85,15 +85,32 @@ lci_handle *lci_handle_on(uint8_t *base, const lci_geometry *g, lcs_attachment *
     return h;
 }
 
+typedef struct name {
+    uint64_t word[LCI_NAME_WORDS];
+} name;
+
+static name name_of(const char *text) {
+    name n = {{0}};
+    memcpy(n.word, text, strnlen(text, sizeof n.word - 1));
+    return n;
+}
+
+static void set_name(_Atomic uint64_t *to, const char *text) {
+    name n = name_of(text);
+    for (int i = 0; i < LCI_NAME_WORDS; i++) lc_store(&to[i], n.word[i]);
+}
+
+/* The epoch before the names: whoever has read the new names under the old epoch finds it moved on
+ * when it looks again. */
 static void set_namespace(lci_namespace *ns, const char *weights, const char *tenant,
                           uint32_t quota) {
-    memset(ns->weights, 0, sizeof ns->weights);
-    memset(ns->tenant, 0, sizeof ns->tenant);
-    strncpy(ns->weights, weights, sizeof ns->weights - 1);
-    strncpy(ns->tenant, tenant, sizeof ns->tenant - 1);
+    lc_store_release(&ns->epoch, lc_load(&ns->epoch) + 1);
+    atomic_thread_fence(memory_order_release);
+    set_name(ns->weights, weights);
+    set_name(ns->tenant, tenant);
     lc_store(&ns->quota, quota);
     lc_store(&ns->cursor, 0);
-    lc_store(&ns->epoch, lc_load(&ns->epoch) + 1);
+    LC_PAUSE(LC_AT_NAME_STORED);
     lc_store_release(&ns->state, LCI_NS_NORMAL);
 }
 
@@ -152,14 +169,25 @@ LC_API int lci_grow(lci_handle *h, uint32_t pages, int wait, uint64_t deadline) 
 
 /* ------------------------------------------------------------------ namespaces */
 
-static bool named(const lci_namespace *ns, const char *weights, const char *tenant) {
-    return lc_load_acquire(&ns->state) == LCI_NS_NORMAL &&
-           strncmp(ns->weights, weights, sizeof ns->weights) == 0 &&
-           strncmp(ns->tenant, tenant, sizeof ns->tenant) == 0;
+static bool same(const _Atomic uint64_t *words, const name *n) {
+    uint64_t differ = 0;
+    for (int i = 0; i < LCI_NAME_WORDS; i++) differ |= lc_load(&words[i]) ^ n->word[i];
+    return differ == 0;
 }
 
-static lci_ns_ref ref_of(const lci_handle *h, const lci_namespace *ns) {
-    return (uint32_t)(ns - h->ns) | lc_load(&ns->epoch) << 8;
+/* Is this namespace open under these names? If its entry changes hands meanwhile: no. */
+static bool named(const lci_namespace *ns, const name *weights, const name *tenant,
+                  uint32_t *epoch) {
+    *epoch = lc_load_acquire(&ns->epoch);
+    if (lc_load_acquire(&ns->state) != LCI_NS_NORMAL) return false;
+    LC_PAUSE(LC_AT_NAME_LOOKED);
+    if (!same(ns->weights, weights) || !same(ns->tenant, tenant)) return false;
+    atomic_thread_fence(memory_order_acquire);
+    return lc_load(&ns->epoch) == *epoch;
+}
+
+static lci_ns_ref ref_of(const lci_handle *h, const lci_namespace *ns, uint32_t epoch) {
+    return (uint32_t)(ns - h->ns) | epoch << 8;
 }
 
 /* Look a namespace up. No lock; LC_E_MISSING when there is none of that name. */
@@ -167,12 +195,11 @@ LC_API int lci_namespace_find(lci_handle *h, const char *weights, const char *te
                               lci_ns_ref *out) {
     int rc = lcs_usable(h->at);
     if (rc != LC_OK) return rc;
-    for (uint32_t i = 0; i < LCI_NAMESPACES; i++) {
-        lci_ns_ref before = ref_of(h, &h->ns[i]);
-        if (named(&h->ns[i], weights, tenant) && ref_of(h, &h->ns[i]) == before) {
-            *out = before;
-            return LC_OK;
-        }
+    name wanted_weights = name_of(weights), wanted_tenant = name_of(tenant);
+    for (uint32_t i = 0, epoch; i < LCI_NAMESPACES; i++) {
+        if (!named(&h->ns[i], &wanted_weights, &wanted_tenant, &epoch)) continue;
+        *out = ref_of(h, &h->ns[i], epoch);
+        return LC_OK;
     }
     return LC_E_MISSING;
 }
@@ -203,7 +230,7 @@ LC_API int lci_namespace_open(lci_handle *h, const char *weights, const char *te
         /* One record, its state stored last: a death before that leaves it vacant. */
         if (ns) {
             set_namespace(ns, weights, tenant, quota == UINT32_MAX ? 0 : quota);
-            *out = ref_of(h, ns);
+            *out = ref_of(h, ns, lc_load(&ns->epoch));
         }
     }
     int dropped = lci_unlock(h, &t);

@@ -95,6 +95,7 @@ typedef struct lci_ticket {
 _Static_assert(sizeof(lci_ticket) == 128, "a ticket is two lines");
 
 #define LCI_NAMESPACES 256
+#define LCI_NAME_WORDS 6
 enum { LCI_NS_FREE = 0, LCI_NS_NORMAL = 1, LCI_NS_CLEARING = 2, LCI_NS_CLEARED = 3 };
 
 typedef struct lci_namespace {
@@ -105,8 +106,8 @@ typedef struct lci_namespace {
     _Atomic uint32_t cursor; /* clearing: pages below it have been looked at */
     _Atomic uint32_t hand;   /* where evicting for its quota goes on; advice */
     uint32_t pad[2];
-    char weights[48];
-    char tenant[48];
+    _Atomic uint64_t weights[LCI_NAME_WORDS]; /* UTF-8, zero padded */
+    _Atomic uint64_t tenant[LCI_NAME_WORDS];
 } lci_namespace;
 _Static_assert(sizeof(lci_namespace) == 128, "a namespace is two lines");
 

@@ -88,6 +88,8 @@ enum lc_pause_point {
     LC_AT_RECOVER = 16,      /* between two steps of recovery */
     LC_AT_EVICT_CHOSEN = 17, /* found without pins, not yet EVICTING */
     LC_AT_MEND = 18,         /* a dead client's slot is ours to mend, nothing taken back yet */
+    LC_AT_NAME_LOOKED = 19,  /* a namespace was seen to be open, its names not yet looked at */
+    LC_AT_NAME_STORED = 20,  /* the names of a new one are stored, it is not yet open */
 };
 
 /* ------------------------------------------------------------------ layout of a segment */

@@ -131,8 +131,8 @@ static void record_fields(table *t, const lci_geometry *g) {
     ONE(lci_namespace, quota, TRUTH, g->namespaces, n);
     ONE(lci_namespace, cursor, TRUTH, g->namespaces, n);
     ONE(lci_namespace, hand, ADVICE, g->namespaces, n);
-    ARRAY(lci_namespace, weights, TRUTH, g->namespaces + sizeof(lci_namespace), 48);
-    ARRAY(lci_namespace, tenant, TRUTH, g->namespaces + sizeof(lci_namespace), 48);
+    ARRAY(lci_namespace, weights, TRUTH, g->namespaces + sizeof(lci_namespace), LCI_NAME_WORDS);
+    ARRAY(lci_namespace, tenant, TRUTH, g->namespaces + sizeof(lci_namespace), LCI_NAME_WORDS);
 }
 
 static void ticket_fields(table *t, uint64_t at, uint64_t n) {

@@ -169,12 +169,45 @@ static void race_of_a_publisher_and_the_collector(void) {
 static jmp_buf death;
 static int passes_left;
 
+static void die_at(int point) {
+    if (point != at_point) return;
+    lc_pause_hook = NULL;
+    longjmp(death, 1);
+}
+
 static void die(int point) {
     (void)point;
     if (passes_left-- == 0) {
         lc_pause_hook = NULL;
         longjmp(death, 1);
     }
+}
+
+/* Somebody looks for names at an entry that is cleared meanwhile and given these very names, by one
+ * who dies before it is open: what was seen is neither the old namespace nor a new one. */
+static void die_naming_it_again(void) {
+    lci_ns_ref ref;
+    CHECK_EQ(lci_clear(a.h, NS, BLOCKING), LC_OK);
+    if (setjmp(death)) return;
+    at_point = LC_AT_NAME_STORED;
+    lc_pause_hook = die_at;
+    (void)lci_namespace_open(a.h, "new", "", 0, &ref, BLOCKING);
+    check_failed(__FILE__, __LINE__, "lived on");
+}
+
+static void race_of_looking_for_a_name_that_is_being_given(void) {
+    lci_ns_ref found;
+    set_up(64);
+    play(LC_AT_NAME_LOOKED, die_naming_it_again);
+    CHECK_EQ(lci_namespace_find(b.h, "new", "", &found), LC_E_MISSING);
+    check_played();
+    client_die(&a);
+    CHECK_EQ(lci_reap_slot(b.h, 1, BLOCKING), 1);
+    CHECK_EQ(lci_namespace_open(b.h, "new", "", 0, &found, BLOCKING), LC_OK);
+    CHECK(lci_ns_open(b.h, found));
+    client_leave(&b);
+    index_check(&s);
+    segment_end(&s);
 }
 
 /* The victim's operations. `p` is ready, `fresh` is what it writes, where it writes. */
@@ -281,6 +314,7 @@ const test race_tests[] = {
     TEST(race_of_matching_and_clearing),
     TEST(race_of_two_last_publishers),
     TEST(race_of_a_publisher_and_the_collector),
+    TEST(race_of_looking_for_a_name_that_is_being_given),
     TEST(death_in_reserve),
     TEST(death_in_publish),
     TEST(death_in_match),
