@@ -115,7 +115,8 @@ soak: install pause
 	@cd tests && for round in $$(seq 1 $(SOAK_ROUNDS)); do \
 	    echo "soak: LIGHTCACHE_TEST_SEED=$$round"; \
 	    LIGHTCACHE_TEST_SEED=$$round LIGHTCACHE_KILLS_INSIDE=$(SOAK_KILLS) \
-	    LIGHTCACHE_STRESS_SECONDS=$(SOAK_SECONDS) LIGHTCACHE_TEST_EXAMPLES=$(SOAK_EXAMPLES) \
+	    LIGHTCACHE_STRESS_SECONDS=$(SOAK_SECONDS) LIGHTCACHE_STORM_SECONDS=$(SOAK_SECONDS) \
+	    LIGHTCACHE_TEST_EXAMPLES=$(SOAK_EXAMPLES) \
 	        $(bin)/python -m pytest -q multi crash model --timeout 3600 $(ARGS); \
 	done
 

@@ -63,7 +63,7 @@ def install_gate(library: Path, gate: npt.NDArray[np.uint32], point: int, occurr
     _install(hooks.gate_hook)
 
 
-def install_death(
+def install_fall(
     library: Path,
     gate: npt.NDArray[np.uint32],
     point: int,
@@ -71,11 +71,12 @@ def install_death(
     nanoseconds: int,
     seed: int,
 ) -> None:
-    """Once in `one_in` times die within so many ns after a point, unless the lock has been given
-    back by then. `gate[3]` is 1 while the lock is held."""
+    """Once in `one_in` times die (while `gate[1]` is 1) or stop (while it is 2) within so many ns
+    after a point, unless the lock has been given back by then. `gate[3]` is 1 while the lock is
+    held."""
     hooks = ctypes.CDLL(os.fspath(library))
     where = ctypes.c_void_p(gate.ctypes.data)
     chance, limit = ctypes.c_uint32(one_in), ctypes.c_uint32(nanoseconds)
-    if hooks.set_death(where, point, chance, limit, ctypes.c_uint64(seed)):
+    if hooks.set_fall(where, point, chance, limit, ctypes.c_uint64(seed)):
         raise OSError("timer_create failed")
-    _install(hooks.die_hook)
+    _install(hooks.fall_hook)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 import time
 import traceback
 from collections.abc import Callable
@@ -25,7 +26,16 @@ import numpy as np
 import numpy.typing as npt
 
 import lightcache
-from lightcache import Abandoned, Cache, Lease, LeaseLost, Namespace, OutOfPages, Shard
+from lightcache import (
+    Abandoned,
+    Cache,
+    Lease,
+    LeaseLost,
+    LockTimeout,
+    Namespace,
+    OutOfPages,
+    Shard,
+)
 from lightcache.errors import WaitTimeout
 
 PAGE_BYTES = 512
@@ -34,6 +44,27 @@ SECRET = b"stress stress stress"
 TENANTS = ("", "one", "two")
 CELL = 32  # bytes of a mailbox: taken, shard, shards, 5 spare, ticket (16), spare
 TICKET_SECONDS = 0.4
+TALLY = (  # what is counted on the board, where it outlives who counted
+    "operations",
+    "pages verified",
+    "reaped",
+    "lock timeouts",
+    "matched",
+    "published",
+    "shards",
+    "abandoned",
+    "evicted",
+    "clears",
+    "tickets",
+    "adopted",
+)
+
+# What a client says that waited in vain: who holds the lock, for what, since when.
+_BLAMES = re.compile(
+    r"(client \d+ \(\S.*, pid \d+\) "
+    r"(has held the lock for \d+\.\d{3} s in [a-z]+|has just taken the lock)"
+    r"|client \d+ has|the lock was contended)"  # it was dead by then, or let go
+)
 
 Keys = npt.NDArray[np.uint64]
 Stamps = npt.NDArray[np.uint64]
@@ -75,15 +106,18 @@ def words_of(cache: Cache) -> npt.NDArray[np.uint64]:
 
 
 class Board:
-    """A file that all map, beside the cache: what each worker holds, and mailboxes for tickets."""
+    """A file that all map, beside the cache: what each worker holds and has done so far, and
+    mailboxes for tickets."""
 
     def __init__(self, path: Path, workers: int, pages: int) -> None:
         """Map it; made by the first who does."""
-        gates, holds = workers * 16, workers * pages * 2
-        size = gates + holds + workers * workers * CELL
+        tally, gates, holds = workers * len(TALLY) * 8, workers * 16, workers * pages * 2
+        size = tally + gates + holds + workers * workers * CELL
         if not path.exists():
             path.write_bytes(bytes(size))
         whole = np.memmap(path, np.uint8, "r+", shape=(size,))
+        self.tally = whole[:tally].view(np.uint64).reshape(workers, len(TALLY))
+        whole = whole[tally:]
         self.gates = whole[:gates].view(np.uint32).reshape(workers, 4)
         self.holds = whole[gates : gates + holds].view(np.uint16).reshape(workers, pages)
         self.mail = whole[gates + holds :].reshape(workers, workers, CELL)
@@ -157,12 +191,11 @@ class Mix:
     release: int = 20
     check: int = 1
     reap: int = 0
+    impatient: int = 0
 
 
 CALM = Mix()
-LOCKED = Mix(
-    match=6, reserve=50, ticket=4, team=6, evict=20, clear=2, wait=1, release=20, check=0, reap=4
-)
+STORM = Mix(match=15, reserve=40, team=8, evict=15, clear=2, wait=1, check=0, reap=4, impatient=4)
 
 
 class Worker:
@@ -196,6 +229,7 @@ class Worker:
 
     def step(self) -> None:
         """Read the mail, look after what is being written, do one thing."""
+        self.count("operations")
         for ticket, shard, shards in self.board.receive(self.number):
             self.take(ticket, shard, shards)
         self.look_after()
@@ -207,12 +241,15 @@ class Worker:
     def count(self, what: str, by: int = 1) -> None:
         """How often things happened: a test that never got there would prove nothing."""
         self.counts[what] = self.counts.get(what, 0) + by
+        if what in TALLY:
+            self.board.tally[self.number, TALLY.index(what)] += by
 
     # ---- bytes
 
     def read(self, pages: Any, keys: Keys, what: str) -> Stamps:
         """Read pages that must hold these keys; their serials, (n, 4)."""
         found = self.words[pages]
+        self.count("pages verified", len(found))
         serials = found[:, :, 2].copy()
         wrong = np.argwhere((found != stamps(keys, serials)).any(axis=2))
         if len(wrong):
@@ -354,6 +391,18 @@ class Worker:
 
     def do_reap(self) -> None:
         self.count("reaped", self.cache.reap())
+
+    def do_impatient(self) -> None:
+        """Reserve, but wait for the lock only a moment: then the error says who is to blame."""
+        space, keys = self.pick()
+        try:
+            self.cache.reserve(keys, timeout=0.002, namespace=space).release()
+        except Abandoned:
+            self.forget(space)
+        except LockTimeout as error:
+            self.count("lock timeouts")
+            if not _BLAMES.search(str(error)):
+                raise AssertionError(f"this blames nobody: {error}") from error
 
     # ---- tickets
 
