@@ -115,7 +115,10 @@ def check_copy(copy: Bytes, pages: int, *, quiet: bool) -> CheckReport:
     found = layout.Report()
     if undone < 0:
         found.broken = -1
-        found.message = b"the undo log names words outside of the index"
+        found.message = (
+            b"the undo log names words outside of the index, or has entries though nobody holds "
+            b"the lock"
+        )
         undone = 0
     else:
         check(quick.lci_check(where, len(copy), pages, quiet, ctypes.byref(found)), "check")

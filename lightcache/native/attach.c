@@ -71,7 +71,7 @@ static void point(lci_handle *h, uint8_t *base, const lci_geometry *g) {
                           .nodes = (uint32_t)g->pages,
                           .heads = (lc_link *)(base + g->heads),
                           .head_count = LCI_LISTS};
-    h->log_begin = g->root;
+    h->log_begin = lci_log_begin(g);
     h->log_end = g->end;
 }
 

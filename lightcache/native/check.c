@@ -318,6 +318,8 @@ LC_API int lci_check(uint8_t *base, uint64_t bytes, uint64_t pages, int quiet, l
 /* Undo an unfinished critical section in a copy: what the next holder of the lock would do. */
 LC_API int lci_recover_copy(uint8_t *base, uint64_t bytes, uint64_t pages) {
     lci_geometry g;
+    lcs_lock *lock = (lcs_lock *)(base + LCS_LOCK_OFFSET);
     if (lci_geometry_of(pages, &g) != LC_OK || bytes < g.end) return LC_E_RANGE;
-    return lc_txn_undo(base, (lcs_lock *)(base + LCS_LOCK_OFFSET), g.root, g.end);
+    if (lc_load(&lock->log_count) && !lc_load(&lock->word)) return LC_E_CORRUPT;
+    return lc_txn_undo(base, lock, lci_log_begin(&g), g.end);
 }

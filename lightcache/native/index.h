@@ -173,6 +173,11 @@ typedef struct lci_handle {
     lci_geometry geometry;
 } lci_handle;
 
+/* The first word that the log may name: what stands before it is written once. */
+static inline uint64_t lci_log_begin(const lci_geometry *g) {
+    return g->root + offsetof(lci_root, free_head);
+}
+
 /* What a lease's buffer begins with, in the caller's memory. The pages follow, int32 each, then as
  * many generations, needed only within the call. */
 typedef struct lci_lease {

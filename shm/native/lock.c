@@ -179,7 +179,9 @@ int lcs_lock_take(lcs_attachment *at, lc_txn *txn, uint32_t operation, int wait,
     note_holder(at, lock, operation, asked, lcs_now_ns());
     LC_PAUSE(LC_AT_LOCKED);
     if (lc_load_acquire(&lock->log_count) != 0) {
-        int rc = recover(at, lock, begin, end);
+        /* Who gives the lock back has emptied the log: entries behind a free lock are forged, or a
+         * log that could not be undone before. */
+        int rc = taken_over ? recover(at, lock, begin, end) : LC_E_CORRUPT;
         if (rc != LC_OK && (wait & LC_DISCARD)) {
             lc_store_release(&lock->log_count, 0);
         } else if (rc != LC_OK) {

@@ -75,18 +75,29 @@ class Copy:
         size = np.dtype(dtype).itemsize * count
         return self.whole[offset : offset + size].view(dtype)
 
-    def undo(self) -> int:
-        """Take back what the log of an unfinished critical section says; entries undone."""
-        words = self.whole.view(np.uint32)
+    def log_entries(self) -> list[tuple[int, int, int]] | None:
+        """(tag, old value, new value of a soft one), oldest first; None: the log is damaged."""
         count = int(self.lock["log_count"][0])
+        if count > shm_layout.LOG_ENTRIES or (count and not self.lock["word"][0]):
+            return None
+        begin = self.place.root + layout.RootRecord.free_head.offset
         entries: list[tuple[int, int, int]] = []
         at = 0
         while at < count:
             entry = int(self.log[at])
             soft = bool(entry & _LOG_SOFT)
+            byte = (entry & (_LOG_SOFT - 1)) * 4
+            if not begin <= byte < self.place.end or (soft and at + 1 == count):
+                return None
             entries.append((entry & 0xFFFFFFFF, entry >> 32, int(self.log[at + 1]) if soft else 0))
             at += 2 if soft else 1
-        for tag, old, new in reversed(entries):
+        return entries
+
+    def undo(self) -> int:
+        """Take back what the log of an unfinished critical section says; entries undone."""
+        words = self.whole.view(np.uint32)
+        count = int(self.lock["log_count"][0])
+        for tag, old, new in reversed(self.log_entries() or []):
             word = tag & ~_LOG_SOFT
             if not tag & _LOG_SOFT or words[word] == new & 0xFFFFFFFF:
                 words[word] = old
@@ -104,6 +115,8 @@ def check(whole: Bytes, *, quiet: bool = True, pages: int = 0) -> list[str]:
         pages: of the index; 0: as its header says.
     """
     copy = Copy(whole, pages)
+    if copy.log_entries() is None:
+        return ["the undo log is damaged, or has entries and nobody holds the lock"]
     copy.undo()
     return list(_Findings(copy, quiet).all())
 

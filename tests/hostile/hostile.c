@@ -84,8 +84,11 @@ static int perform(world *w, rng *r, const operation *o, bool moving) {
 /* The first broken invariant of the world as it stands, an unfinished step undone; -1: its log. */
 static int broken(world *w) {
     lci_report report;
+    const lcs_lock *lock = lcs_lock_of(w->me);
+    bool forged = lc_load(&lock->word) == 0 && lc_load(&lock->log_count) != 0;
     memcpy(w->scratch, w->base, w->bytes);
     if (lci_recover_copy(w->scratch, w->bytes, w->pages) < 0) return -1;
+    if (forged) finding("a log that nobody left was undone", lc_load(&lock->log_count));
     NEED(lci_check(w->scratch, w->bytes, w->pages, 1, &report) == LC_OK);
     return report.broken;
 }
@@ -169,7 +172,7 @@ static bool operate(world *w, rng *r, bool moving) {
 static void header_stands(world *w, const uint8_t *before) {
     if (memcmp(w->base, before, offsetof(lcs_header, retired)) != 0)
         finding("an operation wrote to the header", 0);
-    if (memcmp(w->base + w->g.root, before + LCS_HEADER_BYTES, offsetof(lci_root, free_head)) != 0)
+    if (memcmp(w->base + w->g.root, before + LCS_HEADER_BYTES, offsetof(lci_root, pad0)) != 0)
         finding("an operation wrote to the geometry", 0);
 }
 
