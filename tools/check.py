@@ -19,7 +19,7 @@ from lightcache.tools.output import BROKEN, FAILED, OK, Command, emit, fail, jso
 from lightcache.tools.processes import state_of
 
 # Pinning takes no lock, so these may seem broken in a copy of a busy cache (see `_moving`).
-PIN_INVARIANTS = frozenset({26, 27, 28})
+PIN_INVARIANTS = frozenset({26, 27, 28, 43, 44, 50})
 
 
 @dataclass(frozen=True)

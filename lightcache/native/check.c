@@ -1,33 +1,9 @@
 /* check: derive every invariant again from memory that nobody changes meanwhile (a copy, or the
  * segment under its lock), and name the first that is broken. Nothing is believed: every walk is
  * bounded, every index compared before use. */
-#include "index.h"
+#include "check.h"
 
-#include <stdio.h>
 #include <stdlib.h>
-
-typedef struct checker {
-    lci_handle *h;
-    lci_report *out;
-    uint8_t *seen;      /* which structure holds the page: SEEN_* */
-    uint32_t *children; /* counted again */
-    uint16_t *row0;     /* pins that tickets account for */
-    uint32_t *listed;   /* reservation + 1 that lists the page */
-    uint32_t ns_pages[LCI_NAMESPACES];
-    bool quiet;
-} checker;
-enum { SEEN_FREE = 1, SEEN_CHAIN = 2, SEEN_QUEUE = 4, SEEN_DOOMED = 8 };
-
-#define BROKEN(c, number, p, o, ...)                                               \
-    do {                                                                           \
-        if (!(c)->out->broken) {                                                   \
-            (c)->out->broken = (number);                                           \
-            (c)->out->page = (p);                                                  \
-            (c)->out->other = (o);                                                 \
-            snprintf((c)->out->message, sizeof (c)->out->message, __VA_ARGS__);    \
-        }                                                                          \
-        return false;                                                              \
-    } while (0)
 
 static bool free_pages(checker *c) {
     const lci_root *r = c->h->root;
@@ -94,6 +70,7 @@ static bool list(checker *c, uint32_t number, uint8_t mark, uint32_t *count) {
 }
 
 static bool lists(checker *c) {
+    uint64_t now = lci_queue_now(c->h);
     for (uint32_t i = 0; i < LCI_DOOMED_LIST; i++) {
         uint32_t before = c->out->queued;
         if (!list(c, i, SEEN_QUEUE, &c->out->queued)) return false;
@@ -101,6 +78,8 @@ static bool lists(checker *c) {
         if (bit != (c->out->queued > before))
             BROKEN(c, 13, i, bit, "queue list %u: %u pages, occupied bit %d", i,
                    c->out->queued - before, bit);
+        if (bit && i % LCI_DIGITS < (now >> 6 * (i / LCI_DIGITS) & (LCI_DIGITS - 1)))
+            BROKEN(c, 39, i, 0, "queue list %u holds pages, and the queue's present has passed it", i);
     }
     if (c->out->queued != lc_load(&c->h->root->queued))
         BROKEN(c, 14, c->out->queued, 0, "queue has %u pages, its count says %u", c->out->queued,
@@ -109,78 +88,6 @@ static bool lists(checker *c) {
     if (c->out->doomed != lc_load(&c->h->root->doomed))
         BROKEN(c, 15, c->out->doomed, 0, "doomed list has %u pages, its count says %u",
                c->out->doomed, lc_load(&c->h->root->doomed));
-    return true;
-}
-
-static bool page_list(checker *c, const lci_list *list, const char *what, uint32_t index,
-                      void (*each)(checker *, uint32_t page, uint32_t index), uint32_t *chunks) {
-    uint32_t n = 0, at = lc_load(&list->first), count = lc_load(&list->count);
-    if (count / LCI_CHUNK_PAGES > c->h->chunk_count)
-        BROKEN(c, 18, count, index, "%s %u counts %u pages", what, index, count);
-    while (n < count) {
-        if (at >= c->h->chunk_count || lc_load(&c->h->chunks[at].count) > LCI_CHUNK_PAGES ||
-            lc_load(&c->h->chunks[at].count) == 0)
-            BROKEN(c, 16, at, index, "%s %u: chunk %u is out of range or its count is", what, index, at);
-        for (uint32_t i = 0; i < lc_load(&c->h->chunks[at].count); i++) {
-            uint32_t page = lc_load(&c->h->chunks[at].page[i]);
-            if (page >= c->h->page_count)
-                BROKEN(c, 17, page, index, "%s %u lists page %u", what, index, page);
-            each(c, page, index);
-            n++;
-        }
-        ++*chunks;
-        at = lc_load(&c->h->chunks[at].next);
-    }
-    if (n != count) BROKEN(c, 18, n, index, "%s %u lists %u pages, counts %u", what, index, n, count);
-    return true;
-}
-
-static void note_reservation(checker *c, uint32_t page, uint32_t rid) {
-    if (lc_load(&c->h->pages[page].word) >> LCI_RES_SHIFT == rid + 1) c->listed[page] = rid + 1;
-}
-static void note_ticket(checker *c, uint32_t page, uint32_t index) {
-    (void)index;
-    c->row0[page]++;
-}
-
-static bool records(checker *c) {
-    const lci_handle *h = c->h;
-    uint32_t used = 0, chunks = 0, fresh = lc_load(&h->root->res_fresh);
-    if (fresh > h->res_count) BROKEN(c, 19, fresh, 0, "%u reservations of %u", fresh, h->res_count);
-    for (uint32_t i = 0; i < fresh; i++) {
-        const lci_reservation *r = &h->res[i];
-        if (lc_load(&r->state) == LCI_RES_FREE) continue;
-        used++;
-        if (lc_load(&r->shards) - 1 >= LCI_SHARDS)
-            BROKEN(c, 20, i, lc_load(&r->shards), "reservation %u has %u shards", i, lc_load(&r->shards));
-        if (!page_list(c, &r->pages, "reservation", i, note_reservation, &chunks)) return false;
-    }
-    if (used != lc_load(&h->root->res_used))
-        BROKEN(c, 21, used, 0, "%u reservations in use, the count says %u", used,
-               lc_load(&h->root->res_used));
-    used = 0;
-    for (uint32_t i = 0; i < h->ticket_count; i++) {
-        if (lc_load(&h->tickets[i].state) == LCI_TICKET_FREE) continue;
-        used++;
-        if (!page_list(c, &h->tickets[i].pages, "ticket", i, note_ticket, &chunks)) return false;
-    }
-    if (used != lc_load(&h->root->ticket_used))
-        BROKEN(c, 22, used, 0, "%u tickets in use, the count says %u", used,
-               lc_load(&h->root->ticket_used));
-    if (chunks != lc_load(&h->root->chunk_used))
-        BROKEN(c, 23, chunks, 0, "%u chunks in use, the count says %u", chunks,
-               lc_load(&h->root->chunk_used));
-    return true;
-}
-
-static bool free_chunks(checker *c) {
-    const lci_handle *h = c->h;
-    uint32_t n = 0, at = lc_load(&h->root->chunk_head), fresh = lc_load(&h->root->chunk_fresh);
-    for (; at != LC_NIL && n <= h->chunk_count; at = lc_load(&h->chunks[at].next), n++)
-        if (at >= h->chunk_count) BROKEN(c, 24, at, n, "free chunk %u is out of range", at);
-    if (n + lc_load(&h->root->chunk_used) != fresh)
-        BROKEN(c, 24, n, fresh, "chunks: %u free + %u used != %u ever used", n,
-               lc_load(&h->root->chunk_used), fresh);
     return true;
 }
 
@@ -225,6 +132,7 @@ static bool page_state(checker *c, uint32_t page) {
     if (seen != expected)
         BROKEN(c, 31, page, seen, "page %u (state %u) is in structures %#x, belongs into %#x "
                "(1 free, 2 chain, 4 queue, 8 doomed)", page, state, seen, expected);
+    if (state == LCI_FREE && word) BROKEN(c, 40, page, word, "free page %u has the word %#x", page, word);
     if (state == LCI_WRITING && word >> LCI_RES_SHIFT == 0)
         BROKEN(c, 32, page, word, "page %u is being written under no reservation", page);
     if ((state == LCI_WRITING || state == LCI_READY) && word >> LCI_RES_SHIFT &&
@@ -233,7 +141,11 @@ static bool page_state(checker *c, uint32_t page) {
                page, (word >> LCI_RES_SHIFT) - 1);
     if ((state == LCI_WRITING || state == LCI_READY)) {
         uint32_t parent = lci_parent(c->h, p);
-        if (parent != LC_NIL) c->children[parent]++;
+        if (parent != LC_NIL) {
+            c->children[parent]++;
+            if ((lc_load(&c->h->pages[parent].word) ^ word) & LCI_NS_MASK)
+                BROKEN(c, 41, page, parent, "page %u hangs on page %u of another namespace", page, parent);
+        }
         c->ns_pages[lci_ns_of(word)]++;
     }
     return true;
@@ -265,6 +177,42 @@ static bool totals(checker *c) {
     return true;
 }
 
+/* From the leaves up every page is reached, unless some hang on each other in a circle: these would
+ * never be evicted. Takes `children` to pieces. */
+static bool ancestors(checker *c) {
+    const lci_handle *h = c->h;
+    uint32_t reached = 0, fresh = lc_load(&h->root->fresh);
+    for (uint32_t page = 0; page < fresh; page++) {
+        for (uint32_t at = page; at != LC_NIL && c->seen[at] & SEEN_CHAIN && !c->children[at];) {
+            c->seen[at] = SEEN_CLIMBED;
+            reached++;
+            at = lci_parent(h, &h->pages[at]);
+            if (at != LC_NIL) c->children[at]--;
+        }
+    }
+    for (uint32_t page = 0; page < fresh && reached != c->out->named; page++)
+        if (c->seen[page] & SEEN_CHAIN) BROKEN(c, 42, page, 0, "page %u is its own ancestor", page);
+    return true;
+}
+
+/* What changes without the lock: only in a copy that nobody was at work on. */
+static bool at_rest(checker *c) {
+    const lci_handle *h = c->h;
+    uint64_t clock = lc_load(&h->root->clock);
+    for (uint32_t page = 0; page < lc_load(&h->root->fresh); page++) {
+        uint32_t word = lc_load(&h->pages[page].word), rid = word >> LCI_RES_SHIFT;
+        uint64_t tick = lci_tick(&h->pages[page]);
+        if (!(c->seen[page] & SEEN_CHAIN)) continue;
+        if (tick > clock)
+            BROKEN(c, 43, page, 0, "page %u was used at %llu, the clock says %llu", page,
+                   (unsigned long long)tick, (unsigned long long)clock);
+        if (lci_state_of(word) == LCI_READY && rid && !lci_complete(&h->res[rid - 1]))
+            BROKEN(c, 44, page, rid - 1, "page %u is ready, reservation %u has shards to be written",
+                   page, rid - 1);
+    }
+    return true;
+}
+
 static bool figures(checker *c) {
     const lci_root *r = c->h->root;
     const lci_geometry *g = &c->h->geometry;
@@ -285,12 +233,12 @@ static bool everything(checker *c) {
         }
         if (!chain(c, b)) return false;
     }
-    if (!lists(c) || !records(c) || !free_chunks(c)) return false;
+    if (!lists(c) || !lci_check_records(c)) return false;
     for (uint32_t page = 0; page < c->h->page_count; page++)
         if (!page_state(c, page)) return false;
     for (uint32_t page = 0; page < c->h->page_count; page++)
         if (!pins(c, page)) return false;
-    return totals(c);
+    return totals(c) && (!c->quiet || at_rest(c)) && ancestors(c);
 }
 
 /* Check memory that holds a segment of an index of `pages` pages. `quiet`: no client was in the
@@ -305,13 +253,15 @@ LC_API int lci_check(uint8_t *base, uint64_t bytes, uint64_t pages, int quiet, l
     c.children = calloc(pages, 4);
     c.row0 = calloc(pages, 2);
     c.listed = calloc(pages, 4);
-    int rc = c.h && c.seen && c.children && c.row0 && c.listed ? LC_OK : LC_E_FULL;
+    c.chunk_owned = calloc(g.chunks, 1);
+    int rc = c.h && c.seen && c.children && c.row0 && c.listed && c.chunk_owned ? LC_OK : LC_E_FULL;
     if (rc == LC_OK) everything(&c);
     free(c.h);
     free(c.seen);
     free(c.children);
     free(c.row0);
     free(c.listed);
+    free(c.chunk_owned);
     return rc;
 }
 

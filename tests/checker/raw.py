@@ -326,8 +326,7 @@ class _Findings:
         held = np.zeros(self.n, np.int64)
         used = 0
         for i in np.flatnonzero(self.c.tickets["state"]):
-            if self.c.tickets["state"][i] > 3:
-                yield f"ticket {i} has state {self.c.tickets['state'][i]}"
+            yield from self.ticket(i)
             pages, wrong = self.page_list(self.c.tickets["pages"][i], f"ticket {i}", chunks)
             yield from wrong
             held += np.bincount(pages, minlength=self.n)
@@ -346,6 +345,20 @@ class _Findings:
             yield f"chunk {np.flatnonzero(chunks != 1)[0]} has no owner, or more than one"
         yield from self.pins()
 
+    def ticket(self, i: Any) -> Iterator[str]:
+        record = self.c.tickets[i]
+        if record["state"] > 3 or record["giver"] >= shm_layout.SLOTS:
+            yield f"ticket {i} has state {record['state']}, giver {record['giver']}"
+        most = len(self.c.chunks) * layout.CHUNK_PAGES
+        whole = record["state"] == 1 or record["pages"]["count"] <= record["total"]
+        if record["total"] > most or not whole:
+            yield f"ticket {i} has {record['pages']['count']} of {record['total']} pages"
+        if record["reservation"] > len(self.c.reservations):
+            yield f"ticket {i} is of reservation {record['reservation'] - 1}"
+        for part, all_ in (("adopted", "adopters"), ("done", "adopted"), ("failed", "adopters")):
+            if (record[part] & ~record[all_]).any():
+                yield f"ticket {i}: {part} {record[part]} is more than {all_} {record[all_]}"
+
     def reservation_records(self, chunks: Ints) -> Iterator[str]:
         records = self.c.reservations
         fresh, gen = int(self.c.root["res_fresh"]), records["gen"] & 0xFFFFFF
@@ -355,6 +368,8 @@ class _Findings:
             if i >= fresh or records["state"][i] > _RES_DOOMED or not 0 < shards <= layout.SHARDS:
                 yield f"{what}: state {records['state'][i]}, {shards} shards, {fresh} ever used"
                 continue
+            if records["owner"][i] >= shm_layout.SLOTS:
+                yield f"{what} has owner {records['owner'][i]}"
             words = records["shard"][i][:shards]
             status = words >> 6 & 3
             if (words >> 8 != gen[i]).any() or (status > _SHARD_DEAD).any():
@@ -371,6 +386,8 @@ class _Findings:
             pages, wrong = self.page_list(records["pages"][i], what, chunks)
             yield from wrong
             pages = pages[self.reservation[pages] == i]
+            for page in pages[self.space[pages] != records["ns"][i] & 0xFF][:3]:
+                yield f"page {page} is not of the namespace of its {what}"
             if (listed[pages] == i).any() or len(np.unique(pages)) != len(pages):
                 yield f"{what} lists a page twice"
             listed[pages] = i
@@ -384,6 +401,9 @@ class _Findings:
         lost = self.named & (self.reservation >= 0) & (listed != self.reservation)
         for page in np.flatnonzero(lost)[:3]:
             yield f"page {page} is of reservation {self.reservation[page]}, which does not list it"
+        bits = np.unpackbits(self.c.root["completed"].view(np.uint8), bitorder="little")
+        if bits[len(records) :].any():
+            yield f"of {len(records)} reservations one more is said to have ended"
         yield from self.count("res_used", int((records["state"] != 0).sum()))
         links = records["next_free"].tolist()
         head = int(self.c.root["res_head"])

@@ -33,12 +33,10 @@ SHARE = 5_000  # seeds that one process is given at a time
 def build(folder: Path, *, sanitize: bool = False, compiler: str = "cc") -> Path:
     """Compile the harness with the core, optimised as the core is when installed."""
     program = folder / ("hostile-sanitized" if sanitize else "hostile")
-    sources = [
-        path
-        for place in [HERE, *NATIVES]
-        for path in sorted(place.glob("*.c"))
-    ]
-    newest = max(path.stat().st_mtime for place in [HERE, *NATIVES] for path in place.glob("*.[ch]"))
+    sources = [path for place in [HERE, *NATIVES] for path in sorted(place.glob("*.c"))]
+    newest = max(
+        path.stat().st_mtime for place in [HERE, *NATIVES] for path in place.glob("*.[ch]")
+    )
     if program.exists() and program.stat().st_mtime > newest:
         return program
     folder.mkdir(parents=True, exist_ok=True)
@@ -144,7 +142,9 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--sanitize", action="store_true", help="address and undefined behaviour")
-    parser.add_argument("--build", type=Path, default=Path(tempfile.gettempdir()) / "lightcache-fuzz")
+    parser.add_argument(
+        "--build", type=Path, default=Path(tempfile.gettempdir()) / "lightcache-fuzz"
+    )
     given = parser.parse_args()
     begun = time.monotonic()
     program = build(given.build, sanitize=given.sanitize, compiler=os.environ.get("CC", "cc"))
