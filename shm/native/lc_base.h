@@ -90,6 +90,7 @@ enum lc_pause_point {
     LC_AT_MEND = 18,         /* a dead client's slot is ours to mend, nothing taken back yet */
     LC_AT_NAME_LOOKED = 19,  /* a namespace was seen to be open, its names not yet looked at */
     LC_AT_NAME_STORED = 20,  /* the names of a new one are stored, it is not yet open */
+    LC_AT_EVENT_COMPARED = 21, /* not notified so far, not yet asleep */
 };
 
 /* ------------------------------------------------------------------ layout of a segment */

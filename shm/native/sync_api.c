@@ -59,8 +59,11 @@ LC_API int lcs_event_wait(lcs_attachment *at, uint64_t offset, uint32_t seen,
     int rc = lcs_usable(at);
     if (rc != LC_OK) return rc;
     _Atomic uint32_t *event = (_Atomic uint32_t *)(at->base + offset);
-    if ((lc_load_acquire(event) & ~UINT32_C(1)) != (seen & ~UINT32_C(1))) return LC_OK;
-    return lc_event_sleep(event, lc_load(event), !at->readonly, nanoseconds);
+    /* One load: what is compared is what is slept on. A second might find a notification in it. */
+    uint32_t now = lc_load_acquire(event);
+    if ((now & ~UINT32_C(1)) != (seen & ~UINT32_C(1))) return LC_OK;
+    LC_PAUSE(LC_AT_EVENT_COMPARED);
+    return lc_event_sleep(event, now, !at->readonly, nanoseconds);
 }
 
 /* Take the segment's lock: 1 when its owner had died holding it, else 0. */
