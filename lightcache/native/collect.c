@@ -9,7 +9,8 @@ bool lci_complete(const lci_reservation *r) {
     if (lc_load_acquire(&r->state) != LCI_RES_ACTIVE || shards == 0 || shards > LCI_SHARDS)
         return false;
     for (uint32_t s = 0; s < shards; s++) {
-        uint32_t word = atomic_load_explicit(&r->shard[s], memory_order_seq_cst);
+        uint32_t word =
+            atomic_load_explicit(&r->shard[s], memory_order_seq_cst); /* order: shard-look */
         if (word >> LCI_SHARD_GEN_SHIFT != gen) return false;
         if ((word & LCI_SHARD_STATUS) != LCI_SHARD_DONE) return false;
     }
@@ -19,7 +20,7 @@ bool lci_complete(const lci_reservation *r) {
 /* Tell the next holder of the lock that reservation `rid` has ended (published or doomed). */
 void lci_flag_ended(lci_handle *h, uint32_t rid) {
     atomic_fetch_or_explicit(&h->root->completed[rid / 64], UINT64_C(1) << (rid % 64),
-                             memory_order_acq_rel);
+                             memory_order_acq_rel); /* order: completed-set */
 }
 
 void lci_notify(lci_handle *h) { lc_event_notify(&h->root->event); }
@@ -110,7 +111,7 @@ uint32_t lci_collect(lci_handle *h, lc_txn *t, uint32_t budget) {
             lci_reservation *r = &h->res[rid];
             if (lc_load(&r->state) == LCI_RES_DOOMED || lci_complete(r)) continue; /* not done yet */
             atomic_fetch_and_explicit(&h->root->completed[w], ~(UINT64_C(1) << (rid % 64)),
-                                      memory_order_acq_rel);
+                                      memory_order_acq_rel); /* order: completed-clear */
             /* Taken again and published between our look and our clearing? Then it counts. */
             if (lci_complete(r)) lci_flag_ended(h, rid);
         }

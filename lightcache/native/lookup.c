@@ -84,7 +84,7 @@ static inline bool ready(uint32_t word, uint32_t ns) {
 static inline bool standing(const lci_page *p, const lc_key *key, uint32_t ns, uint32_t *gen) {
     uint32_t g = *gen = lc_load_acquire(&p->gen); /* order: guess-gen */
     uint64_t lo = lc_load(&p->lo), hi = lc_load(&p->hi);
-    uint32_t word = lc_load_acquire(&p->word);
+    uint32_t word = lc_load_acquire(&p->word); /* order: guess-word */
     LC_PAUSE(LC_AT_WALK_NEXT);
     atomic_thread_fence(memory_order_acquire); /* order: guess-fence */
     uint32_t wrong = (g & 1) | (lc_load(&p->gen) ^ g) | !ready(word, ns);

@@ -57,12 +57,12 @@ LC_API int lci_publish(lci_handle *h, uint32_t rid, uint32_t gen, uint32_t shard
         rc = refused(h, word, gen);
         if (rc != LC_OK) return rc;
         if (!lci_ns_open(h, ns)) return LC_E_CLEARED;
-    } while (!atomic_compare_exchange_strong_explicit(&r->shard[shard], &word,
-                                                      word | LCI_SHARD_DONE, memory_order_seq_cst,
-                                                      memory_order_acquire));
+    } while (!atomic_compare_exchange_strong_explicit(
+        &r->shard[shard], &word, word | LCI_SHARD_DONE, memory_order_seq_cst,
+        memory_order_acquire)); /* order: shard-done */
     LC_PAUSE(LC_AT_SHARD_CLEARED);
     /* Two last publishers may both find all done, never neither: hence sequential consistency. */
-    atomic_thread_fence(memory_order_seq_cst);
+    atomic_thread_fence(memory_order_seq_cst); /* order: shard-fence */
     if (!lci_complete(r)) return lc_load_acquire(&r->gen) == gen ? 0 : outcome(h, pages, n);
     rc = make_ready(h, rid, lci_ns_id(ns), pages, n);
     lci_flag_ended(h, rid);
@@ -89,7 +89,7 @@ LC_API int lci_wait(lci_handle *h, const lc_key *keys, uint32_t n, uint64_t dead
     for (;;) {
         int rc = lcs_usable(h->at);
         if (rc != LC_OK) return rc;
-        uint32_t seen = lc_load_acquire(&h->root->event);
+        uint32_t seen = lc_load_acquire(&h->root->event); /* order: event-seen */
         if (!being_written(h, keys, n)) return LC_OK;
         uint64_t now = lcs_now_ns();
         if (now >= deadline) return LC_E_TIMEOUT;

@@ -72,7 +72,8 @@ static inline int lc_dict_walk(const lc_dict *d, uint64_t lo, uint64_t hi, uint3
         lc_node *r = lc_node_at(d, at);
         uint32_t gen = lc_load_acquire(&r->gen); /* order: walk-gen */
         uint64_t klo = lc_load(&r->lo), khi = lc_load(&r->hi);
-        uint32_t word = lc_load_acquire(&r->word), next = lc_load(&r->next);
+        uint32_t word = lc_load_acquire(&r->word); /* order: walk-word */
+        uint32_t next = lc_load(&r->next);
         LC_PAUSE(LC_AT_WALK_NEXT);
         atomic_thread_fence(memory_order_acquire); /* order: walk-fence */
         if (LC_UNLIKELY((gen & 1) || lc_load(&r->gen) != gen)) return 0;
@@ -96,7 +97,8 @@ static inline void lc_dict_find_from(const lc_dict *d, uint64_t lo, uint64_t hi,
 }
 
 static inline void lc_dict_find(const lc_dict *d, uint64_t lo, uint64_t hi, lc_found *out) {
-    lc_dict_find_from(d, lo, hi, lc_load_acquire(&d->buckets[lc_bucket(d, lo)]), out);
+    uint32_t head = lc_load_acquire(&d->buckets[lc_bucket(d, lo)]);
+    lc_dict_find_from(d, lo, hi, head, out);
 }
 
 /* Open a record that nothing leads to: its generation becomes odd (a death may have left it so).

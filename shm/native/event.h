@@ -13,8 +13,9 @@
 
 static inline void lc_event_notify(_Atomic uint32_t *event) {
     uint32_t old = lc_load(event);
-    while (!atomic_compare_exchange_weak_explicit(event, &old, (old + 2) & ~UINT32_C(1),
-                                                  memory_order_acq_rel, memory_order_relaxed)) {
+    while (!atomic_compare_exchange_weak_explicit(
+        event, &old, (old + 2) & ~UINT32_C(1), memory_order_acq_rel,
+        memory_order_relaxed)) { /* order: event-notify */
     }
     if (old & 1) lc_futex_wake(event, INT_MAX);
 }
@@ -25,8 +26,8 @@ static inline int lc_event_sleep(_Atomic uint32_t *event, uint32_t seen, bool wr
                                  uint64_t nanoseconds) {
     if (writable && !(seen & 1)) {
         uint32_t now = seen; /* another sleeper may have set the bit: then it is set for us too */
-        if (!atomic_compare_exchange_strong(event, &now, seen | 1) && now != (seen | 1))
-            return LC_OK;
+        bool asked = atomic_compare_exchange_strong(event, &now, seen | 1);
+        if (!asked && now != (seen | 1)) return LC_OK;
         seen |= 1;
     }
     return lc_futex_wait(event, seen, nanoseconds);

@@ -43,8 +43,9 @@ ATOMIC(64)
 /* The count to hand to lcs_event_wait later. */
 LC_API int lcs_event_read(lcs_attachment *at, uint64_t offset, uint32_t *seen) {
     int rc = lcs_usable(at);
-    if (rc == LC_OK) *seen = lc_load_acquire((_Atomic uint32_t *)(at->base + offset));
-    return rc;
+    if (rc != LC_OK) return rc;
+    *seen = lc_load_acquire((_Atomic uint32_t *)(at->base + offset)); /* order: event-read */
+    return LC_OK;
 }
 
 LC_API int lcs_event_notify(lcs_attachment *at, uint64_t offset) {

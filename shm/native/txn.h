@@ -65,7 +65,7 @@ static inline void lc_txn_set(lc_txn *t, _Atomic uint32_t *word, uint32_t value)
     if (LC_UNLIKELY(!lc_txn_room(t, 1))) return;
     lc_txn_note(t, lc_txn_word(t, word) | LC_LOG_PLAIN, lc_load(word));
     lc_txn_arm(t);
-    lc_store_release(word, value);
+    lc_store_release(word, value); /* order: txn-set */
 }
 
 static inline void lc_txn_add(lc_txn *t, _Atomic uint32_t *word, uint32_t delta) {

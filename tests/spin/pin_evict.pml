@@ -97,7 +97,7 @@ bool mutex;        /* at->rows, with THREADS */
 #endif
 
 proctype reader(byte client; byte wanted) {
-    unsigned done : 16;
+    int done;
     byte g, old;
     bool other; /* what was found is not what was wanted */
     bool gone;  /* what was pinned has gone */
@@ -206,7 +206,7 @@ proctype reader(byte client; byte wanted) {
 #define AFTER_ODD (LOOKED | BIND_EARLIER(GEN_ODD, BEFORE(SET_KEY)))
 
 proctype evictor() {
-    unsigned done : 12;
+    int done;
     byte bits;
     bool pinned;
 again:

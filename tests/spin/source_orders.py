@@ -10,6 +10,7 @@ A model says in its first comment which of its macros come from which markers:
     order DOOMED_FENCE (DOOM): doomed-fence         needed when the model is built with -DDOOM
     spare CONFIRM_GEN_ORDER: confirm-gen            it holds without, too
     sequence A_FIRST: a b                           1 if a stands above b, else 0
+    together SHARDS: SHARD_DONE SHARD_FENCE         each may be weaker, not all of these macros
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-RELAXED = 0
+RELAXED, ACQUIRE, RELEASE, ACQ_REL, SEQ_CST = 0, 1, 2, 3, 7  # bits, see weak.pml
 ORDERS = {
-    "relaxed": 0,
-    "acquire": 1,
-    "release": 2,
-    "acq_rel": 3,
-    "seq_cst": 7,
-}  # bits, see weak.pml
+    "relaxed": RELAXED,
+    "acquire": ACQUIRE,
+    "release": RELEASE,
+    "acq_rel": ACQ_REL,
+    "seq_cst": SEQ_CST,
+}
 
 _MARKER = re.compile(r"/\* order: ([a-z0-9-]+) \*/\s*$")
 _COMMENT = re.compile(r"/\*.*?\*/|//.*")
@@ -38,7 +39,8 @@ _NAMED = re.compile(
 )
 _DEFAULT = re.compile(r"\b(?:atomic_(?:fetch_\w+|compare_exchange_\w+)|lc_fence)\s*\(")
 _DECLARATION = re.compile(
-    r"^ \* (order|spare|sequence) ([A-Z_0-9]+)(?: \(([A-Z_]+)\))?: ([a-z0-9 -]+)$", re.MULTILINE
+    r"^ \* (order|spare|sequence|together) ([A-Z_0-9]+)(?: \(([A-Z_]+)\))?: ([A-Za-z0-9_ -]+)$",
+    re.MULTILINE,
 )
 
 
@@ -55,10 +57,10 @@ class Place:
 class Switch:
     """A macro of a model that the source decides."""
 
-    kind: str  # order, spare or sequence
+    kind: str  # order, spare, sequence or together
     macro: str
     variant: str  # the model proves it when built with this; empty: when built plainly
-    markers: tuple[str, ...]
+    names: tuple[str, ...]  # of markers; together: of macros
 
 
 def _statement(lines: list[str], at: int) -> str:
@@ -78,7 +80,7 @@ def _order(statement: str) -> int:
     named = _NAMED.search(statement)
     if named:
         return ORDERS[named[1]]
-    return ORDERS["seq_cst"] if _DEFAULT.search(statement) else RELAXED
+    return SEQ_CST if _DEFAULT.search(statement) else RELAXED
 
 
 def places(root: Path = ROOT) -> dict[str, Place]:
@@ -103,13 +105,13 @@ def switches(model: Path) -> Iterator[Switch]:
 
 def value(switch: Switch, source: dict[str, Place]) -> int:
     """What the source says; what it does not say counts as relaxed, and as the wrong sequence."""
-    found = [source[marker] for marker in switch.markers if marker in source]
-    missing = len(found) < len(switch.markers)
+    found = [source[marker] for marker in switch.names if marker in source]
+    missing = len(found) < len(switch.names)
     if switch.kind == "sequence":
         lines = [place.line for place in found]
         same_file = len({place.file for place in found}) == 1
         return int(not missing and same_file and lines == sorted(lines))
-    weakest = RELAXED if missing else ORDERS["seq_cst"]
+    weakest = RELAXED if missing else SEQ_CST
     for place in found:
         weakest &= place.order
     return weakest

@@ -21,13 +21,12 @@
  *
  * Why this is at least as weak as the machines: aarch64 is multi-copy atomic for others ("other
  * multi-copy atomic", Arm ARM B2.3), so one memory suffices, and its ordered-before relation
- * contains every edge named above (Pulte et al., POPL 2018), with LDAR, STLR and DMB having some
- * more: a release store also waits for ... nothing else, but DMB ISH as a release fence holds loads
- * as well, which we let pass. x86-64 (TSO) keeps all loads in order and all stores in order, and
- * each read-modify-write is a full fence there: it has fewer behaviours still. A compiler may
- * reorder relaxed accesses as well as the processor, with the same limits, as long as it leaves
- * dependencies through loaded values alone, which gcc and clang do with atomics. Machines that show
- * a store to some before others (POWER) are not covered.
+ * contains every edge named above (Pulte et al., POPL 2018); LDAR, STLR and DMB have some more, such
+ * as the loads that a release fence (DMB ISH) holds up and the model does not. x86-64 (TSO) keeps
+ * all loads in order and all stores in order, and each read-modify-write is a full fence there: it
+ * has fewer behaviours still. A compiler may reorder relaxed accesses as well as the processor, with
+ * the same limits, as long as it leaves dependencies through loaded values alone, which gcc and
+ * clang do with atomics. Machines that show a store to some before others (POWER) are not covered.
  *
  * Each order that the code relies on is a macro given with -D, read from the marker that stands in
  * the C source (test_models.py): 0 relaxed, 1 acquire, 2 release, 3 acq_rel, 7 seq_cst.
@@ -36,7 +35,8 @@
 #define BIND_EARLIER(order, ops) (((order) >> 1 & 1) * (ops)) /* release: `ops` come first */
 #define BIND_ALL(order, ops) (((order) >> 2) * (ops))        /* seq_cst fence */
 
-/* Operations are powers of two in program order, so all that stand before one are its bits below. */
+/* Operations are powers of two in program order, so all that stand before one are its bits below.
+ * `done` is an int: of `unsigned done : 16` spin 6.5.2 does not tell all states apart. */
 #define BEFORE(op) ((op) - 1)
 
 /* Perform `op` once, after the operations in `first`: the head of a guarded statement. */
