@@ -1,0 +1,3 @@
+#include "hooks.h"
+
+void (*after_store)(const volatile void *word);

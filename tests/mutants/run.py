@@ -1,0 +1,175 @@
+"""Remove or weaken every store, fence and step of recovery in the core, one at a time, and see
+whether a test notices.
+
+    python tests/mutants/run.py [--list] [--diff] [--only PATTERN] [--jobs N] [--json FILE]
+
+Needs gcc and Python 3.10, nothing else. Everything happens in a temporary folder. Status 1: there
+is a survivor that survivors.txt does not name, or it names one that did not survive.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import re
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from build import BuildError, Workshop, run
+from csource import CSource
+from mutate import Mutant, mutants
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+
+# What is asked, the quickest first: name, command in the workshop's folder, seconds at most.
+STAGES: list[tuple[str, list[str], float]] = [
+    ("structures", ["./structures"], 10),
+    ("core_tests", ["./core_tests"], 30),
+    ("deaths", ["./deaths"], 60),
+]
+NOT_COMPILING, EQUIVALENT, SURVIVED = "not compiling", "equivalent", "survived"
+# Orders and fences: most of them make no instruction on x86, so that is looked at first.
+ORDERS = {"relaxed", "no-total-order"}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a mutant: the stage that killed it, or why none did."""
+
+    identity: str
+    kind: str
+    line: int
+    end: str
+    timed_out: bool
+    seconds: float
+    said: str
+
+
+def judge(shop: Workshop, mutant: Mutant) -> tuple[str, bool, str]:
+    """The first stage that fails, whether by its time limit, and the last line that it printed."""
+    for name, command, seconds in STAGES:
+        done = run(command, shop.folder, seconds)
+        if done.rc != 0:
+            lines = done.output.strip().splitlines() or [""]
+            return name, done.rc is None, f"{done.rc}: {lines[-1]}"
+    return SURVIVED, False, ""
+
+
+def try_one(shop: Workshop, first: Workshop, source: CSource, mutant: Mutant) -> Verdict:
+    begun = time.monotonic()
+    end, timed_out, said = NOT_COMPILING, False, ""
+    order = mutant.kind in ORDERS or "fence" in mutant.identity
+    try:
+        shop.build(mutant, mutant.apply(source))
+        if order and shop.is_same_when_installed(mutant, first):
+            end = EQUIVALENT
+        else:
+            end, timed_out, said = judge(shop, mutant)
+        if end == SURVIVED and not order and shop.is_same_when_installed(mutant, first):
+            end = EQUIVALENT
+    except BuildError as error:
+        said = str(error)[:500]
+    finally:
+        shop.restore(mutant, first)
+    seconds = round(time.monotonic() - begun, 2)
+    return Verdict(mutant.identity, mutant.kind, mutant.line, end, timed_out, seconds, said)
+
+
+def try_all(chosen: list[tuple[CSource, Mutant]], jobs: int, folder: Path) -> list[Verdict]:
+    first = Workshop.first(ROOT, folder / "first")
+    for name, command, seconds in STAGES:
+        done = run(command, first.folder, seconds)
+        if done.rc != 0:
+            raise SystemExit(f"{name} fails without any change: {done.output}")
+    shops: queue.SimpleQueue[Workshop] = queue.SimpleQueue()
+    for number in range(jobs):
+        shops.put(first.copy(folder / f"shop{number}"))
+
+    def one(pair: tuple[CSource, Mutant]) -> Verdict:
+        shop = shops.get()
+        try:
+            verdict = try_one(shop, first, *pair)
+        finally:
+            shops.put(shop)
+        print(f"{verdict.end:14} {verdict.seconds:6.1f} s  {verdict.identity}", flush=True)
+        return verdict
+
+    with ThreadPoolExecutor(jobs) as pool:
+        return list(pool.map(one, chosen))
+
+
+# ------------------------------------------------------------------ the table
+
+
+def table(verdicts: Iterable[Verdict]) -> str:
+    verdicts = list(verdicts)
+    ends = [name for name, _, _ in STAGES] + [EQUIVALENT, NOT_COMPILING, SURVIVED]
+    counts = Counter((v.kind, v.end) for v in verdicts)
+    kinds = sorted({v.kind for v in verdicts})
+    lines = ["".join(f"{word:>16}" for word in ["", "all", *ends])]
+    for kind in [*kinds, "all"]:
+        row = [sum(counts[k, end] for k in kinds if kind in (k, "all")) for end in ends]
+        lines.append("".join(f"{word:>16}" for word in [kind, sum(row), *row]))
+    lines.append(f"{sum(v.timed_out for v in verdicts)} of these were killed by their time limit")
+    return "\n".join(lines)
+
+
+def accepted() -> dict[str, str]:
+    """survivors.txt: an identity and, behind blanks, why it may survive."""
+    lines = (HERE / "survivors.txt").read_text(encoding="utf-8").splitlines()
+    entries = [line.split(None, 1) for line in lines if line and not line.startswith("#")]
+    return {entry[0]: entry[1] if len(entry) > 1 else "" for entry in entries}
+
+
+def compare(verdicts: list[Verdict], known: set[str]) -> list[str]:
+    """What is not as survivors.txt says."""
+    listed, found = accepted(), []
+    for verdict in verdicts:
+        if verdict.end == SURVIVED and verdict.identity not in listed:
+            found.append(f"survived and is not listed: {verdict.identity} (line {verdict.line})")
+        if verdict.end != SURVIVED and verdict.identity in listed:
+            found.append(f"listed, but {verdict.end}: {verdict.identity}")
+    found += [f"listed, but there is no such mutant: {name}" for name in set(listed) - known]
+    found += [f"listed without a reason: {name}" for name, reason in listed.items() if not reason]
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--list", action="store_true", help="only print the identities")
+    parser.add_argument("--diff", action="store_true", help="with --list: what is changed")
+    parser.add_argument("--only", default="", help="identities that this expression matches")
+    parser.add_argument("--every", type=int, default=1, help="only each N-th: a sample")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--json", type=Path, help="write all verdicts there")
+    given = parser.parse_args()
+    everything = list(mutants(ROOT))
+    chosen = [pair for pair in everything if re.search(given.only, pair[1].identity)]
+    chosen = chosen[:: given.every]
+    if given.list:
+        for source, mutant in chosen:
+            print(mutant.diff(source) if given.diff else mutant.identity)
+        return 0
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        verdicts = try_all(chosen, given.jobs, Path(folder))
+    print(table(verdicts))
+    print(f"{len(verdicts)} mutants in {time.monotonic() - begun:.0f} s, {given.jobs} at a time")
+    if given.json:
+        given.json.write_text(json.dumps([asdict(v) for v in verdicts], indent=1))
+    found = compare(verdicts, {mutant.identity for _, mutant in everything})
+    print("\n".join(found))
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
