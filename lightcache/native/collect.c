@@ -25,18 +25,23 @@ void lci_flag_ended(lci_handle *h, uint32_t rid) {
 
 void lci_notify(lci_handle *h) { lc_event_notify(&h->root->event); }
 
-/* A page of a published reservation joins the others. Forward only: all its shards were written,
- * so a publisher that died between two pages is finished here. Returns the pages that joined. */
+/* A page of a published reservation joins the others. Returns the pages that joined.
+ *
+ * Its publisher may have died before it came to this page. All shards were written, so the page becomes
+ * READY as its publisher would have made it: without the log, because lookups may find it from now
+ * on, and must not lose it again if this step is undone. */
 static uint32_t adopt_page(lci_handle *h, lc_txn *t, uint32_t page, uint32_t rid) {
     lci_page *p = &h->pages[page];
-    uint32_t word = lc_load_acquire(&p->word), ns = word & LCI_NS_MASK;
+    uint32_t word = lc_load_acquire(&p->word);
     if (word >> LCI_RES_SHIFT != rid + 1) return 0; /* doomed and perhaps used again since */
-    while (lci_state_of(word) == LCI_WRITING && !t->error) {
-        if (lc_txn_swap(t, &p->word, word, LCI_READY | ns)) break;
-        word = lc_load_acquire(&p->word); /* its publisher was faster */
+    while (lci_state_of(word) == LCI_WRITING) {
+        uint32_t ready = (word & ~LCI_STATE_MASK) | LCI_READY;
+        if (atomic_compare_exchange_strong_explicit(&p->word, &word, ready, memory_order_acq_rel,
+                                                    memory_order_acquire))
+            word = ready; /* otherwise its publisher was faster */
     }
-    if (lci_state_of(word) == LCI_READY) lc_txn_set(t, &p->word, LCI_READY | ns);
-    if (lci_state_of(word) == LCI_DOOMED) return 0;
+    if (lci_state_of(word) != LCI_READY) return 0;
+    lc_txn_set(t, &p->word, LCI_READY | (word & LCI_NS_MASK));
     if (lci_queueable(h, page)) lci_queue_add(h, t, page);
     return 1;
 }
