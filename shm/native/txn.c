@@ -41,9 +41,11 @@ int lc_txn_undo(uint8_t *base, lcs_lock *lock, uint64_t begin, uint64_t end) {
         if (word < begin || word + 4 > end) return LC_E_CORRUPT; /* somebody scribbles just now */
         uint32_t value = i + 1 < count ? (uint32_t)lc_load(&log[i + 1]) : 0;
         undo_one(base, (uint32_t)entry, (uint32_t)(entry >> 32), value);
+        /* One entry less is in force: whoever goes on after our death does not begin again at the
+         * newest, which would take records out of their chains once more that readers find by now. */
+        lc_kill_fence();
+        lc_store_release(&lock->log_count, i);
         LC_PAUSE(LC_AT_RECOVER);
     }
-    lc_kill_fence();
-    lc_store_release(&lock->log_count, 0);
     return (int)count;
 }
