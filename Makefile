@@ -1,4 +1,4 @@
-# make test | demo | lint | bench | soak | format | clean
+# make test | demo | lint | bench | soak | crash-test | format | clean
 #
 # The first use of any of them creates $(VENV) from constraints.txt and installs the package there: a
 # plain install, never an editable one, renewed whenever a source file has changed. Python is never
@@ -49,7 +49,7 @@ export PYTHONSAFEPATH := 1
 export LIGHTCACHE_TEST_BUILD := $(pause)
 unexport PYTHONPATH
 
-.PHONY: help test demo lint bench soak format install pause venv clean distclean lint-python lint-types lint-c
+.PHONY: help test demo lint bench soak crash-test format install pause venv clean distclean lint-python lint-types lint-c
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -119,6 +119,10 @@ soak: install pause
 	    LIGHTCACHE_TEST_EXAMPLES=$(SOAK_EXAMPLES) \
 	        $(bin)/python -m pytest -q multi crash model --timeout 3600 $(ARGS); \
 	done
+
+# Every operation, killed behind every instruction, under every compiler and level that is here.
+crash-test: install
+	cd tests && $(bin)/python crash/run.py $(ARGS)
 
 lint: lint-python lint-types lint-c
 

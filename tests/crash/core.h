@@ -1,0 +1,47 @@
+/* The core's entry points, which otherwise only Python calls: lightcache/_native.py declares them
+ * too. */
+#ifndef CORE_H
+#define CORE_H
+
+#include "clients.h"
+#include "index.h"
+#include "process.h"
+
+int lci_format(uint8_t *base, uint64_t bytes, uint64_t pages, uint64_t grown);
+lci_handle *lci_open(lcs_attachment *at, uint64_t pages);
+void lci_close(lci_handle *h);
+int lci_grow(lci_handle *h, uint32_t pages, int wait, uint64_t deadline);
+int lci_namespace_open(lci_handle *h, const char *weights, const char *tenant, uint32_t quota,
+                       lci_ns_ref *out, int wait, uint64_t deadline);
+int lci_peek1(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref ns);
+int lci_match1(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref ns, lci_lease *lease);
+int lci_release(lci_handle *h, lci_lease *lease);
+int lci_reserve(lci_handle *h, lci_reserve_op *op, const lc_key *keys, uint32_t n, uint32_t start,
+                int32_t *page, uint8_t *status, int wait, uint64_t deadline);
+int lci_unreserve(lci_handle *h, lci_reserve_op *op, const int32_t *page, const uint8_t *status,
+                  uint32_t n);
+int lci_publish(lci_handle *h, uint32_t rid, uint32_t gen, uint32_t shard, const int32_t *pages,
+                uint32_t n);
+int lci_wait(lci_handle *h, const lc_key *keys, uint32_t n, uint64_t deadline);
+int lci_abandon(lci_handle *h, uint32_t rid, uint32_t gen, int wait, uint64_t deadline);
+int lci_evict_pages(lci_handle *h, uint32_t want, uint32_t *freed, int wait, uint64_t deadline);
+int lci_clear(lci_handle *h, lci_ns_ref ref, int wait, uint64_t deadline);
+int lci_ticket_give(lci_handle *h, const int32_t *pages, uint32_t n, uint32_t rid, uint32_t rgen,
+                    uint64_t adopters, uint64_t expires, lci_ticket_ref *ref, int wait,
+                    uint64_t deadline);
+int lci_adopt(lci_handle *h, const lci_ticket_ref *ref, uint32_t shard, uint32_t *held,
+              int32_t *pages, uint32_t capacity, uint32_t *rid, uint32_t *rgen, int wait,
+              uint64_t deadline);
+int lci_ticket_done(lci_handle *h, const lci_ticket_ref *ref, int ok);
+int lci_ticket_poll(lci_handle *h, const lci_ticket_ref *ref, lci_ticket_status *out);
+int lci_ticket_drop(lci_handle *h, const lci_ticket_ref *ref, int wait, uint64_t deadline);
+int lci_reap_slot(lci_handle *h, uint32_t slot, int wait, uint64_t deadline);
+int lci_reap_unjoined(lci_handle *h, uint32_t slot, int wait, uint64_t deadline);
+int lci_leave(lci_handle *h, int wait, uint64_t deadline);
+int lci_repair(lci_handle *h, int wait, uint64_t deadline);
+int lci_check(uint8_t *base, uint64_t bytes, uint64_t pages, int quiet, lci_report *out);
+int lci_recover_copy(uint8_t *base, uint64_t bytes, uint64_t pages);
+
+#define FOREVER INT64_MAX
+
+#endif

@@ -1,0 +1,43 @@
+/* A scene: one operation to be executed step by step, and what stands around it.
+ *
+ *     static void prepare(actor *v) { run_reserve(v, &v->writing, 2, 6, 1, SCENE_NS); }
+ *     static void act(actor *v) { run_publish(v, &v->writing, 0); }
+ *     SCENE(publish, .pages = 48, .set = two_runs, .prepare = prepare, .act = act, .made = 6)
+ *
+ * A file in scenes/ with such lines is all that a new scene needs. */
+#ifndef SCENES_H
+#define SCENES_H
+
+#include "stage.h"
+
+typedef struct scene {
+    const char *name;
+    uint64_t pages;
+    uint64_t grown;              /* pages with memory behind them; 0: all */
+    void (*set)(stage *s);       /* stepper: before the victim is there */
+    void (*prepare)(actor *v);   /* victim: before it is watched */
+    void (*ready)(stage *s);     /* stepper: then; what others do with what was prepared */
+    void (*act)(actor *v);       /* victim: the operation, watched */
+    bool (*meanwhile)(stage *s); /* stepper: after each change until true; what races with it */
+    int taken;                   /* pages, ready before, that the operation takes away */
+    int made;                    /* pages that it makes ready */
+    bool unjoined;               /* the victim has no slot before it acts */
+    uint32_t flags;              /* of the victim's slot */
+    bool unsound;                /* the index is damaged until the operation is over */
+    struct scene *next;
+} scene;
+
+extern scene *all_scenes;
+scene *scene_named(const char *name);
+
+#define SCENE(id, ...)                                                   \
+    static scene id##_scene = {.name = #id, __VA_ARGS__};                \
+    __attribute__((constructor)) static void id##_enter(void) {          \
+        id##_scene.next = all_scenes;                                    \
+        all_scenes = &id##_scene;                                        \
+    }
+
+/* What most scenes begin with: the survivor has filled two runs; 8 pages and more are free. */
+void two_runs(stage *s);
+
+#endif

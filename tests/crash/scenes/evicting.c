@@ -1,0 +1,57 @@
+/* Evicting and clearing. */
+#include "scenes.h"
+
+static void evict_five(actor *v) { NEED(deed_evict(v, 5) == 5); }
+SCENE(evict, .pages = 48, .set = two_runs, .act = evict_five, .taken = 5)
+
+static void evict_all(actor *v) { deed_evict(v, (uint32_t)v->pages); }
+SCENE(evict_all, .pages = 48, .set = two_runs, .act = evict_all, .taken = 32)
+SCENE(evict_nothing, .pages = 48, .act = evict_all)
+
+static void half_pinned(stage *s) {
+    two_runs(s);
+    actor *o = stage_other(s, 0);
+    hold_match(o, &o->held, 0, 16, SCENE_NS);
+}
+SCENE(evict_pinned, .pages = 48, .set = half_pinned, .act = evict_all, .taken = 16)
+
+/* A match of another client has found a page, and counts its pin when the evictor has marked it. */
+static void one_other(stage *s) {
+    two_runs(s);
+    stage_other(s, 0)->stopped = true;
+}
+static bool pin_marked(stage *s) {
+    lci_handle *h = s->other[0].h;
+    for (uint32_t page = 0; page < h->page_count; page++)
+        if (lci_state_of(lc_load(&h->pages[page].word)) == LCI_EVICTING) {
+            NEED(lci_pin_one(h, page) == LC_OK);
+            return true;
+        }
+    return false;
+}
+SCENE(evict_raced, .pages = 48, .set = one_other, .act = evict_five, .meanwhile = pin_marked,
+      .taken = 5)
+SCENE(evict_all_raced, .pages = 48, .set = one_other, .act = evict_all, .meanwhile = pin_marked,
+      .taken = 16)
+
+static void clear(actor *v) { deed_clear(v, v->notes->ns); }
+static void default_space(stage *s) {
+    two_runs(s);
+    s->notes->ns = SCENE_NS;
+}
+SCENE(clear, .pages = 48, .set = default_space, .act = clear, .taken = 32)
+
+/* A space of its own: some of its pages pinned, some being written. */
+static void space_in_use(stage *s) {
+    actor *a = &s->survivor, *o = stage_other(s, 0), *w = stage_other(s, 0);
+    run_fill(a, 0, 16, SCENE_NS);
+    NEED(lci_namespace_open(a->h, "w", "t", 0, &s->notes->ns, LC_BLOCK, FOREVER) == LC_OK);
+    run_fill(a, 3, 8, s->notes->ns);
+    hold_match(o, &o->held, 3, 4, s->notes->ns);
+    run_reserve(w, &w->writing, 4, 5, 2, s->notes->ns);
+    run_publish(w, &w->writing, 0);
+}
+SCENE(clear_in_use, .pages = 48, .set = space_in_use, .act = clear, .taken = 8)
+
+static void no_pages(stage *s) { s->notes->ns = SCENE_NS; }
+SCENE(clear_empty, .pages = 48, .set = no_pages, .act = clear)
