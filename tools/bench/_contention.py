@@ -60,7 +60,7 @@ def tail_rows(index: PageIndex, prompts: int, quick: bool) -> Iterator[Row]:
     for _ in range(rounds):
         for size in sizes:
             for beside in ("nobody", "stopped holder", "throttled worker"):
-                found = _beside(index, prompts, beside, size, 1000 if quick else 10_000)
+                found = matches_beside(index, prompts, beside, size, 1000 if quick else 10_000)
                 samples.setdefault((size, beside), []).append(found)
     for size in sizes:
         quiet = float(np.median([tails(found)[2] for found in samples[size, "nobody"]]))
@@ -80,7 +80,9 @@ def tail_rows(index: PageIndex, prompts: int, quick: bool) -> Iterator[Row]:
             yield Row("match p99.9", params, value, "us", "match p99.9 alone", ratio, target, met)
 
 
-def _beside(index: PageIndex, prompts: int, beside: str, size: int, count: int) -> Any:
+def matches_beside(index: PageIndex, prompts: int, beside: str, size: int, count: int) -> Any:
+    """Microseconds of so many matches of `size` pages beside "nobody", a "stopped holder" of the
+    lock, or a "throttled worker"."""
     keys = [keys_of(1000 + i, PROMPT)[:size].copy() for i in range(min(prompts, 16))]
     case = clocked(lambda i: index.match(keys[i % len(keys)]).release())
     helpers: list[Helper] = []

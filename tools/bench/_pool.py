@@ -65,11 +65,15 @@ def scatter(index: PageIndex) -> None:
 class Helper:
     """Another process that plays a role of `_roles`, and is killed when we are done with it."""
 
-    def __init__(self, role: str, **arguments: Any) -> None:
+    def __init__(self, role: str, *, before: tuple[str, ...] = (), **arguments: Any) -> None:
+        """`before`: what starts the interpreter, such as unshare and its options. What that says
+        when its child is killed is nobody's business."""
+        module = "lightcache.tools.bench._roles"
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "lightcache.tools.bench._roles", role, json.dumps(arguments)],
+            [*before, sys.executable, "-m", module, role, json.dumps(arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL if before else None,
             text=True,
         )
 

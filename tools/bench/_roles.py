@@ -5,6 +5,7 @@ A role prints a line of JSON when it is ready (or has a result) and ends when it
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -15,7 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from lightcache.page_index import PageIndex
+from lightcache import layout
+from lightcache.page_index import PageIndex, geometry
+from lightcache.shm import layout as shm_layout
 from lightcache.tools.bench import _pool
 
 
@@ -32,15 +35,38 @@ def fill(name: str, pages: int, prompts: int) -> None:
         sys.stdin.read()
 
 
-def hold(name: str, stop: bool) -> None:
-    """Take the lock and keep it; stopped, if asked for."""
+def hold(name: str, stop: bool, touched: int = 0) -> None:
+    """Touch some memory, take the lock and keep it; stopped, if asked for."""
     with PageIndex.attach(name, role="bench: holder") as index:
+        memory = np.ones(touched, np.uint8)
         index._core.locked("lci_hold", what="hold the lock")
         tell("ready")
         if stop:
             os.kill(os.getpid(), signal.SIGSTOP)
         sys.stdin.read()
         index._quick.lci_let_go(index._handle)
+        del memory
+
+
+def fill_log(name: str, touched: int, pins: int) -> None:
+    """Take the lock and note as many stores as the log holds, of words all over the index; then
+    wait to be killed. What undoing them stores is what stands there already."""
+    with PageIndex.attach(name, role="bench: victim") as index:
+        index._core.locked("lci_hold", what="hold the lock")
+        base, count = index.segment.address, shm_layout.LOG_ENTRIES
+        size, pages = ctypes.sizeof(layout.PageRecord), geometry(index.pages).page
+        chosen = np.random.default_rng(os.getpid()).integers(0, index.pages, count)
+        words = (pages + chosen * size + layout.PageRecord.parent.offset) // 4
+        everything = np.ctypeslib.as_array(
+            (ctypes.c_uint32 * (index.segment.nbytes // 4)).from_address(base)
+        )
+        log = np.ctypeslib.as_array(
+            (ctypes.c_uint64 * count).from_address(base + shm_layout.LOG_OFFSET)
+        )
+        log[:] = words.astype(np.uint64) | everything[words].astype(np.uint64) << np.uint64(32)
+        shm_layout.LockRecord.from_address(base + shm_layout.LOCK_OFFSET).log_count = count
+        tell("ready")
+        sys.stdin.read()
 
 
 def work(name: str, prompts: int, request: int, seconds: float, seed: int) -> None:
@@ -99,22 +125,25 @@ def sleep(name: str, touched: int, pins: int) -> None:
 
 
 def look(name: str, prompts: int, request: int, seed: int) -> None:
-    """Peek until told to end; tell how many peeks there were, how many missed, and their tail."""
+    """Peek until stdin ends; at every line tell how many peeks there were since the last, how many
+    missed, and their speed."""
     with PageIndex.attach(name, role="bench: reader") as index:
         known = [_pool.keys_of(1000 + i, _pool.PROMPT)[:request].copy() for i in range(prompts)]
         tell("ready")
         os.set_blocking(sys.stdin.fileno(), False)
         times: list[float] = []
         missed, i, told = 0, seed, None
-        while told is None:
-            for _ in range(1000):
+        while told != b"":
+            for _ in range(100):
                 i += 1
                 begin = time.perf_counter_ns()
                 missed += index.peek(known[i % prompts]) < request
                 times.append((time.perf_counter_ns() - begin) / 1e3)
             told = sys.stdin.buffer.read(1)
-        p999 = round(float(np.percentile(times, 99.9)), 2)
-        tell({"lookups": len(times), "missed": missed, "lookup_p99.9_us": p999})
+            if told:
+                p50, p999 = np.percentile(times, [50, 99.9]).round(2).tolist()
+                tell({"lookups": len(times), "missed": missed, "p50": p50, "p99.9": p999})
+                times, missed = [], 0
 
 
 def throttle(pid: int, run: float, pause: float) -> None:
@@ -130,7 +159,7 @@ def throttle(pid: int, run: float, pause: float) -> None:
 
 
 ROLES: dict[str, Callable[..., None]] = {
-    role.__name__: role for role in (fill, hold, work, reserve, sleep, look, throttle)
+    role.__name__: role for role in (fill, hold, fill_log, work, reserve, sleep, look, throttle)
 }
 
 if __name__ == "__main__":

@@ -1,129 +1,127 @@
-"""Deaths: how soon they are seen, what the next call pays, taking back, repair.
+"""Deaths and stops: how soon they are seen, what the next call pays, taking back, repair.
 
-A victim is killed with SIGKILL while it makes room; only deaths that fell into a critical section
-count (the lock says so: its log had to be undone or its owner replaced).
+Victims are killed with SIGKILL; only deaths that fell into a critical section count where it says
+so. Lookups beside something are compared with those of the same process before it.
 """
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from lightcache.page_index import PageIndex
-from lightcache.shm import layout
-from lightcache.tools.bench import Row, _pool, meets
+from lightcache.tools.bench import Row, _contention, _deaths, _pool, meets
 from lightcache.tools.bench._pool import Helper
-from lightcache.tools.bench._timing import median, spread
+from lightcache.tools.bench._timing import median, spread, tails
 
-MIB = 1 << 20
+SIZES = (20_000, 200_000, 1_000_000)
 
 
 def rows(quick: bool) -> Iterator[Row]:
-    """See `Benchmark.rows`."""
-    pages = 20_000 if quick else 1_000_000
-    with _pool.pool(pages, 2) as index:
-        yield from deaths_in_the_lock(index, quick)
-        yield from visibility(index, quick)
-        yield reaping(index, quick)
-        yield repairing(index, quick)
+    """See `Benchmark.rows`. Takes about three minutes; `quick`: half a minute, small pools."""
+    sizes = SIZES[:1] if quick else SIZES
+    for pages in sizes:
+        with _pool.pool(pages, 2) as index:
+            if pages == sizes[-1]:  # first: those who die below evict the prompts looked up here
+                yield reaping(index, quick)
+                yield repairing(index, quick)
+                yield from beside_a_stopped_holder(index, quick)
+            yield from _deaths.taken_over(index, quick)
+            if pages == sizes[-1]:
+                yield from _deaths.visibility(index, quick)
 
 
-def _lock(index: PageIndex) -> layout.LockRecord:
-    at = index.segment.address + layout.LOCK_OFFSET
-    return layout.LockRecord.from_buffer_copy(
-        ctypes.string_at(at, ctypes.sizeof(layout.LockRecord))
-    )
+class Reader(contextlib.ExitStack):
+    """Another process that looks up without pause."""
+
+    def __init__(self, index: PageIndex, quick: bool) -> None:
+        """It looks up alone for a while: what is compared with."""
+        super().__init__()
+        arguments: dict[str, Any] = {"name": index.name, "prompts": 2, "request": 64}
+        self._helper = self.enter_context(Helper("look", **arguments, seed=os.getpid()))
+        self._helper.answer()
+        self.told()
+        time.sleep(0.2 if quick else 2.0)
+        self.alone = self.told()
+
+    def told(self) -> dict[str, Any]:
+        """What it found since it was asked last: lookups, missed, p50 and p99.9."""
+        self._helper.go_on()
+        found: dict[str, Any] = self._helper.answer()
+        return found
+
+    def params(self) -> dict[str, Any]:
+        """The same, beside what it found alone."""
+        found = self.told()
+        both = {f"lookup_{name}_us": found[name] for name in ("p50", "p99.9")}
+        both |= {f"alone_{name}_us": self.alone[name] for name in ("p50", "p99.9")}
+        return {"lookups": found["lookups"], "missed": found["missed"], **both}
 
 
-def _until_dead(index: PageIndex, pid: int) -> float:
-    """Seconds until the client with this pid counts as dead."""
-    begin = time.perf_counter()
-    while any(client.alive and client.pid == pid for client in index.clients()):
-        pass
-    return time.perf_counter() - begin
-
-
-def deaths_in_the_lock(index: PageIndex, quick: bool) -> Iterator[Row]:
-    """The next call that takes the lock, from the death being visible on."""
-    wanted, tries = (3 if quick else 30), 0
-    times: list[float] = []
-    words: list[int] = []
-    rng = np.random.default_rng(5)
-    while len(times) < wanted and tries < 40 * wanted:
-        tries += 1
-        with Helper("reserve", name=index.name, touched=0, pins=0) as victim:
-            victim.answer()
-            time.sleep(rng.uniform(0.0, 0.01))
-            victim.kill()
-            _until_dead(index, victim.process.pid)
-            before, held = _lock(index), _lock(index).word != 0
-            begin = time.perf_counter_ns()
-            index.grow(index.pages)
-            took = (time.perf_counter_ns() - begin) / 1e3
-            if held:
-                times.append(took)
-                words.append(_lock(index).undone_words - before.undone_words)
-            index.reap()
-    if not times:
-        yield Row("lock taken over", {"deaths": tries, "in the lock": 0}, 0.0)
-        return
-    params: dict[str, Any] = {"pages": index.pages, "deaths": tries, "in_the_lock": len(times)}
-    params |= {**spread(times), "worst": round(max(times), 1), "words_undone": max(words)}
-    yield Row("lock taken over, its holder visibly dead", params, median(times))
-
-
-def visibility(index: PageIndex, quick: bool) -> Iterator[Row]:
-    """From the signal to the moment when others see the death: the kernel frees its memory
-    first."""
-    for touched in (0, 64) if quick else (0, 256, 1024):
-        times: list[float] = []
-        for _ in range(3 if quick else 7):
-            with Helper("sleep", name=index.name, touched=touched * MIB, pins=0) as victim:
-                victim.answer()
-                begin = time.perf_counter()
-                victim.process.kill()
-                _until_dead(index, victim.process.pid)
-                times.append((time.perf_counter() - begin) * 1e3)
-                victim.kill()
-            index.reap()
-        params: dict[str, Any] = {"touched_MiB": touched, **spread(times)}
-        yield Row("death visible", params, median(times), "ms")
+def _beside_lookups(
+    index: PageIndex, quick: bool, name: str, target: str, repeats: int, work: Callable[[], float]
+) -> Row:
+    """`work` does it once and returns milliseconds. A lookup that missed is a target that was."""
+    with Reader(index, quick) as reader:
+        times = [work() for _ in range(repeats)]
+        seen = reader.params()
+    params = {"pages": index.pages, **spread(times), "worst": round(max(times), 2), **seen}
+    met = meets(median(times), target) and seen["missed"] == 0
+    return Row(name, params, median(times), "ms", target=target, met=met)
 
 
 def reaping(index: PageIndex, quick: bool) -> Row:
     """Take back a client that pinned a prompt and was writing 64 pages."""
-    times: list[float] = []
-    for _ in range(3 if quick else 15):
+
+    def work() -> float:
         with Helper("sleep", name=index.name, touched=0, pins=2000) as victim:
             victim.answer()
             victim.kill()
             begin = time.perf_counter()
             dead = index.reap()
-            times.append((time.perf_counter() - begin) * 1e3)
-            assert dead == 1, dead
-    params = {"pages": index.pages, "clients": 1, **spread(times)}
-    met = meets(median(times), "<= 50")
-    return Row("reap", params, median(times), "ms", target="<= 50 ms", met=met)
+            took = (time.perf_counter() - begin) * 1e3
+        assert dead == 1, dead
+        return took
+
+    name = "reap of one client, lookups going on"
+    return _beside_lookups(index, quick, name, "<= 50 ms", 3 if quick else 10, work)
 
 
 def repairing(index: PageIndex, quick: bool) -> Row:
-    """Rebuild everything derived while another process looks up without pause."""
-    arguments: dict[str, Any] = {"name": index.name, "prompts": 2, "request": 64}
-    times: list[float] = []
-    with Helper("look", **arguments, seed=os.getpid()) as reader:
-        reader.answer()
-        for _ in range(2 if quick else 7):
-            begin = time.perf_counter()
-            index.repair()
-            times.append((time.perf_counter() - begin) * 1e3)
-        reader.go_on()
-        seen = reader.answer()
-    index.check()
-    params = {"pages": index.pages, **spread(times), **seen}
-    met = meets(median(times), "<= 500")
-    return Row("repair, lookups going on", params, median(times), "ms", target="<= 500 ms", met=met)
+    """Rebuild everything derived, again and again."""
+
+    def work() -> float:
+        begin = time.perf_counter()
+        index.repair()
+        return (time.perf_counter() - begin) * 1e3
+
+    name = "repair, lookups going on"
+    row = _beside_lookups(index, quick, name, "<= 500 ms", 3 if quick else 20, work)
+    index.check().raise_if_broken()
+    return row
+
+
+def beside_a_stopped_holder(index: PageIndex, quick: bool) -> Iterator[Row]:
+    """match + release beside a client stopped by SIGSTOP in a critical section, against the same
+    without it; the two take turns."""
+    found: dict[str, list[Any]] = {"nobody": [], "stopped holder": []}
+    for _ in range(3 if quick else 10):
+        for beside, samples in found.items():
+            samples.append(
+                _contention.matches_beside(index, 2, beside, 64, 1000 if quick else 10_000)
+            )
+    for name, at, target in (("p50", 0, None), ("p99.9", 2, "<= 1.5")):
+        alone, stopped = ([tails(each)[at] for each in samples] for samples in found.values())
+        value, ratio = median(stopped), median(stopped) / median(alone)
+        params: dict[str, Any] = {"pages": index.pages, "keys": 64, "rounds": len(alone)}
+        params["of_rounds"] = f"{np.min(stopped):.1f}..{np.max(stopped):.1f}"
+        params["alone_of_rounds"] = f"{np.min(alone):.1f}..{np.max(alone):.1f}"
+        params["baseline_us"] = round(median(alone), 2)
+        met = meets(ratio, target) if target else None
+        what = f"match {name} beside a stopped holder"
+        yield Row(what, params, value, "us", f"match {name} alone", ratio, target, met)
