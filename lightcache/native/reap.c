@@ -157,6 +157,7 @@ static int reap_as_guest(lci_handle *h, uint32_t slot, int wait, uint64_t deadli
     h->at->slot = slot;
     h->at->epoch = epoch;
     h->at->guest = 1;
+    LC_PAUSE(LC_AT_MEND);
     rc = reap_held(h, slot, wait, deadline);
     h->at->slot = 0;
     h->at->epoch = 0;

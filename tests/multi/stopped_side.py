@@ -18,7 +18,9 @@ import numpy as np
 from multi import pausing
 from multi.stress_worker import SECRET, SLICES, stamps, words_of
 
-from lightcache import Cache, LockTimeout
+from lightcache import Cache, LockTimeout, attached
+from lightcache._core import reap_unjoined
+from lightcache.shm import Kind, Segment
 
 LENGTH = 4  # pages of a prompt
 
@@ -79,6 +81,12 @@ class Side:
     def reap(self) -> Any:
         """Take back from the dead: how many there were."""
         return self.cache.reap()
+
+    def reap_as_guest(self) -> None:
+        """The same as a process that wants to join and finds all slots taken."""
+        config = {"kind": Kind.INDEX, "layout_facts": attached._facts()}
+        with Segment.attach(self.cache.name, **config) as segment:
+            reap_unjoined(segment, self.cache.pages)
 
     def release(self) -> None:
         """Let go of everything."""
