@@ -4,35 +4,54 @@
  * Runs under the lock in one piece, without the log: `repairing` says that it has begun, and
  * whoever takes the lock next starts it again. Chains that hold what they should are not touched,
  * so lookups in a sound index notice nothing. */
-#include "index.h"
+#include "repair.h"
 
 #include <stdlib.h>
-
-typedef struct builder {
-    lci_handle *h;
-    uint32_t *head; /* what each chain should hold: first page, then by `next` */
-    uint32_t *next;
-    uint8_t *mark;
-} builder;
 
 static bool named_word(uint32_t word) {
     uint32_t state = lci_state_of(word);
     return state == LCI_WRITING || state == LCI_READY;
 }
 
-/* A page's word, made sound: EVICTING goes back, nonsense and odd generations become free. */
-static void settle_page(lci_handle *h, uint32_t page) {
+/* A page that nobody may find any more; its bytes stay as long as somebody pins it. */
+static void doom(lci_page *p, uint32_t state) {
+    lc_store(&p->word, LCI_DOOMED | (state == LCI_WRITING ? LCI_UNWRITTEN : 0));
+}
+
+/* The reservation that a page's word names must list it, and be of its namespace. */
+static void settle_reserved(const builder *b, uint32_t page, uint32_t word) {
+    const lci_handle *h = b->h;
     lci_page *p = &h->pages[page];
-    uint32_t word = lc_load(&p->word), state = lci_state_of(word), rid = word >> LCI_RES_SHIFT;
-    if (state == LCI_EVICTING) lc_store(&p->word, LCI_READY | (word & LCI_NS_MASK));
-    bool orphan = state == LCI_WRITING &&
-                  (rid == 0 || rid > h->res_count || lc_load(&h->res[rid - 1].state) == LCI_RES_FREE);
-    if (state > LCI_DOOMED || (lc_load(&p->gen) & 1) || orphan) {
-        lc_store(&p->word, orphan ? LCI_DOOMED | LCI_UNWRITTEN : LCI_FREE);
-        if (lc_load(&p->gen) & 1) lc_store_release(&p->gen, lc_load(&p->gen) + 1);
+    uint32_t state = lci_state_of(word), rid = word >> LCI_RES_SHIFT, ns = word & LCI_NS_MASK;
+    const lci_reservation *r = rid && rid <= h->res_count ? &h->res[rid - 1] : NULL;
+    bool listed = r && b->listed[page] == rid;
+    bool over = !r || lc_load(&r->state) == LCI_RES_FREE || lci_complete(r);
+    if (state == LCI_READY && !listed && over) lc_store(&p->word, LCI_READY | ns);
+    else if (!listed || lci_ns_of(word) != lci_ns_id(lc_load(&r->ns))) doom(p, state);
+    else if (state == LCI_READY && !over) lc_store(&p->word, word ^ (LCI_READY ^ LCI_WRITING));
+}
+
+/* A page's word, made sound: EVICTING goes back; nonsense, and what could be reached with an odd
+ * generation, becomes free, or doomed while somebody pins it. */
+static void settle_page(const builder *b, uint32_t page) {
+    const lci_handle *h = b->h;
+    lci_page *p = &h->pages[page];
+    uint32_t word = lc_load(&p->word), state = lci_state_of(word);
+    uint64_t clock = lc_load(&h->root->clock);
+    if (lci_tick(p) > clock) lc_store(&p->used, clock << LCI_TICK_SHIFT);
+    if (state == LCI_EVICTING) lc_store(&p->word, word = LCI_READY | (word & LCI_NS_MASK));
+    if (lc_load(&p->gen) & 1) {
+        lc_store_release(&p->gen, lc_load(&p->gen) + 1);
+        state = LCI_FREE;
     }
-    if (state == LCI_READY && rid && (rid > h->res_count || lc_load(&h->res[rid - 1].state) == LCI_RES_FREE))
-        lc_store(&p->word, LCI_READY | (word & LCI_NS_MASK));
+    uint32_t open = lc_load(&h->ns[lci_ns_of(word)].state);
+    if (state == LCI_FREE || state > LCI_DOOMED) {
+        lc_store(&p->word, lci_pinned(h, p) ? LCI_DOOMED | LCI_UNWRITTEN : LCI_FREE);
+    } else if (named_word(word) && open != LCI_NS_NORMAL && open != LCI_NS_CLEARING) {
+        doom(p, state);
+    } else if (state == LCI_WRITING || (state == LCI_READY && word >> LCI_RES_SHIFT)) {
+        settle_reserved(b, page, word);
+    }
 }
 
 /* Into the private chain; a second page with the same key is doomed. */
@@ -68,6 +87,24 @@ static void rebuild_chain(builder *b, uint32_t bucket) {
     lc_store_release(&h->dict.buckets[bucket], b->head[bucket]);
 }
 
+/* How far pages have been used: whatever had a key, unless only its generation says so. The memory
+ * of these is there; of others nobody can tell once the mark is nonsense, so it is given again. */
+static uint32_t settle_marks(lci_handle *h) {
+    lci_root *r = h->root;
+    uint32_t said = lc_load(&r->fresh), grown = lc_load(&r->grown), fresh = 0;
+    if (said > h->page_count) said = 0;
+    if (grown > h->page_count) grown = 0;
+    for (uint32_t page = 0; page < h->page_count; page++) {
+        const lci_page *p = &h->pages[page];
+        if (lc_load(&p->gen) && (page < said || page < grown || lc_load(&p->word))) fresh = page + 1;
+    }
+    for (uint32_t page = fresh; page < h->page_count; page++) lc_store(&h->pages[page].word, LCI_FREE);
+    lc_store(&r->fresh, fresh);
+    lc_store(&r->grown, grown < fresh ? fresh : grown);
+    lc_store(&r->clock, lc_load(&r->clock) & UINT64_MAX >> LCI_TICK_SHIFT);
+    return fresh;
+}
+
 static void clear_totals(lci_handle *h) {
     lci_root *r = h->root;
     lc_lists_format(&h->lists);
@@ -78,9 +115,6 @@ static void clear_totals(lci_handle *h) {
     lc_store(&r->writing, 0);
     lc_store(&r->doomed, 0);
     lc_store(&r->queued, 0);
-    if (lc_load(&r->grown) > h->page_count) lc_store(&r->grown, h->page_count);
-    if (lc_load(&r->fresh) > lc_load(&r->grown)) lc_store(&r->fresh, lc_load(&r->grown));
-    for (uint32_t i = 0; i < LCI_NAMESPACES; i++) lc_store(&h->ns[i].pages, 0);
     for (uint32_t p = 0; p < h->page_count; p++) lc_store(&h->pages[p].children, 0);
 }
 
@@ -105,7 +139,9 @@ static void count_page(lci_handle *h, uint32_t page) {
         _Atomic uint32_t *pages = &h->ns[lci_ns_of(word)].pages;
         lc_store(pages, lc_load(pages) + 1);
         uint32_t parent = lci_parent(h, p);
-        if (parent != LC_NIL && parent != page)
+        bool same = parent != LC_NIL && parent != page &&
+                    ((lc_load(&h->pages[parent].word) ^ word) & LCI_NS_MASK) == 0;
+        if (same)
             lc_store(&h->pages[parent].children, lc_load(&h->pages[parent].children) + 1);
         else
             lc_store(&p->parent, LC_NIL);
@@ -119,85 +155,61 @@ static void count_page(lci_handle *h, uint32_t page) {
     }
 }
 
+/* Pages that hang on each other in a circle would never be evicted: each loses its parent. From the
+ * leaves up all others are reached; `next` counts the children not yet reached. */
+static void break_circles(builder *b, uint32_t fresh) {
+    lci_handle *h = b->h;
+    for (uint32_t p = 0; p < fresh; p++) {
+        b->next[p] = lc_load(&h->pages[p].children);
+        b->mark[p] = named_word(lc_load(&h->pages[p].word));
+    }
+    for (uint32_t p = 0; p < fresh; p++)
+        for (uint32_t at = p; at != LC_NIL && b->mark[at] && b->next[at] == 0;) {
+            b->mark[at] = 0;
+            at = lci_parent(h, &h->pages[at]);
+            if (at != LC_NIL) b->next[at]--;
+        }
+    for (uint32_t p = 0; p < fresh; p++) {
+        if (!b->mark[p]) continue;
+        uint32_t parent = lci_parent(h, &h->pages[p]);
+        if (parent == LC_NIL) continue;
+        lc_store(&h->pages[parent].children, lc_load(&h->pages[parent].children) - 1);
+        lc_store(&h->pages[p].parent, LC_NIL);
+    }
+}
+
 static void enqueue(lci_handle *h, uint32_t page) {
-    lci_page *p = &h->pages[page];
-    uint64_t clock = lc_load(&h->root->clock);
-    if (lci_tick(p) > clock) lc_store(&p->used, clock << LCI_TICK_SHIFT);
-    uint32_t list = (uint32_t)lci_queue_slot(lci_tick(p), lci_queue_now(h));
+    uint32_t list = (uint32_t)lci_queue_slot(lci_tick(&h->pages[page]), lci_queue_now(h));
     append(h, page, list);
     _Atomic uint32_t *word = &h->root->occupied[list / 32];
     lc_store(word, lc_load(word) | UINT32_C(1) << (list % 32));
     lc_store(&h->root->queued, lc_load(&h->root->queued) + 1);
 }
 
-/* Records: counts of reservations and tickets in use; ended ones are flagged to be collected. */
-static void count_records(lci_handle *h) {
-    uint32_t used = 0;
-    lc_store(&h->root->res_head, LC_NIL);
-    uint32_t fresh = lc_load(&h->root->res_fresh);
-    if (fresh > h->res_count) fresh = h->res_count;
-    lc_store(&h->root->res_fresh, fresh);
-    for (uint32_t i = 0; i < fresh; i++) {
-        if (lc_load(&h->res[i].state) != LCI_RES_FREE) {
-            used++;
-            if (lc_load(&h->res[i].state) != LCI_RES_ACTIVE || lci_complete(&h->res[i])) lci_flag_ended(h, i);
-        } else {
-            lc_store(&h->res[i].next_free, lc_load(&h->root->res_head));
-            lc_store(&h->root->res_head, i);
-        }
-    }
-    lc_store(&h->root->res_used, used);
-    used = 0;
-    for (uint32_t i = 0; i < h->ticket_count; i++)
-        if (lc_load(&h->tickets[i].state) != LCI_TICKET_FREE) used++;
-    lc_store(&h->root->ticket_used, used);
-    used = 0;
-    for (uint32_t i = 0; i < LCI_NAMESPACES; i++)
-        if (lc_load(&h->ns[i].state) == LCI_NS_CLEARING) used++;
-    lc_store(&h->root->clearing, used);
+/* The present becomes the oldest tick: every page finds its exact place. */
+static void rebuild_queue(lci_handle *h, uint32_t fresh) {
+    uint64_t oldest = lc_load(&h->root->clock);
+    for (uint32_t p = 0; p < fresh; p++)
+        if (lci_queueable(h, p) && lci_tick(&h->pages[p]) < oldest) oldest = lci_tick(&h->pages[p]);
+    lc_store(&h->root->now[0], (uint32_t)oldest);
+    lc_store(&h->root->now[1], (uint32_t)(oldest >> 32));
+    for (uint32_t p = 0; p < fresh; p++)
+        if (lci_queueable(h, p)) enqueue(h, p);
 }
 
-static void mark_list(const lci_handle *h, const lci_list *list, uint8_t *mark, uint32_t *used) {
-    uint32_t n = 0, at = lc_load(&list->first), count = lc_load(&list->count);
-    while (n < count && at < h->chunk_count && !mark[at]) {
-        mark[at] = 1;
-        ++*used;
-        n += lc_load(&h->chunks[at].count);
-        at = lc_load(&h->chunks[at].next);
-    }
-}
-
-static void rebuild_chunks(lci_handle *h, uint8_t *mark) {
-    uint32_t used = 0, fresh = lc_load(&h->root->chunk_fresh);
-    if (fresh > h->chunk_count) fresh = h->chunk_count;
-    lc_store(&h->root->chunk_fresh, fresh);
-    for (uint32_t i = 0; i < h->res_count && i < lc_load(&h->root->res_fresh); i++)
-        if (lc_load(&h->res[i].state) != LCI_RES_FREE) mark_list(h, &h->res[i].pages, mark, &used);
-    for (uint32_t i = 0; i < h->ticket_count; i++)
-        if (lc_load(&h->tickets[i].state) != LCI_TICKET_FREE) mark_list(h, &h->tickets[i].pages, mark, &used);
-    lc_store(&h->root->chunk_head, LC_NIL);
-    for (uint32_t c = 0; c < fresh; c++) {
-        if (mark[c]) continue;
-        lc_store(&h->chunks[c].next, lc_load(&h->root->chunk_head));
-        lc_store(&h->root->chunk_head, c);
-    }
-    lc_store(&h->root->chunk_used, used);
-}
-
-static void rebuild(builder *b, uint8_t *chunk_mark) {
+static void rebuild(builder *b) {
     lci_handle *h = b->h;
+    uint32_t fresh = settle_marks(h); /* not to be loaded again: somebody might scribble */
     clear_totals(h);
-    count_records(h);
-    uint32_t fresh = lc_load(&h->root->fresh);
-    if (fresh > h->page_count) fresh = h->page_count;
-    for (uint32_t p = 0; p < fresh; p++) settle_page(h, p);
+    lci_rebuild_records(b);
+    lci_rebuild_rows(b);
+    for (uint32_t p = 0; p < fresh; p++) settle_page(b, p);
     for (uint32_t p = 0; p < fresh; p++)
         if (named_word(lc_load(&h->pages[p].word))) collect_page(b, p);
     for (uint32_t i = 0; i <= h->dict.mask; i++) rebuild_chain(b, i);
     for (uint32_t p = 0; p < fresh; p++) count_page(h, p);
-    for (uint32_t p = 0; p < fresh; p++)
-        if (lci_queueable(h, p)) enqueue(h, p);
-    rebuild_chunks(h, chunk_mark);
+    break_circles(b, fresh);
+    rebuild_queue(h, fresh);
 }
 
 int lci_rebuild(lci_handle *h) {
@@ -206,20 +218,22 @@ int lci_rebuild(lci_handle *h) {
     b.head = malloc(buckets * 4);
     b.next = malloc((uint64_t)h->page_count * 4);
     b.mark = calloc(h->page_count, 1);
-    uint8_t *chunk_mark = calloc(h->chunk_count, 1);
-    int rc = b.head && b.next && b.mark && chunk_mark ? LC_OK : LC_E_FULL;
+    b.chunk_mark = calloc(h->chunk_count, 1);
+    b.listed = calloc(h->page_count, 4);
+    int rc = b.head && b.next && b.mark && b.chunk_mark && b.listed ? LC_OK : LC_E_FULL;
     if (rc == LC_OK) {
         memset(b.head, 0xff, buckets * 4);
         lc_store_release(&h->root->repairing, 1);
         lc_kill_fence();
-        rebuild(&b, chunk_mark);
+        rebuild(&b);
         lc_kill_fence();
         lc_store_release(&h->root->repairing, 0);
     }
     free(b.head);
     free(b.next);
     free(b.mark);
-    free(chunk_mark);
+    free(b.chunk_mark);
+    free(b.listed);
     return rc;
 }
 

@@ -386,7 +386,8 @@ class _Findings:
             pages, wrong = self.page_list(records["pages"][i], what, chunks)
             yield from wrong
             pages = pages[self.reservation[pages] == i]
-            for page in pages[self.space[pages] != records["ns"][i] & 0xFF][:3]:
+            strange = self.named[pages] & (self.space[pages] != records["ns"][i] & 0xFF)
+            for page in pages[strange][:3]:
                 yield f"page {page} is not of the namespace of its {what}"
             if (listed[pages] == i).any() or len(np.unique(pages)) != len(pages):
                 yield f"{what} lists a page twice"

@@ -247,9 +247,11 @@ static int ticket(call *c) {
     lci_ticket_status status;
     lci_ticket_ref made;
     int32_t pages[70];
-    for (uint32_t i = 0; i < 70; i++) pages[i] = (int32_t)(i % w->pages);
-    int rc = sane(lci_ticket_give(w->h, pages, below(c->r, 71), LC_NIL, 0, draw(c->r),
-                                  lcs_now_ns() + below(c->r, 1000000), &made, c->wait, c->deadline),
+    uint32_t n = below(c->r, 71);
+    uint64_t expires = lcs_now_ns() + below(c->r, 1000000);
+    for (uint32_t i = 0; i < n; i++) pages[i] = (int32_t)(i % (w->pages / 4)); /* used, all of them */
+    int rc = sane(lci_ticket_give(w->h, pages, n, LC_NIL, 0, draw(c->r), expires, &made, c->wait,
+                                  c->deadline),
                   "ticket");
     if (rc == LC_OK) {
         rc = worse(rc, sane(lci_ticket_poll(w->h, &made, &status), "poll"));
