@@ -50,7 +50,7 @@ static uint64_t with_word(uint64_t both, uint32_t word) {
 
 static bool swap(lcs_lock *lock, uint64_t from, uint64_t to) {
     return atomic_compare_exchange_strong_explicit(&lock->both, &from, to, memory_order_acq_rel,
-                                                   memory_order_relaxed);
+                                                   memory_order_relaxed); /* order: lock-swap */
 }
 
 /* A taking: the owner's word and the next sequence. */

@@ -21,7 +21,8 @@ from spin.source_orders import ACQ_REL, RELAXED, SEQ_CST, Switch, places, switch
 
 HERE = Path(__file__).parent
 MEMORY = 1800  # MiB that an exploration may use
-DEPTH = 2_000_000
+DEPTH = 1_000_000
+FAST = "-O0"  # an error is found early, so compiling is what takes the time
 SOURCE = places()
 
 # model, how it is built. Each of these must hold.
@@ -35,6 +36,8 @@ VARIANTS = [
     ("event", ""),
     ("event", "API"),
     ("event", "DEATH"),
+    ("lock", ""),
+    ("lock", "DEATH"),
 ]
 # model, how it is built, and what of the protocol (not an order) that takes away. Each must fail.
 BROKEN = [
@@ -44,6 +47,11 @@ BROKEN = [
     ("dict", "", "LINK_ODD"),
     ("event", "API", "LOADED_TWICE"),
     ("event", "DEATH", "UNBOUNDED"),
+    ("lock", "", "BIT_FORGOTTEN"),
+    ("lock", "", "NO_SEQUENCE"),
+    ("lock", "", "NO_TAG"),
+    ("lock", "DEATH", "UNBOUNDED"),
+    ("lock", "DEATH", "NOT_UNDONE"),
 ]
 
 
@@ -67,18 +75,20 @@ def macros(name: str, **changed: int) -> list[str]:
     return [f"-D{macro}={number}" for macro, number in (wanted | changed).items()]
 
 
-def explore(name: str, variants: list[str], flags: list[str], folder: Path) -> Explored:
+def explore(
+    name: str, variants: list[str], flags: list[str], folder: Path, optimize: str = "-O1"
+) -> Explored:
     """Every state of a model, or those up to the first error."""
     if not shutil.which("spin"):
         if os.environ.get("CI") == "true":
             pytest.fail("spin is missing")
         pytest.skip("there is no spin here, so the models are not explored")
     defines = [f"-D{variant}" for variant in variants if variant] + flags
-    compiler = ["cc", "-O1", "-w", f"-DMEMLIM={MEMORY}", "-DSAFETY", "-o", "pan", "pan.c"]
+    compiler = ["cc", optimize, "-w", f"-DMEMLIM={MEMORY}", "-DSAFETY", "-o", "pan", "pan.c"]
     for command in (["spin", "-a", *defines, str(model(name))], compiler):
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
-    run = ["./pan", f"-m{DEPTH}"]
+    run = ["./pan", f"-m{DEPTH}", "-w22"]
     text = subprocess.run(run, cwd=folder, capture_output=True, text=True, check=True).stdout
     assert "Search not completed" not in text or "errors: 1" in text, text
     assert "max search depth too small" not in text, text
@@ -117,7 +127,7 @@ def test_as_the_source_stands_a_model_holds(name: str, variant: str, tmp_path: P
 @pytest.mark.parametrize(("name", "switch"), kinds("order", "sequence", "together"))
 def test_weakened_in_one_order_a_model_fails(name: str, switch: Switch, tmp_path: Path) -> None:
     flags = macros(name, **weaker(name, switch))
-    explored = explore(name, [switch.variant], flags, tmp_path)
+    explored = explore(name, [switch.variant], flags, tmp_path, FAST)
     assert explored.errors, explored.text
 
 
@@ -125,7 +135,7 @@ def test_weakened_in_one_order_a_model_fails(name: str, switch: Switch, tmp_path
 def test_without_a_part_of_the_protocol_a_model_fails(
     name: str, variant: str, without: str, tmp_path: Path
 ) -> None:
-    explored = explore(name, [variant, without], macros(name), tmp_path)
+    explored = explore(name, [variant, without], macros(name), tmp_path, FAST)
     assert explored.errors, explored.text
 
 

@@ -1,0 +1,192 @@
+/* The lock: taking, sleeping, handing over, and taking over from a dead owner (shm/native/lock.c).
+ *
+ * order LOCK_SWAP: lock-swap
+ *
+ * Client A has two threads, B and C have one each; each wants the lock once. A thread that has had
+ * it exits, while its process lives on; with DEATH the first thread of A and B may be killed at any
+ * instruction. Inside they change a word through the undo log (txn.h). The threads of A stand for
+ * two calls, one behind the other at the door or not. A thread that exits performs all its stores
+ * first, one that is killed those before that point: its end is seen through the kernel.
+ *
+ * What must hold: nobody takes the lock from a living holder. Whoever has it finds the word as it was
+ * at the last commit. Nobody sleeps for ever: without deaths even when sleeps are not bounded.
+ *
+ * NO_SEQUENCE: a take-over compares the word alone. NO_TAG: the thread that is noted as holder is
+ * believed to be that of this taking. BIT_FORGOTTEN: who has slept takes the lock without the
+ * waiters bit. NOT_UNDONE: a taker does not look at the log.
+ */
+#include "weak.pml"
+
+#define NOBODY 0
+#define A 1 /* clients: threads 0 and 1 are A's, 2 is B's, 3 is C's */
+#define CLIENT(thread) ((thread) < 2 -> A : (thread))
+#define UNKNOWN 9
+
+/* The 64 bits of the lock. */
+byte owner;
+bool waiters;
+byte sequence;
+
+/* lock->holder */
+byte holder = UNKNOWN;
+byte holder_sequence;
+
+/* What the lock protects: a word and the log's entry for it. */
+byte word, log_count, old_value;
+
+bool gone[4]; /* the kernel: this thread will never run again */
+byte futex;   /* who sleeps: 1 << thread */
+
+/* What is true. */
+byte inside = UNKNOWN; /* the thread between taking and dropping */
+byte committed;        /* what the word was at the last commit */
+
+#define SLOT_ALIVE(client) \
+    ((client) == A -> !gone[0] || !gone[1] : !gone[client])
+
+/* ------------------------------------------------------------------ taking */
+
+/* lcs_lock_take: the load of `both` and all that follows from it. */
+#define ENTER(bit) \
+    assert(inside == UNKNOWN || gone[inside]); \
+    owner = CLIENT(me); waiters = bit; sequence++; inside = me
+
+#ifdef NO_SEQUENCE
+#define UNCHANGED (owner == seen && waiters == seen_waiters)
+#else
+#define UNCHANGED (owner == seen && waiters == seen_waiters && sequence == seen_sequence)
+#endif
+#ifdef NO_TAG
+#define OF_THIS_TAKING true
+#else
+#define OF_THIS_TAKING (holder_sequence == seen_sequence)
+#endif
+#ifdef BIT_FORGOTTEN
+#define BIT false
+#else
+#define BIT (slept || seen != NOBODY) /* block: there may be other sleepers */
+#endif
+
+/* Inside, in program order. */
+#define TAKE 1
+#define NOTE 2   /* note_holder */
+#define LOOK 4   /* lcs_lock_take: log_count; recover, if it says so */
+#define READ 8   /* the word, and its new value from it */
+#define ARM 16   /* lc_txn_set: the entry, counted */
+#define STORE 32 /* lc_txn_set: the word */
+#define COMMIT 64
+#define DROP 128 /* let_go */
+
+#ifdef DEATH
+#define MORTAL (me == 0 || me == 2)
+#else
+#define MORTAL false
+#endif
+
+#define FORGET seen = 0; seen_waiters = 0; seen_sequence = 0; slept = 0
+
+proctype thread(byte me) {
+    int done;
+    byte seen, seen_sequence, value;
+    bool seen_waiters, slept, wake;
+
+again: /* spin, then block */
+#if !(LOCK_SWAP & 1) /* the swap does not hold up what is loaded behind it */
+    if
+    :: d_step { value = word; done = READ }
+    :: d_step { value = 0; done = 0 }
+    fi;
+#endif
+    atomic {
+        seen = owner; seen_waiters = waiters; seen_sequence = sequence;
+        if
+        :: seen == NOBODY -> goto take
+        :: seen == CLIENT(me) -> goto wait /* another thread of ours */
+        :: else
+        fi
+    }
+    /* owner_dead: the slot's byte, then the thread. */
+    if
+    :: atomic { !SLOT_ALIVE(seen) -> goto take }
+    :: SLOT_ALIVE(seen)
+    fi;
+    if
+    :: atomic { OF_THIS_TAKING && holder != UNKNOWN && gone[holder] -> goto take }
+    :: else
+    fi;
+wait: /* sleep_once */
+    if
+    :: atomic { UNCHANGED -> waiters = true; slept = true }
+    :: atomic { !UNCHANGED -> goto again }
+    fi;
+    if
+    :: d_step { owner == seen && waiters -> futex = futex | (1 << me) }
+    :: atomic { owner != seen || !waiters -> goto again }
+    fi;
+    if
+    :: atomic { !(futex & (1 << me)) -> goto again } /* woken */
+#if defined(DEATH) && !defined(UNBOUNDED)
+    :: atomic { futex = futex & ~(1 << me); goto again } /* five milliseconds have passed */
+#endif
+    :: atomic { MORTAL -> futex = futex & ~(1 << me); goto end }
+    fi;
+    goto again;
+take:
+    if
+    :: atomic { UNCHANGED -> ENTER(BIT); done = done | TAKE; FORGET }
+    :: atomic { !UNCHANGED -> done = 0; goto again }
+    fi;
+    do
+    :: d_step { PERFORM(NOTE, TAKE); holder = me; holder_sequence = sequence }
+    :: atomic {
+           PERFORM(LOOK, TAKE);
+#ifndef NOT_UNDONE
+           if
+           :: log_count -> word = old_value; log_count = 0
+           :: else
+           fi
+#endif
+       }
+    :: d_step { PERFORM(READ, LOOK); value = word }
+    :: atomic {
+           PERFORM(ARM, TAKE | LOOK | READ);
+           assert(value == committed);
+           old_value = word; log_count = 1
+       }
+    :: d_step { PERFORM(STORE, ARM); word = value + 1; value = 0 }
+    :: d_step { PERFORM(COMMIT, STORE); log_count = 0; committed++ }
+    :: d_step {
+           PERFORM(DROP, READ | BIND_EARLIER(LOCK_SWAP, BEFORE(DROP)));
+           wake = waiters; owner = NOBODY; waiters = false; inside = UNKNOWN
+       }
+    :: DONE(2 * DROP - 1) -> break
+    :: atomic { MORTAL && (done & (done + 1)) == 0 -> goto end }
+    od;
+    /* let_go: lc_futex_wake */
+    if
+    :: atomic {
+           wake && futex != 0 ->
+           if
+           :: futex & 1 -> futex = futex & ~1
+           :: futex & 2 -> futex = futex & ~2
+           :: futex & 4 -> futex = futex & ~4
+           :: futex & 8 -> futex = futex & ~8
+           fi
+       }
+    :: atomic { !wake || futex == 0 }
+    :: atomic { MORTAL -> goto end }
+    fi;
+end:
+    atomic { gone[me] = true; FORGET; value = 0; done = 0; wake = false }
+}
+
+init {
+    atomic {
+        run thread(0);
+        run thread(1);
+        run thread(2);
+#ifndef DEATH
+        run thread(3)
+#endif
+    }
+}
