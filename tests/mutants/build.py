@@ -10,11 +10,15 @@ import os
 import shutil
 import signal
 import subprocess
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import get_ident
 
-from mutate import CORE, Mutant
+from mutants.mutate import CORE, Mutant
 
+ROOT = Path(__file__).resolve().parents[2]
 SOURCES = (*CORE, "tests/native", "tests/mutants")
 LANGUAGE = ["-std=c11", "-D_GNU_SOURCE", "-pthread", "-w", *(f"-I{folder}" for folder in SOURCES)]
 # Hooks after every store, pause points, and no more optimisation than keeps building short.
@@ -25,8 +29,16 @@ INSTALLED = [*LANGUAGE, "-O2", "-fPIC", "-fvisibility=hidden"]
 WORLD = ["native/harness", "native/world", "mutants/hooks"]
 # Program: the test sources that it is linked from, besides the core.
 PROGRAMS = {
-    "core_tests": ["native/main", "native/harness", "native/world", "native/test_*", "mutants/hooks"],
+    "core_tests": [
+        "native/main",
+        "native/harness",
+        "native/world",
+        "native/test_*",
+        "mutants/hooks",
+    ],
     "deaths": ["mutants/deaths", "mutants/scenes", "mutants/difference", *WORLD],
+    "gaps": ["mutants/gaps", *WORLD],
+    "meetings": ["mutants/meetings", *WORLD],
     "structures": ["mutants/structures", *WORLD],
 }
 
@@ -68,29 +80,28 @@ class BuildError(Exception):
 class Workshop:
     """A folder in which one mutant after another is built."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, programs: Iterable[str]) -> None:
         self.folder = folder
+        self.programs = sorted(programs)
 
     @classmethod
-    def first(cls, root: Path, folder: Path) -> Workshop:
+    def first(cls, folder: Path, programs: Iterable[str], jobs: int) -> Workshop:
         """The one that all others are copies of: everything compiled, nothing changed."""
         for part in SOURCES:
             kept = shutil.ignore_patterns("*.py", "__pycache__", "*.txt")
-            shutil.copytree(root / part, folder / part, ignore=kept)
-        shop = cls(folder)
+            shutil.copytree(ROOT / part, folder / part, ignore=kept)
+        shop = cls(folder, programs)
         for made in ("judged", "judges", "installed"):
             (folder / made).mkdir()
-        for source in shop.core():
-            shop.compile(source, "judged", JUDGED)
-            shop.compile(source, "installed", INSTALLED)
-        for source in shop.tests():
-            shop.compile(source, "judges", TESTS)
+        with ThreadPoolExecutor(jobs) as pool:
+            list(pool.map(lambda source: shop.compile(source, "judged", JUDGED), shop.core()))
+            list(pool.map(lambda source: shop.compile(source, "judges", TESTS), shop.tests()))
         shop.link()
         return shop
 
     def copy(self, folder: Path) -> Workshop:
         shutil.copytree(self.folder, folder)
-        return Workshop(folder)
+        return Workshop(folder, self.programs)
 
     def core(self) -> list[str]:
         files = [path for part in CORE for path in sorted((self.folder / part).glob("*.c"))]
@@ -102,18 +113,19 @@ class Workshop:
         return sorted(str(path.relative_to(self.folder)) for paths in found for path in paths)
 
     def tests(self) -> list[str]:
-        return sorted({part for program in PROGRAMS for part in self.parts(program)})
+        return sorted({part for program in self.programs for part in self.parts(program)})
 
     def compile(self, source: str, into: str, flags: list[str]) -> Path:
         made = self.folder / into / (Path(source).stem + ".o")
-        done = run(["gcc", *flags, "-c", source, "-o", str(made)], self.folder, 120)
+        fresh = made.with_suffix(f".{get_ident()}")  # two workers may make the same one
+        done = run(["gcc", *flags, "-c", source, "-o", str(fresh)], self.folder, 120)
         if done.rc != 0:
             raise BuildError(done.output)
-        return made
+        return fresh.rename(made)
 
     def link(self) -> None:
         core = [str(path) for path in sorted((self.folder / "judged").glob("*.o"))]
-        for program in PROGRAMS:
+        for program in self.programs:
             own = [f"judges/{Path(part).stem}.o" for part in self.parts(program)]
             command = ["gcc", "-pthread", "-o", program, *own, *core, "-lrt"]
             done = run(command, self.folder, 120)
@@ -124,9 +136,11 @@ class Workshop:
         """The core's sources that have to be compiled again."""
         return [mutant.path] if mutant.path.endswith(".c") else self.core()
 
-    def build(self, mutant: Mutant, text: str) -> None:
-        """Every program with the mutant in it."""
+    def change(self, mutant: Mutant, text: str) -> None:
         (self.folder / mutant.path).write_text(text, encoding="utf-8")
+
+    def build(self, mutant: Mutant) -> None:
+        """Every program with the mutant in it."""
         for source in self.affected(mutant):
             self.compile(source, "judged", JUDGED)
         if mutant.path.endswith(".h"):
@@ -136,10 +150,12 @@ class Workshop:
 
     def is_same_when_installed(self, mutant: Mutant, first: Workshop) -> bool:
         """Does the optimising compiler make the same code of it?"""
-        (self.folder / "changed").mkdir(exist_ok=True)
         for source in self.affected(mutant):
-            made = self.compile(source, "changed", INSTALLED)
-            if made.read_bytes() != (first.folder / "installed" / made.name).read_bytes():
+            was = first.folder / "installed" / (Path(source).stem + ".o")
+            if not was.exists():
+                first.compile(source, "installed", INSTALLED)
+            made = self.compile(source, "installed", INSTALLED)
+            if made.read_bytes() != was.read_bytes():
                 return False
         return True
 

@@ -222,7 +222,7 @@ static void recover(copy *c, may_be ready) {
 
 static void look(may_be ready) {
     memcpy(first_copy.base, real.base, real.bytes);
-    look_up(&first_copy.who);
+    if (!running->marks) look_up(&first_copy.who);
     undo(&first_copy);
     memcpy(first_copy.base, real.base, real.bytes);
     recover(&first_copy, ready);
@@ -250,6 +250,8 @@ static bool lies_in(const uint8_t *base, const volatile void *word) {
 }
 
 static void on_store(const volatile void *word) {
+    void (*hook)(int) = lc_pause_hook;
+    lc_pause_hook = NULL; /* what a scene does at a pause point is for the victim alone */
     if (now == OPERATING && lies_in(real.base, word)) {
         now = LOOKING;
         stores++;
@@ -262,6 +264,7 @@ static void on_store(const volatile void *word) {
         recover(&second_copy, running->during);
         now = RECOVERING;
     }
+    lc_pause_hook = hook;
 }
 
 /* ------------------------------------------------------------------ scenes */

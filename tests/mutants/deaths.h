@@ -24,6 +24,7 @@ typedef struct scene {
     void (*operate)(void);
     may_be during; /* which of the written run's pages may be ready after a death in the middle */
     may_be after;  /* and after one when the operation is over */
+    bool marks;    /* pages are EVICTING for a while and come back: a lookup may miss them then */
 } scene;
 
 extern const scene scenes[];

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from csource import Call, CSource
+from mutants.csource import Call, CSource
 
 Edit = tuple[int, int, str]
 
@@ -55,12 +55,13 @@ def logged(call: Call) -> Iterator[tuple[str, str]]:
     _, word, *values = call.args
     if call.name == "lc_txn_swap":
         old, new = values
-        yield "removed", "true"
         orders = "memory_order_acq_rel, memory_order_acquire"
         swap = f"atomic_compare_exchange_strong_explicit({word}, &was, {new}, {orders})"
+        txn = call.args[0]
+        note = f"lc_txn_note({txn}, lc_txn_word({txn}, {word}) | LC_LOG_PLAIN, was)"
+        yield "removed", "true"
         yield "unlogged", f"({{ uint32_t was = ({old}); {swap}; }})"
-        plain = f"(lc_txn_set({call.args[0]}, {word}, {new}), true)"
-        yield "plain", f"(lc_load({word}) == ({old}) ? {plain} : false)"
+        yield "plain", f"({{ uint32_t was = ({old}); {note}; lc_txn_arm({txn}); {swap}; }})"
         return
     value = values[0] if call.name == "lc_txn_set" else f"lc_load({word}) + ({values[0]})"
     yield "removed", REMOVED
@@ -121,8 +122,8 @@ COPIED_IN = {"fill", "set_namespace", "lci_format"}
 
 COMMITS = {"lci_step", "lc_txn_commit", "keep"}
 NO_STEP = re.compile(
-    r"LC_PAUSE|lc_pause|__builtin|prefetch|free$|close|mem|str|snprintf|relax|pthread|munmap|point$|lc_txn_"
-    r"|lc_store|atomic|lc_kill|syscall|clock_gettime|lc_event_sleep|register_handlers|start$|advance"
+    r"LC_PAUSE|lc_pause|__builtin|prefetch|free$|close|mem|str|snprintf|relax|pthread|munmap|point$|lc_txn_(?:set|add|swap)"
+    r"|lc_store|atomic|lc_kill|syscall|clock_gettime|lc_event_sleep|register_handlers|start$|advance|load_heads|pass_heads"
 )
 # What a step that is part of an expression leaves behind when it is skipped.
 SKIPPED = {

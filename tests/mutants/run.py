@@ -3,7 +3,8 @@ whether a test notices.
 
     python tests/mutants/run.py [--list] [--diff] [--only PATTERN] [--jobs N] [--json FILE]
 
-Needs gcc and Python 3.10, nothing else. Everything happens in a temporary folder. Status 1: there
+Needs gcc and Python 3.10; without spin, what only a model could tell is left open. Everything
+happens in a temporary folder. Status 1: there
 is a survivor that survivors.txt does not name, or it names one that did not survive.
 """
 
@@ -23,21 +24,25 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from build import BuildError, Workshop, run
-from csource import CSource
-from mutate import Mutant, mutants
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from mutants import models
+from mutants.build import ROOT, BuildError, Workshop, run
+from mutants.csource import CSource
+from mutants.mutate import Mutant, mutants
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
-
 # What is asked, the quickest first: name, command in the workshop's folder, seconds at most.
 STAGES: list[tuple[str, list[str], float]] = [
     ("structures", ["./structures"], 10),
-    ("core_tests", ["./core_tests"], 30),
+    ("gaps", ["./gaps"], 10),
+    ("core_tests", ["./core_tests"], 60),
+    ("meetings", ["./meetings"], 60),
     ("deaths", ["./deaths"], 60),
 ]
+MODELS, NEEDS_SPIN = "models", "needs spin"
 NOT_COMPILING, EQUIVALENT, SURVIVED = "not compiling", "equivalent", "survived"
-# Orders and fences: most of them make no instruction on x86, so that is looked at first.
+# Orders and fences: most of them make no instruction on x86, so the models are asked, then whether
+# there is another instruction at all.
 ORDERS = {"relaxed", "no-total-order"}
 
 
@@ -54,42 +59,58 @@ class Verdict:
     said: str
 
 
-def judge(shop: Workshop, mutant: Mutant) -> tuple[str, bool, str]:
+def judge(shop: Workshop, stages: list[str]) -> tuple[str, bool, str]:
     """The first stage that fails, whether by its time limit, and the last line that it printed."""
     for name, command, seconds in STAGES:
-        done = run(command, shop.folder, seconds)
-        if done.rc != 0:
+        done = run(command, shop.folder, seconds) if name in stages else None
+        if done and done.rc != 0:
             lines = done.output.strip().splitlines() or [""]
             return name, done.rc is None, f"{done.rc}: {lines[-1]}"
     return SURVIVED, False, ""
 
 
+def ask_models(shop: Workshop) -> str | None:
+    found = models.verdict(shop.folder, shop.folder / "model")
+    return NEEDS_SPIN if found is None else MODELS if found else None
+
+
+def end_of(shop: Workshop, first: Workshop, mutant: Mutant) -> tuple[str, bool, str]:
+    """What becomes of the mutant that the workshop's sources hold."""
+    order = mutant.kind in ORDERS or "fence" in mutant.identity
+    told = ask_models(shop) if order else None
+    if told == MODELS:
+        return MODELS, False, ""
+    if order and shop.is_same_when_installed(mutant, first):
+        return told or EQUIVALENT, False, ""
+    shop.build(mutant)
+    end, timed_out, said = judge(shop, shop.programs)
+    if end == SURVIVED:
+        told = told or ask_models(shop)
+        same = not told and not order and shop.is_same_when_installed(mutant, first)
+        end = told or (EQUIVALENT if same else SURVIVED)
+    return end, timed_out, said
+
+
 def try_one(shop: Workshop, first: Workshop, source: CSource, mutant: Mutant) -> Verdict:
     begun = time.monotonic()
-    end, timed_out, said = NOT_COMPILING, False, ""
-    order = mutant.kind in ORDERS or "fence" in mutant.identity
+    shop.change(mutant, mutant.apply(source))
     try:
-        shop.build(mutant, mutant.apply(source))
-        if order and shop.is_same_when_installed(mutant, first):
-            end = EQUIVALENT
-        else:
-            end, timed_out, said = judge(shop, mutant)
-        if end == SURVIVED and not order and shop.is_same_when_installed(mutant, first):
-            end = EQUIVALENT
+        end, timed_out, said = end_of(shop, first, mutant)
     except BuildError as error:
-        said = str(error)[:500]
+        end, timed_out, said = NOT_COMPILING, False, str(error)[:500]
     finally:
         shop.restore(mutant, first)
     seconds = round(time.monotonic() - begun, 2)
     return Verdict(mutant.identity, mutant.kind, mutant.line, end, timed_out, seconds, said)
 
 
-def try_all(chosen: list[tuple[CSource, Mutant]], jobs: int, folder: Path) -> list[Verdict]:
-    first = Workshop.first(ROOT, folder / "first")
-    for name, command, seconds in STAGES:
-        done = run(command, first.folder, seconds)
-        if done.rc != 0:
-            raise SystemExit(f"{name} fails without any change: {done.output}")
+def try_all(
+    chosen: list[tuple[CSource, Mutant]], stages: list[str], jobs: int, folder: Path
+) -> list[Verdict]:
+    first = Workshop.first(folder / "first", stages, jobs)
+    name, _, said = judge(first, stages)
+    if name != SURVIVED:
+        raise SystemExit(f"{name} fails without any change: {said}")
     shops: queue.SimpleQueue[Workshop] = queue.SimpleQueue()
     for number in range(jobs):
         shops.put(first.copy(folder / f"shop{number}"))
@@ -112,7 +133,8 @@ def try_all(chosen: list[tuple[CSource, Mutant]], jobs: int, folder: Path) -> li
 
 def table(verdicts: Iterable[Verdict]) -> str:
     verdicts = list(verdicts)
-    ends = [name for name, _, _ in STAGES] + [EQUIVALENT, NOT_COMPILING, SURVIVED]
+    ends = [name for name, _, _ in STAGES]
+    ends += [MODELS, NEEDS_SPIN, EQUIVALENT, NOT_COMPILING, SURVIVED]
     counts = Counter((v.kind, v.end) for v in verdicts)
     kinds = sorted({v.kind for v in verdicts})
     lines = ["".join(f"{word:>16}" for word in ["", "all", *ends])]
@@ -149,6 +171,7 @@ def main() -> int:
     parser.add_argument("--diff", action="store_true", help="with --list: what is changed")
     parser.add_argument("--only", default="", help="identities that this expression matches")
     parser.add_argument("--every", type=int, default=1, help="only each N-th: a sample")
+    parser.add_argument("--stages", nargs="*", default=[name for name, _, _ in STAGES])
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", type=Path, help="write all verdicts there")
     given = parser.parse_args()
@@ -161,7 +184,7 @@ def main() -> int:
         return 0
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        verdicts = try_all(chosen, given.jobs, Path(folder))
+        verdicts = try_all(chosen, given.stages, given.jobs, Path(folder))
     print(table(verdicts))
     print(f"{len(verdicts)} mutants in {time.monotonic() - begun:.0f} s, {given.jobs} at a time")
     if given.json:

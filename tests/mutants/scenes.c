@@ -21,7 +21,16 @@ static void fill(client *c, prompt *p, uint32_t number, uint32_t n) {
     prompt_unpin(c, p);
 }
 
+/* Pages of different age: their generations differ. */
+static void grow_old(void) {
+    for (uint32_t n = 1; n < 6; n++) {
+        fill(&survivor, &other_run, 40 + n, 4 * n);
+        CHECK_EQ(evict(&survivor, PAGES), 4 * n);
+    }
+}
+
 static void half_full(void) {
+    grow_old();
     fill(&victim, &first_run, 0, HELD);
     fill(&survivor, &second_run, 1, 14);
     crowd(&written_run, 2, RUN);
@@ -77,6 +86,14 @@ static void orphan(void) {
     written_run.n = 4;
 }
 
+/* The same, and what was abandoned has been written again. */
+static void orphan_behind(void) {
+    static prompt front;
+    orphan();
+    fill(&survivor, &front, 3, 4);
+    crowd(&written_run, 2, RUN);
+}
+
 static void follow_present(void) { /* some of its keys are there already */
     half_full();
     crowd(&other_run, 4, RUN + 4);
@@ -110,7 +127,7 @@ static void long_ago(void) {
     fill(&victim, &first_run, 0, HELD);
     for (uint32_t i = 0; i < 5; i++) {
         fill(&survivor, i ? &other_run : &second_run, 20 + i, 8);
-        atomic_fetch_add(&survivor.h->root->clock, UINT64_C(1) << (7 * i));
+        atomic_fetch_add(&survivor.h->root->clock, UINT64_C(1) << (9 * i));
     }
     crowd(&written_run, 2, RUN);
 }
@@ -197,6 +214,12 @@ static void reserve_front(void) {
     crowd(&whole, 3, 5);
     CHECK_EQ(prompt_reserve(&victim, &whole, NS, 1), 4);
 }
+static void reserve_over(void) {
+    static prompt whole;
+    crowd(&whole, 3, 5);
+    CHECK_EQ(prompt_reserve(&victim, &whole, NS, 1), 0);
+}
+
 static void publish(void) { prompt_publish(&victim, &written_run, 0); }
 static void match_run(void) { CHECK_EQ(match(&victim, &second_run, &lent), second_run.n); }
 static void evict_some(void) { CHECK_EQ(evict(&victim, 5), 5); }
@@ -248,7 +271,7 @@ static void pin_marked(int point) {
     lc_found found;
     lc_key key = second_run.keys[second_run.n - 1];
     lc_dict_find(&survivor.h->dict, key.lo, key.hi, &found);
-    CHECK_EQ(lci_pin_one(survivor.h, found.node), LC_OK);
+    CHECK_EQ(lci_pin_one(survivor.h, found.node), LC_OK); /* its prefix stays with it */
 }
 
 static void evict_pinned(void) {
@@ -258,35 +281,36 @@ static void evict_pinned(void) {
 }
 
 const scene scenes[] = {
-    {"match", half_full, match_run, NONE, NONE},
-    {"release", matched, release, NONE, NONE},
-    {"publish", reserved_one, publish, EITHER, ALL},
-    {"publish-last", reserved_two, publish, EITHER, ALL},
-    {"reserve", half_full, reserve, NONE, NONE},
-    {"abandon", reserved_one, abandon, NONE, NONE},
-    {"evict", full, evict_some, NONE, NONE},
-    {"evict-pinned", half_full, evict_pinned, NONE, NONE},
-    {"evict-old", long_ago, evict_some, NONE, NONE},
-    {"reserve-evicting", full, reserve, NONE, NONE},
-    {"reserve-doomed", abandoned, reserve, NONE, NONE},
-    {"reserve-after-present", follow_present, reserve_more, NONE, NONE},
-    {"reserve-before-orphan", orphan, reserve_front, NONE, NONE},
-    {"reserve-quota", under_quota, reserve, NONE, NONE},
-    {"reserve-full-chain", full_chain, reserve, NONE, NONE},
-    {"ticket", matched, give, NONE, NONE},
-    {"adopt", given_to_victim, adopt, NONE, NONE},
-    {"done", adopted, done, NONE, NONE},
-    {"drop", someone_should_adopt, drop, NONE, NONE},
-    {"reap", someone_died, reap, NONE, NONE},
-    {"reap-published", someone_had_published, reap, NONE, NONE},
-    {"reap-giver", someone_had_given, reap, NONE, NONE},
-    {"reap-adopter", someone_should_adopt, reap, NONE, NONE},
-    {"give-shard", given_shard, publish, NONE, NONE},
-    {"leave", reserved_one, leave, NONE, NONE},
-    {"join", half_full, join, NONE, NONE},
-    {"namespace", half_full, open_namespace, NONE, NONE},
-    {"clear", half_full, clear, NONE, NONE},
-    {"clear-writing", reserved_one, clear, NONE, NONE},
-    {"repair", abandoned, repair, NONE, NONE},
+    {"match", half_full, match_run, NONE, NONE, false},
+    {"release", matched, release, NONE, NONE, false},
+    {"publish", reserved_one, publish, EITHER, ALL, false},
+    {"publish-last", reserved_two, publish, EITHER, ALL, false},
+    {"reserve", half_full, reserve, NONE, NONE, false},
+    {"abandon", reserved_one, abandon, NONE, NONE, false},
+    {"evict", full, evict_some, NONE, NONE, false},
+    {"evict-pinned", half_full, evict_pinned, NONE, NONE, true},
+    {"evict-old", long_ago, evict_some, NONE, NONE, false},
+    {"reserve-evicting", full, reserve, NONE, NONE, false},
+    {"reserve-doomed", abandoned, reserve, NONE, NONE, false},
+    {"reserve-after-present", follow_present, reserve_more, NONE, NONE, false},
+    {"reserve-before-orphan", orphan, reserve_front, NONE, NONE, false},
+    {"reserve-over-orphan", orphan_behind, reserve_over, NONE, NONE, false},
+    {"reserve-quota", under_quota, reserve, NONE, NONE, false},
+    {"reserve-full-chain", full_chain, reserve, NONE, NONE, false},
+    {"ticket", matched, give, NONE, NONE, false},
+    {"adopt", given_to_victim, adopt, NONE, NONE, false},
+    {"done", adopted, done, NONE, NONE, false},
+    {"drop", someone_should_adopt, drop, NONE, NONE, false},
+    {"reap", someone_died, reap, NONE, NONE, false},
+    {"reap-published", someone_had_published, reap, NONE, NONE, false},
+    {"reap-giver", someone_had_given, reap, NONE, NONE, false},
+    {"reap-adopter", someone_should_adopt, reap, NONE, NONE, false},
+    {"give-shard", given_shard, publish, NONE, NONE, false},
+    {"leave", reserved_one, leave, NONE, NONE, false},
+    {"join", half_full, join, NONE, NONE, false},
+    {"namespace", half_full, open_namespace, NONE, NONE, false},
+    {"clear", half_full, clear, NONE, NONE, false},
+    {"clear-writing", reserved_one, clear, NONE, NONE, false},
+    {"repair", abandoned, repair, NONE, NONE, false},
     {0},
 };
