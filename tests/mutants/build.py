@@ -21,25 +21,46 @@ from mutants.mutate import CORE, Mutant
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = (*CORE, "tests/native", "tests/mutants")
 LANGUAGE = ["-std=c11", "-D_GNU_SOURCE", "-pthread", "-w", *(f"-I{folder}" for folder in SOURCES)]
-# Hooks after every store, pause points, and no more optimisation than keeps building short.
-JUDGED = [*LANGUAGE, "-O1", "-DLC_PAUSE_POINTS", "-include", "tests/mutants/hooks.h"]
-TESTS = [*LANGUAGE, "-O1", "-DLC_PAUSE_POINTS"]
 INSTALLED = [*LANGUAGE, "-O2", "-fPIC", "-fvisibility=hidden"]
 
-WORLD = ["native/harness", "native/world", "mutants/hooks"]
-# Program: the test sources that it is linked from, besides the core.
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to build the core and what is linked with it. Its name is that of a folder."""
+
+    name: str
+    core: list[str]
+    tests: list[str]
+    link: list[str]
+
+
+# With hooks after every store, with pause points, and no more optimised than keeps building short.
+PAUSE = [*LANGUAGE, "-O1", "-DLC_PAUSE_POINTS"]
+HOOKED = Variant("hooked", [*PAUSE, "-include", "tests/mutants/hooks.h"], PAUSE, [])
+SANITIZER = ["-fsanitize=thread", "-include", "tests/native/tsan_fence.h"]
+TSAN = Variant(
+    "tsan", [*LANGUAGE, "-O1", *SANITIZER], [*LANGUAGE, "-O1", *SANITIZER], ["-fsanitize=thread"]
+)
+
+
+@dataclass(frozen=True)
+class Program:
+    """What judges a mutant: its test sources (patterns), besides the core."""
+
+    variant: Variant
+    parts: tuple[str, ...]
+
+
+WORLD = ("native/harness", "native/world")
 PROGRAMS = {
-    "core_tests": [
-        "native/main",
-        "native/harness",
-        "native/world",
-        "native/test_*",
-        "mutants/hooks",
-    ],
-    "deaths": ["mutants/deaths", "mutants/scenes", "mutants/difference", *WORLD],
-    "gaps": ["mutants/gaps", *WORLD],
-    "meetings": ["mutants/meetings", *WORLD],
-    "structures": ["mutants/structures", *WORLD],
+    "core_tests": Program(HOOKED, ("native/main", "native/test_*", "mutants/hooks", *WORLD)),
+    "deaths": Program(
+        HOOKED, ("mutants/deaths", "mutants/scenes", "mutants/difference", "mutants/hooks", *WORLD)
+    ),
+    "gaps": Program(HOOKED, ("mutants/gaps", "mutants/hooks", *WORLD)),
+    "meetings": Program(HOOKED, ("mutants/meetings", "mutants/hooks", *WORLD)),
+    "structures": Program(HOOKED, ("mutants/structures", "mutants/hooks", *WORLD)),
+    "stress": Program(TSAN, ("native/stress", *WORLD)),
 }
 
 
@@ -91,17 +112,24 @@ class Workshop:
             kept = shutil.ignore_patterns("*.py", "__pycache__", "*.txt")
             shutil.copytree(ROOT / part, folder / part, ignore=kept)
         shop = cls(folder, programs)
-        for made in ("judged", "judges", "installed"):
-            (folder / made).mkdir()
-        with ThreadPoolExecutor(jobs) as pool:
-            list(pool.map(lambda source: shop.compile(source, "judged", JUDGED), shop.core()))
-            list(pool.map(lambda source: shop.compile(source, "judges", TESTS), shop.tests()))
-        shop.link()
+        (folder / "installed").mkdir()
+        for variant in shop.variants():
+            for made in ("core", "tests"):
+                (folder / variant.name / made).mkdir(parents=True)
+            shop.compile_all(variant, shop.core(), shop.tests(variant), jobs)
+            shop.link(variant)
         return shop
 
     def copy(self, folder: Path) -> Workshop:
         shutil.copytree(self.folder, folder)
         return Workshop(folder, self.programs)
+
+    def variants(self) -> list[Variant]:
+        return [one for one in (HOOKED, TSAN) if self.of(one)]
+
+    def of(self, variant: Variant) -> list[str]:
+        """The programs of a variant."""
+        return [name for name in self.programs if PROGRAMS[name].variant is variant]
 
     def core(self) -> list[str]:
         files = [path for part in CORE for path in sorted((self.folder / part).glob("*.c"))]
@@ -109,11 +137,11 @@ class Workshop:
 
     def parts(self, program: str) -> list[str]:
         """The test sources of a program."""
-        found = [self.folder.glob(f"tests/{name}.c") for name in PROGRAMS[program]]
+        found = [self.folder.glob(f"tests/{name}.c") for name in PROGRAMS[program].parts]
         return sorted(str(path.relative_to(self.folder)) for paths in found for path in paths)
 
-    def tests(self) -> list[str]:
-        return sorted({part for program in self.programs for part in self.parts(program)})
+    def tests(self, variant: Variant) -> list[str]:
+        return sorted({part for program in self.of(variant) for part in self.parts(program)})
 
     def compile(self, source: str, into: str, flags: list[str]) -> Path:
         made = self.folder / into / (Path(source).stem + ".o")
@@ -123,34 +151,38 @@ class Workshop:
             raise BuildError(done.output)
         return fresh.rename(made)
 
-    def link(self) -> None:
-        core = [str(path) for path in sorted((self.folder / "judged").glob("*.o"))]
-        for program in self.programs:
-            own = [f"judges/{Path(part).stem}.o" for part in self.parts(program)]
-            command = ["gcc", "-pthread", "-o", program, *own, *core, "-lrt"]
+    def compile_all(self, variant: Variant, core: list[str], tests: list[str], jobs: int) -> None:
+        work = [(source, f"{variant.name}/core", variant.core) for source in core]
+        work += [(source, f"{variant.name}/tests", variant.tests) for source in tests]
+        with ThreadPoolExecutor(jobs) as pool:
+            list(pool.map(lambda one: self.compile(*one), work))
+
+    def link(self, variant: Variant) -> None:
+        core = [str(path) for path in sorted((self.folder / variant.name / "core").glob("*.o"))]
+        for program in self.of(variant):
+            own = [f"{variant.name}/tests/{Path(part).stem}.o" for part in self.parts(program)]
+            command = ["gcc", "-pthread", *variant.link, "-o", program, *own, *core, "-lrt"]
             done = run(command, self.folder, 120)
             if done.rc != 0:
                 raise BuildError(done.output)
 
-    def affected(self, mutant: Mutant) -> list[str]:
-        """The core's sources that have to be compiled again."""
-        return [mutant.path] if mutant.path.endswith(".c") else self.core()
+    def affected(self, mutant: Mutant, variant: Variant) -> tuple[list[str], list[str]]:
+        """The core's sources and the tests that have to be compiled again."""
+        if mutant.path.endswith(".c"):
+            return [mutant.path], []
+        return self.core(), self.tests(variant)
 
     def change(self, mutant: Mutant, text: str) -> None:
         (self.folder / mutant.path).write_text(text, encoding="utf-8")
 
-    def build(self, mutant: Mutant) -> None:
-        """Every program with the mutant in it."""
-        for source in self.affected(mutant):
-            self.compile(source, "judged", JUDGED)
-        if mutant.path.endswith(".h"):
-            for source in self.tests():
-                self.compile(source, "judges", TESTS)
-        self.link()
+    def build(self, mutant: Mutant, variant: Variant) -> None:
+        """Every program of a variant, with the mutant in it."""
+        self.compile_all(variant, *self.affected(mutant, variant), 1)
+        self.link(variant)
 
     def is_same_when_installed(self, mutant: Mutant, first: Workshop) -> bool:
         """Does the optimising compiler make the same code of it?"""
-        for source in self.affected(mutant):
+        for source in self.affected(mutant, HOOKED)[0]:
             was = first.folder / "installed" / (Path(source).stem + ".o")
             if not was.exists():
                 first.compile(source, "installed", INSTALLED)
@@ -161,8 +193,9 @@ class Workshop:
 
     def restore(self, mutant: Mutant, first: Workshop) -> None:
         shutil.copy2(first.folder / mutant.path, self.folder / mutant.path)
-        objects = [f"judged/{Path(source).stem}.o" for source in self.affected(mutant)]
-        if mutant.path.endswith(".h"):
-            objects += [f"judges/{Path(source).stem}.o" for source in self.tests()]
-        for name in objects:
-            shutil.copy2(first.folder / name, self.folder / name)
+        for variant in self.variants():
+            core, tests = self.affected(mutant, variant)
+            objects = [f"{variant.name}/core/{Path(source).stem}.o" for source in core]
+            objects += [f"{variant.name}/tests/{Path(source).stem}.o" for source in tests]
+            for name in objects:
+                shutil.copy2(first.folder / name, self.folder / name)

@@ -69,9 +69,16 @@ static bool chunks(const lci_chunk *a, const lci_chunk *b) {
     return DIFFER(next) || DIFFER(count);
 }
 
+/* Pages of a published reservation become READY at once, and stay so. */
+static bool made_ready(uint32_t is, uint32_t was) {
+    uint32_t rid = was >> LCI_RES_SHIFT;
+    return lci_state_of(was) == LCI_WRITING && is == (was ^ LCI_WRITING ^ LCI_READY) &&
+           lci_complete(&of_safe->res[rid - 1]);
+}
+
 static bool pages(const lci_page *a, const lci_page *b) {
-    if (DIFFER(word)) return true;
     uint32_t state = lci_state_of(lc_load(&b->word));
+    if (DIFFER(word) && !made_ready(lc_load(&a->word), lc_load(&b->word))) return true;
     if (state == LCI_FREE) return DIFFER(queue.next);
     return DIFFER(gen) || DIFFER(lo) || DIFFER(hi) || DIFFER(next) || DIFFER(queue.prev) ||
            DIFFER(queue.next) || DIFFER(parent) || DIFFER(parent_gen) || DIFFER(children);

@@ -20,7 +20,17 @@ Edit = tuple[int, int, str]
 
 CORE = ("shm/native", "lightcache/native")
 # Asked rather than changed: check is the judge, the layout is text, process.c is about mappings.
-LEFT_OUT = {"check.c", "facts.c", "facts.h", "layout_api.c", "process.h", "clients.h", "lock.h"}
+LEFT_OUT = {
+    "check.c",
+    "check.h",
+    "check_records.c",
+    "facts.c",
+    "facts.h",
+    "layout_api.c",
+    "process.h",
+    "clients.h",
+    "lock.h",
+}
 STORES_ONLY = {"process.c"}
 
 
@@ -123,7 +133,7 @@ COPIED_IN = {"fill", "set_namespace", "lci_format"}
 COMMITS = {"lci_step", "lc_txn_commit", "keep"}
 NO_STEP = re.compile(
     r"LC_PAUSE|lc_pause|__builtin|prefetch|free$|close|mem|str|snprintf|relax|pthread|munmap|point$|lc_txn_(?:set|add|swap)"
-    r"|lc_store|atomic|lc_kill|syscall|clock_gettime|lc_event_sleep|register_handlers|start$|advance|load_heads|pass_heads"
+    r"|lc_store|lc_raise|atomic|lc_kill|syscall|clock_gettime|lc_event_sleep|register_handlers|start$|advance|load_heads|pass_heads"
 )
 # What a step that is part of an expression leaves behind when it is skipped.
 SKIPPED = {
@@ -214,7 +224,7 @@ def of_calls(source: CSource) -> Iterator[tuple[str, int, str, tuple[Edit, ...]]
         rewrite = None
         if call.name.startswith("lc_txn_") and call.name[7:] in ("set", "add", "swap"):
             rewrite = logged
-        elif call.name in ("lc_store", "lc_store_release"):
+        elif call.name in ("lc_store", "lc_store_release", "lc_raise"):
             rewrite = plain_store
         elif call.name in ("atomic_thread_fence", "atomic_signal_fence", "lc_kill_fence"):
             rewrite = fence

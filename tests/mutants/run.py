@@ -19,30 +19,41 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from mutants import models
-from mutants.build import ROOT, BuildError, Workshop, run
+from mutants.build import HOOKED, ROOT, TSAN, BuildError, Variant, Workshop, run
 from mutants.csource import CSource
 from mutants.mutate import Mutant, mutants
 
 HERE = Path(__file__).resolve().parent
-# What is asked, the quickest first: name, command in the workshop's folder, seconds at most.
-STAGES: list[tuple[str, list[str], float]] = [
-    ("structures", ["./structures"], 10),
-    ("gaps", ["./gaps"], 10),
-    ("core_tests", ["./core_tests"], 60),
-    ("meetings", ["./meetings"], 60),
-    ("deaths", ["./deaths"], 60),
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A program of build.py that is asked, and the seconds that it may take."""
+
+    name: str
+    seconds: float
+
+
+# The quickest first. The last is built with ThreadSanitizer.
+STAGES = [
+    Stage("structures", 20),
+    Stage("gaps", 40),
+    Stage("core_tests", 120),
+    Stage("meetings", 120),
+    Stage("deaths", 200),
+    Stage("stress", 100),
 ]
 MODELS, NEEDS_SPIN = "models", "needs spin"
 NOT_COMPILING, EQUIVALENT, SURVIVED = "not compiling", "equivalent", "survived"
-# Orders and fences: most of them make no instruction on x86, so the models are asked, then whether
-# there is another instruction at all.
+# Orders and fences: most of them make no instruction on x86-64. So first those are asked who look
+# at the orders as such, the models and the sanitizer; then whether there is another instruction.
 ORDERS = {"relaxed", "no-total-order"}
 
 
@@ -59,36 +70,57 @@ class Verdict:
     said: str
 
 
-def judge(shop: Workshop, stages: list[str]) -> tuple[str, bool, str]:
+def judge(shop: Workshop, variant: Variant) -> tuple[str, bool, str]:
     """The first stage that fails, whether by its time limit, and the last line that it printed."""
-    for name, command, seconds in STAGES:
-        done = run(command, shop.folder, seconds) if name in stages else None
-        if done and done.rc != 0:
+    wanted = shop.of(variant)
+    for stage in STAGES:
+        if stage.name not in wanted:
+            continue
+        done = run([f"./{stage.name}"], shop.folder, stage.seconds)
+        if done.rc != 0:
             lines = done.output.strip().splitlines() or [""]
-            return name, done.rc is None, f"{done.rc}: {lines[-1]}"
+            return stage.name, done.rc is None, f"{done.rc}: {lines[-1]}"
     return SURVIVED, False, ""
 
 
-def ask_models(shop: Workshop) -> str | None:
+Ending = tuple[str, bool, str]
+
+
+def ask_models(shop: Workshop) -> Ending:
     found = models.verdict(shop.folder, shop.folder / "model")
-    return NEEDS_SPIN if found is None else MODELS if found else None
+    return NEEDS_SPIN if found is None else MODELS if found else SURVIVED, False, ""
 
 
-def end_of(shop: Workshop, first: Workshop, mutant: Mutant) -> tuple[str, bool, str]:
+def ask(shop: Workshop, mutant: Mutant, variant: Variant) -> Ending:
+    if variant not in shop.variants():
+        return SURVIVED, False, ""
+    shop.build(mutant, variant)
+    return judge(shop, variant)
+
+
+def end_of(shop: Workshop, first: Workshop, mutant: Mutant) -> Ending:
     """What becomes of the mutant that the workshop's sources hold."""
-    order = mutant.kind in ORDERS or "fence" in mutant.identity
-    told = ask_models(shop) if order else None
-    if told == MODELS:
-        return MODELS, False, ""
-    if order and shop.is_same_when_installed(mutant, first):
-        return told or EQUIVALENT, False, ""
-    shop.build(mutant)
-    end, timed_out, said = judge(shop, shop.programs)
-    if end == SURVIVED:
-        told = told or ask_models(shop)
-        same = not told and not order and shop.is_same_when_installed(mutant, first)
-        end = told or (EQUIVALENT if same else SURVIVED)
-    return end, timed_out, said
+
+    def same() -> Ending:
+        alike = shop.is_same_when_installed(mutant, first)
+        return EQUIVALENT if alike else SURVIVED, False, ""
+
+    questions: list[Callable[[], Ending]] = [
+        lambda: ask(shop, mutant, HOOKED),
+        lambda: ask(shop, mutant, TSAN),
+        lambda: ask_models(shop),
+        same,
+    ]
+    if mutant.kind in ORDERS or "fence" in mutant.identity:
+        questions = [questions[2], questions[1], same, questions[0]]
+    open_question = None
+    for question in questions:
+        ending = question()
+        if ending[0] == NEEDS_SPIN:
+            open_question = ending
+        elif ending[0] != SURVIVED and not (open_question and ending[0] == EQUIVALENT):
+            return ending
+    return open_question or (SURVIVED, False, "")
 
 
 def try_one(shop: Workshop, first: Workshop, source: CSource, mutant: Mutant) -> Verdict:
@@ -108,9 +140,10 @@ def try_all(
     chosen: list[tuple[CSource, Mutant]], stages: list[str], jobs: int, folder: Path
 ) -> list[Verdict]:
     first = Workshop.first(folder / "first", stages, jobs)
-    name, _, said = judge(first, stages)
-    if name != SURVIVED:
-        raise SystemExit(f"{name} fails without any change: {said}")
+    for variant in first.variants():
+        name, _, said = judge(first, variant)
+        if name != SURVIVED:
+            raise SystemExit(f"{name} fails without any change: {said}")
     shops: queue.SimpleQueue[Workshop] = queue.SimpleQueue()
     for number in range(jobs):
         shops.put(first.copy(folder / f"shop{number}"))
@@ -133,7 +166,7 @@ def try_all(
 
 def table(verdicts: Iterable[Verdict]) -> str:
     verdicts = list(verdicts)
-    ends = [name for name, _, _ in STAGES]
+    ends = [stage.name for stage in STAGES]
     ends += [MODELS, NEEDS_SPIN, EQUIVALENT, NOT_COMPILING, SURVIVED]
     counts = Counter((v.kind, v.end) for v in verdicts)
     kinds = sorted({v.kind for v in verdicts})
@@ -171,7 +204,7 @@ def main() -> int:
     parser.add_argument("--diff", action="store_true", help="with --list: what is changed")
     parser.add_argument("--only", default="", help="identities that this expression matches")
     parser.add_argument("--every", type=int, default=1, help="only each N-th: a sample")
-    parser.add_argument("--stages", nargs="*", default=[name for name, _, _ in STAGES])
+    parser.add_argument("--stages", nargs="*", default=[stage.name for stage in STAGES])
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", type=Path, help="write all verdicts there")
     given = parser.parse_args()

@@ -14,9 +14,10 @@ from mutants import models
 from mutants.build import ROOT, Workshop, run
 from mutants.csource import CSource
 from mutants.mutate import Mutant, mutants, sources
-from mutants.run import STAGES, accepted, try_one
+from mutants.run import STAGES, Stage, accepted, try_one
 
 ALL = list(mutants(ROOT))
+OWN_STAGES = [stage for stage in STAGES if stage.name not in ("core_tests", "stress")]
 CHANGES = (
     r"lc_txn_set|lc_txn_add|lc_txn_swap|lc_store|lc_store_release|lc_kill_fence|lci_step"
     r"|lc_txn_commit|atomic_thread_fence|atomic_(?:fetch|store|exchange|compare)\w+"
@@ -83,16 +84,15 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     """All that judges mutants, built with the core as it is; the C tests are run on their own."""
     if not shutil.which("gcc"):
         pytest.skip("there is no gcc")
-    programs = [name for name, _, _ in STAGES if name != "core_tests"]
+    programs = [stage.name for stage in OWN_STAGES]
     return Workshop.first(tmp_path_factory.mktemp("mutants") / "first", programs, 2)
 
 
 @pytest.mark.slow
 @pytest.mark.crash
-@pytest.mark.parametrize("stage", [stage for stage in STAGES if stage[0] != "core_tests"])
-def test_the_core_as_it_is_passes(first: Workshop, stage: tuple[str, list[str], float]) -> None:
-    _, command, seconds = stage
-    done = run(command, first.folder, seconds)
+@pytest.mark.parametrize("stage", OWN_STAGES, ids=lambda stage: stage.name)
+def test_the_core_as_it_is_passes(first: Workshop, stage: Stage) -> None:
+    done = run([f"./{stage.name}"], first.folder, stage.seconds)
     assert done.rc == 0, done.output
 
 
