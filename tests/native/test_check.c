@@ -120,6 +120,8 @@ static void check_of_lists(void) {
     expect(12, &link->prev, leaf);
     expect(12, &head->prev, leaf ^ 1);
     expect(13, &a.h->root->occupied[list / 32], 0);
+    CHECK(list < LCI_DIGITS);
+    expect(39, &a.h->root->now[0], list + 1); /* the present has passed it */
     uint32_t other = list == 3 ? 4 : 3;
     expect(13, &a.h->root->occupied[0],
            lc_load(&a.h->root->occupied[0]) | UINT32_C(1) << other);
@@ -139,11 +141,58 @@ static void check_of_page_lists(void) {
     expect(16, &chunk->count, 0);
     expect(17, &chunk->page[2], 128);
     expect(18, &r->pages.count, 4);
-    expect(18, &r->pages.count, UINT32_MAX);
+    expect(16, &r->pages.count, UINT32_MAX);
+    expect(45, &k->pages.first, lc_load(&r->pages.first));
+    expect(46, &r->pages.last, 50);
     expect(18, &k->pages.count, 1);
     expect(20, &r->shards, 0);
     expect(20, &r->shards, LCI_SHARDS + 1);
     expect(33, &chunk->page[2], (uint32_t)ready.page[0]);
+    expect(51, &chunk->page[2], (uint32_t)writing.page[1]);
+    tear_down();
+}
+
+static void check_of_records(void) {
+    set_up();
+    lci_reservation *r = &a.h->res[writing.op.rid];
+    lci_ticket *k = &a.h->tickets[ticket.index];
+    uint32_t shard = lc_load(&r->shard[0]);
+    expect(47, &r->owner, LCS_SLOTS);
+    expect(47, &r->state, LCI_RES_DOOMED + 1);
+    expect(48, &r->shard[0], shard ^ 1u << LCI_SHARD_GEN_SHIFT); /* of another generation */
+    expect(49, &r->shard[0], shard | LCI_SHARD_DEAD);
+    expect(50, &r->shard[0], shard | LCI_SHARD_DONE); /* complete, and nobody will collect it */
+    expect(52, &a.h->root->res_head, LC_NIL);
+    expect(52, &a.h->root->res_head, writing.op.rid);
+    lc_store(&a.h->root->completed[15], UINT64_C(1) << 63);
+    CHECK_EQ(index_broken(&s), 53);
+    lc_store(&a.h->root->completed[15], 0);
+    expect(54, &k->giver, LCS_SLOTS);
+    expect(54, &k->adopted[0], 8); /* who was not asked to */
+    expect(54, &k->done[0], 4); /* without having adopted */
+    expect(55, &a.h->ns[5].state, LCI_NS_CLEARED + 1);
+    expect(55, &a.h->root->clearing, 1);
+    expect(56, &a.h->ns[0].state, LCI_NS_CLEARED);
+    expect(57, &a.h->root->repairing, 1);
+    tear_down();
+}
+
+static void hang(lci_page *page, lci_page *parent) {
+    lc_store(&page->parent, (uint32_t)(parent - a.h->pages));
+    lc_store(&page->parent_gen, lc_load(&parent->gen));
+    lc_store(&parent->children, lc_load(&parent->children) + 1);
+}
+
+static void check_of_parents_and_ticks(void) {
+    set_up();
+    lci_page *first = page_of(&ready, 0), *second = page_of(&ready, 1);
+    uint64_t used = lc_load(&first->used);
+    lc_store(&first->used, UINT64_MAX); /* in the future */
+    CHECK_EQ(index_broken(&s), 43);
+    lc_store(&first->used, used);
+    index_check(&s);
+    hang(first, second); /* which hangs on the first */
+    CHECK_EQ(index_broken(&s), 42);
     tear_down();
 }
 
@@ -192,7 +241,10 @@ static void check_of_states(void) {
     expect(32, &w->word, word & UINT32_C(0xffff));
     expect(33, &w->word, (word & UINT32_C(0xffff)) | UINT32_C(50) << LCI_RES_SHIFT);
     expect(34, &page_of(&ready, 3)->children, 2);
-    expect(36, &w->word, word | UINT32_C(9) << LCI_NS_SHIFT);
+    expect(40, &a.h->pages[lc_load(&a.h->root->free_head)].word, UINT32_C(1) << LCI_NS_SHIFT);
+    expect(41, &leaf->word, LCI_READY | UINT32_C(9) << LCI_NS_SHIFT);
+    expect(44, &w->word, (word & ~LCI_STATE_MASK) | LCI_READY);
+    expect(58, &w->word, word | UINT32_C(9) << LCI_NS_SHIFT);
     tear_down();
 }
 
@@ -231,6 +283,8 @@ const test check_tests[] = {
     TEST(check_of_one_crowded_chain),
     TEST(check_of_lists),
     TEST(check_of_page_lists),
+    TEST(check_of_records),
+    TEST(check_of_parents_and_ticks),
     TEST(check_of_pins),
     TEST(check_of_states),
     TEST(check_needs_the_whole_segment),
