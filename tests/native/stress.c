@@ -3,7 +3,7 @@
  * Built with ThreadSanitizer. The pool's bytes are plain memory, stamped with the key by whoever
  * writes a page and compared by whoever has matched it, so that the sanitizer proves of every such
  * pair that publishing happened before matching, and releasing before the page was used again.
- * Nothing here but the core may connect two threads: they tell each other of tickets through relaxed
+ * Nothing here but the core may connect two threads: they tell each other of tickets by relaxed
  * atomics, and start together after everything was made.
  *
  * Fences are a read-modify-write of a private word in that build (tsan_fence.h): what the sanitizer
@@ -190,12 +190,14 @@ static void do_give(actor *a) {
 /* Take what is in the mailbox. A reservation's shard is written for all the pages in the ticket:
  * their keys are read from the records, which nobody changes while the pages are pinned. */
 static void do_adopt(actor *a) {
-    uint64_t mail = atomic_exchange_explicit(&mailbox[a->number % CLIENTS], 0, memory_order_relaxed);
+    _Atomic uint64_t *box = &mailbox[a->number % CLIENTS];
+    uint64_t mail = atomic_exchange_explicit(box, 0, memory_order_relaxed);
     lci_ticket_ref ref = {.index = (uint32_t)(mail >> 32), .gen = (uint32_t)mail};
     uint32_t rid, gen;
     if (!mail) return;
     memcpy(&ref.cache, lcs_header_of(a->c->at)->uuid, sizeof ref.cache);
-    int n = lci_adopt(a->c->h, &ref, 1, &a->l.head.held, a->l.pages, MAX_KEYS, &rid, &gen, BLOCKING);
+    int n = lci_adopt(a->c->h, &ref, 1, &a->l.head.held, a->l.pages, MAX_KEYS, &rid, &gen,
+                      BLOCKING);
     if (n < 0) return;
     for (int i = 0; i < n; i++) {
         uint64_t lo = lc_load(&a->c->h->pages[a->l.pages[i]].lo);

@@ -221,7 +221,7 @@ static void check_of_pins(void) {
     lci_report report;
     lc_store(mine, 7);
     lc_store(&p->pins, 1);
-    CHECK_EQ(lci_check(s.base, s.bytes, 128, 0, &report), LC_OK); /* not quiet: pins may be moving */
+    CHECK_EQ(lci_check(s.base, s.bytes, 128, 0, &report), LC_OK); /* not quiet: pins may move */
     CHECK_EQ(report.broken, 0);
     CHECK_EQ(report.pins, 2 + 7 + 1 + 5 + 4);
     CHECK(report.free == 6 && report.ready == 18 && report.writing == 5 && report.doomed == 4);

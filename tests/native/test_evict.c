@@ -33,7 +33,7 @@ static void queue_slots(void) {
     CHECK_EQ(lci_queue_slot(UINT64_C(63) << 42, 0), 7 * 64 + 63);
 }
 
-/* Single pages, matched at random, leave in the order of their last use, over many turns of the wheel. */
+/* Single pages, matched at random, leave in the order of their last use, over many turns. */
 static void evict_is_lru(void) {
     enum { PAGES = 200 };
     uint64_t used[PAGES];
@@ -101,7 +101,7 @@ static void evict_leaves_what_is_pinned(void) {
     tear_down();
 }
 
-/* A bit without a count is a hint that came to nothing; a count without its bit is not looked at. */
+/* A bit without a count is a hint that came to nothing; a count without a bit is not looked at. */
 static void evict_looks_into_the_rows_that_bits_name(void) {
     set_up(64);
     prompt_fill(&a, &p, 1, 2);

@@ -36,7 +36,8 @@ static void check_geometry(uint64_t pages) {
 
 static void geometry_of_many_sizes(void) {
     for (uint64_t pages = 1; pages < 300; pages++) check_geometry(pages);
-    for (uint64_t pages = 300; pages <= UINT64_C(1) << 24; pages += pages / 3) check_geometry(pages);
+    for (uint64_t pages = 300; pages <= UINT64_C(1) << 24; pages += pages / 3)
+        check_geometry(pages);
 }
 
 static void geometry_of_a_million_pages(void) {

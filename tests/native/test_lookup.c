@@ -108,7 +108,7 @@ static void match_of_several_requests(void) {
     const int64_t offsets[] = {0, 40, 40, 70, 90};
     memcpy(keys, p.keys, sizeof(lc_key) * 40);
     for (uint32_t i = 0; i < 30; i++) keys[40 + i] = i < 20 ? q.keys[i] : prompt_key(3, i);
-    memcpy(keys + 70, p.keys + 20, sizeof(lc_key) * 20); /* a suffix is found as well: keys say all */
+    memcpy(keys + 70, p.keys + 20, sizeof(lc_key) * 20); /* a suffix too: keys say all */
     CHECK_EQ(lci_peek(b.h, keys, offsets, 4, NS, counts), LC_OK);
     CHECK(counts[0] == 40 && counts[1] == 0 && counts[2] == 20 && counts[3] == 20);
     memset(&l, 0, sizeof l);

@@ -135,7 +135,7 @@ static void reap_of_a_half_built_ticket(void) {
     tear_down();
 }
 
-/* A device's copies may outlive its client: what it was writing stays, until its process is gone. */
+/* A device's copies may outlive its client: what it was writing stays until its process is gone. */
 static void reap_of_a_device_waits_in_quarantine(void) {
     set_up(LCS_FLAG_DEVICE);
     prompt_make(&p, 1, 30);

@@ -1,4 +1,4 @@
-/* The undo log: what was stored comes back, newest first, and nothing outside the bounds is touched. */
+/* The undo log: what was stored comes back, newest first, and nothing out of bounds is touched. */
 #include "world.h"
 
 #include <stdlib.h>

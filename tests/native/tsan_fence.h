@@ -2,7 +2,7 @@
  * a read-modify-write of a word of the caller's own. On the machine that orders as much. In the
  * sanitizer's eyes it connects no two threads, so what it accepts as ordered is so by the acquires
  * and releases around the fence alone: where the core relied on a fence to publish plain memory,
- * it would complain without need, and it does not. What it cannot show is a fence that is missing. */
+ * it would complain without need, and it does not. A fence that is missing it cannot show. */
 #ifndef TSAN_FENCE_H
 #define TSAN_FENCE_H
 
