@@ -1,4 +1,4 @@
-# make test | demo | lint | bench | soak | crash-test | format | clean
+# make test | demo | lint | bench | soak | crash-test | fuzz | mutants | format | clean
 #
 # The first use of any of them creates $(VENV) from constraints.txt and installs the package there: a
 # plain install, never an editable one, renewed whenever a source file has changed. Python is never
@@ -19,6 +19,7 @@ SOAK_ROUNDS ?= 1
 SOAK_KILLS ?= 1000
 SOAK_SECONDS ?= 600
 SOAK_EXAMPLES ?= 2000
+FUZZ_CASES ?= 1000000
 BENCHES ?= index recovery
 
 SHELL := /bin/bash
@@ -49,7 +50,8 @@ export PYTHONSAFEPATH := 1
 export LIGHTCACHE_TEST_BUILD := $(pause)
 unexport PYTHONPATH
 
-.PHONY: help test demo lint bench soak crash-test format install pause venv clean distclean lint-python lint-types lint-c
+.PHONY: help test demo lint bench soak crash-test fuzz mutants format install pause venv clean distclean \
+        lint-python lint-types lint-c
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -123,6 +125,10 @@ soak: install pause
 # Every operation, killed behind every instruction, under every compiler and level that is here.
 crash-test: install
 	cd tests && $(bin)/python crash/run.py $(ARGS)
+
+# Damaged segments, on every processor: a million cases take minutes on 16. ARGS=--sanitize, --first N.
+fuzz: install
+	cd tests/hostile && $(bin)/python fuzz.py --cases $(FUZZ_CASES) --build $(build)/fuzz $(ARGS)
 
 lint: lint-python lint-types lint-c
 

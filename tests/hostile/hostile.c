@@ -147,7 +147,11 @@ static bool look_at_rest(world *w, const damage *d, tally *t) {
     if (!refused && number == 0 && found(w) != expected(w)) t->misled++;
     if (mend(w, "repair at rest", true)) {
         t->mended++;
-        t->lost += found(w) < expected(w);
+        bool lost = found(w) < expected(w);
+        enum role role = names[d->hit[0].field].role;
+        t->lost += lost;
+        if (lost && d->count == 1 && (role == DERIVED || role == ADVICE))
+            finding("repaired, and a ready page is gone", expected(w) - found(w));
     } else {
         t->declined++;
     }

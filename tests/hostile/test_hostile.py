@@ -28,7 +28,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("hostile")
 
 
-@pytest.mark.parametrize("sanitize", [False, True])
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("sanitize", [False, True], ids=["plain", "sanitized"])
 def test_what_found_something_once(folder: Path, sanitize: bool) -> None:
     program = fuzz.build(folder, sanitize=sanitize)
     _, text = fuzz.run(program, ["corpus", str(fuzz.HERE / "corpus.txt")])
@@ -36,4 +37,20 @@ def test_what_found_something_once(folder: Path, sanitize: bool) -> None:
     sums.add(text)
     assert sums.findings == []
     lines = (fuzz.HERE / "corpus.txt").read_text().splitlines()
-    assert sums.totals["cases"] >= sum(line[:1] in ("s",) for line in lines)
+    assert sums.totals["cases"] >= sum(line.startswith("set") for line in lines) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("sanitize", [False, True], ids=["plain", "sanitized"])
+def test_damage_of_every_kind(folder: Path, sanitize: bool) -> None:
+    cases = CASES // 10 if sanitize else CASES
+    program = fuzz.build(folder, sanitize=sanitize)
+    sums = fuzz.fuzz(program, FIRST, cases, WORKERS)
+    fuzz.report(sums, 0)
+    assert sums.findings == []
+    assert sums.totals["cases"] == cases
+    if cases >= 10_000:  # the fuzzer itself works: everything was damaged, and links are told
+        assert all(numbers[0] for numbers in sums.fields.values())
+        cases_of_heads, _, named, *_ = sums.fields["heads.link"]
+        assert cases_of_heads == named
