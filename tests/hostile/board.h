@@ -18,6 +18,7 @@ typedef struct tally {
 } tally;
 
 #define CODES 24
+enum { LIST_TALLY = MOST_FIELDS - 2, DICT_TALLY }; /* of the structures beside the index */
 #define INVARIANTS 64
 
 typedef struct board {

@@ -1,6 +1,7 @@
 /* Damages a small index in every way it can think of, and calls everything on what is left.
  *
  *     hostile seeds FIRST COUNT     cases FIRST .. FIRST + COUNT - 1
+ *     hostile structures FIRST COUNT  the same for SharedList and SharedDict
  *     hostile corpus FILE           cases that have found something once
  *     hostile explain SEED          what a case at rest damages, as a line of the corpus
  *     hostile fields                the names of all fields
@@ -11,6 +12,7 @@
 #include "board.h"
 #include "damage.h"
 #include "operations.h"
+#include "structures.h"
 
 #include <pthread.h>
 #include <signal.h>
@@ -291,17 +293,30 @@ static void run_range(void *argument) {
     for (uint64_t seed = all->first; seed < all->end; seed++) run_case(seed, f);
 }
 
-static void run_seeds(uint64_t first, uint64_t count) {
-    for (uint64_t at = first, end = first + count; at < end;) {
-        range some = {at, at + BATCH < end ? at + BATCH : end};
-        at = in_child(run_range, &some) ? some.end : shared->seed + 1;
+static void run_structures(void *argument) {
+    const range *all = argument;
+    shared->doing = "structures";
+    for (uint64_t seed = all->first; seed < all->end; seed++) {
+        limit(CPU_S, WALL_S);
+        structures_case(seed);
     }
 }
 
-/* Lines of the corpus: `seed N`, or `set WORLD FIELD INDEX VALUE [FIELD INDEX VALUE]...` */
+static void run_seeds(void (*body)(void *), uint64_t first, uint64_t count) {
+    for (uint64_t at = first, end = first + count; at < end;) {
+        range some = {at, at + BATCH < end ? at + BATCH : end};
+        at = in_child(body, &some) ? some.end : shared->seed + 1;
+    }
+}
+
+/* Lines of the corpus: `seed N`, `structures N`, or `set WORLD FIELD INDEX VALUE [FIELD INDEX VALUE]...` */
 static void run_line(void *argument) {
     char *line = argument, *rest;
     char *verb = strtok_r(line, " \n", &rest);
+    if (strcmp(verb, "structures") == 0) {
+        structures_case(strtoull(rest, NULL, 0));
+        return;
+    }
     if (strcmp(verb, "seed") == 0) {
         run_case(strtoull(rest, NULL, 0), flipper_new());
         return;
@@ -346,8 +361,11 @@ static void print_numbers(void) {
             printf("unmended %d %llu %llu\n", i, (unsigned long long)shared->unmended[i],
                    (unsigned long long)shared->unmended_seed[i]);
     static const char *const roles[] = {"header", "truth", "derived", "advice", "protocol"};
-    for (uint32_t i = 0; i < name_count; i++) {
+    names[LIST_TALLY] = (field){.name = "SharedList", .role = DERIVED};
+    names[DICT_TALLY] = (field){.name = "SharedDict", .role = DERIVED};
+    for (uint32_t i = 0; i < MOST_FIELDS; i++) {
         const tally *t = &shared->fields[i];
+        if (!names[i].name) continue;
         const uint64_t columns[] = {t->cases,  t->refused, t->named,    t->noticed, t->unseen,
                                     t->misled, t->mended,  t->declined, t->lost};
         printf("field %s %s", names[i].name, roles[names[i].role]);
@@ -366,7 +384,9 @@ int main(int argc, char **argv) {
     plain.bytes = plain.g.end;
     name_count = fields_of(&plain, names);
     if (strcmp(argv[1], "seeds") == 0 && argc == 4)
-        run_seeds(strtoull(argv[2], NULL, 0), strtoull(argv[3], NULL, 0));
+        run_seeds(run_range, strtoull(argv[2], NULL, 0), strtoull(argv[3], NULL, 0));
+    else if (strcmp(argv[1], "structures") == 0 && argc == 4)
+        run_seeds(run_structures, strtoull(argv[2], NULL, 0), strtoull(argv[3], NULL, 0));
     else if (strcmp(argv[1], "explain") == 0 && argc == 3) {
         uint64_t seed = strtoull(argv[2], NULL, 0);
         return !in_child(explain, &seed);

@@ -18,15 +18,14 @@ void world_keys(lc_key *keys, uint32_t run, uint32_t n) {
     for (uint32_t i = 0; i < n; i++) keys[i] = world_key(run, i);
 }
 
-/* `bytes` of a file between two stretches that nobody may touch. */
-static uint8_t *map_guarded(int fd, uint64_t bytes, int protection) {
+uint8_t *world_map(int fd, uint64_t bytes, int protection) {
     uint8_t *all = mmap(NULL, bytes + 2 * GUARD, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     NEED(all != MAP_FAILED);
     NEED(mmap(all + GUARD, bytes, protection, MAP_SHARED | MAP_FIXED, fd, 0) != MAP_FAILED);
     return all + GUARD;
 }
 
-static int reopen(int fd) {
+int world_reopen(int fd) {
     char path[64];
     snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
     int got = open(path, O_RDWR | O_CLOEXEC);
@@ -35,7 +34,7 @@ static int reopen(int fd) {
 }
 
 lcs_attachment *world_stranger(const world *w) {
-    lcs_attachment *at = lcs_attachment_new(w->base, w->bytes, reopen(w->life), 0, 0, 0);
+    lcs_attachment *at = lcs_attachment_new(w->base, w->bytes, world_reopen(w->life), 0, 0, 0);
     NEED(at);
     return at;
 }
@@ -172,13 +171,13 @@ void world_make(world *w, enum variant variant) {
     int memory = memfd_create("segment", MFD_CLOEXEC);
     w->life = memfd_create("life", MFD_CLOEXEC);
     NEED(memory >= 0 && w->life >= 0 && ftruncate(memory, (off_t)w->bytes) == 0);
-    w->base = map_guarded(memory, w->bytes, PROT_READ | PROT_WRITE);
+    w->base = world_map(memory, w->bytes, PROT_READ | PROT_WRITE);
     uint64_t grown = variant == FRESH_WORLD ? w->pages / 2 : w->pages;
     NEED(lci_format(w->base, w->bytes, w->pages, grown) == LC_OK);
     w->me = join(w, "me");
     w->peer = join(w, "peer");
-    w->reader = lcs_attachment_new(map_guarded(memory, w->bytes, PROT_READ), w->bytes,
-                                   reopen(w->life), 0, 0, 1);
+    w->reader = lcs_attachment_new(world_map(memory, w->bytes, PROT_READ), w->bytes,
+                                   world_reopen(w->life), 0, 0, 1);
     NEED(w->reader);
     w->h = lci_open(w->me, w->pages);
     w->peer_h = lci_open(w->peer, w->pages);

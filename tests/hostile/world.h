@@ -45,6 +45,10 @@ void world_keys(lc_key *keys, uint32_t run, uint32_t n);
 
 void world_make(world *w, enum variant variant);
 void world_restore(world *w);
+/* `bytes` of a file, between two stretches that nobody may touch. */
+uint8_t *world_map(int fd, uint64_t bytes, int protection);
+/* Another description of an open file. */
+int world_reopen(int fd);
 /* A writer's attachment of its own description, without a slot. */
 lcs_attachment *world_stranger(const world *w);
 void world_dismiss(lcs_attachment *at);

@@ -1,0 +1,225 @@
+#include "structures.h"
+
+#include "board.h"
+#include "operations.h"
+
+#include <pthread.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+typedef struct lcx_list lcx_list;
+typedef struct lcx_dict lcx_dict;
+uint64_t lcx_list_bytes(uint32_t nodes, uint32_t lists);
+void lcx_list_format(uint8_t *base, uint32_t nodes, uint32_t lists);
+lcx_list *lcx_list_open(lcs_attachment *at, uint32_t nodes, uint32_t lists);
+int lcx_list_put(lcx_list *l, uint32_t list, uint32_t node, int front, int must_be_free, int wait,
+                 uint64_t deadline);
+int lcx_list_remove(lcx_list *l, uint32_t node, int wait, uint64_t deadline);
+int lcx_list_pop(lcx_list *l, uint32_t list, int front, uint32_t *node, int wait,
+                 uint64_t deadline);
+int lcx_list_copy(lcx_list *l, uint32_t list, int32_t *out, uint32_t room, int wait,
+                  uint64_t deadline);
+int lcx_list_length(lcx_list *l, uint32_t list);
+int lcx_list_where(lcx_list *l, uint32_t node);
+int lcx_list_check(lcx_list *l, char *text, uint32_t room, int wait, uint64_t deadline);
+uint64_t lcx_dict_bytes(uint32_t capacity);
+void lcx_dict_format(uint8_t *base, uint32_t capacity);
+lcx_dict *lcx_dict_open(lcs_attachment *at, uint32_t capacity);
+int lcx_dict_get(lcx_dict *d, uint64_t lo, uint64_t hi, int32_t *value);
+int lcx_dict_get_many(lcx_dict *d, const lc_key *keys, uint32_t n, int32_t *values,
+                      uint8_t *found);
+int lcx_dict_put(lcx_dict *d, uint64_t lo, uint64_t hi, int32_t value, int only_new, int wait,
+                 uint64_t deadline);
+int lcx_dict_pop(lcx_dict *d, uint64_t lo, uint64_t hi, int32_t *value, int wait,
+                 uint64_t deadline);
+int lcx_dict_length(lcx_dict *d);
+int lcx_dict_copy(lcx_dict *d, lc_key *keys, int32_t *values, uint32_t room, int wait,
+                  uint64_t deadline);
+int lcx_dict_check(lcx_dict *d, char *text, uint32_t room, int wait, uint64_t deadline);
+
+#define NODES 24
+#define LISTS 4
+#define KEYS 40
+
+typedef struct arena {
+    uint8_t *base, *picture;
+    uint64_t bytes, payload;
+    lcs_attachment *me;
+    lcx_list *list;
+    lcx_dict *dict;
+    rng flips;
+    atomic_bool moving;
+} arena;
+
+static arena arenas[2];
+
+static uint64_t soon(void) { return lcs_now_ns() + UINT64_C(2000000); }
+
+/* ------------------------------------------------------------------ making them */
+
+static void map(arena *a, uint64_t payload) {
+    a->payload = payload;
+    a->bytes = (LCS_PAYLOAD_OFFSET + payload + 4095) / 4096 * 4096;
+    int fd = memfd_create("structure", MFD_CLOEXEC), life = memfd_create("life", MFD_CLOEXEC);
+    NEED(fd >= 0 && life >= 0 && ftruncate(fd, (off_t)a->bytes) == 0);
+    a->base = world_map(fd, a->bytes, PROT_READ | PROT_WRITE);
+    a->me = lcs_attachment_new(a->base, a->bytes, life, 0, 0, 0);
+    NEED(a->me && lcs_slot_claim(a->me, "me", 0) > 0);
+    close(fd);
+}
+
+static void keep_picture(arena *a) {
+    a->picture = malloc(a->bytes);
+    NEED(a->picture);
+    memcpy(a->picture, a->base, a->bytes);
+}
+
+static void make(void) {
+    arena *a = &arenas[0], *d = &arenas[1];
+    map(a, lcx_list_bytes(NODES, LISTS));
+    lcx_list_format(a->base, NODES, LISTS);
+    a->list = lcx_list_open(a->me, NODES, LISTS);
+    NEED(a->list);
+    for (uint32_t i = 0; i < NODES - 4; i++)
+        NEED(lcx_list_put(a->list, i % 3, i, i % 2, 1, LC_BLOCK, UINT64_MAX) == LC_OK);
+    keep_picture(a);
+    map(d, lcx_dict_bytes(NODES));
+    lcx_dict_format(d->base, NODES);
+    d->dict = lcx_dict_open(d->me, NODES);
+    NEED(d->dict);
+    for (uint32_t i = 0; i < NODES - 4; i++) {
+        lc_key key = world_key(0, i);
+        NEED(lcx_dict_put(d->dict, key.lo, key.hi, (int32_t)i, 1, LC_BLOCK, UINT64_MAX) == 0);
+    }
+    for (uint32_t i = 0; i < 3; i++) {
+        lc_key key = world_key(0, i);
+        int32_t value;
+        NEED(lcx_dict_pop(d->dict, key.lo, key.hi, &value, LC_BLOCK, UINT64_MAX) == LC_OK);
+    }
+    keep_picture(d);
+}
+
+/* ------------------------------------------------------------------ every call */
+
+static void answer(int rc, int64_t most, const char *what) {
+    uint32_t at = rc >= 0 ? 0 : (uint32_t)-rc < CODES ? (uint32_t)-rc : CODES - 1;
+    shared->codes[at]++;
+    shared->calls++;
+    if (rc > most || rc == LC_E_FORKED || rc < LC_E_MISSING) finding(what, rc);
+}
+
+static void use_list(arena *a, rng *r) {
+    int32_t out[NODES];
+    char text[208];
+    uint32_t node = NODES;
+    uint32_t list = below(r, LISTS), one = below(r, NODES);
+    switch (below(r, 7)) {
+    case 0:
+        answer(lcx_list_put(a->list, list, one, (int)below(r, 2), (int)below(r, 2), LC_BLOCK, soon()),
+               0, "list put");
+        break;
+    case 1: answer(lcx_list_remove(a->list, one, LC_BLOCK, soon()), 0, "list remove"); break;
+    case 2: {
+        int rc = lcx_list_pop(a->list, list, (int)below(r, 2), &node, LC_BLOCK, soon());
+        answer(rc, 0, "list pop");
+        if (rc == LC_OK && node >= NODES) finding("list pop gave a node", node);
+        break;
+    }
+    case 3: {
+        int rc = lcx_list_copy(a->list, list, out, NODES, LC_BLOCK, soon());
+        answer(rc, NODES, "list copy");
+        for (int i = 0; i < rc; i++)
+            if ((uint32_t)out[i] >= NODES) finding("list copy gave a node", out[i]);
+        break;
+    }
+    case 4: answer(lcx_list_length(a->list, list), NODES, "list length"); break;
+    case 5: answer(lcx_list_where(a->list, one), LISTS - 1, "list where"); break;
+    default: answer(lcx_list_check(a->list, text, sizeof text, LC_BLOCK, soon()), 1, "list check");
+    }
+}
+
+static void use_dict(arena *a, rng *r) {
+    lc_key key = world_key(below(r, 2), below(r, NODES)), keys[KEYS];
+    int32_t values[KEYS], value;
+    uint8_t found[KEYS];
+    char text[208];
+    world_keys(keys, 0, KEYS);
+    switch (below(r, 7)) {
+    case 0: answer(lcx_dict_get(a->dict, key.lo, key.hi, &value), 0, "dict get"); break;
+    case 1: answer(lcx_dict_get_many(a->dict, keys, KEYS, values, found), KEYS, "dict get"); break;
+    case 2:
+        answer(lcx_dict_put(a->dict, key.lo, key.hi, 7, (int)below(r, 2), LC_BLOCK, soon()), 1,
+               "dict put");
+        break;
+    case 3:
+        answer(lcx_dict_pop(a->dict, key.lo, key.hi, &value, LC_BLOCK, soon()), 0, "dict pop");
+        break;
+    case 4: answer(lcx_dict_length(a->dict), NODES, "dict length"); break;
+    case 5:
+        answer(lcx_dict_copy(a->dict, keys, values, NODES, LC_BLOCK, soon()), NODES, "dict copy");
+        break;
+    default: answer(lcx_dict_check(a->dict, text, sizeof text, LC_BLOCK, soon()), 1, "dict check");
+    }
+}
+
+/* ------------------------------------------------------------------ damage */
+
+static void flip_word(arena *a, rng *r) {
+    uint64_t words = a->payload / 4, lock = sizeof(lcs_lock) / 4;
+    bool of_lock = below(r, 8) == 0;
+    uint64_t at = of_lock ? LCS_LOCK_OFFSET / 4 + below(r, lock) : LCS_PAYLOAD_OFFSET / 4 + below(r, words);
+    const uint32_t values[] = {0,       1,          NODES,         NODES - 1, NODES + 1, UINT32_MAX,
+                               LISTS,   INT32_MAX,  1u << below(r, 32), below(r, NODES + LISTS)};
+    uint32_t old = ((const uint32_t *)a->picture)[at];
+    uint32_t value = below(r, 3) ? values[below(r, sizeof values / sizeof values[0])]
+                                 : old ^ 1u << below(r, 32);
+    lc_store((_Atomic uint32_t *)a->base + at, value);
+}
+
+static void *flip_on(void *argument) {
+    arena *a = argument;
+    while (atomic_load(&a->moving)) {
+        flip_word(a, &a->flips);
+        shared->flips++;
+        if (below(&a->flips, 16) == 0)
+            memcpy(a->base + LCS_PAYLOAD_OFFSET, a->picture + LCS_PAYLOAD_OFFSET, a->payload);
+    }
+    return NULL;
+}
+
+static void judge(arena *a, tally *t) {
+    char text[208];
+    int rc = a->list ? lcx_list_check(a->list, text, sizeof text, LC_BLOCK, soon())
+                     : lcx_dict_check(a->dict, text, sizeof text, LC_BLOCK, soon());
+    t->cases++;
+    t->named += rc != 0;
+    t->unseen += rc == 0;
+}
+
+void structures_case(uint64_t seed) {
+    if (!arenas[0].base) make();
+    rng r = {.state = seed * 2 + 1};
+    arena *a = &arenas[below(&r, 2)];
+    bool moving = below(&r, 4) == 0;
+    pthread_t thread;
+    shared->seed = seed;
+    shared->cases++;
+    memcpy(a->base, a->picture, a->bytes);
+    if (moving) {
+        a->flips.state = seed;
+        atomic_store(&a->moving, true);
+        NEED(pthread_create(&thread, NULL, flip_on, a) == 0);
+    } else {
+        uint32_t hits = 1 + below(&r, 3);
+        for (uint32_t i = 0; i < hits; i++) flip_word(a, &r);
+        if (hits == 1) judge(a, &shared->fields[a->list ? LIST_TALLY : DICT_TALLY]);
+    }
+    for (int i = 0; i < 24; i++) {
+        if (a->list) use_list(a, &r);
+        else use_dict(a, &r);
+    }
+    if (moving) {
+        atomic_store(&a->moving, false);
+        pthread_join(thread, NULL);
+    }
+}
