@@ -103,7 +103,7 @@ static uint32_t step_all(void) {
     total.stable = j.stable_count;
     uint32_t changes = drive(&j, &t, UINT32_MAX, stride, true);
     judge_end(&j);
-    trace_kill(&t);
+    trace_end(&t);
     close_judge(&j);
     total.changes += changes;
     return changes;
@@ -146,7 +146,7 @@ static void step_second(uint32_t at) {
     for (uint32_t i = 0; i < j.stable_count; i++)
         if (j.stable[i].missed && !j.stable[i].first)
             FOUND(&j, "page %u was missed during recovery", j.stable[i].page);
-    trace_kill(&t);
+    trace_end(&t);
     judge_real(&j);
     check_new(&j);
     close_judge(&j);

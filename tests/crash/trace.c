@@ -41,3 +41,9 @@ void trace_kill(trace *t) {
     NEED(kill(t->pid, SIGKILL) == 0 && waitpid(t->pid, &status, 0) == t->pid);
     NEED(WIFSIGNALED(status));
 }
+
+void trace_end(trace *t) {
+    int status;
+    NEED(t->done && ptrace(PTRACE_CONT, t->pid, NULL, NULL) == 0);
+    NEED(waitpid(t->pid, &status, 0) == t->pid && WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}

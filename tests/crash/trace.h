@@ -15,5 +15,6 @@ typedef struct trace {
 trace trace_start(const char *program, const stage *real, const char *scene);
 void trace_step(trace *t); /* one instruction */
 void trace_kill(trace *t); /* SIGKILL; returns when the kernel has let go of all it held */
+void trace_end(trace *t);  /* it has done everything: it may end by itself */
 
 #endif
