@@ -209,9 +209,10 @@ static int make_quota_room(reserve *r, uint32_t want) {
 static int make_room(reserve *r, uint32_t want) {
     lci_handle *h = r->h;
     int rc = make_quota_room(r, want);
-    if (rc != ROOM_MADE || available(h) >= want) return rc;
+    uint32_t have = available(h); /* once: the difference must not wrap when somebody scribbles */
+    if (rc != ROOM_MADE || have >= want) return rc;
     if (lc_load(&h->root->grown) < h->page_count) {
-        r->op->wanted = want - available(h);
+        r->op->wanted = want - have;
         return LC_E_GROW;
     }
     /* Nothing of a prefix can go before all of it has been taken in. */

@@ -6,8 +6,8 @@
     python covered.py --write FILE      what is not covered, in the form of uncovered.txt
 
 Victims are compiled by gcc with counters, which are set to zero where an operation begins. Every
-scene is played once, and then again with a victim killed at changes spread over it, whose survivor's
-recovery is counted too. Lines of headers count in whatever file they were compiled into.
+scene is played once, and then again with a victim killed at changes spread over it, whose
+survivor's recovery is counted too. Lines of headers count in whatever file they were compiled into.
 
 uncovered.txt lists what no death can be tried in, with the reason: a line each of
 
