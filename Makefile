@@ -122,9 +122,12 @@ soak: install pause
 	        $(bin)/python -m pytest -q multi crash model --timeout 3600 $(ARGS); \
 	done
 
-# Every operation, killed behind every instruction, under every compiler and level that is here.
+# Every operation, killed behind every instruction, under every compiler and level that is here; which
+# lines of the core that were; and a cache's life, killed around every system call.
 crash-test: install
 	cd tests && $(bin)/python crash/run.py $(ARGS)
+	cd tests && $(bin)/python crash/covered.py
+	cd tests && LIGHTCACHE_LIFE_STRIDE=1 $(bin)/python -m pytest -q crash/test_life_cycle.py
 
 # Damaged segments, on every processor: a million cases take minutes on 16. ARGS=--sanitize, --first N.
 fuzz: install
