@@ -11,7 +11,8 @@ import pytest
 
 HERE = Path(__file__).parent
 SEED = int(os.environ.get("LIGHTCACHE_TEST_SEED", "1"))
-LIMIT = 110  # seconds for a build or a run; they take a tenth of it on two idle cores
+LIMIT = 600  # seconds for a build or a run: a hundred times what any takes on an idle machine
+pytestmark = pytest.mark.timeout(2 * LIMIT)
 
 
 @pytest.fixture(scope="module")
