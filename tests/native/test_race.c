@@ -106,6 +106,25 @@ static void race_of_matching_and_using_again(void) {
     tear_down();
 }
 
+/* The same, where the pin is counted only after the page was published under its new key. */
+static void use_again_before_the_pin(void) {
+    _Atomic uint16_t *count = lci_pin(b.h, b.slot, (uint32_t)p.page[0]);
+    lc_store(count, 0);
+    use_again();
+    lc_store(count, 1);
+}
+
+static void race_of_pinning_and_using_again(void) {
+    set_up(64);
+    prompt_fill(&a, &p, 1, 1);
+    play(LC_AT_PIN_COUNTED, use_again_before_the_pin);
+    CHECK_EQ(match(&b, &p, &l), 0);
+    check_played();
+    CHECK_EQ(pins_of(&a, (uint32_t)q.page[0]), 0);
+    CHECK_EQ(peek(&b, &q), 1);
+    tear_down();
+}
+
 static void clear_it(void) { CHECK_EQ(lci_clear(a.h, NS, BLOCKING), LC_OK); }
 
 static void race_of_matching_and_clearing(void) {
@@ -201,6 +220,7 @@ const test race_tests[] = {
     TEST(race_of_matching_and_evicting),
     TEST(race_of_evicting_and_matching),
     TEST(race_of_matching_and_using_again),
+    TEST(race_of_pinning_and_using_again),
     TEST(race_of_matching_and_clearing),
     TEST(race_of_two_last_publishers),
     TEST(race_of_a_publisher_and_the_collector),

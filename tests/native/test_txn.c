@@ -103,14 +103,18 @@ static void put(scene *x, uint32_t entry, uint32_t tag, uint32_t old) {
 static void txn_damaged_log_touches_nothing(void) {
     scene x = scene_make();
     uint32_t good = lc_txn_word(&x.t, &x.word[1]), end = (uint32_t)(x.s.bytes / 4);
-    const uint32_t bad[] = {0, BEGIN / 4 - 1, end, end - 1 + LC_LOG_KIND, 0x7fffffff};
-    for (uint32_t i = 0; i < sizeof bad / sizeof *bad; i++) {
-        put(&x, 0, good, 77);
-        put(&x, 1, bad[i], 77);
+    const uint32_t bad[] = {0, BEGIN / 4 - 1, end, end + LC_LOG_KIND, 0x7fffffff};
+    for (uint32_t i = 0; i < 2 * (sizeof bad / sizeof *bad); i++) {
+        put(&x, i % 2, good, 77); /* the newest is undone first: sound or not, it must not be */
+        put(&x, 1 - i % 2, bad[i / 2], 77);
         lc_store(&x.t.lock->log_count, 2);
         CHECK_EQ(undo(&x), LC_E_CORRUPT);
         check_words(&x);
     }
+    put(&x, 0, good, 77);
+    put(&x, 1, good | LC_LOG_SOFT, 77); /* whose second half is missing */
+    CHECK_EQ(undo(&x), LC_E_CORRUPT);
+    check_words(&x);
     lc_store(&x.t.lock->log_count, LCS_LOG_ENTRIES + 1);
     CHECK_EQ(undo(&x), LC_E_CORRUPT);
     check_words(&x);
