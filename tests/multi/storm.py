@@ -6,7 +6,8 @@
 Every few kills all are frozen wherever they are, and a copy of the segment, with the lock's log
 undone, must pass both checkers. At checkpoints, and at the end, half of the processes leave and the
 others are killed: then nothing may be pinned, every page and every slot can be had, both checkers
-are content. Contents of pages are verified by all who pin them (stress_worker.py).
+are content. Every fourth process says that it has a device, so its death ends in quarantine.
+Contents of pages are verified by all who pin them (stress_worker.py).
 
 Prints what it counted as JSON; a failure ends it with a traceback and status 1. Needs numpy, and
 for deaths that certainly fall into critical sections a C compiler and the libraries with pause
@@ -43,6 +44,7 @@ from lightcache import Cache, PageIndex, snapshot
 from lightcache.shm import layout as shm_layout
 
 APART = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+OTHERS = shm_layout.SLOTS - 2  # clients that find a slot beside the parent
 SLICE = 1.0  # seconds between two frozen checks
 DEADLINE = 120.0  # a watchdog, nothing is measured
 
@@ -100,8 +102,9 @@ class Storm:
         """The nests are started, their workers are not."""
         self.cache = cache
         self.board = Board(Path(plans[0][0].board), plans[0][0].workers, cache.pages)
+        self.stops = plans[0][0].stops
         self.nests = [Nest(*plan) for plan in plans]
-        self.frozen_checks = self.quiet_checks = self.reaped = 0
+        self.frozen_checks = self.quiet_checks = 0
 
     def all(self, order: str) -> Counts:
         """Tell all nests, hear all: the sums of what they counted."""
@@ -113,9 +116,9 @@ class Storm:
         return dict(total)
 
     def rage(self, seconds: float, inside: int) -> None:
-        """For so long, and until so many have died while they held the lock."""
-        left = seconds
-        while left > 0 or self.all("counts")["kills inside"] < inside:
+        """For so long, and until so many have fallen while they held the lock."""
+        left, what = seconds, "stops inside" if self.stops else "kills inside"
+        while left > 0 or self.all("counts")[what] < inside:
             self.all(f"run {min(SLICE, left) if left > 0 else SLICE}")
             left -= SLICE
             self.all("freeze")
@@ -134,21 +137,28 @@ class Storm:
     def calm_down(self) -> None:
         """Everybody leaves or dies; what they held is taken back, all of it."""
         self.all("end")
-        self.reaped += self.cache.reap()
+        wait_until(self.nobody_is_left, "the end of the last quarantine")
         take_back(self.cache)
         self.quiet_checks += 1
 
+    def nobody_is_left(self) -> bool:
+        """Take back from the dead, as far as they are not in quarantine."""
+        self.cache.reap()
+        return [client.role for client in self.cache.clients()] == ["parent"]
+
     def counted(self) -> Counts:
-        """Everything that happened."""
-        lock = raw.Copy(raw.copy_of(self.cache.name)).lock[0]
-        tally = dict(zip(TALLY, self.board.tally.sum(axis=0).tolist(), strict=True))
-        tally["reaped"] += self.reaped
+        """Everything that happened; to be asked when it is calm."""
+        copy = raw.Copy(raw.copy_of(self.cache.name))
+        happened = self.all("counts")
+        # A slot's epoch is raised when it is taken and when it is given or taken back.
+        lives = int(copy.clients["epoch"].sum()) // 2
         return {
             "pages": self.cache.pages,
-            **self.all("counts"),
-            "recoveries": int(lock["recoveries"]),
-            "words undone": int(lock["undone_words"]),
-            **tally,
+            **happened,
+            "reaps": lives - happened["left"] - OTHERS * self.quiet_checks,
+            "recoveries": int(copy.lock["recoveries"][0]),
+            "words undone": int(copy.lock["undone_words"][0]),
+            **dict(zip(TALLY, self.board.tally.sum(axis=0).tolist(), strict=True)),
             "frozen checks": self.frozen_checks,
             "quiet checks": self.quiet_checks,
         }
@@ -172,7 +182,6 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 def take_back(cache: Cache) -> None:
     """Nobody else lives: nothing is held, nothing is damaged, every page and slot can be had."""
-    assert [client.role for client in cache.clients()] == ["parent"]
 
     def no_tickets() -> bool:
         with cache.reserve(np.array([[1, 2]], np.uint64)):
@@ -187,7 +196,7 @@ def take_back(cache: Cache) -> None:
     stats = cache.stats()
     assert (stats.ready, stats.writing, stats.reservations) == (0, 0, 0), stats
     with contextlib.ExitStack() as others:
-        for _ in range(shm_layout.SLOTS - 2):
+        for _ in range(OTHERS):
             others.enter_context(PageIndex.attach(cache.name))
         slots = [client.slot for client in cache.clients() if client.alive]
         assert sorted(slots) == list(range(1, shm_layout.SLOTS))
@@ -252,7 +261,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=8, help="(%(default)s)")
     parser.add_argument("--every", type=float, default=0.05, help="seconds (%(default)s)")
     parser.add_argument("--stops", action="store_true", help="SIGSTOP, and SIGKILL now and then")
-    parser.add_argument("--inside", type=int, default=0, help="deaths in the lock, at least")
+    parser.add_argument(
+        "--inside", type=int, default=0, help="deaths (with --stops: stops) in the lock, at least"
+    )
     parser.add_argument("--checkpoints", type=int, default=3, help="(%(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="(%(default)s)")
     parser.add_argument("--name", default="", help="of the segment; made up if not given")

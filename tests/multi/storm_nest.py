@@ -29,12 +29,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from multi import pausing
-from multi.stress_worker import STORM, Board, Worker
+from multi.stress_worker import STORM, TALLY, Board, Worker
 
 # Of lc_base.h: the lock taken; evicting; a key being written, linked; a commit; publishing.
 POINTS = (13, 13, 3, 4, 5, 6, 7, 8, 8, 14, 9, 10)
 LIVE, DIE, STOP = 0, 1, 2  # gate[1] of pause_hook.c
 LONGEST_STOP = 0.3  # seconds
+GROWN = 10  # operations after which most victims fall: else a slow machine would see only births
 
 leaving = False
 
@@ -69,7 +70,7 @@ def work(plan: Plan, number: int, seed: int, board: Board) -> None:
             pausing.install_fall(
                 Path(plan.hook), gate, point, 1 + seed % 3, 1 << 7 + seed % 8, seed
             )
-        worker = Worker(plan.name, number, seed, board, mix=STORM)
+        worker = Worker(plan.name, number, seed, board, mix=STORM, device=number % 4 == 3)
         while not leaving:
             worker.step()
         worker.release()
@@ -97,8 +98,9 @@ class Nest:
         self.chance = random.Random(plan.seed)
         self.workers: dict[int, int] = {}  # pid: number
         self.stopped: dict[int, float] = {}  # pid: when it goes on
+        self.born: dict[int, int] = {}  # pid: operations of its predecessors
         self.counts = dict.fromkeys(
-            ("kills", "kills inside", "stops", "stops inside", "killed while stopped"), 0
+            ("kills", "kills inside", "stops", "stops inside", "killed while stopped", "left"), 0
         )
 
     def start(self, number: int) -> None:
@@ -109,6 +111,11 @@ class Nest:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
             work(self.plan, number, seed, self.board)
         self.workers[pid] = number
+        self.born[pid] = self.operations(number)
+
+    def operations(self, number: int) -> int:
+        """What workers of this number have done so far."""
+        return int(self.board.tally[number, TALLY.index("operations")])
 
     # ---- what befalls them
 
@@ -127,7 +134,7 @@ class Nest:
         self.counts["kills"] += 1
         self.counts["kills inside"] += inside
         self.counts["killed while stopped"] += self.stopped.pop(pid, None) is not None
-        del self.workers[pid]
+        del self.workers[pid], self.born[pid]
         self.start(number)
 
     def look(self) -> None:
@@ -140,11 +147,14 @@ class Nest:
 
     def strike(self) -> None:
         """One falls, now or soon after it takes the lock; sometimes two or three at one go."""
-        running = sorted(self.workers.keys() - self.stopped.keys())
-        if not running:
-            return
+        young = GROWN if self.chance.random() < 0.8 else 0
+        likely = [
+            pid
+            for pid, number in self.workers.items()
+            if pid not in self.stopped and self.operations(number) - self.born[pid] >= young
+        ]
         several = 1 if self.chance.random() < 0.9 else self.chance.randint(2, 3)
-        for pid in self.chance.sample(running, min(several, len(running))):
+        for pid in self.chance.sample(likely, min(several, len(likely))):
             stop = self.plan.stops and self.chance.random() < 0.8
             if self.plan.hook and self.chance.random() < 0.5:
                 self.board.gates[self.workers[pid], 1] = STOP if stop else DIE
@@ -214,7 +224,7 @@ class Nest:
                 done, status = os.waitpid(pid, os.WNOHANG)
             if status and not os.WIFSIGNALED(status):
                 sys.exit(f"worker {self.workers[pid]} ended with status {status}")
-            self.counts["kills"] += bool(status)
+            self.counts["kills" if status else "left"] += 1
         self.workers.clear()
 
     def obey(self, line: str) -> None:

@@ -47,7 +47,6 @@ TICKET_SECONDS = 0.4
 TALLY = (  # what is counted on the board, where it outlives who counted
     "operations",
     "pages verified",
-    "reaped",
     "lock timeouts",
     "matched",
     "published",
@@ -202,14 +201,28 @@ class Worker:
     """An attached process; `step` does one thing."""
 
     def __init__(
-        self, name: str, number: int, seed: int, board: Board, *, mix: Mix = CALM, wide: int = 0
+        self,
+        name: str,
+        number: int,
+        seed: int,
+        board: Board,
+        *,
+        mix: Mix = CALM,
+        wide: int = 0,
+        device: bool = False,
     ) -> None:
-        """Attach. `wide`: longest prompt; 0: after the number of pages."""
+        """Attach. `wide`: longest prompt; 0: after the number of pages. `device`: as if we had
+        one, so that what we were writing when we die goes into quarantine."""
         self.number = number
         self.chance = random.Random(seed)
         self.board = board
         self.cache = Cache.attach(
-            name, role=f"worker {number}", secret=SECRET, lock_timeout=60.0, timeout=60.0
+            name,
+            role=f"worker {number}",
+            secret=SECRET,
+            lock_timeout=60.0,
+            timeout=60.0,
+            device=device,
         )
         pages = self.cache.pages
         length = wide or max(3, min(200, pages // 2))

@@ -68,15 +68,16 @@ def test_kills(pages: int, segment_name: str) -> None:
         "--name", segment_name, "--pages", pages, "--seconds", share, "--inside", inside
     )
     assert counted["kills inside"] >= inside or counted["no pause points because"]
-    judge(counted, "kills", "recoveries", *set(TALLY) - {"lock timeouts"})
+    judge(counted, "kills", "reaps", "operations", "pages verified", "published")
+    if pages >= 64:
+        judge(counted, "recoveries", *set(TALLY) - {"lock timeouts"})
 
 
 @pytest.mark.parametrize("pages", [16, 20_000])
 def test_stops(pages: int, segment_name: str) -> None:
     counted = storm(
         "--name", segment_name, "--pages", pages, "--seconds", SECONDS / 12, "--stops",
-        "--checkpoints", 1,
+        "--inside", 3, "--checkpoints", 1,
     )  # fmt: skip
-    assert counted["stops"] > counted["stops inside"]
-    assert counted["stops inside"] or counted["no pause points because"]
-    judge(counted, "killed while stopped", "operations", "pages verified")
+    assert counted["stops inside"] >= 3 or counted["no pause points because"]
+    judge(counted, "stops", "operations", "pages verified")
