@@ -175,7 +175,9 @@ LC_API int lcx_dict_pop(lcx_dict *d, uint64_t lo, uint64_t hi, int32_t *value, i
 
 LC_API int lcx_dict_length(lcx_dict *d) {
     int rc = lcs_usable(d->at);
-    return rc == LC_OK ? (int)lc_load(&d->root->count) : rc;
+    if (rc != LC_OK) return rc;
+    uint32_t count = lc_load(&d->root->count);
+    return count <= d->dict.nodes ? (int)count : LC_E_CORRUPT;
 }
 
 /* Copy all items, at most `room`, in no order. Returns how many. */
@@ -206,7 +208,9 @@ static int check_chain(const lcx_dict *d, uint32_t bucket, uint8_t *seen, uint32
             return snprintf(text, room, "record %u is in chain %u, its key is not", at, bucket);
         if (lc_load(&record(d, at)->gen) & 1)
             return snprintf(text, room, "record %u is reachable with odd generation", at);
-        for (uint32_t b = lc_load(&d->dict.buckets[bucket]); b != at; b = lc_load(&record(d, b)->next))
+        /* Of the segment itself, not of a copy: checked again, and at most as far as before. */
+        uint32_t b = lc_load(&d->dict.buckets[bucket]);
+        for (uint32_t i = 1; i < n && b < d->dict.nodes; i++, b = lc_load(&record(d, b)->next))
             if (lc_load(&record(d, b)->lo) == lc_load(&record(d, at)->lo) &&
                 lc_load(&record(d, b)->hi) == lc_load(&record(d, at)->hi))
                 return snprintf(text, room, "records %u and %u have the same key", at, b);

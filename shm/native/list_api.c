@@ -142,7 +142,9 @@ LC_API int lcx_list_copy(lcx_list *l, uint32_t list, int32_t *out, uint32_t room
 LC_API int lcx_list_length(lcx_list *l, uint32_t list) {
     int rc = lcs_usable(l->at);
     if (rc != LC_OK) return rc;
-    return list < l->lists.head_count ? (int)lc_load(&l->counts[list]) : LC_E_RANGE;
+    if (list >= l->lists.head_count) return LC_E_RANGE;
+    uint32_t count = lc_load(&l->counts[list]);
+    return count <= l->lists.nodes ? (int)count : LC_E_CORRUPT;
 }
 
 /* The list a node is on; LC_E_MISSING: none. No lock. */
@@ -151,6 +153,7 @@ LC_API int lcx_list_where(lcx_list *l, uint32_t node) {
     if (rc != LC_OK) return rc;
     if (node >= l->lists.nodes) return LC_E_RANGE;
     uint32_t on = lc_load(&l->where[node]);
+    if (on > l->lists.head_count) return LC_E_CORRUPT;
     return on ? (int)on - 1 : LC_E_MISSING;
 }
 
