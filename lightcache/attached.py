@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from lightcache import _arguments, _native, layout
 from lightcache._core import Core, reap_unjoined
-from lightcache.errors import ConfigError, Detached
+from lightcache.errors import CacheCorrupted, ConfigError, Detached
 from lightcache.shm import ClientInfo, Kind, Segment
 from lightcache.shm import layout as shm_layout
 from lightcache.shm.codes import Code, check
@@ -65,6 +65,11 @@ class Attached:
             raise ConfigError(
                 f"{segment.name!r} holds a {segment.kind.name.lower()}, expected an index; "
                 "see `lightcache ls`"
+            )
+        if not 1 <= pages <= MAX_PAGES:
+            raise CacheCorrupted(
+                f"{segment.name!r}: its configuration says {pages} pages, expected 1 to "
+                f"{MAX_PAGES}; remove it with `lightcache rm`"
             )
         self.pages = pages
         """Pages of the medium."""

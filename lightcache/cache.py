@@ -10,7 +10,7 @@ from typing import Any
 
 from lightcache import _arguments
 from lightcache._arguments import Keys, Offsets, Pages
-from lightcache.errors import ConfigError, LayoutMismatch
+from lightcache.errors import CacheCorrupted, ConfigError, LayoutMismatch
 from lightcache.hashing import (
     KeySpec,
     PageHasher,
@@ -54,9 +54,10 @@ class Cache:
             raise ConfigError(
                 f"{index.name!r} is an index without a host pool; attach with PageIndex.attach"
             )
+        _check_config(index.name, config)
         self.index = index
-        self.page_bytes = int(config["page_bytes"])
-        self.fingerprint = str(config["fingerprint"])
+        self.page_bytes: int = config["page_bytes"]
+        self.fingerprint: str = config["fingerprint"]
         self._secret = secret
         self._specs: dict[tuple[int, str, str], KeySpec] = {}
         self.pool = HostPool(
@@ -506,6 +507,22 @@ class _Wanted:
     def initialise(self, segment: Segment) -> None:
         each = int(self.config["page_bytes"])
         make_object(segment, self.pages * each, self.first * each)
+
+
+def _check_config(name: str, config: Mapping[str, Any]) -> None:
+    """What `create` has written is of these types; whoever may write the segment may change it."""
+    each, tokens = config["page_bytes"], config.get("page_tokens")
+    texts = [config.get(item) for item in ("fingerprint", "algorithm", "secret")]
+    if (
+        type(each) is not int
+        or not 1 <= each <= _MAX_PAGE
+        or not (tokens is None or type(tokens) is int)
+        or not all(isinstance(text, str) for text in texts)
+    ):
+        raise CacheCorrupted(
+            f"the cache {name!r} has page_bytes {each!r}, page_tokens {tokens!r} and (fingerprint, "
+            f"algorithm, secret) {texts!r} in its header; remove it with `lightcache rm`"
+        )
 
 
 def _secret(given: bytes | None) -> bytes:

@@ -22,7 +22,9 @@ from lightcache.shm.codes import check
 
 Bytes = npt.NDArray[np.uint8]
 TRIES = 3
-PIN_INVARIANTS = frozenset({26, 27, 28, 43, 44, 50})  # of check.c: about what is changed without the lock
+PIN_INVARIANTS = frozenset(
+    {26, 27, 28, 43, 44, 50}
+)  # of check.c: about what is changed without the lock
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,7 @@ def config_of(header: SegmentHeader) -> dict[str, Any]:
     raw = bytes(header)[start : start + min(header.config_bytes, layout.CONFIG_BYTES)]
     try:
         parsed = json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         parsed = None
     if not isinstance(parsed, dict):
         raise CacheCorrupted(
