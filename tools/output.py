@@ -52,8 +52,13 @@ def console(stderr: bool = False) -> Console:
 
 
 def emit(value: Any) -> None:
-    """Print a value as JSON."""
-    click.echo(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+    """Print a value as JSON. Only strings can hold a character that a terminal would obey."""
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
+    click.echo(
+        "".join(
+            char if char.isprintable() or char == "\n" else json.dumps(char)[1:-1] for char in text
+        )
+    )
 
 
 def printable(text: object) -> str:
