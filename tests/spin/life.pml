@@ -19,14 +19,15 @@
  *   4. at every safe point the page is exactly one of free, in its chain, doomed; a reservation or a
  *      ticket that is free lists nothing;
  *   5. what all shards were published of is not lost: it becomes READY;
- *   6. when all have gone and been reaped no pin is left, and the page can be handed out.
+ *   6. what was READY is not taken back to WRITING by undoing a step;
+ *   7. when all have gone and been reaped no pin is left, and the page can be handed out.
  *
  * Each of these takes away a part, and must fail: UNLOGGED_WORD, UNLOGGED_LINK, UNLOGGED_LIST (a
  * store without its entry in the log), NOT_UNDONE (whoever takes over does not look at the log),
  * BLIND_EVICT, BLIND_DOOMED (no look at the pins once the page is marked), NO_BYTE (a reaper does
  * not hold the slot's byte, so it may be slow and meet a newcomer), NO_QUARANTINE, NO_FINISH (pages
- * of a complete reservation are doomed instead of finished), LISTED_LATE (a page is listed in the
- * step after the one that makes it WRITING).
+ * of a complete reservation are doomed instead of finished), READY_LOGGED (they are finished through
+ * the log), LISTED_LATE (a page is listed in the step after the one that makes it WRITING).
  */
 
 /* Words that are changed under the lock, through the log. */
@@ -138,25 +139,27 @@ inline forget_log() {
 /* lc_txn_commit */
 inline commit() { atomic { forget_log(); SAFE_POINT } }
 
+#define TAKES_READY_BACK(i) (mem[WORD] == READY && log_old[i] == WRITING)
+
 /* lcs_lock_take: of nobody, or of somebody dead, and what that one left undone is undone. */
 inline lock() {
-    atomic { lock_owner == 0 || killed[lock_owner] -> lock_owner = me; at = log_count };
+    atomic { lock_owner == 0 || killed[lock_owner] -> lock_owner = me };
 #ifndef NOT_UNDONE
     do
-    :: d_step {
-           at > 0 ->
-           at--;
+    :: d_step { /* lc_txn_undo: the newest, which is then in force no more */
+           log_count > 0 ->
+           log_count--;
+           assert(!(log_word[log_count] == WORD && TAKES_READY_BACK(log_count)));
            if
-           :: log_new[at] == 0 -> mem[log_word[at]] = log_old[at]
-           :: log_new[at] != 0 && mem[log_word[at]] == log_new[at] - 1 ->
-               mem[log_word[at]] = log_old[at]
+           :: log_new[log_count] == 0 || mem[log_word[log_count]] == log_new[log_count] - 1 ->
+               mem[log_word[log_count]] = log_old[log_count]
            :: else
            fi
        }
     :: else -> break
     od;
 #endif
-    atomic { at = 0; forget_log(); SAFE_POINT }
+    atomic { forget_log(); SAFE_POINT }
 }
 
 inline unlock() { lock_owner = 0 }
@@ -235,9 +238,19 @@ inline collect() {
         :: mem[LISTED] && mem[WORD] == WRITING -> doom_page()
 #else
         :: mem[LISTED] && mem[WORD] == WRITING ->
+#ifdef READY_LOGGED
             swap(WORD, WRITING, READY);
+            was_ready = true;
+#else
+            atomic { /* adopt_page: without the log, as its publisher would */
+                if
+                :: mem[WORD] == WRITING -> mem[WORD] = READY; was_ready = true
+                :: else
+                fi
+            };
+#endif
             set(LISTED, 0);
-            atomic { commit(); was_ready = true }
+            commit()
 #endif
         :: mem[LISTED] && mem[WORD] != WRITING -> set(LISTED, 0); commit()
         :: else
@@ -447,7 +460,7 @@ inline reap(slot) {
 /* ------------------------------------------------------------------ processes */
 
 proctype client_1() {
-    byte me = 1, at;
+    byte me = 1;
     bool got;
     {
         lock();
@@ -492,7 +505,7 @@ end_idle:
     (mem[TICKET] == OPEN && !failed && mem[RES] == ACTIVE && mem[SHARD + 1] == PENDING(mem[OWNER]))
 
 proctype client_2() {
-    byte me = 2, at, found;
+    byte me = 2, found;
     bool got;
     {
         if
@@ -526,7 +539,7 @@ proctype client_2() {
 
 /* Reaps, or evicts, once. */
 proctype client_3() {
-    byte me = 3, at, found;
+    byte me = 3, found;
     {
         if
         :: reap(1)
@@ -557,7 +570,7 @@ proctype client_5() {
 #endif
 
 proctype client_4() {
-    byte me = 4, at, found, dead;
+    byte me = 4, found, dead;
     do
     :: atomic {
            if
