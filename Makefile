@@ -133,6 +133,10 @@ crash-test: install
 fuzz: install
 	cd tests/hostile && $(bin)/python fuzz.py --cases $(FUZZ_CASES) --build $(build)/fuzz $(ARGS)
 
+# Every store, fence and step of recovery of the core taken away in turn; ARGS="--only PATTERN".
+mutants:
+	$(PYTHON) tests/mutants/run.py $(ARGS)
+
 lint: lint-python lint-types lint-c
 
 lint-python: $(venv)/.requirements

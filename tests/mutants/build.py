@@ -55,7 +55,15 @@ WORLD = ("native/harness", "native/world")
 PROGRAMS = {
     "core_tests": Program(HOOKED, ("native/main", "native/test_*", "mutants/hooks", *WORLD)),
     "deaths": Program(
-        HOOKED, ("mutants/deaths", "mutants/scenes", "mutants/difference", "mutants/hooks", *WORLD)
+        HOOKED,
+        (
+            *(
+                f"mutants/{name}"
+                for name in ("deaths", "heirs", "prepared", "scenes", "difference")
+            ),
+            "mutants/hooks",
+            *WORLD,
+        ),
     ),
     "gaps": Program(HOOKED, ("mutants/gaps", "mutants/hooks", *WORLD)),
     "meetings": Program(HOOKED, ("mutants/meetings", "mutants/hooks", *WORLD)),

@@ -6,6 +6,7 @@
 #include "world.h"
 
 #include <stdio.h>
+#include <stdlib.h>
 
 #define PAGES 48
 #define RUN 6  /* keys that the victim writes, if it writes */
@@ -28,6 +29,43 @@ typedef struct scene {
 } scene;
 
 extern const scene scenes[];
+
+/* A copy of the segment with one client in it, in which nobody else proves his life. */
+typedef struct copy {
+    uint8_t *base;
+    client who;
+    bool and_survivor; /* the survivor is dead here as well */
+} copy;
+
+extern const scene *running;
+extern uint32_t stores; /* of the victim, so far */
+extern enum at_work { OUTSIDE, OPERATING, LOOKING, RECOVERING } now;
+extern uint8_t *safe; /* the segment as of the victim's last safe point */
+
+/* What was ready before the operation began. */
+extern struct stable_page {
+    lc_key key;
+    uint32_t page, gen;
+    bool missed; /* a lookup did not find it */
+} stable[PAGES];
+extern uint32_t stable_count;
+
+/* Say what is wrong and end: with deaths after every store, the first is enough. */
+#define WRONG(...)                                                                    \
+    do {                                                                              \
+        fprintf(stderr, "%s, store %u%s: ", running->name, stores,                    \
+                now == RECOVERING ? ", death in recovery" : "");                      \
+        fprintf(stderr, __VA_ARGS__);                                                 \
+        fputc('\n', stderr);                                                          \
+        exit(1);                                                                      \
+    } while (0)
+
+/* heirs.c: what those find who come after a death, and whether they can go on. */
+bool finds(const client *c, const lc_key *key);
+void look_up(const client *c);
+void undo(const copy *c);
+void reap(const copy *c);
+void recover(copy *c, may_be ready);
 
 /* The first part of the truth in which what undoing left differs from the last safe point; NULL:
  * none. Dead fields, advice, and what is changed without the lock are not compared. */
