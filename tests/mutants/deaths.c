@@ -90,7 +90,8 @@ static void on_store(const volatile void *word) {
         note_safe_point();
         look(running->during);
         now = OPERATING;
-    } else if (now == RECOVERING && lies_in(first_copy.base, word) && recovery_stores++ % EACH == 0) {
+    } else if (now == RECOVERING && lies_in(first_copy.base, word) &&
+               recovery_stores++ % EACH == 0) {
         now = LOOKING;
         memcpy(second_copy.base, first_copy.base, real.bytes);
         recover(&second_copy, running->during);

@@ -1,5 +1,5 @@
-/* A victim that dies after each of its stores, in one process: what it leaves is looked at in a copy
- * of the segment, by a survivor who finds nobody alive there. */
+/* A victim that dies after each of its stores, in one process: what it leaves is looked at in a
+ * copy of the segment, by a survivor who finds nobody alive there. */
 #ifndef DEATHS_H
 #define DEATHS_H
 

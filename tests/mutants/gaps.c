@@ -1,9 +1,6 @@
 /* gaps: what mutants survived that changed what a user can see, until these tests were written. */
 #include "world.h"
 
-#include "hooks.h"
-
-#include <signal.h>
 #include <stdio.h>
 #include <unistd.h>
 
@@ -38,14 +35,14 @@ static void reservations_are_used_again(void) {
 static void tickets_begin_clean(void) {
     lci_ticket_ref ref;
     lci_ticket_status status;
-    uint64_t to_b = UINT64_C(1) << b.slot;
     uint32_t rid, gen;
     set_up(100);
-    to_b = UINT64_C(1) << b.slot;
+    uint64_t to_b = UINT64_C(1) << b.slot;
     prompt_fill(&a, &p, 1, 10);
     for (int ok = 0; ok < 3; ok++) {
         CHECK_EQ(match(&a, &p, &l), 10);
-        CHECK_EQ(lci_ticket_give(a.h, l.pages, 10, LC_NIL, 0, to_b, FOREVER, &ref, BLOCKING), LC_OK);
+        CHECK_EQ(lci_ticket_give(a.h, l.pages, 10, LC_NIL, 0, to_b, FOREVER, &ref, BLOCKING),
+                 LC_OK);
         CHECK_EQ(lci_release(a.h, &l.head), LC_OK);
         CHECK_EQ(ref.index, 0); /* the same record each time */
         CHECK_EQ(lci_ticket_poll(a.h, &ref, &status), LC_OK);

@@ -1,6 +1,8 @@
 /* Put before every file of the core (-include): after each atomic store or read-modify-write a hook
  * is called with the word's address. What a process can leave behind by dying is what memory holds
- * between two stores, so a hook that looks at a copy there sees every death that there is. */
+ * between two stores, so a hook that looks at a copy there sees every death that there is.
+ *
+ * For gcc, whose atomic builtins take words of any kind. */
 #ifndef HOOKS_H
 #define HOOKS_H
 
@@ -30,11 +32,11 @@ extern void (*after_store)(const volatile void *word);
         result_of;                       \
     })
 #undef atomic_fetch_add_explicit
-#define atomic_fetch_add_explicit(w, v, order) AFTER(__atomic_fetch_add(changed_at, (v), (order)), w)
+#define atomic_fetch_add_explicit(w, v, o) AFTER(__atomic_fetch_add(changed_at, (v), (o)), w)
 #undef atomic_fetch_or_explicit
-#define atomic_fetch_or_explicit(w, v, order) AFTER(__atomic_fetch_or(changed_at, (v), (order)), w)
+#define atomic_fetch_or_explicit(w, v, o) AFTER(__atomic_fetch_or(changed_at, (v), (o)), w)
 #undef atomic_fetch_and_explicit
-#define atomic_fetch_and_explicit(w, v, order) AFTER(__atomic_fetch_and(changed_at, (v), (order)), w)
+#define atomic_fetch_and_explicit(w, v, o) AFTER(__atomic_fetch_and(changed_at, (v), (o)), w)
 #undef atomic_fetch_add
 #define atomic_fetch_add(w, v) atomic_fetch_add_explicit(w, v, memory_order_seq_cst)
 #undef atomic_fetch_or

@@ -1,5 +1,5 @@
-/* meetings: a call of one client is interrupted after each of its stores by a whole call of another,
- * which takes no lock (or the first holds none), and goes on; or dies there.
+/* meetings: a call of one client is interrupted after each of its stores by a whole call of
+ * another, which takes no lock (or the first holds none), and goes on; or dies there.
  *
  * However the two meet, each must have got what it was told: a page that was matched stays what it
  * is while it is held, and what was published is found, or was refused and is not. */
@@ -198,7 +198,8 @@ static const meeting meetings[] = {
 
 /* The first dies where they have met: what the second was told holds all the same. */
 static void die(void) {
-    uint8_t *base = mmap(NULL, real.bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    int kind = MAP_PRIVATE | MAP_ANONYMOUS;
+    uint8_t *base = mmap(NULL, real.bytes, PROT_READ | PROT_WRITE, kind, -1, 0);
     client heir = {.life = memfd_create("life", MFD_CLOEXEC)};
     CHECK(base != MAP_FAILED && heir.life >= 0);
     memcpy(base, real.base, real.bytes);

@@ -1,5 +1,5 @@
-/* What is there before a scene's operation. Everywhere the first run's HELD keys are ready and pinned
- * by the survivor; `written_run` is what the victim writes, if it writes. */
+/* What is there before a scene's operation. Everywhere the first run's HELD keys are ready and
+ * pinned by the survivor; `written_run` is what the victim writes, if it writes. */
 #include "prepared.h"
 
 prompt first_run, second_run, written_run;

@@ -97,7 +97,8 @@ static void change_dict(void *d, uint32_t n) {
     static const struct {
         uint32_t key;
         int32_t value; /* 0: removed */
-    } all[] = {{0, 10}, {4, 11}, {8, 12}, {1, 13}, {4, 14}, {0, 0}, {12, 15}, {8, 0}, {8, 16}, {1, 0}};
+    } all[] = {{0, 10}, {4, 11}, {8, 12}, {1, 13}, {4, 14},
+               {0, 0}, {12, 15}, {8, 0}, {8, 16}, {1, 0}};
     lc_key key = key_of(all[n].key);
     int32_t value = all[n].value;
     if (value) CHECK(lcx_dict_put(d, key.lo, key.hi, value, 0, BLOCKING) >= 0);
