@@ -110,13 +110,62 @@ static void abandoning_leaves_pages_that_are_anothers(void) {
     tear_down();
 }
 
+/* Most of what it looks at belongs to others. */
 static void clear_goes_on_behind_what_one_hold_looks_at(void) {
+    lci_ns_ref other;
     set_up(900);
-    prompt_fill(&a, &p, 1, 400);
-    prompt_fill(&a, &q, 2, 400);
+    CHECK_EQ(lci_namespace_open(a.h, "w", "t", 0, &other, BLOCKING), LC_OK);
+    prompt_make(&p, 1, 600);
+    CHECK_EQ(prompt_reserve(&a, &p, other, 1), 600);
+    prompt_publish(&a, &p, 0);
+    prompt_unpin(&a, &p);
+    prompt_fill(&a, &q, 2, 200);
     CHECK_EQ(lci_clear(b.h, NS, BLOCKING), LC_OK);
-    CHECK_EQ(index_counts(&a).named, 0);
+    CHECK_EQ(index_counts(&a).named, 600);
     CHECK_EQ(index_counts(&a).namespaces_clearing, 0);
+    CHECK_EQ(lci_peek1(a.h, p.keys, 600, other), 600);
+    tear_down();
+}
+
+/* ------------------------------------------------------------------ who waits is told */
+
+static uint32_t last_event;
+
+static void expect_event(void) {
+    uint32_t event = lc_load(&a.h->root->event);
+    CHECK(event != last_event);
+    last_event = event;
+}
+
+static void whoever_waits_is_told(void) {
+    lci_ticket_ref ref;
+    uint32_t rid, gen;
+    set_up(60);
+    last_event = lc_load(&a.h->root->event);
+    prompt_fill(&a, &p, 1, 10);
+    expect_event(); /* published */
+    prompt_make(&q, 2, 10);
+    CHECK_EQ(prompt_reserve(&a, &q, NS, 1), 10);
+    CHECK_EQ(lci_abandon(a.h, q.op.rid, q.op.gen, BLOCKING), LC_OK);
+    expect_event();
+    prompt_unpin(&a, &q);
+    CHECK_EQ(match(&a, &p, &l), 10);
+    CHECK_EQ(lci_ticket_give(a.h, l.pages, 10, LC_NIL, 0, UINT64_C(1) << b.slot, FOREVER, &ref,
+                             BLOCKING), LC_OK);
+    CHECK_EQ(lci_release(a.h, &l.head), LC_OK);
+    CHECK_EQ(lci_adopt(b.h, &ref, 0, &l.head.held, l.pages, 10, &rid, &gen, BLOCKING), 10);
+    CHECK_EQ(lci_ticket_done(b.h, &ref, 1), LC_OK);
+    expect_event();
+    client other = client_join(&s);
+    uint32_t slot = other.slot;
+    client_die(&other);
+    CHECK_EQ(lci_reap_slot(a.h, slot, BLOCKING), 1);
+    expect_event();
+    CHECK_EQ(lci_clear(a.h, NS, BLOCKING), LC_OK);
+    expect_event();
+    client_leave(&b);
+    expect_event();
+    b = client_join(&s);
     tear_down();
 }
 
@@ -181,6 +230,7 @@ static const test tests[] = {
     TEST(doomed_reservation_is_not_published),
     TEST(abandoning_leaves_pages_that_are_anothers),
     TEST(clear_goes_on_behind_what_one_hold_looks_at),
+    TEST(whoever_waits_is_told),
     TEST(wheel_turns_beyond_32_bits),
     TEST(repair_counts_records),
     TEST(repair_of_pages_used_in_the_future),
