@@ -86,10 +86,14 @@ void orphan(void) {
     written_run.n = 4;
 }
 
-/* The same, and what was abandoned has been written again. */
+/* The same, and what was abandoned has been written again, in the same pages. */
 void orphan_behind(void) {
     static prompt front;
+    lc_txn t;
     orphan();
+    CHECK_EQ(lci_lock(survivor.h, &t, LCI_OP_COLLECT, BLOCKING), LC_OK);
+    CHECK_EQ(lci_collect_doomed(survivor.h, &t, 4), 4);
+    CHECK_EQ(lci_unlock(survivor.h, &t), LC_OK);
     fill(&survivor, &front, 3, 4);
     crowd(&written_run, 2, RUN);
 }
