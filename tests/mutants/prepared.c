@@ -136,6 +136,15 @@ void long_ago(void) {
     crowd(&written_run, 2, RUN);
 }
 
+/* Ticks of more than 32 bits, where the queue's present has not been yet. */
+void far_ahead(void) {
+    half_full();
+    evict(&survivor, PAGES);
+    atomic_fetch_add(&survivor.h->root->clock, UINT64_C(1) << 40);
+    fill(&victim, &first_run, 0, HELD);
+    fill(&survivor, &second_run, 1, 14);
+}
+
 static void dead(client *c) {
     uint32_t slot = c->slot;
     client_die(c);

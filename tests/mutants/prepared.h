@@ -21,6 +21,7 @@ void follow_present(void);
 void under_quota(void);
 void full_chain(void);
 void long_ago(void);
+void far_ahead(void);
 void someone_died(void);
 void someone_had_published(void);
 uint64_t bit(const client *c);

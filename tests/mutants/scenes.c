@@ -88,6 +88,8 @@ const scene scenes[] = {
     {"evict", full, evict_some, NONE, NONE, false},
     {"evict-pinned", half_full, evict_pinned, NONE, NONE, true},
     {"evict-old", long_ago, evict_some, NONE, NONE, false},
+    {"evict-far", far_ahead, evict_some, NONE, NONE, false},
+    {"reserve-beside-dead", someone_died, reserve, NONE, NONE, false},
     {"reserve-evicting", full, reserve, NONE, NONE, false},
     {"reserve-doomed", abandoned, reserve, NONE, NONE, false},
     {"reserve-after-present", follow_present, reserve_more, NONE, NONE, false},
