@@ -35,7 +35,7 @@ from multi.stress_worker import STORM, TALLY, Board, Worker
 POINTS = (13, 13, 3, 4, 5, 6, 7, 8, 8, 14, 9, 10)
 LIVE, DIE, STOP = 0, 1, 2  # gate[1] of pause_hook.c
 LONGEST_STOP = 0.3  # seconds
-GROWN = 10  # operations after which most victims fall: else a slow machine would see only births
+GROWN = 8  # operations that half of the victims have done: a slow machine would see only births
 
 leaving = False
 
@@ -147,7 +147,7 @@ class Nest:
 
     def strike(self) -> None:
         """One falls, now or soon after it takes the lock; sometimes two or three at one go."""
-        young = GROWN if self.chance.random() < 0.8 else 0
+        young = GROWN if self.chance.random() < 0.5 else 0
         likely = [
             pid
             for pid, number in self.workers.items()

@@ -194,7 +194,7 @@ class Mix:
 
 
 CALM = Mix()
-STORM = Mix(match=15, reserve=40, team=8, evict=15, clear=2, wait=1, check=0, reap=4, impatient=4)
+STORM = Mix(match=15, reserve=35, team=14, evict=15, clear=4, wait=1, check=0, reap=4, impatient=4)
 
 
 class Worker:
