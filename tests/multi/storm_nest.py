@@ -201,8 +201,11 @@ class Nest:
             os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def thaw(self) -> None:
-        """Those go on that `freeze` stopped."""
-        for pid in self.workers.keys() - self.stopped.keys():
+        """Everybody goes on, those too who were stopped before: until the next order nobody would
+        wake them, and others wait for a lock that they may hold."""
+        self.stopped.clear()
+        for pid, number in self.workers.items():
+            self.board.gates[number, 1] = LIVE
             os.kill(pid, signal.SIGCONT)
 
     def end(self) -> None:

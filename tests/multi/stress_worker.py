@@ -220,7 +220,7 @@ class Worker:
             name,
             role=f"worker {number}",
             secret=SECRET,
-            lock_timeout=60.0,
+            lock_timeout=600.0,  # on a slow machine: the watchdog is elsewhere
             timeout=60.0,
             device=device,
         )
