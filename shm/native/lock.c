@@ -8,7 +8,9 @@
 #include <time.h>
 #include <unistd.h>
 
-#define SPINS 2000                   /* about 20 us: longer than most holds, shorter than a switch */
+#ifndef LC_SPINS /* tests that execute single steps set a smaller one */
+#define LC_SPINS 2000                /* about 20 us: longer than most holds, shorter than a switch */
+#endif
 #define SLEEP_NS UINT64_C(5000000)   /* then the owner's life is looked at */
 #define SLICE_NS UINT64_C(50000000)  /* then the interpreter may run signal handlers */
 
@@ -59,7 +61,7 @@ static bool take(lcs_lock *lock, uint64_t from, uint32_t mine) {
 }
 
 static bool spin(lcs_lock *lock, uint32_t mine) {
-    for (int i = 0; i < SPINS; i++) {
+    for (int i = 0; i < LC_SPINS; i++) {
         uint64_t both = lc_load(&lock->both);
         if (word_of(both) == 0 && take(lock, both, mine)) return true;
         relax();

@@ -57,7 +57,7 @@ Lines = dict[Place, Line]
 
 def victim(folder: Path) -> Path:
     """The victim with counters. Its objects, and the counts beside them, stay in `folder`."""
-    return run.compile_all("gcc", FLAGS, ["victim.c", *run.SHARED], folder / "counted")
+    return run.compile_all("gcc", FLAGS, [*run.VICTIM, *run.SHARED], folder / "counted")
 
 
 def play(folder: Path, names: list[str], seconds: int, jobs: int) -> list[run.Outcome]:

@@ -18,7 +18,7 @@
 /* Map the file, without a slot: as one who is about to join. */
 void actor_map(actor *a, const char *path, uint64_t pages) {
     lci_geometry g;
-    void *base;
+    void *base = NULL;
     NEED(lci_geometry_of(pages, &g) == LC_OK);
     uint64_t bytes = stage_bytes(&g);
     int fd = open(path, O_RDWR | O_CLOEXEC), life = open(path, O_RDWR | O_CLOEXEC);

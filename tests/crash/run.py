@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -34,9 +35,11 @@ NATIVES = [ROOT / "shm" / "native", ROOT / "lightcache" / "native"]
 COMPILERS = ("gcc", "clang")
 LEVELS = {"O0": ["-O0"], "O2": ["-O2"], "O3": ["-O3"], "lto": ["-O2", "-flto"]}
 FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-pthread"]
+FLAGS += ["-DLC_SPINS=20"]  # spinning stores nothing, and is most of the steps of a takeover
 FLAGS += [f"-I{folder}" for folder in [*NATIVES, HERE]]
 SHARED = ["stage.c", "deeds.c", "scenes.c"]
-STEPPER = ["stepper.c", "judge.c", "touched.c", "goon.c", "watch.c", "trace.c"]
+STEPPER = ["stepper.c", "judge.c", "touched.c", "goon.c", "trace.c"]
+VICTIM = ["victim.c", "step.c", "watch.c"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +102,8 @@ def works(build: Build) -> bool:
 
 def builds() -> list[Build]:
     """All that this machine can make, neighbours as different as possible."""
+    if platform.machine() != "x86_64":  # see step.c
+        return []
     every = [Build(compiler, level) for level in LEVELS for compiler in COMPILERS]
     return [build for build in every if works(build)]
 
@@ -127,7 +132,7 @@ def make_stepper(folder: Path) -> Path:
 
 def make_victim(folder: Path, build: Build) -> Path:
     flags = LEVELS[build.level]
-    return compile_all(build.compiler, flags, ["victim.c", *SHARED], folder / build.name)
+    return compile_all(build.compiler, flags, [*VICTIM, *SHARED], folder / build.name)
 
 
 def run_scene(
@@ -244,6 +249,9 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="workers")
     given = parser.parse_args()
     here = {build.name: build for build in builds()}
+    if not here:
+        print("stepping needs x86-64 and gcc or clang", file=sys.stderr)
+        return 2
     if given.list:
         print("scenes:", *scenes(), "\nbuilds:", *here)
         return 0

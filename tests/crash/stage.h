@@ -42,8 +42,9 @@ typedef struct hold { /* a lease of the first n keys of a run */
     int32_t pages[2 * MAX_KEYS];
 } hold;
 
-/* What scene and victim tell each other, in the file: slots and handles. */
+/* What scene and victim tell each other, in the file: slots and handles, and how far it has come. */
 typedef struct notes {
+    uint32_t over, steps; /* the operation has ended; instructions so far */
     uint32_t victim, other[OTHERS];
     lci_ticket_ref ticket;
     lci_ns_ref ns;

@@ -1,11 +1,11 @@
-/* Stops a victim after every instruction of one operation, and asks each time what the others would
- * find if it died there.
+/* Lets a victim execute one operation, stopped behind every instruction that changes the segment,
+ * and asks each time what the others would find if it died there.
  *
  *     stepper list
  *     stepper FILE SCENE VICTIM FOLDER STRIDE KILLS SECONDS DUMPS
  *
- * 1. VICTIM (victim.c) performs the scene's operation in single steps. A copy is taken of every
- *    STRIDE-th state of the segment that differs from the one before and is judged (judge.c).
+ * 1. VICTIM (victim.c) performs the scene's operation in single steps (step.c). A copy is taken of
+ *    every STRIDE-th state of the segment and is judged (judge.c).
  * 2. At KILLS of these changes, evenly spread, a victim is really killed, and the survivor recovers
  *    in the real segment.
  * 3. At SECONDS of them a victim is killed and another process recovers: that one is stepped and
@@ -18,7 +18,6 @@
  * status 1: something was found, 2: it did not run. */
 #include "judge.h"
 #include "trace.h"
-#include "watch.h"
 
 static const scene *the_scene;
 static const char *file, *program, *folder;
@@ -66,9 +65,9 @@ static void ask_for_lock(judge *j, uint32_t victim) {
     uint64_t both = lc_load(&lock->both);
     if (!victim || (both & LCS_LOCK_SLOT) != victim) return;
     bool unnamed = lc_load(&lock->holder) >> 32 != both >> 32;
-    static uint32_t held[2]; /* each time costs 5 ms: the first few steps, and a sample */
+    static uint32_t held[2]; /* each time costs 5 ms: the first few, and a sample */
     uint32_t n = held[unnamed]++;
-    if (n >= 8 && n % 2048) return;
+    if (n >= 8 && n % 128) return;
     int rc = lci_grow(j->real->survivor.h, 0, LC_BLOCK, lcs_now_ns() + 1000000);
     if (rc != LC_E_TIMEOUT && rc != LC_E_INTR)
         FOUND(j, "a lock whose owner lives was taken from it (%d), named %u", rc, !unnamed);
@@ -78,20 +77,16 @@ static void ask_for_lock(judge *j, uint32_t victim) {
 /* Step until the operation is over or the segment has changed `stop` times; judge every `every`-th
  * change (0: none). Returns the changes. */
 static uint32_t drive(judge *j, trace *t, uint32_t stop, uint32_t every, bool ask) {
-    watch w;
     uint32_t changes = 0, victim = j->real->notes->victim;
     bool raced = the_scene->meanwhile == NULL || j->copy == NULL;
-    watch_begin(&w, j->real);
-    for (j->step = 0; !t->done && changes < stop; j->step++) {
-        trace_step(t);
+    for (; changes < stop && trace_next(t); changes++) {
+        j->step = t->notes->steps;
+        if (every && changes % every == 0) judge_copy(j, j->real->base);
+        /* These two are seen as a change of their own, behind the next instruction. */
         if (ask) ask_for_lock(j, victim);
-        if (!watch_changed(&w)) continue;
-        if (!raced && (raced = the_scene->meanwhile(j->real))) watch_again(&w);
-        if (every && changes % every == 0) judge_copy(j, w.seen);
-        changes++;
+        if (!raced) raced = the_scene->meanwhile(j->real);
     }
-    watch_end(&w);
-    total.steps += j->step;
+    total.steps += t->notes->steps;
     return changes;
 }
 

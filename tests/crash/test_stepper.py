@@ -29,7 +29,7 @@ def outcomes(
     """The selected scenes, run by as many workers as there are cores; each under another build."""
     builds = run.builds()
     if not builds:
-        pytest.skip("there is no C compiler")
+        pytest.skip("stepping needs x86-64 and a C compiler")
     if os.environ.get("CI") == "true":
         assert len(builds) == len(run.COMPILERS) * len(run.LEVELS), "gcc or clang is missing"
     selected = [
@@ -60,8 +60,6 @@ def test_death_after_every_instruction(
     scene: str, outcomes: dict[str, Future[run.Outcome]], tmp_path: Path
 ) -> None:
     outcome = outcomes[scene].result()
-    if outcome.status == 2 and "ptrace" in outcome.text:
-        pytest.skip(f"ptrace is not permitted here: {outcome.text}")
     print(outcome.build, outcome.text)
     assert outcome.status == 0, outcome.text
     assert outcome.wrong == []

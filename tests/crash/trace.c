@@ -1,15 +1,15 @@
 #include "trace.h"
 
 #include <signal.h>
-#include <sys/ptrace.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-static int next_stop(pid_t pid) {
+static void wait_for_stop(pid_t pid) {
     int status;
-    NEED(waitpid(pid, &status, 0) == pid);
+    NEED(waitpid(pid, &status, WUNTRACED) == pid);
     NEED(WIFSTOPPED(status));
-    return WSTOPSIG(status);
+    NEED(WSTOPSIG(status) == SIGSTOP);
 }
 
 trace trace_start(const char *program, const stage *real, const char *scene) {
@@ -18,22 +18,18 @@ trace trace_start(const char *program, const stage *real, const char *scene) {
     pid_t pid = fork();
     NEED(pid >= 0);
     if (pid == 0) {
-        ptrace(PTRACE_TRACEME, 0, NULL, NULL);
+        prctl(PR_SET_PDEATHSIG, SIGKILL); /* it does not outlive a stepper that is killed */
         execl(program, program, real->path, pages, scene, (char *)NULL);
         _exit(127);
     }
-    NEED(next_stop(pid) == SIGTRAP); /* the exec; if it fails here, ptrace is not permitted */
-    NEED(ptrace(PTRACE_SETOPTIONS, pid, NULL, (void *)(long)PTRACE_O_EXITKILL) == 0);
-    NEED(ptrace(PTRACE_CONT, pid, NULL, NULL) == 0);
-    NEED(next_stop(pid) == SIGSTOP);
-    return (trace){.pid = pid};
+    wait_for_stop(pid);
+    return (trace){.pid = pid, .notes = real->notes};
 }
 
-void trace_step(trace *t) {
-    NEED(!t->done && ptrace(PTRACE_SINGLESTEP, t->pid, NULL, NULL) == 0);
-    int signal = next_stop(t->pid);
-    NEED(signal == SIGTRAP || signal == SIGSTOP);
-    t->done = signal == SIGSTOP;
+bool trace_next(trace *t) {
+    NEED(kill(t->pid, SIGCONT) == 0);
+    wait_for_stop(t->pid);
+    return !t->notes->over;
 }
 
 void trace_kill(trace *t) {
@@ -44,6 +40,6 @@ void trace_kill(trace *t) {
 
 void trace_end(trace *t) {
     int status;
-    NEED(t->done && ptrace(PTRACE_CONT, t->pid, NULL, NULL) == 0);
+    NEED(t->notes->over && kill(t->pid, SIGCONT) == 0);
     NEED(waitpid(t->pid, &status, 0) == t->pid && WIFEXITED(status) && WEXITSTATUS(status) == 0);
 }

@@ -10,18 +10,20 @@
 #define NAMESPACES 4
 #define RECORDS 8 /* reservations, tickets, slots */
 #define CHUNKS 16
-#define LOG_BEHIND 4
+#define LOG_BEHIND 4 /* entries */
 
 static void part(watch *w, uint64_t from, uint64_t bytes) {
     NEED(w->parts < WATCHED);
     w->part[w->parts++] = (struct part){from, from + bytes};
 }
 
-void watch_begin(watch *w, const stage *real) {
-    const lci_geometry *g = &real->g;
-    *w = (watch){.real = real, .seen = malloc(real->bytes)};
+void watch_begin(watch *w, const uint8_t *base, uint64_t pages) {
+    lci_geometry geometry, *g = &geometry;
+    NEED(lci_geometry_of(pages, g) == LC_OK);
+    *w = (watch){.base = base, .bytes = stage_notes(g)};
+    w->seen = malloc(w->bytes);
     NEED(w->seen);
-    memcpy(w->seen, real->base, real->bytes);
+    memcpy(w->seen, base, w->bytes);
     part(w, LCS_LOCK_OFFSET, sizeof(lcs_lock));
     part(w, LCS_CLIENTS_OFFSET, RECORDS * sizeof(lcs_client));
     part(w, g->root, sizeof(lci_root));
@@ -33,19 +35,19 @@ void watch_begin(watch *w, const stage *real) {
     part(w, g->bucket, g->buckets * 4);
     part(w, g->page, g->pages * sizeof(lci_page));
     part(w, g->rows, RECORDS * g->row_stride * 2);
-    part(w, (uint64_t)((uint8_t *)real->stamps - real->base), g->pages * STAMP_WORDS * 8);
+    part(w, stage_pool(g), g->pages * STAMP_WORDS * 8);
 }
 
 static bool changed(watch *w, uint64_t from, uint64_t to) {
-    if (memcmp(w->seen + from, w->real->base + from, to - from) == 0) return false;
-    memcpy(w->seen + from, w->real->base + from, to - from);
+    if (memcmp(w->seen + from, w->base + from, to - from) == 0) return false;
+    memcpy(w->seen + from, w->base + from, to - from);
     return true;
 }
 
-static void compare_whole(const watch *w) {
-    if (memcmp(w->seen, w->real->base, w->real->bytes) == 0) return;
+void watch_whole(const watch *w) {
+    if (memcmp(w->seen, w->base, w->bytes) == 0) return;
     uint64_t at = 0;
-    while (w->seen[at] == w->real->base[at]) at++;
+    while (w->seen[at] == w->base[at]) at++;
     fprintf(stderr, "a store at %llu, which is not watched\n", (unsigned long long)at);
     exit(2);
 }
@@ -53,16 +55,9 @@ static void compare_whole(const watch *w) {
 bool watch_changed(watch *w) {
     bool any = false;
     for (uint32_t i = 0; i < w->parts; i++) any |= changed(w, w->part[i].from, w->part[i].to);
-    uint64_t count = lc_load(&lcs_lock_of(w->real->survivor.at)->log_count);
-    uint64_t entries = count + LOG_BEHIND < LCS_LOG_ENTRIES ? count + LOG_BEHIND : LCS_LOG_ENTRIES;
+    uint64_t entries = lc_load(&((lcs_lock *)(w->base + LCS_LOCK_OFFSET))->log_count) + LOG_BEHIND;
+    if (entries > LCS_LOG_ENTRIES) entries = LCS_LOG_ENTRIES;
     any |= changed(w, LCS_LOG_OFFSET, LCS_LOG_OFFSET + entries * 8);
-    if (++w->calls % WHOLE_EVERY == 0) compare_whole(w);
+    if (++w->calls % WHOLE_EVERY == 0) watch_whole(w);
     return any;
-}
-
-void watch_again(watch *w) { memcpy(w->seen, w->real->base, w->real->bytes); }
-
-void watch_end(watch *w) {
-    compare_whole(w);
-    free(w->seen);
 }

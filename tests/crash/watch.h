@@ -7,19 +7,19 @@
 #define WATCHED 12
 
 typedef struct watch {
-    const stage *real;
-    uint8_t *seen; /* the bytes as of the last call */
+    const uint8_t *base;
+    uint8_t *seen;  /* the bytes as of the last call */
+    uint64_t bytes; /* up to the notes */
     struct part {
         uint64_t from, to;
     } part[WATCHED];
     uint32_t parts, calls;
 } watch;
 
-void watch_begin(watch *w, const stage *real);
-/* Has anything changed since the last call? `w->seen` is up to date afterwards. */
+void watch_begin(watch *w, const uint8_t *base, uint64_t pages);
+/* Has anything changed since the last call? May be called in a signal handler. */
 bool watch_changed(watch *w);
-/* Everything may have changed: the stepper itself has acted. */
-void watch_again(watch *w);
-void watch_end(watch *w);
+/* Stops the program if anything has changed that is not watched. */
+void watch_whole(const watch *w);
 
 #endif

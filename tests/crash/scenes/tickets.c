@@ -91,7 +91,7 @@ static void other_is_done(stage *s) {
     verdict(o);
 }
 static void collect(actor *v) {
-    lci_ticket_status status;
+    lci_ticket_status status = {0};
     NEED(lci_ticket_poll(v->h, &v->notes->ticket, &status) == LC_OK);
     NEED(status.done == UINT64_C(1) << v->notes->other[0]);
     NEED(lci_ticket_drop(v->h, &v->notes->ticket, LC_BLOCK, FOREVER) == LC_OK);

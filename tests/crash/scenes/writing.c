@@ -100,3 +100,10 @@ static void abandon_unpinned(actor *v) {
 }
 SCENE(abandon, .pages = 48, .set = two_runs, .prepare = reserve_six, .act = abandon)
 SCENE(abandon_shards, .pages = 48, .set = two_runs, .prepare = first_shard, .act = abandon_unpinned)
+
+/* A victim with a device: its pins on what it was writing stay for a while. */
+SCENE(device_reserve, .pages = 48, .set = two_runs, .act = reserve_six, .flags = LCS_FLAG_DEVICE)
+SCENE(device_publish, .pages = 48, .set = two_runs, .prepare = reserve_six, .act = publish,
+      .made = 6, .flags = LCS_FLAG_DEVICE)
+SCENE(device_abandon, .pages = 48, .set = two_runs, .prepare = reserve_six, .act = abandon,
+      .flags = LCS_FLAG_DEVICE)
