@@ -11,13 +11,11 @@
 
 static void look_up(judge *j, stage *s) {
     hold l;
-    for (uint32_t i = 0; i < j->stable_count; i++) {
-        if (!j->stable[i].found) continue;
-        memset(&l, 0, sizeof l);
-        MUST(j, lci_match1(s->survivor.h, &j->stable[i].key, 1, j->stable[i].ns, &l.lease) == 1);
-        MUST(j, lci_release(s->survivor.h, &l.lease) == LC_OK);
-        break;
-    }
+    if (!j->found_count) return;
+    const page_note *p = &j->found[j->looked % j->found_count];
+    memset(&l, 0, sizeof l);
+    MUST(j, lci_match1(s->survivor.h, &p->key, 1, p->ns, &l.lease) == 1);
+    MUST(j, lci_release(s->survivor.h, &l.lease) == LC_OK);
 }
 
 static int reserve(actor *a, run *r, uint32_t number, uint32_t n, lci_ns_ref ns) {

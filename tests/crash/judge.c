@@ -9,7 +9,7 @@
  *      everybody can go on until every page has been handed out again (goon.c).
  *
  * Readers during recovery. The survivor is compiled with pause points; at each of them a reader
- * without a lock looks up every page that could be found before recovery began. Between two entries
+ * without a lock looks up every page that it found before recovery began. Between two entries
  * that are undone lies a pause point, and undoing an entry is one store: so of undoing no state is
  * left out. Between two pause points of reaping lie several stores; the states between them are
  * looked at when recovery itself is the victim (stepper.c), after each of its instructions, and
@@ -32,9 +32,9 @@ static bool marked(const judge *j, const stage *s, const page_note *p) {
 
 static void read_at_pause(int point) {
     lc_pause_hook = NULL; /* lookups have pause points of their own */
-    for (uint32_t i = 0; i < reading->stable_count; i++) {
-        const page_note *p = &reading->stable[i];
-        if (p->found && !finds(read_stage, p) && !marked(reading, read_stage, p))
+    for (uint32_t i = 0; i < reading->found_count; i++) {
+        const page_note *p = &reading->found[i];
+        if (!finds(read_stage, p) && !marked(reading, read_stage, p))
             FOUND(reading, "page %u was missed during recovery, at pause point %d", p->page, point);
     }
     lc_pause_hook = read_at_pause;
@@ -55,33 +55,44 @@ static bool is_stable(const judge *j, const lci_page *p, bool first) {
     return false;
 }
 
-/* Everything that a lookup finds now. Run it again before a second victim begins. */
-void judge_note_stable(judge *j, bool first) {
-    lci_handle *h = j->real->reader.h;
+/* Everything that a lookup finds now, as many as there is room for in `notes`. */
+static uint32_t find_all(stage *s, page_note *notes) {
+    const lci_handle *h = s->reader.h;
+    uint32_t n = 0;
     for (uint32_t page = 0; page < h->page_count; page++) {
         const lci_page *p = &h->pages[page];
         uint32_t word = lc_load(&p->word), ns = lci_ns_of(word);
-        page_note n = {.key = {lc_load(&p->lo), lc_load(&p->hi)},
-                       .ns = ns | lc_load(&h->ns[ns].epoch) << 8,
-                       .page = page,
-                       .gen = lc_load(&p->gen),
-                       .first = first};
-        if (lci_state_of(word) != LCI_READY || !finds(j->real, &n)) continue;
-        if (is_stable(j, p, false)) continue;
+        page_note one = {.key = {lc_load(&p->lo), lc_load(&p->hi)},
+                         .ns = ns | lc_load(&h->ns[ns].epoch) << 8,
+                         .page = page,
+                         .gen = lc_load(&p->gen)};
+        if (lci_state_of(word) != LCI_READY || !finds(s, &one)) continue;
+        NEED(n < 2 * MAX_KEYS);
+        notes[n++] = one;
+    }
+    return n;
+}
+
+void judge_note_stable(judge *j, bool first) {
+    page_note now[2 * MAX_KEYS];
+    uint32_t n = find_all(j->real, now);
+    for (uint32_t i = 0; i < n; i++) {
+        if (is_stable(j, &j->real->reader.h->pages[now[i].page], false)) continue;
         NEED(j->stable_count < 2 * MAX_KEYS);
-        j->stable[j->stable_count++] = n;
+        now[i].first = first;
+        j->stable[j->stable_count++] = now[i];
     }
 }
 
 static void read_raw(judge *j, stage *s) {
+    j->found_count = find_all(s, j->found);
     for (uint32_t i = 0; i < j->stable_count; i++) {
         page_note *p = &j->stable[i];
         const lci_page *page = &s->reader.h->pages[p->page];
-        uint32_t state = lci_state_of(lc_load(&page->word));
-        p->found = finds(s, p);
-        if (!p->found && !marked(j, s, p)) p->missed = true;
-        if (state == LCI_READY && lc_load(&page->gen) == p->gen && !p->found &&
-            lci_ns_open(s->reader.h, p->ns))
+        bool ready = lci_state_of(lc_load(&page->word)) == LCI_READY;
+        if (finds(s, p) || marked(j, s, p)) continue;
+        p->missed = true;
+        if (ready && lc_load(&page->gen) == p->gen && lci_ns_open(s->reader.h, p->ns))
             FOUND(j, "page %u is ready and a lookup misses it", p->page);
     }
 }
@@ -98,9 +109,8 @@ static void bytes_whole(judge *j, stage *s, const char *when) {
 }
 
 static void still_found(judge *j, stage *s, const char *when) {
-    for (uint32_t i = 0; i < j->stable_count; i++)
-        if (j->stable[i].found && !finds(s, &j->stable[i]))
-            FOUND(j, "%s: page %u is missed", when, j->stable[i].page);
+    for (uint32_t i = 0; i < j->found_count; i++)
+        if (!finds(s, &j->found[i])) FOUND(j, "%s: page %u is missed", when, j->found[i].page);
     bytes_whole(j, s, when);
 }
 

@@ -4,12 +4,11 @@
 
 #include "scenes.h"
 
-typedef struct page_note { /* a page that was ready before */
+typedef struct page_note { /* a ready page */
     lc_key key;
     lci_ns_ref ns;
     uint32_t page, gen;
-    bool found;  /* by a lookup in the state that is looked at, nothing recovered yet */
-    bool missed; /* in any of them */
+    bool missed; /* by a lookup in any state that was looked at, nothing recovered yet */
     bool first;  /* ready before the first victim began */
 } page_note;
 
@@ -19,8 +18,9 @@ typedef struct judge {
     const uint8_t *raw; /* the state that is looked at */
     uint8_t *undone;    /* the same with its log undone */
     uint8_t *allowed;   /* for each word: may recovery change it? */
-    page_note stable[2 * MAX_KEYS];
-    uint32_t stable_count;
+    page_note stable[2 * MAX_KEYS]; /* ready before the operation */
+    page_note found[2 * MAX_KEYS];  /* by a lookup in the state that is looked at, as it is */
+    uint32_t stable_count, found_count;
     uint32_t new_ready[4 * MAX_KEYS]; /* how often so many new pages were ready after recovery */
     uint64_t dead;
     uint32_t step, looked, failures, dumps, dump_every;
@@ -37,7 +37,8 @@ typedef struct judge {
     } while (0)
 
 /* judge.c */
-void judge_note_stable(judge *j, bool first); /* in the real segment */
+/* What is ready in the real segment; again before a second victim begins. */
+void judge_note_stable(judge *j, bool first);
 void judge_copy(judge *j, const uint8_t *raw);  /* a death here, in the copy */
 void judge_real(judge *j);                      /* a death that has happened */
 void judge_end(judge *j);                       /* the operation is over, its victim lives */

@@ -42,7 +42,7 @@ typedef struct hold { /* a lease of the first n keys of a run */
     int32_t pages[2 * MAX_KEYS];
 } hold;
 
-/* What scene and victim tell each other, in the file: slots and handles, and how far it has come. */
+/* What scene and victim tell each other, in the file: slots, handles, how far it has come. */
 typedef struct notes {
     uint32_t over, steps; /* the operation has ended; instructions so far */
     uint32_t victim, other[OTHERS];

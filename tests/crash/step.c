@@ -1,9 +1,9 @@
-/* The processor's trap flag makes every instruction end in SIGTRAP. The handler compares the segment
- * with what it was, and where it has changed stops the process: as it stands then, with all that it
- * has stored and nothing more, a SIGKILL finds it. The flag is set and cleared in the context that
- * the handler returns to. Against ptrace this saves two switches to another process for each
- * instruction, and it works where ptrace is not permitted. On x86-64 only: elsewhere a process
- * cannot step itself, and loops of load and store exclusive would never end. */
+/* The processor's trap flag makes every instruction end in SIGTRAP. The handler compares the
+ * segment with what it was, and where it has changed stops the process: as it stands then, with all
+ * that it has stored and nothing more, a SIGKILL finds it. The flag is set and cleared in the
+ * context that the handler returns to. Against ptrace this saves two switches to another process
+ * for each instruction, and it works where ptrace is not permitted. On x86-64 only: elsewhere a
+ * process cannot step itself, and loops of load and store exclusive would never end. */
 #include "step.h"
 
 #include "watch.h"

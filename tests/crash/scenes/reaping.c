@@ -74,12 +74,16 @@ static void dead_matching(stage *s) { die_at(s, LC_AT_PIN_COUNTED, NULL, match);
 static void dead_published(stage *s) { die_at(s, LC_AT_SHARD_CLEARED, reserve, publish); }
 static void dead_publishing(stage *s) { die_at(s, LC_AT_PAGE_READY, reserve, publish); }
 static void dead_reserving(stage *s) { die_at(s, LC_AT_LINKED, NULL, reserve); }
+/* With all of a step in the log. */
+static void evict_one(actor *a) { deed_evict(a, 1); }
+static void dead_committing(stage *s) { die_at(s, LC_AT_COMMIT, evict_one, evict); }
 static void dead_evicting(stage *s) { die_at(s, LC_AT_EVICT_UNLINKED, NULL, evict); }
 SCENE(reap_matching, .pages = 48, .set = dead_matching, .act = reap_first)
 SCENE(reap_published, .pages = 48, .set = dead_published, .act = reap_first, .made = 6)
 SCENE(reap_publishing, .pages = 48, .set = dead_publishing, .act = reap_first, .made = 5)
 SCENE(reap_reserving, .pages = 48, .set = dead_reserving, .act = reap_first)
 SCENE(reap_evicting, .pages = 48, .set = dead_evicting, .act = reap_first, .made = 8)
+SCENE(reap_committing, .pages = 48, .set = dead_committing, .act = reap_first, .made = 8)
 SCENE(unjoined_evicting, .pages = 48, .set = dead_evicting, .act = reap_unjoined, .made = 8,
       .unjoined = true)
 
