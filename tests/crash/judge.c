@@ -76,10 +76,15 @@ static uint32_t find_all(stage *s, page_note *notes) {
 void judge_note_stable(judge *j, bool first) {
     page_note now[2 * MAX_KEYS];
     uint32_t n = find_all(j->real, now);
+    for (uint32_t i = 0; i < j->stable_count; i++) {
+        j->stable[i].here = finds(j->real, &j->stable[i]);
+        j->stable[i].missed = false;
+    }
     for (uint32_t i = 0; i < n; i++) {
         if (is_stable(j, &j->real->reader.h->pages[now[i].page], false)) continue;
         NEED(j->stable_count < 2 * MAX_KEYS);
         now[i].first = first;
+        now[i].here = true;
         j->stable[j->stable_count++] = now[i];
     }
 }

@@ -8,8 +8,9 @@ typedef struct page_note { /* a ready page */
     lc_key key;
     lci_ns_ref ns;
     uint32_t page, gen;
+    bool first;  /* it was there before the first victim began */
+    bool here;   /* and before this one did */
     bool missed; /* by a lookup in any state that was looked at, nothing recovered yet */
-    bool first;  /* ready before the first victim began */
 } page_note;
 
 typedef struct judge {
@@ -37,7 +38,7 @@ typedef struct judge {
     } while (0)
 
 /* judge.c */
-/* What is ready in the real segment; again before a second victim begins. */
+/* What is there in the real segment before a victim begins, the first or another one. */
 void judge_note_stable(judge *j, bool first);
 void judge_copy(judge *j, const uint8_t *raw);  /* a death here, in the copy */
 void judge_real(judge *j);                      /* a death that has happened */

@@ -139,7 +139,7 @@ static void step_second(uint32_t at) {
     j.copy = stage_copy(j.real);
     total.changes += drive(&j, &t, UINT32_MAX, stride, false);
     for (uint32_t i = 0; i < j.stable_count; i++)
-        if (j.stable[i].missed && !j.stable[i].first)
+        if (j.stable[i].missed && j.stable[i].here)
             FOUND(&j, "page %u was missed during recovery", j.stable[i].page);
     trace_end(&t);
     judge_real(&j);
