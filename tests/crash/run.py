@@ -115,8 +115,8 @@ def compile_all(compiler: str, flags: Sequence[str], sources: Iterable[str], to:
     core = [str(path) for folder in NATIVES for path in sorted(folder.glob("*.c"))]
     own = [str(HERE / name) for name in sources]
     own += [str(path) for path in sorted((HERE / "scenes").glob("*.c"))]
-    for group in (core, own):  # two calls: files of the same name would overwrite each other
-        part = objects / str(len(group))
+    for name, group in (("core", core), ("own", own)):  # files of the same name do not meet
+        part = objects / name
         part.mkdir()
         subprocess.run([compiler, *FLAGS, *flags, "-c", *group], cwd=part, check=True)
     parts = [str(path) for path in sorted(objects.glob("*/*.o"))]
