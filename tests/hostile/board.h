@@ -7,6 +7,7 @@
 /* Of damage to one field, at rest. Each case is counted once in each column. */
 typedef struct tally {
     uint64_t cases;
+    uint64_t idle;     /* of a record that is not in use, and nobody noticed */
     uint64_t refused;  /* attaching says no */
     uint64_t named;    /* `check` names it */
     uint64_t noticed;  /* not named, but some operation said CORRUPT */

@@ -3,10 +3,13 @@
 #include <pthread.h>
 #include <semaphore.h>
 
-/* Of `count` instances rather one of the first, which are in use. */
-static uint32_t some_index(const field *f, rng *r) {
-    uint32_t most = below(r, 4) && f->count > 16 ? 16 : f->count;
-    return below(r, most);
+/* Any instance, three times in four of a record that is in use. */
+static uint32_t some_index(const world *w, const field *f, rng *r) {
+    uint32_t index = below(r, f->count);
+    if (below(r, 4) == 0) return index;
+    for (uint32_t i = 0; i < f->count && i < 4096 && !field_lives(w->picture, f, index); i++)
+        index = (index + 1) % f->count;
+    return index;
 }
 
 static uint64_t limited(uint64_t value, uint32_t width) {
@@ -39,14 +42,15 @@ static uint64_t some_value(const world *w, const field *f, uint64_t old, rng *r)
     case 2: return old + 1;
     case 3: return old - 1;
     case 4: return ends[below(r, sizeof ends / sizeof ends[0])];
-    case 5: return field_load(w->picture, f, some_index(f, r));
+    case 5: return field_load(w->picture, f, some_index(w, f, r));
     case 6: return below(r, w->pages + 8);
     default: return draw(r);
     }
 }
 
 static void resolve(hit *h, const field *f, uint32_t number, uint32_t index, uint64_t value) {
-    *h = (hit){.field = number,
+    *h = (hit){.lives = h->lives,
+               .field = number,
                .index = index,
                .at = f->at + (uint64_t)index * f->stride,
                .width = f->width,
@@ -60,12 +64,13 @@ void damage_draw(damage *d, const world *w, const field *names, uint32_t count, 
     field own[MOST_FIELDS];
     (void)names;
     here(w, own);
-    uint32_t number = below(r, count), index = some_index(&own[number], r);
+    uint32_t number = below(r, count), index = some_index(w, &own[number], r);
     const field *f = &own[number];
     uint64_t old = field_load(w->picture, f, index), value = old;
     for (int i = 0; i < 16 && value == old; i++) value = limited(some_value(w, f, old, r), f->width);
     if (value == old) value = limited(~old, f->width);
     NEED(d->count < MOST_HITS);
+    d->hit[d->count].lives = field_lives(w->picture, f, index);
     resolve(&d->hit[d->count++], f, number, index, value);
 }
 
@@ -106,7 +111,7 @@ struct flipper {
 static void flip_some(flipper *f, const field *own, uint32_t fields) {
     world *w = f->w;
     const field *one = &own[below(&f->r, fields)];
-    uint32_t index = some_index(one, &f->r);
+    uint32_t index = some_index(w, one, &f->r);
     uint64_t old = field_load(w->picture, one, index);
     for (uint32_t n = below(&f->r, 8); n; n--) {
         field_store(w->base, one, index, limited(some_value(w, one, old, &f->r), one->width));

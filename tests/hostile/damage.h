@@ -12,6 +12,7 @@ typedef struct hit {
     uint64_t at;    /* as resolved in its world */
     uint32_t width;
     uint64_t value;
+    bool lives; /* in a record that is in use */
 } hit;
 
 typedef struct damage {

@@ -3,16 +3,23 @@
 typedef struct table {
     field *out;
     uint32_t n;
+    uint64_t live; /* of the fields to come, see fields.h */
+    uint32_t live_mask;
 } table;
 
 static void add(table *t, const char *name, enum role role, uint64_t at, size_t stride,
                 uint64_t count, size_t width) {
     NEED(t->n < MOST_FIELDS && (width == 1 || width == 2 || width == 4 || width == 8));
     t->out[t->n++] = (field){.name = name, .role = role, .at = at, .stride = (uint32_t)stride,
-                             .count = (uint32_t)count, .width = (uint32_t)width};
+                             .count = (uint32_t)count, .width = (uint32_t)width,
+                             .live = stride < 32 ? 0 : t->live, /* not words of an array */
+                             .live_mask = t->live ? t->live_mask : UINT32_MAX};
 }
 
 /* A member of `count` records that begin at `at`; an array member counts as that many words. */
+#define IN_USE(record, member, begin, mask) \
+    t->live = (begin) + offsetof(record, member), t->live_mask = (mask)
+#define ALWAYS() t->live = 0
 #define ONE(record, member, role, begin, count)                                              \
     add(t, #record "." #member, role, (begin) + offsetof(record, member), sizeof(record), count, \
         sizeof(((record *)0)->member))
@@ -27,6 +34,7 @@ static void header_fields(table *t) {
 }
 
 static void client_fields(table *t) {
+    IN_USE(lcs_client, state, LCS_CLIENTS_OFFSET, UINT32_MAX);
     ONE(lcs_client, state, PROTOCOL, LCS_CLIENTS_OFFSET, LCS_SLOTS);
     ONE(lcs_client, epoch, PROTOCOL, LCS_CLIENTS_OFFSET, LCS_SLOTS);
     ONE(lcs_client, pid, PROTOCOL, LCS_CLIENTS_OFFSET, LCS_SLOTS);
@@ -41,6 +49,7 @@ static void client_fields(table *t) {
 }
 
 static void lock_fields(table *t) {
+    ALWAYS();
     ONE(lcs_lock, word, PROTOCOL, LCS_LOCK_OFFSET, 1);
     ONE(lcs_lock, sequence, PROTOCOL, LCS_LOCK_OFFSET, 1);
     ONE(lcs_lock, holder, PROTOCOL, LCS_LOCK_OFFSET, 1);
@@ -86,6 +95,7 @@ static void root_fields(table *t, uint64_t at) {
 }
 
 static void page_fields(table *t, const lci_geometry *g) {
+    IN_USE(lci_page, word, g->page, LCI_STATE_MASK);
     ONE(lci_page, lo, TRUTH, g->page, g->pages);
     ONE(lci_page, hi, TRUTH, g->page, g->pages);
     ONE(lci_page, pins, PROTOCOL, g->page, g->pages);
@@ -99,6 +109,7 @@ static void page_fields(table *t, const lci_geometry *g) {
     ONE(lci_page, parent_gen, TRUTH, g->page, g->pages);
     ONE(lci_page, children, DERIVED, g->page, g->pages);
     add(t, "page.state", TRUTH, g->page + offsetof(lci_page, word), sizeof(lci_page), g->pages, 1);
+    ALWAYS();
     add(t, "bucket", DERIVED, g->bucket, 4, g->buckets, 4);
     add(t, "heads.link", DERIVED, g->heads, 4, LCI_LISTS * 2, 4);
     add(t, "row", PROTOCOL, g->rows, 2, LCS_SLOTS * g->row_stride, 2);
@@ -107,6 +118,7 @@ static void page_fields(table *t, const lci_geometry *g) {
 
 static void record_fields(table *t, const lci_geometry *g) {
     uint64_t n = g->reservations;
+    IN_USE(lci_reservation, state, g->reservation, UINT32_MAX);
     ONE(lci_reservation, gen, TRUTH, g->reservation, n);
     ONE(lci_reservation, state, TRUTH, g->reservation, n);
     ONE(lci_reservation, owner, TRUTH, g->reservation, n);
@@ -120,11 +132,13 @@ static void record_fields(table *t, const lci_geometry *g) {
     ONE(lci_reservation, shard[0], TRUTH, g->reservation, n);
     ONE(lci_reservation, shard[1], TRUTH, g->reservation, n);
     n = g->chunks;
+    IN_USE(lci_chunk, count, g->chunk, UINT32_MAX);
     ONE(lci_chunk, next, TRUTH, g->chunk, n);
     ONE(lci_chunk, count, TRUTH, g->chunk, n);
     ONE(lci_chunk, page[0], TRUTH, g->chunk, n);
     ONE(lci_chunk, page[1], TRUTH, g->chunk, n);
     n = LCI_NAMESPACES;
+    IN_USE(lci_namespace, state, g->namespaces, UINT32_MAX);
     ONE(lci_namespace, epoch, TRUTH, g->namespaces, n);
     ONE(lci_namespace, state, TRUTH, g->namespaces, n);
     ONE(lci_namespace, pages, DERIVED, g->namespaces, n);
@@ -136,6 +150,7 @@ static void record_fields(table *t, const lci_geometry *g) {
 }
 
 static void ticket_fields(table *t, uint64_t at, uint64_t n) {
+    IN_USE(lci_ticket, state, at, UINT32_MAX);
     ONE(lci_ticket, gen, TRUTH, at, n);
     ONE(lci_ticket, state, TRUTH, at, n);
     ONE(lci_ticket, giver, TRUTH, at, n);
@@ -162,6 +177,7 @@ uint32_t fields_of(const world *w, field *out) {
     page_fields(t, &w->g);
     record_fields(t, &w->g);
     ticket_fields(t, w->g.ticket, w->g.tickets);
+    ALWAYS();
     add(t, "any.byte", PROTOCOL, LCS_CLIENTS_OFFSET, 1, w->bytes - LCS_CLIENTS_OFFSET, 1);
     return t->n;
 }

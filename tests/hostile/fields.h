@@ -18,7 +18,16 @@ typedef struct field {
     enum role role;
     uint64_t at;       /* of instance 0, in bytes from the beginning */
     uint32_t stride, count, width;
+    uint64_t live; /* where a word says that instance 0 is in use; 0: always */
+    uint32_t live_mask;
 } field;
+
+/* Whether the picture uses this instance: what stands in a free record means nothing. */
+static inline bool field_lives(const uint8_t *picture, const field *f, uint32_t i) {
+    uint32_t word = UINT32_MAX;
+    if (f->live) memcpy(&word, picture + f->live + (uint64_t)i * f->stride, sizeof word);
+    return (word & f->live_mask) != 0;
+}
 
 #define MOST_FIELDS 160
 uint32_t fields_of(const world *w, field *out);

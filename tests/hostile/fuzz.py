@@ -2,7 +2,8 @@
 
     python tests/hostile/fuzz.py [--cases 1000000] [--first SEED] [--workers N] [--sanitize]
 
-A plain script: gcc and the standard library are all it takes. It compiles `hostile.c` with the
+A plain script: gcc and the standard library are all it takes; where lightcache is installed, also
+some files are opened through Python (`python_side.py`). It compiles `hostile.c` with the
 core's own sources, lets one process for each processor work through its share of the seeds, and
 prints what was damaged, who noticed, what came back, and what was found. Case N alone:
 `--first N --cases 1`. Exit status: 0 nothing was found, 1 something was.
@@ -11,6 +12,7 @@ prints what was damaged, who noticed, what came back, and what was found. Case N
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import subprocess
 import sys
@@ -26,7 +28,18 @@ ROOT = HERE.parent.parent
 NATIVES = [ROOT / "shm" / "native", ROOT / "lightcache" / "native"]
 FLAGS = ["-std=c11", "-g", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-pthread"]
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
-COLUMNS = ["cases", "refused", "named", "noticed", "unseen", "misled", "mended", "declined", "lost"]
+COLUMNS = [
+    "cases",
+    "idle",
+    "refused",
+    "named",
+    "noticed",
+    "unseen",
+    "misled",
+    "mended",
+    "declined",
+    "lost",
+]
 SHARE = 5_000  # seeds that one process is given at a time
 
 
@@ -56,6 +69,7 @@ class Sums:
     unmended: Counter[int] = field(default_factory=Counter)
     fields: dict[str, list[int]] = field(default_factory=dict)
     roles: dict[str, str] = field(default_factory=dict)
+    python: Counter[str] = field(default_factory=Counter)
     findings: list[str] = field(default_factory=list)
     slowest: tuple[int, str] = (0, "")
 
@@ -70,6 +84,10 @@ class Sums:
             elif words[0] == "total":
                 for name, number in zip(words[1::2], words[2::2], strict=True):
                     self.totals[name] += int(number)
+            elif words[0] == "python":
+                self.totals["files"] += int(words[1])
+                for name, number in zip(words[2::2], words[3::2], strict=True):
+                    self.python[name] += int(number)
             elif words[0] == "code":
                 self.codes[int(words[1])] += int(words[2])
             elif words[0] == "unmended":
@@ -101,14 +119,25 @@ def run(program: Path, arguments: list[str]) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def fuzz(program: Path, first: int, cases: int, workers: int) -> Sums:
-    """Cases `first` .. `first + cases - 1`, on so many processors."""
+def shares(verb: list[str], first: int, cases: int, each: int) -> list[list[str]]:
+    """Command lines for cases `first` .. `first + cases - 1`, each for some of them."""
+    return [
+        [*verb, str(at), str(min(each, first + cases - at))]
+        for at in range(first, first + cases, each)
+    ]
+
+
+def fuzz(program: Path, first: int, cases: int, workers: int, files: int = 0) -> Sums:
+    """Cases `first` .. `first + cases - 1` of the index, a tenth as many of list and dict, and so
+    many files that Python opens, on so many processors."""
     sums = Sums()
-    shares = [
-        [str(at), str(min(SHARE, first + cases - at))] for at in range(first, first + cases, SHARE)
+    commands = [
+        *shares([sys.executable, str(HERE / "python_side.py")], first, files, 50),
+        *shares([str(program), "seeds"], first, cases, SHARE),
+        *shares([str(program), "structures"], first, cases // 10, SHARE),
     ]
     with ThreadPoolExecutor(workers) as pool:
-        for status, text in pool.map(lambda share: run(program, ["seeds", *share]), shares):
+        for status, text in pool.map(lambda c: run(Path(c[0]), c[1:]), commands):
             sums.add(text)
             if status and not sums.findings:
                 sums.findings.append(f"exit status {status}: {text[-500:]}")
@@ -125,11 +154,15 @@ def report(sums: Sums, seconds: float) -> None:
     if sums.unmended:
         print("broken after a repair, by invariant: ", end="")
         print(", ".join(f"{number}: {n}" for number, n in sorted(sums.unmended.items())))
+    if sums.python:
+        print("results in Python: ", end="")
+        print(", ".join(f"{name}: {n}" for name, n in sorted(sums.python.items())))
     print(f"slowest operation: {sums.slowest[0] / 1e6:.1f} ms ({sums.slowest[1]})")
     totals = sums.totals
     print(
-        f"{totals['cases']} cases, {totals['flips']} concurrent flips, {totals['calls']} calls, "
-        f"{len(sums.findings)} findings, {seconds:.0f} s"
+        f"{totals['cases']} cases, {totals['files']} files, {totals['calls']} calls, "
+        f"{totals['flips']} flips while others worked, {len(sums.findings)} findings, "
+        f"{seconds:.0f} s"
     )
     for line in sums.findings[:100]:
         print(line)
@@ -140,6 +173,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", type=int, default=1_000_000)
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--files", type=int, help="opened by Python, where lightcache is installed")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--sanitize", action="store_true", help="address and undefined behaviour")
     parser.add_argument(
@@ -148,7 +182,10 @@ def main() -> int:
     given = parser.parse_args()
     begun = time.monotonic()
     program = build(given.build, sanitize=given.sanitize, compiler=os.environ.get("CC", "cc"))
-    sums = fuzz(program, given.first, given.cases, given.workers)
+    files = given.files
+    if files is None:
+        files = given.cases // 500 if importlib.util.find_spec("lightcache") else 0
+    sums = fuzz(program, given.first, given.cases, given.workers, files)
     report(sums, time.monotonic() - begun)
     return 1 if sums.findings else 0
 

@@ -228,7 +228,8 @@ static void run_case(uint64_t seed, flipper *f) {
     bool told = d.count == 1 && look_at_rest(w, &d, t);
     operate_on(w, &r, &d, NULL);
     if (told) t->noticed = noticed; /* counted where neither attaching nor `check` told */
-    else if (d.count == 1 && t->noticed == noticed) t->unseen++;
+    else if (d.count == 1 && t->noticed == noticed && d.hit[0].lives) t->unseen++;
+    else if (d.count == 1 && t->noticed == noticed) t->idle++;
 }
 
 static void explain(void *argument) {
@@ -366,10 +367,10 @@ static void print_numbers(void) {
     for (uint32_t i = 0; i < MOST_FIELDS; i++) {
         const tally *t = &shared->fields[i];
         if (!names[i].name) continue;
-        const uint64_t columns[] = {t->cases,  t->refused, t->named,    t->noticed, t->unseen,
-                                    t->misled, t->mended,  t->declined, t->lost};
+        const uint64_t columns[] = {t->cases,  t->idle,   t->refused, t->named,    t->noticed,
+                                    t->unseen, t->misled, t->mended,  t->declined, t->lost};
         printf("field %s %s", names[i].name, roles[names[i].role]);
-        for (int k = 0; k < 9; k++) printf(" %llu", (unsigned long long)columns[k]);
+        for (int k = 0; k < 10; k++) printf(" %llu", (unsigned long long)columns[k]);
         printf("\n");
     }
 }

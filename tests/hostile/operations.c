@@ -111,7 +111,8 @@ static void distinct(const int32_t *pages, uint32_t n) {
 /* My reservation of the picture, still being written. */
 static bool open_stands(const world *w) {
     const lci_reservation *r = &w->h->res[w->open.rid];
-    return w->open.gen && lc_load(&r->gen) == w->open.gen && lc_load(&r->state) == LCI_RES_ACTIVE;
+    return w->open.gen && lc_load(&r->gen) == w->open.gen &&
+           lc_load(&r->state) == LCI_RES_ACTIVE && !lci_complete(r);
 }
 
 static int begin_reserve(call *c, reserving *v, uint32_t shards) {
