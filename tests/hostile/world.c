@@ -94,9 +94,10 @@ static void give_tickets(world *w) {
     NEED(lci_match1(w->peer_h, keys, 6, w->ns[0], &lease.head) == 6);
     NEED(lci_ticket_give(w->peer_h, lease.rest, 6, LC_NIL, 0, UINT64_C(1) << w->me_slot, soon(),
                          &w->ticket, LC_BLOCK, FOREVER) == LC_OK);
-    NEED(lci_ticket_give(w->h, lease.rest, 3, LC_NIL, 0, UINT64_C(1) << w->peer->slot, soon(),
+    for (uint32_t i = 6; i < 2 * MOST_KEYS; i++) lease.rest[i] = lease.rest[i % 6];
+    NEED(lci_ticket_give(w->h, lease.rest, 2 * MOST_KEYS, LC_NIL, 0, UINT64_C(1) << w->peer->slot, soon(),
                          &w->given, LC_BLOCK, FOREVER) == LC_OK);
-    NEED(lci_release(w->peer_h, &lease.head) == LC_OK);
+    NEED(lci_release(w->peer_h, &lease.head) == LC_OK); /* a list of three chunks, pages repeated */
     reserve(w->peer_h, &f, 6, 3, 2, w->ns[0]);
     NEED(lci_ticket_give(w->peer_h, f.fresh, f.made, f.op.rid, f.op.gen,
                          UINT64_C(1) << w->me_slot, soon(), &w->shard_ticket, LC_BLOCK,
