@@ -6,7 +6,8 @@ typedef bool note(checker *c, uint32_t page, uint32_t index);
 static bool note_reservation(checker *c, uint32_t page, uint32_t rid) {
     uint32_t word = lc_load(&c->h->pages[page].word), ns = lci_ns_id(lc_load(&c->h->res[rid].ns));
     if (word >> LCI_RES_SHIFT != rid + 1) return true; /* doomed, and perhaps used again since */
-    if (c->listed[page] == rid + 1) BROKEN(c, 51, page, rid, "reservation %u lists page %u twice", rid, page);
+    if (c->listed[page] == rid + 1)
+        BROKEN(c, 51, page, rid, "reservation %u lists page %u twice", rid, page);
     if (lci_ns_of(word) != ns && lci_state_of(word) != LCI_DOOMED)
         BROKEN(c, 58, page, rid, "page %u is of namespace %u, its reservation %u of %u", page,
                lci_ns_of(word), rid, ns);
@@ -24,7 +25,8 @@ static bool note_ticket(checker *c, uint32_t page, uint32_t index) {
 static uint32_t chunk(checker *c, uint32_t at, const char *what, uint32_t index, note *each) {
     uint32_t pages = at < c->h->chunk_count ? lc_load(&c->h->chunks[at].count) : 0;
     if (pages - 1 >= LCI_CHUNK_PAGES)
-        BROKEN(c, 16, at, index, "%s %u: chunk %u is out of range or its count is", what, index, at);
+        BROKEN(c, 16, at, index, "%s %u: chunk %u is out of range or its count is", what, index,
+               at);
     if (c->chunk_owned[at]++)
         BROKEN(c, 45, at, index, "%s %u: chunk %u is in a list before", what, index, at);
     for (uint32_t i = 0; i < pages; i++) {
@@ -47,7 +49,8 @@ static bool page_list(checker *c, const lci_list *list, const char *what, uint32
         last = at;
         at = lc_load(&c->h->chunks[at].next);
     }
-    if (n != count) BROKEN(c, 18, n, index, "%s %u lists %u pages, counts %u", what, index, n, count);
+    if (n != count)
+        BROKEN(c, 18, n, index, "%s %u lists %u pages, counts %u", what, index, n, count);
     if (last != lc_load(&list->last))
         BROKEN(c, 46, last, index, "%s %u ends with chunk %u, says %u", what, index, last,
                lc_load(&list->last));
@@ -75,8 +78,8 @@ static bool reservation(checker *c, uint32_t rid, uint32_t *chunks) {
     uint32_t state = lc_load(&r->state);
     if (state > LCI_RES_DOOMED || rid >= lc_load(&c->h->root->res_fresh) ||
         lc_load(&r->owner) >= LCS_SLOTS)
-        BROKEN(c, 47, rid, state, "reservation %u has state %u, owner %u; %u were ever used", rid, state,
-               lc_load(&r->owner), lc_load(&c->h->root->res_fresh));
+        BROKEN(c, 47, rid, state, "reservation %u has state %u, owner %u; %u were ever used", rid,
+               state, lc_load(&r->owner), lc_load(&c->h->root->res_fresh));
     if (!shard_words(c, rid)) return false;
     bool ended = state == LCI_RES_DOOMED || lci_complete(r);
     bool flagged = lc_load(&c->h->root->completed[rid / 64]) >> (rid % 64) & 1;
@@ -90,8 +93,8 @@ static bool free_reservations(checker *c, uint32_t used) {
     uint32_t n = 0, at = lc_load(&h->root->res_head), fresh = lc_load(&h->root->res_fresh);
     for (; at != LC_NIL && n <= fresh; at = lc_load(&h->res[at].next_free), n++)
         if (at >= fresh || lc_load(&h->res[at].state) != LCI_RES_FREE)
-            BROKEN(c, 52, at, n, "free reservations: entry %u is reservation %u, out of range or in use",
-                   n, at);
+            BROKEN(c, 52, at, n,
+                   "free reservations: entry %u is reservation %u, out of range or in use", n, at);
     if (n + used != fresh)
         BROKEN(c, 52, n, used, "reservations: %u free + %u used != %u ever used", n, used, fresh);
     return true;
@@ -126,12 +129,13 @@ static bool ticket(checker *c, uint32_t index, uint32_t *chunks) {
     bool whole = state == LCI_TICKET_BUILDING || count <= lc_load(&k->total);
     if (state > LCI_TICKET_DROPPED || lc_load(&k->giver) >= LCS_SLOTS || !whole ||
         lc_load(&k->total) > lci_list_most(c->h) || lc_load(&k->reservation) > c->h->res_count)
-        BROKEN(c, 54, index, state, "ticket %u: state %u, giver %u, %u of %u pages, reservation + 1 %u",
-               index, state, lc_load(&k->giver), count, lc_load(&k->total),
-               lc_load(&k->reservation));
+        BROKEN(c, 54, index, state,
+               "ticket %u: state %u, giver %u, %u of %u pages, reservation + 1 %u", index, state,
+               lc_load(&k->giver), count, lc_load(&k->total), lc_load(&k->reservation));
     if (strangers(k->adopted, k->adopters) || strangers(k->done, k->adopted) ||
         strangers(k->failed, k->adopters))
-        BROKEN(c, 54, index, state, "ticket %u: somebody adopted, was done or failed unasked", index);
+        BROKEN(c, 54, index, state, "ticket %u: somebody adopted, was done or failed unasked",
+               index);
     return page_list(c, &k->pages, "ticket", index, note_ticket, chunks);
 }
 
@@ -182,5 +186,6 @@ static bool namespaces(checker *c) {
 bool lci_check_records(checker *c) {
     uint32_t chunks = 0;
     if (lc_load(&c->h->root->repairing)) BROKEN(c, 57, 0, 0, "a repair has begun and not ended");
-    return reservations(c, &chunks) && tickets(c, &chunks) && free_chunks(c, chunks) && namespaces(c);
+    return reservations(c, &chunks) && tickets(c, &chunks) && free_chunks(c, chunks) &&
+           namespaces(c);
 }

@@ -96,9 +96,11 @@ static uint32_t settle_marks(lci_handle *h) {
     if (grown > h->page_count) grown = 0;
     for (uint32_t page = 0; page < h->page_count; page++) {
         const lci_page *p = &h->pages[page];
-        if (lc_load(&p->gen) && (page < said || page < grown || lc_load(&p->word))) fresh = page + 1;
+        bool said_so = page < said || page < grown || lc_load(&p->word);
+        if (lc_load(&p->gen) && said_so) fresh = page + 1;
     }
-    for (uint32_t page = fresh; page < h->page_count; page++) lc_store(&h->pages[page].word, LCI_FREE);
+    for (uint32_t page = fresh; page < h->page_count; page++)
+        lc_store(&h->pages[page].word, LCI_FREE);
     lc_store(&r->fresh, fresh);
     lc_store(&r->grown, grown < fresh ? fresh : grown);
     lc_store(&r->clock, lc_load(&r->clock) & UINT64_MAX >> LCI_TICK_SHIFT);

@@ -1,13 +1,14 @@
 /* repair: reservations, tickets and their page lists, pins.
  *
  * A page of a reservation is known from two sides: its word names the reservation, whose list names
- * the page. Where the list is sound a page must be in it. Where it is not, the words say what was in
- * it. A ticket's list has no second witness: a damaged ticket ends, and whoever would have adopted
- * it hears that it is late. */
+ * the page. Where the list is sound a page must be in it. Where it is not, the words say what was
+ * in it. A ticket's list has no second witness: a damaged ticket ends, and whoever would have
+ * adopted it hears that it is late.
+ */
 #include "repair.h"
 
-/* A walk through a list, page by page. Others may scribble meanwhile: each word is loaded once, then
- * checked, however often the list has been walked before. */
+/* A walk through a list, page by page. Others may scribble meanwhile: each word is loaded once,
+ * then checked, however often the list has been walked before. */
 typedef struct walk {
     uint32_t next, left; /* chunk to come, pages of the list to come */
     uint32_t at, here, i;
@@ -263,8 +264,8 @@ static void count_row0(builder *b, const lci_list *list) {
     }
 }
 
-/* A slot that says it is free and pins. Whoever has its byte keeps others from taking it: if that can
- * be us, its row is nobody's. Else its client lives. */
+/* A slot that says it is free and pins. Whoever has its byte keeps others from taking it: if that
+ * can be us, its row is nobody's. Else its client lives. */
 static void settle_vacant(lci_handle *h, uint32_t slot) {
     lcs_client *client = lcs_client_of(h->at, slot);
     bool own = slot == h->at->slot;

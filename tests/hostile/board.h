@@ -27,7 +27,7 @@ typedef struct board {
     const char *doing;    /* the operation under way (same address in parent and child) */
     uint64_t cases, flips, calls, findings;
     uint64_t codes[CODES]; /* results of operations: [0] success, [-code] */
-    uint64_t unmended[INVARIANTS]; /* first finding of `check` after a repair that said it was done */
+    uint64_t unmended[INVARIANTS]; /* what `check` names after a repair */
     uint64_t unmended_seed[INVARIANTS];
     uint64_t slowest_ns, slowest_seed;
     const char *slowest;

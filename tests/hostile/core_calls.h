@@ -1,4 +1,4 @@
-/* The core's entry points, which only Python calls otherwise, and what the harness's parts share. */
+/* The core's entry points, which only Python calls otherwise, and what all parts share. */
 #ifndef HOSTILE_CORE_CALLS_H
 #define HOSTILE_CORE_CALLS_H
 

@@ -16,8 +16,8 @@ static uint64_t limited(uint64_t value, uint32_t width) {
     return width == 8 ? value : value & ((UINT64_C(1) << (8 * width)) - 1);
 }
 
-/* A plausible value is worse than a random one: bits, neighbours, ends of ranges, what stands in the
- * same field of another record. */
+/* A plausible value is worse than a random one: bits, neighbours, ends of ranges, what stands in
+ * the same field of another record. */
 static uint64_t some_value(const world *w, const field *f, uint64_t old, rng *r) {
     const uint64_t ends[] = {0,
                              1,
@@ -67,7 +67,8 @@ void damage_draw(damage *d, const world *w, const field *names, uint32_t count, 
     uint32_t number = below(r, count), index = some_index(w, &own[number], r);
     const field *f = &own[number];
     uint64_t old = field_load(w->picture, f, index), value = old;
-    for (int i = 0; i < 16 && value == old; i++) value = limited(some_value(w, f, old, r), f->width);
+    for (int i = 0; i < 16 && value == old; i++)
+        value = limited(some_value(w, f, old, r), f->width);
     if (value == old) value = limited(~old, f->width);
     NEED(d->count < MOST_HITS);
     d->hit[d->count].lives = field_lives(w->picture, f, index);

@@ -278,8 +278,9 @@ static bool in_child(void (*body)(void *), void *argument) {
     if (WIFEXITED(status) && WEXITSTATUS(status) == 0) return true;
     if (WIFEXITED(status) && WEXITSTATUS(status) == 2) exit(2);
     int signal = WIFSIGNALED(status) ? WTERMSIG(status) : 0;
-    const char *what = signal == SIGPROF ? "worked without end" : signal == SIGALRM ? "slept without end"
-                                                                             : "died";
+    const char *what = "died";
+    if (signal == SIGPROF) what = "worked without end";
+    if (signal == SIGALRM) what = "slept without end";
     finding(what, signal ? signal : WEXITSTATUS(status));
     return false;
 }
@@ -310,7 +311,7 @@ static void run_seeds(void (*body)(void *), uint64_t first, uint64_t count) {
     }
 }
 
-/* Lines of the corpus: `seed N`, `structures N`, or `set WORLD FIELD INDEX VALUE [FIELD INDEX VALUE]...` */
+/* Lines of the corpus: `seed N`, `structures N`, or `set WORLD FIELD INDEX VALUE ...` */
 static void run_line(void *argument) {
     char *line = argument, *rest;
     char *verb = strtok_r(line, " \n", &rest);

@@ -160,7 +160,7 @@ static int reserve_publish(call *c) {
     reserving v;
     int rc = begin_reserve(c, &v, 1);
     if (rc > 0)
-        rc = worse(rc, sane(lci_publish(c->w->h, v.op.rid, v.op.gen, 0, v.fresh, v.made), "publish"));
+        rc = sane(lci_publish(c->w->h, v.op.rid, v.op.gen, 0, v.fresh, v.made), "publish");
     return worse(rc, end_reserve(c, &v));
 }
 
@@ -234,7 +234,8 @@ static int adopt_one(call *c, const lci_ticket_ref *ref) {
                   "adopt");
     at_most(held, size, "adopt holds more than there was room for");
     in_range(w, pages, held, "adopt handed out a page");
-    if (rc >= 0 && rid != LC_NIL) at_most(rid, (int64_t)w->g.reservations - 1, "adopt's reservation");
+    if (rc >= 0 && rid != LC_NIL)
+        at_most(rid, (int64_t)w->g.reservations - 1, "adopt's reservation");
     free(pages);
     if (rc >= 0) rc = worse(rc, sane(lci_ticket_done(w->h, ref, below(c->r, 2)), "done"));
     return rc;
@@ -250,7 +251,7 @@ static int ticket(call *c) {
     int32_t pages[70];
     uint32_t n = below(c->r, 71);
     uint64_t expires = lcs_now_ns() + below(c->r, 1000000);
-    for (uint32_t i = 0; i < n; i++) pages[i] = (int32_t)(i % (w->pages / 4)); /* used, all of them */
+    for (uint32_t i = 0; i < n; i++) pages[i] = (int32_t)(i % (w->pages / 4)); /* all used */
     int rc = sane(lci_ticket_give(w->h, pages, n, LC_NIL, 0, draw(c->r), expires, &made, c->wait,
                                   c->deadline),
                   "ticket");

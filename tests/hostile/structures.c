@@ -115,7 +115,8 @@ static void use_list(arena *a, rng *r) {
     uint32_t list = below(r, LISTS), one = below(r, NODES);
     switch (below(r, 7)) {
     case 0:
-        answer(lcx_list_put(a->list, list, one, (int)below(r, 2), (int)below(r, 2), LC_BLOCK, soon()),
+        answer(lcx_list_put(a->list, list, one, (int)below(r, 2), (int)below(r, 2), LC_BLOCK,
+                            soon()),
                0, "list put");
         break;
     case 1: answer(lcx_list_remove(a->list, one, LC_BLOCK, soon()), 0, "list remove"); break;
@@ -167,7 +168,8 @@ static void use_dict(arena *a, rng *r) {
 static void flip_word(arena *a, rng *r) {
     uint64_t words = a->payload / 4, lock = sizeof(lcs_lock) / 4;
     bool of_lock = below(r, 8) == 0;
-    uint64_t at = of_lock ? LCS_LOCK_OFFSET / 4 + below(r, lock) : LCS_PAYLOAD_OFFSET / 4 + below(r, words);
+    uint64_t at = (of_lock ? LCS_LOCK_OFFSET : LCS_PAYLOAD_OFFSET) / 4;
+    at += below(r, of_lock ? lock : words);
     const uint32_t values[] = {0,       1,          NODES,         NODES - 1, NODES + 1, UINT32_MAX,
                                LISTS,   INT32_MAX,  1u << below(r, 32), below(r, NODES + LISTS)};
     uint32_t old = ((const uint32_t *)a->picture)[at];

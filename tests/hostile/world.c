@@ -95,8 +95,9 @@ static void give_tickets(world *w) {
     NEED(lci_ticket_give(w->peer_h, lease.rest, 6, LC_NIL, 0, UINT64_C(1) << w->me_slot, soon(),
                          &w->ticket, LC_BLOCK, FOREVER) == LC_OK);
     for (uint32_t i = 6; i < 2 * MOST_KEYS; i++) lease.rest[i] = lease.rest[i % 6];
-    NEED(lci_ticket_give(w->h, lease.rest, 2 * MOST_KEYS, LC_NIL, 0, UINT64_C(1) << w->peer->slot, soon(),
-                         &w->given, LC_BLOCK, FOREVER) == LC_OK);
+    uint64_t to_peer = UINT64_C(1) << w->peer->slot;
+    NEED(lci_ticket_give(w->h, lease.rest, 2 * MOST_KEYS, LC_NIL, 0, to_peer, soon(), &w->given,
+                         LC_BLOCK, FOREVER) == LC_OK);
     NEED(lci_release(w->peer_h, &lease.head) == LC_OK); /* a list of three chunks, pages repeated */
     reserve(w->peer_h, &f, 6, 3, 2, w->ns[0]);
     NEED(lci_ticket_give(w->peer_h, f.fresh, f.made, f.op.rid, f.op.gen,
@@ -157,7 +158,7 @@ static void settle_ready(world *w) {
         world_keys(keys, run, MOST_KEYS);
         w->ready[run] = 0;
         for (int i = 0; i < 2; i++) {
-            int n = lci_peek1(w->h, keys, w->ready[run] || i ? MOST_KEYS : MOST_KEYS, w->ns[i]);
+            int n = lci_peek1(w->h, keys, MOST_KEYS, w->ns[i]);
             if (n > (int)w->ready[run]) w->ready[run] = (uint32_t)n;
         }
     }

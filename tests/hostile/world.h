@@ -1,7 +1,7 @@
 /* A small index with a bit of everything in it, between guard pages: what the harness damages.
  *
- * Its memory is mapped twice: for writing, and PROT_READ for a reader, so that a reader's write is a
- * signal. A world is put back to its picture before every case. */
+ * Its memory is mapped twice: for writing, and PROT_READ for a reader, so that what a
+ * reader writes is a signal. A world is put back to its picture before every case. */
 #ifndef HOSTILE_WORLD_H
 #define HOSTILE_WORLD_H
 
