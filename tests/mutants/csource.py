@@ -107,8 +107,10 @@ class CSource:
 
     def begins_statement(self, at: int) -> bool:
         before = self.bare[:at].rstrip(" \n\\")
-        if before.endswith((";", "{", "}", "else", "do", ":")):
-            return not before.endswith("::")
+        if before.endswith((";", "{", "}", "else", "do")):
+            return True
+        if before.endswith(":"):  # a label, or what stands behind a question mark
+            return "?" not in re.split(r"[;{}]", before)[-1]
         if not before.endswith(")"):
             return False
         return bool(re.search(r"\b(if|while|for) $", self.bare[: self.opening(len(before) - 1)]))

@@ -188,7 +188,145 @@ static void wheel_turns_beyond_32_bits(void) {
     tear_down();
 }
 
+/* ------------------------------------------------------------------ keys */
+
+static void keys_alike_in_one_half_are_two(void) {
+    set_up(60);
+    prompt_make(&p, 1, 4);
+    for (int i = 1; i < 4; i++) p.keys[i].lo = p.keys[0].lo;
+    CHECK_EQ(prompt_reserve(&a, &p, NS, 1), 4);
+    prompt_publish(&a, &p, 0);
+    prompt_unpin(&a, &p);
+    CHECK_EQ(match(&b, &p, &l), 4);
+    for (int i = 0; i < 4; i++) CHECK_EQ(l.pages[i], p.page[i]);
+    CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
+    prompt_make(&q, 1, 1);
+    q.keys[0].hi = p.keys[0].hi + 1;
+    CHECK_EQ(peek(&b, &q), 0);
+    CHECK_EQ(prompt_reserve(&b, &q, NS, 1), 1);
+    prompt_unpin(&b, &q);
+    tear_down();
+}
+
+static void publish_p(int point) {
+    if (point != LC_AT_LOCKED) return;
+    lc_pause_hook = NULL;
+    prompt_publish(&a, &p, 0);
+}
+
+/* Its first look, before the lock, found them being written. */
+static void what_is_published_before_the_lock_is_present(void) {
+    set_up(60);
+    prompt_make(&p, 1, 8);
+    prompt_make(&q, 1, 8);
+    CHECK_EQ(prompt_reserve(&a, &p, NS, 1), 8);
+    lc_pause_hook = publish_p;
+    CHECK_EQ(prompt_reserve(&b, &q, NS, 1), 0);
+    CHECK(!lc_pause_hook);
+    for (int i = 0; i < 8; i++) {
+        CHECK_EQ(q.status[i], LCI_PRESENT);
+        CHECK_EQ(q.page[i], p.page[i]);
+        CHECK_EQ(pins_of(&b, (uint32_t)q.page[i]), 2);
+    }
+    prompt_unpin(&a, &p);
+    prompt_unpin(&b, &q);
+    tear_down();
+}
+
+/* ------------------------------------------------------------------ the dead */
+
+static void die_as(client *c) {
+    uint32_t slot = c->slot;
+    client_die(c);
+    c->slot = slot;
+}
+
+static void many_pages_of_the_dead_are_collected(void) {
+    set_up(700);
+    client other = client_join(&s);
+    prompt_make(&p, 1, 600);
+    CHECK_EQ(prompt_reserve(&other, &p, NS, 1), 600);
+    die_as(&other);
+    CHECK_EQ(lci_reap_slot(a.h, other.slot, BLOCKING), 1);
+    CHECK_EQ(index_counts(&a).reservations, 0);
+    CHECK_EQ(index_counts(&a).writing, 0);
+    tear_down();
+}
+
+#define TAKERS 4
+
+static pthread_barrier_t all_here;
+
+static void *take_over(void *argument) {
+    client *c = argument;
+    lc_txn t;
+    pthread_barrier_wait(&all_here);
+    CHECK_EQ(lcs_lock_take(c->at, &t, 1, LC_BLOCK, FOREVER, c->h->log_begin, c->h->log_end), LC_OK);
+    CHECK_EQ(lcs_lock_drop(c->at, &t, c->h->log_begin, c->h->log_end), LC_OK);
+    return NULL;
+}
+
+/* They all find its owner dead at once, and one of them gets it. */
+static void one_at_a_time_takes_over(void) {
+    client takers[TAKERS];
+    pthread_t threads[TAKERS];
+    lc_txn t;
+    set_up(20);
+    CHECK_EQ(pthread_barrier_init(&all_here, NULL, TAKERS), 0);
+    for (int i = 0; i < TAKERS; i++) takers[i] = client_join(&s);
+    for (int round = 0; round < 200; round++) {
+        client other = client_join(&s);
+        CHECK_EQ(lci_lock(other.h, &t, LCI_OP_GROW, BLOCKING), LC_OK);
+        die_as(&other);
+        for (int i = 0; i < TAKERS; i++)
+            CHECK_EQ(pthread_create(&threads[i], NULL, take_over, &takers[i]), 0);
+        for (int i = 0; i < TAKERS; i++) CHECK_EQ(pthread_join(threads[i], NULL), 0);
+        CHECK_EQ(lci_reap_slot(a.h, other.slot, BLOCKING), 1);
+    }
+    for (int i = 0; i < TAKERS; i++) client_leave(&takers[i]);
+    pthread_barrier_destroy(&all_here);
+    tear_down();
+}
+
 /* ------------------------------------------------------------------ repair */
+
+static void repair_flags_what_is_doomed(void) {
+    lc_txn t;
+    set_up(60);
+    prompt_make(&p, 1, 10);
+    CHECK_EQ(prompt_reserve(&a, &p, NS, 1), 10);
+    CHECK_EQ(lci_lock(b.h, &t, LCI_OP_ABANDON, BLOCKING), LC_OK);
+    CHECK(lci_doom_reservation(b.h, &t, p.op.rid));
+    lc_store(&b.h->root->completed[0], 0);
+    CHECK_EQ(lci_unlock(b.h, &t), LC_OK);
+    CHECK_EQ(lci_repair(b.h, BLOCKING), LC_OK);
+    prompt_unpin(&a, &p);
+    CHECK_EQ(evict(&b, 60), 0);
+    CHECK_EQ(index_counts(&b).reservations, 0);
+    CHECK_EQ(index_counts(&b).free, 10);
+    tear_down();
+}
+
+/* Copies that its device began may still be under way. */
+static void repair_leaves_what_is_in_quarantine(void) {
+    set_up(60);
+    client other = client_join_as(&s, LCS_FLAG_DEVICE);
+    prompt_make(&p, 1, 10);
+    CHECK_EQ(prompt_reserve(&other, &p, NS, 1), 10);
+    die_as(&other);
+    CHECK_EQ(lci_repair(a.h, BLOCKING), LC_OK);
+    CHECK_EQ(pins_of(&a, (uint32_t)p.page[0]), 1); /* not yet reaped */
+    CHECK_EQ(lci_reap_slot(a.h, other.slot, BLOCKING), 1);
+    lcs_client *slot = lcs_client_of(a.at, other.slot);
+    CHECK_EQ(lc_load(&slot->state), LCS_CLIENT_QUARANTINE);
+    CHECK_EQ(lci_repair(a.h, BLOCKING), LC_OK);
+    for (int i = 0; i < 10; i++) CHECK_EQ(pins_of(&a, (uint32_t)p.page[i]), 1);
+    lc_store(&slot->pidns, 0); /* nothing can be seen of it any more: its time decides */
+    lc_store(&slot->quarantine_until_ns, 0);
+    CHECK_EQ(lci_reap_slot(a.h, other.slot, BLOCKING), 1);
+    CHECK_EQ(pins_of(&a, (uint32_t)p.page[0]), 0);
+    tear_down();
+}
 
 static void repair_counts_records(void) {
     lci_ticket_ref ref;
@@ -232,6 +370,12 @@ static const test tests[] = {
     TEST(clear_goes_on_behind_what_one_hold_looks_at),
     TEST(whoever_waits_is_told),
     TEST(wheel_turns_beyond_32_bits),
+    TEST(keys_alike_in_one_half_are_two),
+    TEST(what_is_published_before_the_lock_is_present),
+    TEST(many_pages_of_the_dead_are_collected),
+    TEST(one_at_a_time_takes_over),
+    TEST(repair_flags_what_is_doomed),
+    TEST(repair_leaves_what_is_in_quarantine),
     TEST(repair_counts_records),
     TEST(repair_of_pages_used_in_the_future),
     END_OF_TESTS,
