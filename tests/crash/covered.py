@@ -30,7 +30,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import run
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from crash import run
 
 LIST = run.HERE / "uncovered.txt"
 FLAGS = ["-O0", "--coverage", "-fprofile-update=atomic"]
