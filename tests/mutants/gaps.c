@@ -23,6 +23,12 @@ static void tear_down(void) {
     segment_end(&s);
 }
 
+static void die_as(client *c) {
+    uint32_t slot = c->slot;
+    client_die(c);
+    c->slot = slot;
+}
+
 /* ------------------------------------------------------------------ records are used again */
 
 static void reservations_are_used_again(void) {
@@ -58,6 +64,31 @@ static void tickets_begin_clean(void) {
     tear_down();
 }
 
+/* Its pins go in more steps than one. */
+static void ticket_of_more_pages_than_the_log_has_entries(void) {
+    enum { RUNS = 8, EACH = 600 };
+    static lease leases[RUNS];
+    static int32_t pages[RUNS * EACH];
+    lci_ticket_ref ref;
+    set_up(RUNS * EACH);
+    CHECK(RUNS * EACH > LCS_LOG_ENTRIES);
+    for (uint32_t i = 0; i < RUNS; i++) {
+        prompt_fill(&a, &p, i, EACH);
+        CHECK_EQ(match(&a, &p, &leases[i]), EACH);
+        memcpy(pages + i * EACH, leases[i].pages, EACH * sizeof *pages);
+    }
+    CHECK_EQ(lci_ticket_give(a.h, pages, RUNS * EACH, LC_NIL, 0, UINT64_C(1) << b.slot, FOREVER,
+                             &ref, BLOCKING),
+             LC_OK);
+    for (uint32_t i = 0; i < RUNS; i++) CHECK_EQ(lci_release(a.h, &leases[i].head), LC_OK);
+    CHECK_EQ(pins_of(&a, (uint32_t)pages[0]), 1);
+    lc_store(&a.h->tickets[ref.index].deadline_ns, 0); /* its time is over */
+    CHECK_EQ(lci_ticket_drop(a.h, &ref, BLOCKING), LC_OK);
+    for (uint32_t i = 0; i < RUNS * EACH; i++) CHECK_EQ(pins_of(&a, (uint32_t)pages[i]), 0);
+    CHECK_EQ(index_counts(&a).tickets, 0);
+    tear_down();
+}
+
 static void epochs_move_on(void) {
     set_up(10);
     lcs_client *slot = lcs_client_of(a.at, a.slot);
@@ -68,6 +99,51 @@ static void epochs_move_on(void) {
     a = client_join(&s);
     CHECK_EQ(lc_load(&slot->epoch), epoch + 2); /* taken */
     CHECK_EQ(a.at->epoch, epoch + 2);
+    tear_down();
+}
+
+static void counters_begin_at_zero(void) {
+    set_up(100);
+    prompt_fill(&a, &p, 1, 10);
+    CHECK_EQ(match(&a, &p, &l), 10);
+    prompt_make(&q, 2, 3);
+    CHECK_EQ(peek(&a, &q), 0);
+    CHECK_EQ(match(&a, &q, &l), 0);
+    CHECK_EQ(evict(&a, 100), 0);
+    client_leave(&a);
+    CHECK_EQ(evict(&b, 4), 4);
+    a = client_join(&s);
+    const lcs_client *slot = lcs_client_of(a.at, a.slot);
+    CHECK_EQ(lc_load(&slot->lookups) + lc_load(&slot->hit_pages) + lc_load(&slot->missed_pages), 0);
+    CHECK_EQ(lc_load(&slot->reserved_pages) + lc_load(&slot->published_pages), 0);
+    tear_down();
+}
+
+/* Whoever is at a slot holds its mending byte, and lets go of it. */
+static void slots_are_mended_by_one_at_a_time(void) {
+    set_up(100);
+    int fd = life_descriptor(&s);
+    client other = client_join(&s);
+    int64_t byte = LCS_BYTE_MEND + other.slot;
+    CHECK_EQ(lcs_byte_held(fd, byte, 1), 0);
+    CHECK_EQ(lcs_slot_mend(a.at, other.slot), LC_E_BUSY); /* it lives */
+    CHECK_EQ(lcs_byte_held(fd, byte, 1), 0);
+    die_as(&other);
+    CHECK_EQ(lcs_byte_lock(fd, byte, 1), LC_OK);
+    CHECK_EQ(lcs_slot_mend(a.at, other.slot), LC_E_BUSY);
+    CHECK_EQ(lcs_slot_free_dead(a.at, other.slot), LC_E_BUSY);
+    CHECK_EQ(lcs_byte_unlock(fd, byte), LC_OK);
+    CHECK_EQ(lcs_slot_mend(a.at, other.slot), LC_OK);
+    CHECK_EQ(lcs_byte_held(fd, byte, 1), 1);
+    lcs_slot_mended(a.at, other.slot);
+    CHECK_EQ(lcs_slot_free_dead(b.at, other.slot), LC_OK);
+    CHECK_EQ(lcs_byte_held(fd, byte, 1), 0);
+    CHECK_EQ(lcs_byte_lock(fd, byte, 1), LC_OK);
+    client next = client_join(&s);
+    CHECK(next.slot != other.slot); /* passed over */
+    CHECK_EQ(lcs_byte_unlock(fd, byte), LC_OK);
+    client_leave(&next);
+    close(fd);
     tear_down();
 }
 
@@ -235,12 +311,6 @@ static void what_is_published_before_the_lock_is_present(void) {
 
 /* ------------------------------------------------------------------ the dead */
 
-static void die_as(client *c) {
-    uint32_t slot = c->slot;
-    client_die(c);
-    c->slot = slot;
-}
-
 static void many_pages_of_the_dead_are_collected(void) {
     set_up(700);
     client other = client_join(&s);
@@ -364,7 +434,10 @@ static void repair_of_pages_used_in_the_future(void) {
 static const test tests[] = {
     TEST(reservations_are_used_again),
     TEST(tickets_begin_clean),
+    TEST(ticket_of_more_pages_than_the_log_has_entries),
     TEST(epochs_move_on),
+    TEST(counters_begin_at_zero),
+    TEST(slots_are_mended_by_one_at_a_time),
     TEST(doomed_reservation_is_not_published),
     TEST(abandoning_leaves_pages_that_are_anothers),
     TEST(clear_goes_on_behind_what_one_hold_looks_at),

@@ -215,3 +215,12 @@ void adopted(void) {
     given_to_victim();
     CHECK_EQ(adopt_as(&victim, 0), second_run.n);
 }
+
+/* The victim gave a ticket, and nobody needs it any more. */
+void adopted_and_done(void) {
+    half_full();
+    give_lease(&victim, bit(&survivor));
+    CHECK_EQ(adopt_as(&survivor, 0), second_run.n);
+    CHECK_EQ(lci_release(survivor.h, &lent.head), LC_OK);
+    CHECK_EQ(lci_ticket_done(survivor.h, &ticket, 1), LC_OK);
+}

@@ -31,5 +31,6 @@ void given_to_victim(void);
 void given_shard(void);
 int adopt_as(client *c, uint32_t shard);
 void adopted(void);
+void adopted_and_done(void);
 
 #endif

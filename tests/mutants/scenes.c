@@ -101,6 +101,7 @@ const scene scenes[] = {
     {"adopt", given_to_victim, adopt, NONE, NONE, false},
     {"done", adopted, done, NONE, NONE, false},
     {"drop", someone_should_adopt, drop, NONE, NONE, false},
+    {"drop-last", adopted_and_done, drop, NONE, NONE, false},
     {"reap", someone_died, reap_late, NONE, NONE, false},
     {"reap-published", someone_had_published, reap_late, NONE, NONE, false},
     {"reap-giver", someone_had_given, reap_late, NONE, NONE, false},
