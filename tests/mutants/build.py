@@ -65,7 +65,7 @@ PROGRAMS = {
             *WORLD,
         ),
     ),
-    "gaps": Program(HOOKED, ("mutants/gaps", "mutants/hooks", *WORLD)),
+    "gaps": Program(HOOKED, ("mutants/gaps*", "mutants/hooks", *WORLD)),
     "meetings": Program(HOOKED, ("mutants/meetings", "mutants/hooks", *WORLD)),
     "structures": Program(HOOKED, ("mutants/structures", "mutants/hooks", *WORLD)),
     "stress": Program(TSAN, ("native/stress", *WORLD)),
