@@ -81,6 +81,27 @@ static void lock_of_a_thread_that_is_gone_is_taken_over(void) {
     tear_down();
 }
 
+static void take_from_a(int point) {
+    if (point != LC_AT_UNLOCK) return;
+    lc_pause_hook = NULL;
+    lcs_lock *lock = lcs_lock_of(b.at);
+    uint64_t next = (lc_load(&lock->both) >> 32) + 1;
+    lc_store(&lock->both, next << 32 | b.slot | b.at->epoch << LCS_LOCK_EPOCH_SHIFT);
+}
+
+/* Somebody held it for dead and took the lock just before it was to be given back. */
+static void lock_that_is_anothers_is_not_let_go(void) {
+    lc_txn t;
+    set_up(20);
+    lcs_lock *lock = lcs_lock_of(a.at);
+    CHECK_EQ(lci_lock(a.h, &t, LCI_OP_GROW, BLOCKING), LC_OK);
+    lc_pause_hook = take_from_a;
+    CHECK_EQ(lci_unlock(a.h, &t), LC_OK);
+    CHECK_EQ(lc_load(&lock->word) & LCS_LOCK_SLOT, b.slot);
+    lc_store(&lock->word, 0);
+    tear_down();
+}
+
 /* ------------------------------------------------------------------ repair */
 
 static void repair_flags_what_is_doomed(void) {
@@ -157,6 +178,7 @@ static void repair_of_pages_used_in_the_future(void) {
 const test dead_gaps[] = {
     TEST(many_pages_of_the_dead_are_collected),
     TEST(lock_of_a_thread_that_is_gone_is_taken_over),
+    TEST(lock_that_is_anothers_is_not_let_go),
     TEST(one_at_a_time_takes_over),
     TEST(repair_flags_what_is_doomed),
     TEST(repair_leaves_what_is_in_quarantine),
