@@ -1,6 +1,10 @@
 /* Gaps in recovery and repair. */
 #include "gaps.h"
 
+#include "hooks.h"
+
+#include <setjmp.h>
+
 /* ------------------------------------------------------------------ the dead */
 
 static void many_pages_of_the_dead_are_collected(void) {
@@ -102,6 +106,31 @@ static void lock_that_is_anothers_is_not_let_go(void) {
     tear_down();
 }
 
+static jmp_buf dead_end;
+
+static void die_at_cursor(const volatile void *word) {
+    if (word != &a.h->ns[0].cursor || !lc_load(&lcs_lock_of(a.at)->log_count)) return;
+    if (lc_load(&a.h->ns[0].cursor) == 0) return; /* just begun */
+    after_store = NULL;
+    longjmp(dead_end, 1);
+}
+
+/* Where it had come to is forgotten with the pages that it had forgotten. */
+static void clear_whose_step_is_undone_leaves_no_page(void) {
+    set_up(500);
+    client other = client_join(&s);
+    prompt_fill(&a, &p, 1, 450);
+    CHECK_EQ(evict(&a, 1), 1); /* what was published is taken in */
+    after_store = die_at_cursor;
+    if (!setjmp(dead_end)) lci_clear(other.h, NS, BLOCKING);
+    CHECK(!after_store);
+    die_as(&other);
+    CHECK_EQ(lci_reap_slot(a.h, other.slot, BLOCKING), 1);
+    CHECK_EQ(index_counts(&a).named, 0);
+    CHECK_EQ(index_counts(&a).namespaces_clearing, 0);
+    tear_down();
+}
+
 /* ------------------------------------------------------------------ repair */
 
 static void repair_flags_what_is_doomed(void) {
@@ -179,6 +208,7 @@ const test dead_gaps[] = {
     TEST(many_pages_of_the_dead_are_collected),
     TEST(lock_of_a_thread_that_is_gone_is_taken_over),
     TEST(lock_that_is_anothers_is_not_let_go),
+    TEST(clear_whose_step_is_undone_leaves_no_page),
     TEST(one_at_a_time_takes_over),
     TEST(repair_flags_what_is_doomed),
     TEST(repair_leaves_what_is_in_quarantine),
