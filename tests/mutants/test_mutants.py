@@ -24,13 +24,13 @@ CHANGES = (
 )
 # A store lost, one that undoing does not know, a step of recovery left out, a commit too early, a
 # guard dropped: each is noticed when somebody dies.
-KILLED = {
-    "lightcache/native/pages.c:lci_give_free:lc_txn_set#1:unlogged": "meetings",
-    "lightcache/native/reap.c:end_slot:lc_store_release#1:removed": "deaths",
-    "lightcache/native/reap.c:reap_records:lci_ticket_client_gone#1:skipped": "deaths",
-    "lightcache/native/reserve.c:settle_batch:keep#1:earlier": "deaths",
-    "lightcache/native/evict.c:settle:if#2:dropped": "meetings",
-}
+KILLED = [
+    "lightcache/native/pages.c:lci_give_free:lc_txn_set#1:unlogged",
+    "lightcache/native/reap.c:end_slot:lc_store_release#1:removed",
+    "lightcache/native/reap.c:reap_records:lci_ticket_client_gone#1:skipped",
+    "lightcache/native/reserve.c:settle_batch:keep#1:earlier",
+    "lightcache/native/evict.c:settle:if#2:dropped",
+]
 # No instruction of x86-64 is another.
 EQUIVALENT = "lightcache/native/evict.c:finish:lc_store_release#1:relaxed"
 
@@ -100,8 +100,10 @@ def test_the_core_as_it_is_passes(first: Workshop, stage: Stage) -> None:
 @pytest.mark.crash
 def test_a_mutant_of_each_kind_is_killed(first: Workshop, tmp_path: Path) -> None:
     shop = first.copy(tmp_path / "shop")
-    ends = {name: try_one(shop, first, *find(name)).end for name in [*KILLED, EQUIVALENT]}
-    assert ends == {**KILLED, EQUIVALENT: "equivalent"}
+    for name in KILLED:
+        verdict = try_one(shop, first, *find(name))
+        assert verdict.end in [stage.name for stage in OWN_STAGES], verdict
+    assert try_one(shop, first, *find(EQUIVALENT)).end == "equivalent"
 
 
 @pytest.mark.parametrize("marker", ["pin-fence", "evict-fence"])
