@@ -3,6 +3,8 @@
 
     python run.py                       all scenes, all builds, every change looked at
     python run.py --builds gcc-O2 --stride 5 reserve publish
+    python run.py --builds clang-O2,clang-lto --make FOLDER      for a machine without clang, there
+    python run.py --victims FOLDER                               run as well
     python run.py --list
 
 `stepper.c` says what is asked at each step, `scenes/` what is stepped. The victim is compiled once
@@ -210,7 +212,22 @@ def show_totals(outcomes: Sequence[Outcome], took: float) -> None:
         print(f"FAILED: {outcome.scene} under {outcome.build}")
 
 
-def run_all(names: Sequence[str], victims: Sequence[Build], effort: Effort, jobs: int) -> int:
+def make_victims(builds_: Sequence[Build], to: Path) -> int:
+    """Victims for another machine, which may lack a compiler: `to` holds them and nothing else."""
+    to.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for build in builds_:
+            shutil.copy2(make_victim(Path(folder), build), to / build.name)
+    return 0
+
+
+def run_all(
+    names: Sequence[str],
+    victims: Sequence[Build],
+    effort: Effort,
+    jobs: int,
+    elsewhere: Sequence[Path] = (),
+) -> int:
     began = time.monotonic()
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(jobs) as pool:
@@ -218,6 +235,7 @@ def run_all(names: Sequence[str], victims: Sequence[Build], effort: Effort, jobs
         stepper = pool.submit(make_stepper, folder)
         made = {build.name: pool.submit(make_victim, folder, build) for build in victims}
         programs = {build: future.result() for build, future in made.items()}
+        programs |= {path.name: path.resolve() for path in elsewhere}
         print(f"built in {time.monotonic() - began:.0f} s; {jobs} workers")
         columns = "steps changes looked asked killed seconds dumps stable failures"
         heads = " ".join(f"{head:>8}" for head in columns.split())
@@ -247,6 +265,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=int, default=usual.seconds, help="second victims a scene")
     parser.add_argument("--dumps", type=int, default=usual.dumps, help="dump every n-th look")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="workers")
+    parser.add_argument("--make", type=Path, help="only compile victims, into this folder")
+    parser.add_argument("--victims", type=Path, help="a folder of such victims, to be run as well")
     given = parser.parse_args()
     here = {build.name: build for build in builds()}
     if not here:
@@ -257,8 +277,11 @@ def main() -> int:
         return 0
     names = pick(scenes(), given.scenes, "scene")
     chosen = pick(list(here), [name for name in given.builds.split(",") if name], "build")
+    if given.make:
+        return make_victims([here[name] for name in chosen], given.make)
     effort = Effort(given.stride, given.kills, given.seconds, given.dumps)
-    return run_all(names, [here[name] for name in chosen], effort, given.jobs)
+    elsewhere = sorted(given.victims.iterdir()) if given.victims else []
+    return run_all(names, [here[name] for name in chosen], effort, given.jobs, elsewhere)
 
 
 if __name__ == "__main__":
