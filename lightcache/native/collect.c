@@ -115,6 +115,7 @@ uint32_t lci_collect(lci_handle *h, lc_txn *t, uint32_t budget) {
             done += end_reservation(h, t, rid, budget - done);
             lci_reservation *r = &h->res[rid];
             if (lc_load(&r->state) == LCI_RES_DOOMED || lci_complete(r)) continue; /* not done yet */
+            LC_PAUSE(LC_AT_NOT_ENDED);
             atomic_fetch_and_explicit(&h->root->completed[w], ~(UINT64_C(1) << (rid % 64)),
                                       memory_order_acq_rel); /* order: completed-clear */
             /* Taken again and published between our look and our clearing? Then it counts. */

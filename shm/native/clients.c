@@ -147,6 +147,7 @@ void lcs_slot_mended(const lcs_attachment *at, uint32_t slot) {
 int lcs_slot_mend(const lcs_attachment *at, uint32_t slot) {
     int held = lcs_byte_held(at->life_fd, LCS_BYTE_SLOTS + slot, 1);
     if (held != 0) return held < 0 ? held : LC_E_BUSY;
+    LC_PAUSE(LC_AT_DEAD_SEEN);
     int rc = mend_lock(at, slot);
     if (rc != LC_OK) return rc;
     held = lcs_byte_held(at->life_fd, LCS_BYTE_SLOTS + slot, 1);

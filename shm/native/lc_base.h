@@ -91,6 +91,9 @@ enum lc_pause_point {
     LC_AT_NAME_LOOKED = 19,  /* a namespace was seen to be open, its names not yet looked at */
     LC_AT_NAME_STORED = 20,  /* the names of a new one are stored, it is not yet open */
     LC_AT_EVENT_COMPARED = 21, /* not notified so far, not yet asleep */
+    LC_AT_DEAD_SEEN = 22,    /* a slot's byte was free, its mending byte is not yet ours */
+    LC_AT_OWNER_DEAD = 23,   /* the lock's owner is dead, its lock not yet taken over */
+    LC_AT_NOT_ENDED = 24,    /* a reservation was seen to go on, its bit is not yet cleared */
 };
 
 /* ------------------------------------------------------------------ layout of a segment */

@@ -104,6 +104,7 @@ static int block(lcs_attachment *at, lcs_lock *lock, uint32_t mine, uint64_t dea
             continue;
         }
         if (owner_dead(at, lock, both)) {
+            LC_PAUSE(LC_AT_OWNER_DEAD);
             *taken_over = take(lock, both, mine | LCS_LOCK_WAITERS);
             if (*taken_over) return LC_OK;
             continue;
