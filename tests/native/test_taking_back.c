@@ -64,13 +64,10 @@ static void slot_that_somebody_mends_is_nobody_elses(void) {
     CHECK_EQ(lci_reap_slot(b.h, 3, BLOCKING), 0);
     CHECK_EQ(lcs_slot_free_dead(b.at, 3), LC_E_BUSY);
     lcs_slot_mended(a.at, 3);
-    CHECK_EQ(lcs_slot_mend(a.at, 9), LC_OK);
-    dead.slot = 0;
     CHECK_EQ(lcs_slot_free_dead(b.at, 3), LC_OK);
     CHECK_EQ(lcs_byte_held(a.life, LCS_BYTE_MEND + 3, 1), 0); /* let go of */
     dead = client_join(&s);
     CHECK_EQ(dead.slot, 3);
-    lcs_slot_mended(a.at, 9);
     client_leave(&dead);
     CHECK_EQ(lcs_slot_mend(a.at, 3), LC_OK);
     dead = client_join(&s); /* passes it over */

@@ -1,0 +1,436 @@
+/* How reservations, namespaces and tickets end: in pieces, some of them later, some by others. */
+#include "world.h"
+
+#include <setjmp.h>
+
+static segment s;
+static client a, b, c;
+static prompt p, q, r;
+static lease l, m;
+static lci_ticket_ref ref;
+
+static void set_up(uint64_t pages) {
+    s = index_make(pages);
+    a = client_join(&s);
+    b = client_join(&s);
+    c = client_join(&s);
+}
+
+static void tear_down(void) {
+    client_leave(&a);
+    client_leave(&b);
+    client_leave(&c);
+    index_check(&s);
+    segment_end(&s);
+}
+
+static uint64_t bit(const client *who) { return UINT64_C(1) << who->slot; }
+
+static void doom(client *who, uint32_t rid) {
+    lc_txn t;
+    CHECK_EQ(lci_lock(who->h, &t, LCI_OP_ABANDON, BLOCKING), LC_OK);
+    CHECK(lci_doom_reservation(who->h, &t, rid));
+    CHECK_EQ(lci_unlock(who->h, &t), LC_OK);
+}
+
+/* ------------------------------------------------------------------ reservations */
+
+/* Every other key is there already: each of the new pages hangs on a page that joins the queue when
+ * the new one goes. That is more than one step has room for. */
+static void doomed_pages_go_in_pieces(void) {
+    static prompt one;
+    set_up(700);
+    prompt_make(&p, 1, 600);
+    for (uint32_t i = 0; i < 600; i += 2) {
+        prompt_make(&one, 1, 1);
+        one.keys[0] = p.keys[i];
+        CHECK_EQ(prompt_reserve(&a, &one, NS, 1), 1);
+        prompt_publish(&a, &one, 0);
+        prompt_unpin(&a, &one);
+    }
+    CHECK_EQ(prompt_reserve(&a, &p, NS, 1), 300);
+    CHECK_EQ(lci_abandon(a.h, p.op.rid, p.op.gen, BLOCKING), LC_OK);
+    index_check(&s);
+    CHECK_EQ(index_counts(&a).doomed, 300);
+    prompt_unpin(&a, &p);
+    CHECK_EQ(evict(&b, 700), 300);
+    tear_down();
+}
+
+static void doomed_pages_are_not_published_ones(void) {
+    set_up(100);
+    prompt_make(&p, 1, 10);
+    CHECK_EQ(prompt_reserve(&a, &p, NS, 1), 10);
+    doom(&b, p.op.rid);
+    CHECK_EQ(index_counts(&a).writing, 10);
+    collect(&b);
+    CHECK_EQ(index_counts(&a).writing, 0);
+    CHECK_EQ(index_counts(&a).doomed, 10);
+    prompt_unpin(&a, &p);
+    tear_down();
+}
+
+/* Published, forgotten with their namespace, freed, and used again, all before anybody came to
+ * collect their reservation: there was another, of many pages, before it. */
+static void published_pages_that_are_anothers_are_left(void) {
+    lci_ns_ref other;
+    set_up(330);
+    CHECK_EQ(lci_namespace_open(a.h, "w", "t", 0, &other, BLOCKING), LC_OK);
+    prompt_make(&p, 1, 300);
+    prompt_make(&q, 2, 20);
+    CHECK_EQ(prompt_reserve(&a, &p, NS, 1), 300);
+    CHECK_EQ(prompt_reserve(&a, &q, other, 1), 20);
+    prompt_publish(&a, &p, 0);
+    prompt_publish(&a, &q, 0);
+    prompt_unpin(&a, &p);
+    prompt_unpin(&a, &q);
+    CHECK_EQ(lci_clear(b.h, other, BLOCKING), LC_OK);
+    prompt_make(&r, 3, 20);
+    CHECK_EQ(prompt_reserve(&b, &r, NS, 1), 20);
+    uint32_t again = 0;
+    for (uint32_t i = 0; i < 20; i++)
+        for (uint32_t k = 0; k < 20; k++) again += r.page[i] == q.page[k];
+    CHECK_EQ(again, 20);
+    CHECK_EQ(index_counts(&a).reservations, 2); /* the second is there still */
+    collect(&a);
+    CHECK_EQ(index_counts(&a).reservations, 1);
+    CHECK_EQ(peek(&a, &r), 0);
+    index_check(&s);
+    prompt_publish(&b, &r, 0);
+    CHECK_EQ(peek(&a, &r), 20);
+    prompt_unpin(&b, &r);
+    tear_down();
+}
+
+static void bit_of_what_goes_on_is_taken_back(void) {
+    set_up(60);
+    prompt_make(&p, 1, 10);
+    CHECK_EQ(prompt_reserve(&a, &p, NS, 1), 10);
+    lci_flag_ended(b.h, p.op.rid);
+    collect(&b);
+    CHECK_EQ(lc_load(&a.h->root->completed[0]), 0);
+    CHECK_EQ(index_counts(&a).reservations, 1);
+    prompt_publish(&a, &p, 0);
+    prompt_unpin(&a, &p);
+    tear_down();
+}
+
+#ifdef LC_PAUSE_POINTS
+static void publish_now(int point) {
+    if (point != LC_AT_NOT_ENDED) return;
+    lc_pause_hook = NULL;
+    prompt_publish(&a, &p, 0);
+}
+
+/* The publisher says so between the look at its shards and the clearing of its bit. */
+static void bit_of_what_ended_just_now_stays(void) {
+    set_up(60);
+    prompt_make(&p, 1, 10);
+    CHECK_EQ(prompt_reserve(&a, &p, NS, 1), 10);
+    lci_flag_ended(b.h, p.op.rid);
+    lc_pause_hook = publish_now;
+    collect(&b);
+    CHECK(!lc_pause_hook);
+    index_check(&s);
+    collect(&b);
+    CHECK_EQ(index_counts(&a).reservations, 0);
+    prompt_unpin(&a, &p);
+    tear_down();
+}
+
+static jmp_buf death;
+static uint32_t found;
+
+static void look_and_die(int point) {
+    if (point != LC_AT_COMMIT) return;
+    lc_pause_hook = NULL;
+    found = peek(&a, &p);
+    longjmp(death, 1);
+}
+
+/* Its publisher has died, and so does who finishes for it: what a lookup found is found again. */
+static void pages_once_found_stay(void) {
+    lc_txn t;
+    set_up(200);
+    client publisher = client_join(&s), collector = client_join(&s);
+    prompt_make(&p, 1, 70);
+    CHECK_EQ(prompt_reserve(&publisher, &p, NS, 1), 70);
+    _Atomic uint32_t *shard = &a.h->res[p.op.rid].shard[0];
+    lc_store(shard, lc_load(shard) | LCI_SHARD_DONE);
+    lci_flag_ended(a.h, p.op.rid);
+    client_die(&publisher);
+    CHECK_EQ(lci_lock(collector.h, &t, LCI_OP_COLLECT, BLOCKING), LC_OK);
+    lc_pause_hook = look_and_die;
+    if (setjmp(death) == 0) lci_collect(collector.h, &t, 256);
+    CHECK(!lc_pause_hook);
+    CHECK(found > 0 && found < 70);
+    client_die(&collector);
+    CHECK_EQ(lci_lock(b.h, &t, LCI_OP_CHECK, BLOCKING), LC_OK);
+    CHECK(t.taken_over);
+    CHECK_EQ(peek(&a, &p), found);
+    CHECK_EQ(lci_unlock(b.h, &t), LC_OK);
+    CHECK_EQ(lci_reap_slot(a.h, 4, BLOCKING), 1);
+    CHECK_EQ(lci_reap_slot(a.h, 5, BLOCKING), 1);
+    CHECK_EQ(peek(&a, &p), 70);
+    tear_down();
+}
+#endif
+
+static void doomed_page_that_is_none_is_damage(void) {
+    uint32_t freed = 0;
+    set_up(60);
+    prompt_make(&p, 1, 10);
+    CHECK_EQ(prompt_reserve(&a, &p, NS, 1), 10);
+    CHECK_EQ(lci_abandon(a.h, p.op.rid, p.op.gen, BLOCKING), LC_OK);
+    prompt_unpin(&a, &p);
+    _Atomic uint32_t *word = &a.h->pages[p.page[0]].word;
+    uint32_t doomed = lc_load(word);
+    lc_store(word, LCI_READY);
+    CHECK_EQ(lci_evict_pages(b.h, 1, &freed, BLOCKING), LC_E_CORRUPT);
+    lc_store(word, doomed);
+    CHECK_EQ(evict(&b, 1), 0);
+    CHECK_EQ(index_counts(&a).free, 10);
+    tear_down();
+}
+
+/* ------------------------------------------------------------------ namespaces */
+
+/* Pages in twos, the second of which stands before the first: each goes out of the queue, and lets
+ * its parent in. That is more than one step has room for. */
+static void clear_goes_in_pieces(void) {
+    set_up(300);
+    for (uint32_t i = 0; i < 300; i++) prompt_fill(&a, &p, i, 1);
+    CHECK_EQ(evict(&a, 300), 300);
+    for (uint32_t i = 0; i < 150; i++) prompt_fill(&a, &p, 1000 + i, 2);
+    CHECK(p.page[1] < p.page[0]);
+    collect(&a);
+    CHECK_EQ(lci_clear(b.h, NS, BLOCKING), LC_OK);
+    CHECK_EQ(index_counts(&a).named, 0);
+    CHECK_EQ(index_counts(&a).free + index_counts(&a).doomed, 300);
+    tear_down();
+}
+
+static void clear_begins_at_the_first_page_each_time(void) {
+    lci_ns_ref ns = NS;
+    set_up(60);
+    for (int i = 0; i < 3; i++) {
+        prompt_make(&p, 1, 20);
+        CHECK_EQ(prompt_reserve(&a, &p, ns, 1), 20);
+        prompt_publish(&a, &p, 0);
+        prompt_unpin(&a, &p);
+        CHECK_EQ(lci_clear(b.h, ns, BLOCKING), LC_OK);
+        CHECK_EQ(index_counts(&a).named, 0);
+        index_check(&s);
+        CHECK_EQ(lci_namespace_open(a.h, "", "", 0, &ns, BLOCKING), LC_OK);
+        CHECK_EQ(lci_ns_id(ns), 0);
+    }
+    tear_down();
+}
+
+static void clear_that_nobody_counts_is_damage(void) {
+    set_up(60);
+    lc_store(&a.h->ns[0].state, LCI_NS_CLEARING);
+    CHECK_EQ(lci_clear(a.h, NS, BLOCKING), LC_E_CORRUPT);
+    lc_store(&a.h->ns[0].state, LCI_NS_NORMAL);
+    tear_down();
+}
+
+/* ------------------------------------------------------------------ tickets */
+
+static int give(uint64_t adopters, uint64_t expires) {
+    return lci_ticket_give(a.h, l.pages, l.head.held, LC_NIL, 0, adopters, expires, &ref, BLOCKING);
+}
+
+static int adopt(client *who, uint32_t shard) {
+    uint32_t rid, gen;
+    memset(&m, 0, sizeof m);
+    return lci_adopt(who->h, &ref, shard, &m.head.held, m.pages, 2 * MAX_KEYS, &rid, &gen,
+                     BLOCKING);
+}
+
+static void match_all(uint32_t pages) {
+    prompt_fill(&a, &q, 1, pages);
+    collect(&a);
+    CHECK_EQ(match(&a, &q, &l), pages);
+}
+
+static uint32_t settle(void) {
+    lc_txn t;
+    CHECK_EQ(lci_lock(b.h, &t, LCI_OP_TICKET, BLOCKING), LC_OK);
+    uint32_t work = lci_settle_tickets(b.h, &t, 256);
+    CHECK_EQ(lci_unlock(b.h, &t), LC_OK);
+    return work;
+}
+
+#define LONG 4500 /* pages of a ticket: more than a step has entries, of those below */
+
+static void long_tickets_are_made_and_settled_in_pieces(void) {
+    static int32_t pages[LONG];
+    set_up(100);
+    match_all(50);
+    for (int i = 0; i < LONG; i++) pages[i] = l.pages[i % 50];
+    CHECK_EQ(lci_ticket_give(a.h, pages, LONG, LC_NIL, 0, bit(&b), FOREVER, &ref, BLOCKING), LC_OK);
+    CHECK_EQ(lci_ticket_size(b.h, &ref), LONG);
+    CHECK_EQ(lc_load(lci_pin(a.h, 0, (uint32_t)l.pages[7])), LONG / 50);
+    index_check(&s);
+    lc_store(&a.h->tickets[ref.index].deadline_ns, 1);
+    CHECK(settle() >= LONG);
+    CHECK_EQ(lc_load(lci_pin(a.h, 0, (uint32_t)l.pages[7])), 0);
+    CHECK_EQ(index_counts(&a).chunks, 0);
+    tear_down();
+}
+
+static void settled_tickets_are_no_work(void) {
+    set_up(100);
+    match_all(50);
+    CHECK_EQ(give(bit(&b), FOREVER), LC_OK);
+    CHECK_EQ(adopt(&b, 0), 50);
+    CHECK_EQ(settle(), 0);
+    CHECK_EQ(lci_ticket_drop(a.h, &ref, BLOCKING), LC_OK);
+    CHECK_EQ(settle(), 0);
+    CHECK_EQ(index_counts(&a).tickets, 1); /* its verdict is to come */
+    tear_down();
+}
+
+static void ticket_with_too_many_pins_leaves_all_as_it_was(void) {
+    set_up(100);
+    match_all(50);
+    _Atomic uint16_t *count = lci_pin(a.h, 0, (uint32_t)l.pages[40]);
+    lc_store(count, UINT16_MAX); /* as if many tickets held it */
+    CHECK_EQ(give(bit(&b), FOREVER), LC_E_PINS);
+    CHECK_EQ(lc_load(count), UINT16_MAX);
+    lc_store(count, 0);
+    CHECK_EQ(index_counts(&a).tickets, 0);
+    CHECK_EQ(index_counts(&a).chunks, 0);
+    tear_down();
+}
+
+/* Verdicts take no lock: the tickets are over, and nobody has come by to see it. */
+static void tickets_that_are_over_make_room(void) {
+    static lci_ticket_ref all[64];
+    set_up(64);
+    match_all(1);
+    for (int i = 0; i < 64; i++) {
+        CHECK_EQ(give(bit(&b), FOREVER), LC_OK);
+        CHECK_EQ(adopt(&b, 0), 1);
+        CHECK_EQ(lci_release(b.h, &m.head), LC_OK);
+        CHECK_EQ(lci_ticket_drop(a.h, &ref, BLOCKING), LC_OK);
+        all[i] = ref;
+    }
+    CHECK_EQ(give(bit(&b), FOREVER), LC_E_FULL);
+    for (int i = 0; i < 64; i++) CHECK_EQ(lci_ticket_done(b.h, &all[i], 1), LC_OK);
+    CHECK_EQ(give(bit(&b), FOREVER), LC_OK);
+    CHECK_EQ(index_counts(&a).tickets, 1);
+    tear_down();
+}
+
+static void verdicts_are_given_once(void) {
+    lci_ticket_status status;
+    set_up(100);
+    match_all(50);
+    CHECK_EQ(give(bit(&b) | bit(&c), FOREVER), LC_OK);
+    CHECK_EQ(adopt(&b, 0), 50);
+    CHECK_EQ(lci_ticket_done(b.h, &ref, 0), LC_OK);
+    CHECK_EQ(lci_ticket_done(b.h, &ref, 1), LC_E_TWICE);
+    CHECK_EQ(adopt(&c, 0), 50);
+    CHECK_EQ(lci_ticket_done(c.h, &ref, 1), LC_OK);
+    CHECK_EQ(lci_ticket_done(c.h, &ref, 0), LC_E_TWICE);
+    uint64_t failed = bit(&b), done = bit(&c);
+    client_die(&c);
+    CHECK_EQ(lci_reap_slot(a.h, 3, BLOCKING), 1);
+    CHECK_EQ(lci_ticket_poll(a.h, &ref, &status), LC_OK);
+    CHECK_EQ(status.failed, failed);
+    CHECK_EQ(status.done, done); /* what it had finished stays finished */
+    c = client_join(&s);
+    tear_down();
+}
+
+/* It was given to the client that died, not to whoever has its slot now. */
+static void ticket_is_not_for_the_next_in_the_slot(void) {
+    set_up(100);
+    match_all(50);
+    CHECK_EQ(give(bit(&c), FOREVER), LC_OK);
+    client_die(&c);
+    CHECK_EQ(lci_reap_slot(a.h, 3, BLOCKING), 1);
+    c = client_join(&s);
+    CHECK_EQ(c.slot, 3);
+    CHECK_EQ(adopt(&c, 0), LC_E_TIMEOUT);
+    CHECK_EQ(m.head.held, 0);
+    tear_down();
+}
+
+/* All that its ticket waited for was the giver, who is dead: it goes with it. */
+static void ticket_of_a_dead_giver_goes_at_once(void) {
+    set_up(100);
+    prompt_fill(&b, &q, 1, 50);
+    CHECK_EQ(match(&c, &q, &l), 50);
+    CHECK_EQ(lci_ticket_give(c.h, l.pages, 50, LC_NIL, 0, bit(&b), FOREVER, &ref, BLOCKING), LC_OK);
+    CHECK_EQ(adopt(&b, 0), 50);
+    CHECK_EQ(lci_ticket_done(b.h, &ref, 1), LC_OK);
+    client_die(&c);
+    CHECK_EQ(index_counts(&a).tickets, 1);
+    CHECK_EQ(lci_reap_slot(a.h, 3, BLOCKING), 1);
+    CHECK_EQ(index_counts(&a).tickets, 0);
+    c = client_join(&s);
+    tear_down();
+}
+
+/* The reservation has ended, and its record is another's of the same client. */
+static void ticket_of_an_ended_reservation_takes_no_other(void) {
+    set_up(100);
+    prompt_make(&p, 1, 10);
+    CHECK_EQ(prompt_reserve(&a, &p, NS, 2), 10);
+    CHECK_EQ(lci_ticket_give(a.h, p.fresh, 10, p.op.rid, p.op.gen, bit(&b) | bit(&c), FOREVER, &ref,
+                             BLOCKING), LC_OK);
+    doom(&c, p.op.rid);
+    CHECK_EQ(adopt(&b, 1), LC_E_STALE); /* nobody has collected it yet */
+    uint32_t rid = p.op.rid;
+    CHECK_EQ(lci_abandon(a.h, rid, p.op.gen, BLOCKING), LC_OK);
+    prompt_unpin(&a, &p);
+    prompt_make(&r, 2, 10);
+    CHECK_EQ(prompt_reserve(&a, &r, NS, 2), 10);
+    CHECK_EQ(r.op.rid, rid);
+    CHECK_EQ(adopt(&b, 1), LC_E_STALE);
+    CHECK_EQ(lci_publish(a.h, r.op.rid, r.op.gen, 1, r.fresh, 10), 0); /* still its own */
+    prompt_unpin(&a, &r);
+    tear_down();
+}
+
+static void ticket_whose_list_leads_nowhere_is_damage(void) {
+    uint32_t freed = 0;
+    set_up(100);
+    match_all(50);
+    CHECK_EQ(give(bit(&b), 1), LC_OK);
+    _Atomic uint32_t *first = &a.h->tickets[ref.index].pages.first;
+    uint32_t was = lc_load(first);
+    lc_store(first, LC_NIL);
+    CHECK_EQ(lci_evict_pages(b.h, 1, &freed, BLOCKING), LC_E_CORRUPT);
+    lc_store(first, was);
+    CHECK_EQ(lci_ticket_drop(a.h, &ref, BLOCKING), LC_OK);
+    tear_down();
+}
+
+const test ending_tests[] = {
+    TEST(doomed_pages_go_in_pieces),
+    TEST(doomed_pages_are_not_published_ones),
+    TEST(published_pages_that_are_anothers_are_left),
+    TEST(bit_of_what_goes_on_is_taken_back),
+    TEST(doomed_page_that_is_none_is_damage),
+    TEST(clear_goes_in_pieces),
+    TEST(clear_begins_at_the_first_page_each_time),
+    TEST(clear_that_nobody_counts_is_damage),
+    TEST(long_tickets_are_made_and_settled_in_pieces),
+    TEST(settled_tickets_are_no_work),
+    TEST(ticket_with_too_many_pins_leaves_all_as_it_was),
+    TEST(tickets_that_are_over_make_room),
+    TEST(verdicts_are_given_once),
+    TEST(ticket_is_not_for_the_next_in_the_slot),
+    TEST(ticket_of_a_dead_giver_goes_at_once),
+    TEST(ticket_of_an_ended_reservation_takes_no_other),
+    TEST(ticket_whose_list_leads_nowhere_is_damage),
+#ifdef LC_PAUSE_POINTS
+    TEST(bit_of_what_ended_just_now_stays),
+    TEST(pages_once_found_stay),
+#endif
+    END_OF_TESTS,
+};
