@@ -109,7 +109,6 @@ static void set_namespace(lci_namespace *ns, const char *weights, const char *te
     set_name(ns->weights, weights);
     set_name(ns->tenant, tenant);
     lc_store(&ns->quota, quota);
-    lc_store(&ns->cursor, 0);
     LC_PAUSE(LC_AT_NAME_STORED);
     lc_store_release(&ns->state, LCI_NS_NORMAL);
 }

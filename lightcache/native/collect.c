@@ -76,7 +76,7 @@ static void free_reservation(lci_handle *h, lc_txn *t, uint32_t rid) {
     lci_reservation *r = &h->res[rid];
     lc_txn_set(t, &r->state, LCI_RES_FREE);
     lc_txn_add(t, &r->gen, 1);
-    lc_txn_set(t, &r->next_free, lc_load(&h->root->res_head));
+    lc_store(&r->next_free, lc_load(&h->root->res_head)); /* dead until the record is FREE */
     lc_txn_set(t, &h->root->res_head, rid);
     lc_txn_add(t, &h->root->res_used, (uint32_t)-1);
 }

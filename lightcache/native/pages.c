@@ -106,6 +106,7 @@ void lci_free_doomed(lci_handle *h, lc_txn *t, uint32_t page) {
 
 /* ------------------------------------------------------------------ page lists */
 
+/* The caller stores its count. */
 static uint32_t take_chunk(lci_handle *h, lc_txn *t) {
     lci_root *r = h->root;
     uint32_t c = lc_load(&r->chunk_head);
@@ -117,7 +118,6 @@ static uint32_t take_chunk(lci_handle *h, lc_txn *t) {
         lc_txn_set(t, &r->chunk_fresh, c + 1);
     }
     lc_txn_add(t, &r->chunk_used, 1);
-    lc_txn_set(t, &h->chunks[c].count, 0);
     lc_txn_set(t, &h->chunks[c].next, LC_NIL);
     return c;
 }

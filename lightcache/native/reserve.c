@@ -72,14 +72,15 @@ static bool open_reservation(reserve *r) {
     }
     uint32_t gen = lc_load(&res->gen) + 1;
     lc_txn_set(t, &res->gen, gen);
-    lc_txn_set(t, &res->owner, h->at->slot);
-    lc_txn_set(t, &res->owner_epoch, h->at->epoch);
-    lc_txn_set(t, &res->shards, r->op->shards);
-    lc_txn_set(t, &res->ns, r->op->ns);
-    lc_txn_set(t, &res->pages.count, 0);
-    lc_txn_set(t, &res->pages.first, LC_NIL);
-    lc_txn_set(t, &res->pages.last, LC_NIL);
-    for (uint32_t s = 0; s < r->op->shards; s++) /* dead words until the record is ACTIVE */
+    /* Dead until the record is ACTIVE, so not logged. */
+    lc_store(&res->owner, h->at->slot);
+    lc_store(&res->owner_epoch, h->at->epoch);
+    lc_store(&res->shards, r->op->shards);
+    lc_store(&res->ns, r->op->ns);
+    lc_store(&res->pages.count, 0);
+    lc_store(&res->pages.first, LC_NIL);
+    lc_store(&res->pages.last, LC_NIL);
+    for (uint32_t s = 0; s < r->op->shards; s++)
         lc_store(&res->shard[s], (gen & 0xffffff) << LCI_SHARD_GEN_SHIFT | h->at->slot);
     lc_txn_set(t, &res->state, LCI_RES_ACTIVE);
     lc_txn_add(t, &h->root->res_used, 1);

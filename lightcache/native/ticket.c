@@ -118,13 +118,14 @@ static int open_ticket(lci_handle *h, lc_txn *t, uint32_t rid, uint32_t rgen, ui
         if (lc_load(&k->state) != LCI_TICKET_FREE) continue;
         uint32_t gen = lc_load(&k->gen) + 1;
         lc_txn_set(t, &k->gen, gen);
-        lc_txn_set(t, &k->giver, h->at->slot);
-        lc_txn_set(t, &k->giver_epoch, h->at->epoch);
+        /* Dead until the record is BUILDING, so not logged. */
+        lc_store(&k->giver, h->at->slot);
+        lc_store(&k->giver_epoch, h->at->epoch);
         lc_store(&k->deadline_ns, deadline);
         lc_store(&k->total, 0);
-        lc_txn_set(t, &k->pages.count, 0);
-        lc_txn_set(t, &k->pages.first, LC_NIL);
-        lc_txn_set(t, &k->pages.last, LC_NIL);
+        lc_store(&k->pages.count, 0);
+        lc_store(&k->pages.first, LC_NIL);
+        lc_store(&k->pages.last, LC_NIL);
         lc_store(&k->reservation, rid == LC_NIL ? 0 : rid + 1);
         lc_store(&k->reservation_gen, rgen);
         for (int w = 0; w < 2; w++) {

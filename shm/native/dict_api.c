@@ -166,7 +166,7 @@ LC_API int lcx_dict_pop(lcx_dict *d, uint64_t lo, uint64_t hi, int32_t *value, i
     } else {
         *value = (int32_t)found.word;
         lc_dict_unlink(&t, &d->dict, found.node);
-        lc_txn_set(&t, free_link(d, found.node), lc_load(&d->root->free_head));
+        lc_store(free_link(d, found.node), lc_load(&d->root->free_head)); /* dead in a record in use */
         lc_txn_set(&t, &d->root->free_head, found.node);
         lc_txn_add(&t, &d->root->count, (uint32_t)-1);
     }
