@@ -121,6 +121,16 @@ static void shared(void) {
     prompt_publish(&first, &new_run, 0);
 }
 
+/* The first may adopt the only shard, which the second is about to publish. */
+static void offered(void) {
+    prepare();
+    prompt_make(&new_run, 2, RUN);
+    CHECK_EQ(prompt_reserve(&second, &new_run, NS, 1), RUN);
+    CHECK_EQ(lci_ticket_give(second.h, new_run.fresh, RUN, new_run.op.rid, new_run.op.gen,
+                             UINT64_C(1) << first.slot, FOREVER, &ticket, BLOCKING),
+             LC_OK);
+}
+
 static void waiting(void) {
     prepare();
     CHECK_EQ(match(&first, &old_run, &held), old_run.n);
@@ -133,6 +143,14 @@ static int publish(client *c, uint32_t shard) {
 
 static void first_publishes(void) { told = publish(&first, 0); }
 static void second_publishes(void) { told = publish(&second, 1); }
+
+static void owner_publishes(void) { told = publish(&second, 0); }
+
+static void first_adopts(void) {
+    uint32_t rid, gen;
+    int rc = lci_adopt(first.h, &ticket, 0, &held.head.held, held.pages, RUN, &rid, &gen, BLOCKING);
+    RIGHT(rc == RUN || rc == LC_E_TWICE);
+}
 
 static void abandons(client *c) {
     int rc = lci_abandon(c->h, new_run.op.rid, new_run.op.gen, BLOCKING);
@@ -189,6 +207,7 @@ static const meeting meetings[] = {
     {"abandon, publish", shared, first_abandons, second_publishes, as_told_last},
     {"evict, publish", shared, first_evicts, second_publishes, as_told},
     {"clear, publish", shared, first_clears, second_publishes, nothing},
+    {"adopt, publish", offered, first_adopts, owner_publishes, as_told},
     {"publish, abandon", reserved, first_publishes, second_abandons, as_told_last},
     {"publish, clear", reserved, first_publishes, second_clears, nothing},
     {"publish, evict", reserved, first_publishes, second_evicts, nothing},

@@ -105,6 +105,12 @@ void follow_present(void) { /* some of its keys are there already */
     memcpy(written_run.keys, other_run.keys + 4, RUN * sizeof *written_run.keys);
 }
 
+void behind_present(void) { /* what it writes hangs on a page that stays */
+    follow_present();
+    CHECK_EQ(prompt_reserve(&victim, &other_run, NS, 1), RUN);
+    written_run.op = other_run.op;
+}
+
 void under_quota(void) {
     lci_ns_ref ns;
     half_full();
@@ -189,6 +195,27 @@ void someone_should_adopt(void) {
     late = client_join(&real);
     give_lease(&victim, bit(&late));
     dead(&late);
+}
+
+/* Its adopter has done, and only the giver's drop is missing. */
+void settled(void) {
+    half_full();
+    give_lease(&victim, bit(&survivor));
+    CHECK_EQ(adopt_as(&survivor, 0), second_run.n);
+    CHECK_EQ(lci_ticket_done(survivor.h, &ticket, 1), LC_OK);
+    CHECK_EQ(lci_release(survivor.h, &lent.head), LC_OK);
+}
+
+/* A ticket is over since its adopter's verdict, and nobody has freed it: the next is given in its
+ * record. */
+void settled_behind_drop(void) {
+    half_full();
+    give_lease(&victim, bit(&survivor));
+    CHECK_EQ(adopt_as(&survivor, 0), second_run.n);
+    CHECK_EQ(lci_release(survivor.h, &lent.head), LC_OK);
+    CHECK_EQ(lci_ticket_drop(victim.h, &ticket, BLOCKING), LC_OK);
+    CHECK_EQ(lci_ticket_done(survivor.h, &ticket, 1), LC_OK);
+    CHECK_EQ(match(&victim, &second_run, &lent), second_run.n);
 }
 
 void given_to_victim(void) {
