@@ -40,10 +40,7 @@ static void settle_page(const builder *b, uint32_t page) {
     uint64_t clock = lc_load(&h->root->clock);
     if (lci_tick(p) > clock) lc_store(&p->used, clock << LCI_TICK_SHIFT);
     if (state == LCI_EVICTING) lc_store(&p->word, word = LCI_READY | (word & LCI_NS_MASK));
-    if (lc_load(&p->gen) & 1) {
-        lc_store_release(&p->gen, lc_load(&p->gen) + 1);
-        state = LCI_FREE;
-    }
+    if (lc_load(&p->gen) & 1) state = LCI_FREE; /* whoever uses it again makes it even */
     uint32_t open = lc_load(&h->ns[lci_ns_of(word)].state);
     if (state == LCI_FREE || state > LCI_DOOMED) {
         lc_store(&p->word, lci_pinned(h, p) ? LCI_DOOMED | LCI_UNWRITTEN : LCI_FREE);
@@ -141,7 +138,7 @@ static void count_page(lci_handle *h, uint32_t page) {
         _Atomic uint32_t *pages = &h->ns[lci_ns_of(word)].pages;
         lc_store(pages, lc_load(pages) + 1);
         uint32_t parent = lci_parent(h, p);
-        bool same = parent != LC_NIL && parent != page &&
+        bool same = parent != LC_NIL &&
                     ((lc_load(&h->pages[parent].word) ^ word) & LCI_NS_MASK) == 0;
         if (same)
             lc_store(&h->pages[parent].children, lc_load(&h->pages[parent].children) + 1);
