@@ -149,10 +149,10 @@ static void list_again(builder *b, uint32_t rid) {
 static void mend_reservation(lci_handle *h, uint32_t rid) {
     lci_reservation *r = &h->res[rid];
     if (lc_load(&r->owner) >= LCS_SLOTS) lc_store(&r->owner, 0);
-    if (lc_load(&r->state) != LCI_RES_DOOMED && !sane_shards(r)) doom_record(r);
-    if (lc_load(&r->state) == LCI_RES_DOOMED) doom_record(r);
+    bool doomed = lc_load(&r->state) == LCI_RES_DOOMED || !sane_shards(r);
+    if (doomed) doom_record(r);
     else lc_store(&r->state, LCI_RES_ACTIVE);
-    if (lc_load(&r->state) == LCI_RES_DOOMED || lci_complete(r)) lci_flag_ended(h, rid);
+    if (doomed || lci_complete(r)) lci_flag_ended(h, rid);
 }
 
 static void rebuild_reservations(builder *b) {
@@ -218,10 +218,9 @@ static void rebuild_tickets(builder *b) {
 
 static void rebuild_chunks(builder *b) {
     lci_handle *h = b->h;
-    uint32_t used = 0, fresh = lc_load(&h->root->chunk_fresh);
-    if (fresh > h->chunk_count) fresh = h->chunk_count;
+    uint32_t used = 0, fresh = 0;
     for (uint32_t c = 0; c < h->chunk_count; c++)
-        if (b->chunk_mark[c] && c >= fresh) fresh = c + 1;
+        if (b->chunk_mark[c]) fresh = c + 1;
     lc_store(&h->root->chunk_fresh, fresh);
     lc_store(&h->root->chunk_head, LC_NIL);
     for (uint32_t c = 0; c < fresh; c++) {
