@@ -159,7 +159,6 @@ static void rebuild_reservations(builder *b) {
     lci_handle *h = b->h;
     lci_root *root = h->root;
     uint32_t used = 0, fresh = lc_load(&root->res_fresh);
-    bool damaged[1024] = {false};
     if (fresh > h->res_count) fresh = h->res_count;
     for (uint32_t i = fresh; i < h->res_count; i++)
         if (lc_load(&h->res[i].state) != LCI_RES_FREE) fresh = i + 1;
@@ -174,11 +173,9 @@ static void rebuild_reservations(builder *b) {
         }
         used++;
         mend_reservation(h, i);
-        damaged[i] = !note_pages(b, i);
+        b->damaged[i] = !note_pages(b, i);
     }
     lc_store(&root->res_used, used);
-    for (uint32_t i = 0; i < fresh; i++) /* when all sound lists have their chunks */
-        if (damaged[i]) list_again(b, i);
 }
 
 /* ------------------------------------------------------------------ tickets */
@@ -250,6 +247,8 @@ void lci_rebuild_records(builder *b) {
     rebuild_namespaces(b->h);
     rebuild_reservations(b);
     rebuild_tickets(b);
+    for (uint32_t i = 0; i < b->h->res_count; i++) /* when all sound lists have their chunks */
+        if (b->damaged[i]) list_again(b, i);
     rebuild_chunks(b);
 }
 

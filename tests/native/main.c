@@ -10,16 +10,16 @@
 #define WATCHDOG_SECONDS 60 /* for one test: far above what any takes, also in an emulator */
 
 extern const test txn_tests[], lock_tests[], list_tests[], dict_tests[], sync_tests[];
-extern const test client_tests[], process_tests[], layout_tests[], lookup_tests[];
-extern const test reserve_tests[], publish_tests[], evict_tests[], namespace_tests[];
-extern const test ticket_tests[], reap_tests[], check_tests[], repair_tests[], race_tests[];
-extern const test death_tests[], taking_back_tests[], ending_tests[], mend_tests[];
+extern const test client_tests[], process_tests[], layout_tests[], lookup_tests[], reserve_tests[];
+extern const test publish_tests[], evict_tests[], namespace_tests[], ticket_tests[], reap_tests[];
+extern const test check_tests[], repair_tests[], race_tests[], death_tests[], taking_back_tests[];
+extern const test ending_tests[], mend_tests[], mend_records_tests[];
 
 static const test *const tables[] = {
-    txn_tests,     lock_tests,    list_tests,  dict_tests,      sync_tests,   client_tests,
-    process_tests, layout_tests,  lookup_tests, reserve_tests,  publish_tests, evict_tests,
-    namespace_tests, ticket_tests, reap_tests, check_tests,     repair_tests, race_tests,
-    death_tests,   taking_back_tests, ending_tests, mend_tests,
+    txn_tests, lock_tests, list_tests, dict_tests, sync_tests, client_tests, process_tests,
+    layout_tests, lookup_tests, reserve_tests, publish_tests, evict_tests, namespace_tests,
+    ticket_tests, reap_tests, check_tests, repair_tests, race_tests, death_tests,
+    taking_back_tests, ending_tests, mend_tests, mend_records_tests,
 };
 
 static void on_alarm(int signal) {

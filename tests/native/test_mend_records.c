@@ -1,0 +1,437 @@
+/* repair of records: reservations, tickets, their page lists, namespaces, pins. One word is
+ * damaged, repair mends it, and then all records and pages are used. */
+#include "world.h"
+
+static segment s;
+static client a, b;
+static prompt ready, large, small, over, dead, gone;
+static lease l;
+static lci_ticket_ref ticket;
+static uint32_t res_fresh;
+
+#define LARGE 70 /* two chunks, the second not full */
+
+static uint32_t bit(const client *c) { return UINT32_C(1) << c->slot; }
+static lci_reservation *record(const prompt *p) { return &a.h->res[p->op.rid]; }
+static lci_ticket *given(void) { return &a.h->tickets[ticket.index]; }
+static lci_chunk *chunk_of(const lci_list *list) { return &a.h->chunks[lc_load(&list->first)]; }
+
+static void reserve(client *c, prompt *p, uint32_t number, uint32_t n) {
+    prompt_make(p, number, n);
+    CHECK_EQ(prompt_reserve(c, p, NS, 1), n);
+}
+
+static void doom(client *c, const prompt *p) {
+    lc_txn t;
+    CHECK_EQ(lci_lock(c->h, &t, LCI_OP_ABANDON, BLOCKING), LC_OK);
+    CHECK(lci_doom_reservation(c->h, &t, p->op.rid));
+    CHECK_EQ(lci_unlock(c->h, &t), LC_OK);
+}
+
+static void give(client *from, const client *to, uint32_t n) {
+    CHECK_EQ(lci_ticket_give(from->h, l.pages, n, LC_NIL, 0, bit(to), FOREVER, &ticket, BLOCKING),
+             LC_OK);
+}
+
+/* Records in every state: two reservations being written, one written, one doomed, the last two not
+ * yet collected; one free below those that were used; a ticket of two pages. */
+static void set_up(void) {
+    s = index_make(128);
+    a = client_join(&s);
+    b = client_join(&s);
+    prompt_fill(&b, &ready, 1, 12);
+    ready.n = 3;
+    CHECK_EQ(match(&b, &ready, &l), 3);
+    ready.n = 12;
+    give(&b, &a, 2);
+    reserve(&a, &gone, 2, 4);
+    reserve(&a, &large, 3, LARGE);
+    reserve(&b, &small, 4, 5);
+    reserve(&b, &over, 5, 4);
+    reserve(&a, &dead, 6, 4);
+    CHECK_EQ(lci_abandon(a.h, gone.op.rid, gone.op.gen, BLOCKING), LC_OK);
+    prompt_unpin(&a, &gone);
+    prompt_publish(&b, &over, 0);
+    doom(&a, &dead);
+    res_fresh = lc_load(&a.h->root->res_fresh);
+    CHECK_EQ(index_counts(&a).reservations, 4);
+    index_check(&s);
+}
+
+static void tear_down(void) {
+    client_leave(&a);
+    client_leave(&b);
+    index_check(&s);
+    segment_end(&s);
+}
+
+/* A word, what is put there, the invariant that is broken then, what the publisher of `large` is
+ * told, how many pages of it are found, and what whoever adopts the ticket is told. */
+typedef struct damage {
+    _Atomic uint32_t *word;
+    uint32_t value;
+    int broken;
+    int published;
+    uint32_t large;
+    int adopted;
+} damage;
+
+#define ALL_STAY 1, LARGE, 2
+#define DOOMED LC_E_STALE, 0, 2
+#define LATE 1, LARGE, LC_E_TIMEOUT
+
+/* The list leads through its chunks to the last, and no further. */
+static void expect_list(const lci_list *list, uint32_t pages) {
+    uint32_t at = lc_load(&list->first), listed = 0, last = LC_NIL;
+    CHECK_EQ(lc_load(&list->count), pages);
+    for (; at < a.h->chunk_count && listed <= pages; at = lc_load(&a.h->chunks[at].next)) {
+        listed += lc_load(&a.h->chunks[at].count);
+        last = at;
+    }
+    CHECK_EQ(at, LC_NIL);
+    CHECK_EQ(listed, pages);
+    CHECK_EQ(lc_load(&list->last), last);
+}
+
+static void repair(client *c) {
+    CHECK_EQ(lci_repair(c->h, BLOCKING), LC_OK);
+    index_check(&s);
+}
+
+static void publish_all(const damage *d) {
+    CHECK_EQ(lci_publish(a.h, large.op.rid, large.op.gen, 0, large.fresh, LARGE), d->published);
+    CHECK_EQ(peek(&b, &large), d->large);
+    CHECK_EQ(lci_publish(b.h, small.op.rid, small.op.gen, 0, small.fresh, 5), 1);
+    CHECK_EQ(peek(&a, &small), 5);
+    CHECK_EQ(lci_publish(a.h, dead.op.rid, dead.op.gen, 0, dead.fresh, 4), LC_E_STALE);
+}
+
+static void give_everything_back(const damage *d) {
+    CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
+    int n = lci_adopt(a.h, &ticket, 0, &l.head.held, l.pages, 2, &(uint32_t){0}, &(uint32_t){0},
+                      BLOCKING);
+    CHECK_EQ(n, d->adopted);
+    if (n == 2) CHECK_EQ(lci_ticket_done(a.h, &ticket, 1), LC_OK);
+    if (n == 2) CHECK_EQ(lci_release(a.h, &l.head), LC_OK);
+    if (n == 2) CHECK_EQ(lci_ticket_drop(b.h, &ticket, BLOCKING), LC_OK);
+    prompt_unpin(&a, &large);
+    prompt_unpin(&b, &small);
+    prompt_unpin(&b, &over);
+    prompt_unpin(&a, &dead);
+    collect(&a);
+    lci_counts counts = index_counts(&a);
+    CHECK_EQ(counts.reservations + counts.tickets + counts.chunks + counts.writing, 0);
+    index_check(&s);
+}
+
+static void use_every_page(void) {
+    static prompt all;
+    evict(&a, 128);
+    prompt_fill(&b, &all, 20, 128);
+    CHECK_EQ(peek(&a, &all), 128);
+    index_check(&s);
+}
+
+static void mend(const damage *d) {
+    lc_store(d->word, d->value);
+    CHECK_EQ(index_broken(&s), d->broken);
+    repair(&b);
+    CHECK_EQ(index_counts(&b).reservations, 4);
+    CHECK_EQ(lc_load(&a.h->root->res_fresh), res_fresh);
+    CHECK_EQ(peek(&b, &ready), 12);
+    CHECK_EQ(peek(&b, &over), 4);
+    if (d->large == LARGE) expect_list(&record(&large)->pages, LARGE);
+    publish_all(d);
+    give_everything_back(d);
+    use_every_page();
+}
+
+/* Fills in the rows of a table; how many there are. */
+typedef uint32_t table(damage *rows);
+
+static void mend_each(table *fill) {
+    damage rows[16];
+    for (uint32_t i = 0, n = 1; i < n; i++) {
+        set_up();
+        n = fill(rows);
+        CHECK(n <= 16);
+        mend(&rows[i]);
+        tear_down();
+    }
+}
+
+/* ------------------------------------------------------------------ reservations */
+
+static uint32_t page_lists(damage *rows) {
+    lci_list *list = &record(&large)->pages;
+    lci_chunk *chunk = chunk_of(list);
+    const damage all[] = {
+        {&list->first, 1000, 16, ALL_STAY},
+        {&list->last, 50, 46, ALL_STAY},
+        {&list->count, 4, 18, ALL_STAY},
+        {&list->count, UINT32_MAX, 16, ALL_STAY},
+        {&chunk->next, 1000, 16, ALL_STAY},
+        {&chunk->count, 63, 16, ALL_STAY},
+        {&chunk->page[2], 128, 17, ALL_STAY},
+        {&chunk->page[2], (uint32_t)large.page[1], 51, ALL_STAY},
+        {&record(&small)->pages.last, 50, 46, ALL_STAY},
+        {&a.h->root->chunk_fresh, 0, 24, ALL_STAY},
+        {&a.h->root->chunk_fresh, 1000000, 24, ALL_STAY},
+    };
+    memcpy(rows, all, sizeof all);
+    return sizeof all / sizeof *all;
+}
+
+static void mending_of_page_lists(void) { mend_each(page_lists); }
+
+static uint32_t reservations(damage *rows) {
+    lci_root *root = a.h->root;
+    lci_reservation *r = record(&large), *d = record(&dead);
+    uint32_t shard = lc_load(&r->shard[0]), next = UINT32_C(1) << LCI_SHARD_GEN_SHIFT;
+    _Atomic uint32_t *ended = (_Atomic uint32_t *)&root->completed[0];
+    const damage all[] = {
+        {&r->owner, LCS_SLOTS, 47, ALL_STAY},
+        {&r->state, 77, 47, ALL_STAY},
+        {&r->shards, 0, 20, DOOMED},
+        {&r->shards, LCI_SHARDS + 1, 20, DOOMED},
+        {&r->shard[0], shard ^ next, 48, DOOMED},
+        {&r->shard[0], shard | LCI_SHARD_DEAD, 49, DOOMED},
+        {&d->shards, 0, 20, ALL_STAY},
+        {&d->shard[0], lc_load(&d->shard[0]) ^ next, 48, ALL_STAY},
+        {ended, 0, 50, ALL_STAY},
+        {(_Atomic uint32_t *)&root->completed[15], 1, 53, ALL_STAY},
+        {&root->res_fresh, 0, 47, ALL_STAY},
+        {&root->res_head, large.op.rid, 52, ALL_STAY},
+    };
+    memcpy(rows, all, sizeof all);
+    return sizeof all / sizeof *all;
+}
+
+static void mending_of_reservations(void) { mend_each(reservations); }
+
+/* What a reservation lists is listed again in chunks that nobody has, not in those of a ticket. */
+static void mending_a_reservations_list_leaves_tickets_alone(void) {
+    set_up();
+    uint32_t page[2];
+    lci_chunk *listed = chunk_of(&given()->pages);
+    for (int i = 0; i < 2; i++) page[i] = lc_load(&listed->page[i]);
+    lc_store(&record(&large)->pages.last, LC_NIL);
+    repair(&b);
+    expect_list(&given()->pages, 2);
+    for (int i = 0; i < 2; i++) CHECK_EQ(lc_load(&listed->page[i]), page[i]);
+    CHECK_EQ(lc_load(lci_pin(a.h, 0, page[0])), 1);
+    CHECK_EQ(lc_load(&given()->state), LCI_TICKET_OPEN);
+    tear_down();
+}
+
+/* What a sound list names is not in question: a page that it does not name is given up. */
+static void mending_gives_up_what_is_not_listed(void) {
+    set_up();
+    lc_store(&chunk_of(&record(&large)->pages)->page[2], (uint32_t)small.page[0]);
+    CHECK_EQ(index_broken(&s), 33);
+    mend(&(damage){&a.h->root->res_used, 77, 21, LC_E_CLEARED, 2, 2});
+    tear_down();
+}
+
+/* A page whose word names the reservation, but which is doomed, is not listed again. */
+static void mending_lists_what_is_written_and_nothing_else(void) {
+    set_up();
+    lci_reservation *r = record(&large);
+    _Atomic uint32_t *word = &a.h->pages[large.page[9]].word;
+    lc_store(word, (lc_load(word) & ~LCI_STATE_MASK) | LCI_DOOMED | LCI_UNWRITTEN);
+    lc_store(&r->pages.last, LC_NIL);
+    repair(&b);
+    expect_list(&r->pages, LARGE - 1);
+    for (uint32_t i = 0; i < 5; i++) lc_store(&a.h->pages[small.page[i]].word, LCI_FREE);
+    lc_store(&record(&small)->pages.count, 700);
+    repair(&b);
+    expect_list(&record(&small)->pages, 0);
+    tear_down();
+}
+
+/* Its list still names pages that were doomed, freed, and are being written by another since. */
+static void mending_keeps_pages_that_an_old_list_names_too(void) {
+    s = index_make(64);
+    a = client_join(&s);
+    b = client_join(&s);
+    lci_ns_ref other;
+    reserve(&a, &gone, 1, 30);
+    reserve(&a, &large, 2, 30);
+    CHECK_EQ(lci_namespace_open(b.h, "w", "t", 0, &other, BLOCKING), LC_OK);
+    CHECK_EQ(lci_abandon(a.h, gone.op.rid, gone.op.gen, BLOCKING), LC_OK);
+    CHECK_EQ(lci_clear(b.h, NS, BLOCKING), LC_OK);
+    prompt_unpin(&a, &gone);
+    prompt_unpin(&a, &large);
+    prompt_make(&small, 3, 64);
+    CHECK_EQ(prompt_reserve(&b, &small, other, 1), 64);
+    CHECK_EQ(small.op.rid, gone.op.rid); /* the old list is looked at last */
+    CHECK(lc_load(&record(&large)->pages.count) > 0);
+    repair(&a);
+    prompt_publish(&b, &small, 0);
+    CHECK_EQ(lci_peek1(a.h, small.keys, 64, other), 64);
+    prompt_unpin(&b, &small);
+    tear_down();
+}
+
+/* ------------------------------------------------------------------ tickets, namespaces */
+
+static uint32_t tickets(damage *rows) {
+    lci_ticket *k = given();
+    const damage all[] = {
+        {&k->pages.first, 1000, 16, LATE},
+        {&k->pages.last, 50, 46, LATE},
+        {&k->pages.count, 1, 18, LATE},
+        {&k->total, 1, 54, LATE},
+        {&k->total, 5000000, 54, LATE},
+        {&k->state, 77, 54, LATE},
+        {&k->giver, LCS_SLOTS, 54, LATE},
+        {&k->reservation, 1000, 54, LATE},
+        {&k->adopted[0], bit(&b), 54, ALL_STAY},
+        {&k->done[0], bit(&a), 54, ALL_STAY},
+        {&k->failed[1], 8, 54, ALL_STAY},
+        {&a.h->ns[5].state, 9, 55, ALL_STAY},
+    };
+    memcpy(rows, all, sizeof all);
+    return sizeof all / sizeof *all;
+}
+
+static void mending_of_tickets(void) { mend_each(tickets); }
+
+/* Nobody can tell any more whose its pages are: all go, those also that the cursor has passed. */
+static void mending_of_a_namespace(void) {
+    set_up();
+    lc_store(&a.h->ns[0].cursor, 1000);
+    lc_store(&a.h->ns[0].state, LCI_NS_CLEARED + 1);
+    repair(&b);
+    CHECK_EQ(lc_load(&a.h->ns[0].state), LCI_NS_CLEARING);
+    CHECK_EQ(index_counts(&a).namespaces_clearing, 1);
+    collect(&b);
+    CHECK_EQ(lc_load(&a.h->ns[0].state), LCI_NS_CLEARED);
+    CHECK_EQ(index_counts(&a).named, 0);
+    index_check(&s);
+    tear_down();
+}
+
+/* ------------------------------------------------------------------ pins */
+
+static uint64_t bits_of(uint32_t page) { return lc_load(&a.h->pages[page].pins); }
+
+static void expect_pins(const client *c, uint32_t page, uint32_t count) {
+    CHECK_EQ(lc_load(lci_pin(a.h, c->slot, page)), count);
+    if (count) CHECK(bits_of(page) >> c->slot & 1);
+}
+
+static void mending_of_tickets_pins(void) {
+    set_up();
+    uint32_t page = (uint32_t)ready.page[0], loose = (uint32_t)ready.page[7];
+    lc_store(lci_pin(a.h, 0, page), 7);
+    lc_store(lci_pin(a.h, 0, loose), 1);
+    lc_store(&a.h->pages[page].pins, 0);
+    lci_ticket *unused = &a.h->tickets[100]; /* free: it holds nothing, whatever it says */
+    lc_store(&unused->pages.first, lc_load(&given()->pages.first));
+    lc_store(&unused->pages.count, 2);
+    CHECK_EQ(index_broken(&s), 25);
+    repair(&a);
+    client ticket_holder = {.slot = 0};
+    expect_pins(&ticket_holder, page, 1);
+    expect_pins(&ticket_holder, loose, 0);
+    expect_pins(&b, page, 1);
+    lc_store(&unused->pages.count, 0);
+    damage none = {.published = 1, .large = LARGE, .adopted = 2};
+    publish_all(&none);
+    give_everything_back(&none);
+    tear_down();
+}
+
+/* Pins of a slot that is free are nobody's, and whoever takes the slot has none. */
+static void mending_of_a_free_slot(void) {
+    set_up();
+    client nobody = {.slot = b.slot + 1};
+    uint64_t bits[12];
+    for (uint32_t i = 0; i < 12; i++) {
+        bits[i] = bits_of((uint32_t)ready.page[i]);
+        lc_store(lci_pin(a.h, nobody.slot, (uint32_t)ready.page[i]), 3);
+    }
+    CHECK_EQ(index_broken(&s), 26);
+    repair(&a);
+    for (uint32_t i = 0; i < 12; i++) {
+        expect_pins(&nobody, (uint32_t)ready.page[i], 0);
+        CHECK_EQ(bits_of((uint32_t)ready.page[i]), bits[i]);
+    }
+    client c = client_join(&s);
+    CHECK_EQ(c.slot, nobody.slot); /* repair has let go of it */
+    client_leave(&c);
+    tear_down();
+}
+
+/* A client that lives has a slot, whatever is written there, also if it repairs itself. */
+static void mending_of_a_living_clients_slot(void) {
+    for (int own = 0; own < 2; own++) {
+        set_up();
+        lcs_client *c = lcs_client_of(a.at, b.slot);
+        uint32_t page = (uint32_t)ready.page[2];
+        lc_store(&c->state, LCS_CLIENT_FREE);
+        for (uint32_t i = 0; i < 3; i++) lc_store(&a.h->pages[ready.page[i]].pins, 0);
+        CHECK(index_broken(&s));
+        repair(own ? &b : &a);
+        CHECK_EQ(lc_load(&c->state), LCS_CLIENT_TAKEN);
+        expect_pins(&b, page, 1);
+        CHECK(evict(&a, 128) > 0);
+        CHECK_EQ(peek(&a, &ready), 3); /* pinned */
+        tear_down();
+    }
+}
+
+static void mending_of_pins_on_unused_pages(void) {
+    set_up();
+    CHECK(lc_load(&a.h->root->fresh) <= 120);
+    lc_store(lci_pin(a.h, a.slot, 120), 1);
+    CHECK_EQ(index_broken(&s), 27);
+    repair(&b);
+    expect_pins(&a, 120, 0);
+    CHECK_EQ(bits_of(120), 0);
+    tear_down();
+}
+
+/* Slots without pins, or not free, are left to those who are at work on them and hold their bytes:
+ * one joins, another reaps the dead client of a slot in quarantine as its guest. */
+static void mending_leaves_slots_to_others(void) {
+    set_up();
+    client device = client_join_as(&s, LCS_FLAG_DEVICE);
+    uint32_t slot = device.slot, joins = slot + 1;
+    reserve(&device, &gone, 7, 4);
+    client_die(&device);
+    device.slot = slot; /* as it was */
+    CHECK_EQ(lci_reap_slot(a.h, slot, BLOCKING), 1);
+    CHECK_EQ(lc_load(&lcs_client_of(a.at, slot)->state), LCS_CLIENT_QUARANTINE);
+    int other = life_descriptor(&s);
+    CHECK_EQ(lcs_byte_lock(other, LCS_BYTE_SLOTS + slot, 1), LC_OK);
+    CHECK_EQ(lcs_byte_lock(other, LCS_BYTE_SLOTS + joins, 1), LC_OK);
+    repair(&a);
+    CHECK_EQ(lc_load(&lcs_client_of(a.at, slot)->state), LCS_CLIENT_QUARANTINE);
+    CHECK_EQ(lc_load(&lcs_client_of(a.at, joins)->state), LCS_CLIENT_FREE);
+    CHECK_EQ(bits_of((uint32_t)ready.page[11]) >> joins & 1, 0);
+    for (uint32_t i = 0; i < 4; i++) expect_pins(&device, (uint32_t)gone.page[i], 1);
+    lcs_byte_unlock(other, LCS_BYTE_SLOTS + slot);
+    lcs_byte_unlock(other, LCS_BYTE_SLOTS + joins);
+    client_leave(&a);
+    client_leave(&b);
+    segment_end(&s);
+}
+
+const test mend_records_tests[] = {
+    TEST(mending_of_page_lists),
+    TEST(mending_of_reservations),
+    TEST(mending_a_reservations_list_leaves_tickets_alone),
+    TEST(mending_gives_up_what_is_not_listed),
+    TEST(mending_lists_what_is_written_and_nothing_else),
+    TEST(mending_keeps_pages_that_an_old_list_names_too),
+    TEST(mending_of_tickets),
+    TEST(mending_of_a_namespace),
+    TEST(mending_of_tickets_pins),
+    TEST(mending_of_a_free_slot),
+    TEST(mending_of_a_living_clients_slot),
+    TEST(mending_of_pins_on_unused_pages),
+    TEST(mending_leaves_slots_to_others),
+    END_OF_TESTS,
+};
