@@ -164,7 +164,10 @@ static void rebuild_reservations(builder *b) {
         if (lc_load(&h->res[i].state) != LCI_RES_FREE) fresh = i + 1;
     lc_store(&root->res_fresh, fresh);
     lc_store(&root->res_head, LC_NIL);
-    for (uint32_t w = h->res_count / 64; w < 16; w++) lc_store(&root->completed[w], 0);
+    /* Bits that name no reservation. Not by a store: publishers set others of the same word. */
+    for (uint32_t rid = h->res_count; rid < 16 * 64; rid = (rid / 64 + 1) * 64)
+        atomic_fetch_and_explicit(&root->completed[rid / 64], (UINT64_C(1) << rid % 64) - 1,
+                                  memory_order_relaxed);
     for (uint32_t i = 0; i < fresh; i++) {
         if (lc_load(&h->res[i].state) == LCI_RES_FREE) {
             lc_store(&h->res[i].next_free, lc_load(&root->res_head));

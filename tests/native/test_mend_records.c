@@ -273,6 +273,20 @@ static void mending_keeps_pages_that_an_old_list_names_too(void) {
     tear_down();
 }
 
+/* A publisher may set its bit while repair clears those that name no reservation. */
+static void mending_leaves_bits_of_reservations_to_their_publishers(void) {
+    s = index_make(100);
+    a = client_join(&s);
+    b = client_join(&s);
+    CHECK_EQ(a.h->res_count, 100);
+    lc_store(&a.h->root->completed[1], UINT64_MAX);
+    lc_store(&a.h->root->completed[2], UINT64_MAX);
+    repair(&a);
+    CHECK_EQ(lc_load(&a.h->root->completed[1]), (UINT64_C(1) << (100 - 64)) - 1);
+    CHECK_EQ(lc_load(&a.h->root->completed[2]), 0);
+    tear_down();
+}
+
 /* ------------------------------------------------------------------ tickets, namespaces */
 
 static uint32_t tickets(damage *rows) {
@@ -426,6 +440,7 @@ const test mend_records_tests[] = {
     TEST(mending_gives_up_what_is_not_listed),
     TEST(mending_lists_what_is_written_and_nothing_else),
     TEST(mending_keeps_pages_that_an_old_list_names_too),
+    TEST(mending_leaves_bits_of_reservations_to_their_publishers),
     TEST(mending_of_tickets),
     TEST(mending_of_a_namespace),
     TEST(mending_of_tickets_pins),
