@@ -59,7 +59,7 @@ static void collect_page(builder *b, uint32_t page) {
         const lci_page *q = &b->h->pages[at];
         if ((lc_load(&q->lo) == lc_load(&p->lo) && lc_load(&q->hi) == lc_load(&p->hi)) ||
             length + 1 >= LC_CHAIN_MAX) {
-            lc_store(&p->word, (lc_load(&p->word) & ~LCI_STATE_MASK) | LCI_DOOMED);
+            doom(p, lci_state_of(lc_load(&p->word)));
             return;
         }
     }

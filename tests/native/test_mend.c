@@ -171,6 +171,22 @@ static void mending_of_what_is_doomed_changes_nothing(void) {
     tear_down();
 }
 
+/* Of two pages with one key one goes. It was being written, and still may be: by a device that its
+ * writer's death does not stop at once. */
+static void mending_of_a_written_twin(void) {
+    set_up();
+    lci_page *twin = page_of(&writing, 4), *page = page_of(&ready, 3);
+    lc_store(&twin->lo, lc_load(&page->lo));
+    lc_store(&twin->hi, lc_load(&page->hi));
+    CHECK(index_broken(&s));
+    CHECK_EQ(lci_repair(b.h, BLOCKING), LC_OK);
+    index_check(&s);
+    CHECK_EQ(lci_state_of(lc_load(&page->word)), LCI_READY);
+    CHECK_EQ(lc_load(&twin->word), LCI_DOOMED | LCI_UNWRITTEN);
+    CHECK_EQ(peek(&b, &ready), 12);
+    tear_down();
+}
+
 /* ------------------------------------------------------------------ how far pages were used */
 
 static uint32_t marks(damage *rows) {
@@ -275,6 +291,7 @@ static void mending_of_the_queue(void) {
 const test mend_tests[] = {
     TEST(mending_of_words),
     TEST(mending_of_what_is_doomed_changes_nothing),
+    TEST(mending_of_a_written_twin),
     TEST(mending_of_marks),
     TEST(mending_leaves_unused_pages_unused),
     TEST(mending_of_the_clock),
