@@ -193,6 +193,8 @@ static int make_quota_room(reserve *r, uint32_t want) {
     const lci_namespace *ns = &h->ns[id];
     uint32_t quota = lc_load(&ns->quota);
     while (quota && lc_load(&ns->pages) + want > quota && r->looked < h->page_count) {
+        /* Nothing of a prefix can go before all of it has been taken in. */
+        if (lci_collect(h, &r->t, 256)) return ROOM_AGAIN;
         uint32_t over = lc_load(&ns->pages) + want - quota;
         if (r->looked - r->looked_before >= 16 * LCI_WINDOW) {
             r->looked_before = r->looked;
@@ -216,8 +218,7 @@ static int make_room(reserve *r, uint32_t want) {
         r->op->wanted = want - have;
         return LC_E_GROW;
     }
-    /* Nothing of a prefix can go before all of it has been taken in. */
-    if (lci_collect(h, &r->t, 256)) return ROOM_AGAIN;
+    if (lci_collect(h, &r->t, 256)) return ROOM_AGAIN; /* as for a quota */
     if (lc_load(&h->root->doomed)) lci_collect_doomed(h, &r->t, 256);
     for (uint32_t steps = 0; available(h) < want && !r->eviction.exhausted; steps++) {
         if (r->t.error) return r->t.error;

@@ -184,6 +184,23 @@ static void evict_takes_in_all_that_was_published(void) {
     tear_down();
 }
 
+/* The same for a namespace at its quota. */
+static void evict_of_the_quota_takes_in_all_that_was_published(void) {
+    lci_ns_ref ns;
+    set_up(700);
+    CHECK_EQ(lci_namespace_open(a.h, "w", "small", 600, &ns, BLOCKING), LC_OK);
+    prompt_make(&p, 1, 600);
+    CHECK_EQ(prompt_reserve(&a, &p, ns, 1), 600);
+    prompt_publish(&a, &p, 0);
+    prompt_unpin(&a, &p);
+    prompt_make(&q, 2, 1);
+    CHECK_EQ(prompt_reserve(&b, &q, ns, 1), 1);
+    CHECK_EQ(lci_peek1(a.h, p.keys, 600, ns), 599);
+    prompt_unpin(&b, &q);
+    CHECK_EQ(lci_abandon(b.h, q.op.rid, q.op.gen, BLOCKING), LC_OK);
+    tear_down();
+}
+
 static void queue_notices_damage(void) {
     uint32_t freed = 0;
     set_up(64);
@@ -229,6 +246,7 @@ const test evict_tests[] = {
     TEST(evict_of_the_quota_takes_the_oldest_of_the_namespace),
     TEST(evict_of_a_namespace_chooses_among_many),
     TEST(evict_takes_in_all_that_was_published),
+    TEST(evict_of_the_quota_takes_in_all_that_was_published),
     TEST(queue_notices_damage),
     TEST(evict_puts_right_what_was_used_since),
     END_OF_TESTS,
