@@ -15,6 +15,8 @@ int lci_namespace_open(lci_handle *h, const char *weights, const char *tenant, u
                        lci_ns_ref *out, int wait, uint64_t deadline);
 int lci_peek1(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref ns);
 int lci_match1(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref ns, lci_lease *lease);
+int lci_match(lci_handle *h, const lc_key *keys, const int64_t *offsets, uint32_t requests,
+              lci_ns_ref ns, lci_lease *lease, int32_t *counts);
 int lci_release(lci_handle *h, lci_lease *lease);
 int lci_reserve(lci_handle *h, lci_reserve_op *op, const lc_key *keys, uint32_t n, uint32_t start,
                 int32_t *page, uint8_t *status, int wait, uint64_t deadline);
@@ -39,6 +41,8 @@ int lci_reap_slot(lci_handle *h, uint32_t slot, int wait, uint64_t deadline);
 int lci_reap_unjoined(lci_handle *h, uint32_t slot, int wait, uint64_t deadline);
 int lci_leave(lci_handle *h, int wait, uint64_t deadline);
 int lci_repair(lci_handle *h, int wait, uint64_t deadline);
+int lci_hold(lci_handle *h, int wait, uint64_t deadline);
+int lci_let_go(lci_handle *h);
 int lci_check(uint8_t *base, uint64_t bytes, uint64_t pages, int quiet, lci_report *out);
 int lci_recover_copy(uint8_t *base, uint64_t bytes, uint64_t pages);
 

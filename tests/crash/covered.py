@@ -3,18 +3,18 @@
 
     python covered.py                   all scenes; compares with uncovered.txt
     python covered.py --seconds 40      more second victims, killed at other changes
-    python covered.py --write FILE      what is not covered, in the form of uncovered.txt
+    python covered.py --write FILE      what is neither covered nor listed
 
 Victims are compiled by gcc with counters, which are set to zero where an operation begins. Every
 scene is played once, and then again with a victim killed at changes spread over it, whose
 survivor's recovery is counted too. Lines of headers count in whatever file they were compiled into.
 
-uncovered.txt lists what no death can be tried in, with the reason: a line each of
+A line is covered when it was executed and each of its branches was taken, as gcov sees them at
+-O0: both ways of `if`, of loops, of `?:`, and of each operand of `&&` and `||`. uncovered.txt
+lists, with reasons, what no death can be tried in; uncovered.py says how.
 
-    FILE FUNCTION | the source line, spaces removed | REASON
-
-A line or branch that is not covered and not listed is reported, and so is one that is listed and
-covered after all. Exit status 1: there is one; 2: it could not run.
+A line that is not covered and not listed is reported, and so is an entry that excepts nothing any
+more. Exit status 1: there is one; 2: it could not run.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from crash import run
+from crash import run, uncovered
 
-LIST = run.HERE / "uncovered.txt"
 FLAGS = ["-O0", "--coverage", "-fprofile-update=atomic"]
 # Looking only: check and the calls that say what is there store nothing. Formatting comes before a
 # segment is ready (life_cycle.py). Lists and dicts on their own: test_structure_kills.py.
@@ -104,46 +103,52 @@ def gather(folder: Path) -> Lines:
 
 def text_of(place: Place) -> str:
     name, _, number = place
-    return "".join((run.ROOT / name).read_text().splitlines()[number - 1].split())
+    return uncovered.squeeze((run.ROOT / name).read_text().splitlines()[number - 1])
 
 
-def identity(place: Place) -> str:
-    return f"{place[0]} {place[1]} | {text_of(place)}"
+@dataclass
+class Verdict:
+    """What uncovered.txt says of what was missed."""
+
+    unknown: list[Place]  # missed, and not excepted
+    excepted: dict[str, int]  # lines, by class
+    stale: list[uncovered.Entry]  # entries that except nothing
 
 
-def listed() -> dict[str, str]:
-    """Lines of uncovered.txt and their reasons."""
-    reasons = {}
-    for line in LIST.read_text().splitlines() if LIST.exists() else []:
-        if line and not line.startswith("#"):
-            what, _, reason = line.rpartition(" | ")
-            reasons[what] = reason
-    return reasons
+def compare(lines: Lines, entries: list[uncovered.Entry]) -> Verdict:
+    unknown, excepted, used = [], defaultdict(int), set()
+    missed = [place for place, line in lines.items() if line.missed]
+    for place in sorted(missed, key=lambda place: (place[0], place[2])):
+        what = place[0], place[1], text_of(place)
+        found = [entry for entry in entries if entry.excepts(*what)]
+        used.update(found)
+        if found:
+            excepted[min(found, key=lambda entry: entry.text.startswith("~")).kind] += 1
+        else:
+            unknown.append(place)
+    stale = [entry for entry in entries if entry not in used and not entry.by_chance]
+    return Verdict(unknown, excepted, stale)
 
 
-def compare(lines: Lines, reasons: dict[str, str]) -> tuple[list[Place], list[str]]:
-    """Not covered and not listed; listed, and covered or gone."""
-    missed = {identity(place): place for place, line in lines.items() if line.missed}
-    unknown = [place for what, place in missed.items() if what not in reasons]
-    return sorted(unknown, key=lambda place: (place[0], place[2])), sorted(reasons.keys() - missed)
-
-
-def show(lines: Lines, reasons: dict[str, str]) -> None:
+def show(lines: Lines, verdict: Verdict) -> None:
     branches = [count for line in lines.values() for count in line.branches.values()]
     hit = sum(line.count > 0 for line in lines.values())
     print(f"lines {hit} of {len(lines)} ({100 * hit / len(lines):.1f} %)")
     taken = sum(count > 0 for count in branches)
     print(f"branches {taken} of {len(branches)} ({100 * taken / len(branches):.1f} %)")
-    totals: dict[str, int] = defaultdict(int)
-    for reason in reasons.values():
-        totals[reason.split(":")[0]] += 1
-    print(f"listed lines {len(reasons)}: " + ", ".join(f"{n} {k}" for k, n in totals.items()))
+    kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(verdict.excepted.items()))
+    print(f"lines excepted {sum(verdict.excepted.values())}: {kinds}")
+    for place in verdict.unknown:
+        line = lines[place]
+        kind = "never executed" if line.count == 0 else f"branches {[*line.branches.values()]}"
+        print(f"{place[0]}:{place[2]} {place[1]}: {kind}: {text_of(place)}")
+    for entry in verdict.stale:
+        print(f"listed, and covered or gone: {entry}")
 
 
-def write(path: Path, lines: Lines, reasons: dict[str, str]) -> None:
-    places = sorted((p for p, line in lines.items() if line.missed), key=lambda p: (p[0], p[2]))
-    said = {identity(p): reasons.get(identity(p), "?") for p in places}
-    path.write_text("".join(f"{what} | {reason}\n" for what, reason in said.items()))
+def write(path: Path, unknown: list[Place]) -> None:
+    said = [f"{place[0]} {place[1]} | {text_of(place)} | ?\n" for place in unknown]
+    path.write_text("".join(dict.fromkeys(said)))
 
 
 def main() -> int:
@@ -151,9 +156,10 @@ def main() -> int:
     parser.add_argument("scenes", nargs="*", help="which (all)")
     parser.add_argument("--seconds", type=int, default=12, help="second victims a scene")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="workers")
-    parser.add_argument("--write", type=Path, help="write what is not covered to a file")
+    parser.add_argument("--write", type=Path, help="write what is missing to a file")
     given = parser.parse_args()
     names = run.pick(run.scenes(), given.scenes, "scene")
+    entries = uncovered.read()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         outcomes = play(folder, names, given.seconds, given.jobs)
@@ -161,20 +167,13 @@ def main() -> int:
             if not outcome.good:
                 print(f"{outcome.scene}: {outcome.text}", *outcome.wrong, sep="\n")
         lines = gather(folder)
-    reasons = listed()
-    show(lines, reasons)
+    verdict = compare(lines, entries)
+    show(lines, verdict)
     if given.write:
-        write(given.write, lines, reasons)
-    unknown, stale = compare(lines, reasons)
-    for place in unknown:
-        line = lines[place]
-        kind = "never executed" if line.count == 0 else f"branches {[*line.branches.values()]}"
-        print(f"{place[0]}:{place[2]} {place[1]}: {kind}: {text_of(place)}")
-    for what in stale:
-        print(f"listed, and covered or gone: {what}")
+        write(given.write, verdict.unknown)
     if not all(outcome.good for outcome in outcomes):
         return 2
-    return 1 if unknown or stale else 0
+    return 1 if verdict.unknown or verdict.stale else 0
 
 
 if __name__ == "__main__":

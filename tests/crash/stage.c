@@ -50,7 +50,7 @@ static void mirror(stage *copy, actor *to, const actor *from) {
     to->at->pidns = 0;
     to->h = lci_open(to->at, copy->pages);
     NEED(to->h);
-    if (slot && from->at->life_fd >= 0) stage_revive(copy, to);
+    if (slot && from->at->life_fd >= 0 && !from->dies_too) stage_revive(copy, to);
 }
 
 stage *stage_copy(const stage *real) {
@@ -120,6 +120,12 @@ void stage_die(stage *s, actor *a) {
     } else {
         NEED(lcs_byte_unlock(a->at->life_fd, LCS_BYTE_SLOTS + a->at->slot) == LC_OK);
     }
+}
+
+/* The victim has been killed: so are those who die with it. */
+void stage_die_too(stage *s) {
+    for (uint32_t i = 0; i < s->others; i++)
+        if (s->other[i].dies_too) stage_die(s, &s->other[i]);
 }
 
 void stage_revive(stage *s, actor *a) {

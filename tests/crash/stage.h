@@ -60,7 +60,8 @@ typedef struct actor {
     notes *notes;
     run writing; /* op.gen 0: nothing */
     hold held;
-    bool stopped; /* in the middle of a call: it does not go on, it dies in the end */
+    bool stopped;  /* in the middle of a call: it does not go on, it dies in the end */
+    bool dies_too; /* when the victim does, at the same instant */
 } actor;
 
 typedef struct stage {
@@ -94,6 +95,7 @@ void stage_refresh(stage *copy, const stage *real, const uint8_t *bytes);
 void stage_close(stage *s);
 actor *stage_other(stage *s, uint32_t flags);
 void stage_die(stage *s, actor *a);
+void stage_die_too(stage *s);
 void stage_revive(stage *s, actor *a);
 bool stage_alive(const stage *s, uint32_t slot);
 

@@ -111,6 +111,7 @@ static judge kill_at(uint32_t at, const char *phase) {
     trace t = start_victim(&j);
     drive(&j, &t, at, 0, false);
     trace_kill(&t);
+    stage_die_too(j.real);
     j.looked = at; /* who is taken back first changes with it */
     return j;
 }

@@ -1,0 +1,131 @@
+/* Repair of one kind of damage after another. What lookups found before they find all the time. */
+#include "scenes.h"
+
+static lci_page *page_of(const stage *s, uint32_t number, uint32_t i, uint32_t *page) {
+    uint32_t length;
+    lc_key key = scene_key(number, i);
+    *page = lc_dict_look(&s->survivor.h->dict, key.lo, key.hi, &length);
+    NEED(*page != LC_NIL);
+    return &s->survivor.h->pages[*page];
+}
+
+/* One writes, one holds a lease and has given it away; four free pages have been in use. */
+static void some_of_all(stage *s) {
+    static run gone;
+    actor *a = &s->survivor, *o, *p;
+    run_fill(a, 0, 16, SCENE_NS);
+    run_fill(a, CROWDED, 3, SCENE_NS);
+    run_reserve(a, &gone, 3, 4, 1, SCENE_NS);
+    o = stage_other(s, 0);
+    p = stage_other(s, 0);
+    run_reserve(o, &o->writing, 2, 4, 2, SCENE_NS);
+    run_publish(o, &o->writing, 0);
+    hold_match(p, &p->held, 0, 8, SCENE_NS);
+    NEED(lci_ticket_give(p->h, p->held.pages, 8, LC_NIL, 0, 2, FOREVER, &s->notes->ticket, LC_BLOCK,
+                         FOREVER) == LC_OK);
+    run_unpin(a, &gone);
+    run_abandon(a, &gone);
+    NEED(lci_namespace_open(a->h, "w", "t", 0, &s->notes->ns, LC_BLOCK, FOREVER) == LC_OK);
+    deed_clear(a, s->notes->ns); /* frees what was abandoned on the way */
+}
+
+static void set_key(stage *s, uint32_t page, lc_key key) {
+    lci_page *p = &s->survivor.h->pages[page];
+    lc_store(&p->lo, key.lo);
+    lc_store(&p->hi, key.hi);
+    for (uint32_t w = 0; w < STAMP_WORDS; w++)
+        s->stamps[page * STAMP_WORDS + w] = stamp_of(key.lo, key.hi, w);
+}
+static uint32_t free_page(const stage *s, uint32_t i) {
+    uint32_t page = lc_load(&s->survivor.h->root->free_head);
+    while (i--) page = lc_load(&s->survivor.h->pages[page].queue.next);
+    return page;
+}
+/* Nonsense that its holder still pins. */
+static void pin_nonsense(stage *s, uint32_t page) {
+    actor *p = &s->other[1];
+    hold *l = &p->held;
+    uint32_t n = l->lease.held++;
+    l->pages[n] = (int32_t)page;
+    l->keys[n] = scene_key(8, 0);
+    set_key(s, page, l->keys[n]);
+    lc_store(lci_pin(p->h, p->at->slot, page), 1);
+    lc_store(&p->h->pages[page].word, 7);
+}
+/* Page words, keys, parents and chains. One page and a chain of three come back to lookups. */
+static void pages(stage *s) {
+    lci_handle *h = s->survivor.h;
+    uint32_t at, above;
+    some_of_all(s);
+    uint32_t odd = free_page(s, 0), pinned = free_page(s, 1), nonsense = free_page(s, 2);
+    uint32_t twin = free_page(s, 3);
+    lc_store(&h->pages[odd].gen, lc_load(&h->pages[odd].gen) | 1);
+    lc_store(&h->pages[nonsense].word, 6);
+    pin_nonsense(s, pinned);
+    set_key(s, twin, scene_key(0, 1));
+    lc_store(&h->pages[twin].word, LCI_READY);
+    lci_page *p = page_of(s, 0, 15, &at), *q = page_of(s, 0, 4, &above);
+    lc_store(&p->word, LCI_EVICTING);
+    lc_store(&p->used, ~UINT64_C(0));
+    lc_store(&page_of(s, 0, 14, &at)->word, LCI_READY | 5u << LCI_NS_SHIFT);
+    const run *r = &s->other[0].writing;
+    p = &h->pages[r->fresh[3]];
+    lc_store(&p->word, (lc_load(&p->word) & ~LCI_NS_MASK) | 5u << LCI_NS_SHIFT);
+    p = &h->pages[r->fresh[1]];
+    lc_store(&p->word, LCI_WRITING | 60u << LCI_RES_SHIFT);
+    p = page_of(s, 0, 3, &at);
+    lc_store(&p->parent, above);
+    lc_store(&p->parent_gen, lc_load(&q->gen));
+    lc_store(&h->dict.buckets[9], LC_NIL);
+}
+static void repair(actor *v) { NEED(lci_repair(v->h, LC_BLOCK, FOREVER) == LC_OK); }
+SCENE(repair_pages, .pages = 48, .set = pages, .act = repair, .unsound = true, .made = 4)
+
+/* How far everything has been used. */
+static void marks(stage *s) {
+    lci_root *r = s->survivor.h->root;
+    some_of_all(s);
+    lc_store(&r->fresh, 1000);
+    lc_store(&r->grown, 1000);
+}
+static void marks_too_low(stage *s) {
+    lci_root *r = s->survivor.h->root;
+    some_of_all(s);
+    lc_store(&r->res_fresh, 0);
+    lc_store(&r->chunk_fresh, 0);
+}
+SCENE(repair_marks, .pages = 48, .set = marks, .act = repair, .unsound = true)
+SCENE(repair_low_marks, .pages = 48, .set = marks_too_low, .act = repair, .unsound = true)
+
+/* Lists, records, namespaces, rows. */
+static void records(stage *s) {
+    lci_handle *h = s->survivor.h;
+    some_of_all(s);
+    actor *p = stage_other(s, 0);
+    run_reserve(p, &p->writing, 4, 3, 2, SCENE_NS);
+    lci_reservation *r = &h->res[s->other[0].writing.op.rid], *q = &h->res[p->writing.op.rid];
+    lc_store(&h->chunks[lc_load(&r->pages.first)].count, 0);
+    lc_store(&r->owner, 200);
+    lc_store(&q->shard[1], 0xfffff0ff);
+    lc_store(&h->tickets[s->notes->ticket.index].total, 1u << 30);
+    lc_store(&h->ns[3].state, 9);
+    lc_store(lci_pin(h, 7, 2), 1); /* of a free slot */
+    lc_store(lci_pin(h, p->at->slot, 47), 1); /* of a page that was never used */
+    lc_store(&lcs_client_of(p->at, p->at->slot)->state, LCS_CLIENT_FREE);
+}
+static void lists(stage *s) {
+    lci_handle *h = s->survivor.h;
+    some_of_all(s);
+    lci_list *list = &h->res[s->other[0].writing.op.rid].pages;
+    lci_chunk *c = &h->chunks[lc_load(&list->first)];
+    lc_store(&c->page[1], lc_load(&c->page[0]));
+    lci_ticket *k = &h->tickets[s->notes->ticket.index];
+    lc_store(&h->chunks[lc_load(&k->pages.first)].page[3], 5000);
+}
+static void hold_some(actor *v) { hold_match(v, &v->held, 0, 4, SCENE_NS); }
+static void slot_forgotten(stage *s) {
+    lc_store(&lcs_client_of(s->survivor.at, s->notes->victim)->state, LCS_CLIENT_FREE);
+}
+SCENE(repair_records, .pages = 48, .set = records, .act = repair, .unsound = true)
+SCENE(repair_lists, .pages = 48, .set = lists, .prepare = hold_some, .ready = slot_forgotten,
+      .act = repair, .unsound = true)
