@@ -105,9 +105,12 @@ static bool sane_shards(const lci_reservation *r) {
 /* What cannot be published any more ends; nobody reads half of it. */
 static void doom_record(lci_reservation *r) {
     uint32_t shards = lc_load(&r->shards), gen = lc_load(&r->gen) << LCI_SHARD_GEN_SHIFT;
-    if (shards - 1 >= LCI_SHARDS) lc_store(&r->shards, shards = 1);
-    for (uint32_t s = 0; s < shards; s++) lc_store(&r->shard[s], gen | LCI_SHARD_DEAD);
+    /* First of all: with fewer shards it may look complete, to its publishers, and to whoever
+     * repairs after our death. */
     lc_store_release(&r->state, LCI_RES_DOOMED);
+    lc_kill_fence();
+    if (shards - 1 >= LCI_SHARDS) lc_store_release(&r->shards, shards = 1);
+    for (uint32_t s = 0; s < shards; s++) lc_store(&r->shard[s], gen | LCI_SHARD_DEAD);
 }
 
 /* Its pages, each by a word that names it and once; false: the list is damaged. */

@@ -18,7 +18,7 @@ static void some_of_all(stage *s) {
     run_reserve(a, &gone, 3, 4, 1, SCENE_NS);
     o = stage_other(s, 0);
     p = stage_other(s, 0);
-    run_reserve(o, &o->writing, 2, 4, 2, SCENE_NS);
+    run_reserve(o, &o->writing, CROWDED + 1, 6, 2, SCENE_NS);
     run_publish(o, &o->writing, 0);
     hold_match(p, &p->held, 0, 8, SCENE_NS);
     NEED(lci_ticket_give(p->h, p->held.pages, 8, LC_NIL, 0, 2, FOREVER, &s->notes->ticket, LC_BLOCK,
@@ -27,6 +27,7 @@ static void some_of_all(stage *s) {
     run_abandon(a, &gone);
     NEED(lci_namespace_open(a->h, "w", "t", 0, &s->notes->ns, LC_BLOCK, FOREVER) == LC_OK);
     deed_clear(a, s->notes->ns); /* frees what was abandoned on the way */
+    NEED(lci_namespace_open(a->h, "w", "t", 0, &s->notes->ns, LC_BLOCK, FOREVER) == LC_OK);
 }
 
 static void set_key(stage *s, uint32_t page, lc_key key) {
@@ -52,6 +53,23 @@ static void pin_nonsense(stage *s, uint32_t page) {
     lc_store(lci_pin(p->h, p->at->slot, page), 1);
     lc_store(&p->h->pages[page].word, 7);
 }
+/* Six pages that are being written: one is ready too early, which no lookup finds, as its chain is
+ * gone; the others name wrong records and namespaces. */
+static void reserved(stage *s) {
+    actor *o = &s->other[0];
+    const run *r = &o->writing;
+    uint32_t rid = (r->op.rid + 1) << LCI_RES_SHIFT;
+    const uint32_t words[] = {
+        LCI_READY | rid,
+        LCI_WRITING | 60u << LCI_RES_SHIFT,
+        LCI_WRITING,
+        LCI_WRITING | rid | 5u << LCI_NS_SHIFT,
+        LCI_WRITING | 100u << LCI_RES_SHIFT,
+        LCI_WRITING | rid | lci_ns_id(s->notes->ns) << LCI_NS_SHIFT,
+    };
+    run_write(o, r, 1);
+    for (uint32_t i = 0; i < 6; i++) lc_store(&o->h->pages[r->fresh[i]].word, words[i]);
+}
 /* Page words, keys, parents and chains. One page and a chain of three come back to lookups. */
 static void pages(stage *s) {
     lci_handle *h = s->survivor.h;
@@ -68,11 +86,8 @@ static void pages(stage *s) {
     lc_store(&p->word, LCI_EVICTING);
     lc_store(&p->used, ~UINT64_C(0));
     lc_store(&page_of(s, 0, 14, &at)->word, LCI_READY | 5u << LCI_NS_SHIFT);
-    const run *r = &s->other[0].writing;
-    p = &h->pages[r->fresh[3]];
-    lc_store(&p->word, (lc_load(&p->word) & ~LCI_NS_MASK) | 5u << LCI_NS_SHIFT);
-    p = &h->pages[r->fresh[1]];
-    lc_store(&p->word, LCI_WRITING | 60u << LCI_RES_SHIFT);
+    lc_store(&page_of(s, 0, 2, &at)->word, LCI_READY | 50u << LCI_RES_SHIFT);
+    reserved(s);
     p = page_of(s, 0, 3, &at);
     lc_store(&p->parent, above);
     lc_store(&p->parent_gen, lc_load(&q->gen));
@@ -91,6 +106,8 @@ static void marks(stage *s) {
 static void marks_too_low(stage *s) {
     lci_root *r = s->survivor.h->root;
     some_of_all(s);
+    run_fill(&s->survivor, 6, 2, SCENE_NS); /* published, and not taken in */
+    lc_store(&s->survivor.h->res[s->other[0].writing.op.rid].shards, 100);
     lc_store(&r->res_fresh, 0);
     lc_store(&r->chunk_fresh, 0);
 }
@@ -108,7 +125,9 @@ static void records(stage *s) {
     lc_store(&r->owner, 200);
     lc_store(&q->shard[1], 0xfffff0ff);
     lc_store(&h->tickets[s->notes->ticket.index].total, 1u << 30);
+    uint32_t at;
     lc_store(&h->ns[3].state, 9);
+    lc_store(&page_of(s, 0, 15, &at)->word, LCI_READY | 3u << LCI_NS_SHIFT);
     lc_store(lci_pin(h, 7, 2), 1); /* of a free slot */
     lc_store(lci_pin(h, p->at->slot, 47), 1); /* of a page that was never used */
     lc_store(&lcs_client_of(p->at, p->at->slot)->state, LCS_CLIENT_FREE);
@@ -126,6 +145,6 @@ static void hold_some(actor *v) { hold_match(v, &v->held, 0, 4, SCENE_NS); }
 static void slot_forgotten(stage *s) {
     lc_store(&lcs_client_of(s->survivor.at, s->notes->victim)->state, LCS_CLIENT_FREE);
 }
-SCENE(repair_records, .pages = 48, .set = records, .act = repair, .unsound = true)
+SCENE(repair_records, .pages = 48, .set = records, .act = repair, .unsound = true, .made = 1)
 SCENE(repair_lists, .pages = 48, .set = lists, .prepare = hold_some, .ready = slot_forgotten,
       .act = repair, .unsound = true)
