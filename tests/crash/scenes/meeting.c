@@ -91,6 +91,8 @@ static void nearly_full(stage *s) {
 }
 static bool publish_between(stage *s) {
     if (lc_load(&s->survivor.h->root->writing) < 38) return false;
+    /* The stepper has asked for the lock: not wanted any more, it is kept for the next batch. */
+    atomic_fetch_and(&lcs_lock_of(s->survivor.at)->both, ~LCS_LOCK_WAITERS);
     run_publish(&s->other[0], &s->other[0].writing, 0);
     return true;
 }
@@ -100,16 +102,6 @@ static void reserve_forty(actor *v) {
 }
 SCENE(reserve_collecting, .pages = 48, .set = nearly_full, .act = reserve_forty,
       .meanwhile = publish_between, .taken = 4, .made = 6)
-
-/* Another waits for the lock: it is let go of between two batches. */
-static void one_run(stage *s) { run_fill(&s->survivor, 0, 6, SCENE_NS); }
-static bool wait_for_lock(stage *s) {
-    if (!victim_has_lock(s)) return false;
-    atomic_fetch_or(&lcs_lock_of(s->survivor.at)->both, LCS_LOCK_WAITERS);
-    return true;
-}
-SCENE(reserve_waited_for, .pages = 48, .set = one_run, .act = reserve_forty,
-      .meanwhile = wait_for_lock)
 
 /* The last shard is published at the instant at which its reservation is to be doomed. */
 static bool logged(const stage *s, const void *word) {
