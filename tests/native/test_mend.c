@@ -218,6 +218,21 @@ static void mending_leaves_unused_pages_unused(void) {
     tear_down();
 }
 
+/* When neither mark says how far pages were used, their words do; memory beyond is given again. */
+static void mending_of_both_marks(void) {
+    set_up();
+    lc_store(&a.h->root->fresh, 1000000);
+    lc_store(&a.h->root->grown, 1000000);
+    CHECK_EQ(lci_repair(b.h, BLOCKING), LC_OK);
+    index_check(&s);
+    CHECK_EQ(peek(&b, &ready), 12);
+    for (uint32_t i = 0; i < 3; i++) CHECK_EQ(peek(&b, &old[i]), 3);
+    uint32_t named = 4 + 12 + 9 + 5 + 4;
+    CHECK_EQ(index_counts(&b).named, named);
+    CHECK(index_counts(&b).grown >= named && index_counts(&b).grown <= GROWN);
+    tear_down();
+}
+
 /* A clock that has run out goes on below what a page's tick can say, and never backwards. */
 static void mending_of_the_clock(void) {
     set_up();
@@ -294,6 +309,7 @@ const test mend_tests[] = {
     TEST(mending_of_a_written_twin),
     TEST(mending_of_marks),
     TEST(mending_leaves_unused_pages_unused),
+    TEST(mending_of_both_marks),
     TEST(mending_of_the_clock),
     TEST(mending_of_parents),
     TEST(mending_of_the_queue),

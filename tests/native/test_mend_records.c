@@ -137,6 +137,7 @@ static void mend(const damage *d) {
     CHECK_EQ(index_broken(&s), d->broken);
     repair(&b);
     CHECK_EQ(index_counts(&b).reservations, 4);
+    CHECK_EQ(index_counts(&b).tickets, 1);
     CHECK_EQ(lc_load(&a.h->root->res_fresh), res_fresh);
     CHECK_EQ(peek(&b, &ready), 12);
     CHECK_EQ(peek(&b, &over), 4);
@@ -192,6 +193,7 @@ static uint32_t reservations(damage *rows) {
     const damage all[] = {
         {&r->owner, LCS_SLOTS, 47, ALL_STAY},
         {&r->state, 77, 47, ALL_STAY},
+        {&r->state, LCI_RES_DOOMED, 50, DOOMED},
         {&r->shards, 0, 20, DOOMED},
         {&r->shards, LCI_SHARDS + 1, 20, DOOMED},
         {&r->shard[0], shard ^ next, 48, DOOMED},
