@@ -269,11 +269,11 @@ static void count_row0(builder *b, const lci_list *list) {
 }
 
 /* A slot that says it is free and pins. Whoever has its byte keeps others from taking it: if that
- * can be us, its row is nobody's. Else its client lives. */
+ * can be us, its row is nobody's. Else its client lives, or may live. */
 static void settle_vacant(lci_handle *h, uint32_t slot) {
     lcs_client *client = lcs_client_of(h->at, slot);
     bool own = slot == h->at->slot;
-    if (own || lcs_byte_lock(h->at->life_fd, LCS_BYTE_SLOTS + slot, 1) == LC_E_BUSY) {
+    if (own || lcs_byte_lock(h->at->life_fd, LCS_BYTE_SLOTS + slot, 1) != LC_OK) {
         lc_store_release(&client->state, LCS_CLIENT_TAKEN);
         return;
     }

@@ -2,6 +2,8 @@
  * damaged, repair mends it, and then all records and pages are used. */
 #include "world.h"
 
+#include <unistd.h>
+
 static segment s;
 static client a, b;
 static prompt ready, large, small, over, dead, gone;
@@ -398,6 +400,20 @@ static void mending_of_a_living_clients_slot(void) {
     }
 }
 
+/* Who cannot ask whether a client lives takes nothing from it. */
+static void mending_without_byte_locks_clears_no_pins(void) {
+    set_up();
+    lc_store(&lcs_client_of(a.at, b.slot)->state, LCS_CLIENT_FREE);
+    client c = client_join(&s);
+    close(c.life);
+    repair(&c);
+    CHECK_EQ(lc_load(&lcs_client_of(a.at, b.slot)->state), LCS_CLIENT_TAKEN);
+    expect_pins(&b, (uint32_t)ready.page[2], 1);
+    c.life = life_descriptor(&s);
+    client_die(&c);
+    tear_down();
+}
+
 static void mending_of_pins_on_unused_pages(void) {
     set_up();
     CHECK(lc_load(&a.h->root->fresh) <= 120);
@@ -448,6 +464,7 @@ const test mend_records_tests[] = {
     TEST(mending_of_tickets_pins),
     TEST(mending_of_a_free_slot),
     TEST(mending_of_a_living_clients_slot),
+    TEST(mending_without_byte_locks_clears_no_pins),
     TEST(mending_of_pins_on_unused_pages),
     TEST(mending_leaves_slots_to_others),
     END_OF_TESTS,
