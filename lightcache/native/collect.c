@@ -217,7 +217,7 @@ LC_API int lci_clear(lci_handle *h, lci_ns_ref ref, int wait, uint64_t deadline)
         if (rc != LC_OK) return rc;
         if ((lc_load(&ns->epoch) & 0xffffff) == ref >> 8 &&
             lc_load(&ns->state) == LCI_NS_NORMAL) {
-            lc_txn_set(&t, &ns->cursor, 0);
+            lc_store(&ns->cursor, 0); /* dead until the state says CLEARING */
             lc_txn_add(&t, &h->root->clearing, 1);
             lc_txn_set(&t, &ns->state, LCI_NS_CLEARING);
             lci_step(&t);

@@ -42,7 +42,8 @@ static bool lists(const lci_list *a, const lci_list *b) {
 static bool namespaces(const lci_namespace *a, const lci_namespace *b) {
     uint32_t state = lc_load(&b->state);
     if (state == LCI_NS_FREE || state == LCI_NS_CLEARED) return false;
-    return DIFFER(state) || DIFFER(epoch) || DIFFER(pages) || DIFFER(quota) || DIFFER(cursor);
+    return DIFFER(state) || DIFFER(epoch) || DIFFER(pages) || DIFFER(quota) ||
+           (state == LCI_NS_CLEARING && DIFFER(cursor));
 }
 
 static bool reservations(const lci_reservation *a, const lci_reservation *b) {
