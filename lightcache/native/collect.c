@@ -190,10 +190,8 @@ uint32_t lci_clear_some(lci_handle *h, lc_txn *t, uint32_t budget) {
     for (; at < end && looked < budget && !t->error; at++, looked++) {
         uint32_t word = lc_load(&h->pages[at].word);
         if (lci_ns_of(word) == id && lci_state_of(word) != LCI_FREE) lci_doom(h, t, at);
-        if (t->count > LCS_LOG_ENTRIES / 2) {
-            lc_txn_set(t, &ns->cursor, at + 1);
-            lci_step(t);
-        }
+        /* After a death the cursor stands before these pages: looking again dooms nothing. */
+        if (t->count > LCS_LOG_ENTRIES / 2) lci_step(t);
     }
     lc_txn_set(t, &ns->cursor, at);
     if (at >= end) {
