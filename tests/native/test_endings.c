@@ -138,6 +138,31 @@ static void bit_of_what_ended_just_now_stays(void) {
     tear_down();
 }
 
+static void publish_at_lock(int point) {
+    if (point != LC_AT_LOCKED) return;
+    lc_pause_hook = NULL;
+    prompt_publish(&a, &p, 0);
+}
+
+/* A call that is rolled back has collected what others had published, and that stays done. */
+static void collected_by_a_call_that_fails(void) {
+    set_up(60);
+    prompt_make(&p, 1, 10);
+    prompt_make(&q, 1, 10);
+    CHECK_EQ(prompt_reserve(&a, &p, NS, 1), 10);
+    _Atomic uint16_t *count = lci_pin(b.h, b.slot, (uint32_t)p.page[5]);
+    lc_store(count, UINT16_MAX);
+    lc_pause_hook = publish_at_lock;
+    CHECK_EQ(prompt_reserve(&b, &q, NS, 1), LC_E_PINS);
+    CHECK(!lc_pause_hook);
+    lc_store(count, 0);
+    CHECK_EQ(index_counts(&a).reservations, 0);
+    CHECK_EQ(lc_load(&a.h->root->completed[0]), 0);
+    prompt_unpin(&a, &p);
+    prompt_unpin(&b, &q);
+    tear_down();
+}
+
 static jmp_buf death;
 static uint32_t found;
 
@@ -430,6 +455,7 @@ const test ending_tests[] = {
     TEST(ticket_whose_list_leads_nowhere_is_damage),
 #ifdef LC_PAUSE_POINTS
     TEST(bit_of_what_ended_just_now_stays),
+    TEST(collected_by_a_call_that_fails),
     TEST(pages_once_found_stay),
 #endif
     END_OF_TESTS,
