@@ -1,8 +1,7 @@
-/* What the dead leave and who may take it: slots, the lock, rows. Told apart here: what is another's
- * by now, and what nobody may have yet. */
+/* What the dead leave and who may take it: slots, rows, records. Told apart here: what is another's by
+ * now, and what nobody may have yet. */
 #include "world.h"
 
-#include <pthread.h>
 #include <unistd.h>
 
 static segment s;
@@ -146,145 +145,6 @@ static void nothing_is_begun_while_leaving(void) {
     CHECK_EQ(peek(&a, &p), 0);
     tear_down();
 }
-
-/* ------------------------------------------------------------------ the lock */
-
-static void *hold_and_end(void *c) {
-    static lc_txn t;
-    CHECK_EQ(take(c, &t, FOREVER), LC_OK);
-    return NULL;
-}
-
-/* Its process lives on, and so do its bytes: only /proc tells. */
-static void lock_of_an_ended_thread_is_taken_over(void) {
-    pthread_t thread;
-    lc_txn t;
-    set_up();
-    CHECK_EQ(pthread_create(&thread, NULL, hold_and_end, &dead), 0);
-    CHECK_EQ(pthread_join(thread, NULL), 0);
-    if (a.at->pidns) {
-        uint32_t tid = (uint32_t)lc_load(&lock->holder);
-        while (!lcs_thread_gone(a.at, 3, tid)) {
-        } /* joined a little before the kernel lets go of it */
-        CHECK_EQ(take(&a, &t, FOREVER), LC_OK);
-        CHECK(t.taken_over);
-        CHECK_EQ(lci_unlock(a.h, &t), LC_OK);
-    }
-    client_die(&dead);
-    reap(3);
-    tear_down();
-}
-
-static void lock_with_a_log_that_cannot_be_undone_is_refused(void) {
-    lc_txn t;
-    set_up();
-    CHECK_EQ(take(&dead, &t, FOREVER), LC_OK);
-    lc_txn_set(&t, &dead.h->root->event, 9);
-    lc_store(&lock->log_count, LCS_LOG_ENTRIES + 1);
-    client_die(&dead);
-    CHECK_EQ(take(&a, &t, FOREVER), LC_E_CORRUPT);
-    CHECK_EQ(lc_load(&lock->word), 0); /* let go of again */
-    CHECK_EQ(lc_load(&lock->recoveries), 0);
-    CHECK_EQ(take(&a, &t, FOREVER), LC_E_CORRUPT);
-    CHECK_EQ(lci_repair(a.h, BLOCKING), LC_OK);
-    reap(3);
-    tear_down();
-}
-
-static void lock_keeps_its_figures(void) {
-    lc_txn t;
-    set_up();
-    uint64_t begun = lcs_now_ns(), sum = lc_load(&lock->hold_ns);
-    lc_store(&lock->hold_max_ns, 0);
-    CHECK_EQ(take(&a, &t, FOREVER), LC_OK);
-    CHECK(lc_load(&lock->since_ns) >= begun);
-    while (lcs_now_ns() == lc_load(&lock->since_ns)) {
-    }
-    CHECK_EQ(lci_unlock(a.h, &t), LC_OK);
-    uint64_t longest = lc_load(&lock->hold_max_ns);
-    CHECK(longest > 0 && longest <= lcs_now_ns() - begun);
-    CHECK_EQ(lc_load(&lock->hold_ns), sum + longest);
-    lc_store(&lock->hold_max_ns, INT64_MAX);
-    CHECK_EQ(take(&a, &t, FOREVER), LC_OK);
-    CHECK_EQ(lci_unlock(a.h, &t), LC_OK);
-    CHECK_EQ(lc_load(&lock->hold_max_ns), INT64_MAX);
-    client_leave(&dead);
-    tear_down();
-}
-
-static void *take_after_waiting(void *over) {
-    lc_txn t;
-    int rc;
-    do rc = take(&b, &t, FOREVER);
-    while (rc == LC_E_INTR);
-    CHECK_EQ(rc, LC_OK);
-    *(bool *)over = t.taken_over;
-    CHECK_EQ(lci_unlock(b.h, &t), LC_OK);
-    return NULL;
-}
-
-/* Whoever has slept for it and finds it free has not taken it from a dead one. */
-static void lock_given_back_is_not_taken_over(void) {
-    pthread_t waiter;
-    lc_txn t;
-    bool over = true;
-    set_up();
-    CHECK_EQ(take(&a, &t, FOREVER), LC_OK);
-    CHECK_EQ(pthread_create(&waiter, NULL, take_after_waiting, &over), 0);
-    while (!lcs_lock_wanted(a.at)) {
-    }
-    CHECK_EQ(lci_unlock(a.h, &t), LC_OK);
-    CHECK_EQ(pthread_join(waiter, NULL), 0);
-    CHECK(!over);
-    CHECK_EQ(lc_load(&lock->recoveries), 0);
-    client_leave(&dead);
-    tear_down();
-}
-
-#ifdef LC_PAUSE_POINTS
-static lc_txn of_b;
-
-static void b_takes_over(void) {
-    CHECK_EQ(take(&b, &of_b, FOREVER), LC_OK);
-    CHECK(of_b.taken_over);
-}
-
-/* Two find the owner dead, and one is faster. */
-static void lock_is_taken_over_by_one(void) {
-    lc_txn t;
-    set_up();
-    CHECK_EQ(take(&dead, &t, FOREVER), LC_OK);
-    client_die(&dead);
-    play(LC_AT_OWNER_DEAD, b_takes_over);
-    CHECK_EQ(take(&a, &t, 0), LC_E_TIMEOUT);
-    CHECK(!lc_pause_hook);
-    CHECK_EQ(lci_unlock(b.h, &of_b), LC_OK);
-    reap(3);
-    tear_down();
-}
-
-static void its_byte_is_lost_and_b_takes_over(void) {
-    close(dead.life);
-    dead.life = -1;
-    b_takes_over();
-}
-
-/* Taken for dead while it was about to give the lock back: that is another's now. */
-static void lock_of_another_is_not_given_back(void) {
-    lc_txn t;
-    set_up();
-    CHECK_EQ(take(&dead, &t, FOREVER), LC_OK);
-    play(LC_AT_UNLOCK, its_byte_is_lost_and_b_takes_over);
-    (void)lci_unlock(dead.h, &t);
-    CHECK(!lc_pause_hook);
-    CHECK_EQ(lc_load(&lock->word) & LCS_LOCK_SLOT, b.slot);
-    CHECK_EQ(take(&a, &t, 0), LC_E_TIMEOUT);
-    CHECK_EQ(lci_unlock(b.h, &of_b), LC_OK);
-    client_die(&dead);
-    reap(3);
-    tear_down();
-}
-#endif
 
 /* ------------------------------------------------------------------ without a slot */
 
@@ -451,10 +311,6 @@ const test taking_back_tests[] = {
     TEST(slot_tells_nothing_of_its_former_client),
     TEST(slot_that_somebody_mends_is_nobody_elses),
     TEST(nothing_is_begun_while_leaving),
-    TEST(lock_of_an_ended_thread_is_taken_over),
-    TEST(lock_with_a_log_that_cannot_be_undone_is_refused),
-    TEST(lock_keeps_its_figures),
-    TEST(lock_given_back_is_not_taken_over),
     TEST(guest_leaves_no_trace),
     TEST(quarantine_of_pages_that_others_write),
     TEST(quarantine_is_not_for_what_others_write),
@@ -464,8 +320,6 @@ const test taking_back_tests[] = {
 #ifdef LC_PAUSE_POINTS
     TEST(slot_that_was_taken_again_is_left),
     TEST(slot_that_was_freed_meanwhile_is_not_freed_again),
-    TEST(lock_is_taken_over_by_one),
-    TEST(lock_of_another_is_not_given_back),
     TEST(guest_is_not_taken_for_the_dead),
 #endif
     END_OF_TESTS,
