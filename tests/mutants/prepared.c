@@ -197,15 +197,6 @@ void someone_should_adopt(void) {
     dead(&late);
 }
 
-/* Its adopter has done, and only the giver's drop is missing. */
-void settled(void) {
-    half_full();
-    give_lease(&victim, bit(&survivor));
-    CHECK_EQ(adopt_as(&survivor, 0), second_run.n);
-    CHECK_EQ(lci_ticket_done(survivor.h, &ticket, 1), LC_OK);
-    CHECK_EQ(lci_release(survivor.h, &lent.head), LC_OK);
-}
-
 /* A ticket is over since its adopter's verdict, and nobody has freed it: the next is given in its
  * record. */
 void settled_behind_drop(void) {

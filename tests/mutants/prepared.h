@@ -29,7 +29,6 @@ uint64_t bit(const client *c);
 void someone_had_given(void);
 void someone_should_adopt(void);
 int adopt_as(client *c, uint32_t shard);
-void settled(void);
 void settled_behind_drop(void);
 void given_to_victim(void);
 void given_shard(void);

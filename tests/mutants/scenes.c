@@ -103,7 +103,6 @@ const scene scenes[] = {
     {"done", adopted, done, NONE, NONE, false},
     {"drop", someone_should_adopt, drop, NONE, NONE, false},
     {"drop-last", adopted_and_done, drop, NONE, NONE, false},
-    {"drop-settled", settled, drop, NONE, NONE, false},
     {"reap", someone_died, reap_late, NONE, NONE, false},
     {"reap-published", someone_had_published, reap_late, NONE, NONE, false},
     {"reap-giver", someone_had_given, reap_late, NONE, NONE, false},

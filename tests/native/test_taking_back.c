@@ -1,5 +1,5 @@
-/* What the dead leave and who may take it: slots, rows, records. Told apart here: what is another's by
- * now, and what nobody may have yet. */
+/* What the dead leave and who may take it: slots, rows, records. Told apart here: what is another's
+ * by now, and what nobody may have yet. */
 #include "world.h"
 
 #include <unistd.h>
@@ -182,8 +182,8 @@ static void guest_holds_the_lock(void) {
     CHECK_EQ(take(&b, &t, 0), LC_E_TIMEOUT);
 }
 
-/* The record names a process that still is, with a number that is none of its threads': so it is for
- * a moment with one that was killed. */
+/* The record names a process that still is, with a number that is none of its threads': so it is
+ * for a moment with one that was killed. */
 static void guest_is_not_taken_for_the_dead(void) {
     set_up();
     lcs_client *record = lcs_client_of(a.at, 3);
@@ -201,8 +201,8 @@ static void guest_is_not_taken_for_the_dead(void) {
 
 /* ------------------------------------------------------------------ rows and records */
 
-/* All shards of its own are written, and others' are not: a copy into these pages may still be under
- * way, for all that anybody knows. */
+/* All shards of its own are written, and others' are not: a copy into these pages may still be
+ * under way, for all that anybody knows. */
 static void quarantine_of_pages_that_others_write(void) {
     lci_ticket_ref ref;
     uint32_t rid, gen;
