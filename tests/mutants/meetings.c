@@ -106,6 +106,13 @@ static void reserved(void) {
     CHECK_EQ(prompt_reserve(&first, &new_run, NS, 1), RUN);
 }
 
+/* Its publisher has stopped behind its last shard, before any page is ready. */
+static void stopped(void) {
+    reserved();
+    _Atomic uint32_t *word = &first.h->res[new_run.op.rid].shard[0];
+    lc_store(word, lc_load(word) | LCI_SHARD_DONE);
+}
+
 /* The second has adopted shard 1 and pins the pages; shard 0 is there already. */
 static void shared(void) {
     uint32_t rid, gen;
@@ -150,6 +157,16 @@ static void first_adopts(void) {
     uint32_t rid, gen;
     int rc = lci_adopt(first.h, &ticket, 0, &held.head.held, held.pages, RUN, &rid, &gen, BLOCKING);
     RIGHT(rc == RUN || rc == LC_E_TWICE);
+}
+
+/* The stopped publisher goes on. */
+static void second_makes_ready(void) {
+    for (uint32_t i = 0; i < RUN; i++) {
+        _Atomic uint32_t *word = &second.h->pages[new_run.fresh[i]].word;
+        uint32_t rid = new_run.op.rid + 1, old = LCI_WRITING | rid << LCI_RES_SHIFT;
+        atomic_compare_exchange_strong(word, &old, old ^ LCI_WRITING ^ LCI_READY);
+    }
+    lci_flag_ended(second.h, new_run.op.rid);
 }
 
 static void abandons(client *c) {
@@ -208,6 +225,8 @@ static const meeting meetings[] = {
     {"evict, publish", shared, first_evicts, second_publishes, as_told},
     {"clear, publish", shared, first_clears, second_publishes, nothing},
     {"adopt, publish", offered, first_adopts, owner_publishes, as_told},
+    {"clear, go on publishing", stopped, first_clears, second_makes_ready, nothing},
+    {"evict, go on publishing", stopped, first_evicts, second_makes_ready, nothing},
     {"publish, abandon", reserved, first_publishes, second_abandons, as_told_last},
     {"publish, clear", reserved, first_publishes, second_clears, nothing},
     {"publish, evict", reserved, first_publishes, second_evicts, nothing},

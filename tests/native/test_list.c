@@ -176,6 +176,20 @@ static void list_damage_is_named_and_rolled_back(void) {
     tear_down();
 }
 
+/* A head whose end is on another list: what is put there must not take that list apart. */
+static void list_put_at_an_end_that_is_anothers(void) {
+    set_up();
+    put(0, 1, 0);
+    put(0, 2, 0);
+    put(1, 3, 0);
+    lc_store(&heads()[0].prev, 3);
+    CHECK_EQ(put(0, 4, 0), LC_E_CORRUPT);
+    lc_store(&heads()[0].prev, 2);
+    check_list(0, (int32_t[]){1, 2}, 2);
+    check_list(1, (int32_t[]){3}, 1);
+    tear_down();
+}
+
 static void list_copy_of_a_damaged_list(void) {
     int32_t out[NODES];
     set_up();
@@ -228,6 +242,7 @@ const test list_tests[] = {
     TEST(list_refuses),
     TEST(list_handle_of_a_reader_or_a_closed_one),
     TEST(list_damage_is_named_and_rolled_back),
+    TEST(list_put_at_an_end_that_is_anothers),
     TEST(list_copy_of_a_damaged_list),
     TEST(list_step_of_a_dead_client_is_undone),
     TEST(list_first_of_a_damaged_list),

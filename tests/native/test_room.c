@@ -1,0 +1,302 @@
+/* Making room: what goes, what stays, and what a call that fails half-way still holds. */
+#include "world.h"
+
+#define MOVES_MAX 4096 /* as in queue.c */
+
+static segment s;
+static client a, b;
+static prompt p, q, w;
+static lease l;
+
+static void set_up(uint64_t pages) {
+    s = index_make(pages);
+    a = client_join(&s);
+    b = client_join(&s);
+    memset(&l, 0, sizeof l);
+}
+
+static void tear_down(void) {
+    client_leave(&a);
+    client_leave(&b);
+    index_check(&s);
+    segment_end(&s);
+}
+
+static lci_page *page_of(const prompt *of, uint32_t i) { return &a.h->pages[of->page[i]]; }
+
+static void fill_in(lci_ns_ref ns, prompt *run, uint32_t number, uint32_t n) {
+    prompt_make(run, number, n);
+    CHECK_EQ(prompt_reserve(&a, run, ns, 1), n);
+    prompt_publish(&a, run, 0);
+    prompt_unpin(&a, run);
+}
+
+static void give_up(client *c, prompt *run) {
+    prompt_unpin(c, run);
+    CHECK_EQ(lci_abandon(c->h, run->op.rid, run->op.gen, BLOCKING), LC_OK);
+}
+
+static lci_ns_ref small_namespace(uint32_t quota) {
+    lci_ns_ref ns;
+    CHECK_EQ(lci_namespace_open(a.h, "w", "small", quota, &ns, BLOCKING), LC_OK);
+    return ns;
+}
+
+/* ------------------------------------------------------------------ reserving */
+
+/* Its last keys are there, and are the oldest pages: the first batch must not evict them. */
+static void room_is_not_made_of_what_is_asked_for(void) {
+    set_up(40);
+    prompt_make(&p, 1, 40);
+    memmove(p.keys, p.keys + 32, 8 * sizeof *p.keys);
+    p.n = 8;
+    CHECK_EQ(prompt_reserve(&a, &p, NS, 1), 8);
+    prompt_publish(&a, &p, 0);
+    prompt_unpin(&a, &p);
+    prompt_fill(&a, &q, 2, 32);
+    prompt_make(&p, 1, 40);
+    CHECK_EQ(prompt_reserve(&b, &p, NS, 1), 32);
+    for (uint32_t i = 0; i < 40; i++) CHECK_EQ(p.status[i], i < 32 ? LCI_NEW : LCI_PRESENT);
+    CHECK_EQ(peek(&a, &q), 0);
+    index_check(&s);
+    give_up(&b, &p);
+    tear_down();
+}
+
+static void room_that_ends_leaves_what_is_present_behind_it(void) {
+    set_up(40);
+    prompt_fill(&a, &p, 1, 40);
+    CHECK_EQ(match(&b, &p, &l), 40);
+    prompt_make(&q, 2, 4);
+    memcpy(q.keys + 1, p.keys, 3 * sizeof *q.keys);
+    CHECK_EQ(prompt_reserve(&a, &q, NS, 1), 0);
+    for (uint32_t i = 0; i < 4; i++) CHECK_EQ(q.status[i], i ? LCI_PRESENT : LCI_NO_ROOM);
+    CHECK_EQ(pins_of(&a, (uint32_t)p.page[0]), 2);
+    prompt_unpin(&a, &q);
+    CHECK_EQ(pins_of(&a, (uint32_t)p.page[0]), 1);
+    tear_down();
+}
+
+/* A call that goes on where it was is the same call: what it has used or pinned counts as used by
+ * it, and is not pinned once more. */
+static void room_is_asked_for_again_by_the_same_call(void) {
+    lci_geometry g;
+    CHECK_EQ(lci_geometry_of(20, &g), LC_OK);
+    s = segment_make(g.end);
+    s.pages = 20;
+    CHECK_EQ(lci_format(s.base, s.bytes, 20, 10), LC_OK);
+    a = client_join(&s);
+    b = client_join(&s);
+    prompt_fill(&a, &p, 1, 5);
+    prompt_make(&w, 1, 1);
+    w.keys[0] = prompt_key(1, 14);
+    CHECK_EQ(prompt_reserve(&a, &w, NS, 1), 1);
+    prompt_publish(&a, &w, 0);
+    prompt_unpin(&a, &w);
+    prompt_make(&q, 1, 15); /* begins with what `p` is, ends with what `w` is */
+    q.op = (lci_reserve_op){.shards = 1, .ns = NS};
+    int rc = lci_reserve(a.h, &q.op, q.keys, 15, 5, q.page, q.status, BLOCKING);
+    CHECK_EQ(rc, LC_E_GROW);
+    CHECK_EQ(lci_grow(a.h, 20, BLOCKING), LC_OK);
+    prompt_make(&w, 2, 8);
+    CHECK_EQ(prompt_reserve(&b, &w, NS, 1), 8);
+    rc = lci_reserve(a.h, &q.op, q.keys, 15, 5, q.page, q.status, BLOCKING);
+    CHECK_EQ(rc, 6); /* all that is left: its own prefix does not make room for it */
+    CHECK_EQ(peek(&b, &p), 5);
+    CHECK_EQ(q.status[9], LCI_PRESENT);
+    CHECK_EQ(pins_of(&a, (uint32_t)q.page[9]), 1);
+    tear_down();
+}
+
+static void room_in_one_chain_costs_no_other(void) {
+    set_up(100);
+    prompt *full[] = {&p, &q};
+    for (uint32_t k = 0; k < 2; k++) {
+        prompt_make(full[k], 0, LC_CHAIN_MAX);
+        for (uint32_t i = 0; i < LC_CHAIN_MAX; i++) full[k]->keys[i] = crowded_key(3 + k, i);
+        CHECK_EQ(prompt_reserve(&a, full[k], NS, 1), LC_CHAIN_MAX);
+        prompt_publish(&a, full[k], 0);
+        prompt_unpin(&a, full[k]);
+    }
+    prompt_make(&w, 0, 2);
+    w.keys[0] = crowded_key(4, 0); /* there */
+    w.keys[1] = crowded_key(3, 99);
+    CHECK_EQ(prompt_reserve(&a, &w, NS, 1), 1);
+    CHECK_EQ(peek(&b, &p), LC_CHAIN_MAX - 1);
+    CHECK_EQ(peek(&b, &q), LC_CHAIN_MAX);
+    give_up(&a, &w);
+    tear_down();
+}
+
+static void room_is_what_a_late_ticket_held(void) {
+    lci_ticket_ref ref;
+    set_up(10);
+    prompt_fill(&a, &p, 1, 10);
+    CHECK_EQ(match(&a, &p, &l), 10);
+    CHECK_EQ(lci_ticket_give(a.h, l.pages, 10, LC_NIL, 0, UINT64_C(1) << b.slot, FOREVER, &ref,
+                             BLOCKING), LC_OK);
+    CHECK_EQ(lci_release(a.h, &l.head), LC_OK);
+    lc_store(&a.h->tickets[ref.index].deadline_ns, 0); /* time passes */
+    prompt_make(&q, 2, 5);
+    CHECK_EQ(prompt_reserve(&b, &q, NS, 1), 5);
+    give_up(&b, &q);
+    CHECK_EQ(lci_ticket_drop(a.h, &ref, BLOCKING), LC_OK);
+    tear_down();
+}
+
+static void a_key_after_itself_does_not_hang_on_itself(void) {
+    set_up(10);
+    prompt_fill(&a, &p, 1, 1);
+    prompt_make(&q, 1, 2);
+    q.keys[1] = q.keys[0];
+    CHECK_EQ(prompt_reserve(&a, &q, NS, 1), 0);
+    CHECK_EQ(lci_parent(a.h, page_of(&p, 0)), LC_NIL);
+    index_check(&s);
+    prompt_unpin(&a, &q);
+    tear_down();
+}
+
+static void a_page_used_again_forgets_who_pinned_it(void) {
+    set_up(10);
+    prompt_fill(&a, &p, 1, 1);
+    CHECK_EQ(match(&b, &p, &l), 1);
+    CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
+    CHECK_EQ(evict(&a, 1), 1);
+    prompt_fill(&a, &q, 2, 1);
+    CHECK_EQ(q.page[0], p.page[0]);
+    CHECK_EQ(lc_load(&page_of(&q, 0)->pins), UINT64_C(1) << a.slot);
+    tear_down();
+}
+
+/* An old handle of a namespace pins nothing, and gets nothing, not even nothing. */
+static void room_under_a_handle_that_is_over(void) {
+    lci_ns_ref old = NS + (1 << 8);
+    set_up(10);
+    prompt_fill(&a, &p, 1, 3);
+    CHECK_EQ(prompt_reserve(&a, &p, old, 1), LC_E_CLEARED);
+    for (uint32_t i = 0; i < 3; i++) CHECK_EQ(pins_of(&a, (uint32_t)p.page[i]), 0);
+    prompt_make(&q, 1, 0);
+    CHECK_EQ(prompt_reserve(&a, &q, old, 1), LC_E_CLEARED);
+    tear_down();
+}
+
+/* ------------------------------------------------------------------ quotas */
+
+static void a_quota_does_not_take_the_prefix_of_what_it_is_for(void) {
+    set_up(40);
+    lci_ns_ref ns = small_namespace(10);
+    fill_in(ns, &p, 1, 10);
+    prompt_make(&q, 1, 12);
+    q.op = (lci_reserve_op){.shards = 1, .ns = ns};
+    CHECK_EQ(lci_reserve(a.h, &q.op, q.keys, 12, 10, q.page, q.status, BLOCKING), 0);
+    CHECK_EQ(q.op.reason, LCI_WHY_QUOTA);
+    CHECK_EQ(lci_peek1(b.h, p.keys, 10, ns), 10);
+    tear_down();
+}
+
+/* More than one step can evict, in one hold of the lock. */
+static void a_quota_that_was_lowered(void) {
+    set_up(700);
+    lci_ns_ref ns = small_namespace(0);
+    fill_in(ns, &p, 1, 600);
+    CHECK_EQ(small_namespace(10), ns);
+    prompt_make(&q, 2, 1);
+    CHECK_EQ(prompt_reserve(&b, &q, ns, 1), 1);
+    CHECK_EQ(lc_load(&a.h->ns[lci_ns_id(ns)].pages), 10);
+    give_up(&b, &q);
+    tear_down();
+}
+
+/* Its pages lie behind those that one look passes. */
+static void a_quota_looks_on_where_it_was(void) {
+    set_up(4700);
+    for (uint32_t i = 0; i < 7; i++) prompt_fill(&a, &p, 10 + i, 600);
+    CHECK(7 * 600 > LCI_WINDOW);
+    lci_ns_ref ns = small_namespace(8);
+    fill_in(ns, &p, 1, 8);
+    prompt_make(&q, 2, 8);
+    CHECK_EQ(prompt_reserve(&b, &q, ns, 1), 8);
+    give_up(&b, &q);
+    tear_down();
+}
+
+/* ------------------------------------------------------------------ evicting */
+
+static void a_prefix_used_since_waits_for_its_turn(void) {
+    set_up(40);
+    prompt_fill(&a, &p, 1, 10);
+    prompt_fill(&a, &q, 2, 1);
+    p.n = 5;
+    CHECK_EQ(match(&b, &p, &l), 5);
+    CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
+    CHECK_EQ(evict(&a, 6), 6);
+    CHECK_EQ(peek(&b, &p), 5);
+    CHECK_EQ(peek(&b, &q), 0);
+    tear_down();
+}
+
+static void pages_of_two_namespaces_leave_together(void) {
+    set_up(40);
+    lci_ns_ref ns = small_namespace(0);
+    fill_in(NS, &p, 1, 5);
+    fill_in(ns, &q, 2, 5);
+    CHECK_EQ(evict(&b, 10), 10);
+    index_check(&s);
+    tear_down();
+}
+
+/* Begin an eviction that has moved so many pages already, and let it take one. */
+static void evict_one(uint32_t moved) {
+    lc_txn t;
+    CHECK_EQ(lci_lock(a.h, &t, LCI_OP_EVICT, BLOCKING), LC_OK);
+    lci_eviction e = {.since = lci_next_tick(a.h), .moved = moved};
+    CHECK_EQ(lci_evict(a.h, &t, &e, 1), 1);
+    CHECK_EQ(lci_unlock(a.h, &t), LC_OK);
+}
+
+static void a_call_that_moved_enough_takes_what_is_next(void) {
+    for (int enough = 0; enough < 2; enough++) {
+        set_up(40);
+        prompt_fill(&a, &p, 1, 1);
+        prompt_fill(&a, &q, 2, 1);
+        collect(&a);
+        CHECK_EQ(match(&b, &p, &l), 1); /* used since it was queued */
+        CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
+        evict_one(enough ? MOVES_MAX : 0);
+        CHECK_EQ(peek(&b, &p), !enough);
+        CHECK_EQ(peek(&b, &q), enough);
+        tear_down();
+    }
+}
+
+/* Two pages of a list above level 0: the one that was put right goes, not the one behind it. */
+static void a_call_that_moved_enough_takes_what_was_put_right(void) {
+    set_up(40);
+    lc_store(&a.h->root->clock, 3 * LCI_DIGITS + 4);
+    prompt_fill(&a, &p, 1, 1);
+    prompt_fill(&a, &q, 2, 1);
+    collect(&a);
+    evict_one(MOVES_MAX - 1);
+    CHECK_EQ(peek(&b, &p), 0);
+    CHECK_EQ(peek(&b, &q), 1);
+    tear_down();
+}
+
+const test room_tests[] = {
+    TEST(room_is_not_made_of_what_is_asked_for),
+    TEST(room_that_ends_leaves_what_is_present_behind_it),
+    TEST(room_is_asked_for_again_by_the_same_call),
+    TEST(room_in_one_chain_costs_no_other),
+    TEST(room_is_what_a_late_ticket_held),
+    TEST(a_key_after_itself_does_not_hang_on_itself),
+    TEST(a_page_used_again_forgets_who_pinned_it),
+    TEST(room_under_a_handle_that_is_over),
+    TEST(a_quota_does_not_take_the_prefix_of_what_it_is_for),
+    TEST(a_quota_that_was_lowered),
+    TEST(a_quota_looks_on_where_it_was),
+    TEST(a_prefix_used_since_waits_for_its_turn),
+    TEST(pages_of_two_namespaces_leave_together),
+    TEST(a_call_that_moved_enough_takes_what_is_next),
+    TEST(a_call_that_moved_enough_takes_what_was_put_right),
+    END_OF_TESTS,
+};
