@@ -327,7 +327,6 @@ bool lci_evict_from_chain(lci_handle *h, lc_txn *t, lci_eviction *e, uint64_t ke
 /* pages.c, under the lock: the transitions of a page and the lists of reservations and tickets. */
 uint32_t lci_take_free(lci_handle *h, lc_txn *t, uint32_t *out, uint32_t want);
 void lci_give_free(lci_handle *h, lc_txn *t, const uint32_t *pages, uint32_t n);
-void lci_detach_parent(lci_handle *h, lc_txn *t, uint32_t page);
 void lci_attach_parent(lci_handle *h, lc_txn *t, uint32_t page, uint32_t parent);
 bool lci_doom(lci_handle *h, lc_txn *t, uint32_t page);
 void lci_free_doomed(lci_handle *h, lc_txn *t, uint32_t page);

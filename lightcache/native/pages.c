@@ -52,14 +52,12 @@ uint32_t lci_parent(const lci_handle *h, const lci_page *p) {
     return state == LCI_WRITING || state == LCI_READY || state == LCI_EVICTING ? parent : LC_NIL;
 }
 
-void lci_detach_parent(lci_handle *h, lc_txn *t, uint32_t page) {
-    lci_page *p = &h->pages[page];
-    uint32_t parent = lci_parent(h, p);
-    if (parent != LC_NIL) {
-        lc_txn_add(t, &h->pages[parent].children, (uint32_t)-1);
-        if (lci_queueable(h, parent)) lci_queue_add(h, t, parent);
-    }
-    lc_txn_set(t, &p->parent, LC_NIL);
+/* For a page on its way out: its own fields are dead from then on. */
+static void detach_parent(lci_handle *h, lc_txn *t, uint32_t page) {
+    uint32_t parent = lci_parent(h, &h->pages[page]);
+    if (parent == LC_NIL) return;
+    lc_txn_add(t, &h->pages[parent].children, (uint32_t)-1);
+    if (lci_queueable(h, parent)) lci_queue_add(h, t, parent);
 }
 
 /* `page` has no parent so far. */
@@ -79,7 +77,7 @@ bool lci_doom(lci_handle *h, lc_txn *t, uint32_t page) {
     uint32_t word = lc_load_acquire(&p->word), state = lci_state_of(word);
     if (state != LCI_WRITING && state != LCI_READY) return false;
     if (lci_queueable(h, page)) lci_queue_remove(h, t, page);
-    lci_detach_parent(h, t, page);
+    detach_parent(h, t, page);
     uint32_t flag = state == LCI_WRITING ? LCI_UNWRITTEN : 0;
     uint32_t doomed = (word & ~LCI_STATE_MASK) | LCI_DOOMED | flag;
     while (!lc_txn_swap(t, &p->word, word, doomed)) { /* a publisher was faster: now it is READY */
@@ -88,7 +86,6 @@ bool lci_doom(lci_handle *h, lc_txn *t, uint32_t page) {
         if (t->error) return false;
     }
     lc_dict_unlink(t, &h->dict, page);
-    lc_txn_set(t, &p->children, 0);
     lc_list_append(t, &h->lists, page, LCI_DOOMED_LIST);
     lc_txn_add(t, &h->ns[lci_ns_of(word)].pages, (uint32_t)-1);
     lc_txn_add(t, &h->root->named, (uint32_t)-1);
