@@ -168,6 +168,25 @@ static void a_page_used_again_forgets_who_pinned_it(void) {
     tear_down();
 }
 
+/* What a free record says is dead. Its owner is whom a dump of the segment asks after. */
+static void a_reservation_begins_empty(void) {
+    set_up(10);
+    lci_list *list = &a.h->res[0].pages;
+    lc_store(&list->count, 3);
+    lc_store(&list->first, 1);
+    lc_store(&list->last, 1);
+    index_check(&s);
+    prompt_make(&p, 1, 1);
+    CHECK_EQ(prompt_reserve(&b, &p, NS, 1), 1);
+    CHECK_EQ(p.op.rid, 0);
+    CHECK_EQ(lc_load(&list->count), 1);
+    CHECK_EQ(lc_load(&a.h->res[0].owner), b.slot);
+    CHECK_EQ(lc_load(&a.h->res[0].owner_epoch), b.at->epoch);
+    index_check(&s);
+    give_up(&b, &p);
+    tear_down();
+}
+
 /* An old handle of a namespace pins nothing, and gets nothing, not even nothing. */
 static void room_under_a_handle_that_is_over(void) {
     lci_ns_ref old = NS + (1 << 8);
@@ -290,6 +309,7 @@ const test room_tests[] = {
     TEST(room_is_what_a_late_ticket_held),
     TEST(a_key_after_itself_does_not_hang_on_itself),
     TEST(a_page_used_again_forgets_who_pinned_it),
+    TEST(a_reservation_begins_empty),
     TEST(room_under_a_handle_that_is_over),
     TEST(a_quota_does_not_take_the_prefix_of_what_it_is_for),
     TEST(a_quota_that_was_lowered),
