@@ -87,6 +87,34 @@ static void evict_goes_from_the_leaves_upward(void) {
     tear_down();
 }
 
+/* A prefix that was used after its end waits for its own turn. */
+static void evict_stops_at_a_prefix_used_since(void) {
+    set_up(40);
+    prompt_fill(&a, &p, 1, 10);
+    prompt_fill(&a, &q, 2, 1);
+    p.n = 5;
+    CHECK_EQ(match(&b, &p, &l), 5);
+    CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
+    CHECK_EQ(evict(&a, 6), 6);
+    CHECK_EQ(peek(&b, &p), 5);
+    CHECK_EQ(peek(&b, &q), 0);
+    tear_down();
+}
+
+static void evict_of_two_namespaces_at_once(void) {
+    lci_ns_ref ns;
+    set_up(40);
+    CHECK_EQ(lci_namespace_open(a.h, "w", "t", 0, &ns, BLOCKING), LC_OK);
+    prompt_fill(&a, &p, 1, 5);
+    prompt_make(&q, 2, 5);
+    CHECK_EQ(prompt_reserve(&a, &q, ns, 1), 5);
+    prompt_publish(&a, &q, 0);
+    prompt_unpin(&a, &q);
+    CHECK_EQ(evict(&b, 10), 10);
+    index_check(&s); /* each has no pages left */
+    tear_down();
+}
+
 static void evict_leaves_what_is_pinned(void) {
     set_up(100);
     prompt_fill(&a, &p, 1, 40);
@@ -241,6 +269,8 @@ const test evict_tests[] = {
     TEST(queue_slots),
     TEST(evict_is_lru),
     TEST(evict_goes_from_the_leaves_upward),
+    TEST(evict_stops_at_a_prefix_used_since),
+    TEST(evict_of_two_namespaces_at_once),
     TEST(evict_leaves_what_is_pinned),
     TEST(evict_looks_into_the_rows_that_bits_name),
     TEST(evict_of_the_quota_takes_the_oldest_of_the_namespace),

@@ -241,29 +241,6 @@ static void a_quota_looks_on_where_it_was(void) {
 
 /* ------------------------------------------------------------------ evicting */
 
-static void a_prefix_used_since_waits_for_its_turn(void) {
-    set_up(40);
-    prompt_fill(&a, &p, 1, 10);
-    prompt_fill(&a, &q, 2, 1);
-    p.n = 5;
-    CHECK_EQ(match(&b, &p, &l), 5);
-    CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
-    CHECK_EQ(evict(&a, 6), 6);
-    CHECK_EQ(peek(&b, &p), 5);
-    CHECK_EQ(peek(&b, &q), 0);
-    tear_down();
-}
-
-static void pages_of_two_namespaces_leave_together(void) {
-    set_up(40);
-    lci_ns_ref ns = small_namespace(0);
-    fill_in(NS, &p, 1, 5);
-    fill_in(ns, &q, 2, 5);
-    CHECK_EQ(evict(&b, 10), 10);
-    index_check(&s);
-    tear_down();
-}
-
 /* Begin an eviction that has moved so many pages already, and let it take one. */
 static void evict_one(uint32_t moved) {
     lc_txn t;
@@ -314,8 +291,6 @@ const test room_tests[] = {
     TEST(a_quota_does_not_take_the_prefix_of_what_it_is_for),
     TEST(a_quota_that_was_lowered),
     TEST(a_quota_looks_on_where_it_was),
-    TEST(a_prefix_used_since_waits_for_its_turn),
-    TEST(pages_of_two_namespaces_leave_together),
     TEST(a_call_that_moved_enough_takes_what_is_next),
     TEST(a_call_that_moved_enough_takes_what_was_put_right),
     END_OF_TESTS,
