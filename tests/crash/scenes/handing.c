@@ -22,6 +22,12 @@ static void adopt(actor *v) {
 }
 SCENE(adopt_last, .pages = 48, .set = lease_of_other, .ready = give_victim, .act = adopt)
 
+/* Another ticket is open. */
+static void give_again(actor *v) {
+    lci_ticket_ref ref;
+    NEED(lci_ticket_give(v->h, v->held.pages, 16, LC_NIL, 0, 2, FOREVER, &ref, LC_BLOCK, FOREVER) ==
+         LC_OK);
+}
 /* Dropped before anybody has adopted it. */
 static void one_other(stage *s) {
     two_runs(s);
@@ -34,6 +40,7 @@ static void give_other(actor *v) {
 static void drop(actor *v) {
     NEED(lci_ticket_drop(v->h, &v->notes->ticket, LC_BLOCK, FOREVER) == LC_OK);
 }
+SCENE(give_second, .pages = 48, .set = one_other, .prepare = give_other, .act = give_again)
 SCENE(drop_early, .pages = 48, .set = one_other, .prepare = give_other, .act = drop)
 
 /* As many tickets as can be counted hold the tenth page: the one half built is taken back. That so
