@@ -14,7 +14,7 @@ extern const test client_tests[], process_tests[], layout_tests[], lookup_tests[
 extern const test publish_tests[], evict_tests[], namespace_tests[], ticket_tests[], reap_tests[];
 extern const test check_tests[], repair_tests[], race_tests[], death_tests[], taking_back_tests[];
 extern const test taking_over_tests[], ending_tests[], ticket_ending_tests[], mend_tests[], mend_records_tests[];
-extern const test room_tests[], halfway_tests[], meanwhile_tests[], walk_tests[];
+extern const test room_tests[], halfway_tests[], meanwhile_tests[], walk_tests[], mend_pins_tests[];
 
 static const test *const tables[] = {
     txn_tests, lock_tests, list_tests, dict_tests, sync_tests, client_tests, process_tests,
@@ -22,6 +22,7 @@ static const test *const tables[] = {
     ticket_tests, reap_tests, check_tests, repair_tests, race_tests, death_tests,
     taking_back_tests, taking_over_tests, ending_tests, ticket_ending_tests, mend_tests,
     mend_records_tests, room_tests, halfway_tests, meanwhile_tests, walk_tests,
+    mend_pins_tests,
 };
 
 static void on_alarm(int signal) {

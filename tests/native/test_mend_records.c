@@ -1,8 +1,6 @@
-/* repair of records: reservations, tickets, their page lists, namespaces, pins. One word is
- * damaged, repair mends it, and then all records and pages are used. */
+/* repair of records: reservations, tickets, their page lists, namespaces. One word is damaged,
+ * repair mends it, and then all records and pages are used. */
 #include "world.h"
-
-#include <unistd.h>
 
 static segment s;
 static client a, b;
@@ -330,127 +328,6 @@ static void mending_of_a_namespace(void) {
     tear_down();
 }
 
-/* ------------------------------------------------------------------ pins */
-
-static uint64_t bits_of(uint32_t page) { return lc_load(&a.h->pages[page].pins); }
-
-static void expect_pins(const client *c, uint32_t page, uint32_t count) {
-    CHECK_EQ(lc_load(lci_pin(a.h, c->slot, page)), count);
-    if (count) CHECK(bits_of(page) >> c->slot & 1);
-}
-
-static void mending_of_tickets_pins(void) {
-    set_up();
-    uint32_t page = (uint32_t)ready.page[0], loose = (uint32_t)ready.page[7];
-    lc_store(lci_pin(a.h, 0, page), 7);
-    lc_store(lci_pin(a.h, 0, loose), 1);
-    lc_store(&a.h->pages[page].pins, 0);
-    lci_ticket *unused = &a.h->tickets[100]; /* free: it holds nothing, whatever it says */
-    lc_store(&unused->pages.first, lc_load(&given()->pages.first));
-    lc_store(&unused->pages.count, 2);
-    CHECK_EQ(index_broken(&s), 25);
-    repair(&a);
-    client ticket_holder = {.slot = 0};
-    expect_pins(&ticket_holder, page, 1);
-    expect_pins(&ticket_holder, loose, 0);
-    expect_pins(&b, page, 1);
-    lc_store(&unused->pages.count, 0);
-    damage none = {.published = 1, .large = LARGE, .adopted = 2};
-    publish_all(&none);
-    give_everything_back(&none);
-    tear_down();
-}
-
-/* Pins of a slot that is free are nobody's, and whoever takes the slot has none. */
-static void mending_of_a_free_slot(void) {
-    set_up();
-    client nobody = {.slot = b.slot + 1};
-    uint64_t bits[12];
-    for (uint32_t i = 0; i < 12; i++) {
-        bits[i] = bits_of((uint32_t)ready.page[i]);
-        lc_store(lci_pin(a.h, nobody.slot, (uint32_t)ready.page[i]), 3);
-    }
-    CHECK_EQ(index_broken(&s), 26);
-    repair(&a);
-    for (uint32_t i = 0; i < 12; i++) {
-        expect_pins(&nobody, (uint32_t)ready.page[i], 0);
-        CHECK_EQ(bits_of((uint32_t)ready.page[i]), bits[i]);
-    }
-    client c = client_join(&s);
-    CHECK_EQ(c.slot, nobody.slot); /* repair has let go of it */
-    client_leave(&c);
-    tear_down();
-}
-
-/* A client that lives has a slot, whatever is written there, also if it repairs itself. */
-static void mending_of_a_living_clients_slot(void) {
-    for (int own = 0; own < 2; own++) {
-        set_up();
-        lcs_client *c = lcs_client_of(a.at, b.slot);
-        uint32_t page = (uint32_t)ready.page[2];
-        lc_store(&c->state, LCS_CLIENT_FREE);
-        for (uint32_t i = 0; i < 3; i++) lc_store(&a.h->pages[ready.page[i]].pins, 0);
-        CHECK(index_broken(&s));
-        repair(own ? &b : &a);
-        CHECK_EQ(lc_load(&c->state), LCS_CLIENT_TAKEN);
-        expect_pins(&b, page, 1);
-        CHECK(evict(&a, 128) > 0);
-        CHECK_EQ(peek(&a, &ready), 3); /* pinned */
-        tear_down();
-    }
-}
-
-/* Who cannot ask whether a client lives takes nothing from it. */
-static void mending_without_byte_locks_clears_no_pins(void) {
-    set_up();
-    lc_store(&lcs_client_of(a.at, b.slot)->state, LCS_CLIENT_FREE);
-    client c = client_join(&s);
-    close(c.life);
-    repair(&c);
-    CHECK_EQ(lc_load(&lcs_client_of(a.at, b.slot)->state), LCS_CLIENT_TAKEN);
-    expect_pins(&b, (uint32_t)ready.page[2], 1);
-    c.life = life_descriptor(&s);
-    client_die(&c);
-    tear_down();
-}
-
-static void mending_of_pins_on_unused_pages(void) {
-    set_up();
-    CHECK(lc_load(&a.h->root->fresh) <= 120);
-    lc_store(lci_pin(a.h, a.slot, 120), 1);
-    CHECK_EQ(index_broken(&s), 27);
-    repair(&b);
-    expect_pins(&a, 120, 0);
-    CHECK_EQ(bits_of(120), 0);
-    tear_down();
-}
-
-/* Slots without pins, or not free, are left to those who are at work on them and hold their bytes:
- * one joins, another reaps the dead client of a slot in quarantine as its guest. */
-static void mending_leaves_slots_to_others(void) {
-    set_up();
-    client device = client_join_as(&s, LCS_FLAG_DEVICE);
-    uint32_t slot = device.slot, joins = slot + 1;
-    reserve(&device, &gone, 7, 4);
-    client_die(&device);
-    device.slot = slot; /* as it was */
-    CHECK_EQ(lci_reap_slot(a.h, slot, BLOCKING), 1);
-    CHECK_EQ(lc_load(&lcs_client_of(a.at, slot)->state), LCS_CLIENT_QUARANTINE);
-    int other = life_descriptor(&s);
-    CHECK_EQ(lcs_byte_lock(other, LCS_BYTE_SLOTS + slot, 1), LC_OK);
-    CHECK_EQ(lcs_byte_lock(other, LCS_BYTE_SLOTS + joins, 1), LC_OK);
-    repair(&a);
-    CHECK_EQ(lc_load(&lcs_client_of(a.at, slot)->state), LCS_CLIENT_QUARANTINE);
-    CHECK_EQ(lc_load(&lcs_client_of(a.at, joins)->state), LCS_CLIENT_FREE);
-    CHECK_EQ(bits_of((uint32_t)ready.page[11]) >> joins & 1, 0);
-    for (uint32_t i = 0; i < 4; i++) expect_pins(&device, (uint32_t)gone.page[i], 1);
-    lcs_byte_unlock(other, LCS_BYTE_SLOTS + slot);
-    lcs_byte_unlock(other, LCS_BYTE_SLOTS + joins);
-    client_leave(&a);
-    client_leave(&b);
-    segment_end(&s);
-}
-
 const test mend_records_tests[] = {
     TEST(mending_of_page_lists),
     TEST(mending_of_reservations),
@@ -461,11 +338,5 @@ const test mend_records_tests[] = {
     TEST(mending_leaves_bits_of_reservations_to_their_publishers),
     TEST(mending_of_tickets),
     TEST(mending_of_a_namespace),
-    TEST(mending_of_tickets_pins),
-    TEST(mending_of_a_free_slot),
-    TEST(mending_of_a_living_clients_slot),
-    TEST(mending_without_byte_locks_clears_no_pins),
-    TEST(mending_of_pins_on_unused_pages),
-    TEST(mending_leaves_slots_to_others),
     END_OF_TESTS,
 };
