@@ -6,6 +6,7 @@ import ctypes
 import grp
 import hashlib
 import json
+import math
 import os
 import time
 import uuid
@@ -148,6 +149,14 @@ def is_foreign(header: SegmentHeader) -> bool:
     return bool(header.magic) and (header.magic != layout.MAGIC or header.abi != layout.ABI)
 
 
+def _finite(text: str) -> float:
+    """A number of the configuration; what `_config_text` refuses was not written by us."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is not a number that JSON can hold")
+    return number
+
+
 def config_of(header: SegmentHeader) -> dict[str, Any]:
     """The configuration in a header.
 
@@ -157,7 +166,7 @@ def config_of(header: SegmentHeader) -> dict[str, Any]:
     start = SegmentHeader.config.offset
     raw = bytes(header)[start : start + min(header.config_bytes, layout.CONFIG_BYTES)]
     try:
-        parsed = json.loads(raw)
+        parsed = json.loads(raw, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError):
         parsed = None
     if not isinstance(parsed, dict):

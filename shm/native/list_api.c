@@ -167,7 +167,7 @@ static int check_list(const lcx_list *l, uint32_t list, uint8_t *seen, char *tex
             return snprintf(text, room, "list %u: node %u does not point back to %u", list, at, prev);
         if (lc_load(&l->where[at]) != list + 1)
             return snprintf(text, room, "node %u is on list %u, says %d", at, list,
-                            (int)lc_load(&l->where[at]) - 1);
+                            (int)(lc_load(&l->where[at]) - 1));
         seen[at] = 1;
     }
     if (lc_load(&l->lists.heads[list].prev) != prev)

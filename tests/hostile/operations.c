@@ -117,7 +117,8 @@ static bool open_stands(const world *w) {
 
 static int begin_reserve(call *c, reserving *v, uint32_t shards) {
     world *w = c->w;
-    bool stood = open_stands(w);
+    /* Whoever finds a repair unfinished repairs, which may end a damaged reservation. */
+    bool stood = open_stands(w) && !lc_load(&w->h->root->repairing);
     v->n = some_keys(c, v->keys, (uint32_t)w->pages);
     v->start = below(c->r, v->n + 1) / 2;
     v->made = 0;

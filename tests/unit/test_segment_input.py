@@ -159,6 +159,19 @@ def test_damaged_configuration(segment_name: str) -> None:
                 attach()
 
 
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "Infinity"])
+def test_a_configuration_with_a_number_that_json_cannot_hold(
+    segment_name: str, number: str
+) -> None:
+    with Segment.create(segment_name, 1, config={"a": "x" * 20}):
+        text = f'{{"a":{number}}}'.encode().ljust(len(b'{"a":"xxxxxxxxxxxxxxxxxxxx"}'))
+        with path_of(segment_name).open("r+b") as raw:
+            raw.seek(layout.SegmentHeader.config.offset)
+            raw.write(text)
+        with pytest.raises(CacheCorrupted, match="JSON object"):
+            Segment.attach(segment_name)
+
+
 def test_truncated(segment_name: str) -> None:
     Segment.create(segment_name, 1 << 20, lifetime="persistent").close()
     os.truncate(path_of(segment_name), 100_000)
