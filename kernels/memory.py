@@ -46,7 +46,7 @@ class HostPages:
                 f"pages: expected whole numbers in one dimension, found {found.dtype} {found.shape}"
             )
         numbers = found.astype(np.int64)
-        if numbers.size and not (0 <= int(numbers.min()) and int(numbers.max()) < self.pages):
+        if numbers.size and not (int(numbers.min()) >= 0 and int(numbers.max()) < self.pages):
             raise ConfigError(
                 f"pages: expected 0 to {self.pages - 1}, found {int(numbers.min())} to "
                 f"{int(numbers.max())}; are they pages of another cache?"
