@@ -1,0 +1,278 @@
+"""Moves, checked and flattened into arrays: what both engines do before anything is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from lightcache.kernels.geometry import PageGeometry, Share
+from lightcache.kernels.planes import DevicePlanes
+from lightcache.kernels.transfer import Move
+from lightcache.shm.errors import ConfigError
+
+Ints = npt.NDArray[np.int64]
+Slots = npt.NDArray[Any]  # int32 or int64
+_SLOT_TYPES = (np.dtype(np.int64), np.dtype(np.int32))
+_NOTHING = np.zeros(0, np.int64)
+
+
+class PageMemory(Protocol):
+    """What is asked of the host side: `HostPages` and its registered sister."""
+
+    page_bytes: int
+
+    def check(self, pages: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+        """Page numbers as int64, all of them usable now."""
+
+
+class Rows(NamedTuple):
+    """Units to be moved, one entry each, all int64 of shape (k,)."""
+
+    page: Ints
+    unit: Ints
+    """Within its page."""
+    slot: Ints
+    """On the device, counted in units."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one launch works on. Pages that are skipped, or of which no token has a slot, are not
+    in it. Token `t` of `pages[i]`, `first[i] <= t < end[i]`, belongs to `slots[start[i] + t]`."""
+
+    pages: Ints
+    """Numbers of host pages, int64 of shape (n,)."""
+    start: Ints
+    """int64 of shape (n,); may be negative, `start + first` is not."""
+    first: npt.NDArray[np.int32]
+    end: npt.NDArray[np.int32]
+    slots: Slots
+    """Of all Moves, int32 or int64, contiguous; a negative one is left out. May be the caller's
+    own array: copy what is read after the call."""
+    counts: tuple[int, ...]
+    """How many of `pages` each Move gave."""
+    page_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of these pages, those with a negative slot included."""
+        return int(self.end.sum()) - int(self.first.sum())
+
+    def rows(self, unit_tokens: int = 1) -> Rows:
+        """Every unit that moves, in order, negative slots left out. Copies; O(tokens)."""
+        low = self.first.astype(np.int64) // unit_tokens
+        counts = -(-self.end.astype(np.int64) // unit_tokens) - low
+        ends = np.cumsum(counts)
+        total = int(ends[-1]) if len(ends) else 0
+        unit = np.arange(total) - np.repeat(ends - counts - low, counts)
+        page = np.repeat(self.pages, counts)
+        slot = self.slots[np.repeat(self.start, counts) + unit * unit_tokens].astype(np.int64)
+        if total and int(slot.min()) < 0:
+            kept = slot >= 0
+            page, unit, slot = page[kept], unit[kept], slot[kept]
+        return Rows(page, unit, slot if unit_tokens == 1 else slot // unit_tokens)
+
+
+def flatten(moves: Move | Sequence[Move], geometry: PageGeometry, memory: PageMemory) -> Batch:
+    """All pages of some Moves, checked: everything but the upper end of the slots, which depends
+    on the planes (`check_slots`). About 10 us for one page of 16 tokens, 20 ns a page of many.
+
+    Raises:
+        ConfigError: pages or slots that are no whole numbers or not in host memory, pages outside
+            of the memory, slots that the pages have no room for, `skip` of another shape, or slots
+            that do not begin at a unit of a plane with units of several tokens.
+    """
+    if isinstance(moves, Move):
+        moves = (moves,)
+    units = _unit_sizes(geometry)
+    checked = [_checked(move, geometry.page_tokens, units) for move in moves]
+    if len(checked) == 1:
+        pages, slots, move = checked[0]
+        if len(pages) == 1 and move.skip is None:
+            return _single(pages, slots, move.first, geometry.page_tokens, memory)
+    return _many(checked, geometry.page_tokens, memory)
+
+
+def _single(
+    pages: npt.NDArray[Any], slots: Slots, first: int, tokens: int, memory: PageMemory
+) -> Batch:
+    """The commonest call, without the arithmetic of many."""
+    end = first + len(slots)
+    if not len(slots):
+        return Batch(_NOTHING, _NOTHING, _i32([]), _i32([]), slots, (0,), tokens)
+    start = np.array([-first], np.int64)
+    return Batch(memory.check(pages), start, _i32([first]), _i32([end]), slots, (1,), tokens)
+
+
+def _many(
+    checked: list[tuple[npt.NDArray[Any], Slots, Move]], tokens: int, memory: PageMemory
+) -> Batch:
+    sizes = np.array([len(pages) for pages, _, _ in checked], np.int64)
+    lengths = np.array([len(slots) for _, slots, _ in checked], np.int64)
+    firsts = np.array([move.first for _, _, move in checked], np.int64)
+    owner = np.repeat(np.arange(len(checked)), sizes)
+    at = (np.arange(len(owner)) - np.repeat(np.cumsum(sizes) - sizes, sizes)) * tokens
+    start = (np.cumsum(lengths) - lengths - firsts)[owner] + at
+    first = np.clip(firsts[owner] - at, 0, tokens)
+    end = np.clip((firsts + lengths)[owner] - at, 0, tokens)
+    kept = first < end
+    if any(move.skip is not None for _, _, move in checked):
+        kept &= ~np.concatenate([_skipped(move, len(pages)) for pages, _, move in checked])
+    pages = _joined([pages for pages, _, _ in checked])
+    if not kept.all():
+        pages, owner, start = pages[kept], owner[kept], start[kept]
+        first, end = first[kept], end[kept]
+    return Batch(
+        memory.check(pages),
+        start,
+        first.astype(np.int32),
+        end.astype(np.int32),
+        _joined([slots for _, slots, _ in checked]),
+        tuple(np.bincount(owner, minlength=len(checked)).tolist()),
+        tokens,
+    )
+
+
+def _i32(values: list[int]) -> npt.NDArray[np.int32]:
+    return np.array(values, np.int32)
+
+
+def _joined(arrays: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    if len(arrays) == 1:
+        return arrays[0]
+    return np.concatenate(arrays) if arrays else _NOTHING
+
+
+def _skipped(move: Move, pages: int) -> npt.NDArray[np.bool_]:
+    return np.zeros(pages, np.bool_) if move.skip is None else move.skip
+
+
+def _unit_sizes(geometry: PageGeometry) -> list[int]:
+    """Sizes of units of several tokens among the planes; nearly always none."""
+    sizes = {plane.unit_tokens for group in geometry.groups for plane in group.planes}
+    return sorted(sizes - {1})
+
+
+def _checked(move: Move, tokens: int, units: list[int]) -> tuple[npt.NDArray[Any], Slots, Move]:
+    if not isinstance(move, Move):
+        raise ConfigError(f"moves: expected a Move or a sequence of them, found {move!r}")
+    pages, slots = _integers(move.pages, "pages"), _integers(move.slots, "slots")
+    if pages.dtype.kind == "u":  # beside signed ones they would become floats
+        pages = pages.astype(np.int64)
+    if slots.dtype not in _SLOT_TYPES:
+        raise ConfigError(
+            f"slots: expected int32 or int64, found {slots.dtype}; convert them, and mark what is "
+            "to be left out with -1"
+        )
+    first = move.first
+    if type(first) is not int or first < 0:
+        raise ConfigError(f"first: expected the number of a token, found {first!r}")
+    if first + len(slots) > len(pages) * tokens:
+        raise ConfigError(
+            f"slots: {len(slots)} of them from token {first} on, but {len(pages)} pages have "
+            f"{len(pages) * tokens} tokens; name every page that the tokens belong to"
+        )
+    _check_skip(move, len(pages))
+    for unit in units:
+        _check_unit(unit, first, slots)
+    return pages, slots if slots.flags.c_contiguous else np.ascontiguousarray(slots), move
+
+
+def _integers(given: Any, what: str) -> npt.NDArray[Any]:
+    if type(given) is not np.ndarray:
+        try:
+            given = np.asarray(given)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise ConfigError(
+                f"{what}: expected whole numbers in host memory, found {type(given).__name__} "
+                f"({error}); a tensor of a device is brought over with .cpu()"
+            ) from None
+        if given.size == 0:
+            given = given.astype(np.int64)
+    if given.dtype.kind not in "iu" or given.ndim != 1:
+        raise ConfigError(
+            f"{what}: expected whole numbers in one dimension, found {given.dtype} {given.shape}"
+        )
+    found: npt.NDArray[Any] = given
+    return found
+
+
+def _check_skip(move: Move, pages: int) -> None:
+    skip: Any = move.skip
+    if skip is None:
+        return
+    if not isinstance(skip, np.ndarray) or skip.dtype != np.bool_ or skip.shape != (pages,):
+        found = f"{skip.dtype} {skip.shape}" if isinstance(skip, np.ndarray) else repr(skip)
+        raise ConfigError(f"skip: expected a bool array of shape ({pages},), found {found}")
+
+
+def _check_unit(unit: int, first: int, slots: Slots) -> None:
+    if first % unit:
+        raise ConfigError(
+            f"first: token {first} is inside of a unit of {unit} tokens, which moves whole; begin "
+            f"at a multiple of {unit}"
+        )
+    leading = slots[::unit]
+    wrong = leading[(leading >= 0) & (leading % unit != 0)]
+    if len(wrong):
+        raise ConfigError(
+            f"slots: {int(wrong[0])} holds the first token of a unit of {unit} tokens and is no "
+            f"multiple of {unit}; pages and device blocks must begin at the same token"
+        )
+
+
+def check_slots(batch: Batch, limit: int) -> None:
+    """Whether all slots that are used exist. 1 us and 0.2 ns a slot.
+
+    Args:
+        limit: tokens there are on the device, see `token_limit`.
+
+    Raises:
+        ConfigError: a slot of limit or more.
+    """
+    slots = batch.slots
+    if not len(slots) or int(slots.max()) < limit:
+        return
+    used = batch.rows().slot  # those of pages that are left out may be anything
+    if len(used) and int(used.max()) >= limit:
+        raise ConfigError(
+            f"slots: expected 0 to {limit - 1} (or negative: left out), found {int(used.max())}; "
+            "are they slots of another device, or block numbers of another block size?"
+        )
+
+
+def token_limit(geometry: PageGeometry, planes: DevicePlanes, share: Share) -> int:
+    """Tokens that every plane of a share has room for.
+
+    Raises:
+        ConfigError: a plane of the share was not described.
+    """
+    return min(
+        (planes.find(geometry, cell).slots * cell.plane.unit_tokens for cell in share.cells),
+        default=0,
+    )
+
+
+def check_sides(geometry: PageGeometry, memory: PageMemory, share: Share) -> None:
+    """Whether pages, their memory and a share are of one geometry.
+
+    Raises:
+        ConfigError: pages of the memory are too small, or the share is of other pages.
+    """
+    if geometry.page_bytes > memory.page_bytes:
+        raise ConfigError(
+            f"geometry: its pages have {geometry.page_bytes} bytes, those of the memory "
+            f"{memory.page_bytes}; create the cache with page_bytes=geometry.page_bytes"
+        )
+    if share.geometry is not geometry and share.geometry.fingerprint() != geometry.fingerprint():
+        raise ConfigError(
+            f"share: expected one of {geometry.fingerprint()}, found one of "
+            f"{share.geometry.fingerprint()}; make it with geometry.share(...)"
+        )
+
+
+__all__ = ["Batch", "Rows", "check_sides", "check_slots", "flatten", "token_limit"]
