@@ -1,0 +1,149 @@
+"""Many copies between addresses, in one driver call where the driver can."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from lightcache.shm.errors import TransferFailed
+
+Addresses = npt.NDArray[np.int64]
+
+
+def merged(
+    targets: Addresses, sources: Addresses, sizes: Addresses
+) -> tuple[Addresses, Addresses, Addresses]:
+    """The same copies, those that touch on both sides taken as one. Keeps their order."""
+    if len(sizes) < 2:
+        return targets, sources, sizes
+    breaks = (targets[1:] != targets[:-1] + sizes[:-1]) | (sources[1:] != sources[:-1] + sizes[:-1])
+    if breaks.all():
+        return targets, sources, sizes
+    starts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
+    return targets[starts], sources[starts], np.add.reduceat(sizes, starts)
+
+
+class Copier(Protocol):
+    """Enqueues copies on a stream."""
+
+    def __call__(
+        self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: Any
+    ) -> None:
+        """Copy `sizes[i]` bytes from `sources[i]` to `targets[i]`, in any order.
+
+        Raises:
+            TransferFailed: the driver refused.
+        """
+
+
+class BatchCopier:
+    """Through cuda-bindings: one call for all copies (CUDA 12.8 and newer)."""
+
+    anywhere = True
+    """Whether addresses may lie in memory that was never shown to it."""
+
+    def add(self, *tensors: Any) -> None:
+        """Tensors that addresses will lie in: not needed here."""
+
+    def __init__(self) -> None:
+        """Raises ImportError or AttributeError where there is no such call."""
+        from cuda.bindings import runtime
+
+        self._runtime: Any = runtime
+        self._batch = runtime.cudaMemcpyBatchAsync
+        attributes = runtime.cudaMemcpyAttributes()
+        attributes.srcAccessOrder = runtime.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
+        self._attributes = [attributes]
+
+    def __call__(
+        self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: Any
+    ) -> None:
+        """See `Copier`."""
+        if not len(sizes):
+            return
+        runtime = self._runtime
+        if len(sizes) == 1:
+            result = runtime.cudaMemcpyAsync(
+                int(targets[0]),
+                int(sources[0]),
+                int(sizes[0]),
+                runtime.cudaMemcpyKind.cudaMemcpyDefault,
+                stream.cuda_stream,
+            )
+        else:
+            result = self._batch(
+                targets.tolist(),
+                sources.tolist(),
+                sizes.tolist(),
+                len(sizes),
+                self._attributes,
+                [0],
+                1,
+                stream.cuda_stream,
+            )
+        if int(result[0]) != 0:
+            name = runtime.cudaGetErrorName(result[0])[1]
+            raise TransferFailed(
+                f"the driver refused {len(sizes)} copies of {int(sizes.sum())} bytes: {name}; is "
+                "all host memory registered, and in one registration for each page?"
+            )
+
+
+class TorchCopier:
+    """Through torch alone, one call a copy: any device that torch knows."""
+
+    anywhere = False
+
+    def __init__(self, tensors: list[Any]) -> None:
+        """Args:
+        tensors: contiguous tensors that addresses lie in; `add` names more.
+        """
+        self._tensors: list[tuple[int, int, Any]] = []
+        self.add(*tensors)
+
+    def add(self, *tensors: Any) -> None:
+        """Tensors that addresses will lie in."""
+        import torch
+
+        for tensor in tensors:
+            flat = tensor.view(-1).view(torch.uint8)
+            self._tensors.append((flat.data_ptr(), flat.data_ptr() + flat.numel(), flat))
+
+    def _find(self, address: int, size: int) -> Any:
+        for start, end, tensor in self._tensors:
+            if start <= address and address + size <= end:
+                return tensor[address - start : address - start + size]
+        raise TransferFailed(f"no tensor holds the {size} bytes at address {address:#x}")
+
+    def __call__(
+        self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: Any
+    ) -> None:
+        """See `Copier`."""
+        import torch
+
+        with torch.cuda.stream(stream):
+            for target, source, size in zip(
+                targets.tolist(), sources.tolist(), sizes.tolist(), strict=True
+            ):
+                self._find(target, size).copy_(self._find(source, size), non_blocking=True)
+
+
+class HostCopier:
+    """In host memory, at once: for tests."""
+
+    anywhere = True
+
+    def add(self, *tensors: Any) -> None:
+        """Not needed."""
+
+    def __call__(
+        self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: Any
+    ) -> None:
+        """See `Copier`."""
+        for target, source, size in zip(
+            targets.tolist(), sources.tolist(), sizes.tolist(), strict=True
+        ):
+            ctypes.memmove(target, source, size)

@@ -1,0 +1,157 @@
+"""The `Transfer` of a device engine: events that say when its copies are over."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lightcache.shm.errors import ConfigError, TransferFailed, WaitTimeout
+
+if TYPE_CHECKING:
+    from lightcache.kernels.engine import TransferEngine
+
+_SPIN = 300e-6  # seconds of asking before sleeping: small transfers are over by then
+_NAP = 100e-6
+
+
+class DeviceTransfer:
+    """See `lightcache.kernels.transfer.Transfer`. Made by `TransferEngine`."""
+
+    def __init__(self, engine: TransferEngine, nbytes: int) -> None:
+        """Nothing is enqueued yet."""
+        self.nbytes = nbytes
+        self._engine = engine
+        self._marks: list[Any] = []
+        self._windows: list[tuple[frozenset[int], list[Any]]] = []
+        self._enqueued = threading.Event()
+        self._error: BaseException | None = None
+        self._over = False
+        self._calls: list[Callable[[bool], None]] = []
+
+    # ---- for the engine, which holds its lock
+
+    def mark(self, event: Any, layers: Sequence[int] | None) -> None:
+        """An event behind copies of this transfer: all of some layers, unless None."""
+        self._marks.append(event)
+        if layers is not None:
+            self._windows.append((frozenset(layers), [event]))
+
+    def fail(self, error: BaseException) -> None:
+        """It did not all go; over when what has been enqueued is."""
+        self._error = self._error or error
+
+    def enqueued(self) -> None:
+        """Nothing more will be enqueued."""
+        self._enqueued.set()
+
+    def settle(self) -> bool:
+        """Whether it is over, without raising or calling anybody; gives its buffers back."""
+        if self._over:
+            return True
+        if not self._enqueued.is_set():
+            return False
+        try:
+            if not all(mark.query() for mark in self._marks):
+                return False
+        except Exception as error:  # the device is lost, and so is whatever it was copying
+            self.fail(error)
+        self._over = True
+        marks, self._marks, self._windows = self._marks, [], []
+        self._engine._settled(self, marks)
+        return True
+
+    def run_calls(self) -> None:
+        """Tell those who asked to be told, once."""
+        while self._calls:
+            self._calls.pop(0)(self._error is None)
+
+    # ---- for everybody
+
+    def done(self) -> bool:
+        """See `Transfer.done`."""
+        with self._engine._lock:
+            over = self.settle()
+        if over:
+            self.run_calls()
+            self._raise()
+        return over
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise TransferFailed(
+                f"a transfer of {self.nbytes} bytes failed: {self._error}; what it should have "
+                "written does not count: abandon those pages, or compute those tokens"
+            ) from self._error
+
+    def wait(self, timeout: float | None = None) -> None:
+        """See `Transfer.wait`. Asks for 0.3 ms, then sleeps."""
+        start = time.monotonic()
+        while not self.done():
+            passed = time.monotonic() - start
+            if timeout is not None and passed >= timeout:
+                raise WaitTimeout(
+                    f"a transfer of {self.nbytes} bytes goes on after {timeout} s; wait again: "
+                    "its pages and slots are in use until it is over"
+                )
+            if passed < _SPIN:
+                continue
+            if timeout is None:
+                self._sleep()
+            else:
+                time.sleep(min(_NAP, max(0.0, timeout - passed)))
+
+    def _sleep(self) -> None:
+        self._enqueued.wait()
+        with self._engine._lock:
+            marks = list(self._marks)
+        for mark in marks:
+            try:
+                mark.synchronize()
+            except Exception as error:
+                self.fail(error)
+
+    def wait_on(self, stream: Any = None) -> None:
+        """See `Transfer.wait_on`. Blocks this thread only while a rate limit holds copies back."""
+        self._wait_events(lambda: self._marks, stream)
+
+    def wait_layer(self, layer: int, stream: Any = None) -> None:
+        """See `Transfer.wait_layer`.
+
+        Raises:
+            ConfigError: a layer that is in none of its windows.
+        """
+        self._wait_events(lambda: self._window(layer), stream)
+
+    def _window(self, layer: int) -> list[Any]:
+        if self._over or not self._windows:
+            return self._marks
+        for layers, events in self._windows:
+            if layer in layers:
+                return events
+        known = sorted(set().union(*(layers for layers, _ in self._windows)))
+        raise ConfigError(f"layer {layer!r} is not part of this transfer, its layers are {known}")
+
+    def _wait_events(self, events: Callable[[], list[Any]], stream: Any) -> None:
+        self._enqueued.wait()
+        with self._engine._lock:
+            if self._error is not None:
+                self._raise()
+            found = events()
+            if found:
+                stream = self._engine.device.current() if stream is None else stream
+                for event in found:
+                    stream.wait_event(event)
+
+    def when_done(self, call: Callable[[bool], None]) -> None:
+        """See `Transfer.when_done`."""
+        with self._engine._lock:
+            self._calls.append(call)
+            over = self.settle()
+        if over:
+            self.run_calls()
+
+    def __repr__(self) -> str:
+        state = "failed" if self._error else "over" if self._over else "going on"
+        return f"<Transfer {self.nbytes} bytes, {state}>"

@@ -1,0 +1,189 @@
+"""How a share of a page meets an engine's planes: tables of addresses that kernels copy by.
+
+Built once for an engine (or for one transfer, where tensors move), of plain numbers: no device is
+needed, so it is tested everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from lightcache.kernels.geometry import Cell, Share
+from lightcache.kernels.planes import DevicePlane, DevicePlanes
+from lightcache.shm.errors import ConfigError
+
+Table = npt.NDArray[np.int64]
+WIDEST = 16  # bytes of the widest access of a processor of a GPU
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a kernel is compiled for: equal for all cells of a class."""
+
+    units: int
+    heads: int
+    row: int
+    """Bytes that lie together on both sides."""
+    page_unit: int
+    """Bytes between units in a page."""
+    block_units: int
+    unit_tokens: int
+    word: int = WIDEST
+    """Bytes of one access, which every address and stride is a multiple of."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one cell."""
+        return self.units * self.heads * self.row
+
+
+@dataclass(frozen=True)
+class Strides:
+    """What a kernel is told when it is launched: may change as tensors grow."""
+
+    block: int
+    unit: int
+    head: int
+
+
+@dataclass(frozen=True)
+class RowClass:
+    """Cells that one launch can copy: same shape and strides, other addresses."""
+
+    shape: Shape
+    strides: Strides
+    cells: Table
+    """Positions in `Plan.cells`, ascending."""
+    table: Table
+    """[n, 3]: device address of slot 0; offset in a page; offset where cells are packed."""
+
+    def part(self, first: int, end: int) -> slice:
+        """Rows of `table` of the cells `first` to `end` - 1 of the plan."""
+        low, high = np.searchsorted(self.cells, (first, end))
+        return slice(int(low), int(high))
+
+
+class Plan:
+    """A share of a page and the planes that it is copied from and to."""
+
+    def __init__(self, share: Share, planes: DevicePlanes, address: int, page_bytes: int) -> None:
+        """Join them.
+
+        Args:
+            address: of the pool.
+            page_bytes: between its pages.
+
+        Raises:
+            ConfigError: planes are missing, or pages of the pool are smaller than the geometry's.
+        """
+        geometry = share.geometry
+        if page_bytes < geometry.page_bytes:
+            raise ConfigError(
+                f"the pool has pages of {page_bytes} bytes, the geometry needs "
+                f"{geometry.page_bytes}; create the cache with page_bytes=geometry.page_bytes"
+            )
+        self.share = share
+        self.cells = share.cells
+        self.nbytes = share.nbytes
+        """Bytes of a page that move."""
+        found = [planes.find(geometry, cell) for cell in self.cells]
+        sizes = [cell.nbytes for cell in self.cells]
+        self.packed: Table = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
+        """Where each cell begins when cells stand one behind the other; one more for the end."""
+        self.slots = min(
+            (
+                plane.slots * cell.plane.unit_tokens
+                for plane, cell in zip(found, self.cells, strict=True)
+            ),
+            default=0,
+        )
+        """Slots of tokens that every plane has."""
+        self.contiguous = all(cell.contiguous for cell in self.cells)
+        """Whether pages can be moved by whole ranges, staged in between."""
+        self.classes = self._classes(
+            found, math.gcd(WIDEST, address, page_bytes, *self.packed.tolist())
+        )
+        self.runnable = self.contiguous and all(self._runs_together(each) for each in self.classes)
+        """Whether neighbouring slots of one block lie in a page as they do on the device."""
+
+    def _classes(self, planes: list[DevicePlane], word: int) -> list[RowClass]:
+        first = self._first_heads()
+        kinds: dict[tuple[Shape, Strides], list[tuple[int, int]]] = {}
+        for number, (cell, plane) in enumerate(zip(self.cells, planes, strict=True)):
+            shape, strides = _shape(cell, plane)
+            local = cell.head - first[cell.group, cell.layer, cell.plane.name]
+            address = plane.address + cell.row * plane.row_stride + local * plane.head_stride
+            kinds.setdefault((shape, strides), []).append((number, address))
+        return [
+            self._class(shape, strides, members, word)
+            for (shape, strides), members in kinds.items()
+        ]
+
+    def _first_heads(self) -> dict[tuple[int, int, str], int]:
+        """The first head of each plane that the rank holds, which its tensors begin with."""
+        first: dict[tuple[int, int, str], int] = {}
+        for cell in self.cells:
+            key = (cell.group, cell.layer, cell.plane.name)
+            first[key] = min(cell.head, first.get(key, cell.head))
+        return first
+
+    def _class(
+        self, shape: Shape, strides: Strides, members: list[tuple[int, int]], word: int
+    ) -> RowClass:
+        table = np.array(
+            [
+                (address, self.cells[number].offset, self.packed[number])
+                for number, address in members
+            ],
+            np.int64,
+        )
+        numbers = [shape.row, shape.page_unit, *strides.__dict__.values()]
+        word = math.gcd(word, *numbers, *(int(value) for value in table.ravel()))
+        shape = Shape(**{**shape.__dict__, "word": word})
+        cells = np.array([number for number, _ in members], np.int64)
+        return RowClass(shape, strides, cells, table)
+
+    @staticmethod
+    def _runs_together(each: RowClass) -> bool:
+        shape, strides = each.shape, each.strides
+        row = shape.heads * shape.row
+        return shape.heads == 1 and (shape.units == 1 or strides.unit == row == shape.page_unit)
+
+    def ranges(self, first: int, end: int) -> list[tuple[int, int, int]]:
+        """(offset in the page, offset packed, length) of the contiguous pieces of some cells."""
+        pieces: list[list[int]] = []
+        for number in range(first, end):
+            cell, packed = self.cells[number], int(self.packed[number])
+            if pieces and pieces[-1][0] + pieces[-1][2] == cell.offset:
+                pieces[-1][2] += cell.nbytes
+            else:
+                pieces.append([cell.offset, packed, cell.nbytes])
+        return [(offset, packed, length) for offset, packed, length in pieces]
+
+    def cuts(self, limit: int, cells: range | None = None) -> list[tuple[int, int]]:
+        """(first, end) of runs of cells, each of at most `limit` bytes packed, or of one cell."""
+        return list(self._cuts(limit, range(len(self.cells)) if cells is None else cells))
+
+    def _cuts(self, limit: int, cells: range) -> Iterator[tuple[int, int]]:
+        first = cells.start
+        while first < cells.stop:
+            room = int(self.packed[first]) + limit
+            end = int(np.searchsorted(self.packed, room, side="right")) - 1
+            end = min(max(end, first + 1), cells.stop)
+            yield first, end
+            first = end
+
+
+def _shape(cell: Cell, plane: DevicePlane) -> tuple[Shape, Strides]:
+    """A cell's rows, joined where heads lie together on the device as they do in the page."""
+    block_units, block, unit = plane.spacing
+    heads, row, head = cell.heads, cell.plane.row_bytes, plane.head_stride
+    if heads == 1 or head == row:
+        heads, row, head = 1, heads * row, 0
+    shape = Shape(cell.units, heads, row, cell.unit_stride, block_units, cell.plane.unit_tokens)
+    return shape, Strides(block, unit, head)

@@ -1,0 +1,100 @@
+"""Buffers of the transfer engine: the staging ring, and index buffers that are used again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
+
+_FIRST_WORDS = 1 << 13  # 64 KiB: 1 GiB in pages of 8 MiB needs half of it
+
+
+class Ring:
+    """Slots of device memory through which pages pass, one after the other, in order."""
+
+    def __init__(self, device: Any, slots: int, slot_bytes: int) -> None:
+        """Allocates at once."""
+        self.slots, self.slot_bytes = slots, slot_bytes
+        self.memory: torch.Tensor = device.empty(slots * slot_bytes)
+        self.address = int(self.memory.data_ptr())
+        self.ready = [device.event() for _ in range(slots)]
+        """Recorded when a slot has been filled."""
+        self.free = [device.event() for _ in range(slots)]
+        """Recorded when a slot has been emptied. Waiting before the first time waits for nothing:
+        that is what an event means that was never recorded."""
+        self._next = 0
+
+    def take(self) -> tuple[int, int]:
+        """The next slot and its address. Whoever fills it waits for `free` first."""
+        slot = self._next
+        self._next = (slot + 1) % self.slots
+        return slot, self.address + slot * self.slot_bytes
+
+
+class IndexBlock:
+    """One pair of buffers: jobs and slots of a transfer, in pinned memory and on the device."""
+
+    def __init__(self, device: Any, words: int) -> None:
+        """Allocates at once."""
+        self.words = words
+        self.host, self.device = device.words(words)
+        self.view: npt.NDArray[np.int64] = self.host.numpy()
+
+    def write_slots(self, at: int, slots: npt.NDArray[Any]) -> None:
+        """Store slots as int32 from word `at` on."""
+        self.view[at:].view(np.int32)[: len(slots)] = slots
+
+
+class IndexBlocks:
+    """Blocks that are not in use, by size. Steady state allocates nothing."""
+
+    def __init__(self, device: Any, copier: Any) -> None:
+        """Nothing is allocated yet."""
+        self._device = device
+        self._copier = copier
+        self._spare: dict[int, list[IndexBlock]] = {}
+        self.made = 0
+        """Blocks there are in all."""
+
+    def take(self, words: int) -> IndexBlock:
+        """A block of at least so many words."""
+        size = max(_FIRST_WORDS, 1 << (words - 1).bit_length())
+        spare = self._spare.setdefault(size, [])
+        if spare:
+            return spare.pop()
+        self.made += 1
+        block = IndexBlock(self._device, size)
+        self._copier.add(block.host, block.device)
+        return block
+
+    def give(self, block: IndexBlock) -> None:
+        """Give one back that no kernel reads any more."""
+        self._spare[block.words].append(block)
+
+
+class Events:
+    """Events that are not in use."""
+
+    def __init__(self, device: Any) -> None:
+        """Nothing is made yet."""
+        self._device = device
+        self._spare: list[Any] = []
+        self.made = 0
+        """Events there are in all."""
+
+    def recorded(self, stream: Any) -> Any:
+        """An event, recorded on a stream."""
+        if not self._spare:
+            self.made += 1
+            self._spare.append(self._device.event())
+        event = self._spare.pop()
+        event.record(stream)
+        return event
+
+    def give(self, events: list[Any]) -> None:
+        """Give back events that nobody waits for any more."""
+        self._spare += events
