@@ -11,26 +11,34 @@ import numpy.typing as npt
 from lightcache.shm.errors import TransferFailed
 
 Addresses = npt.NDArray[np.int64]
+CopyLists = list[int]
 
 
 def merged(
-    targets: Addresses, sources: Addresses, sizes: Addresses
-) -> tuple[Addresses, Addresses, Addresses]:
-    """The same copies, those that touch on both sides taken as one. Keeps their order."""
+    targets: Addresses, sources: Addresses, sizes: Addresses, group: Addresses | None = None
+) -> tuple[Addresses, Addresses, Addresses, Addresses]:
+    """The same copies, those of one group that touch on both sides taken as one. Keeps their order.
+
+    Args:
+        group: a number for each copy; None: all are of one.
+    """
+    if group is None:
+        group = np.zeros(len(sizes), np.int64)
     if len(sizes) < 2:
-        return targets, sources, sizes
+        return targets, sources, sizes, group
     breaks = (targets[1:] != targets[:-1] + sizes[:-1]) | (sources[1:] != sources[:-1] + sizes[:-1])
+    breaks |= group[1:] != group[:-1]
     if breaks.all():
-        return targets, sources, sizes
+        return targets, sources, sizes, group
     starts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
-    return targets[starts], sources[starts], np.add.reduceat(sizes, starts)
+    return targets[starts], sources[starts], np.add.reduceat(sizes, starts), group[starts]
 
 
 class Copier(Protocol):
     """Enqueues copies on a stream."""
 
     def __call__(
-        self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: Any
+        self, targets: CopyLists, sources: CopyLists, sizes: CopyLists, stream: Any
     ) -> None:
         """Copy `sizes[i]` bytes from `sources[i]` to `targets[i]`, in any order.
 
@@ -59,25 +67,25 @@ class BatchCopier:
         self._attributes = [attributes]
 
     def __call__(
-        self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: Any
+        self, targets: CopyLists, sources: CopyLists, sizes: CopyLists, stream: Any
     ) -> None:
         """See `Copier`."""
-        if not len(sizes):
+        if not sizes:
             return
         runtime = self._runtime
         if len(sizes) == 1:
             result = runtime.cudaMemcpyAsync(
-                int(targets[0]),
-                int(sources[0]),
-                int(sizes[0]),
+                targets[0],
+                sources[0],
+                sizes[0],
                 runtime.cudaMemcpyKind.cudaMemcpyDefault,
                 stream.cuda_stream,
             )
         else:
             result = self._batch(
-                targets.tolist(),
-                sources.tolist(),
-                sizes.tolist(),
+                targets,
+                sources,
+                sizes,
                 len(sizes),
                 self._attributes,
                 [0],
@@ -87,7 +95,7 @@ class BatchCopier:
         if int(result[0]) != 0:
             name = runtime.cudaGetErrorName(result[0])[1]
             raise TransferFailed(
-                f"the driver refused {len(sizes)} copies of {int(sizes.sum())} bytes: {name}; is "
+                f"the driver refused {len(sizes)} copies of {sum(sizes)} bytes: {name}; is "
                 "all host memory registered, and in one registration for each page?"
             )
 
@@ -119,15 +127,13 @@ class TorchCopier:
         raise TransferFailed(f"no tensor holds the {size} bytes at address {address:#x}")
 
     def __call__(
-        self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: Any
+        self, targets: CopyLists, sources: CopyLists, sizes: CopyLists, stream: Any
     ) -> None:
         """See `Copier`."""
         import torch
 
         with torch.cuda.stream(stream):
-            for target, source, size in zip(
-                targets.tolist(), sources.tolist(), sizes.tolist(), strict=True
-            ):
+            for target, source, size in zip(targets, sources, sizes, strict=True):
                 self._find(target, size).copy_(self._find(source, size), non_blocking=True)
 
 
@@ -140,10 +146,8 @@ class HostCopier:
         """Not needed."""
 
     def __call__(
-        self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: Any
+        self, targets: CopyLists, sources: CopyLists, sizes: CopyLists, stream: Any
     ) -> None:
         """See `Copier`."""
-        for target, source, size in zip(
-            targets.tolist(), sources.tolist(), sizes.tolist(), strict=True
-        ):
+        for target, source, size in zip(targets, sources, sizes, strict=True):
             ctypes.memmove(target, source, size)

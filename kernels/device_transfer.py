@@ -11,6 +11,7 @@ from lightcache.shm.errors import ConfigError, TransferFailed, WaitTimeout
 
 if TYPE_CHECKING:
     from lightcache.kernels.engine import TransferEngine
+    from lightcache.kernels.staging import IndexBlock
 
 _SPIN = 300e-6  # seconds of asking before sleeping: small transfers are over by then
 _NAP = 100e-6
@@ -19,38 +20,61 @@ _NAP = 100e-6
 class DeviceTransfer:
     """See `lightcache.kernels.transfer.Transfer`. Made by `TransferEngine`."""
 
+    __slots__ = (
+        "__weakref__",
+        "_calls",
+        "_engine",
+        "_enqueued",
+        "_error",
+        "_marks",
+        "_over",
+        "_uses",
+        "_windows",
+        "nbytes",
+    )
+
     def __init__(self, engine: TransferEngine, nbytes: int) -> None:
         """Nothing is enqueued yet."""
         self.nbytes = nbytes
         self._engine = engine
         self._marks: list[Any] = []
         self._windows: list[tuple[frozenset[int], list[Any]]] = []
-        self._enqueued = threading.Event()
+        self._enqueued: threading.Event | None = None
         self._error: BaseException | None = None
         self._over = False
+        self._uses: tuple[IndexBlock | None, object] = (None, None)
         self._calls: list[Callable[[bool], None]] = []
 
     # ---- for the engine, which holds its lock
 
-    def mark(self, event: Any, layers: Sequence[int] | None) -> None:
-        """An event behind copies of this transfer: all of some layers, unless None."""
-        self._marks.append(event)
+    def uses(self, block: IndexBlock | None, other: object) -> None:
+        """What must stay until it is over."""
+        self._uses = block, other
+
+    def mark_all(self, events: list[Any], layers: Sequence[int] | None) -> None:
+        """Events behind copies of this transfer: all those of some layers, unless None."""
+        self._marks += events
         if layers is not None:
-            self._windows.append((frozenset(layers), [event]))
+            self._windows.append((frozenset(layers), events))
 
     def fail(self, error: BaseException) -> None:
         """It did not all go; over when what has been enqueued is."""
         self._error = self._error or error
 
+    def expect(self) -> None:
+        """It will be enqueued bit by bit, until `enqueued`."""
+        self._enqueued = threading.Event()
+
     def enqueued(self) -> None:
         """Nothing more will be enqueued."""
-        self._enqueued.set()
+        if self._enqueued is not None:
+            self._enqueued.set()
 
     def settle(self) -> bool:
         """Whether it is over, without raising or calling anybody; gives its buffers back."""
         if self._over:
             return True
-        if not self._enqueued.is_set():
+        if self._enqueued is not None and not self._enqueued.is_set():
             return False
         try:
             if not all(mark.query() for mark in self._marks):
@@ -59,7 +83,8 @@ class DeviceTransfer:
             self.fail(error)
         self._over = True
         marks, self._marks, self._windows = self._marks, [], []
-        self._engine._settled(self, marks)
+        uses, self._uses = self._uses, (None, None)
+        self._engine._settled(marks, uses[0])
         return True
 
     def run_calls(self) -> None:
@@ -103,7 +128,8 @@ class DeviceTransfer:
                 time.sleep(min(_NAP, max(0.0, timeout - passed)))
 
     def _sleep(self) -> None:
-        self._enqueued.wait()
+        if self._enqueued is not None:
+            self._enqueued.wait()
         with self._engine._lock:
             marks = list(self._marks)
         for mark in marks:
@@ -134,7 +160,8 @@ class DeviceTransfer:
         raise ConfigError(f"layer {layer!r} is not part of this transfer, its layers are {known}")
 
     def _wait_events(self, events: Callable[[], list[Any]], stream: Any) -> None:
-        self._enqueued.wait()
+        if self._enqueued is not None:
+            self._enqueued.wait()
         with self._engine._lock:
             if self._error is not None:
                 self._raise()

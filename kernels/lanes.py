@@ -3,23 +3,53 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lightcache.kernels.rows import Plan
+import torch
+
+from lightcache.kernels.rows import Plan, RowClass
 from lightcache.kernels.staging import Ring
+from lightcache.kernels.work import Cuts
 
 if TYPE_CHECKING:
     from lightcache.kernels.device_transfer import DeviceTransfer
-    from lightcache.kernels.launch import Tables
 
 
-@dataclass(frozen=True)
 class Joined:
-    """A plan and its tables on the device, kept while transfers use them."""
+    """A plan with its tables on the device and its kernels. Kept while transfers use it."""
 
-    plan: Plan
-    tables: Tables
+    def __init__(self, plan: Plan, device: Any, launcher: Any) -> None:
+        """Copies the tables; blocks until they are there."""
+        self.plan = plan
+        self._launcher = launcher
+        self._tables = [torch.from_numpy(each.table).to(device.name) for each in plan.classes]
+        self._launches: dict[tuple[bool, bool], list[tuple[RowClass, Any]]] = {}
+        self._parts: dict[tuple[int, int], list[slice]] = {}
+        self._cuts: dict[int, Cuts] = {}
+
+    def launches(self, packed: bool, to_page: bool) -> list[tuple[RowClass, Any]]:
+        """A launch for each class. Compiles what was not asked for before."""
+        found = self._launches.get((packed, to_page))
+        if found is None:
+            found = [
+                (each, self._launcher.bind(each, table, packed, to_page))
+                for each, table in zip(self.plan.classes, self._tables, strict=True)
+            ]
+            self._launches[packed, to_page] = found
+        return found
+
+    def parts(self, cells: tuple[int, int]) -> list[slice]:
+        """For each class, which of its cells are among `cells[0]` to `cells[1] - 1`."""
+        found = self._parts.get(cells)
+        if found is None:
+            found = self._parts[cells] = [each.part(*cells) for each in self.plan.classes]
+        return found
+
+    def cuts(self, slot_bytes: int) -> Cuts:
+        """How its pages pass through slots of a size."""
+        if slot_bytes not in self._cuts:
+            self._cuts[slot_bytes] = Cuts(self.plan, slot_bytes)
+        return self._cuts[slot_bytes]
 
 
 class Lane:
@@ -33,6 +63,8 @@ class Lane:
         """
         self.to_page = to_page
         self.kernel, self.copy, self.direct = (device.stream() for _ in range(3))
+        self.kernel_handle = int(self.kernel.cuda_stream)
+        self.direct_handle = int(self.direct.cuda_stream)
         self.ring: Ring | None = None
         self.going: deque[DeviceTransfer] = deque()
         """Transfers that may go on, oldest first."""

@@ -1,15 +1,19 @@
 """Compiling the row-copy kernel once for each shape, and launching it cheaply.
 
-Triton's own call looks at every argument again (27 us on an H200's host, where launching what it
-compiled takes 5 to 13); a transfer of one small page should be over in 50.
+Triton's own call looks at every argument again: 27 us on the host of an H200, where launching what
+it compiled takes half of that, and a transfer of one small page should be over in 50. So the
+compiled kernel is launched the way Triton's call does in the end, with plain addresses.
 """
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from lightcache.kernels.row_copy import copy_rows
-from lightcache.kernels.rows import RowClass, Shape
+from lightcache.kernels.rows import TABLE_COLUMNS, RowClass, Shape
 
 if TYPE_CHECKING:
     import torch
@@ -17,11 +21,11 @@ if TYPE_CHECKING:
 TILE = 1024  # 16 KiB of 16-byte accesses for 256 threads: four in flight for each
 WARPS = 8
 _LARGE = 1 << 40  # makes Triton give a number 64 bits
+JOB_WORDS = 4  # page address, start in slots, first token, end token
 
 
 def constants(shape: Shape, packed: bool, to_page: bool) -> dict[str, Any]:
     """What the kernel is compiled for."""
-    words = shape.nbytes // shape.word
     return {
         "UNITS": shape.units,
         "HEADS": shape.heads,
@@ -30,123 +34,144 @@ def constants(shape: Shape, packed: bool, to_page: bool) -> dict[str, Any]:
         "BLOCK_UNITS": shape.block_units,
         "UNIT_TOKENS": shape.unit_tokens,
         "WORD": shape.word,
-        "TILE": min(TILE, max(128, 1 << (words - 1).bit_length())),
+        "TILE": TILE,
         "PACKED": packed,
         "TO_PAGE": to_page,
     }
 
 
-class Tables:
-    """The tables of a plan's classes where kernels can read them."""
+class Launch:
+    """One compiled kernel and the cells that it copies."""
 
-    def __init__(self, classes: list[RowClass], device: str) -> None:
-        """Copies them to the device; blocks until they are there."""
-        import torch
+    def __init__(self, kernel: Any, values: tuple[Any, ...], each: RowClass, table: Any) -> None:
+        """For `Launcher`."""
+        self._run, self._function = kernel.run, kernel.function
+        self._metadata = kernel.packed_metadata
+        self._keep = kernel, table
+        self._table = int(table.data_ptr())
+        strides = each.strides
+        self._tail = (strides.block, strides.unit, strides.head, *values)
+        self._words = each.shape.nbytes // each.shape.word
 
-        self.tables = [torch.from_numpy(each.table).to(device) for each in classes]
-        self.addresses = [int(table.data_ptr()) for table in self.tables]
+    def __call__(
+        self, first: int, cells: int, jobs: int, n_jobs: int, slots: int, programs: int, stream: int
+    ) -> None:
+        """Launch. The device must be the current one.
+
+        Args:
+            first, cells: which of its cells.
+            jobs, n_jobs: address of index rows, and how many.
+            slots: address of int32 slots.
+            programs: how many at most.
+            stream: the driver's handle of a stream.
+        """
+        tiles = -(-cells * self._words // TILE) * n_jobs
+        # No metadata and no hooks: what profilers attach to Triton's own call.
+        self._run(
+            min(programs, tiles),
+            1,
+            1,
+            stream,
+            self._function,
+            self._metadata,
+            None,
+            None,
+            None,
+            self._table + first * 8 * TABLE_COLUMNS,
+            jobs,
+            slots,
+            cells,
+            n_jobs,
+            *self._tail,
+        )
 
 
 class Launcher:
-    """Launches compiled kernels of one device with plain addresses."""
+    """Compiles for one device. Each shape when it is first asked for: about a second, or
+    milliseconds where Triton has it on disk."""
 
     def __init__(self) -> None:
-        """Nothing is compiled yet; each shape is when it is first launched, or by `compiled`."""
-        self._kernels: dict[tuple[Shape, bool, bool], tuple[Any, tuple[Any, ...]]] = {}
+        """Nothing is compiled yet."""
+        self._kernels: dict[tuple[Shape, bool, bool], Any] = {}
 
-    def compiled(self, shape: Shape, packed: bool, to_page: bool) -> tuple[Any, tuple[Any, ...]]:
-        """The kernel for a shape and its constants. Compiles at the first call: about a second,
-        or milliseconds where Triton has it on disk."""
-        found = self._kernels.get((shape, packed, to_page))
-        if found is None:
-            import torch
-
-            values = constants(shape, packed, to_page)
-            kernel = copy_rows.warmup(
-                torch.int64,
-                torch.int64,
-                torch.int32,
-                2,
-                2,
-                _LARGE,
-                _LARGE,
-                _LARGE,
-                **values,
-                num_warps=WARPS,
-                grid=(1,),
-            )
-            found = kernel, tuple(values.values())
-            self._kernels[shape, packed, to_page] = found
-        return found
-
-    def __call__(
-        self,
-        each: RowClass,
-        tables: tuple[Tables, int],
-        part: slice,
-        jobs: tuple[torch.Tensor, int, int],
-        slots: tuple[torch.Tensor, int],
-        packed: bool,
-        to_page: bool,
-        programs: int,
-        stream: Any,
-    ) -> None:
-        """Launch on a stream; the device must be the current one.
+    def bind(self, each: RowClass, table: torch.Tensor, packed: bool, to_page: bool) -> Launch:
+        """A launch for the cells of a class; the device must be the current one.
 
         Args:
-            tables: all tables, and which of them.
-            part: its rows to copy.
-            jobs: int64 buffer, the first word, number of jobs.
-            slots: int64 buffer that holds int32 slots from this word on.
-            programs: how many at most.
+            table: `each.table` on the device.
+            packed: whether pages are staged, cells one behind the other.
+            to_page: the direction.
         """
-        kernel, values = self.compiled(each.shape, packed, to_page)
-        cells = part.stop - part.start
-        tiles = -(-(each.shape.nbytes // each.shape.word) // values[7])
-        kernel[(min(programs, jobs[2] * cells * tiles), 1, 1)](
-            tables[0].addresses[tables[1]] + part.start * 24,
-            jobs[0].data_ptr() + jobs[1] * 8,
-            slots[0].data_ptr() + slots[1] * 8,
-            cells,
-            jobs[2],
-            each.strides.block,
-            each.strides.unit,
-            each.strides.head,
-            *values,
-            stream=stream.cuda_stream,
-        )
+        values = constants(each.shape, packed, to_page)
+        kernel = self._kernels.get((each.shape, packed, to_page))
+        if kernel is None:
+            kernel = self._kernels[each.shape, packed, to_page] = _compiled(values)
+        return Launch(kernel, tuple(values.values()), each, table)
 
 
-class InterpretedLauncher(Launcher):
+def _compiled(values: dict[str, Any]) -> Any:
+    import torch
+
+    return copy_rows.warmup(
+        torch.int64,
+        torch.int64,
+        torch.int32,
+        2,
+        2,
+        _LARGE,
+        _LARGE,
+        _LARGE,
+        **values,
+        num_warps=WARPS,
+        grid=(1,),
+    )
+
+
+class InterpretedLaunch:
     """The same through Triton's interpreter, in the memory of the host: for tests."""
 
-    def compiled(self, shape: Shape, packed: bool, to_page: bool) -> tuple[Any, tuple[Any, ...]]:
-        """Nothing to compile."""
-        return None, ()
+    def __init__(self, each: RowClass, table: torch.Tensor, packed: bool, to_page: bool) -> None:
+        """See `Launcher.bind`."""
+        self._table, self._strides = table, each.strides
+        self._values = constants(each.shape, packed, to_page)
 
     def __call__(
-        self,
-        each: RowClass,
-        tables: tuple[Tables, int],
-        part: slice,
-        jobs: tuple[torch.Tensor, int, int],
-        slots: tuple[torch.Tensor, int],
-        packed: bool,
-        to_page: bool,
-        programs: int,
-        stream: Any,
+        self, first: int, cells: int, jobs: int, n_jobs: int, slots: int, programs: int, stream: int
     ) -> None:
-        """As `Launcher`; over when it returns."""
-        import torch
-
+        """See `Launch`. Over when it returns."""
+        rows = _words_at(jobs, n_jobs * JOB_WORDS)
+        tokens = int((rows[1::JOB_WORDS] + rows[3::JOB_WORDS]).max())
         copy_rows[(min(programs, 3),)](
-            tables[0].tables[tables[1]][part],
-            jobs[0][jobs[1] :],
-            slots[0][slots[1] :].view(torch.int32),
-            part.stop - part.start,
-            jobs[2],
-            each.strides.block,
-            each.strides.unit,
-            each.strides.head,
-            **constants(each.shape, packed, to_page),
+            self._table[first:],
+            rows,
+            _words_at(slots, (tokens + 1) // 2).view(dtype=_int32()),
+            cells,
+            n_jobs,
+            self._strides.block,
+            self._strides.unit,
+            self._strides.head,
+            **self._values,
         )
+
+
+class InterpretedLauncher:
+    """Makes them."""
+
+    def bind(
+        self, each: RowClass, table: torch.Tensor, packed: bool, to_page: bool
+    ) -> InterpretedLaunch:
+        """See `Launcher.bind`."""
+        return InterpretedLaunch(each, table, packed, to_page)
+
+
+def _words_at(address: int, count: int) -> torch.Tensor:
+    import torch
+
+    words: Any = (ctypes.c_int64 * count).from_address(address)
+    return torch.from_numpy(np.frombuffer(words, np.int64))
+
+
+def _int32() -> Any:
+    import torch
+
+    return torch.int32

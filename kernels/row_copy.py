@@ -41,25 +41,28 @@ def copy_rows(
     LANES: tl.constexpr = 2 if WORD == 16 else 1
     ROW_WORDS: tl.constexpr = ROW // WORD
     WORDS: tl.constexpr = UNITS * HEADS * ROW_WORDS
-    TILES: tl.constexpr = (WORDS + TILE - 1) // TILE
+    # Tiles run over the cells of a job, so that small cells fill them as well as large ones.
+    words = n_cells.to(tl.int64) * WORDS
+    tiles = ((words + TILE - 1) // TILE).to(tl.int32)
     lanes = tl.arange(0, LANES)[None, :]
     steps = tl.arange(0, TILE)
-    for item in range(tl.program_id(0), n_jobs * n_cells * TILES, tl.num_programs(0)):
-        job = jobs + (item // (n_cells * TILES)) * 4
-        cell = cells + (item // TILES % n_cells) * 3
+    for item in range(tl.program_id(0), n_jobs * tiles, tl.num_programs(0)):
+        job = jobs + (item // tiles).to(tl.int64) * 4
         page = tl.load(job)
         start = tl.load(job + 1)
         first = tl.load(job + 2)
         end = tl.load(job + 3)
-        base = tl.load(cell)
-        offset = tl.load(cell + (2 if PACKED else 1))
-        word = item % TILES * TILE + steps
+        at = (item % tiles).to(tl.int64) * TILE + steps
+        cell = (at // WORDS).to(tl.int32)
+        word = (at % WORDS).to(tl.int32)
         row = word // ROW_WORDS
         byte = (word % ROW_WORDS) * WORD
         unit = row // HEADS
         head = row % HEADS
         token = unit * UNIT_TOKENS
-        wanted = (word < WORDS) & (token >= first) & (token < end)
+        wanted = (cell < n_cells) & (token >= first) & (token < end)
+        base = tl.load(cells + cell * 3, mask=wanted, other=0)
+        offset = tl.load(cells + cell * 3 + (2 if PACKED else 1), mask=wanted, other=0)
         slot = tl.load(slots + start + token, mask=wanted, other=-1)
         wanted = wanted & (slot >= 0)
         slot = slot // UNIT_TOKENS

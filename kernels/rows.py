@@ -18,6 +18,7 @@ from lightcache.kernels.planes import DevicePlane, DevicePlanes
 from lightcache.shm.errors import ConfigError
 
 Table = npt.NDArray[np.int64]
+TABLE_COLUMNS = 3
 WIDEST = 16  # bytes of the widest access of a processor of a GPU
 
 
@@ -60,7 +61,7 @@ class RowClass:
     cells: Table
     """Positions in `Plan.cells`, ascending."""
     table: Table
-    """[n, 3]: device address of slot 0; offset in a page; offset where cells are packed."""
+    """[n, TABLE_COLUMNS]: device address of slot 0; offset in a page; offset when packed."""
 
     def part(self, first: int, end: int) -> slice:
         """Rows of `table` of the cells `first` to `end` - 1 of the plan."""

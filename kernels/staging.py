@@ -28,11 +28,11 @@ class Ring:
         that is what an event means that was never recorded."""
         self._next = 0
 
-    def take(self) -> tuple[int, int]:
-        """The next slot and its address. Whoever fills it waits for `free` first."""
-        slot = self._next
-        self._next = (slot + 1) % self.slots
-        return slot, self.address + slot * self.slot_bytes
+    def take(self, count: int) -> npt.NDArray[np.int64]:
+        """The next slots, in turn. Whoever fills one waits for `free` first."""
+        slots = (self._next + np.arange(count)) % self.slots
+        self._next = (self._next + count) % self.slots
+        return slots
 
 
 class IndexBlock:
@@ -43,10 +43,9 @@ class IndexBlock:
         self.words = words
         self.host, self.device = device.words(words)
         self.view: npt.NDArray[np.int64] = self.host.numpy()
-
-    def write_slots(self, at: int, slots: npt.NDArray[Any]) -> None:
-        """Store slots as int32 from word `at` on."""
-        self.view[at:].view(np.int32)[: len(slots)] = slots
+        self.slots = self.view.view(np.int32)
+        self.host_address = int(self.host.data_ptr())
+        self.device_address = int(self.device.data_ptr())
 
 
 class IndexBlocks:

@@ -1,84 +1,114 @@
-"""What a device transfer consists of: chunks, and the index rows that kernels find them by."""
+"""Dividing a transfer: index rows, chunks that pass through the ring, copies of whole ranges.
+
+Everything for all pages at once, in numpy: what is left for each chunk is a handful of calls.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from lightcache.kernels.copies import Addresses, merged
+from lightcache.kernels.copies import Addresses, CopyLists, merged
+from lightcache.kernels.launch import JOB_WORDS
 from lightcache.kernels.moves import Batch
 from lightcache.kernels.rows import Plan
 from lightcache.kernels.staging import Ring
 
-JOB_WORDS = 4  # page address, start in slots, first token, end token
+
+def index_rows(batch: Batch, addresses: Addresses, times: int = 1) -> Addresses:
+    """Index rows, int64 of shape (pages * times, JOB_WORDS), `times` for each page of a batch."""
+    rows = np.empty((len(addresses), JOB_WORDS), np.int64)
+    columns: tuple[npt.NDArray[Any], ...] = (batch.start, batch.first, batch.end)
+    for column, values in enumerate(columns, 1):
+        rows[:, column] = values if times == 1 else np.repeat(values, times)
+    rows[:, 0] = addresses
+    return rows
+
+
+class Cuts:
+    """How pages of one plan pass through slots of some size: several pages to a slot, or a page
+    to several, cut between cells."""
+
+    def __init__(self, plan: Plan, slot_bytes: int) -> None:
+        """Computed once for a plan and a ring."""
+        self.nbytes = plan.nbytes
+        self.cells = plan.cuts(slot_bytes)
+        self.pages = max(1, slot_bytes // plan.nbytes)
+        """Of a slot."""
+        self.origins = np.array([plan.packed[first] for first, _ in self.cells], np.int64)
+        """Where each cut begins when cells are packed."""
+        pieces = [plan.ranges(first, end) for first, end in self.cells]
+        self.pieces = np.array([piece for cut in pieces for piece in cut], np.int64)
+        """[n, 3]: offset in the page, offset packed, bytes of each contiguous range."""
+        self.cut_of_piece = np.repeat(np.arange(len(pieces)), [len(cut) for cut in pieces])
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some cells of some pages, which pass through one slot of the ring."""
+    """What passes through one slot of the ring."""
 
-    cells: tuple[int, int]
-    pages: tuple[int, int]
     slot: int
-    address: int
-    """Of the slot."""
+    cut: int
+    rows: tuple[int, int]
+    """First index row, and how many."""
+    copies: tuple[int, int]
+    """First and end of its copies."""
 
 
-def jobs(batch: Batch, pages: slice, addresses: Addresses) -> npt.NDArray[np.int64]:
-    """Index rows of some pages of a batch, int64 of shape (n, JOB_WORDS)."""
-    rows = np.empty((len(addresses), JOB_WORDS), np.int64)
-    rows[:, 0] = addresses
-    rows[:, 1] = batch.start[pages]
-    rows[:, 2] = batch.first[pages]
-    rows[:, 3] = batch.end[pages]
-    return rows
+@dataclass(frozen=True)
+class Staged:
+    """Pages on their way through a ring."""
+
+    chunks: list[Chunk]
+    addresses: Addresses
+    """For each index row: where cell 0 of its page would be, were it in the slot as well."""
+    host: CopyLists
+    staged: CopyLists
+    sizes: CopyLists
 
 
-def chunks(plan: Plan, pages: int, ring: Ring) -> list[Chunk]:
-    """Cut pages so that each chunk fits a slot: several pages to a slot, or a page to several."""
-    if plan.nbytes <= ring.slot_bytes:
-        each = ring.slot_bytes // plan.nbytes
-        cells = (0, len(plan.cells))
-        return [
-            Chunk(cells, (at, min(pages, at + each)), *ring.take()) for at in range(0, pages, each)
-        ]
-    cuts = plan.cuts(ring.slot_bytes)
-    return [Chunk(cells, (page, page + 1), *ring.take()) for page in range(pages) for cells in cuts]
-
-
-def staged_addresses(plan: Plan, chunk: Chunk) -> Addresses:
-    """For each page of a chunk: where its cell 0 would be, were it packed in the slot as well."""
-    first, end = (int(plan.packed[cell]) for cell in chunk.cells)
-    number = chunk.pages[1] - chunk.pages[0]
-    return chunk.address - first + np.arange(number, dtype=np.int64) * (end - first)
-
-
-def whole_copies(
-    plan: Plan, chunk: Chunk, staged: Addresses, pages: Addresses
-) -> tuple[Addresses, Addresses, Addresses]:
-    """(page addresses, staged addresses, sizes) of the copies between a slot and its pages.
+def stage(cuts: Cuts, pages: Addresses, ring: Ring) -> Staged:
+    """Assign slots to pages.
 
     Args:
-        staged: of `staged_addresses`.
-        pages: addresses of the pages in the pool.
+        pages: their addresses in the pool.
     """
-    pieces = np.array(plan.ranges(*chunk.cells), np.int64)
-    host = (pages[:, None] + pieces[:, 0]).ravel()
-    slot = (staged[:, None] + pieces[:, 1]).ravel()
-    return merged(host, slot, np.tile(pieces[:, 2], len(pages)))
+    number, parts = len(pages), len(cuts.cells)
+    row = np.arange(number * parts)
+    chunk = row // cuts.pages if parts == 1 else row
+    slots = ring.take(int(chunk[-1]) + 1)
+    place = ring.address + slots * ring.slot_bytes
+    inside = row % cuts.pages * cuts.nbytes if parts == 1 else 0
+    addresses = place[chunk] + inside - np.tile(cuts.origins, number)
+    host = (pages[:, None] + cuts.pieces[:, 0]).ravel()
+    row_of = (np.arange(number)[:, None] * parts + cuts.cut_of_piece).ravel()
+    staged = addresses[row_of] + np.tile(cuts.pieces[:, 1], number)
+    sizes = np.tile(cuts.pieces[:, 2], number)
+    host, staged, sizes, chunk_of = merged(host, staged, sizes, chunk[row_of])
+    copies = np.searchsorted(chunk_of, np.arange(len(slots) + 1)).tolist()
+    rows = np.searchsorted(chunk, np.arange(len(slots) + 1)).tolist()
+    chunks = [
+        Chunk(
+            slot,
+            0 if parts == 1 else at % parts,
+            (rows[at], rows[at + 1] - rows[at]),
+            (copies[at], copies[at + 1]),
+        )
+        for at, slot in enumerate(slots.tolist())
+    ]
+    return Staged(chunks, addresses, host.tolist(), staged.tolist(), sizes.tolist())
 
 
-def whole_pages(batch: Batch, slots_missing: bool) -> npt.NDArray[np.bool_]:
+def whole_pages(batch: Batch) -> npt.NDArray[np.bool_]:
     """Which pages of a batch are given with a slot for every token."""
-    whole = (batch.first == 0) & (batch.end == batch.page_tokens)
-    if slots_missing and whole.any():
-        tokens = np.arange(batch.page_tokens)
-        found = batch.slots[batch.start[whole][:, None] + tokens]
+    whole: npt.NDArray[np.bool_] = (batch.first == 0) & (batch.end == batch.page_tokens)
+    if whole.any() and int(batch.slots.min()) < 0:
+        found = batch.slots[batch.start[whole][:, None] + np.arange(batch.page_tokens)]
         whole[np.flatnonzero(whole)[(found < 0).any(axis=1)]] = False
-    result: npt.NDArray[np.bool_] = whole
-    return result
+    return whole
 
 
 def select(batch: Batch, chosen: npt.NDArray[np.bool_]) -> Batch:
@@ -104,8 +134,7 @@ def run_copies(
     """
     if not plan.runnable:
         return None
-    tokens = batch.page_tokens
-    slots = batch.slots[batch.start[:, None] + np.arange(tokens)].astype(np.int64)
+    slots = batch.slots[batch.start[:, None] + np.arange(batch.page_tokens)].astype(np.int64)
     host, device, sizes = [], [], []
     for each in plan.classes:
         shape, strides = each.shape, each.strides
@@ -132,6 +161,7 @@ def run_copies(
 def _in_order(
     host: Addresses, device: Addresses, sizes: Addresses
 ) -> tuple[Addresses, Addresses, Addresses]:
-    """Merged as far as they touch. Pages keep their order, cells of a page are sorted."""
+    """Merged as far as they touch, in the order of the pool."""
     order = np.argsort(host, kind="stable")
-    return merged(host[order], device[order], sizes[order])
+    host, device, sizes, _ = merged(host[order], device[order], sizes[order])
+    return host, device, sizes

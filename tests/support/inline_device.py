@@ -31,6 +31,7 @@ class Event:
 class Stream:
     def __init__(self, device, name):
         self.device, self.name = device, name
+        self.cuda_stream = 0
 
     def wait_event(self, event):
         self.device.log.append(("wait", self.name, event))

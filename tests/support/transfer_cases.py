@@ -25,14 +25,12 @@ class Case:
         [unit][row][head][bytes]; head groups of replicated groups first."""
         groups = self.geometry.groups
         out = [
-            self._part(group, 0, slots) for group in groups if all(p.heads == 1 for p in group.planes)
+            self._part(group, 0, slots)
+            for group in groups
+            if all(p.heads == 1 for p in group.planes)
         ]
         for part in range(self.geometry.head_groups):
-            out += [
-                self._part(group, part, slots)
-                for group in groups
-                if not all(p.heads == 1 for p in group.planes)
-            ]
+            out += [self._part(group, part, slots) for group in groups if not group.replicated]
         flat = torch.cat(out).numpy()
         return np.pad(flat, (0, self.geometry.page_bytes - len(flat)))
 
@@ -56,7 +54,9 @@ class Case:
 
 def _bytes(shape, dtype, device, generator):
     width = torch.empty(0, dtype=dtype).element_size()
-    raw = torch.randint(0, 256, (*shape[:-1], shape[-1] * width), dtype=torch.uint8, generator=generator)
+    raw = torch.randint(
+        0, 256, (*shape[:-1], shape[-1] * width), dtype=torch.uint8, generator=generator
+    )
     return raw.to(device).view(dtype)
 
 
@@ -66,7 +66,13 @@ def _plane(view, block=None):
     strides = view.stride()
     if block:
         return DevicePlane(
-            view.data_ptr(), strides[1], view.shape[0] * block, block, strides[0], strides[3], strides[2]
+            view.data_ptr(),
+            strides[1],
+            view.shape[0] * block,
+            block,
+            strides[0],
+            strides[3],
+            strides[2],
         )
     return DevicePlane(view.data_ptr(), strides[0], view.shape[0], 1, 0, strides[2], strides[1])
 
@@ -178,7 +184,12 @@ def latent(device):
     return build.case(
         [
             KVGroup.attention(
-                "mla", layers=2, heads=1, head_dim=24, dtype_bytes=2, page_tokens=16,
+                "mla",
+                layers=2,
+                heads=1,
+                head_dim=24,
+                dtype_bytes=2,
+                page_tokens=16,
                 content="single",
             ),
             KVGroup.opaque("index", layers=2, row_bytes=132, page_tokens=16),

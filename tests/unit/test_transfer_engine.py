@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 import torch
 from support.inline_device import InlineDevice
-from support.transfer_cases import CASES, TOKENS, blocks_nhd, flat, states, whole_blocks
+from support.transfer_cases import CASES, TOKENS
 
 from lightcache.kernels.engine import TransferEngine
 from lightcache.kernels.memory import HostPages
 from lightcache.kernels.transfer import Move
-from lightcache.shm.errors import ConfigError, Detached, TransferFailed, WaitTimeout
 
 pytest.importorskip("triton")
 PAGES = 6
