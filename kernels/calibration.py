@@ -16,7 +16,7 @@ class Thresholds:
     copy_bytes: int = 2 << 20
     """Where device bytes lie as page bytes do: least mean size of a copy for the copy engine
     alone."""
-    programs: int = 32
+    programs: int = 64
     """Of a kernel that accesses host memory: more are no faster (measured)."""
 
 

@@ -61,7 +61,9 @@ class BatchCopier:
         from cuda.bindings import runtime
 
         self._runtime: Any = runtime
-        self._batch = runtime.cudaMemcpyBatchAsync
+        self._copy, self._batch = runtime.cudaMemcpyAsync, runtime.cudaMemcpyBatchAsync
+        self._kind = runtime.cudaMemcpyKind.cudaMemcpyDefault
+        self._success = runtime.cudaError_t.cudaSuccess
         attributes = runtime.cudaMemcpyAttributes()
         attributes.srcAccessOrder = runtime.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
         self._attributes = [attributes]
@@ -72,28 +74,14 @@ class BatchCopier:
         """See `Copier`."""
         if not sizes:
             return
-        runtime = self._runtime
-        if len(sizes) == 1:
-            result = runtime.cudaMemcpyAsync(
-                targets[0],
-                sources[0],
-                sizes[0],
-                runtime.cudaMemcpyKind.cudaMemcpyDefault,
-                stream.cuda_stream,
-            )
+        handle = stream.cuda_stream
+        count = len(sizes)
+        if count == 1:
+            result = self._copy(targets[0], sources[0], sizes[0], self._kind, handle)
         else:
-            result = self._batch(
-                targets,
-                sources,
-                sizes,
-                len(sizes),
-                self._attributes,
-                [0],
-                1,
-                stream.cuda_stream,
-            )
-        if int(result[0]) != 0:
-            name = runtime.cudaGetErrorName(result[0])[1]
+            result = self._batch(targets, sources, sizes, count, self._attributes, [0], 1, handle)
+        if result[0] != self._success:
+            name = self._runtime.cudaGetErrorName(result[0])[1]
             raise TransferFailed(
                 f"the driver refused {len(sizes)} copies of {sum(sizes)} bytes: {name}; is "
                 "all host memory registered, and in one registration for each page?"

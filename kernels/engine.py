@@ -41,7 +41,7 @@ MODES = ("auto", "staged", "direct", "copies")
 STAGING_BYTES = 128 << 20
 """Of one direction: the copy engine is busy for 2.4 ms with it, longer than a kernel of the model
 holds all multiprocessors, so that it never waits for a gather (measured: docs/benchmarks.md)."""
-RING_SLOTS = 8
+RING_SLOTS = 4
 _SLOT_TYPES = (np.dtype(np.int32), np.dtype(np.int64))
 SLOT_ALIGN = 256  # what the copy engine likes, and a multiple of every word
 
@@ -229,7 +229,7 @@ class TransferEngine:
             return None
         self._recycle(lane)
         block = self._blocks.take(JOB_WORDS + count)
-        view, stream = block.view, lane.direct
+        view, stream = block.view, lane.next_direct()
         view[0] = memory.address + page * memory.page_bytes
         view[1], view[2], view[3] = -first, first, first + count
         block.slots[2 * JOB_WORDS : 2 * JOB_WORDS + count] = slots
@@ -245,7 +245,7 @@ class TransferEngine:
                 stream.wait_event(event)
             at, words = block.host_address, JOB_WORDS * 8
             for each, launch in self._joined.launches(False, lane.to_page):
-                launch(0, len(each.cells), at, 1, at + words, self.programs, lane.direct_handle)
+                launch(0, len(each.cells), at, 1, at + words, self.programs, stream.cuda_stream)
             transfer.mark_all([self._events.recorded(stream)], None)
         except Exception as error:
             self._failed(transfer, error, [stream])

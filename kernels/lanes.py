@@ -62,12 +62,18 @@ class Lane:
             to_page: whether it offloads.
         """
         self.to_page = to_page
-        self.kernel, self.copy, self.direct = (device.stream() for _ in range(3))
+        self.kernel, self.copy = device.stream(), device.stream()
         self.kernel_handle = int(self.kernel.cuda_stream)
-        self.direct_handle = int(self.direct.cuda_stream)
+        self.directs = deque((device.stream(), device.stream()))
+        """Two: while the last programs of one kernel wait for the bus, the next one begins."""
         self.ring: Ring | None = None
         self.going: deque[DeviceTransfer] = deque()
         """Transfers that may go on, oldest first."""
+
+    def next_direct(self) -> Any:
+        """The stream for the next direct transfer."""
+        self.directs.rotate()
+        return self.directs[0]
 
     @property
     def last(self) -> Any:

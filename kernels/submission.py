@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from lightcache.kernels.pacing import Pacer
 
 PIECE_BYTES = 8 << 20  # of a paced transfer
+CALL_BYTES = 32 << 20  # copied in one call: the copy engine works while the next is prepared
 Step = tuple[Callable[[], None], int]
 """Something to enqueue, and the bytes that it moves."""
 
@@ -48,6 +49,7 @@ class Submission:
         self.engine, self.lane, self.transfer, self.batch = engine, lane, transfer, batch
         self.streams, self.after = streams, after
         self.block: IndexBlock | None = None
+        self._direct_stream = lane.next_direct()
         self._steps: list[Step] = []
         self._rows: list[Addresses] = []
         self._words = 0
@@ -78,13 +80,13 @@ class Submission:
             return []
         if engine.mode == "direct" or not part.plan.contiguous or self._is_small(nbytes):
             self._direct(part, batch, pages)
-            return [self.lane.direct]
+            return [self._direct_stream]
         whole = whole_pages(batch)
         if bool(whole.all()) and (ends := self._try_copies(part, pages, nbytes)):
             return ends
         if engine.mode == "auto" and part.plan.nbytes < engine.thresholds.direct_page:
             self._direct(part, batch, pages)
-            return [self.lane.direct]
+            return [self._direct_stream]
         return self._stage_or_direct(part, batch, pages, whole)
 
     def _is_small(self, nbytes: int) -> bool:
@@ -118,9 +120,9 @@ class Submission:
         # Parts of pages are written by rows: a whole copy would overwrite their other tokens.
         self._direct(part, select(batch, ~whole), pages[~whole])
         if not whole.any():
-            return [self.lane.direct]
+            return [self._direct_stream]
         self._staged(part, select(batch, whole), pages[whole])
-        return [self.lane.direct, self.lane.last]
+        return [self._direct_stream, self.lane.last]
 
     def _reserve_rows(self, rows: Addresses) -> int:
         """Room for index rows; the word they begin at."""
@@ -158,9 +160,10 @@ class Submission:
     def _copies(self, runs: tuple[Addresses, Addresses, Addresses]) -> None:
         host, device, sizes = (each.tolist() for each in runs)
         targets, sources = (host, device) if self.lane.to_page else (device, host)
-        pieces = self._pieces(len(sizes), sum(sizes))
-        for at in pieces:
-            part = slice(at, at + pieces.step)
+        each = PIECE_BYTES if self.engine._pacer else CALL_BYTES
+        step = max(1, each * len(sizes) // sum(sizes))
+        for at in range(0, len(sizes), step):
+            part = slice(at, at + step)
             run = partial(self._run_copies, targets[part], sources[part], sizes[part])
             self._steps.append((run, sum(sizes[part])))
 
@@ -205,7 +208,7 @@ class Submission:
     def _end(self) -> None:
         """All is enqueued. After a failure what was enqueued must still be waited for."""
         if self.transfer._error is not None:
-            streams = [self.lane.kernel, self.lane.copy, self.lane.direct]
+            streams = [self.lane.kernel, self.lane.copy, self._direct_stream]
             self.engine._failed(self.transfer, self.transfer._error, streams)
         self.engine._events.give(self._sources)
         self.transfer.enqueued()
@@ -227,10 +230,10 @@ class Submission:
 
     def _run_direct(self, part: Joined, at: int, count: int) -> None:
         assert self.block is not None
-        self._wait(self.lane.direct)
+        self._wait(self._direct_stream)
         slots = self.block.host_address + self._words * 8
         jobs = self.block.host_address + at * 8
-        programs, stream = self.engine.programs, self.lane.direct_handle
+        programs, stream = self.engine.programs, self._direct_stream.cuda_stream
         for each, launch in part.launches(False, self.lane.to_page):
             launch(0, len(each.cells), jobs, count, slots, programs, stream)
 

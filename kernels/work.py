@@ -132,7 +132,7 @@ def run_copies(
 
     Whole pages only (`whole_pages`).
     """
-    if not plan.runnable:
+    if not plan.runnable or _scattered(plan, batch):
         return None
     slots = batch.slots[batch.start[:, None] + np.arange(batch.page_tokens)].astype(np.int64)
     host, device, sizes = [], [], []
@@ -156,6 +156,13 @@ def run_copies(
         device.append((place[:, None, :] + each.table[:, 0, None]).ravel())
         sizes.append(np.full(target.size, run * shape.row, np.int64))
     return _in_order(np.concatenate(host), np.concatenate(device), np.concatenate(sizes))
+
+
+def _scattered(plan: Plan, batch: Batch) -> bool:
+    """Whether a look at the first page shows it: what most transfers are, found out at once."""
+    unit = plan.classes[0].shape.unit_tokens
+    head = batch.slots[int(batch.start[0]) :][: batch.page_tokens : unit]
+    return len(head) > 1 and plan.classes[0].shape.block_units == 1 and head[1] != head[0] + unit
 
 
 def _in_order(

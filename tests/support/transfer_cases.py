@@ -117,13 +117,13 @@ def _kv(layers=3, heads=4, dim=8, page=16, width=2, **more):
     )
 
 
-def flat(device):
+def flat(device, head_groups=2):
     """SGLang: K and V of each layer [tokens, heads, dim]."""
     build = Builder(device)
     for layer in range(3):
         for name in "kv":
             build.add(("kv", layer, name), build.tensor((TOKENS, 4, 8), torch.bfloat16))
-    return build.case([_kv(head_groups=2)])
+    return build.case([_kv(head_groups=head_groups)])
 
 
 def blocks_nhd(device):

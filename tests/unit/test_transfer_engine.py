@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 from support.inline_device import InlineDevice
-from support.transfer_cases import CASES, TOKENS
+from support.transfer_cases import CASES, TOKENS, blocks_nhd, flat, states, whole_blocks
 
 from lightcache.kernels.engine import TransferEngine
 from lightcache.kernels.memory import HostPages
 from lightcache.kernels.transfer import Move
+from lightcache.shm.errors import ConfigError, Detached, TransferFailed, WaitTimeout
 
 pytest.importorskip("triton")
 PAGES = 6
@@ -73,3 +74,316 @@ def check_loaded(case, before, slots):
         mine[np.unique(np.asarray(slots) // plane.unit_tokens)] = True
         assert torch.equal(view[mine], before[key][mine]), key
         assert (view[~mine] == 0xEE).all(), key
+
+
+# ---- parts of pages, many requests, what is left out
+
+
+@pytest.mark.parametrize("mode", ["auto", "staged", "direct"])
+def test_partial_pages_touch_only_their_own_rows(mode):
+    case = flat("cpu")
+    engine, memory, _ = engine_of(case, mode)
+    slots = some_slots(case, 3)
+    with engine:
+        engine.offload(Move([4, 0, 5], slots)).wait()
+        whole = memory.array[[4, 0, 5]].copy()
+        memory.array[:] = 0xCD
+        engine.offload(Move([4, 0, 5], slots[5:40], first=5)).wait()
+    found = memory.array[[4, 0, 5]].reshape(3, 2, 3, 2, 16, 2 * 16)
+    expected = whole.reshape(found.shape)
+    tokens = np.arange(48).reshape(3, 16)
+    mine = (tokens >= 5) & (tokens < 40)
+    for page in range(3):
+        np.testing.assert_array_equal(
+            found[page][:, :, :, mine[page]], expected[page][:, :, :, mine[page]]
+        )
+        assert (found[page][:, :, :, ~mine[page]] == 0xCD).all()
+
+
+@pytest.mark.parametrize("mode", ["auto", "staged", "direct"])
+def test_negative_slots_and_skipped_pages_are_left_out(mode):
+    case = flat("cpu")
+    engine, _, _ = engine_of(case, mode)
+    slots = some_slots(case, 3)
+    holes = slots.copy()
+    holes[[0, 17, 47]] = -1
+    with engine:
+        engine.offload(Move([1, 2, 3], slots)).wait()
+        before = case.snapshot()
+        case.poison()
+        engine.load(Move([1, 2, 3], holes, skip=np.array([False, True, False]))).wait()
+    kept = np.r_[1:16, 32:47]
+    check_loaded(case, before, slots[kept])
+
+
+@pytest.mark.parametrize("mode", ["auto", "staged", "direct"])
+def test_many_requests_in_one_call(mode):
+    case = blocks_nhd("cpu")
+    engine, memory, _ = engine_of(case, mode)
+    slots = some_slots(case, 4)
+    moves = [Move([3], slots[:16]), Move([0, 5], slots[16:48]), Move([1], slots[48:64])]
+    with engine:
+        transfer = engine.offload(moves)
+        transfer.wait()
+        assert transfer.nbytes == 4 * case.geometry.used_bytes
+    for number, page in enumerate([3, 0, 5, 1]):
+        expected = case.page(slots[number * 16 : (number + 1) * 16])
+        np.testing.assert_array_equal(memory.array[page], expected)
+
+
+def test_nothing_to_move_is_over_at_once():
+    engine, _, device = engine_of(flat("cpu"))
+    with engine:
+        assert engine.offload([]).done()
+        assert engine.load(Move([2], np.zeros(0, np.int64))).done()
+        assert engine.load(Move([2], np.full(16, 3), skip=np.array([True]))).done()
+    assert not [entry for entry in device.log if entry[0] == "copy"]
+
+
+def test_int32_slots_lists_and_int64_pages_are_alike():
+    case = flat("cpu")
+    engine, memory, _ = engine_of(case)
+    slots = some_slots(case, 1)
+    with engine:
+        for page, given in enumerate([slots, slots.astype(np.int32), slots.tolist()]):
+            engine.offload(Move([page], given)).wait()
+    assert (memory.array[0] == memory.array[1]).all()
+    assert (memory.array[0] == memory.array[2]).all()
+
+
+# ---- copies without a kernel
+
+
+def test_equal_bytes_need_no_kernel(monkeypatch):
+    case = whole_blocks("cpu")
+    engine, memory, device = engine_of(case, "copies")
+    monkeypatch.setattr(engine._joined, "launches", None)  # calling it would fail
+    slots = some_slots(case, 3, scattered=False)
+    with engine:
+        engine.offload(Move([4, 0, 5], slots)).wait()
+    copies = [entry for entry in device.log if entry[0] == "copy"]
+    assert sum(entry[2] for entry in copies) == 3, "one copy a page"
+    for number, page in enumerate([4, 0, 5]):
+        expected = case.page(slots[number * 16 : (number + 1) * 16])
+        np.testing.assert_array_equal(memory.array[page], expected)
+
+
+def test_copies_go_back_too():
+    case = flat("cpu", 1)
+    engine, _, device = engine_of(case, "copies")
+    slots = np.arange(32, 64)
+    with engine:
+        engine.offload(Move([4, 0], slots)).wait()
+        before = case.snapshot()
+        case.poison()
+        engine.load(Move([4, 0], slots)).wait()
+    check_loaded(case, before, slots)
+    assert {entry[0] for entry in device.log if entry[0] == "copy"}
+
+
+@pytest.mark.parametrize(
+    "slots", [np.r_[0:8, 9:17], np.arange(16)[::-1], np.arange(15)], ids=["gap", "back", "part"]
+)
+def test_copies_refuse_what_does_not_lie_so(slots):
+    engine, memory, device = engine_of(flat("cpu", 1), "copies")
+    with engine:
+        with pytest.raises(ConfigError, match="use 'auto'"):
+            engine.offload(Move([0], slots))
+        assert (memory.array == 0xCD).all()
+        assert not device.log
+
+
+# ---- windows
+
+
+def test_windows_hold_their_layers():
+    case = flat("cpu")
+    engine, _, device = engine_of(case, "staged")
+    slots = some_slots(case, 2)
+    with engine:
+        engine.offload(Move([0, 1], slots)).wait()
+        before = case.snapshot()
+        case.poison()
+        device.running = False
+        transfer = engine.load(Move([0, 1], slots), window=2)
+        device.log.clear()
+        transfer.wait_layer(1, device.current())
+        first = [entry[2] for entry in device.log if entry[0] == "wait"]
+        device.log.clear()
+        transfer.wait_layer(2, device.current())
+        second = [entry[2] for entry in device.log if entry[0] == "wait"]
+        assert first
+        assert second
+        assert not set(map(id, first)) & set(map(id, second))
+        with pytest.raises(ConfigError, match=r"layers are \[0, 1, 2\]"):
+            transfer.wait_layer(3, device.current())
+        device.running = True
+        transfer.wait()
+    check_loaded(case, before, slots)
+
+
+# ---- waiting and failing
+
+
+def test_a_transfer_that_goes_on_is_told_of_once():
+    engine, _, device = engine_of(flat("cpu"))
+    told = []
+    with engine:
+        device.running = False
+        transfer = engine.offload(Move([0], some_slots(flat("cpu"), 1)))
+        transfer.when_done(told.append)
+        assert not transfer.done()
+        assert engine.poll() == 1
+        with pytest.raises(WaitTimeout, match="goes on after 0"):
+            transfer.wait(0.01)
+        assert not told
+        device.running = True
+        assert engine.poll() == 0
+        assert told == [True]
+        transfer.wait()
+        transfer.when_done(told.append)
+        assert told == [True, True]
+
+
+@pytest.mark.parametrize("mode", ["staged", "copies"])
+def test_a_failed_copy_is_never_a_success(mode):
+    case = flat("cpu", 1)
+    engine, _, device = engine_of(case, mode)
+    told = []
+    with engine:
+        device.fail_copies = True
+        transfer = engine.offload(Move([0], np.arange(16)))
+        transfer.when_done(told.append)
+        with pytest.raises(TransferFailed, match="the copy failed"):
+            transfer.wait()
+        with pytest.raises(TransferFailed):
+            transfer.done()
+        with pytest.raises(TransferFailed):
+            transfer.wait_on(device.current())
+        assert told == [False]
+        device.fail_copies = False
+        engine.offload(Move([0], np.arange(16))).wait()
+
+
+def test_what_was_enqueued_before_a_failure_is_waited_for():
+    engine, _, device = engine_of(flat("cpu"), "staged")
+    with engine:
+        device.fail_copies = True
+        device.running = False
+        transfer = engine.offload(Move([0], np.arange(16)))
+        assert not transfer.done(), "the kernel may still run"
+        device.running = True
+        with pytest.raises(TransferFailed):
+            transfer.done()
+
+
+@pytest.mark.parametrize("mode", ["auto", "staged", "copies"])
+def test_sources_and_after_are_waited_for(mode):
+    case = flat("cpu", 1)
+    engine, _, device = engine_of(case, mode)
+    own, other = device.event(), device.stream()
+    with engine:
+        engine.load(Move([0], np.arange(16)), streams=[other], after=[own]).wait()
+    waits = [entry[2] for entry in device.log if entry[0] == "wait"]
+    assert own in waits
+    assert other.name in {event.recorded for event in waits}
+
+
+def test_steady_state_allocates_nothing():
+    case = flat("cpu")
+    engine, _, device = engine_of(case, "staged")
+    slots = some_slots(case, 3)
+    with engine:
+        engine.warm()
+        engine.offload(Move([0, 1, 2], slots)).wait()
+        before = device.allocated, engine._blocks.made, engine._events.made
+        for _ in range(50):
+            engine.offload(Move([0, 1, 2], slots)).wait()
+            engine.poll()
+        assert (device.allocated, engine._blocks.made, engine._events.made) == before
+
+
+@pytest.mark.parametrize("mode", ["auto", "staged", "direct", "copies"])
+def test_a_rate_is_kept_and_everything_arrives(mode):
+    case = flat("cpu", 1)
+    engine, memory, _ = engine_of(case, mode, rate=1e9)
+    with engine:
+        transfer = engine.offload(Move([0, 1], np.arange(32)))
+        transfer.wait(60)
+        transfer.wait_on(engine.device.current())
+    for page in (0, 1):
+        expected = case.page(np.arange(page * 16, page * 16 + 16))
+        np.testing.assert_array_equal(memory.array[page], expected)
+
+
+# ---- bad input, before anything is launched
+
+
+@pytest.mark.parametrize(
+    ("move", "message"),
+    [
+        (Move([0], np.full(16, TOKENS)), f"expected 0 to {TOKENS - 1}"),
+        (Move([PAGES], np.arange(16)), "pages: expected 0 to 5"),
+        (Move([-1], np.arange(16)), "pages: expected 0 to 5"),
+        (Move([0], np.arange(17)), "17 of them"),
+        (Move([0], np.arange(16.0)), "slots: expected"),
+        (Move(np.array([0.5]), np.arange(16)), "pages: expected"),
+        (Move([0], np.arange(8), first=9), "from token 9 on"),
+        (Move([0], np.arange(16), skip=np.zeros(2, bool)), "skip: expected"),
+        (Move(np.array([7]), np.arange(16)), "pages: expected 0 to 5"),
+        (Move(np.array([0]), np.full(16, TOKENS)), f"expected 0 to {TOKENS - 1}"),
+        (Move(np.array([0]), np.arange(8), first=9), "from token 9 on"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["offload", "load"])
+def test_bad_moves_touch_nothing(verb, move, message):
+    case = flat("cpu")
+    engine, memory, device = engine_of(case)
+    before = case.snapshot()
+    with engine:
+        with pytest.raises(ConfigError, match=message):
+            getattr(engine, verb)(move)
+        assert not device.log
+        assert engine.poll() == 0
+    assert (memory.array == 0xCD).all()
+    assert all(torch.equal(view, before[key]) for key, view in case.snapshot().items())
+
+
+def test_engines_refuse_what_does_not_fit():
+    case = flat("cpu")
+    small = HostPages(np.zeros((2, case.geometry.page_bytes - 16), np.uint8))
+    with pytest.raises(ConfigError, match="create the cache with page_bytes"):
+        TransferEngine(case.geometry, case.planes, small, device=InlineDevice())
+    memory = HostPages(np.zeros((2, case.geometry.page_bytes), np.uint8))
+    with pytest.raises(ConfigError, match="expected one of auto, staged"):
+        TransferEngine(case.geometry, case.planes, memory, device=InlineDevice(), mode="fast")
+    with pytest.raises(ConfigError, match="rate: expected"):
+        TransferEngine(case.geometry, case.planes, memory, device=InlineDevice(), rate=0)
+    with pytest.raises(ConfigError, match="HostEngine serves"):
+        TransferEngine(case.geometry, case.planes, memory)
+    registered = InlineDevice()
+    registered.registered = True
+    with pytest.raises(ConfigError, match="not registered"):
+        TransferEngine(case.geometry, case.planes, memory, device=registered)
+    with pytest.raises(ConfigError, match="not among"):
+        TransferEngine(states("cpu").geometry, case.planes, memory, device=InlineDevice())
+
+
+def test_a_closed_engine_says_so():
+    engine, _, _ = engine_of(flat("cpu"))
+    engine.close()
+    engine.close()
+    with pytest.raises(Detached, match="closed"):
+        engine.load(Move([0], np.arange(16)))
+
+
+def test_planes_of_one_call():
+    """A cache whose tensors move as it grows is described for each transfer."""
+    old, new = flat("cpu"), flat("cpu")
+    engine, _, _ = engine_of(old)
+    slots = some_slots(old, 1)
+    with engine:
+        engine.offload(Move([0], slots)).wait()
+        new.poison()
+        engine.load(Move([0], slots), planes=new.planes).wait()
+    check_loaded(new, old.snapshot(), slots)
