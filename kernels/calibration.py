@@ -1,8 +1,30 @@
-"""Which way a transfer goes: thresholds, measured once for each model of GPU and stored."""
+"""Which way a transfer goes: thresholds, measured once for each model of GPU and stored.
+
+engine = TransferEngine(..., calibration=calibration.stored("cuda:0", folder))
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+import json
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lightcache.kernels.geometry import KVGroup, PageGeometry
+from lightcache.kernels.memory import HostPages
+from lightcache.kernels.planes import DevicePlane, DevicePlanes
+from lightcache.kernels.transfer import Move
+from lightcache.shm.errors import ConfigError
+
+VERSION = 1
+"""Of the file: older ones are measured anew."""
 
 
 @dataclass(frozen=True)
@@ -13,7 +35,7 @@ class Thresholds:
     """Pages smaller than this go directly: the copy engine loses time with each copy."""
     direct_total: int = 2 << 20
     """So do transfers smaller than this: they are over before staging would have begun."""
-    copy_bytes: int = 2 << 20
+    copy_bytes: int = 8 << 20
     """Where device bytes lie as page bytes do: least mean size of a copy for the copy engine
     alone."""
     programs: int = 64
@@ -22,3 +44,137 @@ class Thresholds:
 
 DEFAULTS = Thresholds()
 """Measured on one H200."""
+
+_LAYERS, _TOTAL = 16, 64 << 20
+_SIZES = tuple(1 << power for power in range(17, 24))  # 128 KiB to 8 MiB
+
+
+def stored(device: str, folder: Path | str) -> Thresholds:
+    """The thresholds for a GPU: from a file in `folder`, or measured now and stored there.
+
+    Blocks for one or two seconds if they have to be measured; the device should be idle. A file
+    that cannot be read is measured anew; one that cannot be written is left out.
+
+    Raises:
+        ConfigError: no such GPU.
+    """
+    from lightcache.kernels.device import CudaDevice
+
+    gpu = CudaDevice(device)
+    path = Path(folder) / f"transfer-{re.sub(r'[^A-Za-z0-9]+', '-', gpu.model).lower()}.json"
+    found = read(path)
+    if found is None:
+        found = measure(gpu.name)
+        with contextlib.suppress(OSError):
+            write(path, found)
+    return found
+
+
+def read(path: Path) -> Thresholds | None:
+    """What a file says; None if it is missing, of another version, or makes no sense."""
+    try:
+        data = json.loads(path.read_text())
+        values = {name: data[name] for name in asdict(DEFAULTS)}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    sane = all(type(value) is int and value > 0 for value in values.values())
+    return Thresholds(**values) if sane and data.get("version") == VERSION else None
+
+
+def write(path: Path, thresholds: Thresholds) -> None:
+    """Store them, whole or not at all: many processes may do so at once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    draft.write_text(json.dumps({"version": VERSION, **asdict(thresholds)}, indent=1) + "\n")
+    draft.replace(path)
+
+
+def measure(device: str) -> Thresholds:
+    """Race the ways of moving against each other, at sizes from 128 KiB to 8 MiB."""
+    pages = {size: _seconds(device, size, _TOTAL // size, False) for size in _SIZES}
+    totals = {size: _seconds(device, size, 1, False) for size in _SIZES}
+    copies = {size: _seconds(device, size * _LAYERS * 2, 2, True) for size in _SIZES}
+    return Thresholds(
+        direct_page=_first(pages, "staged", "direct"),
+        direct_total=_first(totals, "staged", "direct"),
+        copy_bytes=_first(copies, "copies", "staged"),
+        programs=DEFAULTS.programs,
+    )
+
+
+def _first(times: dict[int, dict[str, float]], wanted: str, other: str) -> int:
+    """The smallest size from which on one way is about as fast as the other; else twice the
+    largest."""
+    answer = 2 * max(times)
+    for size in sorted(times, reverse=True):
+        if times[size][wanted] > 1.01 * times[size][other]:
+            break
+        answer = size
+    return answer
+
+
+def _seconds(device: str, page_bytes: int, pages: int, contiguous: bool) -> dict[str, float]:
+    """Time of offloading and loading so many pages, by each way that applies."""
+    from lightcache.kernels.engine import TransferEngine
+
+    rig = _Rig(device, page_bytes, pages, contiguous)
+    found = {}
+    for mode in ("copies", "staged") if contiguous else ("direct", "staged"):
+        with TransferEngine(rig.geometry, rig.planes, rig.memory, mode=mode) as engine:
+            engine.warm()
+
+            def both(engine: Any = engine) -> None:
+                engine.offload(rig.move).wait()
+                engine.load(rig.move).wait()
+
+            found[mode] = _best(both)
+    return found
+
+
+def _best(call: Callable[[], None]) -> float:
+    """Seconds of the fastest of a few calls: what else the machine does only adds."""
+    times = []
+    for _ in range(6):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
+
+
+class _Rig:
+    """Pages of some size, their memory and planes of their own."""
+
+    def __init__(self, device: str, page_bytes: int, pages: int, contiguous: bool) -> None:
+        import torch
+
+        tokens, row = 16, page_bytes // (2 * _LAYERS * 16)
+        if row < 1:
+            raise ConfigError(f"calibration: a page of {page_bytes} bytes is too small")
+        group = KVGroup.attention(
+            "kv", layers=_LAYERS, heads=1, head_dim=row, dtype_bytes=1, page_tokens=tokens
+        )
+        self.geometry = PageGeometry([group])
+        slots = pages * tokens
+        pool = torch.empty((2 * _LAYERS, slots, row), dtype=torch.uint8, device=device).random_(256)
+        names = [(layer, name) for layer in range(_LAYERS) for name in "kv"]
+        self.planes = DevicePlanes(
+            {
+                ("kv", layer, name): DevicePlane(pool[number].data_ptr(), row, slots)
+                for number, (layer, name) in enumerate(names)
+            },
+            device=device,
+            keep=pool,
+        )
+        shape = (pages, self.geometry.page_bytes)
+        self.memory = _TorchPages(torch.zeros(shape, dtype=torch.uint8, pin_memory=True))
+        order = np.arange(slots) if contiguous else np.random.default_rng(0).permutation(slots)
+        self.move = Move(np.arange(pages), order)
+
+
+class _TorchPages(HostPages):
+    """Pages that torch has registered."""
+
+    def __init__(self, tensor: Any) -> None:
+        super().__init__(tensor.numpy())
+        self._tensor = tensor
+        self.ready = self.pages

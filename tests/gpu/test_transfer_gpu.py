@@ -3,22 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from support.gpu_memory import Pinned
 from support.transfer_cases import CASES, TOKENS
 
-from lightcache.kernels.memory import HostPages
 from lightcache.kernels.transfer import Move
 
 pytest.importorskip("triton")
 PAGES = 6
-
-
-class Pinned(HostPages):
-    """Page memory that torch has registered."""
-
-    def __init__(self, pages, page_bytes):
-        self.tensor = torch.full((pages, page_bytes), 0xCD, dtype=torch.uint8, pin_memory=True)
-        super().__init__(self.tensor.numpy())
-        self.ready = pages
 
 
 def engine_of(case, mode="auto", pages=PAGES, **more):
