@@ -87,8 +87,8 @@ def stage(cuts: Cuts, pages: Addresses, ring: Ring) -> Staged:
     row_of = (np.arange(number)[:, None] * parts + cuts.cut_of_piece).ravel()
     staged = addresses[row_of] + np.tile(cuts.pieces[:, 1], number)
     sizes = np.tile(cuts.pieces[:, 2], number)
-    host, staged, sizes, chunk_of = merged(host, staged, sizes, chunk[row_of])
-    copies = np.searchsorted(chunk_of, np.arange(len(slots) + 1)).tolist()
+    host, staged, sizes, row_of = merged(host, staged, sizes, row_of)
+    copies = np.searchsorted(chunk[row_of], np.arange(len(slots) + 1)).tolist()
     rows = np.searchsorted(chunk, np.arange(len(slots) + 1)).tolist()
     chunks = [
         Chunk(
@@ -130,12 +130,12 @@ def run_copies(
     """(page addresses, device addresses, sizes) where every page's bytes lie on the device in
     runs as they do in the page, so that no kernel is needed; None where they do not.
 
-    Whole pages only (`whole_pages`).
+    Whole pages only (`whole_pages`). No copy spans pages: they may be registered apart.
     """
     if not plan.runnable or _scattered(plan, batch):
         return None
     slots = batch.slots[batch.start[:, None] + np.arange(batch.page_tokens)].astype(np.int64)
-    host, device, sizes = [], [], []
+    host, device, sizes, owner = [], [], [], []
     for each in plan.classes:
         shape, strides = each.shape, each.strides
         leading = slots[:, :: shape.unit_tokens] // shape.unit_tokens
@@ -155,7 +155,16 @@ def run_copies(
         host.append(target.ravel())
         device.append((place[:, None, :] + each.table[:, 0, None]).ravel())
         sizes.append(np.full(target.size, run * shape.row, np.int64))
-    return _in_order(np.concatenate(host), np.concatenate(device), np.concatenate(sizes))
+        owner.append(np.repeat(np.arange(len(pages)), target.size // len(pages)))
+    order = np.argsort(np.concatenate(host), kind="stable")
+    page = np.concatenate(owner)[order]
+    host_all, device_all, sizes_all, _ = merged(
+        np.concatenate(host)[order],
+        np.concatenate(device)[order],
+        np.concatenate(sizes)[order],
+        page,
+    )
+    return host_all, device_all, sizes_all
 
 
 def _scattered(plan: Plan, batch: Batch) -> bool:
@@ -163,12 +172,3 @@ def _scattered(plan: Plan, batch: Batch) -> bool:
     unit = plan.classes[0].shape.unit_tokens
     head = batch.slots[int(batch.start[0]) :][: batch.page_tokens : unit]
     return len(head) > 1 and plan.classes[0].shape.block_units == 1 and head[1] != head[0] + unit
-
-
-def _in_order(
-    host: Addresses, device: Addresses, sizes: Addresses
-) -> tuple[Addresses, Addresses, Addresses]:
-    """Merged as far as they touch, in the order of the pool."""
-    order = np.argsort(host, kind="stable")
-    host, device, sizes, _ = merged(host[order], device[order], sizes[order])
-    return host, device, sizes
