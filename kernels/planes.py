@@ -1,7 +1,7 @@
 """Where an engine keeps its KV: base address and strides of each plane of each layer.
 
 The engine's tensors stay as they are. `lightcache.kernels.layouts` describes those of the engines
-we know; anything else can be described plane by plane.
+we know and, by the letters of its axes, any other tensor; what is no tensor, plane by plane.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightcache.kernels.geometry import Cell, PageGeometry, Plane
+from lightcache.kernels.geometry import Cell, PageGeometry
+from lightcache.kernels.groups import whole
 from lightcache.shm.errors import ConfigError
 
 
@@ -36,11 +37,19 @@ class DevicePlane:
     head_stride: int = 0
     row_stride: int = 0
 
+    def __post_init__(self) -> None:
+        for name, least in (("address", 1), ("slots", 1), ("block_units", 1)):
+            whole(getattr(self, name), f"device plane: {name}", least)
+        for name in ("unit_stride", "block_stride", "head_stride", "row_stride"):
+            whole(getattr(self, name), f"device plane: {name}", 0)
+
     @property
     def spacing(self) -> tuple[int, int, int]:
-        """(block_units, block_stride, unit_stride), with blocks that touch taken as one."""
-        if self.block_units == 1 and self.block_stride == 0:
-            return 1, self.unit_stride, self.unit_stride
+        """(block_units, block_stride, unit_stride), with blocks that touch taken as one: then
+        block_units is 1 and both strides are the distance of neighbouring slots."""
+        if self.block_units == 1:  # a stride within blocks of one slot means nothing
+            step = self.block_stride or self.unit_stride
+            return 1, step, step
         if self.block_stride == self.block_units * self.unit_stride:
             return 1, self.unit_stride, self.unit_stride
         return self.block_units, self.block_stride, self.unit_stride
@@ -64,7 +73,7 @@ class DevicePlanes:
         """
         self.planes = dict(planes)
         self.device = device
-        self._keep = keep
+        self.keep = keep
 
     def find(self, geometry: PageGeometry, cell: Cell) -> DevicePlane:
         """The plane that a cell of a page belongs to.
@@ -82,4 +91,24 @@ class DevicePlanes:
         return found
 
 
-__all__ = ["DevicePlane", "DevicePlanes", "Plane"]
+def join(*parts: DevicePlanes) -> DevicePlanes:
+    """Everything that one rank has, described part by part: groups, and planes of a group.
+
+    Raises:
+        ConfigError: nothing, parts on several devices, or a plane described twice.
+    """
+    devices = sorted({part.device for part in parts})
+    if len(devices) != 1:
+        raise ConfigError(f"planes to join: expected parts on one device, found {devices}")
+    planes: dict[tuple[str, int, str], DevicePlane] = {}
+    for part in parts:
+        twice = sorted(planes.keys() & part.planes.keys())
+        if twice:
+            raise ConfigError(
+                f"planes to join: expected each (group, layer, plane) once, found {twice[0]} twice"
+            )
+        planes.update(part.planes)
+    return DevicePlanes(planes, device=devices[0], keep=[part.keep for part in parts])
+
+
+__all__ = ["DevicePlane", "DevicePlanes", "join"]

@@ -54,6 +54,8 @@ def test_known_sizes() -> None:
     assert PageGeometry([latent, indexer]).used_bytes == 61 * 64 * (1152 + 132)
     scaled = attention(layers=32, heads=8, head_dim=128, dtype_bytes=1, scale_bytes=4)
     assert PageGeometry([scaled]).used_bytes == 32 * 2 * 2 * 8 * (128 + 4)
+    both = attention(dtype_bytes=1, content="packed", scale_bytes=4)
+    assert [plane.row_bytes for plane in both.planes] == [8, 8]
 
 
 GROUPS = {
@@ -105,7 +107,7 @@ def test_rows_lie_in_the_documented_order(groups: list[KVGroup]) -> None:
 
 def test_padding() -> None:
     """A multiple of the OS page where that costs little; of 16 where it would cost much."""
-    sizes = {4096: 4096, 4096 * 16 - 1: 4096 * 16, 4097: 4112, 10: 16, 132 * 64: 132 * 64}
+    sizes = {4096: 4096, 4096 * 16 - 1000: 4096 * 16, 4097: 4112, 10: 16, 132 * 64: 132 * 64}
     for used, padded in sizes.items():
         group = KVGroup.opaque("o", layers=1, row_bytes=used, page_tokens=1)
         assert PageGeometry([group]).page_bytes == padded
@@ -168,6 +170,7 @@ def test_fingerprint_and_equality_follow_the_bytes() -> None:
         PageGeometry([KVGroup.opaque("a", layers=1, row_bytes=4, page_tokens=4)]),
         PageGeometry([KVGroup.opaque("a", layers=1, row_bytes=4, page_tokens=4, unit_tokens=2)]),
         PageGeometry([KVGroup("a", (0,), (Plane("opaque", 4, rows=2),), 4)]),
+        *(PageGeometry([KVGroup("a", (0,), (Plane("k", 1, heads),), 1)]) for heads in (2, 4)),
     ]
     assert len({geometry.fingerprint() for geometry in [same, *others]}) == len(others) + 1
     assert all(geometry != same for geometry in others)

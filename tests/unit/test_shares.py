@@ -124,6 +124,17 @@ def test_undivided_pages_have_pieces() -> None:
     assert geometry.share(1, 4).nbytes == 48
 
 
+def test_cells_name_heads_of_the_model_and_of_the_rank() -> None:
+    """Rank 1 of 2 has heads 4 to 7: two cells of two head groups, for one plane of one layer."""
+    geometry = PageGeometry([attention(layers=1, content="packed", head_groups=4)])
+    cells = geometry.share(1, 2).cells
+    assert [(cell.head, cell.own_head, cell.heads) for cell in cells] == [(4, 0, 2), (6, 2, 2)]
+    assert all(cell.contiguous for cell in cells)
+    assert not any(cell.contiguous for cell in geometry.share(0, 8).cells)
+    state_cells = PageGeometry([state(1)]).share(1, 8).cells
+    assert all(cell.contiguous for cell in state_cells)  # one unit: nothing to be apart from
+
+
 def test_latent_caches_are_split_by_layer() -> None:
     """61 layers on 8 ranks: nobody writes more than one layer more than another."""
     geometry = PageGeometry(latent(61))
