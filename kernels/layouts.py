@@ -28,16 +28,17 @@ def vllm(shard: Shard, group: str, kv_caches: Tensors, *, axes: str = "kbnhc") -
     """vLLM's `kv_caches`, of the V1 engine.
 
     Args:
-        axes: of the shape that the backend's `get_kv_cache_shape` names. HND caches have the same
-            shape over permuted memory, so their axes are the same; their strides are honoured.
+        axes: of the shape that the backend's `get_kv_cache_shape` names. The order in memory (HND,
+            or one of the permutations) is in the strides, which are honoured, not in the axes:
 
             - "kbnhc": FlashAttention `[2, blocks, block, heads, dim]`
-            - "bknhc": FlashInfer, Triton and newer FlashAttention `[blocks, 2, block, heads, dim]`
-            - "bnhc": K and V in one row, `[blocks, block, heads, 2 * dim]` (content="packed", or
-              "separate" for K and V as planes of their own)
-            - "bhnc", "lbhnc", "blhnc" and all permutations of `[L, B, H, N, C]`: the layouts that
-              name their axes; with an `l` for one tensor of all layers
-            - "bnc": latents `[blocks, block, 576]` (content="single"); other single planes alike
+            - "bknhc": FlashInfer, Triton, later FlashAttention `[blocks, 2, block, heads, dim]`
+            - "bhnc", or "lbhnc" for one tensor of all layers: releases that have `KVCacheLayout`,
+              `[L, B, H, N, C]` with K, then V, of a head and token in C
+            - "bnhc": the same without them, `[blocks, block, heads, dim + value_dim]`
+            - "bnc": latents `[blocks, block, 576]` (content="single"), or 656 bytes of them
+
+            Where K and V share C, the group's content may be "packed", or "separate": two planes.
 
     Slots are vLLM's slot mapping: block number * block size + place in the block.
 

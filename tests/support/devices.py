@@ -3,28 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from typing import Any
 
-import torch
+import numpy as np
+from support.pages import Model
 
 from lightcache.kernels.geometry import Share
 from lightcache.kernels.planes import DevicePlane, DevicePlanes
-
-Oracle = Callable[[int, int, int], "torch.Tensor"]
-"""Elements of (slot, head, row) by plain indexing."""
-
-
-def random(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """A tensor of random bytes: no two rows alike."""
-    width = torch.empty((), dtype=dtype).element_size()
-    raw = torch.randint(0, 256, (*shape[:-1], shape[-1] * width), dtype=torch.uint8)
-    return raw.view(dtype)
-
-
-def raw(tensor: torch.Tensor) -> bytes:
-    """The bytes of its elements, in the order of its axes."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def address(plane: DevicePlane, slot: int, head: int = 0, row: int = 0) -> int:
@@ -39,20 +24,21 @@ def address(plane: DevicePlane, slot: int, head: int = 0, row: int = 0) -> int:
     return documented + within
 
 
-def check(planes: DevicePlanes, place: tuple[str, int, str], oracle: Oracle, **sizes: int) -> None:
-    """Every row of a plane must be where it is said to be.
+def check(planes: DevicePlanes, rows: Model) -> None:
+    """Every row of every plane must be where it is said to be, and no other plane is described.
 
     Args:
-        sizes: slots, heads (1), rows (1).
+        rows: the right bytes, as (slots, rows, heads, row_bytes) of each plane.
     """
-    plane = planes.planes[place]
-    assert plane.slots == sizes["slots"], place
-    for slot in range(plane.slots):
-        for head in range(sizes.get("heads", 1)):
-            for row in range(sizes.get("rows", 1)):
-                right = raw(oracle(slot, head, row))
-                found = ctypes.string_at(address(plane, slot, head, row), len(right))
-                assert found == right, f"{place}: slot {slot}, head {head}, row {row}"
+    assert set(planes.planes) == set(rows)
+    for place, right in rows.items():
+        plane = planes.planes[place]
+        slots, lines, heads, size = right.shape
+        assert plane.slots == slots, place
+        for slot, row, head in np.ndindex(slots, lines, heads):
+            found = ctypes.string_at(address(plane, slot, head, row), size)
+            wanted = right[slot, row, head].tobytes()
+            assert found == wanted, f"{place}: slot {slot}, row {row}, head {head}"
 
 
 def move(share: Share, page: Any, planes: DevicePlanes, slots: list[int], *, to_page: bool) -> None:

@@ -1,4 +1,4 @@
-"""Caches of transformers, described by duck typing: both styles of attributes, rows of a batch."""
+"""Caches of transformers, described by duck typing; other styles and rows are in test_layouts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.devices import check, random
+from support.devices import check
+from support.layouts import random
+from support.pages import Model
 
 from lightcache.kernels.geometry import KVGroup, PageGeometry
 from lightcache.kernels.layouts import Shard, dynamic_cache
@@ -36,72 +38,44 @@ def cache(style: str, *layers: SimpleNamespace) -> SimpleNamespace:
     return SimpleNamespace(key_cache=keys, value_cache=values)
 
 
-@pytest.mark.parametrize("style", ["layers", "key_cache"])
-@pytest.mark.parametrize("row", [0, 2])
-def test_dynamic_cache(style: str, row: int) -> None:
-    """Slots are positions of one row; the first keys of a prompt are a permuted projection."""
-    tensors = [random((3, 2, 9, 3)), random((3, 9, 2, 3)).transpose(1, 2)]
-    one = cache(style, *map(layer, tensors))
-    planes = dynamic_cache(shard(), "kv", one, row=row)
-    found = one.layers if style == "layers" else None
-    for at in range(2):
-        values = found[at].values if found else one.value_cache[at]
-        for name, of in (("k", tensors[at]), ("v", values)):
-            check(
-                planes,
-                ("kv", at, name),
-                lambda slot, head, _, of=of: of[row, head, slot],
-                slots=9,
-                heads=2,
-            )
+def rows(pairs: list[tuple[torch.Tensor, torch.Tensor]], row: int = 0) -> Model:
+    """Right bytes of [batch, heads, seq, dim], of each layer's keys and values."""
+    return {
+        ("kv", at, name): one[row]
+        .transpose(0, 1)
+        .contiguous()
+        .unsqueeze(1)
+        .view(torch.uint8)
+        .numpy()
+        for at, pair in enumerate(pairs)
+        for name, one in zip("kv", pair, strict=True)
+    }
 
 
-def test_dynamic_cache_of_some_layers() -> None:
-    """Layers are found by their numbers in the model."""
-    group = KVGroup.attention(
-        "kv", layers=[1, 3], heads=2, head_dim=3, dtype_bytes=2, page_tokens=8
-    )
-    tensors = [random((1, 2, 5, 3)) for _ in range(4)]
-    layers = [layer(None), layer(tensors[1]), layer(None), layer(tensors[3])]
-    planes = dynamic_cache(Shard(PageGeometry([group])), "kv", cache("layers", *layers))
-    assert {at for _, at, _ in planes.planes} == {1, 3}
-    check(planes, ("kv", 3, "k"), lambda slot, head, _: tensors[3][0, head, slot], slots=5, heads=2)
-
-
-def test_dynamic_cache_as_it_grows() -> None:
-    """What was described stays alive, and the cache is described again."""
+def test_as_it_grows() -> None:
+    """What was described stays alive with its planes, and the cache is described again."""
     one = cache("layers", layer(random((1, 2, 5, 3))), layer(random((1, 2, 5, 3))))
-    old = one.layers[0].keys
     before = dynamic_cache(shard(), "kv", one)
-    copy = old.clone()
+    old = rows([(at.keys.clone(), at.values.clone()) for at in one.layers])
+    address = one.layers[0].keys.data_ptr()
     for grown in one.layers:
         grown.keys = torch.cat([grown.keys, random((1, 2, 1, 3))], dim=-2)
         grown.values = torch.cat([grown.values, random((1, 2, 1, 3))], dim=-2)
-    del old
-    check(before, ("kv", 0, "k"), lambda slot, head, _: copy[0, head, slot], slots=5, heads=2)
-    for at in range(2):
-        one.layers[at].get_seq_length = lambda: 6
+        grown.get_seq_length = lambda: 6
+    assert any(tensor.data_ptr() == address for tensor in before.keep)
+    check(before, old)
     after = dynamic_cache(shard(), "kv", one)
-    keys = one.layers[0].keys
-    check(after, ("kv", 0, "k"), lambda slot, head, _: keys[0, head, slot], slots=6, heads=2)
+    check(after, rows([(at.keys, at.values) for at in one.layers]))
+    assert {plane.slots for plane in after.planes.values()} == {6}
 
 
-def test_dynamic_cache_of_transformers() -> None:
+def test_caches_of_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     one = transformers.DynamicCache()
-    tensors = [(random((2, 2, 5, 3)), random((2, 2, 5, 3))) for _ in range(2)]
-    for at, (k, v) in enumerate(tensors):
+    pairs = [(random((2, 2, 5, 3)), random((2, 2, 5, 3))) for _ in range(2)]
+    for at, (k, v) in enumerate(pairs):
         one.update(k, v, at)
-    planes = dynamic_cache(shard(), "kv", one, row=1)
-    for at, pair in enumerate(tensors):
-        for name, of in zip("kv", pair, strict=True):
-            check(
-                planes,
-                ("kv", at, name),
-                lambda slot, head, _, of=of: of[1, head, slot],
-                slots=5,
-                heads=2,
-            )
+    check(dynamic_cache(shard(), "kv", one, row=1), rows(pairs, 1))
 
 
 BAD: dict[str, tuple[Callable[[], object], str]] = {

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.devices import address, check, random
+from support.devices import address, check
+from support.layouts import random
 
 from lightcache.kernels.axes import view
 from lightcache.kernels.geometry import KVGroup, PageGeometry, Plane
@@ -74,8 +75,18 @@ def test_blocks_of_one_slot() -> None:
     """Device pages of one token, wherever the allocator put them."""
     tensor = random((6, 2, 1, 2, 3))
     planes = vllm(shard(layers=1), "kv", [tensor], axes="bknhc")
-    check(planes, ("kv", 0, "v"), lambda slot, head, _: tensor[slot, 1, 0, head], slots=6, heads=2)
+    halves = tensor.view(torch.uint8).reshape(6, 2, 1, 2, 6).numpy()
+    check(planes, {("kv", 0, "k"): halves[:, 0], ("kv", 0, "v"): halves[:, 1]})
     assert planes.planes["kv", 0, "v"].spacing == (1, 24, 24)
+
+
+def test_contents_of_one_element() -> None:
+    """Nothing needs to touch it: scales sliced out of something wider."""
+    wide = random((6, 2, 4), torch.float32)
+    mine = shard(layers=1, content="single", head_dim=1, dtype_bytes=4)
+    planes = sglang(mine, "kv", [wide[..., 1:2]])
+    rows = wide[..., 1:2].contiguous().view(torch.uint8).reshape(6, 1, 2, 4).numpy()
+    check(planes, {("kv", 0, "kv"): rows})
 
 
 @pytest.mark.parametrize(("page_tokens", "block"), [(8, 4), (8, 8), (4, 16), (1, 3), (6, 2)])
