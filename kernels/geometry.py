@@ -3,9 +3,11 @@
     kv = KVGroup.attention("kv", layers=32, heads=8, head_dim=128, dtype_bytes=2, page_tokens=64)
     geometry = PageGeometry([kv])           # geometry.page_bytes == 8 MiB
 
-A page is `[head_group][group][layer][plane][unit][row][head][bytes]`; replicated groups (one head:
-latent attention, opaque caches) stand in front of the head groups. Nothing here imports torch: a
-router can compute with it. dtypes are only widths; what a row means is the engine's affair.
+A page is `[head_group][group][layer][plane][unit][row][head][bytes]`. A group of fewer head groups
+than the others has each of its own in front of the first of theirs that it goes with; so replicated
+groups (one head: latent attention, opaque caches) stand in front of all. Nothing here imports
+torch: a router can compute with it. dtypes are only widths; what a row means is the engine's
+affair.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ class PageGeometry:
                 with its neighbour, or 16 where 4096 would waste more than a sixteenth.
 
         Raises:
-            ConfigError: no groups, a name twice, different rules or page sizes, or head groups
-                that differ among sharded groups.
+            ConfigError: no groups, a name twice, different rules or page sizes, or numbers of head
+                groups that do not divide the largest one.
         """
         self.groups = distinct(groups, KVGroup, "groups of a page")
         kinds = {(group.rule.kind, group.rule.tokens, group.page_tokens) for group in self.groups}
@@ -52,13 +54,13 @@ class PageGeometry:
                 "groups of a page: expected one rule and one page_tokens, found (kind, window, "
                 f"page_tokens) {sorted(kinds)}; `split` makes a geometry for each"
             )
-        parts = {group.head_groups for group in self.groups if not group.replicated}
-        if len(parts) > 1:
+        parts = {group.head_groups for group in self.groups}
+        self.head_groups = max(parts)
+        if any(self.head_groups % part for part in parts):
             raise ConfigError(
-                "groups of a page: expected one head_groups among those with several heads, "
+                "groups of a page: expected numbers of head groups that divide the largest one, "
                 f"found {sorted(parts)}"
             )
-        self.head_groups = parts.pop() if parts else 1
         self.rule, self.page_tokens = self.groups[0].rule, self.groups[0].page_tokens
         self._starts, self.used_bytes = self._lay_out()
         if self.used_bytes > MAX_PAGE_BYTES:
@@ -73,16 +75,15 @@ class PageGeometry:
     def _lay_out(self) -> tuple[dict[tuple[int, int], int], int]:
         """Where each (group, head group) begins, and where the last one ends."""
         starts, at = {}, 0
-        order = [(number, 0) for number, group in enumerate(self.groups) if group.replicated]
-        order += [
-            (number, part)
-            for part in range(self.head_groups)
-            for number, group in enumerate(self.groups)
-            if not group.replicated
-        ]
-        for number, part in order:
-            starts[number, part] = at
-            at += len(self.groups[number].layers) * self.groups[number].layer_bytes
+        order = sorted(
+            enumerate(self.groups), key=lambda one: (one[1].head_groups, not one[1].replicated)
+        )
+        for part in range(self.head_groups):
+            for number, group in order:
+                own, within = divmod(part, self.head_groups // group.head_groups)
+                if within == 0:
+                    starts[number, own] = at
+                    at += len(group.layers) * group.layer_bytes
         return starts, at
 
     def _alignment(self) -> int:

@@ -26,7 +26,7 @@ class Shard:
     pipeline stage. Heads of its tensors are the rank's own.
 
     Raises:
-        ConfigError: a rank outside its group.
+        ConfigError: a rank outside its group, or no geometry.
     """
 
     geometry: PageGeometry
@@ -36,6 +36,8 @@ class Shard:
     """None: all. Numbers that the geometry does not have are ignored, as in its `share`."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.geometry, PageGeometry):
+            raise ConfigError(f"shard: expected a PageGeometry, found {self.geometry!r}")
         check_rank(self.rank, self.ranks)
         if self.layers is not None:
             object.__setattr__(self, "layers", layer_numbers(self.layers, "layers of a shard"))

@@ -35,14 +35,16 @@ def random_model(geometry: PageGeometry, seed: int = 0) -> Model:
 
 def packed(geometry: PageGeometry, model: Model) -> Bytes:
     """The used bytes of the page that must hold it: rows appended in the documented order."""
+    finest = max(group.head_groups for group in geometry.groups)
     replicated = [group for group in geometry.groups if all(p.heads == 1 for p in group.planes)]
-    sharded = [group for group in geometry.groups if group not in replicated]
+    others = [group for group in geometry.groups if group not in replicated]
+    others.sort(key=lambda group: group.head_groups)
     rows: list[bytes] = []
-    for group in replicated:
-        rows += _rows(group, model, 0)
-    for part in range(sharded[0].head_groups if sharded else 0):
-        for group in sharded:
-            rows += _rows(group, model, part)
+    for part in range(finest):
+        for group in replicated + others:
+            # Three groups of 2, 4 and 4 head groups: A0 B0 C0 B1 C1 A1 B2 C2 B3 C3.
+            if part * group.head_groups % finest == 0:
+                rows += _rows(group, model, part * group.head_groups // finest)
     return np.frombuffer(b"".join(rows), np.uint8)
 
 

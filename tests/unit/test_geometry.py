@@ -79,6 +79,12 @@ GROUPS = {
         attention("latent", heads=1, content="single"),
         KVGroup.opaque("indexer", layers=[1], row_bytes=5, page_tokens=2),
     ],
+    "head groups in head groups": [
+        attention("fine", head_groups=4),
+        attention("coarse", heads=2, head_groups=2),
+        attention("undivided", layers=[5]),
+        attention("latent", heads=1, content="single"),
+    ],
     "state": [
         KVGroup.state(
             "delta",
@@ -245,8 +251,10 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
         r"found .*\('prefix', 0, 2\), \('prefix', 0, 4\)",
     ),
     "two head groups": (
-        lambda: PageGeometry([attention(head_groups=2), attention("w", head_groups=4)]),
-        r"one head_groups .*, found \[2, 4\]",
+        lambda: PageGeometry(
+            [attention(heads=12, head_groups=part, name=f"g{part}") for part in (1, 2, 3)]
+        ),
+        r"divide the largest one, found \[1, 2, 3\]",
     ),
     "too large": (lambda: PageGeometry([attention(head_dim=1 << 40)]), "expected at most .* found"),
     "align": (lambda: PageGeometry([attention()], align=0), "align: expected .*, found 0"),

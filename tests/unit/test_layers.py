@@ -53,7 +53,14 @@ def test_imports_point_down(module, path):
 
 
 @pytest.mark.parametrize(
-    "package", ["lightcache", "lightcache.shm", "lightcache.kernels", "lightcache.kernels.geometry"]
+    "package",
+    [
+        "lightcache",
+        "lightcache.shm",
+        "lightcache.kernels",
+        "lightcache.kernels.geometry",
+        "lightcache.kernels.layouts",
+    ],
 )
 def test_import_drags_nothing_in(package):
     code = f"import sys, json, {package}; print(json.dumps(sorted(sys.modules)))"

@@ -80,12 +80,20 @@ def test_blocks_of_one_slot() -> None:
     assert planes.planes["kv", 0, "v"].spacing == (1, 24, 24)
 
 
+def test_tensors_live_as_long_as_their_planes() -> None:
+    tensors = tokens()
+    one = plane(shard(), "kv", "k", tensors, axes="thc")
+    both = join(one, plane(shard(), "kv", "v", tokens(), axes="thc"))
+    assert one.keep is tensors
+    assert both.keep[0] is tensors
+
+
 def test_contents_of_one_element() -> None:
     """Nothing needs to touch it: scales sliced out of something wider."""
     wide = random((6, 2, 4), torch.float32)
     mine = shard(layers=1, content="single", head_dim=1, dtype_bytes=4)
-    planes = sglang(mine, "kv", [wide[..., 1:2]])
-    rows = wide[..., 1:2].contiguous().view(torch.uint8).reshape(6, 1, 2, 4).numpy()
+    planes = sglang(mine, "kv", [wide[..., 1::4]])
+    rows = wide[..., 1::4].contiguous().view(torch.uint8).reshape(6, 1, 2, 4).numpy()
     check(planes, {("kv", 0, "kv"): rows})
 
 
@@ -236,6 +244,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "nothing to join": (lambda: join(), r"parts on one device, found \[\]"),
     "rank": (lambda: Shard(shard().geometry, 2, 2), "rank: expected 0 to 1, found 2"),
+    "shard of a group": (lambda: Shard(STATE), "expected a PageGeometry, found KVGroup"),
     "layers of a shard": (lambda: Shard(shard().geometry, layers=3), "found 3"),
     "channels left": (lambda: conv((5, 13, 3)), "expected 12 contents .channels of q, v.*found 13"),
     "width": (lambda: conv((5, 4, 12), "trc"), "expected 3 rows of a unit .plane 'q'., found 4"),

@@ -65,6 +65,14 @@ MODELS: dict[str, tuple[list[KVGroup], list[int]]] = {
         ],
         [8, 4, 2, 1],
     ),
+    "head groups in head groups": (
+        [
+            attention("fine", layers=[0, 2], head_groups=8),
+            attention("coarse", layers=[1, 3], heads=2, head_groups=2),
+            KVGroup.opaque("indexer", layers=[3], row_bytes=132, page_tokens=2),
+        ],
+        [16, 8, 4, 2, 1],
+    ),
     "six heads": ([attention(heads=6, head_groups=3)], [12, 6, 3, 2, 1]),
     "window": ([attention(rule=window(6), head_groups=4)], [8, 4, 1]),
     "opaque blocks": (
@@ -111,6 +119,11 @@ def test_a_share_is_contiguous_where_the_page_is_divided_enough() -> None:
     assert geometry.share(1, 2).ranges == ((4 * mib, 4 * mib),)
     assert geometry.share(3, 8, layers=range(16, 32)).ranges == ((7 * mib // 2, mib // 2),)
     assert geometry.share().ranges == ((0, 8 * mib),)
+    # Beside a group of 2 heads, each of which four ranks have: that piece, and one's own.
+    both = PageGeometry(
+        [llama, attention("few", layers=1, heads=2, head_dim=64, page_tokens=64, head_groups=2)]
+    )
+    assert both.share(6, 8).ranges == ((4 * mib + 16384, 16384), (6 * mib + 32768, mib))
     # More ranks than heads: the layers of a head in two halves.
     assert geometry.share(7, 16, writing=True).ranges == ((7 * mib // 2, mib // 2),)
     assert geometry.share(7, 16).ranges == ((3 * mib, mib),)
@@ -210,6 +223,7 @@ def geometries(draw: st.DrawFn) -> PageGeometry:
     for number in range(draw(st.integers(1, 3))):
         layers = sorted(draw(st.sets(st.integers(0, 5), min_size=1, max_size=4)))
         shared = draw(st.booleans())
+        parts = 1 if shared else draw(st.sampled_from([n for n in (1, 2, 4) if n <= head_groups]))
         planes = [
             Plane(
                 f"p{which}",
@@ -220,7 +234,6 @@ def geometries(draw: st.DrawFn) -> PageGeometry:
             )
             for which in range(draw(st.integers(1, 3)))
         ]
-        parts = 1 if shared else head_groups
         groups.append(
             KVGroup(f"g{number}", tuple(layers), tuple(planes), tokens, head_groups=parts)
         )
