@@ -118,11 +118,15 @@ def tokens(count: int = 2) -> list[torch.Tensor]:
     return [torch.zeros(9, 2, 3, dtype=torch.bfloat16) for _ in range(count)]
 
 
-STATE = KVGroup.state("s", layers=1, parts=[Plane("q", 8, 2, rows=3), Plane("v", 4, 2, rows=3)])
+def state(rows: int) -> KVGroup:
+    """Channels of q and v, 4 and 2 for each of two heads, of width 3."""
+    sizes = {"q": 24 // rows, "v": 12 // rows}
+    parts = [Plane(name, size, 2, rows=rows) for name, size in sizes.items()]
+    return KVGroup.state("s", layers=1, parts=parts)
 
 
-def conv(shape: tuple[int, ...], axes: str = "tcr") -> DevicePlanes:
-    mine = Shard(PageGeometry([STATE]))
+def conv(shape: tuple[int, ...], axes: str = "tcr", rows: int = 3) -> DevicePlanes:
+    mine = Shard(PageGeometry([state(rows)]))
     return convolution(mine, "s", "qv", [torch.zeros(shape, dtype=torch.bfloat16)], axes=axes)
 
 
@@ -244,10 +248,18 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "nothing to join": (lambda: join(), r"parts on one device, found \[\]"),
     "rank": (lambda: Shard(shard().geometry, 2, 2), "rank: expected 0 to 1, found 2"),
-    "shard of a group": (lambda: Shard(STATE), "expected a PageGeometry, found KVGroup"),
+    "shard of a group": (lambda: Shard(state(1)), "expected a PageGeometry, found KVGroup"),
     "layers of a shard": (lambda: Shard(shard().geometry, layers=3), "found 3"),
     "channels left": (lambda: conv((5, 13, 3)), "expected 12 contents .channels of q, v.*found 13"),
     "width": (lambda: conv((5, 4, 12), "trc"), "expected 3 rows of a unit .plane 'q'., found 4"),
+    "no width": (
+        lambda: conv((5, 12, 0), rows=1),
+        "expected 36 contents .channels of q, v of this rank., found 12",
+    ),
+    "one piece of another width": (
+        lambda: conv((5, 12, 4), rows=1),
+        "channels that divide the 12 bytes of a head of plane 'v', found channels of 8 bytes",
+    ),
     "channels apart": (lambda: conv((5, 12, 3)), "touch each other, found 6 bytes"),
     "plane at address 0": (lambda: DevicePlane(0, 4, 4), "address: expected .*, found 0"),
     "plane of no slots": (lambda: DevicePlane(4096, 4, 0), "slots: expected .*, found 0"),
