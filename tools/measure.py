@@ -5,8 +5,12 @@ from __future__ import annotations
 import click
 from rich.text import Text
 
+from lightcache.errors import ConfigError
 from lightcache.tools import bench as frame
 from lightcache.tools.output import Command, cell, console, emit, fail, json_option, table
+
+TAKES = {"trace": "policy", "only": "transfer"}
+"""Options that one benchmark takes, and which."""
 
 
 @click.command(cls=Command)
@@ -15,8 +19,11 @@ from lightcache.tools.output import Command, cell, console, emit, fail, json_opt
 @click.option(
     "--trace", type=click.Path(exists=True, dir_okay=False), help="A request trace, for `policy`."
 )
+@click.option("--only", help="Parts to run, such as 2,3, for `transfer`.")
 @json_option
-def bench(name: str | None, quick: bool, trace: str | None, as_json: bool) -> None:
+def bench(
+    name: str | None, quick: bool, trace: str | None, only: str | None, as_json: bool
+) -> None:
     """Run the benchmark NAME; without one, list them.
 
     Ratios are against baselines measured in the same run. Nothing fails because something is slow:
@@ -26,9 +33,13 @@ def bench(name: str | None, quick: bool, trace: str | None, as_json: bool) -> No
         _list(as_json)
         return
     rows = []
-    options = {} if trace is None else {"trace": trace}
-    if trace is not None and name != "policy":
-        fail(f"bench {name}: takes no --trace; `policy` does")
+    options = {}
+    for option, given in (("trace", trace), ("only", only)):
+        if given is None:
+            continue
+        if name != TAKES[option]:
+            raise ConfigError(f"bench {name}: takes no --{option}; `{TAKES[option]}` does")
+        options[option] = given
     for row in frame.load(name).rows(quick, **options):
         rows.append(row)
         if not as_json:

@@ -26,7 +26,10 @@ from typing import Any, Protocol, cast
 from lightcache.errors import ConfigError
 from lightcache.shm.names import FOLDER
 
-PACKAGES = ("lightcache", "numpy", "xxhash", "posix_ipc", "lmdb", "torch", "triton")
+PACKAGES = (
+    *("lightcache", "numpy", "xxhash", "posix_ipc", "lmdb"),
+    *("torch", "triton", "cuda-bindings"),
+)
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,20 @@ def versions() -> dict[str, str | None]:
 
 def document(rows: list[Row]) -> dict[str, Any]:
     """The JSON output of a run."""
-    return {"machine": machine(), "versions": versions(), "rows": [asdict(row) for row in rows]}
+    return {"machine": machine(), "versions": versions(), "rows": [_as_json(row) for row in rows]}
+
+
+def _as_json(row: Row) -> dict[str, Any]:
+    """A row's fields; null for figures that could not be measured, because JSON has no nan."""
+    fields = asdict(row)
+    return {**_finite(fields), "params": _finite(fields["params"])}
+
+
+def _finite(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in fields.items()
+    }
 
 
 def _field(path: Path, key: str) -> str:

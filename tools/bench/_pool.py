@@ -65,12 +65,14 @@ def scatter(index: PageIndex) -> None:
 class Helper:
     """Another process that plays a role of `_roles`, and is killed when we are done with it."""
 
-    def __init__(self, role: str, *, before: tuple[str, ...] = (), **arguments: Any) -> None:
+    def __init__(
+        self, role: str, *, before: tuple[str, ...] = (), module: str = "_roles", **arguments: Any
+    ) -> None:
         """`before`: what starts the interpreter, such as unshare and its options. What that says
-        when its child is killed is nobody's business."""
-        module = "lightcache.tools.bench._roles"
+        when its child is killed is nobody's business. `module`: where the role is."""
+        path = f"lightcache.tools.bench.{module}"
         self.process = subprocess.Popen(
-            [*before, sys.executable, "-m", module, role, json.dumps(arguments)],
+            [*before, sys.executable, "-m", path, role, json.dumps(arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL if before else None,

@@ -1,0 +1,488 @@
+"""The transfer benchmark without a device: its oracle, its calls, its windows, its parts."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import itertools
+import json
+import sys
+import types
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from lightcache import ConfigError, TransferFailed, WaitTimeout
+from lightcache.kernels.geometry import held_heads
+from lightcache.shm import read_segment
+from lightcache.tools import bench as frame
+from lightcache.tools import cli
+from lightcache.tools.bench import (
+    Row,
+    _gpu_copies,
+    _gpu_device,
+    _gpu_many,
+    _gpu_pinning,
+    _gpu_rates,
+    _gpu_rig,
+    _gpu_shapes,
+    _gpu_window,
+    transfer,
+)
+from lightcache.tools.bench._gpu_rig import Bench, Rig, Sizes
+
+torch = pytest.importorskip("torch")
+
+TINY = Sizes(2 << 20, 8 << 20, 4 << 20, rounds=1)
+SHAPES = (
+    _gpu_shapes.attention("small", 4, 2, 4, batch=3, target=None),
+    _gpu_shapes.attention("a share", 4, 4, 4, batch=4, target=None, ranks=4),
+    _gpu_shapes.state(1, 4, batch=1, target=None),
+)
+
+
+class Over:
+    """A transfer that is over."""
+
+    nbytes = 0
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, timeout: float | None = None) -> None:
+        pass
+
+
+class PlainEngine:
+    """Moves one row at a time, straight from the definitions of cells and planes."""
+
+    broken: str | None = None
+    """The direction in which a row is left out."""
+
+    def __init__(self, geometry: Any, planes: Any, memory: Any, *, share: Any) -> None:
+        self.geometry, self.planes, self.memory, self.share = geometry, planes, memory, share
+
+    def offload(self, move: Any) -> Over:
+        return self._move("offload", move)
+
+    def load(self, move: Any) -> Over:
+        return self._move("load", move)
+
+    def _move(self, direction: str, move: Any) -> Over:
+        base = self.memory.address
+        tokens = self.geometry.page_tokens
+        for number, cell in enumerate(self.share.cells):
+            plane = self.planes.find(self.geometry, cell)
+            if number == 1 and self.broken == direction:
+                continue
+            size = cell.heads * cell.plane.row_bytes
+            # A rank of a shape that is divided holds one head, so that its own begins at 0.
+            for (i, page), unit in itertools.product(enumerate(move.pages), range(cell.units)):
+                slot = int(move.slots[i * tokens + unit])
+                there = plane.address + slot * plane.unit_stride
+                at = int(page) * self.geometry.page_bytes + cell.offset + unit * cell.unit_stride
+                ends = _bytes(base + at, size), _bytes(there, size)
+                to, source = ends if direction == "offload" else ends[::-1]
+                to[:] = source
+        return Over()
+
+    def poll(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
+
+
+def _bytes(address: int, size: int) -> Any:
+    import ctypes
+
+    return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
+
+
+@pytest.fixture
+def plain_engine(monkeypatch: pytest.MonkeyPatch) -> type[PlainEngine]:
+    class Engine(PlainEngine):
+        pass
+
+    module = types.ModuleType("lightcache.kernels.host_engine")
+    module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
+    module.HostEngine = Engine  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return Engine
+
+
+@pytest.fixture
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_gpu_device, "devices", lambda: 0)
+
+
+@pytest.fixture
+def bench() -> Any:
+    made = Bench(_gpu_device.Gpu("cpu"), True, TINY)
+    yield made
+    made.close()
+
+
+# ---- shapes and calls
+
+
+def test_shapes_have_the_sizes_of_their_names() -> None:
+    assert _gpu_shapes.LARGE.geometry.page_bytes == 8 << 20
+    assert [shape.share.nbytes >> 10 for shape in _gpu_shapes.SMALL] == [256, 256, 32, 32]
+    assert _gpu_shapes.SMALL[1].geometry.page_bytes == 2 << 20
+    assert [shape.geometry.page_bytes >> 20 for shape in _gpu_shapes.STATES] == [9, 74, 190]
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, *_gpu_shapes.SMALL], ids=lambda shape: shape.name)
+def test_places_tile_the_device(shape: Any) -> None:
+    places = _gpu_shapes.places(shape, 64 << 20)
+    ends = [place.offset + place.slots * place.width for place in places]
+    assert [place.offset for place in places] == [0, *ends[:-1]]
+    assert ends[-1] <= 64 << 20
+    assert len({place.slots for place in places}) == 1
+    expected = sum(
+        held_heads(plane, shape.rank, shape.ranks).count * plane.row_bytes * len(group.layers)
+        for group in shape.geometry.groups
+        for plane in group.planes
+    )
+    assert sum(place.width for place in places) == expected
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_calls(shape: Any) -> None:
+    each, tokens = shape.share.nbytes, shape.geometry.page_tokens
+    total = 20 * shape.batch * each + 1
+    offload, load = _gpu_shapes.scattered(shape, range(10, 60), 40 * tokens, total)
+    for calls in (offload, load):
+        assert total <= calls.nbytes < total + shape.batch * each
+        assert len(calls.moves) == 21
+        assert all(len(move.pages) == shape.batch for move in calls.moves)
+        assert all(len(move.slots) == shape.batch * tokens for move in calls.moves)
+        assert set(calls.pages.tolist()) <= set(range(10, 60))
+        assert len(set(calls.slots.tolist())) == len(calls.slots) == len(calls.pages) * tokens
+        named = np.concatenate([move.slots for move in calls.moves])[: len(calls.slots)]
+        assert named.tolist() == calls.slots.tolist()
+    assert not set(offload.pages.tolist()) & set(load.pages.tolist())
+    assert not set(offload.slots.tolist()) & set(load.slots.tolist())
+
+
+def test_calls_without_room() -> None:
+    with pytest.raises(ConfigError, match="use more memory"):
+        _gpu_shapes.scattered(SHAPES[0], range(4), 1000, 1 << 20)
+
+
+# ---- movers and their oracle
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_rig(bench: Bench, plain_engine: type[PlainEngine], shape: Any) -> None:
+    with Rig(bench, shape) as rig:
+        rig.verify()
+        assert rig.nbytes >= TINY.total
+        rig.run_both()
+        assert rig.submit("load", 10**6).done()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+@pytest.mark.parametrize("direction", _gpu_device.DIRECTIONS)
+def test_rig_finds_a_row_left_out(
+    bench: Bench, plain_engine: type[PlainEngine], shape: Any, direction: str
+) -> None:
+    plain_engine.broken = direction
+    with Rig(bench, shape) as rig, pytest.raises(TransferFailed, match=f"check of {direction}"):
+        rig.verify()
+
+
+def test_rig_keeps_to_its_pages(bench: Bench, plain_engine: type[PlainEngine]) -> None:
+    own = range(16, 64)
+    with Rig(bench, SHAPES[0], pages=own) as rig:
+        before = rig.memory.array.copy()
+        rig.verify()
+        changed = (rig.memory.array != before).any(axis=1).nonzero()[0]
+    assert len(changed)
+    assert set(changed.tolist()) <= set(own)
+
+
+def test_copies(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = _gpu_copies.Copies(bench, 128 << 10)
+    assert copies.nbytes == TINY.total
+    copies.verify()
+    copies.run_both()
+    assert copies.submit("offload", 7).done()
+    for direction in _gpu_device.DIRECTIONS:
+        ends = [[end.data_ptr() for end in pair] for pair in copies.pairs[direction]]
+        assert len({address for pair in ends for address in pair}) == 2 * len(ends)
+
+    def all_but_one(mover: Any, direction: str, begin: int, end: int) -> None:
+        for to, source in mover.pairs[direction][begin + 1 : end]:
+            to.copy_(source)
+
+    monkeypatch.setattr(_gpu_copies.Copies, "_copy", all_but_one)
+    with pytest.raises(TransferFailed, match="1 of 16 pieces"):
+        copies.verify()
+
+
+def test_batched_copies_name_every_piece(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def batch(to: Any, source: Any, sizes: Any, count: int, *rest: Any) -> tuple[int]:
+        calls.append(count)
+        for one, other, size in zip(to, source, sizes, strict=True):
+            _bytes(one, size)[:] = _bytes(other, size)
+        return (0,)
+
+    runtime = types.ModuleType("cuda.bindings.runtime")
+    runtime.cudaMemcpyBatchAsync = batch  # type: ignore[attr-defined]
+    runtime.cudaMemcpyAttributes = types.SimpleNamespace  # type: ignore[attr-defined]
+    runtime.cudaMemcpySrcAccessOrder = types.SimpleNamespace(  # type: ignore[attr-defined]
+        cudaMemcpySrcAccessOrderStream=1
+    )
+    monkeypatch.setitem(sys.modules, runtime.__name__, runtime)
+    monkeypatch.setattr(
+        bench.gpu, "stream", lambda: types.SimpleNamespace(cuda_stream=0), raising=True
+    )
+    copies = _gpu_copies.BatchedCopies(bench, 128 << 10)
+    copies.verify()
+    assert calls == [16, 16]
+
+
+# ---- rows
+
+
+def test_rates_and_rows(bench: Bench) -> None:
+    found = _gpu_rates.rates([1000.0, 2000.0], 1 << 30)
+    assert found == pytest.approx([1073.741824, 536.870912])
+    row = _gpu_rates.rate_row("x", found, ("y", found * 2), ">= 0.6", pages=3)
+    assert (row.unit, row.baseline, row.target, row.met) == ("GB/s", "y", ">= 0.6", False)
+    assert row.ratio == pytest.approx(0.5)
+    assert row.params["pages"] == 3
+    ways = {"a": _gpu_copies.Copies(bench, 128 << 10), "b": _gpu_copies.Copies(bench, 1 << 20)}
+    both = _gpu_rates.compared(bench, ways, ("load", _gpu_rates.BOTH))
+    assert set(both) == {(way, what) for way in ways for what in ("load", "both at once")}
+    assert all((samples > 0).all() and len(samples) == 1 for samples in both.values())
+
+
+def test_a_failing_part_is_a_row(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    def some_part(_: Bench) -> Any:
+        yield Row("fine")
+        yield Row("too few", {"seen": float("nan")}, float("nan"))
+        raise TransferFailed("the device is gone")
+
+    rows = list(transfer.guarded(some_part, bench))
+    assert [row.name for row in rows] == ["fine", "too few", "some part"]
+    assert rows[2].params == {"failed": "TransferFailed: the device is gone"}
+    assert "Traceback" in capsys.readouterr().err
+    shown = json.loads(json.dumps(frame.document(rows), allow_nan=False))["rows"]
+    assert [row["value"] for row in shown] == [0.0, None, None]
+    assert shown[1]["params"] == {"seen": None}
+
+
+# ---- windows
+
+
+class Clock:
+    """Time that passes when somebody looks."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1e-3
+        return self.now
+
+
+class Slow:
+    """A transfer that is over after a few looks, in its turn."""
+
+    def __init__(self, log: list[str], looks: int = 3) -> None:
+        self.log, self.looks = log, looks
+
+    def done(self) -> bool:
+        self.looks -= 1
+        if self.looks == 0:
+            self.log.append("done")
+        return self.looks <= 0
+
+    def wait(self, timeout: float | None = None) -> None:
+        self.log.append("waited for")
+
+
+def test_feed() -> None:
+    log: list[str] = []
+    started: list[int] = []
+
+    def submit(i: int) -> Any:
+        started.append(i)
+        return Slow(log)
+
+    feed = _gpu_window.Feed(submit, 5_000_000, depth=2, clock=Clock())
+    feed.start()
+    assert len(feed.ends) == 2
+    assert started == [0, 1, 2, 3]  # two under way whatever is over
+    for _ in range(30):
+        feed.top_up()
+    assert len(started) == len(feed.ends) + 2
+    # One every millisecond of this clock, however many there were before and after.
+    assert feed.rate(feed.ends[2], feed.ends[-2]) == pytest.approx(5.0)
+    assert np.isnan(feed.rate(feed.ends[0], feed.ends[1]))
+    feed.drain()
+    assert log[-2:] == ["waited for"] * 2
+
+
+class FakeDevice:
+    """A stream that does what was queued, one thing at each look."""
+
+    def __init__(self) -> None:
+        self.queue: deque[Any] = deque()
+        self.time, self.deepest = 0.0, 0
+
+    def launch(self) -> None:
+        self.queue.append(2.5)
+        self.deepest = max(self.deepest, sum(entry == 2.5 for entry in self.queue))
+
+    def advance(self) -> None:
+        if self.queue:
+            entry = self.queue.popleft()
+            if isinstance(entry, float):
+                self.time += entry
+            else:
+                entry.at = self.time
+
+    def synchronize(self) -> None:
+        while self.queue:
+            self.advance()
+
+    def event(self) -> Any:
+        return Mark(self)
+
+    @property
+    def stream(self) -> FakeDevice:
+        return self
+
+
+class Mark:
+    def __init__(self, device: FakeDevice) -> None:
+        self.device = device
+        self.at: float | None = None
+
+    def record(self, stream: FakeDevice) -> None:
+        stream.queue.append(self)
+
+    def query(self) -> bool:
+        self.device.advance()
+        return self.at is not None
+
+    def elapsed_time(self, other: Mark) -> float:
+        assert self.at is not None
+        assert other.at is not None
+        return other.at - self.at
+
+
+def test_window() -> None:
+    device: Any = FakeDevice()
+    log: list[str] = []
+    feed = _gpu_window.Feed(lambda i: Slow(log), 1000)
+    found = _gpu_window.windows(device, device, {"alone": None, "beside": feed}, 2, 20)
+    assert {name: len(each) for name, each in found.items()} == {"alone": 2, "beside": 2}
+    for window in itertools.chain.from_iterable(found.values()):
+        assert window.steps.tolist() == [2.5] * 20
+    assert device.time == 2.5 * 2 * (2 * (20 + _gpu_window._LEAD) + 2 + _gpu_window._LEAD)
+    assert 1 < device.deepest <= _gpu_window._AHEAD
+    assert all(np.isnan(window.rate) for window in found["alone"])
+    assert all(window.rate > 0 for window in found["beside"])
+    assert log.count("waited for") == 3 * 3  # no window leaves transfers to the next
+
+
+def test_window_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_gpu_window, "TIMEOUT", 0.0)
+    device: Any = FakeDevice()
+    with pytest.raises(WaitTimeout, match="5 steps"):
+        _gpu_window.window(device, device, 2, None)
+
+
+# ---- other processes
+
+
+def test_several_processes_register() -> None:
+    rows = list(_gpu_pinning.several(_gpu_device.Gpu("cpu"), 2, 64 << 20))
+    assert [row.name.rpartition(", ")[2] for row in rows] == list(_gpu_pinning.WAYS)
+    assert rows[0].ratio == 1
+    assert [row.params["gib_of_each"] for row in rows] == [0.06, 0.03]
+
+
+def test_a_pool_goes_with_an_error() -> None:
+    """An error while views of the pool live is told as it is, and the pool is gone."""
+
+    def fails(array: Any) -> None:
+        raise TransferFailed("refused")
+
+    with (
+        pytest.raises(TransferFailed, match="refused"),
+        _gpu_pinning.new_cache(16 << 20) as cache,
+    ):
+        fails(cache.pool.array)
+    assert read_segment(cache.name) is None
+
+
+@pytest.mark.slow
+def test_several_devices() -> None:
+    pytest.importorskip("lightcache.kernels.host_engine")
+    sizes = Sizes(128 << 20, 256 << 20, 256 << 20, rounds=1)
+    row = _gpu_many.at_once(["cpu", "cpu"], sizes, 1, seconds=0.01)
+    assert row.value > 0
+    assert row.params["samples"] == 1
+
+
+# ---- the command
+
+
+def test_parts() -> None:
+    assert transfer.parts(None) == list(range(1, 11))
+    assert transfer.parts("3, 2,3") == [2, 3]
+    for wrong in ("", "0", "11", "two", "2-3"):
+        with pytest.raises(ConfigError, match=r"expected parts such as 2,3 of 1 \(copy engine\)"):
+            transfer.parts(wrong)
+
+
+def test_command_without_device(
+    monkeypatch: pytest.MonkeyPatch, no_device: None, plain_engine: type[PlainEngine]
+) -> None:
+    monkeypatch.setattr(
+        _gpu_rig, "WITHOUT_DEVICE_QUICK", Sizes(16 << 20, 32 << 20, 32 << 20, rounds=1)
+    )
+    monkeypatch.setattr(_gpu_rates, "SMALL", ())
+    monkeypatch.setattr(_gpu_rates, "STATES", ())
+    monkeypatch.setattr(
+        _gpu_rates, "LARGE", _gpu_shapes.attention("pages", 2, 2, 64, batch=2, target=">= 0.97")
+    )
+    arguments = ["bench", "transfer", "--quick", "--json", "--only", "1,2,3,6"]
+    result = CliRunner().invoke(cli.group, arguments)
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["rows"]
+    assert [row["name"] for row in rows] == [
+        "device",
+        "numpy copies, offload",
+        "numpy copies, load",
+        "numpy copies, both at once",
+        "offload, pages",
+        "load, pages",
+        "both at once, pages",
+    ]
+    assert all(row["value"] > 0 for row in rows[1:])
+    assert all(row["met"] is None for row in rows)  # nothing was promised without a device
+
+
+def test_command_refuses(monkeypatch: pytest.MonkeyPatch, no_device: None) -> None:
+    monkeypatch.setattr("lightcache.tools.bench._gpu_interface.has_host_engine", lambda: False)
+    for arguments, message in (
+        (["transfer"], "expected a device that torch can use"),
+        (["transfer", "--only", "12"], "expected parts such as 2,3"),
+        (["index", "--only", "2"], "takes no --only; `transfer` does"),
+        (["index", "--trace", __file__], "takes no --trace; `policy` does"),
+    ):
+        result = CliRunner().invoke(cli.group, ["bench", *arguments])
+        assert result.exit_code == 2
+        assert message in result.stderr
+        assert result.stdout == ""
