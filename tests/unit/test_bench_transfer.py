@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.machinery
-import itertools
 import json
 import sys
 import types
-from collections import deque
 from typing import Any
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from support.plain_engine import PlainEngine, as_array, plain_engine
 
-from lightcache import ConfigError, TransferFailed, WaitTimeout
+from lightcache import ConfigError, TransferFailed
 from lightcache.kernels.geometry import held_heads
 from lightcache.shm import read_segment
 from lightcache.tools import bench as frame
@@ -28,12 +26,12 @@ from lightcache.tools.bench import (
     _gpu_rates,
     _gpu_rig,
     _gpu_shapes,
-    _gpu_window,
     transfer,
 )
 from lightcache.tools.bench._gpu_rig import Bench, Rig, Sizes
 
 torch = pytest.importorskip("torch")
+__all__ = ["plain_engine"]
 
 TINY = Sizes(2 << 20, 8 << 20, 4 << 20, rounds=1)
 SHAPES = (
@@ -41,76 +39,6 @@ SHAPES = (
     _gpu_shapes.attention("a share", 4, 4, 4, batch=4, target=None, ranks=4),
     _gpu_shapes.state(1, 4, batch=1, target=None),
 )
-
-
-class Over:
-    """A transfer that is over."""
-
-    nbytes = 0
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self, timeout: float | None = None) -> None:
-        pass
-
-
-class PlainEngine:
-    """Moves one row at a time, straight from the definitions of cells and planes."""
-
-    broken: str | None = None
-    """The direction in which a row is left out."""
-
-    def __init__(self, geometry: Any, planes: Any, memory: Any, *, share: Any) -> None:
-        self.geometry, self.planes, self.memory, self.share = geometry, planes, memory, share
-
-    def offload(self, move: Any) -> Over:
-        return self._move("offload", move)
-
-    def load(self, move: Any) -> Over:
-        return self._move("load", move)
-
-    def _move(self, direction: str, move: Any) -> Over:
-        base = self.memory.address
-        tokens = self.geometry.page_tokens
-        for number, cell in enumerate(self.share.cells):
-            plane = self.planes.find(self.geometry, cell)
-            if number == 1 and self.broken == direction:
-                continue
-            size = cell.heads * cell.plane.row_bytes
-            # A rank of a shape that is divided holds one head, so that its own begins at 0.
-            for (i, page), unit in itertools.product(enumerate(move.pages), range(cell.units)):
-                slot = int(move.slots[i * tokens + unit])
-                there = plane.address + slot * plane.unit_stride
-                at = int(page) * self.geometry.page_bytes + cell.offset + unit * cell.unit_stride
-                ends = _bytes(base + at, size), _bytes(there, size)
-                to, source = ends if direction == "offload" else ends[::-1]
-                to[:] = source
-        return Over()
-
-    def poll(self) -> int:
-        return 0
-
-    def close(self) -> None:
-        pass
-
-
-def _bytes(address: int, size: int) -> Any:
-    import ctypes
-
-    return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
-
-
-@pytest.fixture
-def plain_engine(monkeypatch: pytest.MonkeyPatch) -> type[PlainEngine]:
-    class Engine(PlainEngine):
-        pass
-
-    module = types.ModuleType("lightcache.kernels.host_engine")
-    module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
-    module.HostEngine = Engine  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    return Engine
 
 
 @pytest.fixture
@@ -190,9 +118,11 @@ def test_rig(bench: Bench, plain_engine: type[PlainEngine], shape: Any) -> None:
 def test_rig_finds_a_row_left_out(
     bench: Bench, plain_engine: type[PlainEngine], shape: Any, direction: str
 ) -> None:
-    plain_engine.broken = direction
-    with Rig(bench, shape) as rig, pytest.raises(TransferFailed, match=f"check of {direction}"):
-        rig.verify()
+    with Rig(bench, shape) as rig:
+        rig.verify()  # all bytes are in place now, and must be written again
+        plain_engine.broken = direction
+        with pytest.raises(TransferFailed, match=f"check of {direction}"):
+            rig.verify()
 
 
 def test_rig_keeps_to_its_pages(bench: Bench, plain_engine: type[PlainEngine]) -> None:
@@ -211,9 +141,8 @@ def test_copies(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     copies.verify()
     copies.run_both()
     assert copies.submit("offload", 7).done()
-    for direction in _gpu_device.DIRECTIONS:
-        ends = [[end.data_ptr() for end in pair] for pair in copies.pairs[direction]]
-        assert len({address for pair in ends for address in pair}) == 2 * len(ends)
+    pairs = [pair for direction in _gpu_device.DIRECTIONS for pair in copies.pairs[direction]]
+    assert len({end.data_ptr() for pair in pairs for end in pair}) == 2 * len(pairs) == 64
 
     def all_but_one(mover: Any, direction: str, begin: int, end: int) -> None:
         for to, source in mover.pairs[direction][begin + 1 : end]:
@@ -230,7 +159,7 @@ def test_batched_copies_name_every_piece(bench: Bench, monkeypatch: pytest.Monke
     def batch(to: Any, source: Any, sizes: Any, count: int, *rest: Any) -> tuple[int]:
         calls.append(count)
         for one, other, size in zip(to, source, sizes, strict=True):
-            _bytes(one, size)[:] = _bytes(other, size)
+            as_array(one, size)[:] = as_array(other, size)
         return (0,)
 
     runtime = types.ModuleType("cuda.bindings.runtime")
@@ -251,7 +180,7 @@ def test_batched_copies_name_every_piece(bench: Bench, monkeypatch: pytest.Monke
 # ---- rows
 
 
-def test_rates_and_rows(bench: Bench) -> None:
+def test_rates_and_rows(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     found = _gpu_rates.rates([1000.0, 2000.0], 1 << 30)
     assert found == pytest.approx([1073.741824, 536.870912])
     row = _gpu_rates.rate_row("x", found, ("y", found * 2), ">= 0.6", pages=3)
@@ -262,6 +191,10 @@ def test_rates_and_rows(bench: Bench) -> None:
     both = _gpu_rates.compared(bench, ways, ("load", _gpu_rates.BOTH))
     assert set(both) == {(way, what) for way in ways for what in ("load", "both at once")}
     assert all((samples > 0).all() and len(samples) == 1 for samples in both.values())
+    monkeypatch.setattr(_gpu_rates, "run_case", lambda mover, what: lambda i: 1000.0)
+    both = _gpu_rates.compared(bench, ways, ("load", _gpu_rates.BOTH))
+    assert both["a", "load"] == TINY.total / 1e6
+    assert both["a", "both at once"] == 2 * TINY.total / 1e6
 
 
 def test_a_failing_part_is_a_row(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
@@ -277,129 +210,6 @@ def test_a_failing_part_is_a_row(bench: Bench, capsys: pytest.CaptureFixture[str
     shown = json.loads(json.dumps(frame.document(rows), allow_nan=False))["rows"]
     assert [row["value"] for row in shown] == [0.0, None, None]
     assert shown[1]["params"] == {"seen": None}
-
-
-# ---- windows
-
-
-class Clock:
-    """Time that passes when somebody looks."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 1e-3
-        return self.now
-
-
-class Slow:
-    """A transfer that is over after a few looks, in its turn."""
-
-    def __init__(self, log: list[str], looks: int = 3) -> None:
-        self.log, self.looks = log, looks
-
-    def done(self) -> bool:
-        self.looks -= 1
-        if self.looks == 0:
-            self.log.append("done")
-        return self.looks <= 0
-
-    def wait(self, timeout: float | None = None) -> None:
-        self.log.append("waited for")
-
-
-def test_feed() -> None:
-    log: list[str] = []
-    started: list[int] = []
-
-    def submit(i: int) -> Any:
-        started.append(i)
-        return Slow(log)
-
-    feed = _gpu_window.Feed(submit, 5_000_000, depth=2, clock=Clock())
-    feed.start()
-    assert len(feed.ends) == 2
-    assert started == [0, 1, 2, 3]  # two under way whatever is over
-    for _ in range(30):
-        feed.top_up()
-    assert len(started) == len(feed.ends) + 2
-    # One every millisecond of this clock, however many there were before and after.
-    assert feed.rate(feed.ends[2], feed.ends[-2]) == pytest.approx(5.0)
-    assert np.isnan(feed.rate(feed.ends[0], feed.ends[1]))
-    feed.drain()
-    assert log[-2:] == ["waited for"] * 2
-
-
-class FakeDevice:
-    """A stream that does what was queued, one thing at each look."""
-
-    def __init__(self) -> None:
-        self.queue: deque[Any] = deque()
-        self.time, self.deepest = 0.0, 0
-
-    def launch(self) -> None:
-        self.queue.append(2.5)
-        self.deepest = max(self.deepest, sum(entry == 2.5 for entry in self.queue))
-
-    def advance(self) -> None:
-        if self.queue:
-            entry = self.queue.popleft()
-            if isinstance(entry, float):
-                self.time += entry
-            else:
-                entry.at = self.time
-
-    def synchronize(self) -> None:
-        while self.queue:
-            self.advance()
-
-    def event(self) -> Any:
-        return Mark(self)
-
-    @property
-    def stream(self) -> FakeDevice:
-        return self
-
-
-class Mark:
-    def __init__(self, device: FakeDevice) -> None:
-        self.device = device
-        self.at: float | None = None
-
-    def record(self, stream: FakeDevice) -> None:
-        stream.queue.append(self)
-
-    def query(self) -> bool:
-        self.device.advance()
-        return self.at is not None
-
-    def elapsed_time(self, other: Mark) -> float:
-        assert self.at is not None
-        assert other.at is not None
-        return other.at - self.at
-
-
-def test_window() -> None:
-    device: Any = FakeDevice()
-    log: list[str] = []
-    feed = _gpu_window.Feed(lambda i: Slow(log), 1000)
-    found = _gpu_window.windows(device, device, {"alone": None, "beside": feed}, 2, 20)
-    assert {name: len(each) for name, each in found.items()} == {"alone": 2, "beside": 2}
-    for window in itertools.chain.from_iterable(found.values()):
-        assert window.steps.tolist() == [2.5] * 20
-    assert device.time == 2.5 * 2 * (2 * (20 + _gpu_window._LEAD) + 2 + _gpu_window._LEAD)
-    assert 1 < device.deepest <= _gpu_window._AHEAD
-    assert all(np.isnan(window.rate) for window in found["alone"])
-    assert all(window.rate > 0 for window in found["beside"])
-    assert log.count("waited for") == 3 * 3  # no window leaves transfers to the next
-
-
-def test_window_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_gpu_window, "TIMEOUT", 0.0)
-    device: Any = FakeDevice()
-    with pytest.raises(WaitTimeout, match="5 steps"):
-        _gpu_window.window(device, device, 2, None)
 
 
 # ---- other processes
