@@ -14,15 +14,12 @@ from support.plain_engine import PlainEngine, as_array, plain_engine
 
 from lightcache import ConfigError, TransferFailed
 from lightcache.kernels.geometry import held_heads
-from lightcache.shm import read_segment
 from lightcache.tools import bench as frame
 from lightcache.tools import cli
 from lightcache.tools.bench import (
     Row,
     _gpu_copies,
     _gpu_device,
-    _gpu_many,
-    _gpu_pinning,
     _gpu_rates,
     _gpu_rig,
     _gpu_shapes,
@@ -210,39 +207,6 @@ def test_a_failing_part_is_a_row(bench: Bench, capsys: pytest.CaptureFixture[str
     shown = json.loads(json.dumps(frame.document(rows), allow_nan=False))["rows"]
     assert [row["value"] for row in shown] == [0.0, None, None]
     assert shown[1]["params"] == {"seen": None}
-
-
-# ---- other processes
-
-
-def test_several_processes_register() -> None:
-    rows = list(_gpu_pinning.several(_gpu_device.Gpu("cpu"), 2, 64 << 20))
-    assert [row.name.rpartition(", ")[2] for row in rows] == list(_gpu_pinning.WAYS)
-    assert rows[0].ratio == 1
-    assert [row.params["gib_of_each"] for row in rows] == [0.06, 0.03]
-
-
-def test_a_pool_goes_with_an_error() -> None:
-    """An error while views of the pool live is told as it is, and the pool is gone."""
-
-    def fails(array: Any) -> None:
-        raise TransferFailed("refused")
-
-    with (
-        pytest.raises(TransferFailed, match="refused"),
-        _gpu_pinning.new_cache(16 << 20) as cache,
-    ):
-        fails(cache.pool.array)
-    assert read_segment(cache.name) is None
-
-
-@pytest.mark.slow
-def test_several_devices() -> None:
-    pytest.importorskip("lightcache.kernels.host_engine")
-    sizes = Sizes(128 << 20, 256 << 20, 256 << 20, rounds=1)
-    row = _gpu_many.at_once(["cpu", "cpu"], sizes, 1, seconds=0.01)
-    assert row.value > 0
-    assert row.params["samples"] == 1
 
 
 # ---- the command

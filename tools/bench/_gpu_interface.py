@@ -18,8 +18,6 @@ from lightcache.tools.bench._gpu_shapes import Shape
 
 TIMEOUT = 60.0
 """Seconds that no transfer here can need."""
-
-
 GROWING_THREADS = 8
 
 

@@ -127,13 +127,13 @@ class Rig:
         planes = _gpu_shapes.device_planes(
             self.places, int(self._device.data_ptr()), self.gpu.device, self._device
         )
-        self.engine = make_engine(self.gpu, shape, planes, self.memory, **options)
         both = _gpu_shapes.scattered(
             shape, pages or range(self.memory.pages), self.places[0].slots, bench.sizes.total
         )
         self.calls: dict[str, Calls] = dict(zip(DIRECTIONS, both, strict=True))
         self.nbytes = self.calls["offload"].nbytes
         self.piece = shape.share.nbytes * shape.batch
+        self.engine = make_engine(self.gpu, shape, planes, self.memory, **options)
 
     def __enter__(self) -> Rig:
         return self
