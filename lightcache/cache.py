@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -21,9 +22,12 @@ from lightcache.hashing import (
 from lightcache.leases import Lease, LeaseBatch
 from lightcache.namespaces import Namespace
 from lightcache.page_index import MAX_PAGES, PageIndex
-from lightcache.pool import CHUNK_BYTES, Grower, HostPool, make_object
+from lightcache.placement import Numa, check_numa
+from lightcache.pool import CHUNK_BYTES, Grower, HostPool
+from lightcache.pool_object import make_object
 from lightcache.reservations import Reservation, Shard
 from lightcache.shm import ClientInfo, Segment
+from lightcache.shm.folders import FOLDER_ITEM, checked_path, path_in
 from lightcache.sizes import parse_size
 from lightcache.snapshot import CheckReport, IndexStats
 from lightcache.tickets import ClientId
@@ -45,7 +49,7 @@ class Cache:
         *,
         secret: bytes | None,
         huge_pages: bool = False,
-        numa_interleave: bool = False,
+        numa: Numa = None,
         grow: bool = True,
     ) -> None:
         """For `create`, `attach` and `open`."""
@@ -60,9 +64,7 @@ class Cache:
         self.fingerprint: str = config["fingerprint"]
         self._secret = secret
         self._specs: dict[tuple[int, str, str], KeySpec] = {}
-        self.pool = HostPool(
-            index, self.page_bytes, huge_pages=huge_pages, numa_interleave=numa_interleave
-        )
+        self.pool = HostPool(index, self.page_bytes, huge_pages=huge_pages, numa=numa)
         self._grower: Grower | None = None
         if grow and not index.readonly and self.pool.grown < self.pool.pages:
             self._grower = Grower(self.pool)
@@ -86,7 +88,8 @@ class Cache:
         role: str = "",
         device: bool = False,
         huge_pages: bool = False,
-        numa_interleave: bool = False,
+        numa: Numa = None,
+        pool_path: str | os.PathLike[str] | None = None,
         grow: bool = True,
         lock_timeout: float = 10.0,
         timeout: float | None = 10.0,
@@ -104,7 +107,10 @@ class Cache:
             algorithm: of the keys: "xxh3_128", "blake2b" or "sha256"; see docs/guides/keys.md.
             secret: of the keys, at least 16 bytes, the same in every process; None: the file
                 ~/.local/share/lightcache/secret, made if it is not there.
-            huge_pages, numa_interleave: see `HostPool`.
+            huge_pages, numa: see `HostPool`.
+            pool_path: folder on a tmpfs or hugetlbfs to have the pool in (huge pages, or a size
+                limit of its own); None: /dev/shm. Whoever attaches finds it by itself and must
+                see the same folder there.
             grow: let a thread give memory to the rest of the pool; else call `pool.prefault`.
             Otherwise as `PageIndex.create`.
 
@@ -112,9 +118,11 @@ class Cache:
             ConfigError, InUse (it exists), NoSpace (with both figures), NotReady,
             PermissionDenied.
         """
+        check_numa(numa)
         made = _Wanted(
-            pages, size, page_bytes, fingerprint, page_tokens, algorithm, _secret(secret)
+            pages, size, page_bytes, fingerprint, page_tokens, algorithm, _secret(secret), pool_path
         )
+        made.numa = numa
         index = PageIndex.create(
             name,
             pages=made.pages,
@@ -128,7 +136,7 @@ class Cache:
             lock_timeout=lock_timeout,
             timeout=timeout,
         )
-        return cls._over(index, made.secret, huge_pages, numa_interleave, grow)
+        return cls._over(index, made.secret, huge_pages, numa, grow)
 
     @classmethod
     def attach(
@@ -142,7 +150,7 @@ class Cache:
         role: str = "",
         device: bool = False,
         huge_pages: bool = False,
-        numa_interleave: bool = False,
+        numa: Numa = None,
         grow: bool = True,
         lock_timeout: float = 10.0,
         timeout: float | None = 10.0,
@@ -178,7 +186,7 @@ class Cache:
         except BaseException:
             index.close()
             raise
-        return cls._over(index, secret, huge_pages, numa_interleave, grow)
+        return cls._over(index, secret, huge_pages, numa, grow)
 
     @classmethod
     def open(
@@ -198,7 +206,8 @@ class Cache:
         role: str = "",
         device: bool = False,
         huge_pages: bool = False,
-        numa_interleave: bool = False,
+        numa: Numa = None,
+        pool_path: str | os.PathLike[str] | None = None,
         grow: bool = True,
         lock_timeout: float = 10.0,
         timeout: float | None = 10.0,
@@ -216,9 +225,11 @@ class Cache:
             InUse: it differs, `replace` is True, and somebody lives in it.
             Otherwise as `create` and `attach`.
         """
+        check_numa(numa)
         made = _Wanted(
-            pages, size, page_bytes, fingerprint, page_tokens, algorithm, _secret(secret)
+            pages, size, page_bytes, fingerprint, page_tokens, algorithm, _secret(secret), pool_path
         )
+        made.numa = numa
         index = PageIndex.open(
             name,
             pages=made.pages,
@@ -233,16 +244,14 @@ class Cache:
             lock_timeout=lock_timeout,
             timeout=timeout,
         )
-        return cls._over(index, made.secret, huge_pages, numa_interleave, grow)
+        return cls._over(index, made.secret, huge_pages, numa, grow)
 
     @classmethod
     def _over(
-        cls, index: PageIndex, secret: bytes | None, huge: bool, interleave: bool, grow: bool
+        cls, index: PageIndex, secret: bytes | None, huge: bool, numa: Numa, grow: bool
     ) -> Cache:
         try:
-            cache = cls(
-                index, secret=secret, huge_pages=huge, numa_interleave=interleave, grow=grow
-            )
+            cache = cls(index, secret=secret, huge_pages=huge, numa=numa, grow=grow)
         except BaseException:
             index.close()
             raise
@@ -477,6 +486,7 @@ class _Wanted:
         page_tokens: int | None,
         algorithm: str,
         secret: bytes,
+        pool_path: str | os.PathLike[str] | None,
     ) -> None:
         each = parse_size(page_bytes, "page_bytes")
         if each > _MAX_PAGE:
@@ -489,6 +499,8 @@ class _Wanted:
                 raise ConfigError(f"size: {size!r} is less than one page of {each} bytes")
         self.pages = _arguments.count(pages, "pages", 1, MAX_PAGES)
         self.secret = secret
+        self.numa: Numa = None
+        folder = None if pool_path is None else checked_path(pool_path)
         self.first = min(self.pages, max(1, CHUNK_BYTES // each))
         KeySpec(  # says what is wrong with the rest
             fingerprint=fingerprint,
@@ -502,16 +514,22 @@ class _Wanted:
             "fingerprint": fingerprint,
             "algorithm": algorithm,
             "secret": _secret_check(secret),
+            **({} if folder is None else {FOLDER_ITEM: folder}),
         }
 
     def initialise(self, segment: Segment) -> None:
         each = int(self.config["page_bytes"])
-        make_object(segment, self.pages * each, self.first * each)
+        make_object(segment, self.pages * each, self.first * each, self.numa)
 
 
 def _check_config(name: str, config: Mapping[str, Any]) -> None:
     """What `create` has written is of these types; whoever may write the segment may change it."""
     each, tokens = config["page_bytes"], config.get("page_tokens")
+    if FOLDER_ITEM in config and path_in(dict(config)) is None:
+        raise CacheCorrupted(
+            f"the cache {name!r} has the pool's folder {config[FOLDER_ITEM]!r} in its header; "
+            "remove it with `lightcache rm`"
+        )
     texts = [config.get(item) for item in ("fingerprint", "algorithm", "secret")]
     if (
         type(each) is not int

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import stat
 import threading
 import weakref
 from collections.abc import Callable
@@ -17,21 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import posix_ipc
 
 from lightcache import _arguments
-from lightcache.errors import (
-    CacheCorrupted,
-    InUse,
-    LightcacheError,
-    NoSpace,
-    NotReady,
-    PermissionDenied,
-)
-from lightcache.shm import Segment, memory, ofd
+from lightcache.errors import InUse, LightcacheError, NoSpace
+from lightcache.placement import Numa, advised_node, check_numa
+from lightcache.pool_object import opened, room_of
+from lightcache.shm import Segment, ofd
 from lightcache.shm import _native as shm_native
 from lightcache.shm import layout as shm_layout
 from lightcache.shm.codes import Code, check, system_errno
+from lightcache.shm.folders import FolderKind
 from lightcache.shm.objects import ForkWord
 from lightcache.sizes import format_size
 
@@ -44,46 +38,6 @@ CHUNK_BYTES = 64 << 20  # about 30 ms of zeroing: short enough to take turns wit
 MAX_GROWTH = 1 << 62  # more than there is left means all of it
 MAX_THREADS = 256
 Bytes = npt.NDArray[np.uint8]
-
-
-def make_object(segment: Segment, total: int, first: int) -> None:
-    """Make the pool object of an index that is being created: `total` bytes long, `first` of them
-    with memory. Called before anybody can attach.
-
-    Raises:
-        NoSpace: fewer bytes are available than the pool will have; nothing is left behind.
-    """
-    room = memory.available()
-    if total > room.bytes:
-        raise NoSpace(
-            f"the pool needs {format_size(total)} ({total} bytes), found "
-            f"{format_size(room.bytes)} {room.limit}; choose a smaller size, remove old caches "
-            "(`lightcache ls`, `lightcache rm`), or enlarge it"
-        )
-    mode = 0o660 if segment.stat().st_mode & 0o060 else 0o600
-    name = segment.dependent_name("pool")
-    made = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, mode=mode)
-    try:
-        owner = segment.stat()
-        if os.fstat(made.fd).st_gid != owner.st_gid:
-            os.fchown(made.fd, -1, owner.st_gid)
-        os.fchmod(made.fd, mode)  # the umask may have narrowed it
-        os.ftruncate(made.fd, total)
-        _allocate(made.fd, 0, first)
-    except BaseException:
-        made.unlink()
-        raise
-    finally:
-        made.close_fd()
-
-
-def _allocate(fd: int, offset: int, length: int) -> None:
-    code = Code.INTR
-    while code == Code.INTR:
-        code = shm_native.blocking().lcs_fallocate(fd, offset, length)
-    check(
-        code, f"allocate {length} bytes of the pool (free: {format_size(memory.available().bytes)})"
-    )
 
 
 class HostPool:
@@ -99,7 +53,7 @@ class HostPool:
         page_bytes: int,
         *,
         huge_pages: bool = False,
-        numa_interleave: bool = False,
+        numa: Numa = None,
     ) -> None:
         """Map the pool of an attached index.
 
@@ -107,13 +61,17 @@ class HostPool:
             index: whose pages these are; read-only if it is.
             page_bytes: of one page, any size.
             huge_pages: ask for transparent huge pages.
-            numa_interleave: spread the pool over all memory nodes. Both are advice.
+            numa: where memory that it gets from now on should be: "interleave" over all memory
+                nodes; on one as long as there is room, by its number or as that of a GPU
+                ("gpu:0"); None: as whoever made it said. Both are advice.
 
         Raises:
-            NotReady: the pool object is gone.
+            NotReady: the pool object is gone, or its folder is not mounted here.
             CacheCorrupted: it has another length.
             PermissionDenied: its owner, mode or links are not what they should be.
+            ConfigError: `numa` cannot be meant.
         """
+        check_numa(numa)
         self.pages = index.pages
         self.page_bytes = page_bytes
         self.nbytes = self.pages * page_bytes
@@ -124,48 +82,33 @@ class HostPool:
         self._growing = threading.Lock()
         self._window: weakref.ref[Any] | None = None
         self._users: set[object] = set()
-        self._name = index.segment.dependent_name("pool")
-        self._map(index.segment, huge_pages, numa_interleave)
+        self._mapped = 0
+        self._reserved = False
+        self._map(index.segment, huge_pages, numa)
 
-    def _map(self, segment: Segment, huge: bool, interleave: bool) -> None:
-        try:
-            opened = posix_ipc.SharedMemory(self._name, 0, read_only=segment.readonly)
-        except posix_ipc.ExistentialError:
-            raise NotReady(
-                f"the pool {self._name} of {segment.name!r} is gone; remove the cache with "
-                "`lightcache rm` and create it anew"
-            ) from None
-        try:
-            self._check_object(opened.fd, segment)
-            quick = shm_native.quick()
+    def _map(self, segment: Segment, huge: bool, numa: Numa) -> None:
+        quick = shm_native.quick()
+        with opened(segment, self.nbytes) as (folder, fd, length):
             check(
-                quick.lcs_map(
-                    opened.fd, self.nbytes, not segment.readonly, ctypes.byref(self._base)
-                ),
-                f"map the pool ({format_size(self.nbytes)})",
+                quick.lcs_map(fd, length, not segment.readonly, ctypes.byref(self._base)),
+                f"map the pool ({format_size(length)})",
             )
-        finally:
-            opened.close_fd()
-        if huge or interleave:
-            quick.lcs_advise(self._base, self.nbytes, huge, interleave)
-        if not segment.readonly:
-            check(
-                quick.lcs_life_open(self._name.encode(), 1, ctypes.byref(self._fd)),
-                "open the pool for its growth lock",
-            )
+            self._mapped = length
+            # Mapping a file of huge pages sets all of them aside: nobody else can take them.
+            self._reserved = folder.kind is FolderKind.HUGETLBFS
+            try:
+                if huge or numa is not None:
+                    quick.lcs_advise(self._base, length, huge, advised_node(numa))
+                if not segment.readonly:
+                    folder.life_open(segment.dependent_name("pool"), self._fd)
+            except BaseException:
+                self._unmap()
+                raise
 
-    def _check_object(self, fd: int, segment: Segment) -> None:
-        found, owner = os.fstat(fd), segment.stat()
-        if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1 or found.st_uid != owner.st_uid:
-            raise PermissionDenied(
-                f"the pool {self._name}: expected one regular file of user {owner.st_uid}, found "
-                f"user {found.st_uid}, {found.st_nlink} links; remove it and create the cache anew"
-            )
-        if found.st_size != self.nbytes:
-            raise CacheCorrupted(
-                f"the pool {self._name}: expected {self.nbytes} bytes, found {found.st_size}; "
-                "remove the cache with `lightcache rm` and create it anew"
-            )
+    def _unmap(self) -> None:
+        address, self._base.value = self._base.value, None
+        if address:
+            shm_native.quick().lcs_unmap(address, self._mapped)
 
     # ---- memory
 
@@ -173,16 +116,25 @@ class HostPool:
         """A ctypes array over the pool that every view made of it keeps alive."""
         window = self._window() if self._window else None
         if window is None:
-            self._index.segment.check_usable()
-            if not self._base.value:
-                check(Code.CLOSED, "use the pool")
-            window = (ctypes.c_uint8 * self.nbytes).from_address(self._base.value or 0)
-            token = object()
-            self._users.add(token)
-            weakref.finalize(window, self._users.discard, token).atexit = False
-            window.owner = self  # type: ignore[attr-defined]
+            window = self._new_window(object())
             self._window = weakref.ref(window)
         return window
+
+    def _new_window(self, token: object) -> Any:
+        self._index.segment.check_usable()
+        if not self._base.value:
+            check(Code.CLOSED, "use the pool")
+        window = (ctypes.c_uint8 * self.nbytes).from_address(self._base.value or 0)
+        self._users.add(token)
+        weakref.finalize(window, self._users.discard, token).atexit = False
+        window.owner = self  # type: ignore[attr-defined]
+        return window
+
+    def lend(self, token: object) -> Bytes:
+        """All pages as `array` has them, but counted under `token`: for one who can be told to let
+        go of them, as `Cache.close` tells what `Cache.pin` made. A token is used once."""
+        flat = np.frombuffer(memoryview(self._new_window(token)).cast("B"), np.uint8)
+        return flat.reshape(self.pages, self.page_bytes)
 
     def _view(self) -> memoryview:
         view = memoryview(self._live_window()).cast("B")
@@ -249,8 +201,8 @@ class HostPool:
             if target <= have:
                 return have
             start, end = have * self.page_bytes, target * self.page_bytes
-            room = memory.available()
-            if end - start > room.bytes:
+            room = room_of(self._index.segment)
+            if end - start > room.bytes and not self._reserved:
                 raise NoSpace(
                     f"the pool was to grow by {format_size(end - start)}, found "
                     f"{format_size(room.bytes)} {room.limit}; {have} of {self.pages} pages can be "
@@ -271,7 +223,7 @@ class HostPool:
             if code < 0 and system_errno(code):
                 raise NoSpace(
                     f"the pool could not grow ({os.strerror(system_errno(code) or 0)}); "
-                    f"{format_size(memory.available().bytes)} are free"
+                    f"{format_size(room_of(self._index.segment).bytes)} are free"
                 )
             check(code, "grow the pool")
 
@@ -307,9 +259,9 @@ class HostPool:
 
     # ---- the end
 
-    def check_closable(self) -> None:
-        """Raise InUse while views live."""
-        if self._users:
+    def check_closable(self, besides: object = None) -> None:
+        """Raise InUse while views live, but for those lent under `besides`."""
+        if self._users - {besides}:
             raise InUse(
                 f"close the pool of {self._index.name!r}: views of it are still in use; drop the "
                 "arrays and tensors made of it first"
@@ -324,10 +276,8 @@ class HostPool:
         if self._fork_word.inherited:  # nothing is mapped here, and the number is not ours
             return
         self.check_closable()
-        address, self._base.value = self._base.value, None
         shm_native.quick().lcs_life_close(ctypes.byref(self._fd))
-        if address:
-            shm_native.quick().lcs_unmap(address, self.nbytes)
+        self._unmap()
 
 
 class Grower:
@@ -357,4 +307,4 @@ class Grower:
         self._thread.join()
 
 
-__all__ = ["Grower", "HostPool", "make_object"]
+__all__ = ["Grower", "HostPool"]

@@ -19,7 +19,10 @@ from lightcache.shm.codes import Code, check, error
 
 Signature = tuple[Any, tuple[Any, ...]]
 
+ANY_NODE, ALL_NODES = -1, -2  # instead of a memory node's number; see native/process.h
+
 INT_OUT = ctypes.POINTER(ctypes.c_int)
+U64_OUT = ctypes.POINTER(ctypes.c_uint64)
 POINTER_OUT = ctypes.POINTER(ctypes.c_void_p)
 
 # name: (result, arguments). Attachments and addresses are plain integers (c_void_p).
@@ -35,6 +38,11 @@ SIGNATURES: Mapping[str, Signature] = {
     "lcs_populate": (ctypes.c_int, (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64)),
     "lcs_fallocate": (ctypes.c_int, (ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64)),
     "lcs_life_open": (ctypes.c_int, (ctypes.c_char_p, ctypes.c_int, INT_OUT)),
+    "lcs_life_open_at": (
+        ctypes.c_int,
+        (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, INT_OUT),
+    ),
+    "lcs_folder_kind": (ctypes.c_int, (ctypes.c_int, U64_OUT)),
     "lcs_life_close": (None, (INT_OUT,)),
     "lcs_byte_lock": (ctypes.c_int, (ctypes.c_int, ctypes.c_int64, ctypes.c_int)),
     "lcs_byte_unlock": (ctypes.c_int, (ctypes.c_int, ctypes.c_int64)),
@@ -151,6 +159,8 @@ def blocking() -> ctypes.CDLL:
 
 
 __all__ = [
+    "ALL_NODES",
+    "ANY_NODE",
     "SIGNATURES",
     "Code",
     "Library",

@@ -225,5 +225,5 @@ def unlink(name: str, group: int | None, *, force: bool, timeout: float | None) 
                     f"({clients.describe([client for client in living if client.alive])}); let "
                     "them close it first"
                 )
-            opened.remove_locked()
+            opened.remove_locked(unseen=True)
             return True

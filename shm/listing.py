@@ -33,7 +33,8 @@ class SegmentInfo:
     clients: int = 0  # living ones that have a slot
     dead_clients: int = 0  # not yet reaped
     occupied: bool = False  # also by readers and by those that have not joined
-    dependents: tuple[str, ...] = ()  # objects that end with it, such as its pool
+    dependents: tuple[str, ...] = ()
+    """What ends with it, such as its pool: objects, or paths in another folder."""
 
 
 def list_segments() -> list[SegmentInfo]:
@@ -91,7 +92,7 @@ def _read(opened: OpenObject) -> SegmentInfo:
         clients=sum(client.alive for client in table),
         dead_clients=sum(not client.alive for client in table),
         occupied=opened.is_occupied(),
-        dependents=tuple(found.object_name for found in names.dependents(opened.name, uuid)),
+        dependents=tuple(opened.dependents()),
     )
 
 

@@ -30,9 +30,34 @@ def available(
     try:
         stat = os.statvfs(folder)
         rooms = [Room(stat.f_bavail * stat.f_frsize, f"free in {folder}")]
+        if stat.f_blocks == 0:  # mounted without a limit
+            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGESIZE")
+            rooms = [Room(free, "of free memory")]
     except OSError:
         rooms = [Room(0, f"{folder} is missing; mount a tmpfs there")]
     rooms += _cgroup_rooms(cgroups, own / "cgroup")
+    return min(rooms, key=lambda room: room.bytes)
+
+
+def huge_available(
+    folder: Path, page_bytes: int, pools: Path = Path("/sys/kernel/mm/hugepages")
+) -> Room:
+    """The same of a folder on hugetlbfs: huge pages that are free and promised to nobody, or what
+    is left of the mount's own limit. Memory limits of cgroups do not count them."""
+    pool = pools / f"hugepages-{page_bytes >> 10}kB"
+    try:
+        free, promised = (
+            int((pool / name).read_text()) for name in ("free_hugepages", "resv_hugepages")
+        )
+        more = int((pool / "nr_overcommit_hugepages").read_text())
+        more -= int((pool / "surplus_hugepages").read_text())
+    except (OSError, ValueError):
+        return Room(0, f"of huge pages, of which {pool} says nothing")
+    remedy = f"(see {pool}/nr_hugepages)"
+    rooms = [Room(max(0, free - promised + more) * page_bytes, f"of free huge pages {remedy}")]
+    stat = os.statvfs(folder)
+    if stat.f_blocks:  # else the mount has no limit of its own
+        rooms.append(Room(stat.f_bavail * stat.f_frsize, f"free in {folder} (its size= option)"))
     return min(rooms, key=lambda room: room.bytes)
 
 

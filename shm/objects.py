@@ -7,6 +7,7 @@ while the object's life byte is locked and the name has been seen to lead to thi
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -15,9 +16,9 @@ import sys
 
 import posix_ipc
 
-from lightcache.shm import _native, layout, names, ofd
+from lightcache.shm import _native, folders, layout, names, ofd
 from lightcache.shm.codes import check, system_errno
-from lightcache.shm.errors import PermissionDenied
+from lightcache.shm.errors import NotReady, PermissionDenied
 
 _RETIRED_OFFSET = layout.SegmentHeader.retired.offset
 _LIVING_BYTES = layout.BYTE_SLOTS + layout.SLOTS - layout.BYTE_READERS
@@ -158,31 +159,76 @@ class OpenObject:
         return ofd.held(self.fd, layout.BYTE_READERS, _LIVING_BYTES)
 
     def may_unlink(self) -> bool:
-        """Whether the folder's sticky bit lets this user unlink it."""
-        folder = os.stat(names.FOLDER)
-        owners = (0, folder.st_uid, os.fstat(self.fd).st_uid)
-        return not folder.st_mode & stat.S_ISVTX or os.geteuid() in owners
+        """Whether this user may unlink it and what depends on it: the folders' sticky bits let us,
+        and the folder that it names can be seen from here."""
+        try:
+            with folders.elsewhere(self.header()) as other:
+                self._check_unlinkable(other)
+        except (NotReady, PermissionDenied):
+            return False
+        return True
 
-    def remove_locked(self) -> None:
+    def _placed(self, folder: folders.Folder) -> list[str]:
+        """What depends on it in another folder than /dev/shm."""
+        uuid = bytes(self.header().uuid).hex()
+        return folder.dependents(self.name, uuid, os.fstat(self.fd).st_uid)
+
+    def dependents(self) -> list[str]:
+        """What ends with it: names of objects, and paths of what lies in another folder."""
+        header = self.header()
+        uuid = bytes(header.uuid).hex()
+        found = [dependent.object_name for dependent in names.dependents(self.name, uuid)]
+        with (
+            contextlib.suppress(NotReady, PermissionDenied),
+            folders.elsewhere(header) as other,
+        ):
+            if other:
+                found += [f"{other.path}{full}" for full in self._placed(other)]
+        return found
+
+    def remove_locked(self, *, unseen: bool = False) -> None:
         """Retire and unlink it with all that depends on it. The caller holds the life byte
         exclusively and has seen `is_named`. Dying in here leaves it retired but named: the next
-        who opens it finishes.
+        who opens it finishes. So the name goes last: what lies in another folder than /dev/shm is
+        found through it alone.
+
+        Args:
+            unseen: also where a folder is named that cannot be seen from here.
 
         Raises:
             PermissionDenied: this user may not unlink it; then nothing was changed.
+            NotReady: the folder named cannot be seen from here; nothing was changed.
         """
         if self.inherited:
             return  # a child forked by what its parent does under the lock, which it has not got
-        if not self.may_unlink():
-            raise PermissionDenied(
-                f"unlink {self._path}: its owner is user {os.fstat(self.fd).st_uid} and the folder "
-                "is sticky; only its owner can remove it"
-            )
-        if self.size() >= ctypes.sizeof(layout.SegmentHeader):
-            os.pwrite(self.fd, (1).to_bytes(4, "little"), _RETIRED_OFFSET)
-        for dependent in names.dependents(self.name, bytes(self.header().uuid).hex()):
+        header = self.header()
+        with contextlib.ExitStack() as stack:
+            try:
+                other = stack.enter_context(folders.elsewhere(header))
+            except (NotReady, PermissionDenied) as error:
+                if not unseen:
+                    raise NotReady(
+                        f"remove {self._path}: {error}; or `lightcache rm {self.name}`"
+                    ) from error
+                other = None
+            self._check_unlinkable(other)
+            if self.size() >= ctypes.sizeof(layout.SegmentHeader):
+                os.pwrite(self.fd, (1).to_bytes(4, "little"), _RETIRED_OFFSET)
+            for full in self._placed(other) if other else ():
+                assert other
+                other.unlink(full)
+        for dependent in names.dependents(self.name, bytes(header.uuid).hex()):
             unlink(dependent.object_name)
         unlink(self.object_name)
+
+    def _check_unlinkable(self, other: folders.Folder | None) -> None:
+        folder, owner = os.stat(names.FOLDER), os.fstat(self.fd).st_uid
+        sticky = folder.st_mode & stat.S_ISVTX and os.geteuid() not in (0, folder.st_uid, owner)
+        if sticky or (other and self._placed(other) and not other.may_unlink(owner)):
+            raise PermissionDenied(
+                f"unlink {self._path}: its owner is user {owner} and the folder (or its pool's) is "
+                "sticky or not writable; only its owner can remove it"
+            )
 
 
 def unlink(full: str) -> bool:

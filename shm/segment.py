@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
-from lightcache.shm import _native, clients, layout, lifecycle, names, ofd, wanted
+from lightcache.shm import _native, clients, folders, layout, lifecycle, names, ofd, wanted
 from lightcache.shm.clients import Client, ClientInfo
 from lightcache.shm.codes import Code, check
 from lightcache.shm.errors import ConfigError, Detached, InUse
+from lightcache.shm.folders import Folder
 from lightcache.shm.hold import Hold
 from lightcache.shm.layout import Kind, Lifetime
 
@@ -360,6 +361,16 @@ class Segment:
     def dependent_name(self, what: str) -> str:
         """The name of an object that lives and ends with this segment, such as its pool."""
         return names.dependent_name(self.name, what, self.uuid)
+
+    def folder(self) -> Folder:
+        """The folder of this segment's dependents, opened; close it. It is /dev/shm unless the
+        configuration says otherwise (`folders.FOLDER_ITEM`).
+
+        Raises:
+            NotReady: it is not there, or not mounted here.
+            PermissionDenied, ConfigError: not for us, or not in memory.
+        """
+        return Folder.open(folders.path_in(dict(self.config)) or names.FOLDER)
 
     # ---- the end
 

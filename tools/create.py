@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from lightcache.cache import Cache
 from lightcache.errors import LightcacheError
 from lightcache.hashing import load_or_create_secret
+from lightcache.placement import parse_numa
 from lightcache.pool import HostPool
 from lightcache.shm import Segment
 from lightcache.sizes import format_size
@@ -42,7 +43,10 @@ from lightcache.tools.output import Command, console, emit, json_option
     help="Holds the secret of the keys (mode 0600); made if it is not there.",
 )
 @click.option("--huge-pages", is_flag=True, help="Ask for transparent huge pages.")
-@click.option("--numa-interleave", is_flag=True, help="Spread the pool over all memory nodes.")
+@click.option(
+    "--numa", help='Where its memory should be: "interleave", a memory node\'s number, or "gpu:0".'
+)
+@click.option("--pool-path", help="Folder on a tmpfs or hugetlbfs for the pool; else /dev/shm.")
 @click.option("--no-prefault", is_flag=True, help="Leave the memory to the clients.")
 @click.option("--threads", type=click.IntRange(1, 256), help="For zeroing; default: up to 8.")
 @json_option
@@ -52,6 +56,7 @@ def create(
     no_prefault: bool,
     threads: int | None,
     secret_file: Path | None,
+    numa: str | None,
     **configuration: Any,
 ) -> None:
     """Create the cache NAME.
@@ -62,7 +67,10 @@ def create(
     last client.
     """
     secret = load_or_create_secret(secret_file) if secret_file else None
-    cache = Cache.create(name, secret=secret, role="create", grow=False, **configuration)
+    place = parse_numa(numa)
+    cache = Cache.create(
+        name, secret=secret, role="create", grow=False, numa=place, **configuration
+    )
     try:
         if not no_prefault:
             _prefault(cache.pool, name, threads, quiet=as_json)

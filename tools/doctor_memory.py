@@ -104,7 +104,7 @@ def _hugetlb() -> str:
     found = {name: value.strip() for name, _, value in lines if name in wanted}
     if found.get("HugePages_Total", "0") == "0":
         return "none reserved (none are needed)"
-    return f"{found['HugePages_Total']} reserved of {found['Hugepagesize']}, not used by pools"
+    return f"{found['HugePages_Total']} reserved of {found['Hugepagesize']}; --pool-path uses them"
 
 
 def numa() -> list[Finding]:
@@ -112,7 +112,8 @@ def numa() -> list[Finding]:
     nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
     if nodes == 1:
         return [ok("memory nodes", "1")]
-    return [ok("memory nodes", f"{nodes}: consider --numa-interleave, or one cache for each node")]
+    choice = "--numa interleave, --numa gpu:0, or one cache for each node"
+    return [ok("memory nodes", f"{nodes}: consider {choice}")]
 
 
 PROBES: tuple[Callable[[], list[Finding]], ...] = (

@@ -8,7 +8,8 @@ from typing import Any
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from lightcache.shm import SegmentInfo
+from lightcache.shm import SegmentInfo, names
+from lightcache.shm.folders import path_of
 from lightcache.sizes import format_size
 from lightcache.tools.output import age, cell, console, lines, percent, printable, table
 
@@ -68,9 +69,9 @@ def _sizes(info: Facts) -> list[tuple[str, object]]:
     pairs: list[tuple[str, object]] = [("index", format_size(info["index_bytes"]))]
     pool = info["pool_bytes"]
     if pool:
-        pairs.append(
-            ("pool", f"{format_size(pool['length'])}, {format_size(pool['allocated'])} in memory")
-        )
+        said = f"{format_size(pool['length'])}, {format_size(pool['allocated'])} in memory"
+        folder = path_of(info["pool"]).parent
+        pairs.append(("pool", said + (f", in {folder}" if folder != names.FOLDER else "")))
     return pairs
 
 

@@ -16,8 +16,9 @@ import numpy.typing as npt
 
 from lightcache import layout
 from lightcache.layout import PageState
-from lightcache.shm import ClientInfo, names
+from lightcache.shm import ClientInfo
 from lightcache.shm import layout as shm_layout
+from lightcache.shm.folders import path_of
 from lightcache.tools.image import Image
 from lightcache.tools.processes import state_of
 
@@ -84,7 +85,7 @@ def _pool_bytes(pool: str | None) -> Facts | None:
     if pool is None:
         return None
     try:
-        found = os.stat(names.FOLDER / pool.removeprefix("/"), follow_symlinks=False)
+        found = os.stat(path_of(pool), follow_symlinks=False)
     except OSError:
         return None
     return {"length": found.st_size, "allocated": found.st_blocks * 512}

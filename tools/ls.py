@@ -10,6 +10,7 @@ import click
 
 from lightcache.errors import LightcacheError
 from lightcache.shm import SegmentInfo, list_segments, names, wanted
+from lightcache.shm.folders import path_of
 from lightcache.shm.objects import OpenObject
 from lightcache.sizes import format_size
 from lightcache.tools.output import Command, age, cell, console, emit, json_option, table
@@ -42,6 +43,7 @@ def describe(info: SegmentInfo) -> dict[str, Any]:
         "problem": info.problem,
         "bytes": info.bytes,
         "pages": _pages(info),
+        "dependents": list(info.dependents),
         "pool_bytes": lengths,
         "pool_allocated_bytes": allocated,
         "lifetime": info.lifetime,
@@ -84,7 +86,7 @@ def _dependents(info: SegmentInfo) -> tuple[int, int]:
     lengths = allocated = 0
     for full in info.dependents:
         try:
-            found = os.stat(names.FOLDER / full.removeprefix("/"), follow_symlinks=False)
+            found = os.stat(path_of(full), follow_symlinks=False)
         except OSError:
             continue  # removed meanwhile
         lengths += found.st_size
@@ -104,7 +106,7 @@ def _table(found: list[dict[str, Any]]) -> Any:
                 cell(entry["state"], colours.get(entry["state"], "red")),
                 entry["pages"],
                 format_size(entry["bytes"]),
-                format_size(entry["pool_bytes"]) if entry["pool_bytes"] else None,
+                _pool(entry),
                 format_size(entry["pool_allocated_bytes"]) if entry["pool_bytes"] else None,
                 _clients(entry),
                 entry["lifetime"] or None,
@@ -114,6 +116,14 @@ def _table(found: list[dict[str, Any]]) -> Any:
         ),
         right="pages size pool",
     )
+
+
+def _pool(entry: dict[str, Any]) -> str | None:
+    """Its length, and its folder where that is not the usual one."""
+    if not entry["pool_bytes"]:
+        return None
+    folders = {str(path_of(full).parent) for full in entry["dependents"]} - {str(names.FOLDER)}
+    return " in ".join([format_size(entry["pool_bytes"]), *sorted(folders)])
 
 
 def _clients(entry: dict[str, Any]) -> str:

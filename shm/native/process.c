@@ -11,14 +11,18 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
 #endif
+#define MEMORY_PREFERRED 1          /* MPOL_PREFERRED */
 #define MEMORY_INTERLEAVE 3         /* MPOL_INTERLEAVE */
 #define MEMORY_NODES_ALLOWED 4      /* MPOL_F_MEMS_ALLOWED */
 #define MAX_NODES 4096
+#define TMPFS 0x01021994u           /* TMPFS_MAGIC */
+#define HUGETLBFS 0x958458f6u       /* HUGETLBFS_MAGIC */
 #define MAX_LIFE_FDS 1024
 
 /* One mutex for everything below. A fork takes it first, so no fork falls between opening a
@@ -98,27 +102,38 @@ int lcs_unmap(void *base, uint64_t bytes) {
     return munmap(base, bytes) == 0 ? LC_OK : LC_E_SYS - errno;
 }
 
-/* Through system calls: libnuma is not everywhere, and this needs one mask. */
-static int interleave_memory(void *base, uint64_t bytes) {
+/* Through system calls: libnuma is not everywhere, and this needs one mask. One node is preferred,
+ * never bound to: when it is full, memory of another is slower, while binding lets the kernel kill
+ * somebody for memory that there is. The policy of a shared object stays with the object, and holds
+ * for whoever gives it memory later. */
+static int place_memory(void *base, uint64_t bytes, int node) {
 #if defined(SYS_mbind) && defined(SYS_get_mempolicy)
-    unsigned long nodes[MAX_NODES / (8 * sizeof(unsigned long))] = {0};
-    if (syscall(SYS_get_mempolicy, NULL, nodes, (unsigned long)MAX_NODES, NULL,
-                (unsigned long)MEMORY_NODES_ALLOWED) != 0)
-        return LC_E_SYS - errno;
-    if (syscall(SYS_mbind, base, bytes, MEMORY_INTERLEAVE, nodes, (unsigned long)MAX_NODES, 0) != 0)
+    enum { BITS = 8 * sizeof(unsigned long) };
+    unsigned long nodes[MAX_NODES / BITS] = {0};
+    int policy = MEMORY_PREFERRED;
+    if (node == LCS_ALL_NODES) {
+        policy = MEMORY_INTERLEAVE;
+        if (syscall(SYS_get_mempolicy, NULL, nodes, (unsigned long)MAX_NODES, NULL,
+                    (unsigned long)MEMORY_NODES_ALLOWED) != 0)
+            return LC_E_SYS - errno;
+    } else {
+        if (node < 0 || node >= MAX_NODES) return LC_E_RANGE;
+        nodes[node / BITS] = 1ul << node % BITS;
+    }
+    if (syscall(SYS_mbind, base, bytes, policy, nodes, (unsigned long)MAX_NODES, 0) != 0)
         return LC_E_SYS - errno;
     return LC_OK;
 #else
-    (void)base, (void)bytes;
+    (void)base, (void)bytes, (void)node;
     return LC_E_SYS - ENOSYS;
 #endif
 }
 
-int lcs_advise(void *base, uint64_t bytes, int huge, int interleave) {
+int lcs_advise(void *base, uint64_t bytes, int huge, int node) {
     int rc = LC_OK;
     if (huge && madvise(base, bytes, MADV_HUGEPAGE) != 0) rc = LC_E_SYS - errno;
-    if (interleave) {
-        int second = interleave_memory(base, bytes);
+    if (node != LCS_ANY_NODE) {
+        int second = place_memory(base, bytes, node);
         if (rc == LC_OK) rc = second;
     }
     return rc;
@@ -143,9 +158,22 @@ int lcs_fallocate(int fd, uint64_t offset, uint64_t bytes) {
     return errno == EINTR ? LC_E_INTR : LC_E_SYS - errno;
 }
 
+int lcs_folder_kind(int fd, uint64_t *page) {
+    struct statfs found;
+    if (fstatfs(fd, &found) != 0) return LC_E_SYS - errno;
+    *page = (uint64_t)found.f_bsize;
+    switch ((uint32_t)found.f_type) {
+    case TMPFS: return LCS_FOLDER_TMPFS;
+    case HUGETLBFS: return LCS_FOLDER_HUGETLBFS;
+    default: return LCS_FOLDER_OTHER;
+    }
+}
+
 /* ------------------------------------------------------------------ descriptions */
 
-int lcs_life_open(const char *name, int writable, int *fd) {
+#define LIFE_FOLDER_SHM (-1) /* no folder's descriptor: POSIX shared memory */
+
+static int life_open(int folder, const char *name, int writable, int *fd) {
     *fd = -1;
     int rc = enter();
     if (rc != LC_OK) return rc;
@@ -154,7 +182,8 @@ int lcs_life_open(const char *name, int writable, int *fd) {
     } else {
         /* O_NONBLOCK: a FIFO in its place must not hold us up; it is refused by its type later. */
         int flags = (writable ? O_RDWR : O_RDONLY) | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK;
-        int got = shm_open(name, flags, 0);
+        int got = folder == LIFE_FOLDER_SHM ? shm_open(name, flags, 0)
+                                            : openat(folder, name, flags);
         if (got < 0) {
             rc = LC_E_SYS - errno;
         } else {
@@ -164,6 +193,16 @@ int lcs_life_open(const char *name, int writable, int *fd) {
     }
     leave();
     return rc;
+}
+
+int lcs_life_open(const char *name, int writable, int *fd) {
+    return life_open(LIFE_FOLDER_SHM, name, writable, fd);
+}
+
+int lcs_life_open_at(int folder, const char *name, int writable, int *fd) {
+    *fd = -1;
+    if (folder < 0) return LC_E_SYS - EBADF;
+    return life_open(folder, name, writable, fd);
 }
 
 void lcs_life_close(int *fd) {

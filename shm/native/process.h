@@ -15,9 +15,12 @@ LC_API const uint32_t *lcs_fork_word(void);
 LC_API int lcs_map(int fd, uint64_t bytes, int writable, void **base);
 LC_API int lcs_unmap(void *base, uint64_t bytes);
 
-/* Advice before first use: huge pages, and spreading over all memory nodes this process may use.
+/* Advice before first use: huge pages, and memory of one node where there is room (its number), of
+ * all nodes this process may use in turn (LCS_ALL_NODES), or as it comes (LCS_ANY_NODE).
  * Advice only: an error says what was refused, and the mapping works all the same. */
-LC_API int lcs_advise(void *base, uint64_t bytes, int huge, int interleave);
+#define LCS_ANY_NODE (-1)
+#define LCS_ALL_NODES (-2)
+LC_API int lcs_advise(void *base, uint64_t bytes, int huge, int node);
 
 /* Give the range its pages now; blocks, about a second for 4 GiB on one thread. The object must
  * have been allocated (lcs_fallocate) or this may find no memory: LC_E_SYS - ENOMEM or EFAULT. */
@@ -26,10 +29,17 @@ LC_API int lcs_populate(void *base, uint64_t offset, uint64_t bytes);
 /* Allocate the range of the object. LC_E_SYS - ENOSPC, LC_E_INTR after a signal (nothing lost). */
 LC_API int lcs_fallocate(int fd, uint64_t offset, uint64_t bytes);
 
+/* What kind of file system the open folder (or file) `fd` is on, and its page size in `*page`. */
+enum lcs_folder { LCS_FOLDER_OTHER = 0, LCS_FOLDER_TMPFS = 1, LCS_FOLDER_HUGETLBFS = 2 };
+LC_API int lcs_folder_kind(int fd, uint64_t *page);
+
 /* Open a description of the POSIX shared memory object `name` ("/lightcache.x") for byte locks
  * into `*fd`. It must never be mapped or duplicated. Forked children close it at once: one that
  * kept it would keep its parent's locks past its parent's death. LC_E_FULL: 1024 are open. */
 LC_API int lcs_life_open(const char *name, int writable, int *fd);
+
+/* The same of the object `name` (no slash) in an open folder. */
+LC_API int lcs_life_open_at(int folder, const char *name, int writable, int *fd);
 
 /* Close `*fd` and set it to -1; nothing happens for a number this process did not open so. */
 LC_API void lcs_life_close(int *fd);

@@ -114,16 +114,23 @@ def by_another(function: Callable[[Site], None], at: Site) -> None:
     assert os.waitpid(pid, 0)[1] == 0, f"{getattr(function, '__name__', function)} failed"
 
 
-def clean_up(name: str) -> None:
-    """The last one leaves; the dead are swept; nothing may be left."""
-    Segment.unlink(name)
+def clean_up(at: Site, scene: Scene) -> None:
+    """The last one leaves; the dead are swept; nothing may be left, in the pool's folder neither:
+    what no segment names there is lost for ever."""
+    Segment.unlink(at.name)
     sweep()
-    left = sorted(path.name for path in SHM.iterdir() if name in path.name)
+    if scene.apart:
+        left = sorted(path.name for path in at.folder.iterdir())
+        assert not left, f"left behind in the pool's folder: {left}"
+        at.folder.rmdir()
+    left = sorted(path.name for path in SHM.iterdir() if at.name in path.name)
     assert not left, f"left behind: {left}"
 
 
 def one_death(at: Site, scene: Scene, stop: int) -> bool:
     """False: the operation has fewer stops."""
+    if scene.apart:
+        at.folder.mkdir()
     by_another(scene.before, at)
     with contextlib.ExitStack() as stack:
         here = stack.enter_context(resident(at)) if scene.lived_in else None
@@ -134,7 +141,7 @@ def one_death(at: Site, scene: Scene, stop: int) -> bool:
             found = here.ask("look")
             assert found == "all there" or (found == "detached" and not scene.kept), found
         by_another(scene.after, at)
-    clean_up(at.name)
+    clean_up(at, scene)
     return reached
 
 
@@ -142,7 +149,7 @@ def main() -> int:
     """See the module."""
     name, scene = sys.argv[1], SCENES[sys.argv[2]]
     stride, stop = map(int, sys.argv[3:])
-    at, deaths, more = Site(name, scene.config), 0, True
+    at, deaths, more = scene.site(name), 0, True
     signal.alarm(1200)  # a hang ends the run
     try:
         while more:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import posix_ipc
 
 from lightcache import Cache
 from lightcache.hashing import load_or_create_secret
-from lightcache.shm import Segment, SharedDict, SharedList, names, sweep
+from lightcache.shm import Segment, SharedDict, SharedList, layout, names, sweep
 
 SHM = Path("/dev/shm")
 SECRET = b"a secret of the life cycle"
@@ -35,6 +35,11 @@ class Site:
 
     name: str
     config: dict[str, Any] = field(default_factory=lambda: CONFIG)
+
+    @property
+    def folder(self) -> Path:
+        """On a tmpfs, for a pool that is to lie apart from its segment."""
+        return SHM / f"folder-of-{self.name}"
 
     def open(self, **more: Any) -> Cache:
         """Attach or create."""
@@ -105,6 +110,14 @@ def replaced_or_not(at: Site) -> None:
         works(cache)
 
 
+def moved_or_not(at: Site) -> None:
+    """The old one in its folder or the new one in the usual place; and the folder holds no more
+    than the old one's pool."""
+    with at.open(pool_path=None, replace=True) as cache:
+        assert not list(at.folder.iterdir()), "the pool was replaced and is still there"
+        works(cache)
+
+
 # ---------------------------------------------------------------- scenes
 
 
@@ -118,6 +131,14 @@ def make_half(at: Site) -> None:
     """What a creator leaves that dies early."""
     full = names.object_name(at.name)
     posix_ipc.SharedMemory(full, posix_ipc.O_CREX, mode=0o600, size=4096).close_fd()
+
+
+def make_apart_half(at: Site) -> None:
+    """What a creator leaves that dies behind its pool, which lies apart."""
+    make_persistent(at)
+    with (SHM / names.object_name(at.name)[1:]).open("r+b") as segment:
+        segment.seek(layout.SegmentHeader.ready.offset)
+        segment.write(bytes(4))
 
 
 def make_garbage(at: Site) -> None:
@@ -149,7 +170,7 @@ def structures(at: Site) -> None:
 
 def secret_file(at: Site) -> Path:
     """In a folder of its own."""
-    return SHM / f"folder-of-{at.name}" / "secret"
+    return at.folder / "secret"
 
 
 def secret_is_whole(at: Site) -> None:
@@ -176,6 +197,12 @@ class Scene:
     lived_in: bool = False  # somebody is attached all the time
     kept: bool = True  # and still finds its pages behind the death
     config: dict[str, Any] = field(default_factory=lambda: CONFIG)
+    apart: bool = False  # the pool lies in a folder of its own
+
+    def site(self, name: str) -> Site:
+        """Where it plays."""
+        at = Site(name, self.config)
+        return replace(at, config={**at.config, "pool_path": at.folder}) if self.apart else at
 
 
 def _readonly(at: Site) -> Cache:
@@ -184,6 +211,11 @@ def _readonly(at: Site) -> Cache:
 
 def _bigger(at: Site) -> Cache:
     return at.open(pages=48, replace=True)
+
+
+def _moved(at: Site) -> Cache:
+    """From its folder to the usual place."""
+    return at.open(pool_path=None, replace=True)
 
 
 SCENES = {
@@ -213,5 +245,19 @@ SCENES = {
     ),
     "sweep": Scene(lambda at, _: sweep(), continued_or_new, make_garbage),
     "structures": Scene(lambda at, _: structures(at), structures),
+    "create-apart": Scene(lambda at, _: at.open(), continued_or_new, apart=True),
+    "open-behind-a-dead-creator-apart": Scene(
+        lambda at, _: at.open(), continued_or_new, make_apart_half, apart=True
+    ),
+    "open-apart": Scene(lambda at, _: at.open(), continued, lived_in=True, apart=True),
+    "close-last-apart": Scene(
+        lambda at, cache: cache.close(), continued_or_new, prepare=alone, apart=True
+    ),
+    "replace-apart": Scene(lambda at, _: _bigger(at), replaced_or_not, make_persistent, apart=True),
+    "move": Scene(lambda at, _: _moved(at), moved_or_not, make_persistent, apart=True),
+    "unlink-apart": Scene(
+        lambda at, _: Segment.unlink(at.name), continued_or_new, make_persistent, apart=True
+    ),
+    "sweep-apart": Scene(lambda at, _: sweep(), continued_or_new, make_apart_half, apart=True),
     "secret": Scene(lambda at, _: load_or_create_secret(secret_file(at)), secret_is_whole),
 }

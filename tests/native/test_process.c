@@ -24,8 +24,10 @@ static void map_shares_memory(void) {
     CHECK_EQ(lcs_populate(a, 5000, BYTES - 5000), LC_OK);
     CHECK_EQ(lcs_populate((uint8_t *)a + 64, 0, BYTES - 4096), LC_OK); /* as on an old kernel */
     CHECK_EQ(*(volatile uint8_t *)b, 77);
-    (void)lcs_advise(a, BYTES, 1, 1); /* advice may be refused, and changes nothing */
-    CHECK_EQ(lcs_advise(a, BYTES, 0, 0), LC_OK);
+    (void)lcs_advise(a, BYTES, 1, LCS_ALL_NODES); /* advice may be refused, and changes nothing */
+    (void)lcs_advise(a, BYTES, 0, 0);
+    CHECK(lcs_advise(a, BYTES, 0, 1 << 20) < 0);
+    CHECK_EQ(lcs_advise(a, BYTES, 0, LCS_ANY_NODE), LC_OK);
     CHECK_EQ(*(volatile uint8_t *)b, 77);
     CHECK_EQ(lcs_unmap(a, BYTES), LC_OK);
     CHECK_EQ(lcs_unmap(b, BYTES), LC_OK);
@@ -63,6 +65,32 @@ static void life_descriptors_are_recorded_and_closed(void) {
     lcs_life_close(&fd);
     shm_unlink(name);
     close(made);
+}
+
+static void folders_and_what_is_in_them(void) {
+    uint64_t page = 0;
+    int fd, folder = open("/dev/shm", O_RDONLY | O_DIRECTORY), proc = open("/proc", O_RDONLY);
+    char name[64];
+    snprintf(name, sizeof name, "/lightcache.core-tests-%d", getpid());
+    CHECK(folder >= 0 && proc >= 0);
+    CHECK_EQ(lcs_folder_kind(folder, &page), LCS_FOLDER_TMPFS);
+    CHECK_EQ(page, 4096);
+    CHECK_EQ(lcs_folder_kind(proc, &page), LCS_FOLDER_OTHER);
+    CHECK_EQ(lcs_folder_kind(-1, &page), LC_E_SYS - EBADF);
+    CHECK_EQ(lcs_life_open_at(folder, name + 1, 1, &fd), LC_E_SYS - ENOENT);
+    int made = shm_open(name, O_RDWR | O_CREAT | O_EXCL, 0600);
+    CHECK_EQ(lcs_life_open_at(folder, name + 1, 1, &fd), LC_OK);
+    CHECK(fcntl(fd, F_GETFD) == FD_CLOEXEC);
+    lcs_life_close(&fd);
+    CHECK(symlinkat(name + 1, folder, "lightcache.core-tests-link") == 0);
+    CHECK_EQ(lcs_life_open_at(folder, "lightcache.core-tests-link", 1, &fd), LC_E_SYS - ELOOP);
+    CHECK_EQ(lcs_life_open_at(-1, name + 1, 1, &fd), LC_E_SYS - EBADF);
+    CHECK_EQ(fd, -1);
+    unlinkat(folder, "lightcache.core-tests-link", 0);
+    shm_unlink(name);
+    close(made);
+    close(folder);
+    close(proc);
 }
 
 /* The child's exit status: the number of the first thing that was wrong, or 0. */
@@ -129,6 +157,7 @@ const test process_tests[] = {
     TEST(map_shares_memory),
     TEST(map_says_why_not),
     TEST(life_descriptors_are_recorded_and_closed),
+    TEST(folders_and_what_is_in_them),
     TEST(fork_leaves_the_child_unattached),
     TEST(ready_and_retired_words),
     END_OF_TESTS,

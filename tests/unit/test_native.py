@@ -89,8 +89,8 @@ def test_advice_and_populating(segment_name: str) -> None:
     with Segment.create(segment_name, 1 << 20) as segment:
         segment.view(segment.payload_offset, 1)[0] = 3
         # Advice may be refused (no huge pages, no memory policies); then it says why.
-        for huge, interleave in ((1, 0), (0, 1), (1, 1)):
-            code = _native.quick().lcs_advise(segment.address, segment.nbytes, huge, interleave)
+        for huge, node in ((1, -1), (0, -2), (1, -2), (1, 0), (0, 0), (0, 4095)):
+            code = _native.quick().lcs_advise(segment.address, segment.nbytes, huge, node)
             assert code == 0 or codes.system_errno(code)
         with segment.busy():
             populate = _native.blocking().lcs_populate

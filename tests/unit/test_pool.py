@@ -141,12 +141,12 @@ def test_no_room_to_grow(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_room_to_create(make: Make, segment_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightcache import pool
+    from lightcache import pool_object
 
     def full(*_: object) -> None:
         raise NoSpace("full")
 
-    monkeypatch.setattr(pool, "_allocate", full)
+    monkeypatch.setattr(pool_object, "_allocate", full)
     with pytest.raises(NoSpace):
         make()
     assert not [p for p in Path("/dev/shm").iterdir() if segment_name in p.name]

@@ -1,0 +1,240 @@
+"""Folders in memory in which a segment's dependents lie: /dev/shm, or one on tmpfs or hugetlbfs.
+
+A segment itself is always in /dev/shm. Its configuration says where its dependents are, if
+elsewhere (`FOLDER_ITEM`): the one item of it that this layer reads. The header is written before a
+dependent is made, and a dependent is removed before its segment. So whatever lies in such a folder
+is named by a segment as long as it is there, wherever somebody was killed; and what no segment
+names there is not ours to remove: another container may share the folder and not our /dev/shm.
+
+For the same reason a segment whose folder cannot be seen from here stays, unless somebody says by
+its name that it should go: who fails to attach to it, being the last, or sweeps, takes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import stat
+from collections.abc import Iterator
+from enum import IntEnum
+from pathlib import Path
+from types import TracebackType
+
+from lightcache.shm import _native, layout, memory, names
+from lightcache.shm.codes import check
+from lightcache.shm.errors import CacheCorrupted, ConfigError, NotReady, PermissionDenied
+from lightcache.shm.wanted import config_of
+
+FOLDER_ITEM = "pool_path"
+_OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
+_OPEN_OBJECT = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+class FolderKind(IntEnum):
+    """File systems, as the core tells them apart."""
+
+    OTHER = 0
+    TMPFS = 1
+    HUGETLBFS = 2
+
+
+def checked_path(path: str | os.PathLike[str]) -> str | None:
+    """A folder's path as it is written into a configuration; None: /dev/shm.
+
+    Raises:
+        ConfigError: not an absolute path without `..`, or the folder is not there, or it is on
+            neither tmpfs nor hugetlbfs.
+    """
+    text = os.fspath(path)
+    found = Path(text)
+    if not found.is_absolute() or ".." in found.parts or "\0" in text or str(found) == "/":
+        raise ConfigError(
+            f"pool_path: expected the absolute path of a folder, without '..', found {text!r}"
+        )
+    if found == names.FOLDER:
+        return None
+    try:
+        with Folder.open(found):
+            return str(found)
+    except (NotReady, PermissionDenied) as error:
+        raise ConfigError(f"pool_path: {error}") from error
+
+
+class Folder:
+    """An open folder. Close it; nothing in it depends on its staying open."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        """For `open`, which also closes the descriptor when this fails."""
+        self.path = path
+        self.fd = fd
+        page = ctypes.c_uint64()
+        code = _native.quick().lcs_folder_kind(fd, ctypes.byref(page))
+        self.kind = FolderKind(check(code, f"look at the file system of {path}"))
+        self.page_bytes = page.value
+        """Of a file in it: what lengths are multiples of on hugetlbfs."""
+
+    @classmethod
+    def open(cls, path: Path = names.FOLDER) -> Folder:
+        """Open a folder for its objects.
+
+        Raises:
+            NotReady: there is none.
+            PermissionDenied: not for us, or a symbolic link.
+            ConfigError: not in memory: on neither tmpfs nor hugetlbfs.
+        """
+        try:
+            fd = os.open(path, _OPEN_FOLDER)
+        except FileNotFoundError:
+            raise NotReady(
+                f"the folder {path} is not there; make it on a tmpfs or hugetlbfs, or mount that "
+                "here, too (containers: the same path in each)"
+            ) from None
+        except OSError as error:
+            raise PermissionDenied(
+                f"open the folder {path}: {error.strerror}; expected a folder, not a link, that "
+                "this user may read"
+            ) from error
+        try:
+            folder = cls(path, fd)
+            if path != names.FOLDER and folder.kind is FolderKind.OTHER:
+                raise ConfigError(
+                    f"{path} is on neither tmpfs nor hugetlbfs, where a pool would be written to "
+                    "a disk; see `findmnt -t tmpfs,hugetlbfs`"
+                )
+        except BaseException:
+            os.close(fd)
+            raise
+        return folder
+
+    def length(self, wanted: int) -> int:
+        """Length of an object that is to hold so many bytes."""
+        step = self.page_bytes if self.kind is FolderKind.HUGETLBFS else 1
+        return -(-wanted // step) * step
+
+    def room(self) -> memory.Room:
+        """What may still be allocated in it."""
+        if self.path == names.FOLDER:
+            return memory.available()
+        if self.kind is FolderKind.HUGETLBFS:
+            return memory.huge_available(self.path, self.page_bytes)
+        return memory.available(self.path)
+
+    # ---- objects, by their names with a slash in front
+
+    def make(self, full: str, mode: int) -> int:
+        """A new empty object; its descriptor.
+
+        Raises:
+            FileExistsError, OSError.
+        """
+        flags = _OPEN_OBJECT | os.O_RDWR | os.O_CREAT | os.O_EXCL
+        return os.open(full.removeprefix("/"), flags, mode, dir_fd=self.fd)
+
+    def open_object(self, full: str, *, writable: bool) -> int | None:
+        """A descriptor of an object, or None when there is none.
+
+        Raises:
+            PermissionDenied: not for us, or a symbolic link.
+        """
+        flags = _OPEN_OBJECT | (os.O_RDWR if writable else os.O_RDONLY)
+        try:
+            return os.open(full.removeprefix("/"), flags, dir_fd=self.fd)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise PermissionDenied(
+                f"open {self.path}{full}: {error.strerror}; expected an object of ours, not a "
+                "link; find out who made it"
+            ) from error
+
+    def life_open(self, full: str, fd: ctypes.c_int) -> None:
+        """Open a description for byte locks into `fd`: see the core's `lcs_life_open`."""
+        name = full.removeprefix("/").encode()
+        code = _native.quick().lcs_life_open_at(self.fd, name, 1, ctypes.byref(fd))
+        check(code, f"open {self.path}{full} for its locks")
+
+    def unlink(self, full: str) -> bool:
+        """Remove an object; False when there was none.
+
+        Raises:
+            PermissionDenied: this user may not.
+        """
+        try:
+            os.unlink(full.removeprefix("/"), dir_fd=self.fd)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise PermissionDenied(
+                f"unlink {self.path}{full}: {error.strerror}; only its owner can remove it"
+            ) from error
+        return True
+
+    def may_unlink(self, owner: int) -> bool:
+        """Whether mode and sticky bit let this user unlink what `owner` has in it."""
+        found = os.fstat(self.fd)
+        free = not found.st_mode & stat.S_ISVTX or os.geteuid() in (0, found.st_uid, owner)
+        return free and os.access(".", os.W_OK | os.X_OK, dir_fd=self.fd, effective_ids=True)
+
+    def dependents(self, name: str, uuid: str, owner: int) -> list[str]:
+        """Names of what belongs to one life of a segment: regular files of its owner."""
+        found = []
+        for entry in os.listdir(self.fd):
+            parsed = names.parse_dependent(f"/{entry}")
+            if parsed and (parsed.segment, parsed.uuid) == (name, uuid):
+                with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                    kind = os.stat(entry, dir_fd=self.fd, follow_symlinks=False)
+                    if stat.S_ISREG(kind.st_mode) and kind.st_uid == owner:
+                        found.append(parsed.object_name)
+        return sorted(found)
+
+    # ---- the end
+
+    def close(self) -> None:
+        """Close it. A second call does nothing."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+# ---------------------------------------------------------------- of a segment
+
+
+def path_in(config: object) -> Path | None:
+    """The folder that a configuration names, other than /dev/shm."""
+    path = config.get(FOLDER_ITEM) if isinstance(config, dict) else None
+    if not isinstance(path, str) or not path.startswith("/") or "\0" in path:
+        return None
+    return Path(path)
+
+
+@contextlib.contextmanager
+def elsewhere(header: layout.SegmentHeader) -> Iterator[Folder | None]:
+    """The folder other than /dev/shm of a segment's dependents; None where its header names none,
+    or one that is not in memory: whoever can write a header can name any folder.
+
+    Raises:
+        NotReady, PermissionDenied: it names one that cannot be seen from here.
+    """
+    folder = None
+    with contextlib.suppress(ConfigError, CacheCorrupted):
+        path = path_in(config_of(header))
+        folder = Folder.open(path) if path else None
+    with folder or contextlib.nullcontext():
+        yield folder
+
+
+def path_of(full: str) -> Path:
+    """Where a dependent lies that `SegmentInfo.dependents` names: an object, or a path."""
+    return names.FOLDER / full[1:] if full.count("/") == 1 else Path(full)
