@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightcache import _arguments
 from lightcache._arguments import Keys, Offsets, Pages
@@ -22,6 +22,7 @@ from lightcache.hashing import (
 from lightcache.leases import Lease, LeaseBatch
 from lightcache.namespaces import Namespace
 from lightcache.page_index import MAX_PAGES, PageIndex
+from lightcache.pinning import PoolPin
 from lightcache.placement import Numa, check_numa
 from lightcache.pool import CHUNK_BYTES, Grower, HostPool
 from lightcache.pool_object import make_object
@@ -31,6 +32,10 @@ from lightcache.shm.folders import FOLDER_ITEM, checked_path, path_in
 from lightcache.sizes import parse_size
 from lightcache.snapshot import CheckReport, IndexStats
 from lightcache.tickets import ClientId
+
+if TYPE_CHECKING:
+    from lightcache.kernels.pinned import PinnedPages
+    from lightcache.kernels.registration import Driver
 
 DEFAULT_SECRET = Path("~/.local/share/lightcache/secret")
 _MAX_PAGE = 1 << 40
@@ -65,6 +70,7 @@ class Cache:
         self._secret = secret
         self._specs: dict[tuple[int, str, str], KeySpec] = {}
         self.pool = HostPool(index, self.page_bytes, huge_pages=huge_pages, numa=numa)
+        self._pin = PoolPin(self.pool)
         self._grower: Grower | None = None
         if grow and not index.readonly and self.pool.grown < self.pool.pages:
             self._grower = Grower(self.pool)
@@ -437,6 +443,39 @@ class Cache:
         """Capacity in pages."""
         return self.index.pages
 
+    # ---- devices
+
+    def pin(
+        self,
+        *,
+        device: str | int | None = None,
+        threads: int = 4,
+        chunk_bytes: int | None = None,
+        grow_threads: int = 0,
+        progress: Callable[[int, int], None] | None = None,
+        driver: Driver | None = None,
+    ) -> PinnedPages:
+        """Register the pool with the driver of a GPU, in the background: its pages can then be
+        copied without the processor, each as soon as its piece is registered. Every process pins
+        for itself. Returns at once, loads the driver; `close` undoes it.
+
+        Args:
+            device: "cuda:0", or its number; None: the current one. All devices may use it.
+            threads, chunk_bytes: see `PinnedPages`.
+            grow_threads: that also give memory to the pool meanwhile, faster than the one thread
+                that every cache has; 0: leave it to that.
+            progress: called with (pages registered, pages).
+            driver: instead of the device's; for tests.
+
+        Raises:
+            ConfigError: no such device, or counts out of range.
+            InUse: it is pinned already by this object.
+            PermissionDenied: attached read-only.
+            Detached: closed, replaced, or a forked child.
+        """
+        self.index.segment.check_usable()
+        return self._pin.make(device, driver, threads, chunk_bytes, grow_threads, progress)
+
     # ---- the end
 
     def _need_memory(self, wanted: int) -> None:
@@ -444,13 +483,16 @@ class Cache:
         self.pool.grow(max(wanted, CHUNK_BYTES // self.page_bytes))
 
     def close(self) -> None:
-        """Leave; see `PageIndex.close`. Stops growing the pool; others carry on.
+        """Leave; see `PageIndex.close`. Stops growing the pool; others carry on. What `pin` made is
+        unregistered first: close engines before, and drop arrays and tensors made of the pool.
 
         Raises:
-            InUse: views of the pool live. Nothing was changed.
+            InUse: views of the pool live, or engines use its pinned pages. Nothing was changed.
+                For views of the array of the pinned pages themselves: those pages were closed.
             Detached: in a forked child.
         """
         if not self.index._unusable():
+            self._pin.close()
             self.pool.check_closable()
             if self._grower:
                 self._grower.stop()

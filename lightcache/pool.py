@@ -151,6 +151,11 @@ class HostPool:
         self._index.segment.check_usable()
         return np.frombuffer(self._view(), np.uint8, self.page_bytes, number * self.page_bytes)
 
+    @property
+    def readonly(self) -> bool:
+        """Whether it is mapped so that nothing can be written."""
+        return self._index.readonly
+
     def __len__(self) -> int:
         """Number of pages."""
         return self.pages

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from lightcache.cache import Cache
 from lightcache.errors import LightcacheError
@@ -18,7 +17,8 @@ from lightcache.placement import parse_numa
 from lightcache.pool import HostPool
 from lightcache.shm import Segment
 from lightcache.sizes import format_size
-from lightcache.tools.output import Command, console, emit, json_option
+from lightcache.tools.output import Command, emit, json_option
+from lightcache.tools.progress import bar
 
 
 @click.command(cls=Command)
@@ -91,16 +91,8 @@ def _undo(cache: Cache, name: str) -> None:
 
 
 def _prefault(pool: HostPool, name: str, threads: int | None, *, quiet: bool) -> None:
-    out = console(stderr=True)
-    if quiet or not out.is_terminal:
-        pool.prefault(threads=threads)
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=out, transient=True) as progress:
-        task = progress.add_task(f"memory of {name}", total=pool.pages, completed=pool.grown)
-        pool.prefault(
-            threads=threads, progress=lambda done, _: progress.update(task, completed=done)
-        )
+    with bar(f"memory of {name}", pool.pages, pool.grown, quiet=quiet) as progress:
+        pool.prefault(threads=threads, progress=progress)
 
 
 def _report(cache: Cache, as_json: bool) -> None:

@@ -24,14 +24,20 @@ def examine() -> list[Finding]:
 
 
 @click.command(cls=Command)
+@click.option("--pin", metavar="NAME", help="Only measure registering this cache with the GPU.")
 @json_option
 @click.pass_context
-def doctor(ctx: click.Context, as_json: bool) -> None:
+def doctor(ctx: click.Context, as_json: bool, pin: str | None) -> None:
     """Look at this machine: memory, limits, kernel, versions, devices.
 
     Each line is ok, a warning, or an error with the remedy. Exit status 1 if there is an error.
     """
-    found = examine()
+    if pin is None:
+        found = examine()
+    else:
+        from lightcache.tools.doctor_pin import pinning
+
+        found = pinning(pin, quiet=as_json)
     if as_json:
         emit([asdict(finding) for finding in found])
     else:
