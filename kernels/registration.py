@@ -55,10 +55,17 @@ class TorchDriver:
         import torch
 
         cuda: Any = torch.cuda
-        chosen: Any = torch.device(f"cuda:{device}" if type(device) is int else device or "cuda")
+        try:
+            chosen: Any = torch.device(
+                f"cuda:{device}" if type(device) is int else device or "cuda"
+            )
+        except RuntimeError as error:
+            raise ConfigError(
+                f"device {device!r}: expected one such as 'cuda:0': {error}"
+            ) from None
         if chosen.type != "cuda" or not cuda.is_available():
             raise ConfigError(
-                f"pinning needs a GPU that torch can use: {device!r} was asked for, and torch finds "
+                f"pinning needs a GPU that torch can use: {device!r} was asked for, and torch has "
                 f"{cuda.device_count()}; without one use HostPages (see `lightcache doctor`)"
             )
         self.index = cuda.current_device() if chosen.index is None else chosen.index

@@ -76,7 +76,12 @@ def pci_address(gpu: int) -> str:
     if gpu >= count:
         raise ConfigError(f'numa="gpu:{gpu}": torch finds {count} GPUs; give the node instead')
     found: Any = torch.cuda.get_device_properties(gpu)
-    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    try:
+        return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    except AttributeError:
+        raise ConfigError(
+            f'numa="gpu:{gpu}": torch {torch.__version__} does not say its address; give the node'
+        ) from None
 
 
 def node_of_pci(address: str, devices: Path = _PCI) -> int | None:

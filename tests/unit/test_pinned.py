@@ -550,3 +550,11 @@ def test_doctor_does_not_wait_for_memory(segment_name: str) -> None:
     with Cache.create(segment_name, **big):
         (found,) = pinning(segment_name, driver=FakeDriver())
         assert "4 of 8 pages" in found.found
+
+
+@pytest.mark.parametrize("device", ["cpu", "nonsense", 99, "cuda:99"])
+def test_devices_that_are_none(segment_name: str, device: Any) -> None:
+    pytest.importorskip("torch")
+    with Cache.create(segment_name, **ARGUMENTS) as cache:
+        with pytest.raises(ConfigError):
+            cache.pin(device=device)
