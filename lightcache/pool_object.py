@@ -29,10 +29,12 @@ def pool_name(segment: Segment) -> str:
 
 def make_object(segment: Segment, total: int, first: int, numa: Numa = None) -> None:
     """Make the pool object of an index that is being created: `total` bytes long, `first` of them
-    with memory. Called before anybody can attach.
+    with memory. Called before anybody can attach. When it fails, what it has made goes with the
+    segment, which its creator then removes.
 
     Raises:
-        NoSpace: fewer bytes are available than the pool will have; nothing is left behind.
+        NoSpace: fewer bytes are available than the pool will have.
+        PermissionDenied: no object may be made where it is to lie.
     """
     with segment.folder() as folder:
         length = folder.length(total)
@@ -54,9 +56,6 @@ def make_object(segment: Segment, total: int, first: int, numa: Numa = None) -> 
             ) from error
         try:
             _furnish(fd, segment, folder, mode, (length, first), numa)
-        except BaseException:
-            folder.unlink(name)
-            raise
         finally:
             os.close(fd)
 
