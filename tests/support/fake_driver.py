@@ -21,9 +21,10 @@ class FakeDriver:
     held: dict[int, int] = field(default_factory=dict)
     calls: list[tuple[str, int, int]] = field(default_factory=list)
     gates: dict[int, threading.Event] = field(default_factory=dict)
-    """The call of that number waits for the event (at most a minute)."""
+    """What is so many bytes behind the first memory registered waits for the event (a minute)."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     count: int = 0
+    base: int = 0
 
     def enter(self) -> None:
         """Every thread must begin with it."""
@@ -34,7 +35,8 @@ class FakeDriver:
         assert getattr(ENTERED, "driver", None) is self, "a thread that has not entered"
         with self.lock:
             number, self.count = self.count, self.count + 1
-            gate = self.gates.get(number)
+            self.base = self.base or address
+            gate = self.gates.get(address - self.base)
         if gate is not None:
             assert gate.wait(60), "a held-up registration was forgotten"
         with self.lock:

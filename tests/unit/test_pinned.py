@@ -7,8 +7,11 @@ import itertools
 import math
 import mmap
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -145,7 +148,7 @@ def test_everything_is_registered_once(pin: Pin, pages: int, page_bytes: int, th
 
 
 def test_the_first_pages_before_the_rest(pin: Pin) -> None:
-    driver = FakeDriver(gates={1: threading.Event(), 2: threading.Event()})
+    driver = FakeDriver(gates={at * 4096: threading.Event() for at in (1, 5)})
     pinned = pin(driver=driver, threads=2)
     pinned.wait([0], DEADLINE)
     assert pinned.ready == 1
@@ -162,12 +165,12 @@ def test_the_first_pages_before_the_rest(pin: Pin) -> None:
 
 
 def test_pieces_that_finish_out_of_order(pin: Pin, wait_until: Wait) -> None:
-    driver = FakeDriver(gates={1: threading.Event()})
+    driver = FakeDriver(gates={4096: threading.Event()})
     pinned = pin(13, driver=driver, threads=2)  # pieces of 1, 4, 4 and 4 pages
     wait_until(lambda: len(driver.registered()) == 3, "the pieces behind the one held up")
     assert pinned.ready == 1
     assert isinstance(raised(lambda: pinned.check([12])), NotReady), "its front is not whole"
-    driver.gates[1].set()
+    driver.gates[4096].set()
     pinned.wait(timeout=DEADLINE)
     assert pinned.ready == 13
 
@@ -340,11 +343,12 @@ def test_closed(pin: Pin) -> None:
         assert isinstance(raised(call), Detached)
 
 
-def test_closing_in_the_middle(pin: Pin) -> None:
+def test_closing_in_the_middle(pin: Pin, wait_until: Wait) -> None:
     """What is under way is waited for and undone; who waits for the rest is told."""
-    driver = FakeDriver(gates={2: threading.Event()})
+    driver = FakeDriver(gates={5 * 4096: threading.Event()})
     pinned = pin(driver=driver, threads=1)
-    pinned.wait([4], DEADLINE)
+    wait_until(lambda: driver.count == 3, "the third registration")
+    assert pinned.ready == 5
     told: list[LightcacheError] = []
     waiter = threading.Thread(target=lambda: told.append(raised(pinned.wait)))
     waiter.start()
@@ -355,7 +359,7 @@ def test_closing_in_the_middle(pin: Pin) -> None:
     assert [type(error) for error in told] == [Detached]
     assert not pinned.closed
     assert driver.registered(), "nothing is undone while a call is under way"
-    driver.gates[2].set()
+    driver.gates[5 * 4096].set()
     closer.join(DEADLINE)
     assert pinned.closed
     assert driver.registered() == []
@@ -558,3 +562,20 @@ def test_devices_that_are_none(segment_name: str, device: Any) -> None:
     with Cache.create(segment_name, **ARGUMENTS) as cache:
         with pytest.raises(ConfigError):
             cache.pin(device=device)
+
+
+def test_doctor_pin_as_a_command(segment_name: str) -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU; tests/gpu measures it")
+    with Cache.create(segment_name, **ARGUMENTS):
+        done = subprocess.run(
+            [Path(sys.executable).parent / "lightcache", "doctor", "--pin", segment_name],
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE,
+            check=False,
+        )
+    assert done.returncode == 1, done
+    assert "could not be pinned" in done.stdout
+    assert "needs a GPU" in done.stdout

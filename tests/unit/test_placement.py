@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightcache import Cache, ConfigError, placement
-from lightcache.shm import _native
+from lightcache.shm import _native, read_segment
 
 ARGUMENTS: dict[str, Any] = {
     "pages": 4,
@@ -79,6 +79,15 @@ def test_what_the_core_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(placement, "pci_address", lambda gpu: f"address of {gpu}")
         monkeypatch.setattr(placement, "node_of_pci", lambda address, node=node: node)
         assert placement.advised_node("gpu:3") == told
+
+
+def test_a_gpu_that_is_not_there(segment_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found out while the pool is made: then nothing is left of it."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ConfigError, match="finds 0 GPUs"):
+        Cache.create(segment_name, **ARGUMENTS, numa="gpu:0")
+    assert read_segment(segment_name) is None
 
 
 def test_a_pool_on_a_node(segment_name: str) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -379,6 +380,15 @@ def test_room_in_huge_pages(tmp_path: Path) -> None:
     none = memory.huge_available(tmp_path, 1 << 30, tmp_path)
     assert none.bytes == 0
     assert "hugepages-1048576kB" in none.limit
+
+
+def test_room_where_the_mount_has_no_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tmpfs of size=0 reports no blocks at all, which does not mean that it is full."""
+    limitless = SimpleNamespace(f_blocks=0, f_bavail=0, f_frsize=4096)
+    monkeypatch.setattr(os, "statvfs", lambda _: limitless)
+    room = memory.available(tmp_path, tmp_path, tmp_path)
+    assert room.bytes > 0
+    assert room.limit == "of free memory"
 
 
 def _hugetlbfs() -> Path | None:
