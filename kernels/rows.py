@@ -113,25 +113,16 @@ class Plan:
         """Whether neighbouring slots of one block lie in a page as they do on the device."""
 
     def _classes(self, planes: list[DevicePlane], word: int) -> list[RowClass]:
-        first = self._first_heads()
         kinds: dict[tuple[Shape, Strides], list[tuple[int, int]]] = {}
         for number, (cell, plane) in enumerate(zip(self.cells, planes, strict=True)):
             shape, strides = _shape(cell, plane)
-            local = cell.head - first[cell.group, cell.layer, cell.plane.name]
-            address = plane.address + cell.row * plane.row_stride + local * plane.head_stride
+            head = cell.own_head * plane.head_stride
+            address = plane.address + cell.row * plane.row_stride + head
             kinds.setdefault((shape, strides), []).append((number, address))
         return [
             self._class(shape, strides, members, word)
             for (shape, strides), members in kinds.items()
         ]
-
-    def _first_heads(self) -> dict[tuple[int, int, str], int]:
-        """The first head of each plane that the rank holds, which its tensors begin with."""
-        first: dict[tuple[int, int, str], int] = {}
-        for cell in self.cells:
-            key = (cell.group, cell.layer, cell.plane.name)
-            first[key] = min(cell.head, first.get(key, cell.head))
-        return first
 
     def _class(
         self, shape: Shape, strides: Strides, members: list[tuple[int, int]], word: int
