@@ -87,6 +87,11 @@ class DeviceTransfer:
         self._engine._settled(marks, uses[0])
         return True
 
+    @property
+    def waited_for(self) -> bool:
+        """Whether somebody is still to be told."""
+        return bool(self._calls)
+
     def run_calls(self) -> None:
         """Tell those who asked to be told, once."""
         while self._calls:

@@ -284,7 +284,11 @@ class TransferEngine:
     def _recycle(self, lane: Lane) -> None:
         """Take buffers back from what is over, without telling anybody yet."""
         while lane.going and lane.going[0].settle():
-            self._finished.append(lane.going.popleft())
+            self._finish(lane.going.popleft())
+
+    def _finish(self, transfer: DeviceTransfer) -> None:
+        if transfer.waited_for:
+            self._finished.append(transfer)
 
     def _failed(self, transfer: DeviceTransfer, error: BaseException, streams: list[Any]) -> None:
         """Not all of it went. What did must still be waited for."""
@@ -306,7 +310,7 @@ class TransferEngine:
                 over = [each for each in lane.going if each.settle()]
                 for each in over:
                     lane.going.remove(each)
-                self._finished += over
+                    self._finish(each)
                 going += len(lane.going)
             finished, self._finished = self._finished, []
         for transfer in finished:
