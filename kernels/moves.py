@@ -246,14 +246,14 @@ def check_slots(batch: Batch, limit: int) -> None:
 
 
 def token_limit(geometry: PageGeometry, planes: DevicePlanes, share: Share) -> int:
-    """Tokens that every plane of a share has room for.
+    """Tokens that every plane of a share has room for; no limit where a share is empty.
 
     Raises:
         ConfigError: a plane of the share was not described.
     """
     return min(
         (planes.find(geometry, cell).slots * cell.plane.unit_tokens for cell in share.cells),
-        default=0,
+        default=1 << 62,
     )
 
 

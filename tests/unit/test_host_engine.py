@@ -1,0 +1,462 @@
+"""The host engine: every byte against a plain loop, and what its transfers promise."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from support.device_sides import Bytes, Device, rows
+
+from lightcache import ConfigError, Detached, TransferFailed, WaitTimeout
+from lightcache.kernels.geometry import KVGroup, PageGeometry, Plane
+from lightcache.kernels.host_engine import HostEngine
+from lightcache.kernels.memory import HostPages
+from lightcache.kernels.planes import DevicePlane, DevicePlanes
+from lightcache.kernels.transfer import Engine, Move, Transfer
+
+SLOTS = 64
+PAGES = 6
+attention = KVGroup.attention
+GEOMETRIES = {
+    "bf16": PageGeometry(
+        [attention("kv", layers=3, heads=4, head_dim=4, dtype_bytes=2, page_tokens=8)]
+    ),
+    "head groups": PageGeometry(
+        [
+            attention(
+                "kv", layers=2, heads=4, head_dim=4, dtype_bytes=2, page_tokens=4, head_groups=2
+            )
+        ]
+    ),
+    "scales, packed": PageGeometry(
+        [
+            attention(
+                "kv", layers=2, heads=2, head_dim=8, dtype_bytes=1, page_tokens=4,
+                content="packed", scale_bytes=3,
+            )
+        ]
+    ),
+    "opaque blocks beside": PageGeometry(
+        [
+            attention("kv", layers=2, heads=2, head_dim=4, dtype_bytes=2, page_tokens=8),
+            KVGroup.opaque("index", layers=[1, 5], row_bytes=33, page_tokens=8, unit_tokens=4),
+        ]
+    ),
+    "state": PageGeometry(
+        [
+            KVGroup.state(
+                "ssm",
+                layers=2,
+                parts=[Plane("conv", 6, 4, rows=3), Plane("rec", 40, 4)],
+                head_groups=2,
+            )
+        ]
+    ),
+    "long rows": PageGeometry(
+        [attention("kv", layers=1, heads=2, head_dim=4100, dtype_bytes=2, page_tokens=4)]
+    ),
+}  # fmt: skip
+
+
+def pages_of(geometry: PageGeometry, seed: int = 1, more: int = 0) -> HostPages:
+    shape = (PAGES, geometry.page_bytes + more)
+    return HostPages(np.random.default_rng(seed).integers(0, 256, shape, np.uint8))
+
+
+def any_moves(rng: random.Random, geometry: PageGeometry) -> list[Move]:
+    """Moves of different pages and slots, aligned to the largest unit."""
+    tokens = geometry.page_tokens
+    unit = max(plane.unit_tokens for group in geometry.groups for plane in group.planes)
+    pages, blocks = rng.sample(range(PAGES), PAGES), rng.sample(range(SLOTS // unit), SLOTS // unit)
+    if rng.random() < 0.3:
+        blocks.sort()  # runs
+    moves = []
+    for _ in range(rng.randrange(1, 4)):
+        mine = [pages.pop() for _ in range(min(len(pages), rng.randrange(3)))]
+        first = rng.randrange(0, len(mine) * tokens + 1, unit)
+        count = rng.randrange(len(mine) * tokens - first + 1)
+        units = [blocks.pop() if rng.random() < 0.9 else -1 for _ in range(-(-count // unit))]
+        slots = [b * unit + t if b >= 0 else -1 for b in units for t in range(unit)][:count]
+        skip = np.array([rng.random() < 0.3 for _ in mine], np.bool_)
+        moves.append(Move(mine, slots, first, rng.choice([None, skip])))
+    return moves
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("kind", GEOMETRIES)
+def test_every_byte_both_ways(kind: str, seed: int) -> None:
+    rng = random.Random(f"{kind} {seed}")
+    geometry = GEOMETRIES[kind]
+    ranks = rng.choice([1, 2]) if geometry.head_groups in (1, 2) else 1
+    share = geometry.share(rng.randrange(ranks), ranks, writing=rng.random() < 0.5)
+    device = Device(share, SLOTS, seed)
+    memory = pages_of(geometry, seed, rng.choice([0, 5]))
+    moves = any_moves(rng, geometry)
+    pairs = list(rows(share, device, memory.page_bytes, moves))
+    window = rng.choice([None, 1, 2])
+    with HostEngine(
+        geometry, device.planes, memory, share=share, threads=rng.choice([1, 3])
+    ) as engine:
+        expected = memory.array.copy().reshape(-1)
+        for page, slot in pairs:
+            expected[page] = device.memory[slot]
+        before = device.memory.copy()
+        transfer = engine.offload(moves, window=window)
+        assert transfer.nbytes == sum(page.stop - page.start for page, _ in pairs)
+        transfer.wait(60)
+        assert (memory.array.reshape(-1) == expected).all(), "pages"
+        assert (device.memory == before).all(), "an offload wrote to the device"
+
+        memory.array[...] = pages_of(
+            geometry, seed + 100, memory.page_bytes - geometry.page_bytes
+        ).array
+        flat = memory.array.copy().reshape(-1)
+        for page, slot in pairs:
+            before[slot] = flat[page]
+        engine.load(moves, window=window).wait(60)
+        assert (device.memory == before).all(), "device"
+        assert (memory.array.reshape(-1) == flat).all(), "a load wrote to the pages"
+
+
+class Gate:
+    """An event of somebody else, which the test opens; counts who waits."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.reached, self.opened, self.error = threading.Event(), threading.Event(), error
+
+    def synchronize(self) -> None:
+        self.reached.set()
+        assert self.opened.wait(60)
+        if self.error:
+            raise self.error
+
+
+class Sides:
+    """A small engine with all there is to it."""
+
+    def __init__(self, **how: Any) -> None:
+        self.geometry = GEOMETRIES["bf16"]
+        self.device = Device(self.geometry.share(), SLOTS, 5)
+        self.memory = pages_of(self.geometry)
+        self.engine = HostEngine(self.geometry, self.device.planes, self.memory, **how)
+
+    def expected(self, *moves: Move) -> Bytes:
+        flat = self.memory.array.copy().reshape(-1)
+        for page, slot in rows(self.geometry.share(), self.device, self.memory.page_bytes, moves):
+            flat[page] = self.device.memory[slot]
+        return flat.reshape(self.memory.array.shape)
+
+
+@pytest.fixture
+def sides() -> Iterator[Sides]:
+    made = Sides()
+    yield made
+    made.engine.close()
+
+
+MOVE = Move([2], np.arange(8))
+
+
+def test_it_is_an_engine(sides: Sides) -> None:
+    engine: Engine = sides.engine
+    transfer: Transfer = engine.offload(MOVE)
+    transfer.wait_on()
+    assert transfer.done()
+
+
+def test_nothing_moves_before_what_it_is_after(sides: Sides) -> None:
+    before, gate, stream = sides.memory.array.copy(), Gate(), Gate()
+    stream.opened.set()
+    transfer = sides.engine.offload(MOVE, streams=[stream], after=[gate])
+    assert gate.reached.wait(60)
+    assert stream.reached.is_set()
+    assert not transfer.done()
+    with pytest.raises(WaitTimeout):
+        transfer.wait(0)
+    assert (sides.memory.array == before).all()
+    expected = sides.expected(MOVE)
+    gate.opened.set()
+    transfer.wait(60)
+    assert (sides.memory.array == expected).all()
+
+
+def test_arrays_of_a_call_may_be_changed_behind_it(sides: Sides) -> None:
+    gate, slots, pages = Gate(), np.arange(8), np.array([2])
+    expected = sides.expected(MOVE)
+    transfer = sides.engine.offload(Move(pages, slots), after=[gate])
+    slots[:], pages[:] = 20, 3
+    gate.opened.set()
+    transfer.wait(60)
+    assert (sides.memory.array == expected).all()
+
+
+def test_one_direction_goes_in_order_and_the_other_does_not_wait(sides: Sides) -> None:
+    gate = Gate()
+    first = sides.engine.offload(Move([0], np.arange(8)), after=[gate])
+    second = sides.engine.offload(Move([0], np.arange(8, 16)))
+    assert gate.reached.wait(60)
+    sides.engine.load(Move([5], np.arange(40, 48))).wait(60)
+    assert not second.done()
+    gate.opened.set()
+    second.wait(60)
+    assert first.done()
+    expected = sides.expected(Move([0], np.arange(8, 16)))
+    assert (sides.memory.array == expected).all()
+
+
+def test_a_transfer_is_something_to_be_after(sides: Sides) -> None:
+    gate, called = Gate(), []
+    first = sides.engine.offload(Move([0], np.arange(8)), after=[gate])
+    first.when_done(called.append)
+    second = sides.engine.load(Move([0], np.arange(8, 16)), after=[first])
+    assert gate.reached.wait(60)
+    gate.opened.set()
+    second.wait(60)
+    assert called == [], "the engine's threads make no calls of ours"
+    assert first.done()
+    assert called == [True]
+    k = sides.device.memory
+    for low, high in zip(
+        rows(sides.geometry.share(), sides.device, sides.memory.page_bytes, [Move([0], range(8))]),
+        rows(
+            sides.geometry.share(), sides.device, sides.memory.page_bytes, [Move([0], range(8, 16))]
+        ),
+        strict=True,
+    ):
+        assert (k[low[1]] == k[high[1]]).all()
+
+
+def test_a_failed_one(sides: Sides) -> None:
+    before, gate, called = sides.memory.array.copy(), Gate(RuntimeError("no such stream")), []
+    transfer = sides.engine.offload(MOVE, after=[gate], window=1)
+    transfer.when_done(called.append)
+    gate.opened.set()
+    for wait in (transfer.wait, transfer.done, transfer.wait_on, lambda: transfer.wait_layer(0)):
+        with pytest.raises(TransferFailed, match="no such stream") as failed:
+            wait()
+        assert isinstance(failed.value.__cause__, RuntimeError)
+    transfer.when_done(called.append)
+    assert called == [False, False]
+    assert (sides.memory.array == before).all()
+    assert sides.engine.poll() == 0
+    sides.engine.offload(MOVE).wait(60)
+
+
+def test_a_failed_copy(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightcache.kernels.host_lanes import Index
+
+    whole = Index._indexed
+    told = iter(range(1000))
+
+    def breaks(self: Index, *arguments: Any) -> None:
+        if next(told) == 3:
+            raise MemoryError("here")
+        whole(self, *arguments)
+
+    monkeypatch.setattr(Index, "_indexed", breaks)
+    with pytest.raises(TransferFailed, match="here"):
+        sides.engine.offload(MOVE).wait(60)
+
+
+def test_windows_are_done_one_by_one(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightcache.kernels.host_lanes import Index, Lane
+
+    whole, gate = Index._indexed, Gate()
+
+    def slow(self: Index, lane: Lane, *arguments: Any) -> None:
+        if lane.layer == 2:
+            gate.synchronize()
+        whole(self, lane, *arguments)
+
+    monkeypatch.setattr(Index, "_indexed", slow)
+    expected = sides.expected(MOVE)
+    transfer = sides.engine.offload(MOVE, window=1)
+    transfer.wait_layer(0)
+    transfer.wait_layer(1)
+    assert gate.reached.wait(60)
+    assert not transfer.done()
+    for page, _ in rows(
+        sides.geometry.share(layers=[0, 1]), sides.device, sides.memory.page_bytes, [MOVE]
+    ):
+        assert (sides.memory.array.reshape(-1)[page] == expected.reshape(-1)[page]).all()
+    gate.opened.set()
+    transfer.wait_layer(2)
+    assert (sides.memory.array == expected).all()
+    transfer.wait(60)
+    with pytest.raises(ConfigError, match="layer"):
+        transfer.wait_layer(3)
+
+
+def test_calls_are_made_once(sides: Sides) -> None:
+    gate, called = Gate(), []
+    transfer = sides.engine.offload(MOVE, after=[gate])
+    transfer.when_done(lambda ok: called.append(("a", ok)))
+
+    def wrong(ok: bool) -> None:
+        raise KeyError("mine")
+
+    transfer.when_done(wrong)
+    transfer.when_done(lambda ok: called.append(("b", ok)))
+    assert sides.engine.poll() == 1
+    assert called == []
+    gate.opened.set()
+    with pytest.raises(KeyError, match="mine"):
+        transfer.wait(60)
+    transfer.wait(60)
+    assert called == [("a", True), ("b", True)]
+    transfer.when_done(lambda ok: called.append(("c", ok)))
+    assert called[2:] == [("c", True)]
+    assert sides.engine.poll() == 0
+
+
+def test_poll_and_close_make_the_calls() -> None:
+    for way in ("poll", "close"):
+        sides, called = Sides(), []
+        transfer = sides.engine.offload(MOVE)
+        transfer.when_done(called.append)
+        transfer.synchronize()
+        assert called == []
+        getattr(sides.engine, way)()
+        assert called == [True]
+        sides.engine.close()
+        sides.engine.close()
+        for call in (sides.engine.offload, sides.engine.load):
+            with pytest.raises(Detached, match="closed"):
+                call(MOVE)
+
+
+def test_close_waits_for_what_goes_on() -> None:
+    sides, gate = Sides(), Gate()
+    expected = sides.expected(MOVE)
+    sides.engine.offload(MOVE, after=[gate])
+    closing = threading.Thread(target=sides.engine.close)
+    closing.start()
+    assert gate.reached.wait(60)
+    assert closing.is_alive()
+    gate.opened.set()
+    closing.join(60)
+    assert (sides.memory.array == expected).all()
+
+
+def test_a_dropped_engine_finishes() -> None:
+    sides, gate = Sides(), Gate()
+    expected = sides.expected(MOVE)
+    transfer = sides.engine.offload(MOVE, after=[gate])
+    del sides.engine
+    gate.opened.set()
+    transfer.wait(60)
+    assert (sides.memory.array == expected).all()
+
+
+def test_a_limited_rate_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    import types
+
+    from lightcache.kernels import host_transfer
+
+    now, slept = [100.0], []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        now[0] += seconds
+
+    clock = types.SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
+    monkeypatch.setattr(host_transfer, "time", clock)
+    sides = Sides(rate=1000.0, threads=1)
+    expected = sides.expected(MOVE)
+    transfer = sides.engine.offload(MOVE)
+    transfer.wait(60)
+    last = min(size for size in [transfer.nbytes // 6])
+    assert sum(slept) == pytest.approx((transfer.nbytes - last) / 1000.0)
+    assert (sides.memory.array == expected).all()
+    now[0] += 1e6  # rest earns nothing
+    before = len(slept)
+    sides.engine.offload(MOVE).wait(60)
+    assert len(slept) > before
+    sides.engine.close()
+
+
+def test_planes_of_one_call(sides: Sides) -> None:
+    other = Device(sides.geometry.share(), SLOTS, 9)
+    expected = sides.memory.array.copy().reshape(-1)
+    for page, slot in rows(sides.geometry.share(), other, sides.memory.page_bytes, [MOVE]):
+        expected[page] = other.memory[slot]
+    sides.engine.offload(MOVE, planes=other.planes).wait(60)
+    assert (sides.memory.array.reshape(-1) == expected).all()
+    with pytest.raises(ConfigError, match="layer 0"):
+        sides.engine.offload(MOVE, planes=DevicePlanes({}))
+
+
+def test_nothing_to_move(sides: Sides) -> None:
+    for moves in ([], Move([], []), Move([1], [-1] * 8), Move([1], [0], skip=np.array([True]))):
+        called: list[bool] = []
+        transfer = sides.engine.offload(moves)
+        transfer.when_done(called.append)
+        transfer.wait(60)
+        transfer.wait_layer(1)
+        assert transfer.nbytes == 0
+        assert called == [True]
+    share = sides.geometry.share(layers=[])
+    with HostEngine(sides.geometry, sides.device.planes, sides.memory, share=share) as engine:
+        engine.offload(MOVE).wait(60)
+
+
+@pytest.mark.parametrize(
+    ("moves", "how", "why"),
+    [
+        (Move([2], np.arange(8) + SLOTS - 7), {}, f"slots: expected 0 to {SLOTS - 1}"),
+        (Move([2], np.arange(8.0)), {}, "slots"),
+        (Move([PAGES], np.arange(8)), {}, "another cache"),
+        (MOVE, {"window": 0}, "window"),
+        (MOVE, {"after": [17]}, "after"),
+        (MOVE, {"after": 17}, "after"),
+        (MOVE, {"streams": ["s"]}, "after"),
+        (MOVE, {"planes": 17}, "planes"),
+    ],
+)
+def test_bad_input_moves_nothing(sides: Sides, moves: Any, how: Any, why: str) -> None:
+    pages, device = sides.memory.array.copy(), sides.device.memory.copy()
+    for call in (sides.engine.offload, sides.engine.load):
+        with pytest.raises(ConfigError, match=why):
+            call([MOVE, moves], **how)
+    assert sides.engine.poll() == 0
+    assert (sides.memory.array == pages).all()
+    assert (sides.device.memory == device).all()
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ({"threads": 0}, "threads"),
+        ({"threads": True}, "threads"),
+        ({"rate": 0}, "rate"),
+        ({"rate": -1.0}, "rate"),
+        ({"share": GEOMETRIES["state"].share()}, "share"),
+    ],
+)
+def test_an_engine_that_is_none(how: Any, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        Sides(**how)
+
+
+def test_sides_that_do_not_fit(sides: Sides) -> None:
+    small = HostPages(np.zeros((PAGES, 16), np.uint8))
+    with pytest.raises(ConfigError, match="page_bytes"):
+        HostEngine(sides.geometry, sides.device.planes, small)
+    with pytest.raises(ConfigError, match="TransferEngine"):
+        HostEngine(sides.geometry, DevicePlanes({}, device="cuda:0"), sides.memory)
+    partial = DevicePlanes({("kv", 0, "k"): DevicePlane(0, 8, 8)})
+    with pytest.raises(ConfigError, match="layer 0"):
+        HostEngine(sides.geometry, partial, sides.memory)
+
+
+def test_memory_that_is_read_only(sides: Sides) -> None:
+    array = sides.memory.array.copy()
+    array.flags.writeable = False
+    with HostEngine(sides.geometry, sides.device.planes, HostPages(array)) as engine:
+        engine.load(MOVE).wait(60)
+        with pytest.raises(ConfigError, match="read-only"):
+            engine.offload(MOVE)
