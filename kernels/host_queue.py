@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from lightcache.kernels.host_transfer import HostTransfer
+from lightcache.shm.errors import Detached
 
 
 class TransferQueue:
@@ -27,11 +28,23 @@ class TransferQueue:
         self._last: list[Future[None] | None] = [None, None]
 
     def begin(self, transfer: HostTransfer) -> None:
-        """Run it behind those before it. Does not block."""
+        """Run it behind those before it. Does not block.
+
+        Raises:
+            Detached: closed meanwhile; it does not run.
+        """
         with self._lock:
             self.open[:] = [each for each in self.open if not each.over or each.waited_for]
         self.open.append(transfer)
-        self._go_on(transfer.to_host)
+        try:
+            self._go_on(transfer.to_host)
+        except RuntimeError as error:  # closed by another thread, or Python is ending
+            with self._lock:
+                if transfer.claimed:  # all the same
+                    return
+                transfer.claimed = True
+                self.open.remove(transfer)
+            raise Detached(f"the engine takes no transfers any more: {error}") from None
 
     def _go_on(self, to_host: bool) -> None:
         self._last[to_host] = self._lines[to_host].submit(self._drain, to_host)

@@ -160,7 +160,7 @@ def _unit_sizes(geometry: PageGeometry) -> list[int]:
 def _checked(move: Move, tokens: int, units: list[int]) -> tuple[npt.NDArray[Any], Slots, Move]:
     if not isinstance(move, Move):
         raise ConfigError(f"moves: expected a Move or a sequence of them, found {move!r}")
-    pages, slots = _integers(move.pages, "pages"), _integers(move.slots, "slots")
+    pages, slots = integers(move.pages, "pages"), integers(move.slots, "slots")
     if pages.dtype.kind == "u":  # beside signed ones they would become floats
         pages = pages.astype(np.int64)
     if slots.dtype not in _SLOT_TYPES:
@@ -182,7 +182,12 @@ def _checked(move: Move, tokens: int, units: list[int]) -> tuple[npt.NDArray[Any
     return pages, slots if slots.flags.c_contiguous else np.ascontiguousarray(slots), move
 
 
-def _integers(given: Any, what: str) -> npt.NDArray[Any]:
+def integers(given: Any, what: str) -> npt.NDArray[Any]:
+    """An array of whole numbers in host memory, of one dimension; not copied if it is one.
+
+    Raises:
+        ConfigError: it is something else; `what` names it.
+    """
     if type(given) is not np.ndarray:
         try:
             given = np.asarray(given)
@@ -275,4 +280,4 @@ def check_sides(geometry: PageGeometry, memory: PageMemory, share: Share) -> Non
         )
 
 
-__all__ = ["Batch", "Rows", "check_sides", "check_slots", "flatten", "token_limit"]
+__all__ = ["Batch", "Rows", "check_sides", "check_slots", "flatten", "integers", "token_limit"]

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from lightcache.kernels.geometry import PageGeometry
+
 Pages = npt.NDArray[np.int64]
 
 
@@ -70,10 +72,36 @@ class Transfer(Protocol):
 class Engine(Protocol):
     """Moves pages between a host pool and one rank's planes."""
 
-    def offload(self, moves: Move | Sequence[Move], **how: Any) -> Transfer:
-        """Device to pages."""
+    geometry: PageGeometry
+    """Of the pages."""
 
-    def load(self, moves: Move | Sequence[Move], **how: Any) -> Transfer:
+    def offload(
+        self,
+        moves: Move | Sequence[Move],
+        *,
+        streams: Any = None,
+        after: Any = (),
+        window: int | None = None,
+        planes: Any = None,
+    ) -> Transfer:
+        """Device to pages.
+
+        Args:
+            streams: that produce the source; None: the current one.
+            after: events of whoever may still touch the destination.
+            window: layers that `wait_layer` waits for together.
+            planes: other DevicePlanes, for this call.
+        """
+
+    def load(
+        self,
+        moves: Move | Sequence[Move],
+        *,
+        streams: Any = None,
+        after: Any = (),
+        window: int | None = None,
+        planes: Any = None,
+    ) -> Transfer:
         """Pages to device."""
 
     def poll(self) -> int:

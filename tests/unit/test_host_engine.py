@@ -15,6 +15,7 @@ from lightcache import ConfigError, Detached, TransferFailed, WaitTimeout
 from lightcache.kernels.geometry import KVGroup, PageGeometry, Plane
 from lightcache.kernels.host_engine import HostEngine
 from lightcache.kernels.memory import HostPages
+from lightcache.kernels.moves import flatten
 from lightcache.kernels.planes import DevicePlane, DevicePlanes
 from lightcache.kernels.transfer import Engine, Move, Transfer
 
@@ -120,6 +121,27 @@ def test_every_byte_both_ways(kind: str, seed: int) -> None:
         engine.load(moves, window=window).wait(60)
         assert (device.memory == before).all(), "device"
         assert (memory.array.reshape(-1) == flat).all(), "a load wrote to the pages"
+
+
+def test_neighbours_in_different_blocks_are_no_run() -> None:
+    """Slots 0, 1 and 6, 7 of blocks of 4: within their blocks they are 0, 1, 2, 3."""
+    geometry, row = GEOMETRIES["long rows"], 2 * 4100 * 2
+    memory, device = (
+        pages_of(geometry),
+        np.random.default_rng(2).integers(0, 256, 32 * row, np.uint8),
+    )
+    base = int(device.ctypes.data)
+    planes = {
+        ("kv", 0, name): DevicePlane(base + at * row, 2 * row, 8, 4, 16 * row, row // 2)
+        for at, name in enumerate("kv")
+    }  # [block][unit][k, v], and blocks twice as far apart as they are large
+    with HostEngine(geometry, DevicePlanes(planes, keep=device), memory) as engine:
+        engine.offload(Move([3], [0, 1, 6, 7])).wait(60)
+    for at, slot in enumerate((0, 1, 6, 7)):
+        place = (slot // 4 * 8 + slot % 4) * 2
+        for plane in range(2):
+            found = memory.array[3].reshape(-1)[(plane * 4 + at) * row :][:row]
+            assert (found == device[(place + plane) * row :][:row]).all()
 
 
 class Gate:
@@ -339,6 +361,32 @@ def test_close_waits_for_what_goes_on() -> None:
     assert closing.is_alive()
     gate.opened.set()
     closing.join(60)
+    assert (sides.memory.array == expected).all()
+
+
+def test_a_transfer_that_comes_as_the_engine_closes(sides: Sides) -> None:
+    for line in sides.engine._queue._lines:
+        line.shutdown()
+    with pytest.raises(Detached, match="no transfers any more"):
+        sides.engine.offload(MOVE)
+    assert sides.engine.poll() == 0
+
+
+def test_one_that_an_interrupt_left_behind_is_begun(sides: Sides) -> None:
+    expected = sides.expected(MOVE)
+    transfer = sides.engine.offload(Move([0], []))
+    transfer.wait(60)
+    left = type(transfer)(
+        True,
+        sides.engine._usable().windows(
+            flatten(MOVE, sides.geometry, sides.memory), sides.engine.share, None, True
+        ),
+        (),
+        None,
+    )
+    sides.engine._queue.open.append(left)
+    while sides.engine.poll():
+        left.wait(60)
     assert (sides.memory.array == expected).all()
 
 
