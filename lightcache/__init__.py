@@ -34,6 +34,7 @@ from lightcache.pool import HostPool
 from lightcache.reservations import Reservation, Shard
 from lightcache.snapshot import CheckReport, IndexStats
 from lightcache.tickets import ClientId, Ticket, TicketStatus
+from lightcache.transfers import Load, Offload
 
 __version__ = "0.1.0"
 
@@ -54,10 +55,12 @@ __all__ = [
     "LeaseBatch",
     "LeaseLost",
     "LightcacheError",
+    "Load",
     "LockTimeout",
     "Namespace",
     "NoSpace",
     "NotReady",
+    "Offload",
     "OutOfPages",
     "PageHasher",
     "PageIndex",

@@ -34,8 +34,12 @@ from lightcache.snapshot import CheckReport, IndexStats
 from lightcache.tickets import ClientId
 
 if TYPE_CHECKING:
+    from lightcache.kernels.geometry import PageGeometry
+    from lightcache.kernels.memory import HostPages
     from lightcache.kernels.pinned import PinnedPages
+    from lightcache.kernels.planes import DevicePlanes
     from lightcache.kernels.registration import Driver
+    from lightcache.kernels.transfer import Engine
 
 DEFAULT_SECRET = Path("~/.local/share/lightcache/secret")
 _MAX_PAGE = 1 << 40
@@ -475,6 +479,35 @@ class Cache:
         """
         self.index.segment.check_usable()
         return self._pin.make(device, driver, threads, chunk_bytes, grow_threads, progress)
+
+    # ---- transfers
+
+    def engine(
+        self,
+        geometry: PageGeometry,
+        planes: DevicePlanes,
+        *,
+        memory: HostPages | None = None,
+        **how: Any,
+    ) -> Engine:
+        """What moves pages of this cache from and to one rank's planes: a `HostEngine` for planes
+        in CPU memory, else a `TransferEngine`. Close it before the cache.
+
+        Args:
+            geometry: of the pages. The cache must have been created for it: with
+                page_bytes=geometry.page_bytes, and a fingerprint that ends in
+                geometry.fingerprint(), behind a space, or has it between spaces.
+            memory: None: the pool as it is, for planes in CPU memory. A device needs the pool
+                registered with its driver: a `PinnedPages`, which others may share.
+            how: for the engine: share, threads, rate and so on.
+
+        Raises:
+            LayoutMismatch: the cache was created for other pages.
+            ConfigError: see the engines.
+        """
+        from lightcache._engines import engine_of
+
+        return engine_of(self, geometry, planes, memory, how)
 
     # ---- the end
 

@@ -192,10 +192,7 @@ class Reservation:
     def _end(self) -> None:
         """Abandon first, while our pins keep the pages ours, then unpin; may be called again
         after an interrupt anywhere in between."""
-        if self._progress.gen and not self._ready:
-            # LeaseLost: a shard's owner died or the namespace was cleared, it ended without us
-            with contextlib.suppress(LeaseLost):
-                self._index._abandon(self._progress.rid, self._progress.gen)
+        self._give_up()
         code = self._index._quick.lci_unreserve(
             self._index._handle,
             ctypes.byref(self._progress),
@@ -206,6 +203,13 @@ class Reservation:
         self._done = True
         if code not in (Code.OK, Code.FORKED, Code.CLOSED):
             check(code, "unpin a reservation")
+
+    def _give_up(self) -> None:
+        """Abandon what is not published, and keep the pins: nobody gets the pages yet."""
+        if self._progress.gen and not self._ready:
+            # LeaseLost: a shard's owner died or the namespace was cleared, it ended without us
+            with contextlib.suppress(LeaseLost):
+                self._index._abandon(self._progress.rid, self._progress.gen)
 
     def __enter__(self) -> Reservation:
         return self
@@ -267,6 +271,9 @@ class Shard:
         """
         if self._done:
             raise Abandoned("publish: this shard was released before")
+        return self._publish()
+
+    def _publish(self) -> bool:
         code = self._index._quick.lci_publish(
             self._index._handle,
             self._rid.value,
@@ -294,6 +301,12 @@ class Shard:
 
     def _end(self) -> None:
         """May be called again after an interrupt anywhere in between."""
+        self._give_up()
+        self._lease._let_go()
+        self._done = True
+
+    def _give_up(self) -> None:
+        """Abandon if it is not published, and keep the pins: nobody gets the pages yet."""
         if not self._told and self._rid.value != NOT_ADOPTED:
             code = self._index._ticket_done_code(self._ticket, False)
             if code not in (Code.OK, Code.STALE, Code.TWICE, Code.FORKED, Code.CLOSED):
@@ -301,8 +314,6 @@ class Shard:
             if self._rid.value != layout.NIL and not self._index._unusable():
                 with contextlib.suppress(LeaseLost):  # it has ended in another way
                     self._index._abandon(self._rid.value, self._gen.value)
-        self._lease._let_go()
-        self._done = True
 
     def __enter__(self) -> Shard:
         return self
