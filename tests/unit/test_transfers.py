@@ -4,6 +4,8 @@ when it has succeeded."""
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -11,8 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 from support.device_sides import Device, rows
+from support.index_view import IndexView
 from support.interrupts import interrupt
 from support.keys import prompt
+from support.scripts import with_support
 
 from lightcache import (
     Abandoned,
@@ -499,6 +503,49 @@ def test_one_fingerprint_that_begins_another(segment_name: str) -> None:
         with pytest.raises(LayoutMismatch):
             cache.engine(one, Device(one.share(), 8).planes)
         cache.engine(both, Device(both.share(), 8).planes).close()
+
+
+ABORTED_AND_KILLED = """
+import signal, sys, threading
+import numpy as np
+from support.device_sides import Device
+from support.keys import prompt
+from unit.test_transfers import GEOMETRY, SLOTS
+from lightcache import Cache, Offload
+
+cache = Cache.attach(sys.argv[1], secret=bytes(16), role="doomed", device=True)
+engine = cache.engine(GEOMETRY, Device(GEOMETRY.share(), SLOTS, 3).planes)
+never = threading.Event()
+offload = Offload(engine, cache.reserve(prompt(1, 3)), np.arange(12), after=[never])
+offload.abort()
+print("aborted", flush=True)
+signal.pause()
+"""
+
+
+def test_pages_of_an_aborted_copy_are_quarantined_too(world: World) -> None:
+    """Aborted, and killed with the copy under way: a device may still be writing them."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", with_support(ABORTED_AND_KILLED), world.cache.name],
+        stdout=subprocess.PIPE,
+    )
+    with child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"aborted\n"
+        [slot] = [c.slot for c in world.cache.clients() if c.role == "doomed"]
+        child.kill()
+    record = IndexView(world.cache.index).client(slot)
+    record.pidns += 1  # as if its end could not be seen: then it is a matter of time, here ours
+    assert world.cache.reap() == 1
+    record.quarantine_until_ns = 1 << 62
+    assert world.pins() == 3
+    with world.cache.reserve(prompt(2, 8)) as other:
+        assert len(other.new) == 5, "offered while a copy may write them"
+    record.quarantine_until_ns = 1
+    assert world.cache.reap() == 1
+    assert world.pins() == 0
+    with world.cache.reserve(prompt(2, 8)) as other:
+        assert len(other.new) == 8
 
 
 def test_a_cache_is_not_closed_under_an_engine(world: World) -> None:
