@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
 
+HELP_BYTES = 256 << 10  # waking another thread takes as long as copying about so much
+
+
 class Pace:
     """No more than so many bytes a second, by the time at which each piece may begin."""
 
@@ -177,7 +180,7 @@ class HostTransfer:
                 _await(before)
             self._befores = ()  # streams and events are not kept longer than they are needed
             with contextlib.suppress(RuntimeError):  # Python is ending: no helpers any more
-                for _ in range(min(threads, self._pieces) - 1):
+                for _ in range(min(threads, self._pieces, 1 + self.nbytes // HELP_BYTES) - 1):
                     helpers.append(submit(self._copy))
             self._copy()
         except BaseException as error:

@@ -12,6 +12,7 @@ import pytest
 from support.device_sides import Bytes, Device, rows
 
 from lightcache import ConfigError, Detached, TransferFailed, WaitTimeout
+from lightcache.kernels import host_transfer
 from lightcache.kernels.geometry import KVGroup, PageGeometry, Plane
 from lightcache.kernels.host_engine import HostEngine
 from lightcache.kernels.memory import HostPages
@@ -89,7 +90,8 @@ def any_moves(rng: random.Random, geometry: PageGeometry) -> list[Move]:
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("kind", GEOMETRIES)
-def test_every_byte_both_ways(kind: str, seed: int) -> None:
+def test_every_byte_both_ways(kind: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_transfer, "HELP_BYTES", 1)
     rng = random.Random(f"{kind} {seed}")
     geometry = GEOMETRIES[kind]
     ranks = rng.choice([1, 2]) if geometry.head_groups in (1, 2) else 1
@@ -403,8 +405,6 @@ def test_a_dropped_engine_finishes() -> None:
 def test_a_limited_rate_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     import types
 
-    from lightcache.kernels import host_transfer
-
     now, slept = [100.0], []
 
     def sleep(seconds: float) -> None:
@@ -425,6 +425,48 @@ def test_a_limited_rate_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     sides.engine.offload(MOVE).wait(60)
     assert len(slept) > before
     sides.engine.close()
+
+
+def test_transfers_that_nobody_asks_for_are_forgotten(sides: Sides) -> None:
+    for _ in range(300):
+        sides.engine.offload(MOVE).synchronize()
+    assert len(sides.engine._queue.open) <= 1
+    called: list[bool] = []
+    kept = sides.engine.offload(MOVE)
+    kept.when_done(called.append)
+    kept.synchronize()
+    del kept
+    sides.engine.offload(MOVE).synchronize()
+    assert sides.engine.poll() == 0
+    assert called == [True], "but those whose end somebody waits for"
+
+
+def test_helpers_copy_and_a_failure_waits_for_them(
+    sides: Sides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A transfer that has failed is over only when no thread copies for it any more."""
+    from lightcache.kernels.host_lanes import Index
+
+    monkeypatch.setattr(host_transfer, "HELP_BYTES", 1)
+    whole, gate, others = Index._indexed, Gate(), threading.Event()
+
+    def one_breaks(self: Index, *arguments: Any) -> None:
+        if not others.is_set():  # the first to come
+            others.set()
+            gate.synchronize()
+            whole(self, *arguments)
+            return
+        assert gate.reached.wait(60)
+        raise MemoryError("here")
+
+    monkeypatch.setattr(Index, "_indexed", one_breaks)
+    transfer = sides.engine.offload(MOVE)
+    assert gate.reached.wait(60)
+    with pytest.raises(WaitTimeout):
+        transfer.wait(0.2)
+    gate.opened.set()
+    with pytest.raises(TransferFailed, match="here"):
+        transfer.wait(60)
 
 
 def test_planes_of_one_call(sides: Sides) -> None:
