@@ -339,9 +339,10 @@ def test_calls_are_made_once(sides: Sides) -> None:
 
 def test_poll_and_close_make_the_calls() -> None:
     for way in ("poll", "close"):
-        sides, called = Sides(), []
-        transfer = sides.engine.offload(MOVE)
+        sides, called, gate = Sides(), [], Gate()
+        transfer = sides.engine.offload(MOVE, after=[gate])
         transfer.when_done(called.append)
+        gate.opened.set()
         transfer.synchronize()
         assert called == []
         getattr(sides.engine, way)()
@@ -467,6 +468,26 @@ def test_helpers_copy_and_a_failure_waits_for_them(
     gate.opened.set()
     with pytest.raises(TransferFailed, match="here"):
         transfer.wait(60)
+
+
+def test_a_load_does_not_wait_for_threads_that_offload(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightcache.kernels.host_lanes import Index
+
+    monkeypatch.setattr(host_transfer, "HELP_BYTES", 1)
+    whole, gate, sides = Index._indexed, Gate(), Sides(threads=3)
+
+    def held_up(self: Index, lane: Any, rows: slice, to_host: bool) -> None:
+        if to_host:
+            gate.synchronize()
+        whole(self, lane, rows, to_host)
+
+    monkeypatch.setattr(Index, "_indexed", held_up)
+    offload = sides.engine.offload(MOVE)
+    assert gate.reached.wait(60)
+    sides.engine.load(Move([5], np.arange(40, 48))).wait(60)
+    assert not offload.done()
+    gate.opened.set()
+    sides.engine.close()
 
 
 def test_planes_of_one_call(sides: Sides) -> None:

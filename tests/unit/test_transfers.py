@@ -152,9 +152,15 @@ def test_what_is_present_busy_or_missing_is_left_alone(world: World) -> None:
 
 def test_polling_the_engine_publishes(world: World) -> None:
     kept = [
-        Offload(world.engine, world.cache.reserve(prompt(name, 2)), world.slots(2, name))
+        Offload(
+            world.engine,
+            world.cache.reserve(prompt(name, 2)),
+            world.slots(2, name),
+            after=[world.gate],
+        )
         for name in (1, 2)
     ]
+    world.gate.opened.set()
     for offload in kept:
         offload.transfer.wait_on()
         assert offload.ready is None
