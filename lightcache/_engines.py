@@ -36,7 +36,7 @@ def engine_of(
     if memory is None:
         raise ConfigError(
             f"memory: planes on {planes.device} need the pool registered with its driver; give "
-            "memory=PinnedPages(...), see lightcache.kernels.pinned"
+            f"memory=cache.pin(device={planes.device!r}), a PinnedPages"
         )
     from importlib import import_module  # torch is imported where a device is, not before
 

@@ -498,7 +498,8 @@ class Cache:
                 page_bytes=geometry.page_bytes, and a fingerprint that ends in
                 geometry.fingerprint(), behind a space, or has it between spaces.
             memory: None: the pool as it is, for planes in CPU memory. A device needs the pool
-                registered with its driver: a `PinnedPages`, which others may share.
+                registered with its driver: the `PinnedPages` that `pin` returns, one for all
+                engines of this process.
             how: for the engine: share, threads, rate and so on.
 
         Raises:
