@@ -94,7 +94,9 @@ class Scheduler:
 
     def join(self, worker: Worker, rank: int, ranks: int, **how: Any) -> ClientId:
         order = {"name": self.cache.name, "geometry": self.kind, "rank": rank, "ranks": ranks}
-        return ClientId(*worker("join", **order, seed=rank + ranks, **how))
+        told = worker("join", **order, seed=rank + ranks, **how)
+        assert isinstance(told, list), told
+        return ClientId(*told)
 
     def write(self, workers: list[Worker], clients: list[ClientId], new: Reservation) -> list[Any]:
         """One ticket for all; each adopts its shard, writes it and publishes it."""

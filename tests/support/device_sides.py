@@ -24,7 +24,7 @@ class Device:
         self._named: dict[tuple[str, int, str], DevicePlane] = {}
         heads: dict[tuple[str, int, str], set[int]] = {}
         geometry = share.geometry
-        at = 0
+        at = 64  # no address is 0
         for cell in share.cells:
             name = geometry.groups[cell.group].name, cell.layer, cell.plane.name
             heads.setdefault(name, set()).update(range(cell.head, cell.head + cell.heads))

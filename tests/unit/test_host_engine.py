@@ -559,7 +559,7 @@ def test_sides_that_do_not_fit(sides: Sides) -> None:
         HostEngine(sides.geometry, sides.device.planes, small)
     with pytest.raises(ConfigError, match="TransferEngine"):
         HostEngine(sides.geometry, DevicePlanes({}, device="cuda:0"), sides.memory)
-    partial = DevicePlanes({("kv", 0, "k"): DevicePlane(0, 8, 8)})
+    partial = DevicePlanes({("kv", 0, "k"): DevicePlane(64, 8, 8)})
     with pytest.raises(ConfigError, match="layer 0"):
         HostEngine(sides.geometry, partial, sides.memory)
 

@@ -164,8 +164,8 @@ def test_units_of_several_tokens_begin_together() -> None:
 
 def test_limits_of_planes() -> None:
     planes = {
-        ("o", 0, "opaque"): DevicePlane(0, 8, slots=10),
-        ("o", 1, "opaque"): DevicePlane(0, 8, slots=7),
+        ("o", 0, "opaque"): DevicePlane(64, 8, slots=10),
+        ("o", 1, "opaque"): DevicePlane(64, 8, slots=7),
     }
     for unit, limit in ((1, 7), (4, 28)):
         share = geometry(unit).share()
