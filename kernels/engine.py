@@ -42,6 +42,7 @@ STAGING_BYTES = 128 << 20
 """Of one direction: the copy engine is busy for 2.4 ms with it, longer than a kernel of the model
 holds all multiprocessors, so that it never waits for a gather (measured: docs/benchmarks.md)."""
 RING_SLOTS = 4
+PACKED_PROGRAMS = 2  # for each multiprocessor, of a kernel that only moves bytes on the device
 _SLOT_TYPES = (np.dtype(np.int32), np.dtype(np.int64))
 SLOT_ALIGN = 256  # what the copy engine likes, and a multiple of every word
 
@@ -100,6 +101,7 @@ class TransferEngine:
         check_sides(geometry, memory, self.share)
         self.thresholds = DEFAULTS if calibration is None else calibration
         self.programs = programs or self.thresholds.programs
+        self.packed_programs = PACKED_PROGRAMS * self.device.processors
         self._staging_bytes = staging_bytes or STAGING_BYTES
         self._windows: dict[int, list[Joined]] = {}
         self._lock = threading.RLock()

@@ -242,7 +242,7 @@ class Submission:
         assert self.block is not None
         slots = self.block.device_address + self._words * 8
         jobs = self.block.device_address + (at + chunk.rows[0] * JOB_WORDS) * 8
-        programs, stream = 2 * self.engine.device.processors, self.lane.kernel_handle
+        programs, stream = self.engine.packed_programs, self.lane.kernel_handle
         launches = part.launches(True, self.lane.to_page)
         for (_, launch), rows in zip(launches, part.parts(cells), strict=True):
             number = rows.stop - rows.start
@@ -298,7 +298,10 @@ class Submission:
         assert self.block is not None
         if not self._uploaded:
             self._uploaded = True
+            lane, block = self.lane, self.block
             nbytes = (self._words + self._slot_words) * 8
-            self.engine._copier(
-                [self.block.device_address], [self.block.host_address], [nbytes], self.lane.kernel
-            )
+            self.engine._copier([block.device_address], [block.host_address], [nbytes], lane.upload)
+            if lane.upload is not lane.copy:
+                event = self.engine._events.recorded(lane.upload)
+                lane.kernel.wait_event(event)
+                self._sources.append(event)  # given back with them
