@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 TILE = 1024  # 16 KiB of 16-byte accesses for 256 threads: four in flight for each
 WARPS = 8
-HINTS = True
 _LARGE = 1 << 40  # makes Triton give a number 64 bits
 JOB_WORDS = 4  # page address, start in slots, first token, end token
 
@@ -38,7 +37,6 @@ def constants(shape: Shape, packed: bool, to_page: bool) -> dict[str, Any]:
         "TILE": TILE,
         "PACKED": packed,
         "TO_PAGE": to_page,
-        "HINTS": HINTS,
     }
 
 

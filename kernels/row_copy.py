@@ -35,10 +35,7 @@ def copy_rows(
     TILE: tl.constexpr,  # accesses of a program at a time, a power of two
     PACKED: tl.constexpr,  # which offset of a cell counts
     TO_PAGE: tl.constexpr,
-    HINTS: tl.constexpr,
 ):
-    FIRST: tl.constexpr = "evict_first" if PACKED and HINTS else ""
-    LAST: tl.constexpr = "evict_last" if PACKED and HINTS else ""
     NARROW: tl.constexpr = tl.int16 if WORD == 2 else tl.int8
     ELEMENT: tl.constexpr = tl.int64 if WORD >= 8 else (tl.int32 if WORD == 4 else NARROW)
     LANES: tl.constexpr = 2 if WORD == 16 else 1
@@ -81,8 +78,6 @@ def copy_rows(
         device = tl.multiple_of(device.to(tl.pointer_type(ELEMENT)), WORD)[:, None] + lanes
         host = tl.multiple_of(host.to(tl.pointer_type(ELEMENT)), WORD)[:, None] + lanes
         if TO_PAGE:
-            data = tl.load(device, mask=wanted[:, None], eviction_policy=FIRST)
-            tl.store(host, data, mask=wanted[:, None], eviction_policy=LAST)
+            tl.store(host, tl.load(device, mask=wanted[:, None]), mask=wanted[:, None])
         else:
-            data = tl.load(host, mask=wanted[:, None], eviction_policy=FIRST)
-            tl.store(device, data, mask=wanted[:, None], eviction_policy=FIRST)
+            tl.store(device, tl.load(host, mask=wanted[:, None]), mask=wanted[:, None])
