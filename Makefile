@@ -1,4 +1,4 @@
-# make test | demo | lint | bench | soak | crash-test | fuzz | mutants | format | clean
+# make test | demo | lint | bench | gpu-test | soak | crash-test | fuzz | mutants | format | clean
 #
 # The first use of any of them creates $(VENV) from constraints.txt and installs the package there: a
 # plain install, never an editable one, renewed whenever a source file has changed. Python is never
@@ -21,6 +21,9 @@ SOAK_SECONDS ?= 600
 SOAK_EXAMPLES ?= 2000
 FUZZ_CASES ?= 1000000
 BENCHES ?= index recovery
+# A torch with CUDA brings the triton that belongs to it; beside one without, this one interprets the
+# kernels. No wheels of it for Python 3.10: there those tests are skipped.
+TRITON ?= triton==3.9.0; platform_machine == "x86_64" and python_version >= "3.11"
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -50,7 +53,7 @@ export PYTHONSAFEPATH := 1
 export LIGHTCACHE_TEST_BUILD := $(pause)
 unexport PYTHONPATH
 
-.PHONY: help test demo lint bench soak crash-test fuzz mutants format install pause venv clean distclean \
+.PHONY: help test demo lint bench gpu-test soak crash-test fuzz mutants format install pause venv clean distclean \
         lint-python lint-types lint-c
 
 help:
@@ -66,6 +69,7 @@ $(venv)/.requirements: constraints.txt
 	$(PYTHON) -m venv $(venv)
 	$(pip) install -c constraints.txt pip
 	$(pip) install -c constraints.txt $(TORCH_ARGS) torch
+	$(bin)/python -c 'import triton' 2>/dev/null || $(pip) install '$(TRITON)'
 	$(pip) install -c constraints.txt $(requirements)
 	@touch $@
 
@@ -111,6 +115,10 @@ demo: install
 
 bench: install
 	@cd $(sandbox) && for name in $(BENCHES); do $(bin)/lightcache bench $$name $(ARGS); done
+
+# On a machine with a GPU; elsewhere they all skip themselves. BENCHES=transfer measures there.
+gpu-test: install pause
+	cd tests && $(bin)/python -m pytest gpu $(ARGS)
 
 # Each round has seeds of its own; the round is printed first, so that it can be run again alone.
 soak: install pause

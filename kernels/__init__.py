@@ -1,1 +1,46 @@
-"""Page geometry, Triton kernels, the copy engine and their host path will live here."""
+"""Pages between devices and shared host memory: what they hold, and how they get there.
+
+    geometry = PageGeometry([KVGroup.attention("kv", layers=32, heads=8, head_dim=128,
+                                               dtype_bytes=2, page_tokens=64)])
+    planes = layouts.vllm(Shard(geometry, rank, ranks), "kv", kv_caches, axes="kbnhc")
+    engine = cache.engine(geometry, planes, memory=cache.pin())
+    engine.offload(Move(pages, slots)).wait()
+
+Describe the model's KV once (`geometry`), where the engine keeps it once (`layouts`, `planes`), then
+move pages by number. docs/kernels.md has a picture. What is exported here imports no torch.
+"""
+
+from lightcache.kernels.geometry import (
+    KVGroup,
+    PageGeometry,
+    Plane,
+    Rule,
+    Share,
+    point,
+    prefix,
+    split,
+    window,
+)
+from lightcache.kernels.memory import HostPages
+from lightcache.kernels.planes import DevicePlane, DevicePlanes, join
+from lightcache.kernels.tensors import Shard
+from lightcache.kernels.transfer import Move, Transfer
+
+__all__ = [
+    "DevicePlane",
+    "DevicePlanes",
+    "HostPages",
+    "KVGroup",
+    "Move",
+    "PageGeometry",
+    "Plane",
+    "Rule",
+    "Shard",
+    "Share",
+    "Transfer",
+    "join",
+    "point",
+    "prefix",
+    "split",
+    "window",
+]
