@@ -6,8 +6,8 @@
     engine = cache.engine(geometry, planes, memory=cache.pin())
     engine.offload(Move(pages, slots)).wait()
 
-Describe the model's KV once (`geometry`), where the engine keeps it once (`layouts`, `planes`), then
-move pages by number. docs/kernels.md has a picture. What is exported here imports no torch.
+Describe the model's KV once (`geometry`), where the engine keeps it once (`layouts`, `planes`),
+then move pages by number. docs/kernels.md has a picture. What is exported here imports no torch.
 """
 
 from lightcache.kernels.geometry import (
