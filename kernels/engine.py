@@ -270,7 +270,7 @@ class TransferEngine:
 
     def _ring(self, lane: Lane, plan: Plan) -> Ring:
         """The lane's ring; a new one if a cell is larger than a slot."""
-        largest = max((cell.nbytes for cell in plan.cells), default=1)
+        largest = plan.largest
         if lane.ring is None or lane.ring.slot_bytes < largest:
             each = -(-max(self._staging_bytes // RING_SLOTS, largest) // SLOT_ALIGN) * SLOT_ALIGN
             slots = max(2, min(RING_SLOTS, self._staging_bytes // each))
