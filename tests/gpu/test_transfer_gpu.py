@@ -57,3 +57,30 @@ def test_there_and_back(make, mode, staging):
         mine[np.unique(slots // plane.unit_tokens)] = True
         assert torch.equal(view[mine], before[key][mine]), key
         assert (view[~mine] == 0xEE).all(), key
+
+
+def test_without_cuda_bindings(monkeypatch):
+    """What AMD's GPUs have: copies through torch alone."""
+    from lightcache.kernels import device
+
+    def missing():
+        raise ImportError("cuda-bindings")
+
+    monkeypatch.setattr(device, "BatchCopier", missing)
+    case = CASES[0]("cuda:0")
+    engine, memory = engine_of(case, "staged", staging_bytes=1 << 14)
+    slots = some_slots(case, 3)
+    with engine:
+        assert not engine._copier.anywhere
+        engine.offload(Move([4, 0, 5], slots)).wait(60)
+        before = case.snapshot()
+        for number, page in enumerate([4, 0, 5]):
+            np.testing.assert_array_equal(
+                memory.array[page], case.page(slots[number * 16 : (number + 1) * 16])
+            )
+        case.poison()
+        engine.load(Move([4, 0, 5], slots)).wait(60)
+        torch.cuda.synchronize()
+    after = case.snapshot()
+    for key, view in after.items():
+        assert torch.equal(view[slots], before[key][slots]), key
