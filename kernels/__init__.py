@@ -10,6 +10,7 @@ Describe the model's KV once (`geometry`), where the engine keeps it once (`layo
 then move pages by number. docs/kernels.md has a picture. What is exported here imports no torch.
 """
 
+from lightcache.kernels.blocks import slots_of_blocks
 from lightcache.kernels.geometry import (
     KVGroup,
     PageGeometry,
@@ -41,6 +42,7 @@ __all__ = [
     "join",
     "point",
     "prefix",
+    "slots_of_blocks",
     "split",
     "window",
 ]

@@ -84,6 +84,30 @@ def test_thousands_of_transfers_leave_memory_alone():
         assert engine.poll() == 0
 
 
+def test_steady_state_never_waits_for_the_device():
+    """Torch raises at every operation of its own that would; transfers only enqueue."""
+    from lightcache.kernels.engine import TransferEngine
+
+    pool, geometry, planes = pool_of(4, 2, 64, 16, 4096)
+    pool.random_()
+    memory = Pinned(64, geometry.page_bytes)
+    moves = [Move(np.arange(40), np.arange(640) * 3), Move(np.array([3]), np.arange(16) * 5)]
+    with TransferEngine(geometry, planes, memory) as engine:
+        engine.warm()
+        for move in moves:
+            engine.offload(move).wait(60)
+            engine.load(move).wait(60)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(20):
+                for move in moves:
+                    engine.offload(move).wait_on()
+                    engine.load(move, window=2).wait_layer(1)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
 def test_beside_a_replayed_graph():
     """A graph that writes slots is replayed on and on; what transfers moved meanwhile is right."""
     from lightcache.kernels.engine import TransferEngine
