@@ -96,7 +96,7 @@ def test_steady_state_never_waits_for_the_device():
         engine.warm()
         for move in moves:
             engine.offload(move).wait(60)
-            engine.load(move).wait(60)
+            engine.load(move, window=2).wait(60)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
