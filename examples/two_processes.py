@@ -1,6 +1,7 @@
 """Two processes share one KV cache: one writes pages, the other finds and reads them."""
 
 import multiprocessing as mp
+import sys
 from multiprocessing.synchronize import Event
 
 import numpy as np
@@ -36,7 +37,8 @@ def reader(name: str, written: Event, read: Event) -> None:
 
 if __name__ == "__main__":
     spawn = mp.get_context("spawn")  # a forked child would not be attached
-    name, events = "example-two-processes", (spawn.Event(), spawn.Event())
+    name = sys.argv[1] if len(sys.argv) > 1 else "example-two-processes"
+    events = spawn.Event(), spawn.Event()
     both = [spawn.Process(target=f, args=(name, *events)) for f in (writer, reader)]
     for process in both:
         process.start()

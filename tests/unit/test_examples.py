@@ -1,0 +1,41 @@
+"""The examples run, and say what they should."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run_example(name: str, segment_name: str, home: Path) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), segment_name],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "HOME": str(home), "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
+    return sorted(done.stdout.splitlines())
+
+
+def test_two_processes(segment_name: str, tmp_path: Path) -> None:
+    assert run_example("two_processes.py", segment_name, tmp_path) == [
+        "reader: 96 of 100 tokens need not be computed",
+        "writer: 6 pages written and published",
+    ]
+
+
+def test_two_ranks_write_and_a_third_process_reads(segment_name: str, tmp_path: Path) -> None:
+    lines = run_example("transfer.py", segment_name, tmp_path)
+    half = 6 * 4 * 2 * 16 * 4 * 64 * 2  # pages, layers, planes, tokens, heads of a rank, bf16
+    assert lines[0].startswith("rank 0: ") and lines[1].startswith("rank 1: ")
+    assert [line.partition(": ")[2] for line in lines[:2]] == [
+        f"{half} bytes of 6 pages written"
+    ] * 2
+    assert lines[2].startswith("reader: 96 of 100 tokens are on ")
+    assert len(lines) == 3
