@@ -1,0 +1,129 @@
+"""What the documents show runs: their code blocks in order, with a small pool and a driver that is
+none, on the processor."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.fake_driver import FakeDriver
+
+import lightcache
+from lightcache import Cache
+from lightcache.kernels import Move
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")]
+BLOCK = re.compile(r"(<!-- with a GPU -->\n)?```python\n(.*?)```", re.DOTALL)
+
+
+class Ready:
+    """A stream or an event whose work is over."""
+
+    def synchronize(self) -> None:
+        """Return."""
+
+
+class Loaded:
+    """An engine, and a transfer of it, for pages whose format does not matter."""
+
+    def load(self, move: Move) -> Loaded:
+        """Nothing."""
+        assert isinstance(move, Move)
+        return self
+
+    def wait(self) -> None:
+        """Return."""
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Any]]:
+    """Engines that a document makes; closed at the end, and then its caches."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    engines: list[Any] = []
+    caches: list[Cache] = []
+    engine, over = Cache.engine, Cache._over
+
+    def keep_engine(*arguments: Any, **more: Any) -> Any:
+        engines.append(engine(*arguments, **more))
+        return engines[-1]
+
+    def keep_cache(*arguments: Any) -> Cache:
+        caches.append(over(*arguments))
+        return caches[-1]
+
+    monkeypatch.setattr(Cache, "engine", keep_engine)
+    monkeypatch.setattr(Cache, "_over", keep_cache)
+    yield engines
+    for one in (*engines, *caches):
+        one.close()
+
+
+def run(document: str, name: str) -> dict[str, Any]:
+    """Run the blocks of a document one after another; what is defined in the end."""
+    torch = pytest.importorskip("torch")
+    space: dict[str, Any] = {
+        "lightcache": lightcache,
+        "Move": Move,
+        "FakeDriver": FakeDriver,
+        "engine": Loaded(),
+        "kv_caches": [torch.zeros((2, 64, 16, 1, 128), dtype=torch.bfloat16) for _ in range(32)],
+        "tokens": range(5 * 64 + 1),
+        "longer": range(1, 7 * 64),
+        "another": range(7, 5 * 64),
+        "slots": np.random.default_rng(1).permutation(1024),
+        "stream": Ready(),
+        "event": Ready(),
+        "i": 0,
+        "send": lambda *message: space["on_message"](*message),  # scheduler and rank are one
+    }
+    text = (ROOT / document).read_text()
+    blocks = list(BLOCK.finditer(text))
+    assert len(blocks) == text.count("```python")
+    for found in blocks:
+        source = found[2].replace('"llama', f'"{name}').replace('size="32GiB"', 'size="128MiB"')
+        source = source.replace('pin(device="cuda:0")', "pin(driver=FakeDriver())")
+        lines = "\n" * text.count("\n", 0, found.start(2))  # so that errors name the document's
+        code = compile(lines + source, str(ROOT / document), "exec")
+        if not found[1]:
+            exec(code, space)
+        if "cache" in space:
+            space["clients"] = [space["cache"].client_id]
+    return space
+
+
+def test_transfers(made: list[Any], segment_name: str) -> None:
+    space = run("docs/kernels.md", segment_name)
+    assert len(made) == 2
+    assert space["offload"].ready
+    assert space["cache"].peek(space["others"]) == len(space["others"]) == 4
+
+
+def test_readme(made: list[Any], segment_name: str) -> None:
+    space = run("README.md", segment_name)
+    assert len(made) == 1
+    assert space["offload"].ready
+    assert space["load"].done()
+
+
+@pytest.mark.parametrize("document", ["README.md", *sorted(DOCUMENTS)])
+def test_links_lead_somewhere(document: str) -> None:
+    page = ROOT / document
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" in target:
+            continue
+        file, _, heading = target.partition("#")
+        other = (page.parent / file).resolve() if file else page
+        assert other.exists(), target
+        if heading:
+            assert heading in headings(other), target
+
+
+def headings(page: Path) -> set[str]:
+    """Anchors of a page, as they are made of its headings."""
+    found = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in found}
