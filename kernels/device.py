@@ -33,7 +33,10 @@ class CudaDevice:
         """
         import torch
 
-        device = torch.device(name)
+        try:
+            device = torch.device(name)
+        except (RuntimeError, TypeError) as error:
+            raise ConfigError(f"device: expected a GPU such as 'cuda:0', found {name!r}") from error
         if device.type != "cuda":
             raise ConfigError(
                 f"the planes are on {name!r}, expected a GPU such as 'cuda:0'; HostEngine serves "
@@ -52,6 +55,7 @@ class CudaDevice:
         self.model = str(facts.name)
         self.processors = int(facts.multi_processor_count)
         self.cache_bytes = int(facts.L2_cache_size)
+        self._allocating = self._cuda.Stream(self.index)
 
     def guard(self) -> contextlib.AbstractContextManager[Any]:
         """Make it the current device for a while."""
@@ -81,18 +85,33 @@ class CudaDevice:
         """A new event; waiting for it sleeps instead of spinning."""
         return self._cuda.Event(blocking=True)
 
+    def lost(self, error: BaseException) -> bool:
+        """Whether an error of asking an event means that the device works no more. While a stream
+        is captured, in any thread, asking is not allowed, and copies go on all the same."""
+        return "captur" not in str(error).lower()
+
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Device memory: uint8 of shape (nbytes,)."""
+        """Device memory: uint8 of shape (nbytes,), which nothing enqueued uses.
+
+        Torch may give memory that was let go while work of the current stream still uses it, good
+        only for that stream; ours do not wait for it. So it comes from a stream without work.
+        """
+        return self._unused(nbytes, "uint8")
+
+    def _unused(self, count: int, dtype: str) -> torch.Tensor:
         import torch
 
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.name)
+        with torch.cuda.stream(self._allocating):
+            made = torch.empty(count, dtype=getattr(torch, dtype), device=self.name)
+        self._allocating.synchronize()
+        return made
 
     def words(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Two buffers of int64: in pinned host memory that kernels can read, and on the device."""
         import torch
 
         host = torch.empty(count, dtype=torch.int64, pin_memory=True)
-        return host, torch.empty(count, dtype=torch.int64, device=self.name)
+        return host, self._unused(count, "int64")
 
     def copier(self, tensors: list[torch.Tensor]) -> BatchCopier | TorchCopier:
         """The best there is: cuda-bindings, else torch, which needs to know all memory as tensors

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightcache.shm.errors import ConfigError, TransferFailed, WaitTimeout
 
 if TYPE_CHECKING:
-    from lightcache.kernels.engine import TransferEngine
     from lightcache.kernels.staging import IndexBlock
+    from lightcache.kernels.traffic import Traffic
 
 _SPIN = 300e-6  # seconds of asking before sleeping: small transfers are over by then
 _NAP = 100e-6
@@ -23,27 +24,29 @@ class DeviceTransfer:
     __slots__ = (
         "__weakref__",
         "_calls",
-        "_engine",
         "_enqueued",
         "_error",
+        "_going_out",
         "_marks",
         "_over",
+        "_traffic",
         "_uses",
         "_windows",
         "nbytes",
     )
 
-    def __init__(self, engine: TransferEngine, nbytes: int) -> None:
+    def __init__(self, traffic: Traffic, nbytes: int) -> None:
         """Nothing is enqueued yet."""
         self.nbytes = nbytes
-        self._engine = engine
+        self._traffic = traffic
+        self._going_out = False
         self._marks: list[Any] = []
         self._windows: list[tuple[frozenset[int], list[Any]]] = []
         self._enqueued: threading.Event | None = None
         self._error: BaseException | None = None
         self._over = False
         self._uses: tuple[IndexBlock | None, object] = (None, None)
-        self._calls: list[Callable[[bool], None]] = []
+        self._calls: deque[Callable[[bool], None]] = deque()
 
     # ---- for the engine, which holds its lock
 
@@ -51,22 +54,31 @@ class DeviceTransfer:
         """What must stay until it is over."""
         self._uses = block, other
 
-    def mark_all(self, events: list[Any], layers: Sequence[int] | None) -> None:
-        """Events behind copies of this transfer: all those of some layers, unless None."""
-        self._marks += events
-        if layers is not None:
-            self._windows.append((frozenset(layers), events))
+    def mark(self, event: Any) -> None:
+        """An event behind copies of this transfer."""
+        self._marks.append(event)
+
+    def mark_layers(self, events: list[Any], layers: Sequence[int]) -> None:
+        """Which of its events are behind all copies of some layers."""
+        self._windows.append((frozenset(layers), events))
 
     def fail(self, error: BaseException) -> None:
         """It did not all go; over when what has been enqueued is."""
         self._error = self._error or error
 
-    def expect(self) -> None:
-        """It will be enqueued bit by bit, until `enqueued`."""
-        self._enqueued = threading.Event()
+    def begin(self, *, later: bool = False) -> None:
+        """From now on something may have been enqueued that no event tells of yet.
+
+        Args:
+            later: by another thread, that others will wait for.
+        """
+        if later:
+            self._enqueued = threading.Event()
+        self._going_out = True
 
     def enqueued(self) -> None:
-        """Nothing more will be enqueued."""
+        """Nothing more will be enqueued, and events tell of all that was."""
+        self._going_out = False
         if self._enqueued is not None:
             self._enqueued.set()
 
@@ -74,17 +86,19 @@ class DeviceTransfer:
         """Whether it is over, without raising or calling anybody; gives its buffers back."""
         if self._over:
             return True
-        if self._enqueued is not None and not self._enqueued.is_set():
+        if self._going_out:
             return False
         try:
             if not all(mark.query() for mark in self._marks):
                 return False
-        except Exception as error:  # the device is lost, and so is whatever it was copying
-            self.fail(error)
+        except Exception as error:
+            if not self._traffic.device.lost(error):
+                return False
+            self.fail(error)  # and whatever it was copying is lost as well
         self._over = True
         marks, self._marks, self._windows = self._marks, [], []
         uses, self._uses = self._uses, (None, None)
-        self._engine._settled(marks, uses[0])
+        self._traffic.settled(marks, uses[0])
         return True
 
     @property
@@ -93,15 +107,26 @@ class DeviceTransfer:
         return bool(self._calls)
 
     def run_calls(self) -> None:
-        """Tell those who asked to be told, once."""
+        """Tell those who asked to be told. Each call is made once, by one thread; those behind one
+        that raises are made all the same, then its error is raised."""
+        first: Exception | None = None
         while self._calls:
-            self._calls.pop(0)(self._error is None)
+            try:
+                call = self._calls.popleft()
+            except IndexError:  # another thread was faster
+                break
+            try:
+                call(self._error is None)
+            except Exception as error:
+                first = first or error
+        if first is not None:
+            raise first
 
     # ---- for everybody
 
     def done(self) -> bool:
         """See `Transfer.done`."""
-        with self._engine._lock:
+        with self._traffic.lock:
             over = self.settle()
         if over:
             self.run_calls()
@@ -111,7 +136,7 @@ class DeviceTransfer:
     def _raise(self) -> None:
         if self._error is not None:
             raise TransferFailed(
-                f"a transfer of {self.nbytes} bytes failed: {self._error}; what it should have "
+                f"a transfer of {self.nbytes} bytes failed: {self._error!r}; what it should have "
                 "written does not count: abandon those pages, or compute those tokens"
             ) from self._error
 
@@ -128,20 +153,25 @@ class DeviceTransfer:
             if passed < _SPIN:
                 continue
             if timeout is None:
-                self._sleep()
+                self.sleep()
             else:
                 time.sleep(min(_NAP, max(0.0, timeout - passed)))
 
-    def _sleep(self) -> None:
+    def sleep(self) -> None:
+        """Block until it is over, as far as can be told; `settle` tells for sure.
+
+        Another thread may see it over meanwhile and use its events again: then this waits for
+        more than it must, once.
+        """
         if self._enqueued is not None:
             self._enqueued.wait()
-        with self._engine._lock:
+        with self._traffic.lock:
             marks = list(self._marks)
-        for mark in marks:
-            try:
+        try:
+            for mark in marks:
                 mark.synchronize()
-            except Exception as error:
-                self.fail(error)
+        except Exception:  # whether the device is lost, `settle` finds out
+            time.sleep(_NAP)
 
     def wait_on(self, stream: Any = None) -> None:
         """See `Transfer.wait_on`. Blocks this thread only while a rate limit holds copies back."""
@@ -167,18 +197,18 @@ class DeviceTransfer:
     def _wait_events(self, events: Callable[[], list[Any]], stream: Any) -> None:
         if self._enqueued is not None:
             self._enqueued.wait()
-        with self._engine._lock:
+        with self._traffic.lock:
             if self._error is not None:
                 self._raise()
             found = events()
             if found:
-                stream = self._engine.device.current() if stream is None else stream
+                stream = self._traffic.device.current() if stream is None else stream
                 for event in found:
                     stream.wait_event(event)
 
     def when_done(self, call: Callable[[bool], None]) -> None:
         """See `Transfer.when_done`."""
-        with self._engine._lock:
+        with self._traffic.lock:
             self._calls.append(call)
             over = self.settle()
         if over:

@@ -8,42 +8,49 @@ Three ways, chosen for each transfer ("auto") or named:
   pages, but its programs stay on the multiprocessors as long as the bus takes.
 - copies: where device bytes lie as page bytes do, the copy engine alone.
 
-Each direction has streams of its own. Transfers of one direction and way run one after the other;
-otherwise order is the caller's: `streams` and `after` say what a transfer waits for.
+Each direction has streams of its own. Staged transfers of one direction run one after the other,
+direct ones may overlap; otherwise order is the caller's: `streams` and `after` say what must be
+over before a transfer reads or writes device slots. Pages of a load must be complete when it is
+called: they are fetched ahead of that.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
-
-import numpy as np
 
 from lightcache.kernels.calibration import DEFAULTS, Thresholds
 from lightcache.kernels.device import CudaDevice
 from lightcache.kernels.device_transfer import DeviceTransfer
 from lightcache.kernels.geometry import PageGeometry, Share
 from lightcache.kernels.lanes import Joined, Lane
-from lightcache.kernels.launch import JOB_WORDS
 from lightcache.kernels.memory import HostPages
 from lightcache.kernels.moves import check_sides, check_slots, flatten
-from lightcache.kernels.pacing import Pacer
+from lightcache.kernels.one_page import submit_page
+from lightcache.kernels.options import (
+    MODES,
+    check_mode,
+    check_planes,
+    check_rate,
+    events_of,
+    size_of,
+    streams_of,
+)
 from lightcache.kernels.planes import DevicePlanes
-from lightcache.kernels.rows import Plan
-from lightcache.kernels.staging import Events, IndexBlock, IndexBlocks, Ring
+from lightcache.kernels.rows import MOST_SLOTS, Plan
+from lightcache.kernels.staging import Ring
 from lightcache.kernels.submission import Submission
+from lightcache.kernels.traffic import Traffic
 from lightcache.kernels.transfer import Move
-from lightcache.shm.errors import ConfigError, Detached
+from lightcache.shm.errors import ConfigError
 
-MODES = ("auto", "staged", "direct", "copies")
 STAGING_BYTES = 128 << 20
 """Of one direction: the copy engine is busy for 2.4 ms with it, longer than a kernel of the model
 holds all multiprocessors, so that it never waits for a gather (measured: docs/benchmarks.md)."""
 RING_SLOTS = 4
 PACKED_PROGRAMS = 2  # for each multiprocessor, of a kernel that only moves bytes on the device
-_SLOT_TYPES = (np.dtype(np.int32), np.dtype(np.int64))
 SLOT_ALIGN = 256  # what the copy engine likes, and a multiple of every word
 
 
@@ -84,48 +91,48 @@ class TransferEngine:
 
         Raises:
             ConfigError: sizes or geometries that do not fit, planes that are missing or not on a
-                GPU, memory that is not registered, no such mode.
+                GPU, memory that is not registered, no such mode, numbers out of range.
+            Detached: the memory is closed.
         """
+        check_mode(mode)
+        check_rate(rate)
+        check_planes(planes)
+        self.thresholds = DEFAULTS if calibration is None else calibration
+        self.programs = size_of(programs, "programs", self.thresholds.programs)
+        self._staging_bytes = size_of(staging_bytes, "staging_bytes", STAGING_BYTES)
         self.device = CudaDevice(planes.device) if device is None else device
         if self.device.registered and not hasattr(memory, "ready"):
             raise ConfigError(
                 f"the page memory is a {type(memory).__name__} that is not registered with the "
                 "driver; make PinnedPages of it"
             )
-        if mode not in MODES:
-            raise ConfigError(f"mode: expected one of {', '.join(MODES)}, found {mode!r}")
-        if rate is not None and not rate > 0:
-            raise ConfigError(f"rate: expected bytes a second, found {rate!r}")
         self.geometry, self.memory, self.mode = geometry, memory, mode
         self.share = geometry.share() if share is None else share
         check_sides(geometry, memory, self.share)
-        self.thresholds = DEFAULTS if calibration is None else calibration
-        self.programs = programs or self.thresholds.programs
         self.packed_programs = PACKED_PROGRAMS * self.device.processors
-        self._staging_bytes = staging_bytes or STAGING_BYTES
         self._windows: dict[int, list[Joined]] = {}
-        self._lock = threading.RLock()
-        self._finished: list[DeviceTransfer] = []
-        self._closed = False
+        self._keep = planes
         with self.device.guard():
             self._launcher = self.device.launcher()
             self._joined = self._join(self.share, planes)
             self._copier = self.device.copier([])
-            self._offload, self._load = Lane(self.device, True), Lane(self.device, False)
-        if not self._copier.anywhere:
-            self._show_memory()
-        self._blocks = IndexBlocks(self.device, self._copier)
-        self._events = Events(self.device)
-        self._pacer = Pacer(rate) if rate else None
-        self._keep = planes
+            if not self._copier.anywhere:
+                self._show_memory()
+            self._use(Traffic(self.device, self._copier, memory, rate))
+
+    def _use(self, traffic: Traffic) -> None:
+        self._traffic = traffic
+        # Also when this engine is dropped or Python ends: what is enqueued goes on regardless, in
+        # buffers that only the traffic keeps.
+        self._ending = weakref.finalize(self, _end, traffic)
+        self._lock, self._pacer = traffic.lock, traffic.pacer
+        self._blocks, self._events = traffic.blocks, traffic.events
+        self._offload, self._load = traffic.offload, traffic.load
         self._quick = self._may_be_quick()
-        acquire = getattr(memory, "acquire", None)
-        if acquire is not None:
-            acquire()
 
     def _join(self, share: Share, planes: DevicePlanes) -> Joined:
         plan = Plan(share, planes, self.memory.address, self.memory.page_bytes)
-        if plan.slots >= 1 << 31:
+        if plan.slots > MOST_SLOTS:
             raise ConfigError(f"planes: {plan.slots} slots, more than can be numbered (2**31 - 1)")
         return Joined(plan, self.device, self._launcher)
 
@@ -160,12 +167,14 @@ class TransferEngine:
                 the current stream.
             after: events (as torch.cuda.Event) to wait for as well.
             window: layers that are told of apart, see `Transfer.wait_layer`; None: all at once.
-            planes: where the tensors are now, if they move.
+            planes: where the tensors are now, if they move. Their tables go to the device first,
+                which blocks for a moment.
 
         Raises:
-            ConfigError: bad pages or slots, or a stream that is being captured.
+            ConfigError: bad pages or slots, a current stream that is being captured, streams of
+                another device, a window or planes that do not fit.
             NotReady: a page that is not registered yet.
-            Detached: the engine is closed.
+            Detached: the engine is closed, or this is a forked child.
         """
         return self._submit(self._offload, moves, streams, after, window, planes)
 
@@ -191,162 +200,106 @@ class TransferEngine:
         window: int | None,
         planes: DevicePlanes | None,
     ) -> DeviceTransfer:
+        traffic = self._traffic
+        traffic.check_open()
         with self._lock, self.device.guard():
-            if self._closed:
-                raise Detached("this transfer engine is closed; make another one")
+            traffic.check_open()  # again: another thread may have closed it meanwhile
+            waits, events = streams_of(streams, self.device), events_of(after)
             if self._quick and window is None and planes is None and isinstance(moves, Move):
-                quick = self._submit_page(lane, moves, streams, after)
+                quick = submit_page(self, lane, moves, waits, events)
                 if quick is not None:
                     return quick
             batch = flatten(moves, self.geometry, self.memory)
             parts = self._parts(window, planes)
-            check_slots(batch, min(part.plan.slots for part in parts))
-            waits = [self.device.current()] if streams is None else list(streams)
+            check_slots(batch, min((part.plan.slots for part in parts), default=MOST_SLOTS))
             nbytes = sum(part.plan.nbytes for part in parts) * len(batch.pages)
-            transfer = DeviceTransfer(self, nbytes)
-            self._recycle(lane)
-            job = Submission(self, lane, transfer, batch, waits, list(after))
-            job.prepare(parts, windowed=window is not None)
+            transfer = DeviceTransfer(traffic, nbytes)
+            traffic.recycle(lane)
+            job = Submission(self, lane, transfer, batch, waits, events)
+            try:
+                job.prepare(parts, windowed=window is not None)
+            except BaseException:
+                job.drop()
+                raise
             transfer.uses(job.block, (planes, parts))
             lane.going.append(transfer)
             job.start(self._pacer)
         return transfer
 
-    def _submit_page(
-        self, lane: Lane, move: Move, streams: Iterable[Any] | None, after: Iterable[Any]
-    ) -> DeviceTransfer | None:
-        """One page, by the shortest way: what a `Submission` does, in a third of the time. None:
-        it is more than that, or something is wrong with it, which the long way tells."""
-        pages, slots, first, memory = move.pages, move.slots, move.first, self.memory
-        if type(pages) is not np.ndarray or type(slots) is not np.ndarray or move.skip is not None:
-            return None
-        if pages.shape != (1,) or slots.ndim != 1 or pages.dtype.kind not in "iu":
-            return None
-        page, count, plan = int(pages[0]), len(slots), self._joined.plan
-        if not 0 <= page < getattr(memory, "ready", memory.pages) or type(first) is not int:
-            return None
-        if not (count and 0 <= first <= self.geometry.page_tokens - count):
-            return None
-        if slots.dtype not in _SLOT_TYPES or slots.max() >= plan.slots:
-            return None
-        self._recycle(lane)
-        block = self._blocks.take(JOB_WORDS + count)
-        view, stream = block.view, lane.next_direct()
-        view[0] = memory.address + page * memory.page_bytes
-        view[1], view[2], view[3] = -first, first, first + count
-        block.slots[2 * JOB_WORDS : 2 * JOB_WORDS + count] = slots
-        transfer = DeviceTransfer(self, plan.nbytes)
-        transfer.uses(block, None)
-        lane.going.append(transfer)
-        sources = []
-        try:
-            for source in [self.device.current()] if streams is None else streams:
-                sources.append(self._events.recorded(source))
-                stream.wait_event(sources[-1])
-            for event in after:
-                stream.wait_event(event)
-            at, words = block.host_address, JOB_WORDS * 8
-            for each, launch in self._joined.launches(False, lane.to_page):
-                launch(0, len(each.cells), at, 1, at + words, self.programs, stream.cuda_stream)
-            transfer.mark_all([self._events.recorded(stream)], None)
-        except Exception as error:
-            self._failed(transfer, error, [stream])
-        self._events.give(sources)
-        return transfer
-
     def _parts(self, window: int | None, planes: DevicePlanes | None) -> list[Joined]:
-        if planes is not None and str(planes.device) != str(self._keep.device):
-            raise ConfigError(
-                f"planes: expected some on {self._keep.device}, found {planes.device}"
-            )
+        if planes is not None:
+            check_planes(planes, str(self._keep.device))
         if window is None:
             return [self._joined] if planes is None else [self._join(self.share, planes)]
-        shares = self.share.windows(window)
-        if planes is not None:
-            return [self._join(share, planes) for share in shares]
-        if window not in self._windows:
-            self._windows[window] = [self._join(share, self._keep) for share in shares]
-        return self._windows[window]
+        if planes is None and type(window) is int and window in self._windows:
+            return self._windows[window]
+        parts = [self._join(share, planes or self._keep) for share in self.share.windows(window)]
+        if planes is None:
+            self._windows[window] = parts
+        return parts
 
-    def _ring(self, lane: Lane, plan: Plan) -> Ring:
-        """The lane's ring; a new one if a cell is larger than a slot."""
-        largest = plan.largest
-        if lane.ring is None or lane.ring.slot_bytes < largest:
+    def _ring(self, lane: Lane) -> Ring:
+        """The lane's ring, whose slots have room for every cell of the share: it stays as it is,
+        since steps that wait for the pacer use it as well as what is enqueued."""
+        if lane.ring is None:
+            largest = max((cell.nbytes for cell in self._joined.plan.cells), default=1)
             each = -(-max(self._staging_bytes // RING_SLOTS, largest) // SLOT_ALIGN) * SLOT_ALIGN
             slots = max(2, min(RING_SLOTS, self._staging_bytes // each))
-            if lane.ring is not None:  # what is enqueued still uses the old one
-                lane.copy.synchronize()
-                lane.kernel.synchronize()
-            lane.ring = Ring(self.device, slots, each)
-            self._copier.add(lane.ring.memory)
+            ring = Ring(self.device, slots, each)
+            self._copier.add(ring.memory)
+            lane.ring = ring
         return lane.ring
 
     # ---- bookkeeping
 
-    def _recycle(self, lane: Lane) -> None:
-        """Take buffers back from what is over, without telling anybody yet."""
-        while lane.going and lane.going[0].settle():
-            self._finish(lane.going.popleft())
-
-    def _finish(self, transfer: DeviceTransfer) -> None:
-        if transfer.waited_for:
-            self._finished.append(transfer)
-
-    def _failed(self, transfer: DeviceTransfer, error: BaseException, streams: list[Any]) -> None:
-        """Not all of it went. What did must still be waited for."""
-        transfer.fail(error)
-        with contextlib.suppress(Exception):  # then the device is lost, and nothing is in flight
-            transfer.mark_all([self._events.recorded(stream) for stream in streams], None)
-
-    def _settled(self, marks: list[Any], block: IndexBlock | None) -> None:
-        self._events.give(marks)
-        if block is not None:
-            self._blocks.give(block)
-
     def poll(self) -> int:
-        """See `Engine.poll`."""
-        with self._lock:
-            going = 0
-            for lane in (self._offload, self._load):
-                self._recycle(lane)
-                over = [each for each in lane.going if each.settle()]
-                for each in over:
-                    lane.going.remove(each)
-                    self._finish(each)
-                going += len(lane.going)
-            finished, self._finished = self._finished, []
-        for transfer in finished:
-            transfer.run_calls()
-        return going
+        """See `Engine.poll`.
+
+        Raises:
+            Detached: in a forked child.
+            Otherwise what a `when_done` call raised; all others were made.
+        """
+        return self._traffic.poll()
 
     def warm(self) -> None:
-        """Compile every kernel and allocate the rings now, so that no transfer has to. Blocks for
-        seconds the first time on a machine."""
+        """Compile every kernel and allocate the rings and index buffers now, so that no transfer
+        has to. Blocks for seconds the first time on a machine.
+
+        Raises:
+            Detached: the engine is closed.
+        """
+        self._traffic.check_open()
+        plan = self._joined.plan
         with self._lock, self.device.guard():
+            self._traffic.check_open()
             for lane in (self._offload, self._load):
-                if self.mode in ("auto", "staged") and self._joined.plan.contiguous:
-                    self._ring(lane, self._joined.plan)
+                if self.mode in ("auto", "staged") and plan.contiguous and plan.nbytes:
+                    self._ring(lane)
                 for packed in (False, True):
                     self._joined.launches(packed, lane.to_page)
+            for block in [self._blocks.take(1) for _ in range(2)]:
+                self._blocks.give(block)
 
     def close(self) -> None:
-        """Wait for what goes on, tell those who wait, let the memory go. Again: nothing."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            going = [*self._offload.going, *self._load.going]
-        for transfer in going:
-            transfer._sleep()
-        self.poll()
-        if self._pacer:
-            self._pacer.close()
-        release = getattr(self.memory, "release", None)
-        if release is not None:
-            release()
+        """Wait for what goes on, tell those who wait, let the memory go. Again: nothing, but what
+        an interrupt left undone. In a forked child: nothing. An engine that is dropped is closed,
+        and so is one that is left when Python ends.
+
+        Raises:
+            What a `when_done` call raised; it is closed all the same.
+        """
+        self._traffic.close()
 
     def __enter__(self) -> TransferEngine:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _end(traffic: Traffic) -> None:
+    with contextlib.suppress(Exception):  # nobody is left to be told
+        traffic.close()
+
+
+__all__ = ["MODES", "TransferEngine"]

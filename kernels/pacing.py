@@ -35,8 +35,10 @@ class Pacer:
                 time.sleep(due - now)
             run()
             due = max(due, now) + nbytes / self._rate
+            del item, run  # they hold an engine: not until there is more to do
 
     def close(self) -> None:
-        """Run what is left, at its rate, and end."""
+        """Run what is left, at its rate, and end. From its own thread: end after this."""
         self._queue.put(None)
-        self._thread.join()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()

@@ -19,6 +19,7 @@ from lightcache.shm.errors import ConfigError
 
 Table = npt.NDArray[np.int64]
 TABLE_COLUMNS = 3
+MOST_SLOTS = (1 << 31) - 1  # their numbers are int32 on the device
 WIDEST = 16  # bytes of the widest access of a processor of a GPU
 
 
@@ -103,7 +104,7 @@ class Plan:
                 plane.slots * cell.plane.unit_tokens
                 for plane, cell in zip(found, self.cells, strict=True)
             ),
-            default=0,
+            default=MOST_SLOTS,
         )
         """Slots of tokens that every plane has."""
         self.contiguous = all(cell.contiguous for cell in self.cells)

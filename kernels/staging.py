@@ -65,14 +65,18 @@ class IndexBlocks:
         spare = self._spare.setdefault(size, [])
         if spare:
             return spare.pop()
-        self.made += 1
         block = IndexBlock(self._device, size)
         self._copier.add(block.host, block.device)
+        self.made += 1
         return block
 
     def give(self, block: IndexBlock) -> None:
         """Give one back that no kernel reads any more."""
-        self._spare[block.words].append(block)
+        self._spare.setdefault(block.words, []).append(block)
+
+    def clear(self) -> None:
+        """Let go of those that are not in use."""
+        self._spare.clear()
 
 
 class Events:
@@ -88,11 +92,11 @@ class Events:
     def recorded(self, stream: Any) -> Any:
         """An event, recorded on a stream."""
         if not self._spare:
-            self.made += 1
             self._spare.append(self._device.event())
-        event = self._spare.pop()
-        event.record(stream)
-        return event
+            self.made += 1
+        event = self._spare[-1]
+        event.record(stream)  # it stays spare if this fails
+        return self._spare.pop()
 
     def give(self, events: list[Any]) -> None:
         """Give back events that nobody waits for any more."""

@@ -18,6 +18,7 @@ from lightcache.kernels.work import (
     run_copies,
     select,
     stage,
+    store_slots,
     whole_pages,
 )
 from lightcache.shm.errors import ConfigError
@@ -78,7 +79,8 @@ class Submission:
         nbytes = part.plan.nbytes * len(pages)
         if not nbytes:
             return []
-        if engine.mode == "direct" or not part.plan.contiguous or self._is_small(nbytes):
+        scattered = engine.mode != "copies" and not part.plan.contiguous
+        if engine.mode == "direct" or scattered or self._is_small(nbytes):
             self._direct(part, batch, pages)
             return [self._direct_stream]
         whole = whole_pages(batch)
@@ -147,7 +149,7 @@ class Submission:
             self._steps.append((run, count * nbytes))
 
     def _staged(self, part: Joined, batch: Batch, pages: Addresses) -> None:
-        ring = self.engine._ring(self.lane, part.plan)
+        ring = self.engine._ring(self.lane)
         cuts = part.cuts(ring.slot_bytes)
         staged = stage(cuts, pages, ring)
         at = self._reserve_rows(index_rows(batch, staged.addresses, len(cuts.cells)))
@@ -173,26 +175,48 @@ class Submission:
         for rows in self._rows:
             block.view[at : at + rows.size] = rows.ravel()
             at += rows.size
-        block.slots[at * 2 : at * 2 + len(self.batch.slots)] = self.batch.slots
+        store_slots(self.batch.slots, block.slots[at * 2 : at * 2 + len(self.batch.slots)])
+
+    def drop(self) -> None:
+        """It will not be enqueued."""
+        if self.block is not None:
+            self.engine._blocks.give(self.block)
+            self.block = None
 
     # ---- enqueuing
 
     def start(self, pacer: Pacer | None) -> None:
-        """Enqueue now, or as fast as the rate allows."""
+        """Enqueue now, or as fast as the rate allows. What fails is told by the transfer; after
+        an interrupt it counts as failed, and goes on until what was enqueued is over."""
         try:
-            events = self.engine._events
-            self._sources = [events.recorded(stream) for stream in self.streams]
+            self.transfer.begin(later=pacer is not None)
+            self._record_sources()
+            if pacer is None:
+                for step in self._steps:
+                    self._run(step)
+                self._end()
+            else:
+                self._hand_to(pacer)
+        except BaseException as error:
+            self.transfer.fail(error)
+            if pacer is None:
+                self._end()
+            else:  # steps that it has already are left out
+                pacer.put(self._end_locked, 0)
+            raise
+
+    def _record_sources(self) -> None:
+        try:
+            for stream in self.streams:
+                self._sources.append(self.engine._events.recorded(stream))
         except Exception as error:
             self.transfer.fail(error)
-        if pacer is None:
-            for step in self._steps:
-                self._run(step)
-            self._end()
-        else:
-            self.transfer.expect()
+
+    def _hand_to(self, pacer: Pacer) -> None:
+        if self.transfer._error is None:
             for step in self._steps:
                 pacer.put(partial(self._run_locked, step), step[1])
-            pacer.put(self._end_locked, 0)
+        pacer.put(self._end_locked, 0)
 
     def _run(self, step: Step) -> None:
         if self.transfer._error is None:
@@ -202,24 +226,40 @@ class Submission:
                 self.transfer.fail(error)
 
     def _run_locked(self, step: Step) -> None:
-        with self.engine._lock, self.engine.device.guard():
-            self._run(step)
+        """In the pacer's thread, which nothing must end."""
+        with self.engine._lock:
+            try:
+                with self.engine.device.guard():
+                    self._run(step)
+            except Exception as error:
+                self.transfer.fail(error)
 
     def _end(self) -> None:
         """All is enqueued. After a failure what was enqueued must still be waited for."""
         if self.transfer._error is not None:
-            streams = [self.lane.kernel, self.lane.copy, self._direct_stream]
-            self.engine._failed(self.transfer, self.transfer._error, streams)
-        self.engine._events.give(self._sources)
+            lane = self.lane
+            streams = [lane.upload, lane.kernel, lane.copy, self._direct_stream]
+            self.engine._traffic.failed(self.transfer, self.transfer._error, streams)
+        sources, self._sources = self._sources, []
+        self.engine._events.give(sources)
         self.transfer.enqueued()
 
     def _end_locked(self) -> None:
-        with self.engine._lock, self.engine.device.guard():
-            self._end()
+        with self.engine._lock:
+            try:
+                with self.engine.device.guard():
+                    self._end()
+            except Exception as error:
+                self.transfer.fail(error)
+                self._end()
 
     def _mark(self, streams: list[Any], layers: Sequence[int] | None) -> None:
-        events = [self.engine._events.recorded(stream) for stream in streams]
-        self.transfer.mark_all(events, layers)
+        events = []
+        for stream in streams:
+            events.append(self.engine._events.recorded(stream))
+            self.transfer.mark(events[-1])
+        if layers is not None:
+            self.transfer.mark_layers(events, layers)
 
     def _wait(self, stream: Any) -> None:
         """Let a stream of ours wait for what this transfer waits for, once."""
@@ -303,5 +343,5 @@ class Submission:
             self.engine._copier([block.device_address], [block.host_address], [nbytes], lane.upload)
             if lane.upload is not lane.copy:
                 event = self.engine._events.recorded(lane.upload)
-                lane.kernel.wait_event(event)
                 self._sources.append(event)  # given back with them
+                lane.kernel.wait_event(event)

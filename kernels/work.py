@@ -28,6 +28,15 @@ def index_rows(batch: Batch, addresses: Addresses, times: int = 1) -> Addresses:
     return rows
 
 
+def store_slots(slots: npt.NDArray[Any], room: npt.NDArray[np.int32]) -> None:
+    """Slots, int32 or int64, as the kernel reads them. Checked to be below 2**31; what is far below
+    zero must stay negative, not become some slot."""
+    if slots.dtype == np.int32:
+        room[:] = slots
+    else:
+        np.maximum(slots, -1, out=room, casting="unsafe")
+
+
 class Cuts:
     """How pages of one plan pass through slots of some size: several pages to a slot, or a page
     to several, cut between cells."""

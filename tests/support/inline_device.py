@@ -79,6 +79,9 @@ class InlineDevice:
     def event(self):
         return Event(self)
 
+    def lost(self, error):
+        return "captur" not in str(error)
+
     def empty(self, nbytes):
         self.allocated += 1
         return torch.from_numpy(np.full(nbytes, 0xA5, np.uint8))

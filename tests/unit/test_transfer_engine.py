@@ -303,7 +303,7 @@ def test_steady_state_allocates_nothing():
         assert (device.allocated, engine._blocks.made, engine._events.made) == before
         for _ in range(50):
             engine.offload(Move([0, 1, 2], slots))
-        assert not engine._finished, "nobody polls, and nothing piles up"
+        assert not engine._traffic.finished, "nobody polls, and nothing piles up"
         assert len(engine._offload.going) == 1
 
 

@@ -1,0 +1,102 @@
+"""What a device engine is told, checked before anything is changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from lightcache.kernels.groups import whole
+from lightcache.kernels.planes import DevicePlanes
+from lightcache.shm.errors import ConfigError
+
+MODES = ("auto", "staged", "direct", "copies")
+
+
+def check_mode(mode: object) -> None:
+    """Raises ConfigError: no such mode."""
+    if mode not in MODES:
+        raise ConfigError(f"mode: expected one of {', '.join(MODES)}, found {mode!r}")
+
+
+def check_rate(rate: object) -> None:
+    """Raises ConfigError: not a number of bytes a second, or one without meaning."""
+    if rate is None:
+        return
+    number = isinstance(rate, int | float) and not isinstance(rate, bool)
+    if not (number and rate > 0 and math.isfinite(rate)):  # type: ignore[operator,arg-type]
+        raise ConfigError(f"rate: expected bytes a second, or None for no limit, found {rate!r}")
+
+
+def size_of(value: int | None, name: str, default: int) -> int:
+    """A whole number of at least 1; the default for None.
+
+    Raises:
+        ConfigError: something else.
+    """
+    return default if value is None else whole(value, name)
+
+
+def check_planes(planes: object, device: str | None = None) -> None:
+    """Raises ConfigError: not DevicePlanes, or not on that device."""
+    if not isinstance(planes, DevicePlanes):
+        raise ConfigError(f"planes: expected DevicePlanes, found {type(planes).__name__}")
+    if device is not None and str(planes.device) != device:
+        raise ConfigError(f"planes: expected some on {device}, found {planes.device}")
+
+
+def streams_of(streams: Iterable[Any] | None, device: Any) -> list[Any]:
+    """The streams to wait for; None: the current one.
+
+    Raises:
+        ConfigError: something else, or streams of another device.
+    """
+    if streams is None:
+        return [device.current()]
+    found = _list(streams, "streams", "streams")
+    for stream in found:
+        if not hasattr(stream, "wait_event"):
+            raise ConfigError(f"streams: expected torch.cuda.Stream, found {stream!r}")
+        index, own = getattr(stream, "device_index", None), getattr(device, "index", None)
+        if index is not None and own is not None and index != own:
+            raise ConfigError(
+                f"streams: expected some of {device.name}, found one of device {index}; give an "
+                "event that is recorded on it as after="
+            )
+    return found
+
+
+def events_of(after: Iterable[Any]) -> list[Any]:
+    """The events to wait for.
+
+    Raises:
+        ConfigError: something else.
+    """
+    if after == ():
+        return []
+    found = _list(after, "after", "events")
+    for event in found:
+        if not hasattr(event, "record") or not hasattr(event, "query"):
+            raise ConfigError(
+                f"after: expected torch.cuda.Event, found {event!r}; for a transfer let a stream "
+                "wait_on it, and record an event there"
+            )
+    return found
+
+
+def _list(given: Any, name: str, what: str) -> list[Any]:
+    try:
+        return list(given)
+    except TypeError:
+        raise ConfigError(f"{name}: expected a sequence of {what}, found {given!r}") from None
+
+
+__all__ = [
+    "MODES",
+    "check_mode",
+    "check_planes",
+    "check_rate",
+    "events_of",
+    "size_of",
+    "streams_of",
+]
