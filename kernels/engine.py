@@ -118,7 +118,12 @@ class TransferEngine:
             self._copier = self.device.copier([])
             if not self._copier.anywhere:
                 self._show_memory()
-            self._use(Traffic(self.device, self._copier, memory, rate))
+            traffic = Traffic(self.device, self._copier, memory, rate)
+        try:
+            self._use(traffic)
+        except BaseException:
+            traffic.close()
+            raise
 
     def _use(self, traffic: Traffic) -> None:
         self._traffic = traffic

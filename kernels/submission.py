@@ -179,6 +179,7 @@ class Submission:
 
     def drop(self) -> None:
         """It will not be enqueued."""
+        self._steps = []
         block, self._run.block = self._run.block, None
         if block is not None:
             self.engine._blocks.give(block)
@@ -242,6 +243,7 @@ class Submission:
             self.engine._traffic.failed(self.transfer, self.transfer._error, streams)
         sources, self._run.sources = self._run.sources, []
         self.engine._events.give(sources)
+        self._steps = []  # they refer to this, and this to the engine: see `TransferEngine.close`
         self.transfer.enqueued()
 
     def _end_locked(self) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from lightcache.kernels.copies import HostCopier
+from lightcache.kernels.launch import InterpretedLauncher
 
 
 class Event:
@@ -19,25 +20,30 @@ class Event:
         self.recorded = None
 
     def record(self, stream):
+        self.device.hook("record")
         self.recorded = stream.name
+        self.device.log.append(("record", stream.name, self))
 
     def query(self):
+        self.device.hook("query")
         return self.device.running
 
     def synchronize(self):
+        self.device.hook("synchronize")
         self.device.running = True
 
 
 class Stream:
     def __init__(self, device, name):
         self.device, self.name = device, name
-        self.cuda_stream = 0
+        self.cuda_stream = device.streams
 
     def wait_event(self, event):
+        self.device.hook("wait")
         self.device.log.append(("wait", self.name, event))
 
     def synchronize(self):
-        pass
+        self.device.log.append(("synchronize", self.name, None))
 
 
 class Copier(HostCopier):
@@ -47,8 +53,43 @@ class Copier(HostCopier):
     def __call__(self, targets, sources, sizes, stream):
         if self.device.fail_copies:
             raise RuntimeError("the copy failed")
+        self.device.hook("copy")
         self.device.log.append(("copy", stream.name, len(sizes)))
         super().__call__(targets, sources, sizes, stream)
+
+
+class Launcher(InterpretedLauncher):
+    """Launches that are logged."""
+
+    def __init__(self, device):
+        self.device = device
+
+    def bind(self, each, table, packed, to_page):
+        launch = super().bind(each, table, packed, to_page)
+
+        def logged(*numbers):
+            self.device.hook("launch")
+            self.device.log.append(("launch", f"stream{numbers[-1]}", None))
+            launch(*numbers)
+
+        return logged
+
+
+def covered(log, marks):
+    """Whether these events tell of all work in a log: whoever waits for them waits for all of it.
+    Starts anew; events recorded before are of nothing."""
+    streams, events, work = {}, {}, 0
+    for kind, stream, what in log:
+        before = streams.setdefault(stream, set())
+        if kind in ("launch", "copy"):
+            work += 1
+            before.add(work)
+        elif kind == "record":
+            events[id(what)] = set(before)
+        elif kind == "wait":
+            before |= events.get(id(what), set())
+    told = set().union(*(events.get(id(mark), set()) for mark in marks))
+    return told == set(range(1, work + 1))
 
 
 class InlineDevice:
@@ -65,8 +106,11 @@ class InlineDevice:
         self.fail_copies = False
         self.streams = 0
         self.allocated = 0
+        self.hook = lambda kind: None
+        """Called before whatever is done; may raise."""
 
     def guard(self):
+        self.hook("guard")
         return contextlib.nullcontext()
 
     def stream(self):
@@ -74,19 +118,23 @@ class InlineDevice:
         return Stream(self, f"stream{self.streams}")
 
     def current(self):
+        self.hook("current")
         return Stream(self, "current")
 
     def event(self):
+        self.hook("event")
         return Event(self)
 
     def lost(self, error):
         return "captur" not in str(error)
 
     def empty(self, nbytes):
+        self.hook("empty")
         self.allocated += 1
         return torch.from_numpy(np.full(nbytes, 0xA5, np.uint8))
 
     def words(self, count):
+        self.hook("words")
         self.allocated += 1
         return torch.zeros(count, dtype=torch.int64), torch.zeros(count, dtype=torch.int64)
 
@@ -94,6 +142,4 @@ class InlineDevice:
         return Copier(self)
 
     def launcher(self):
-        from lightcache.kernels.launch import InterpretedLauncher
-
-        return InterpretedLauncher()
+        return Launcher(self)
