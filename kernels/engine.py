@@ -208,7 +208,8 @@ class TransferEngine:
         traffic = self._traffic
         traffic.check_open()
         with self._lock, self.device.guard():
-            traffic.check_open()  # again: another thread may have closed it meanwhile
+            if traffic.closed:  # by another thread, meanwhile
+                traffic.check_open()
             waits, events = streams_of(streams, self.device), events_of(after)
             if self._quick and window is None and planes is None and isinstance(moves, Move):
                 quick = submit_page(self, lane, moves, waits, events)

@@ -18,6 +18,9 @@ from lightcache.kernels.rows import Plan
 from lightcache.kernels.staging import Ring
 
 
+_LEFT_OUT = np.array(-1)  # numpy takes an array faster than a number
+
+
 def index_rows(batch: Batch, addresses: Addresses, times: int = 1) -> Addresses:
     """Index rows, int64 of shape (pages * times, JOB_WORDS), `times` for each page of a batch."""
     rows = np.empty((len(addresses), JOB_WORDS), np.int64)
@@ -34,7 +37,7 @@ def store_slots(slots: npt.NDArray[Any], room: npt.NDArray[np.int32]) -> None:
     if slots.dtype == np.int32:
         room[:] = slots
     else:
-        np.maximum(slots, -1, out=room, casting="unsafe")
+        room[:] = np.maximum(slots, _LEFT_OUT)
 
 
 class Cuts:
