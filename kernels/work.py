@@ -17,7 +17,6 @@ from lightcache.kernels.moves import Batch
 from lightcache.kernels.rows import Plan
 from lightcache.kernels.staging import Ring
 
-
 _LEFT_OUT = np.array(-1)  # numpy takes an array faster than a number
 
 
