@@ -97,8 +97,6 @@ class Plan:
         sizes = [cell.nbytes for cell in self.cells]
         self.packed: Table = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
         """Where each cell begins when cells stand one behind the other; one more for the end."""
-        self.largest = max(sizes, default=1)
-        """Bytes of the largest cell."""
         self.slots = min(
             (
                 plane.slots * cell.plane.unit_tokens
