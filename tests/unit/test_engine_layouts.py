@@ -1,0 +1,68 @@
+"""The device engine in every layout that we describe, with its kernels interpreted; and whatever
+else can be combined at random, compared with the host engine and with a plain oracle."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from support.inline_device import InlineDevice
+from support.layout_transfers import PAGES, WAYS, Case, Way, both_ways, runs_exist
+from support.layouts import CASES
+
+from lightcache import ConfigError
+from lightcache.kernels.engine import TransferEngine
+from lightcache.kernels.geometry import Share
+from lightcache.kernels.layouts import Shard
+from lightcache.kernels.memory import HostPages
+
+pytest.importorskip("triton")
+
+Make = Callable[[str, int], Case]
+
+
+def inline(mine: Shard, share: Share, case: Case, way: Way) -> tuple[TransferEngine, HostPages]:
+    memory = HostPages(np.empty((PAGES, mine.geometry.page_bytes), np.uint8))
+    engine = TransferEngine(
+        mine.geometry,
+        case.planes,
+        memory,
+        share=share,
+        mode=way.mode,
+        staging_bytes=way.staging_bytes,
+        calibration=way.thresholds,
+        device=InlineDevice(),
+    )
+    return engine, memory
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "copies"])
+@pytest.mark.parametrize("make", CASES.values(), ids=CASES.keys())
+def test_both_ways(make: Make, way: str) -> None:
+    case, made = make("cpu", 4), []
+
+    def engine_of(*what: Any) -> tuple[TransferEngine, HostPages]:
+        made.append(inline(*what))
+        return made[-1]
+
+    both_ways(case, WAYS[way], engine_of)
+    ((engine, _),) = made
+    copied = any(entry[0] == "copy" for entry in engine.device.log)
+    assert copied == (way != "direct"), "it did not go that way"
+
+
+@pytest.mark.parametrize("make", CASES.values(), ids=CASES.keys())
+def test_the_copy_engine_alone_where_bytes_lie_so(make: Make) -> None:
+    case, way = make("cpu", 4), WAYS["copies"]
+    memory = HostPages(np.empty((PAGES, case.shard.geometry.page_bytes * 2), np.uint8))
+    if runs_exist(case, way, memory):
+        both_ways(case, way, inline)
+    else:
+        with pytest.raises(ConfigError, match="mode='copies'"):
+            both_ways(case, way, inline)
