@@ -44,20 +44,20 @@ class Stream:
     def __init__(self, device: ThreadedDevice, name: str) -> None:
         self.device, self.name = device, name
         self.cuda_stream = next(_HANDLES)
-        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread.start()
 
     def _run(self) -> None:
-        while True:
-            work = self._work.get()
+        while (work := self._work.get()) is not None:
             self.device.pause()
             try:
                 work()
             except Exception as error:
                 self.device.errors.append(error)
 
-    def put(self, work: Callable[[], None]) -> None:
-        """Do this behind what was put before."""
+    def put(self, work: Callable[[], None] | None) -> None:
+        """Do this behind what was put before; None: end."""
         self._work.put(work)
 
     def wait_event(self, event: Any) -> None:
@@ -227,3 +227,11 @@ class ThreadedDevice:
     def launcher(self) -> Launcher:
         """Interprets."""
         return Launcher(self)
+
+    def close(self) -> None:
+        """End the threads behind what they have to do, and say what went wrong in them."""
+        for stream in self.streams.values():
+            stream.put(None)
+        for stream in self.streams.values():
+            stream.thread.join(DEADLINE)
+        assert not self.errors, self.errors

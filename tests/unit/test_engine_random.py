@@ -1,0 +1,210 @@
+"""Random geometries, ranks, placements and moves: the device engine leaves the bytes that the host
+engine leaves, and both those that a plain loop says.
+
+LIGHTCACHE_TEST_EXAMPLES chooses how many.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.device_sides import Device, rows
+from support.inline_device import InlineDevice
+from support.threaded_device import ThreadedDevice
+
+from lightcache.kernels.calibration import Thresholds
+from lightcache.kernels.engine import TransferEngine
+from lightcache.kernels.geometry import KVGroup, PageGeometry, Plane, Share
+from lightcache.kernels.host_engine import HostEngine
+from lightcache.kernels.memory import HostPages
+from lightcache.kernels.transfer import Engine, Move
+
+pytest.importorskip("triton")
+
+EXAMPLES = int(os.environ.get("LIGHTCACHE_TEST_EXAMPLES", "25"))
+DEADLINE = 60.0
+PAGES, SLOTS = 5, 48
+
+
+class Registered(HostPages):
+    """All of it at once."""
+
+    @property
+    def ready(self) -> int:
+        return self.pages
+
+
+@st.composite
+def geometries(draw: st.DrawFn) -> PageGeometry:
+    """One to three groups; heads are powers of two, so that any such number of ranks divides."""
+    powers, layers = st.sampled_from([1, 2, 4]), st.lists(st.integers(0, 4), min_size=1, unique=True)
+    if draw(st.integers(0, 4)) == 0:
+        heads = draw(powers)
+        parts = [
+            Plane(name, draw(st.integers(1, 20)), heads, rows=draw(st.integers(1, 3)))
+            for name in ("conv", "ssm")
+        ]
+        group = KVGroup.state("state", layers=sorted(draw(layers)), parts=parts)
+        return _grouped(draw, [group])
+    tokens = draw(st.sampled_from([2, 4, 8]))
+    groups = []
+    for number in range(draw(st.integers(1, 2))):
+        groups.append(
+            KVGroup.attention(
+                f"kv{number}",
+                layers=sorted(draw(layers)),
+                heads=draw(powers),
+                head_dim=draw(st.sampled_from([1, 3, 4, 8, 16])),
+                dtype_bytes=draw(st.sampled_from([1, 2, 4])),
+                page_tokens=tokens,
+                content=draw(st.sampled_from(["separate", "packed", "single"])),
+                scale_bytes=draw(st.sampled_from([0, 0, 2, 4])),
+            )
+        )
+    if draw(st.booleans()):
+        unit = draw(st.sampled_from([size for size in (1, 2, 4) if size <= tokens]))
+        row = draw(st.integers(1, 40))
+        groups.append(
+            KVGroup.opaque(
+                "o", layers=sorted(draw(layers)), row_bytes=row, page_tokens=tokens, unit_tokens=unit
+            )
+        )
+    return _grouped(draw, groups)
+
+
+def _grouped(draw: st.DrawFn, groups: list[KVGroup]) -> PageGeometry:
+    from dataclasses import replace
+
+    parts = draw(st.sampled_from([1, 2, 4]))
+    return PageGeometry(
+        [replace(one, head_groups=min(parts, *(p.heads for p in one.planes))) for one in groups]
+    )
+
+
+@st.composite
+def shares(draw: st.DrawFn) -> Share:
+    geometry = draw(geometries())
+    ranks = draw(st.sampled_from([1, 1, 2, 4, 8]))
+    layers = draw(st.sampled_from([None, None, [0, 1, 2], [3, 4]]))
+    rank = draw(st.integers(0, ranks - 1))
+    return geometry.share(rank, ranks, layers=layers, writing=draw(st.booleans()))
+
+
+def some_moves(rng: random.Random, geometry: PageGeometry) -> list[Move]:
+    """Of pages and slots that are all different, aligned to the largest unit: pages begun and ended
+    in the middle, left out, with holes; slots in runs or scattered, int32 or int64."""
+    tokens = geometry.page_tokens
+    unit = max(plane.unit_tokens for group in geometry.groups for plane in group.planes)
+    pages, blocks = rng.sample(range(PAGES), PAGES), rng.sample(range(SLOTS // unit), SLOTS // unit)
+    if rng.random() < 0.5:
+        blocks.sort(reverse=True)  # taken from the end: runs
+    whole, holes = rng.random() < 0.4, rng.random() < 0.3
+    moves = []
+    for _ in range(rng.randrange(1, 4)):
+        mine = [pages.pop() for _ in range(min(len(pages), rng.randrange(3)))]
+        first = 0 if whole else rng.randrange(0, len(mine) * tokens + 1, unit)
+        count = len(mine) * tokens - first
+        count = count if whole else rng.randrange(count + 1)
+        units = [
+            -1 if holes and rng.random() < 0.2 else blocks.pop() for _ in range(-(-count // unit))
+        ]
+        slots = [b * unit + t if b >= 0 else -1 for b in units for t in range(unit)][:count]
+        skip = np.array([rng.random() < 0.3 for _ in mine], np.bool_)
+        given_slots = np.array(slots, rng.choice([np.int32, np.int64]))
+        given_pages: Any = rng.choice([mine, np.array(mine, np.int32), np.array(mine, np.int64)])
+        moves.append(Move(given_pages, given_slots, first, rng.choice([None, skip])))
+    return moves
+
+
+@contextlib.contextmanager
+def device_engine(
+    rng: random.Random, share: Share, planes: Any, memory: HostPages
+) -> Iterator[TransferEngine]:
+    """In any mode, by any thresholds, through a ring of any size, on either device of tests."""
+    threads = rng.random() < 0.3
+    device: Any = ThreadedDevice(seed=rng.randrange(1000)) if threads else InlineDevice()
+    thresholds = Thresholds(
+        direct_page=rng.choice([0, 200, 1 << 20]),
+        direct_total=rng.choice([0, 400, 1 << 20]),
+        copy_bytes=rng.choice([1, 1, 1 << 20]),
+        programs=rng.choice([1, 3]),
+    )
+    try:
+        with TransferEngine(
+            share.geometry,
+            planes,
+            memory,
+            share=share,
+            mode=rng.choice(["auto", "auto", "staged", "direct"]),
+            staging_bytes=rng.choice([512, 2048, 1 << 16]),
+            calibration=thresholds,
+            device=device,
+        ) as engine:
+            yield engine
+    finally:
+        if threads:
+            device.close()
+
+
+def moved(engine: Engine, verb: str, moves: list[Move], window: int | None, at_once: bool) -> None:
+    """All of them, in one call or in a call each."""
+    calls: list[Any] = [moves] if at_once else moves
+    for transfer in [getattr(engine, verb)(each, window=window) for each in calls]:
+        transfer.wait(DEADLINE)
+
+
+# Interpreted kernels take about a fifth of a second an example.
+@pytest.mark.timeout(60 + 2 * EXAMPLES)
+@settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    database=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
+@given(shares(), st.integers(0, 1 << 32))
+def test_both_engines_and_a_plain_loop_agree(share: Share, seed: int) -> None:
+    rng = random.Random(seed)
+    more, padding = rng.choice([0, 0, 16, 5]), share.geometry.page_bytes
+    shape = (PAGES, padding + more)
+    pages = np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
+    moves = some_moves(rng, share.geometry)
+    window, at_once = rng.choice([None, 1, 2]), rng.random() < 0.5
+    placed = rng.randrange(1000)
+    device = Device(share, SLOTS, placed)
+    pairs = list(rows(share, device, shape[1], moves))
+    expected = pages.copy().reshape(-1)
+    for page, slot in pairs:
+        expected[page] = device.memory[slot]
+    other = np.random.default_rng(seed + 1).integers(0, 256, shape, np.uint8)
+    loaded = device.memory.copy()
+    for page, slot in pairs:
+        loaded[slot] = other.reshape(-1)[page]
+
+    for which in ("host", "device"):
+        device = Device(share, SLOTS, placed)
+        before = device.memory.copy()
+        memory = Registered(pages.copy())
+        with (
+            HostEngine(share.geometry, device.planes, memory, share=share, threads=2)
+            if which == "host"
+            else device_engine(rng, share, device.planes, memory)
+        ) as engine:
+            moved(engine, "offload", moves, window, at_once)
+            np.testing.assert_array_equal(memory.array.reshape(-1), expected, f"{which}: pages")
+            assert (device.memory == before).all(), f"{which}: an offload wrote to the device"
+            memory.array[...] = other
+            moved(engine, "load", moves, window, at_once)
+            np.testing.assert_array_equal(device.memory, loaded, f"{which}: slots")
+            assert (memory.array == other).all(), f"{which}: a load wrote to the pages"
