@@ -1,0 +1,166 @@
+"""Where tests of tests/gpu run: on GPUs, or on threads that stand in for them, so that everything
+but the driver can be tried without one. See gpu/conftest.py."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+if os.environ.get("LIGHTCACHE_TEST_STAND_IN"):
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
+
+import torch
+
+from lightcache import Cache
+from lightcache.kernels.geometry import PageGeometry
+from lightcache.kernels.memory import HostPages
+from lightcache.kernels.planes import DevicePlanes
+
+DEADLINE = 60.0
+SLEEP_CYCLES = 6_000_000_000  # three seconds of a GPU, where a stream cannot wait for the host
+
+
+class HostGate:
+    """An event on a GPU that is over when the test says so: a stream waits for a word in host
+    memory. While it is shut nobody may wait for work on the device that could be behind it."""
+
+    def __init__(self, name: str) -> None:
+        self._word = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._stream = torch.cuda.Stream(name)
+        self.event = torch.cuda.Event(blocking=True)
+        with torch.cuda.device(name):
+            if not self._wait_for_word():
+                with torch.cuda.stream(self._stream):
+                    torch.cuda._sleep(SLEEP_CYCLES)
+            self.event.record(self._stream)
+
+    def _wait_for_word(self) -> bool:
+        try:
+            from cuda.bindings import driver
+
+            equal = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ)
+            stream = driver.CUstream(self._stream.cuda_stream)
+            address = driver.CUdeviceptr(self._word.data_ptr())
+            (code,) = driver.cuStreamWaitValue32(stream, address, 1, equal)
+        except (ImportError, AttributeError, TypeError, ValueError) as error:
+            print(f"a stream cannot wait for the host ({error!r}): it sleeps instead")
+            return False
+        if int(code) != 0:
+            print(f"a stream cannot wait for the host ({code}): it sleeps instead")
+        return int(code) == 0
+
+    def open(self) -> None:
+        """It is over now, or will be within seconds."""
+        self._word[0] = 1
+
+
+class Gpu:
+    """One GPU."""
+
+    def __init__(self, number: int = 0) -> None:
+        self.name = self.memory = f"cuda:{number}"
+        """Of the device, and where torch keeps its tensors."""
+
+    def make_current(self) -> None:
+        """Of this thread."""
+        torch.cuda.set_device(self.name)
+
+    def current(self) -> str:
+        """The name of this thread's."""
+        return f"cuda:{torch.cuda.current_device()}"
+
+    def pin(self, cache: Cache, **how: Any) -> Any:
+        """The cache's pool, for any device."""
+        return cache.pin(device=self.name, **how)
+
+    def engine(
+        self,
+        cache: Cache,
+        geometry: PageGeometry,
+        planes: DevicePlanes,
+        memory: HostPages,
+        **how: Any,
+    ) -> Any:
+        """The cache's engine for planes on this device."""
+        return cache.engine(geometry, planes, memory=memory, **how)
+
+    def gate(self) -> Any:
+        """Something that is shut: copies that are after its `event` do not begin."""
+        return HostGate(self.name)
+
+    def synchronize(self) -> None:
+        """Until all work is done."""
+        torch.cuda.synchronize(self.name)
+
+    def close(self) -> None:
+        """All engines are closed."""
+        self.synchronize()
+
+
+class Threads:
+    """Threads that stand in for one."""
+
+    memory = "cpu"
+
+    def __init__(self, number: int = 0) -> None:
+        from support.threaded_device import ThreadedDevice
+
+        self.name = f"threads:{number}"
+        self._device = ThreadedDevice(self.name)
+
+    def make_current(self) -> None:
+        """As `Gpu`."""
+        from support.threaded_device import set_device
+
+        set_device(self.name)
+
+    def current(self) -> str:
+        """As `Gpu`."""
+        from support.threaded_device import current_device
+
+        return current_device()
+
+    def pin(self, cache: Cache, **how: Any) -> Any:
+        """As `Gpu`."""
+        from support.fake_driver import FakeDriver
+
+        return cache.pin(**{"driver": FakeDriver(), **how})
+
+    def engine(
+        self,
+        cache: Cache,
+        geometry: PageGeometry,
+        planes: DevicePlanes,
+        memory: HostPages,
+        **how: Any,
+    ) -> Any:
+        """As `Gpu`."""
+        here = DevicePlanes(planes.planes, device=self.name, keep=planes.keep)
+        return cache.engine(geometry, here, memory=memory, device=self._device, **how)
+
+    def gate(self) -> Any:
+        """As `Gpu`."""
+        from support.threaded_device import Gate
+
+        made: Any = Gate()
+        made.event = made
+        return made
+
+    def synchronize(self) -> None:
+        """As `Gpu`."""
+        for stream in self._device.streams.values():
+            stream.synchronize()
+
+    def close(self) -> None:
+        """As `Gpu`."""
+        self._device.close()
+
+
+def place(number: int = 0) -> Any:
+    """The GPU of a number, or its stand-in."""
+    return Gpu(number) if torch.cuda.is_available() else Threads(number)
+
+
+def places() -> int:
+    """How many there are."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 2
