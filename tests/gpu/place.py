@@ -106,7 +106,7 @@ class Threads:
         from support.threaded_device import ThreadedDevice
 
         self.name = f"threads:{number}"
-        self._device = ThreadedDevice(self.name)
+        self.stand_in = ThreadedDevice(self.name)
 
     def make_current(self) -> None:
         """As `Gpu`."""
@@ -136,7 +136,7 @@ class Threads:
     ) -> Any:
         """As `Gpu`."""
         here = DevicePlanes(planes.planes, device=self.name, keep=planes.keep)
-        return cache.engine(geometry, here, memory=memory, device=self._device, **how)
+        return cache.engine(geometry, here, memory=memory, device=self.stand_in, **how)
 
     def gate(self) -> Any:
         """As `Gpu`."""
@@ -148,12 +148,12 @@ class Threads:
 
     def synchronize(self) -> None:
         """As `Gpu`."""
-        for stream in self._device.streams.values():
+        for stream in self.stand_in.streams.values():
             stream.synchronize()
 
     def close(self) -> None:
         """As `Gpu`."""
-        self._device.close()
+        self.stand_in.close()
 
 
 def place(number: int = 0) -> Any:

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from gpu.place import DEADLINE, place
 from support.keys import prompt
 
-import torch
 from lightcache import Cache, LightcacheError, Load, Offload, Shard
 from lightcache.kernels.geometry import KVGroup, PageGeometry
 from lightcache.kernels.layouts import Shard as Held

@@ -87,9 +87,7 @@ def offered(cache: Cache, at_least: int) -> int:
 # ---- processes
 
 
-def test_two_ranks_write_what_a_third_process_reads(
-    segment_name: str, tmp_path: Path
-) -> None:
+def test_two_ranks_write_what_a_third_process_reads(segment_name: str, tmp_path: Path) -> None:
     with workers(tmp_path, 3) as (first, second, reader):
         for name, mode in enumerate(["staged", "direct", "auto"], 1):
             with create(f"{segment_name}-{mode}") as cache:

@@ -48,7 +48,10 @@ class Registered(HostPages):
 @st.composite
 def geometries(draw: st.DrawFn) -> PageGeometry:
     """One to three groups; heads are powers of two, so that any such number of ranks divides."""
-    powers, layers = st.sampled_from([1, 2, 4]), st.lists(st.integers(0, 4), min_size=1, unique=True)
+    powers, layers = (
+        st.sampled_from([1, 2, 4]),
+        st.lists(st.integers(0, 4), min_size=1, unique=True),
+    )
     if draw(st.integers(0, 4)) == 0:
         heads = draw(powers)
         parts = [
@@ -77,7 +80,11 @@ def geometries(draw: st.DrawFn) -> PageGeometry:
         row = draw(st.integers(1, 40))
         groups.append(
             KVGroup.opaque(
-                "o", layers=sorted(draw(layers)), row_bytes=row, page_tokens=tokens, unit_tokens=unit
+                "o",
+                layers=sorted(draw(layers)),
+                row_bytes=row,
+                page_tokens=tokens,
+                unit_tokens=unit,
             )
         )
     return _grouped(draw, groups)
