@@ -92,7 +92,6 @@ class Model:
         self.where, self.cache = where, cache
         each = HEADS // ranks
         self.heads = slice(rank * each, (rank + 1) * each)
-        where.make_current()
         self.tensors = [
             [
                 torch.full((SLOTS, each, DIM), POISON, dtype=torch.int16, device=where.memory)
@@ -170,6 +169,7 @@ class Rank:
 
     def __init__(self, order: dict[str, Any]) -> None:
         self.where = place(order.get("number", 0))
+        self.where.make_current()
         self.cache = Cache.attach(
             order["name"], secret=SECRET, role="rank", device=True, grow=False
         )

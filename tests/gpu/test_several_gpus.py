@@ -80,9 +80,8 @@ def test_from_one_to_the_other(cache: Cache, wheres: list[Any], mode: str) -> No
 
 
 def test_first_use_while_the_other_is_current(cache: Cache, wheres: list[Any]) -> None:
-    """Compiling, tables, rings and index buffers as well belong to the planes' device."""
+    """Tables, streams, rings, kernels and index buffers as well belong to the planes' device."""
     models = both(cache, wheres, "staged")
-    wheres[0].make_current()  # models were made with their own
     slots = slots_of(2, 1)
     models[1].compute(1, slots)
     wheres[1].synchronize()

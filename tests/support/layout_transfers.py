@@ -38,6 +38,10 @@ class Way:
     """One head group for each rank: its share is one range. Else nothing could be staged."""
     runs: bool
     """Neighbouring slots, else scattered ones."""
+    holes: bool = False
+    """One unit of the second page is left out as it is written, too."""
+    shift: int = 0
+    """What the first of neighbouring slots is."""
     staging_bytes: int = 1 << 14
     thresholds: Thresholds | None = None
 
@@ -49,6 +53,19 @@ WAYS = {
     "auto": Way("auto", grouped=True, runs=True, thresholds=Thresholds(0, 0, 1)),
     "copies": Way("copies", grouped=True, runs=True),
 }
+HOLES = Way("staged", grouped=True, runs=False, holes=True)
+"""For some layouts: the first page is staged, and the second, of which a row must stay, is not."""
+ACROSS = replace(WAYS["auto"], shift=2)
+"""Neighbours, but of different blocks: no copy may go on from one block to the next."""
+IN_BLOCKS = ("vllm, bknhc, NHD, bf16", "vllm, blnhc, packed", "flashinfer, NHD, one tensor")
+WITH_HOLES = (
+    "vllm, bknhc, HND, bf16",
+    "vllm, lbnhc, packed",
+    "vllm, latents and indexer",
+    "sglang, fp32",
+    "scales, bhn",
+    "opaque blocks, tc",
+)
 EngineOf = Callable[[Shard, Share, Case, Way], tuple[Engine, HostPages]]
 
 
@@ -79,18 +96,23 @@ def both_ways(case: Case, way: Way, engine_of: EngineOf) -> None:
     (units,) = {cell.units for cell in share.cells}  # the same for all planes of these cases
     before = case.read()
     there = min(len(found) for found in before.values())
-    first, second = _units(units, there, way.runs, 0), _units(units, there, way.runs, 1)
+    first, second = _units(units, there, way, 0), _units(units, there, way, 1)
     pages = [3, 1]
     engine, memory = engine_of(mine, share, case, way)
     try:
         memory.array[:] = UNTOUCHED
         size = mine.geometry.page_tokens // units
-        engine.offload(Move(pages, _tokens(first, size))).wait(DEADLINE)
+        slots, written = _tokens(first, size), {at: rows[first] for at, rows in before.items()}
+        if way.holes:
+            slots[size * units : size * (units + 1)] = -1
+            for rows in written.values():
+                rows[units] = UNTOUCHED
+        engine.offload(Move(pages, slots)).wait(DEADLINE)
         expected = np.full_like(memory.array, UNTOUCHED)
         for at, page in enumerate(pages):
-            own = first[at * units : (at + 1) * units]
-            rows = {place: found[own] for place, found in before.items()}
-            copy(share, expected[page], rows, to_page=True)
+            own = slice(at * units, (at + 1) * units)
+            rows_of_page = {place: rows[own] for place, rows in written.items()}
+            copy(share, expected[page], rows_of_page, to_page=True)
         _same(memory.array, expected, "pages")
 
         for tensor in case.tensors:
@@ -100,15 +122,15 @@ def both_ways(case: Case, way: Way, engine_of: EngineOf) -> None:
             slots[size * (units - 1) : size * units] = -1
         engine.load(Move(pages, slots)).wait(DEADLINE)
         _same(memory.array, expected, "pages, by a load")
-        check_loaded(case.read(), before, first, np.where(slots[::size] < 0, -1, second))
+        check_loaded(case.read(), written, np.where(slots[::size] < 0, -1, second))
     finally:
         engine.close()
 
 
-def _units(units: int, there: int, runs: bool, seed: int) -> Ints:
+def _units(units: int, there: int, way: Way, seed: int) -> Ints:
     """Slots for the units of two pages, counted in units."""
-    if runs:
-        whole = np.arange(2 * units).reshape(2, units)
+    if way.runs:
+        whole = way.shift + np.arange(2 * units).reshape(2, units)
         return whole[:: 1 if seed == 0 else -1].reshape(-1)
     found: Ints = np.random.default_rng(seed).permutation(there)[: 2 * units]
     return found
@@ -118,12 +140,12 @@ def _tokens(units: Ints, size: int) -> Ints:
     return (units[:, None] * size + np.arange(size)).reshape(-1)
 
 
-def check_loaded(found: Model, before: Model, first: Ints, second: Ints) -> None:
-    """What was in the units `first` is in `second`, and in no other one."""
-    kept = second >= 0
+def check_loaded(found: Model, written: Model, units: Ints) -> None:
+    """What was written is in these units, but for negative ones, and nothing in any other."""
+    kept = units >= 0
     for place, rows in found.items():
         expected = np.full_like(rows, FORGOTTEN)
-        expected[second[kept]] = before[place][first[kept]]
+        expected[units[kept]] = written[place][kept]
         _same(rows, expected, f"slots of {place}")
 
 
@@ -136,4 +158,17 @@ def _same(found: Any, expected: Any, what: str) -> None:
     )
 
 
-__all__ = ["PAGES", "WAYS", "Case", "EngineOf", "Way", "both_ways", "runs_exist", "shard_of"]
+__all__ = [
+    "ACROSS",
+    "HOLES",
+    "IN_BLOCKS",
+    "PAGES",
+    "WAYS",
+    "WITH_HOLES",
+    "Case",
+    "EngineOf",
+    "Way",
+    "both_ways",
+    "runs_exist",
+    "shard_of",
+]

@@ -13,7 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 from support.inline_device import InlineDevice
-from support.layout_transfers import PAGES, WAYS, Case, Way, both_ways, runs_exist
+from support.layout_transfers import (
+    ACROSS,
+    HOLES,
+    IN_BLOCKS,
+    PAGES,
+    WAYS,
+    WITH_HOLES,
+    Case,
+    Way,
+    both_ways,
+    runs_exist,
+)
 from support.layouts import CASES
 
 from lightcache import ConfigError
@@ -55,6 +66,16 @@ def test_both_ways(make: Make, way: str) -> None:
     ((engine, _),) = made
     copied = any(entry[0] == "copy" for entry in engine.device.log)
     assert copied == (way != "direct"), "it did not go that way"
+
+
+@pytest.mark.parametrize("name", WITH_HOLES)
+def test_rows_that_are_left_out_stay(name: str) -> None:
+    both_ways(CASES[name]("cpu", 4), HOLES, inline)
+
+
+@pytest.mark.parametrize("name", IN_BLOCKS)
+def test_runs_across_blocks(name: str) -> None:
+    both_ways(CASES[name]("cpu", 4), ACROSS, inline)
 
 
 @pytest.mark.parametrize("make", CASES.values(), ids=CASES.keys())
