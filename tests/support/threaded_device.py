@@ -44,8 +44,6 @@ class Stream:
     def __init__(self, device: ThreadedDevice, name: str) -> None:
         self.device, self.name = device, name
         self.cuda_stream = next(_HANDLES)
-        self.nap = 0.0
-        """Seconds before each step: a test's way to let other streams be faster."""
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.thread.start()
@@ -53,7 +51,6 @@ class Stream:
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             self.device.pause()
-            time.sleep(self.nap)
             try:
                 work()
             except Exception as error:

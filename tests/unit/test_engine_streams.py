@@ -1,7 +1,7 @@
 """Streams of the device engine wait for each other: whichever of them is slow, bytes are right.
 
-On threads that stand in for streams, of which one naps before each step. The naps only make it
-certain that a missing wait is seen; nothing here depends on how long they are.
+On threads that stand in for streams, of which one is held up while the others do whatever they
+need not wait for. For how long only decides whether a missing wait is seen.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,8 +28,7 @@ from lightcache.kernels.transfer import Move
 pytest.importorskip("triton")
 
 DEADLINE = 60.0
-NAP = 0.004
-HELD = 0.2  # seconds for which a shut gate is seen to hold copies up
+HELD = 0.5  # seconds for which a shut gate is seen to hold copies up
 PAGES, SLOTS = 12, 64
 SHARE = PageGeometry(
     [KVGroup.attention("kv", layers=2, heads=2, head_dim=4, dtype_bytes=2, page_tokens=4)]
@@ -94,11 +94,15 @@ def test_a_slow_stream(world: World, verb: str, slow: str) -> None:
     world.engine.warm()
     assert lane.ring is not None
     assert lane.ring.slots == 4
-    getattr(lane, slow).nap = NAP
+    gate = Gate()
+    getattr(lane, slow).wait_event(gate)
+    timer = threading.Timer(HELD, gate.open)
+    timer.start()
     if verb == "offload":
         world.check_offload(moves())
     else:
         world.check_load(moves())
+    timer.join()
 
 
 HOW = {
