@@ -171,6 +171,7 @@ def test_an_interrupt_at_every_place(no_collection, mode):
                 assert hit == (transfer._error is not None) or not transfer._error
             device.running = True
             assert engine.poll() == 0, at
+            _none_twice(engine)
             engine.close()
             assert memory.users == 0
             at += 1 if at < 40 else 3
@@ -194,15 +195,26 @@ class _Logged:
 
 
 def test_an_interrupted_paced_transfer_ends(no_collection):
-    for at in range(0, 120, 3):
-        engine, memory, device = engine_of("staged", rate=1e12)
+    at, hit = 0, True
+    while hit:
+        engine, memory, _ = engine_of("staged", rate=1e12)
         engine.warm()
         _no_bytes(engine)
-        interrupt(lambda: engine.offload(moves_of("staged")[0]), at)  # noqa: B023
-        device.running = True
-        engine.close()
+        hit = interrupt(lambda: engine.offload(moves_of("staged")[0]), at)  # noqa: B023
+        closing = threading.Thread(target=engine.close, daemon=True)
+        closing.start()
+        closing.join(60)
+        assert not closing.is_alive(), at
         assert engine.poll() == 0
         assert memory.users == 0
+        _none_twice(engine)
+        at += 2
+    assert at > 60
+
+
+def _none_twice(engine):
+    spare = engine._events._spare
+    assert len({id(event) for event in spare}) == len(spare), "two would record the same event"
 
 
 # ---- calls
@@ -558,3 +570,12 @@ def test_slots_below_zero_are_left_out_however_far(pages, wild):
         for key, view in CASE.views.items():
             view.copy_(before[key])
     assert (memory.array == 0xCD).all()
+
+
+def test_a_refusal_while_preparing_gives_the_index_back(monkeypatch):
+    engine, _, _ = engine_of("staged")
+    monkeypatch.setattr("lightcache.kernels.submission.store_slots", _refuse)
+    with engine:
+        with pytest.raises(Refused):
+            engine.offload(moves_of("staged")[0])
+        check_pools(engine)
