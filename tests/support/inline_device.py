@@ -75,21 +75,27 @@ class Launcher(InterpretedLauncher):
         return logged
 
 
-def covered(log, marks):
-    """Whether these events tell of all work in a log: whoever waits for them waits for all of it.
-    Starts anew; events recorded before are of nothing."""
-    streams, events, work = {}, {}, 0
+def ordered(log):
+    """(kind, stream, numbers of the work that is over before) of each launch and copy in a log, and
+    by the id of an event what it tells of. Starts anew; events recorded before tell of nothing."""
+    streams, events, work = {}, {}, []
     for kind, stream, what in log:
         before = streams.setdefault(stream, set())
         if kind in ("launch", "copy"):
-            work += 1
-            before.add(work)
+            work.append((kind, stream, set(before)))
+            before.add(len(work) - 1)
         elif kind == "record":
             events[id(what)] = set(before)
         elif kind == "wait":
             before |= events.get(id(what), set())
+    return work, events
+
+
+def covered(log, marks):
+    """Whether these events tell of all work in a log: who waits for them waits for all of it."""
+    work, events = ordered(log)
     told = set().union(*(events.get(id(mark), set()) for mark in marks))
-    return told == set(range(1, work + 1))
+    return told == set(range(len(work)))
 
 
 class InlineDevice:

@@ -10,7 +10,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from support.inline_device import InlineDevice, covered
+from support.inline_device import InlineDevice, covered, ordered
 from support.transfer_cases import Builder, _kv, flat, opaque_blocks
 
 from lightcache.kernels import pacing
@@ -186,6 +186,31 @@ def test_events_tell_of_all_that_was_enqueued(verb, mode):
                 assert events
             device.running = True
             transfer.wait()
+
+
+@pytest.mark.parametrize("verb", ["offload", "load"])
+def test_a_slot_of_the_ring_is_filled_after_it_was_emptied(verb):
+    case = flat("cpu", 1)
+    engine, _, device = engine_of(case, "staged", staging_bytes=2048)
+    slots = np.random.default_rng(0).permutation(96)[:32]
+    with engine:
+        for _ in range(2):
+            getattr(engine, verb)(Move([1, 0], slots))
+        lane = engine._offload if verb == "offload" else engine._load
+        work, _ = ordered(device.log)
+        launches = [n for n, (kind, _, _) in enumerate(work) if kind == "launch"]
+        # The copy before a launch fills its slot, or the one behind it empties it: the upload of
+        # the index, once a transfer, is neither.
+        if verb == "offload":
+            fills, empties = launches, [n + 1 for n in launches]
+        else:
+            fills, empties = [n - 1 for n in launches], launches
+        assert len(fills) > 3 * lane.ring.slots
+        for fill, empty in zip(fills, empties, strict=True):
+            first, last = sorted((fill, empty))
+            assert first in work[last][2], "nothing is taken out before it is there"
+        for fill, empty in zip(fills[lane.ring.slots :], empties, strict=False):
+            assert empty in work[fill][2], "what is in it would be lost"
 
 
 # ---- a rate
