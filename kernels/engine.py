@@ -10,8 +10,7 @@ Three ways, chosen for each transfer ("auto") or named:
 
 Each direction has streams of its own. Staged transfers of one direction run one after the other,
 direct ones may overlap; otherwise order is the caller's: `streams` and `after` say what must be
-over before a transfer reads or writes device slots. Pages of a load must be complete when it is
-called: they are fetched ahead of that.
+over before a transfer reads or writes anything.
 """
 
 from __future__ import annotations
@@ -218,7 +217,8 @@ class TransferEngine:
             batch = flatten(moves, self.geometry, self.memory)
             parts = self._parts(window, planes)
             check_slots(batch, min((part.plan.slots for part in parts), default=MOST_SLOTS))
-            nbytes = sum(part.plan.nbytes for part in parts) * len(batch.pages)
+            each = sum(part.plan.nbytes for part in parts)
+            nbytes = each * batch.tokens // batch.page_tokens
             transfer = DeviceTransfer(traffic, nbytes)
             traffic.recycle(lane)
             job = Submission(self, lane, transfer, batch, waits, events)

@@ -88,6 +88,8 @@ def flatten(moves: Move | Sequence[Move], geometry: PageGeometry, memory: PageMe
     """
     if isinstance(moves, Move):
         moves = (moves,)
+    elif not isinstance(moves, Sequence):
+        raise ConfigError(f"moves: expected a Move or a sequence of them, found {moves!r}")
     units = _unit_sizes(geometry)
     checked = [_checked(move, geometry.page_tokens, units) for move in moves]
     if len(checked) == 1:

@@ -96,12 +96,12 @@ class Steps:
     ) -> None:
         """A chunk from its pages to the ring, then to device slots."""
         kernel, copy = self.lane.kernel, self.lane.copy
+        self._wait(copy)  # for who writes the pages; whoever uses the slots is behind it as well
         self._upload()
         copy.wait_event(ring.free[chunk.slot])
         own = slice(*chunk.copies)
         self.engine._copier(staged.staged[own], staged.host[own], staged.sizes[own], copy)
         ring.ready[chunk.slot].record(copy)
-        self._wait(kernel)  # the staging area is ours: only writing the slots has to wait
         kernel.wait_event(ring.ready[chunk.slot])
         self._run_packed(part, cells, chunk, at)
         ring.free[chunk.slot].record(kernel)

@@ -136,3 +136,28 @@ def test_nothing_is_written_before_the_gate_opens(world: World, verb: str, told:
         verb == "load",
         verb == "offload",
     )
+
+
+@pytest.mark.parametrize("told", ["after", "streams"])
+def test_a_load_reads_what_an_offload_is_about_to_write(world: World, told: str) -> None:
+    """The offload is held up; the load is told of it, and must not fetch the pages ahead."""
+    gate, stream = Gate(), world.threads.stream()
+    world.engine._offload.copy.wait_event(gate)
+    (move, _), there = moves(), np.arange(28)
+    expected = world.device.memory.copy()
+    for (_, slot), (_, place) in zip(
+        world.pairs(move), world.pairs(Move(move.pages, there)), strict=True
+    ):
+        expected[place] = world.device.memory[slot]
+    world.engine.offload(move).wait_on(stream)
+    how: dict[str, Any] = {"streams": [stream]}
+    if told == "after":
+        event = world.threads.event()
+        event.record(stream)
+        how = {"streams": (), "after": [event]}
+    load = world.engine.load(Move(move.pages, there), **how)
+    with pytest.raises(WaitTimeout):
+        load.wait(HELD)
+    gate.open()
+    load.wait(DEADLINE)
+    np.testing.assert_array_equal(world.device.memory, expected)
