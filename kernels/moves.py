@@ -94,8 +94,10 @@ def flatten(moves: Move | Sequence[Move], geometry: PageGeometry, memory: PageMe
     checked = [_checked(move, geometry.page_tokens, units) for move in moves]
     if len(checked) == 1:
         pages, slots, move = checked[0]
-        if len(pages) == 1 and move.skip is None:
+        if move.skip is None and len(pages) == 1:
             return _single(pages, slots, move.first, geometry.page_tokens, memory)
+        if move.skip is None and len(slots) == len(pages) * geometry.page_tokens > 0:
+            return _whole(pages, slots, geometry.page_tokens, memory)
     return _many(checked, geometry.page_tokens, memory)
 
 
@@ -108,6 +110,14 @@ def _single(
         return Batch(_NOTHING, _NOTHING, _i32([]), _i32([]), slots, (0,), tokens)
     start = np.array([-first], np.int64)
     return Batch(memory.check(pages), start, _i32([first]), _i32([end]), slots, (1,), tokens)
+
+
+def _whole(pages: npt.NDArray[Any], slots: Slots, tokens: int, memory: PageMemory) -> Batch:
+    """The next commonest: one request, all tokens of all its pages."""
+    count = len(pages)
+    start = np.arange(0, count * tokens, tokens)
+    first, end = np.zeros(count, np.int32), np.full(count, tokens, np.int32)
+    return Batch(memory.check(pages), start, first, end, slots, (count,), tokens)
 
 
 def _many(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from lightcache.kernels.copies import merged
 from lightcache.kernels.geometry import Cell, Share
 from lightcache.kernels.planes import DevicePlane, DevicePlanes
 from lightcache.shm.errors import ConfigError
@@ -112,6 +113,8 @@ class Plan:
         )
         self.runnable = self.contiguous and all(self._runs_together(each) for each in self.classes)
         """Whether neighbouring slots of one block lie in a page as they do on the device."""
+        self.mean_run = self.nbytes // max(1, self._runs())
+        """Mean bytes of a copy without a kernel, at most."""
 
     def _classes(self, planes: list[DevicePlane], word: int) -> list[RowClass]:
         kinds: dict[tuple[Shape, Strides], list[tuple[int, int]]] = {}
@@ -140,6 +143,16 @@ class Plan:
         shape = Shape(**{**shape.__dict__, "word": word})
         cells = np.array([number for number, _ in members], np.int64)
         return RowClass(shape, strides, cells, table)
+
+    def _runs(self) -> int:
+        """Copies for one page whose slots are neighbours, cells that touch on both sides joined."""
+        tables = [each.table for each in self.classes]
+        if not tables:
+            return 0
+        table = np.concatenate(tables)
+        table = table[np.argsort(table[:, 1])]
+        sizes = np.array([cell.nbytes for cell in self.cells], np.int64)
+        return len(merged(table[:, 1], table[:, 0], sizes)[2])
 
     @staticmethod
     def _runs_together(each: RowClass) -> bool:

@@ -95,12 +95,11 @@ class Submission:
     def _try_copies(self, part: Joined, pages: Addresses, nbytes: int) -> list[Any]:
         """Copies without a kernel, where they are possible and wanted."""
         engine = self.engine
-        runs = None
-        if engine.mode in ("auto", "copies") and engine._copier.anywhere:
-            runs = run_copies(part.plan, self.batch, pages)
-        if runs is None or (
-            engine.mode == "auto" and nbytes < engine.thresholds.copy_bytes * len(runs[2])
-        ):
+        least = engine.thresholds.copy_bytes if engine.mode == "auto" else 1
+        if engine.mode == "staged" or not engine._copier.anywhere or part.plan.mean_run < least:
+            return []
+        runs = run_copies(part.plan, self.batch, pages)
+        if runs is None or nbytes < least * len(runs[2]):
             return []
         self._copies(runs)
         return [self.lane.copy]
