@@ -54,7 +54,8 @@ def stored(device: str, folder: Path | str) -> Thresholds:
     """The thresholds for a GPU: from a file in `folder`, or measured now and stored there.
 
     Blocks for seconds if they have to be measured, most of them Triton's, which compiles for each
-    size the first time; the device should be idle. A file that cannot be read is measured anew; one that cannot be written is left out.
+    size the first time; the device should be idle. A file that cannot be read is measured anew;
+    one that cannot be written is left out.
 
     Raises:
         ConfigError: no such GPU.

@@ -220,7 +220,7 @@ def test_closing_waits_for_copies(cache: Cache, where: Any, wait_until: Any) -> 
         pages = new.pages.tolist()
         offload = Offload(model.engine, new, slots, after=[gate.event])
         closing.start()
-        wait_until(lambda: model.engine._closed, "the engine is closing")
+        wait_until(lambda: model.engine._traffic.closed, "the engine is closing")
         with pytest.raises(Detached, match="closed"):
             model.engine.load(Move([0], slots[:TOKENS]))
         with pytest.raises(InUse):
