@@ -29,6 +29,12 @@ BYTE_GROW = BYTE_LIFE + 2
 BYTE_SLOTS = BYTE_LIFE + 16
 BYTE_MEND = BYTE_SLOTS + SLOTS
 
+# A ring's bounds, and how much of it one hold of the lock moves; see native/ring.h.
+RING_BATCH = 256
+RING_HOLD = 1 << 18
+RING_CAPACITY = 1 << 24
+RING_MESSAGE = 1 << 16
+
 
 class Kind(IntEnum):
     """What a segment holds."""
@@ -37,6 +43,7 @@ class Kind(IntEnum):
     LIST = 2
     DICT = 3
     INDEX = 4
+    RING = 5
 
 
 class Lifetime(IntEnum):
@@ -136,14 +143,39 @@ class LockRecord(ctypes.Structure):
         return bool(self.holder >> 32 == self.sequence)
 
 
+class RingRoot(ctypes.Structure):
+    """What a ring's payload begins with; its slots follow. Events in lines of their own."""
+
+    _fields_ = [
+        ("first", ctypes.c_uint32),
+        ("count", ctypes.c_uint32),
+        ("pushed", ctypes.c_uint32),
+        ("pad0", ctypes.c_uint32 * 13),
+        ("filled", ctypes.c_uint32),
+        ("pad1", ctypes.c_uint32 * 15),
+        ("drained", ctypes.c_uint32),
+        ("pad2", ctypes.c_uint32 * 15),
+    ]
+
+
+class RingSlot(ctypes.Structure):
+    """What stands before a message's bytes."""
+
+    _fields_ = [("stamp", ctypes.c_uint32), ("length", ctypes.c_uint32)]
+
+
 assert ctypes.sizeof(SegmentHeader) == 4096
 assert ctypes.sizeof(ClientRecord) == 128
 assert ctypes.sizeof(LockRecord) == 128
+assert ctypes.sizeof(RingRoot) == 192
+assert ctypes.sizeof(RingSlot) == 8
 
 STRUCTURES: Mapping[str, type[ctypes.Structure]] = {
     "lcs_header": SegmentHeader,
     "lcs_client": ClientRecord,
     "lcs_lock": LockRecord,
+    "lcx_ring_root": RingRoot,
+    "lcx_ring_slot": RingSlot,
 }
 
 CONSTANTS: Mapping[str, int] = {
@@ -167,6 +199,10 @@ CONSTANTS: Mapping[str, int] = {
     "LCS_LOCK_SLOT": LOCK_SLOT_MASK,
     "LCS_LOCK_WAITERS": LOCK_WAITERS,
     "LCS_LOCK_EPOCH_SHIFT": LOCK_EPOCH_SHIFT,
+    "LCX_RING_BATCH": RING_BATCH,
+    "LCX_RING_HOLD": RING_HOLD,
+    "LCX_RING_CAPACITY": RING_CAPACITY,
+    "LCX_RING_MESSAGE": RING_MESSAGE,
 }
 
 

@@ -47,6 +47,13 @@ _SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "lcx_dict_length": (_INT, (_AT,)),
     "lcx_dict_copy": (_INT, (_AT, _AT, _AT, _U32, *_LOCKED)),
     "lcx_dict_check": (_INT, (_AT, _AT, _U32, *_LOCKED)),
+    "lcx_ring_bytes": (_U64, (_U32, _U32)),
+    "lcx_ring_open": (_AT, (_AT, _U32, _U32)),
+    "lcx_ring_close": (None, (_AT,)),
+    "lcx_ring_push": (_INT, (_AT, ctypes.c_char_p, _AT, _U32, *_LOCKED)),
+    "lcx_ring_pop": (_INT, (_AT, _AT, _U64, _AT, _U32, *_LOCKED)),
+    "lcx_ring_length": (_INT, (_AT,)),
+    "lcx_ring_check": (_INT, (_AT, _AT, _U32, *_LOCKED)),
 }
 
 

@@ -4,6 +4,7 @@
 #endif
 #include "facts.h"
 #include "process.h"
+#include "ring.h"
 
 static const lc_fact facts[] = {
     LC_FACT_TYPE(lcs_header),
@@ -52,6 +53,15 @@ static const lc_fact facts[] = {
     LC_FACT_FIELD(lcs_lock, hold_max_ns),
     LC_FACT_FIELD(lcs_lock, recoveries),
     LC_FACT_FIELD(lcs_lock, undone_words),
+    LC_FACT_TYPE(lcx_ring_root),
+    LC_FACT_FIELD(lcx_ring_root, first),
+    LC_FACT_FIELD(lcx_ring_root, count),
+    LC_FACT_FIELD(lcx_ring_root, pushed),
+    LC_FACT_FIELD(lcx_ring_root, filled),
+    LC_FACT_FIELD(lcx_ring_root, drained),
+    LC_FACT_TYPE(lcx_ring_slot),
+    LC_FACT_FIELD(lcx_ring_slot, stamp),
+    LC_FACT_FIELD(lcx_ring_slot, length),
     LC_FACT_CONST(LCS_MAGIC),
     LC_FACT_CONST(LCS_ABI),
     LC_FACT_CONST(LCS_SLOTS),
@@ -69,6 +79,7 @@ static const lc_fact facts[] = {
     LC_FACT_CONST(LCS_KIND_LIST),
     LC_FACT_CONST(LCS_KIND_DICT),
     LC_FACT_CONST(LCS_KIND_INDEX),
+    LC_FACT_CONST(LCS_KIND_RING),
     LC_FACT_CONST(LCS_LIFETIME_ATTACHED),
     LC_FACT_CONST(LCS_LIFETIME_PERSISTENT),
     LC_FACT_CONST(LCS_CLIENT_FREE),
@@ -78,6 +89,10 @@ static const lc_fact facts[] = {
     LC_FACT_CONST(LCS_LOCK_SLOT),
     LC_FACT_CONST(LCS_LOCK_WAITERS),
     LC_FACT_CONST(LCS_LOCK_EPOCH_SHIFT),
+    LC_FACT_CONST(LCX_RING_BATCH),
+    LC_FACT_CONST(LCX_RING_HOLD),
+    LC_FACT_CONST(LCX_RING_CAPACITY),
+    LC_FACT_CONST(LCX_RING_MESSAGE),
 };
 
 static char text[8192];

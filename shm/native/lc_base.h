@@ -138,7 +138,13 @@ typedef struct lcs_header {
     uint32_t pad1;
 } lcs_header;
 
-enum { LCS_KIND_PLAIN = 1, LCS_KIND_LIST = 2, LCS_KIND_DICT = 3, LCS_KIND_INDEX = 4 };
+enum {
+    LCS_KIND_PLAIN = 1,
+    LCS_KIND_LIST = 2,
+    LCS_KIND_DICT = 3,
+    LCS_KIND_INDEX = 4,
+    LCS_KIND_RING = 5,
+};
 enum { LCS_LIFETIME_ATTACHED = 0, LCS_LIFETIME_PERSISTENT = 1 };
 
 enum { LCS_CLIENT_FREE = 0, LCS_CLIENT_TAKEN = 1, LCS_CLIENT_QUARANTINE = 2 };

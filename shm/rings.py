@@ -1,0 +1,245 @@
+"""SharedRing: a bounded queue of messages, for many producers and consumers."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+from lightcache.shm import layout, structures
+from lightcache.shm.codes import Code, check
+from lightcache.shm.errors import ConfigError, WaitTimeout
+from lightcache.shm.layout import Kind
+from lightcache.shm.locking import LockedCalls
+from lightcache.shm.segment import Segment, free_dead_slots
+from lightcache.shm.sync import Event
+
+Message = bytes | bytearray | memoryview
+
+_OPERATIONS = {1: "push", 2: "pop", 3: "check"}  # OP_* in native/ring_api.c
+
+
+class SharedRing:
+    """At most `capacity` messages of at most `message_bytes` bytes each, first in, first out.
+
+    Every change takes the segment's lock and has happened wholly or not at all, whoever is killed
+    when (`shm/native/ring.h`):
+
+    - All pushes have one order, and messages are popped in it; so those of one producer, or of one
+      thread of it, arrive in the order in which it pushed them.
+    - A message is returned by one pop at most. It is lost if, between taking it out and returning
+      it, its consumer is killed, or leaves `pop` through what a signal handler raises.
+    - A producer that is killed has pushed the message wholly or not at all, and did if `push` had
+      returned. Nobody waits for the dead.
+
+    The methods ending in `_many` move in one step what one hold of the lock may: at most 256
+    messages and 256 KiB. Larger things belong in pages or segments, with a message to say where.
+    """
+
+    def __init__(self, segment: Segment, *, lock_timeout: float = 10.0) -> None:
+        """For `create`, `attach` and `open`."""
+        self.segment = segment
+        self.capacity = int(segment.config["capacity"])
+        self.message_bytes = int(segment.config["message_bytes"])
+        _check_sizes(self.capacity, self.message_bytes)
+        quick = structures.library().quick
+        if segment.payload_bytes < quick.lcx_ring_bytes(self.capacity, self.message_bytes):
+            raise ConfigError(
+                f"the segment {segment.name!r} is too short for {self.capacity} messages of "
+                f"{self.message_bytes} bytes"
+            )
+        if not segment.readonly:
+            segment.join("ring")
+        self._room_for_one = ctypes.c_char * self.message_bytes
+        self._filled = Event(segment, layout.RingRoot.filled.offset)
+        self._drained = Event(segment, layout.RingRoot.drained.offset)
+        self._calls = LockedCalls(structures.library(), segment, lock_timeout, _OPERATIONS)
+        self._calls.handle = quick.lcx_ring_open(
+            segment.attachment, self.capacity, self.message_bytes
+        )
+        weakref.finalize(self, quick.lcx_ring_close, self._calls.handle)
+
+    @classmethod
+    def create(
+        cls, name: str, *, capacity: int, message_bytes: int, lifetime: str = "attached"
+    ) -> SharedRing:
+        """Create one that does not exist; see `Segment.create` for name, lifetime and errors.
+
+        Raises:
+            ConfigError: capacity not 1 to 2^24, message_bytes not 1 to 65,536.
+        """
+        return cls(Segment.create(**_arranged(name, capacity, message_bytes), lifetime=lifetime))
+
+    @classmethod
+    def open(
+        cls, name: str, *, capacity: int, message_bytes: int, lifetime: str = "attached"
+    ) -> SharedRing:
+        """Attach to an equal one, with the messages that are in it, or create it; see
+        `Segment.open`."""
+        return cls(Segment.open(**_arranged(name, capacity, message_bytes), lifetime=lifetime))
+
+    @classmethod
+    def attach(cls, name: str, *, readonly: bool = False) -> SharedRing:
+        """Attach to one that exists; see `Segment.attach`."""
+        return cls(Segment.attach(name, readonly=readonly, kind=Kind.RING, reaper=free_dead_slots))
+
+    # ---- pushing
+
+    def push(self, data: Message, timeout: float | None = None) -> None:
+        """Put a message behind all others; while the ring is full, wait. Blocks; Ctrl-C ends it at
+        once.
+
+        Args:
+            data: its bytes, which are copied; there may be none.
+            timeout: seconds to wait for room; 0: do not wait; None: no limit. Waiting for the lock
+                is limited by `lock_timeout` instead.
+
+        Raises:
+            WaitTimeout: there was no room for `timeout` seconds; nothing was pushed.
+            ConfigError: no bytes, or too many.
+            LockTimeout: says who holds the lock, and since when; nothing was pushed.
+        """
+        message = self._bytes(data)
+        length = ctypes.c_uint32(len(message))
+
+        def attempt() -> bool:
+            return self._push(message, ctypes.byref(length), 1) == 1
+
+        self._until(attempt, self._drained, timeout, "full")
+
+    def push_many(self, messages: Sequence[Message]) -> int:
+        """Put the first of these messages behind all others, in one step, without waiting for room.
+        Returns how many: 0 when the ring is full or there are none. Go on with the rest.
+
+        Raises:
+            ConfigError: one of the first 256 is no bytes, or too many; nothing was pushed.
+            LockTimeout: as `push`.
+        """
+        some = [self._bytes(data) for data in messages[: layout.RING_BATCH]]
+        if not some:
+            return 0
+        lengths = (ctypes.c_uint32 * len(some))(*map(len, some))
+        return self._push(b"".join(some), lengths, len(some))
+
+    def _push(self, data: bytes, lengths: Any, n: int) -> int:
+        code = self._locked("lcx_ring_push", data, lengths, n, what="push")
+        return 0 if code == Code.FULL else check(code, f"push into {self.segment.name!r}")
+
+    def _bytes(self, data: object) -> bytes:
+        if not isinstance(data, bytes):
+            if not isinstance(data, (bytearray, memoryview)):
+                raise ConfigError(
+                    f"message: expected bytes, bytearray or memoryview, found {type(data).__name__}"
+                )
+            data = bytes(data)
+        if len(data) > self.message_bytes:
+            raise ConfigError(
+                f"message: expected at most {self.message_bytes} bytes, found {len(data)}; make "
+                "the ring with larger ones, or push where the bytes are"
+            )
+        return data
+
+    # ---- popping
+
+    def pop(self, timeout: float | None = None) -> bytes:
+        """Take out the oldest message; while there is none, wait. Blocks; Ctrl-C ends it at once.
+
+        Args:
+            timeout: as of `push`.
+
+        Raises:
+            WaitTimeout: there was none for `timeout` seconds.
+            LockTimeout: says who holds the lock, and since when; nothing was taken out.
+        """
+        found: list[bytes] = []
+
+        def attempt() -> bool:
+            out, length = self._room_for_one(), ctypes.c_uint32()
+            if self._pop(out, ctypes.byref(length), 1):
+                found.append(out[: length.value])
+            return bool(found)
+
+        self._until(attempt, self._filled, timeout, "empty")
+        return found[0]
+
+    def pop_many(self, limit: int) -> list[bytes]:
+        """Take out the oldest messages, at most `limit`, in one step, without waiting for any. At
+        least one if there is any; fewer than there are when one hold of the lock takes no more.
+
+        Raises:
+            ConfigError: limit below 1.
+            LockTimeout: as `pop`.
+        """
+        limit = min(structures.size_of(limit, "limit", 1 << 31), layout.RING_BATCH)
+        room = max(self.message_bytes, min(limit * self.message_bytes, layout.RING_HOLD))
+        out, lengths = (ctypes.c_char * room)(), (ctypes.c_uint32 * limit)()
+        ends = list(accumulate(lengths[: self._pop(out, lengths, limit)], initial=0))
+        data = out[: ends[-1]]
+        return [data[begin:end] for begin, end in pairwise(ends)]
+
+    def _pop(self, out: ctypes.Array[ctypes.c_char], lengths: Any, limit: int) -> int:
+        code = self._locked("lcx_ring_pop", out, len(out), lengths, limit, what="pop")
+        return 0 if code == Code.MISSING else check(code, f"pop from {self.segment.name!r}")
+
+    # ---- looking
+
+    def __len__(self) -> int:
+        """Messages in it. No lock: what others are changing at this moment may count or not."""
+        return check(self._calls.quick.lcx_ring_length(self._calls.handle), "len")
+
+    def check(self) -> None:
+        """Derive every invariant again.
+
+        Raises:
+            CacheCorrupted: names the first that is broken.
+        """
+        structures.run_check(self._calls, "lcx_ring_check", f"the ring {self.segment.name!r}")
+
+    # ---- the rest
+
+    def _locked(self, name: str, *arguments: Any, what: str) -> int:
+        return self._calls.locked(name, *arguments, what=f"{what} in {self.segment.name!r}")
+
+    def _until(
+        self, attempt: Callable[[], bool], event: Event, timeout: float | None, state: str
+    ) -> None:
+        """Until an attempt succeeds; between them sleep until `event`, or a twentieth second."""
+        if attempt():
+            return
+        try:
+            event.wait_for(attempt, timeout)
+        except WaitTimeout:
+            raise WaitTimeout(
+                f"the ring {self.segment.name!r} was {state} for {timeout} s; wait longer, or see "
+                "with `lightcache dump` who else lives in it"
+            ) from None
+
+    def close(self) -> None:
+        """Leave; see `Segment.close`. What is in the ring stays for the others."""
+        self.segment.free_slot_on_close()
+        self.segment.close()
+
+    def __enter__(self) -> SharedRing:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.segment.free_slot_on_close()
+        self.segment.__exit__(None, None, None)
+
+
+def _check_sizes(capacity: int, message_bytes: int) -> None:
+    structures.size_of(capacity, "capacity", layout.RING_CAPACITY)
+    structures.size_of(message_bytes, "message_bytes", layout.RING_MESSAGE)
+
+
+def _arranged(name: str, capacity: int, message_bytes: int) -> dict[str, Any]:
+    _check_sizes(capacity, message_bytes)
+    return {
+        "name": name,
+        "payload_bytes": structures.library().quick.lcx_ring_bytes(capacity, message_bytes),
+        "kind": Kind.RING,
+        "config": {"capacity": capacity, "message_bytes": message_bytes},
+        "reaper": free_dead_slots,
+    }
