@@ -158,7 +158,7 @@ class SharedRing:
         def attempt() -> bool:
             out, length = self._room_for_one(), ctypes.c_uint32()
             if self._pop(out, ctypes.byref(length), 1):
-                found.append(out[: length.value])
+                found.append(bytes(memoryview(out)[: length.value]))
             return bool(found)
 
         self._until(attempt, self._filled, timeout, "empty")
@@ -176,7 +176,7 @@ class SharedRing:
         room = max(self.message_bytes, min(limit * self.message_bytes, layout.RING_HOLD))
         out, lengths = (ctypes.c_char * room)(), (ctypes.c_uint32 * limit)()
         ends = list(accumulate(lengths[: self._pop(out, lengths, limit)], initial=0))
-        data = out[: ends[-1]]
+        data = bytes(memoryview(out)[: ends[-1]])
         return [data[begin:end] for begin, end in pairwise(ends)]
 
     def _pop(self, out: ctypes.Array[ctypes.c_char], lengths: Any, limit: int) -> int:

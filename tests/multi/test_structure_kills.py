@@ -1,4 +1,4 @@
-"""Lists and dicts whose users are killed while they change them: nothing half done is ever seen.
+"""Lists, dicts and rings whose users are killed while they change them: nothing half done is seen.
 
 The children use the build with pause points and kill themselves at one, so that every death falls
 between two stores of a critical section.
@@ -111,3 +111,32 @@ def test_a_list_survives_its_users(segment_name, pause_library):
         attach = lambda: shm.SharedList.attach(segment_name)  # noqa: E731
         kill_at_every_point(pause_library, [AT_COMMIT, AT_UNLOCK], attach, steps, verify)
         assert recoveries(lists.segment) == 8, "each death at a commit leaves a log to undo"
+
+
+@pytest.mark.crash
+def test_a_ring_survives_its_users(segment_name, pause_library):
+    """A push that died before its commit is not there, one behind it is; and the like of pops."""
+    with shm.SharedRing.create(segment_name, capacity=6, message_bytes=8) as ring:
+        last = [-1]
+
+        def steps(mine, chance):
+            newest = last[0]
+            for _ in range(chance.randrange(1, 5)):
+                some = [b"%d" % (newest + 1 + i) for i in range(chance.randrange(1, 4))]
+                newest += mine.push_many(some)
+            for _ in range(chance.randrange(1, 3)):
+                mine.pop_many(chance.randrange(1, 4))
+            last[0] = newest
+
+        def verify():
+            ring.check()
+            numbers = [int(message) for message in ring.pop_many(6)]
+            assert numbers == list(range(numbers[0], numbers[0] + len(numbers))) if numbers else 1
+            last[0] = -1
+            assert len(ring) == 0
+            ring.push(b"after", timeout=0)
+            assert ring.pop(timeout=0) == b"after"
+
+        attach = lambda: shm.SharedRing.attach(segment_name)  # noqa: E731
+        kill_at_every_point(pause_library, [AT_COMMIT, AT_UNLOCK], attach, steps, verify)
+        assert recoveries(ring.segment) == 8, "each death at a commit leaves a log to undo"

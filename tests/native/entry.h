@@ -6,9 +6,11 @@
 #include "event.h"
 #include "index.h"
 #include "process.h"
+#include "ring.h"
 
 typedef struct lcx_list lcx_list;
 typedef struct lcx_dict lcx_dict;
+typedef struct lcx_ring lcx_ring;
 
 uint64_t lcx_list_bytes(uint32_t nodes, uint32_t lists);
 void lcx_list_format(uint8_t *base, uint32_t nodes, uint32_t lists);
@@ -40,6 +42,16 @@ int lcx_dict_length(lcx_dict *d);
 int lcx_dict_copy(lcx_dict *d, lc_key *keys, int32_t *values, uint32_t room, int wait,
                   uint64_t deadline);
 int lcx_dict_check(lcx_dict *d, char *text, uint32_t room, int wait, uint64_t deadline);
+
+uint64_t lcx_ring_bytes(uint32_t capacity, uint32_t message);
+lcx_ring *lcx_ring_open(lcs_attachment *at, uint32_t capacity, uint32_t message);
+void lcx_ring_close(lcx_ring *r);
+int lcx_ring_push(lcx_ring *r, const uint8_t *data, const uint32_t *lengths, uint32_t n, int wait,
+                  uint64_t deadline);
+int lcx_ring_pop(lcx_ring *r, uint8_t *out, uint64_t room, uint32_t *lengths, uint32_t limit,
+                 int wait, uint64_t deadline);
+int lcx_ring_length(lcx_ring *r);
+int lcx_ring_check(lcx_ring *r, char *text, uint32_t room, int wait, uint64_t deadline);
 
 int lcs_atomic32(lcs_attachment *at, uint64_t offset, int op, uint32_t value, uint32_t *old);
 int lcs_atomic64(lcs_attachment *at, uint64_t offset, int op, uint64_t value, uint64_t *old);
