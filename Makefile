@@ -135,6 +135,7 @@ soak: install pause
 crash-test: install
 	cd tests && $(bin)/python crash/run.py $(ARGS)
 	cd tests && $(bin)/python crash/covered.py
+	cd tests && LIGHTCACHE_STEP_BUILDS=all $(bin)/python -m pytest -q crash/test_structures.py
 	cd tests && LIGHTCACHE_LIFE_STRIDE=1 $(bin)/python -m pytest -q crash/test_life_cycle.py
 
 # Damaged segments, on every processor: a million cases take minutes on 16. ARGS=--sanitize, --first N.

@@ -12,7 +12,7 @@ import posix_ipc
 
 from lightcache import Cache
 from lightcache.hashing import load_or_create_secret
-from lightcache.shm import Segment, SharedDict, SharedList, layout, names, sweep
+from lightcache.shm import Segment, SharedDict, SharedList, SharedRing, layout, names, sweep
 
 SHM = Path("/dev/shm")
 SECRET = b"a secret of the life cycle"
@@ -156,16 +156,20 @@ def alone(at: Site) -> Cache:
 
 
 def structures(at: Site) -> None:
-    """A list and a dict, made, used and closed."""
+    """A list, a dict and a ring, made, used and closed."""
     with (
         SharedDict.open(f"{at.name}-dict", capacity=64) as table,
         SharedList.open(f"{at.name}-list", nodes=64) as items,
+        SharedRing.open(f"{at.name}-ring", capacity=64, message_bytes=64) as ring,
     ):
         table.put(7, 3)
         items.move_back(5)
         assert (table[7], items.snapshot()) == (3, (5,))
+        ring.push(b"message", timeout=0)
+        assert ring.pop(timeout=0) == b"message"
         table.check()
         items.check()
+        ring.check()
 
 
 def secret_file(at: Site) -> Path:

@@ -128,8 +128,8 @@ def shares(verb: list[str], first: int, cases: int, each: int) -> list[list[str]
 
 
 def fuzz(program: Path, first: int, cases: int, workers: int, files: int = 0) -> Sums:
-    """Cases `first` .. `first + cases - 1` of the index, a tenth as many of list and dict, and so
-    many files that Python opens, on so many processors."""
+    """Cases `first` .. `first + cases - 1` of the index, a tenth as many of list, dict and ring,
+    and so many files that Python opens, on so many processors."""
     sums = Sums()
     commands = [
         *shares([sys.executable, str(HERE / "python_side.py")], first, files, 50),

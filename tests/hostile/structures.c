@@ -9,6 +9,7 @@
 
 typedef struct lcx_list lcx_list;
 typedef struct lcx_dict lcx_dict;
+typedef struct lcx_ring lcx_ring;
 uint64_t lcx_list_bytes(uint32_t nodes, uint32_t lists);
 void lcx_list_format(uint8_t *base, uint32_t nodes, uint32_t lists);
 lcx_list *lcx_list_open(lcs_attachment *at, uint32_t nodes, uint32_t lists);
@@ -36,10 +37,20 @@ int lcx_dict_length(lcx_dict *d);
 int lcx_dict_copy(lcx_dict *d, lc_key *keys, int32_t *values, uint32_t room, int wait,
                   uint64_t deadline);
 int lcx_dict_check(lcx_dict *d, char *text, uint32_t room, int wait, uint64_t deadline);
+uint64_t lcx_ring_bytes(uint32_t capacity, uint32_t message);
+lcx_ring *lcx_ring_open(lcs_attachment *at, uint32_t capacity, uint32_t message);
+int lcx_ring_push(lcx_ring *r, const uint8_t *data, const uint32_t *lengths, uint32_t n, int wait,
+                  uint64_t deadline);
+int lcx_ring_pop(lcx_ring *r, uint8_t *out, uint64_t room, uint32_t *lengths, uint32_t limit,
+                 int wait, uint64_t deadline);
+int lcx_ring_length(lcx_ring *r);
+int lcx_ring_check(lcx_ring *r, char *text, uint32_t room, int wait, uint64_t deadline);
 
 #define NODES 24
 #define LISTS 4
 #define KEYS 40
+#define MESSAGE 12
+#define RING_CASES 1 /* of five; none of the corpus's, whose cases stay what they were */
 
 typedef struct arena {
     uint8_t *base, *picture;
@@ -47,11 +58,12 @@ typedef struct arena {
     lcs_attachment *me;
     lcx_list *list;
     lcx_dict *dict;
+    lcx_ring *ring;
     rng flips;
     atomic_bool moving;
 } arena;
 
-static arena arenas[2];
+static arena arenas[3];
 
 static uint64_t soon(void) { return lcs_now_ns() + UINT64_C(2000000); }
 
@@ -72,6 +84,21 @@ static void keep_picture(arena *a) {
     a->picture = malloc(a->bytes);
     NEED(a->picture);
     memcpy(a->picture, a->base, a->bytes);
+}
+
+/* Messages that go past the last slot, to the first. */
+static void make_ring(arena *a) {
+    uint8_t data[MESSAGE] = "a message";
+    map(a, lcx_ring_bytes(NODES, MESSAGE));
+    a->ring = lcx_ring_open(a->me, NODES, MESSAGE);
+    NEED(a->ring);
+    for (uint32_t i = 0; i < NODES + 12; i++) {
+        uint32_t length = i % (MESSAGE + 1);
+        NEED(lcx_ring_push(a->ring, data, &length, 1, LC_BLOCK, UINT64_MAX) == 1);
+        if (i < 16)
+            NEED(lcx_ring_pop(a->ring, data, MESSAGE, &length, 1, LC_BLOCK, UINT64_MAX) == 1);
+    }
+    keep_picture(a);
 }
 
 static void make(void) {
@@ -97,6 +124,7 @@ static void make(void) {
         NEED(lcx_dict_pop(d->dict, key.lo, key.hi, &value, LC_BLOCK, UINT64_MAX) == LC_OK);
     }
     keep_picture(d);
+    make_ring(&arenas[2]);
 }
 
 /* ------------------------------------------------------------------ every call */
@@ -163,6 +191,31 @@ static void use_dict(arena *a, rng *r) {
     }
 }
 
+static void use_ring(arena *a, rng *r) {
+    uint8_t data[8 * MESSAGE] = {0};
+    uint32_t lengths[8], n = 1 + below(r, 8), bytes = 0;
+    char text[208];
+    switch (below(r, 6)) {
+    case 0:
+    case 1:
+        for (uint32_t i = 0; i < n; i++) lengths[i] = below(r, MESSAGE + 1);
+        answer(lcx_ring_push(a->ring, data, lengths, n, LC_BLOCK, soon()), n, "ring push");
+        break;
+    case 2:
+    case 3: {
+        uint64_t room = MESSAGE * (1 + below(r, 8));
+        int rc = lcx_ring_pop(a->ring, data, room, lengths, n, LC_BLOCK, soon());
+        answer(rc, n, "ring pop");
+        for (int i = 0; i < rc; bytes += lengths[i++])
+            if (lengths[i] > MESSAGE) finding("ring pop gave a length", lengths[i]);
+        if (rc > 0 && bytes > room) finding("ring pop gave more than there was room", bytes);
+        break;
+    }
+    case 4: answer(lcx_ring_length(a->ring), NODES, "ring length"); break;
+    default: answer(lcx_ring_check(a->ring, text, sizeof text, LC_BLOCK, soon()), 1, "ring check");
+    }
+}
+
 /* ------------------------------------------------------------------ damage */
 
 static void flip_word(arena *a, rng *r) {
@@ -191,8 +244,9 @@ static void *flip_on(void *argument) {
 
 static void judge(arena *a, tally *t) {
     char text[208];
-    int rc = a->list ? lcx_list_check(a->list, text, sizeof text, LC_BLOCK, soon())
-                     : lcx_dict_check(a->dict, text, sizeof text, LC_BLOCK, soon());
+    int rc = a->list   ? lcx_list_check(a->list, text, sizeof text, LC_BLOCK, soon())
+             : a->dict ? lcx_dict_check(a->dict, text, sizeof text, LC_BLOCK, soon())
+                       : lcx_ring_check(a->ring, text, sizeof text, LC_BLOCK, soon());
     t->cases++;
     t->named += rc != 0;
     t->unseen += rc == 0;
@@ -202,6 +256,7 @@ void structures_case(uint64_t seed) {
     if (!arenas[0].base) make();
     rng r = {.state = seed * 2 + 1};
     arena *a = &arenas[below(&r, 2)];
+    if (seed % 5 == RING_CASES) a = &arenas[2];
     bool moving = below(&r, 4) == 0;
     pthread_t thread;
     shared->seed = seed;
@@ -214,11 +269,12 @@ void structures_case(uint64_t seed) {
     } else {
         uint32_t hits = 1 + below(&r, 3);
         for (uint32_t i = 0; i < hits; i++) flip_word(a, &r);
-        if (hits == 1) judge(a, &shared->fields[a->list ? LIST_TALLY : DICT_TALLY]);
+        if (hits == 1) judge(a, &shared->fields[a - arenas + LIST_TALLY]);
     }
     for (int i = 0; i < 24; i++) {
         if (a->list) use_list(a, &r);
-        else use_dict(a, &r);
+        else if (a->dict) use_dict(a, &r);
+        else use_ring(a, &r);
     }
     if (moving) {
         atomic_store(&a->moving, false);

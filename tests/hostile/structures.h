@@ -1,4 +1,4 @@
-/* SharedList and SharedDict, damaged word by word. */
+/* SharedList, SharedDict and SharedRing, damaged word by word. */
 #ifndef HOSTILE_STRUCTURES_H
 #define HOSTILE_STRUCTURES_H
 

@@ -67,7 +67,9 @@ PROGRAMS = {
     ),
     "gaps": Program(HOOKED, ("mutants/gaps*", "mutants/hooks", *WORLD)),
     "meetings": Program(HOOKED, ("mutants/meetings", "mutants/hooks", *WORLD)),
-    "structures": Program(HOOKED, ("mutants/structures", "mutants/hooks", *WORLD)),
+    "structures": Program(
+        HOOKED, ("mutants/structures", "mutants/hooks", "native/structure_calls", *WORLD)
+    ),
     "stress": Program(TSAN, ("native/stress*", *WORLD)),
 }
 
