@@ -15,7 +15,7 @@ static void on_store(const volatile void *word) {
     const segment *real = watched;
     if (!real || at < real->base || at >= real->base + real->bytes) return;
     watched = NULL;
-    structure_look();
+    structure_look(real->base, NULL);
     watched = real;
 }
 

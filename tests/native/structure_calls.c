@@ -18,10 +18,15 @@ struct view {
     uint32_t count;
 };
 
+/* A copy of the segment with one client in it, in which nobody else proves his life. */
+typedef struct copy {
+    uint8_t *base;
+    lcs_attachment *at;
+} copy;
+
 static segment real;
-static client victim, survivor;
-static uint8_t *copy;
-static lcs_attachment *there;
+static client victim;
+static copy survivors, heirs;
 static const calls *now;
 static view before, after;
 static uint32_t deaths, step;
@@ -173,7 +178,7 @@ const calls structures[] = {
 };
 const uint32_t structure_count = sizeof structures / sizeof *structures;
 
-static uint64_t bytes_of(const calls *c) {
+uint64_t structure_bytes(const calls *c) {
     uint64_t list = lcx_list_bytes(NODES, LISTS), dict = lcx_dict_bytes(RECORDS);
     return LCS_PAYLOAD_OFFSET + (c == &structures[0]   ? list
                                  : c == &structures[1] ? dict
@@ -182,16 +187,18 @@ static uint64_t bytes_of(const calls *c) {
 
 /* ------------------------------------------------------------------ deaths */
 
-/* In the copy nobody holds the victim's byte: the next taker of the lock undoes what it began. */
-void structure_look(void) {
+/* The next taker of the lock, which is `check`, undoes what the dead began. */
+static void look(const uint8_t *left, const copy *c, void (*watch)(const uint8_t *base)) {
     char text[200] = "";
     view seen;
-    memcpy(copy, real.base, real.bytes);
-    void *structure = now->open(there);
+    memcpy(c->base, left, real.bytes);
+    void *structure = now->open(c->at);
     CHECK(structure);
+    if (watch) watch(c->base);
     int broken = now->check(structure, text);
+    if (watch) watch(NULL);
     if (broken) check_failed(now->name, (int)step, text);
-    now->look(copy, structure, &seen);
+    now->look(c->base, structure, &seen);
     if (!equal(&seen, &before) && !equal(&seen, &after))
         check_failed(now->name, (int)step, "half a step is left");
     if (now->use) now->use(structure, &seen);
@@ -199,18 +206,31 @@ void structure_look(void) {
     deaths++;
 }
 
+void structure_look(const uint8_t *left, void (*watch)(const uint8_t *base)) {
+    look(left, &survivors, watch);
+}
+
+void structure_look_again(void) { look(survivors.base, &heirs, NULL); }
+
+static copy make_copy(void) {
+    copy c;
+    client who = client_join(&real);
+    c.base = mmap(NULL, real.bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    int life = memfd_create("life", MFD_CLOEXEC);
+    CHECK(c.base != MAP_FAILED && life >= 0);
+    memcpy(c.base, real.base, real.bytes);
+    c.at = lcs_attachment_new(c.base, real.bytes, life, who.slot, who.at->epoch, 0);
+    CHECK(c.at);
+    c.at->pidns = 0; /* only the byte locks are asked who lives */
+    return c;
+}
+
 static void set_up(const calls *c) {
-    real = segment_make(bytes_of(c));
+    real = segment_make(structure_bytes(c));
     c->format(real.base);
     victim = client_join(&real);
-    survivor = client_join(&real);
-    copy = mmap(NULL, real.bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    int life = memfd_create("life", MFD_CLOEXEC);
-    CHECK(copy != MAP_FAILED && life >= 0);
-    memcpy(copy, real.base, real.bytes);
-    there = lcs_attachment_new(copy, real.bytes, life, survivor.slot, survivor.at->epoch, 0);
-    CHECK(there);
-    there->pidns = 0; /* only the byte locks are asked who lives */
+    survivors = make_copy();
+    heirs = make_copy();
 }
 
 uint32_t structure_play(const calls *c, void (*watch)(const segment *watched)) {
@@ -233,7 +253,7 @@ uint32_t structure_play(const calls *c, void (*watch)(const segment *watched)) {
         c->change(structure, step);
         watch(NULL);
         before = after; /* behind the call: nothing but what it came to */
-        structure_look();
+        structure_look(real.base, NULL);
     }
     c->close(structure);
     c->close(model);

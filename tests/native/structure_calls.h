@@ -23,10 +23,17 @@ typedef struct calls { /* one of the structures, on memory that anybody may stan
 extern const calls structures[];
 extern const uint32_t structure_count;
 
+uint64_t structure_bytes(const calls *c); /* of its segment */
+
 /* Go through all steps. `watch` is called with the victim's segment before each, and with NULL
- * behind it; in between the program calls structure_look() at whatever instant the victim may have
- * died. Returns the number of such instants. */
+ * behind it, when it calls structure_look() with whatever the segment held when the victim may have
+ * died: it may as well do so in between. Returns the number of deaths looked at. */
 uint32_t structure_play(const calls *c, void (*watch)(const segment *watched));
-void structure_look(void);
+
+/* A survivor takes the lock in a copy of these bytes. If there is a `watch`, it is called with the
+ * copy before, and with NULL behind it; in between structure_look_again() may be called, at whatever
+ * instant the survivor may have died as well: an heir takes the lock in a copy of that copy. */
+void structure_look(const uint8_t *left, void (*watch)(const uint8_t *base));
+void structure_look_again(void);
 
 #endif
