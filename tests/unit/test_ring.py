@@ -130,6 +130,9 @@ def test_one_step_moves_as_much_as_one_hold_may(segment_name):
         assert ring.push_many([b"%d" % i for i in range(1000)]) == many
         assert ring.push_many([b"%d" % i for i in range(many, 1000)]) == many
         assert ring.pop_many(1000) == [b"%d" % i for i in range(many)]
+        assert ring.push_many([b"good"] * many + [b"not looked at" * large]) == many
+        assert len(drain(ring)) == 2 * many
+        assert ring.push_many([b"%d" % i for i in range(many)]) == many
         assert len(drain(ring)) == many
         four = layout.RING_HOLD // large
         assert ring.push_many([bytes(large)] * 9) == four
@@ -216,7 +219,7 @@ def test_push_waits_for_a_pop_of_another_process(ring):
 
 
 @pytest.mark.parametrize("verb", ["push", "pop"])
-def test_who_waits_is_woken_and_does_not_only_look_again(ring, verb, monkeypatch):
+def test_who_waits_is_woken_and_does_not_only_look_again(ring, verb, monkeypatch, wait_until):
     """Looking again every 50 ms would hide a notification that never comes."""
     monkeypatch.setattr("lightcache.shm.sync._LOOK_AGAIN", 3600.0)
     while verb == "push" and len(ring) < CAPACITY:
@@ -226,8 +229,7 @@ def test_who_waits_is_woken_and_does_not_only_look_again(ring, verb, monkeypatch
     waiter.start()
     event = ring._drained if verb == "push" else ring._filled
     word = ctypes.c_uint32.from_address(ring.segment.address + event._at)
-    while not word.value & 1:  # until it has asked to be woken
-        assert waiter.is_alive()
+    wait_until(lambda: word.value & 1 == 1, "the waiter to ask to be woken")
     ring.pop() if verb == "push" else ring.push(b"new")
     waiter.join(60)
     assert not waiter.is_alive()
