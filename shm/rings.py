@@ -31,8 +31,8 @@ class SharedRing:
       thread of it, arrive in the order in which it pushed them.
     - A message is returned by one pop at most. It is lost if, between taking it out and returning
       it, its consumer is killed, or leaves `pop` through what a signal handler raises.
-    - A producer that is killed, or leaves `push` so, has pushed the message wholly or not at all, and
-      did if `push` had returned. Nobody waits for the dead. Who waits is not served in turn.
+    - A producer that is killed, or leaves `push` so, has pushed the message wholly or not at all,
+      and did if `push` had returned. Nobody waits for the dead. Who waits is not served in turn.
 
     The methods ending in `_many` move in one step what one hold of the lock may: at most 256
     messages and 256 KiB. Larger things belong in pages or segments, with a message to say where.
