@@ -280,6 +280,10 @@ def check_sides(geometry: PageGeometry, memory: PageMemory, share: Share) -> Non
     Raises:
         ConfigError: pages of the memory are too small, or the share is of other pages.
     """
+    if not isinstance(share, Share):
+        raise ConfigError(
+            f"share: expected a Share, found {share!r}; make it with geometry.share(...)"
+        )
     if geometry.page_bytes > memory.page_bytes:
         raise ConfigError(
             f"geometry: its pages have {geometry.page_bytes} bytes, those of the memory "

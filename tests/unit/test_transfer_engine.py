@@ -363,6 +363,8 @@ def test_engines_refuse_what_does_not_fit():
         TransferEngine(case.geometry, case.planes, memory, device=InlineDevice(), mode="fast")
     with pytest.raises(ConfigError, match="rate: expected"):
         TransferEngine(case.geometry, case.planes, memory, device=InlineDevice(), rate=0)
+    with pytest.raises(ConfigError, match="share: expected a Share, found 5"):
+        TransferEngine(case.geometry, case.planes, memory, device=InlineDevice(), share=5)
     with pytest.raises(ConfigError, match="HostEngine serves"):
         TransferEngine(case.geometry, case.planes, memory)
     registered = InlineDevice()
