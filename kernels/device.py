@@ -54,7 +54,6 @@ class CudaDevice:
         facts = torch.cuda.get_device_properties(self.index)
         self.model = str(facts.name)
         self.processors = int(facts.multi_processor_count)
-        self.cache_bytes = int(facts.L2_cache_size)
         self._allocating = self._cuda.Stream(self.index)
 
     def guard(self) -> contextlib.AbstractContextManager[Any]:

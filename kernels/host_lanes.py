@@ -87,29 +87,21 @@ def lanes(share: Share, memory: HostPages, planes: DevicePlanes) -> list[Lane]:
     Raises:
         ConfigError: a plane was not described.
     """
-    first = first_heads(share)
     found: list[Lane] = []
     for cell in share.cells:
         device = planes.find(share.geometry, cell)
-        own = cell.head - first[cell.group, cell.plane.name]
         together = cell.heads == 1 or device.head_stride == cell.plane.row_bytes
         for head in range(1 if together else cell.heads):
             row = cell.plane.row_bytes * (cell.heads if together else 1)
             host = _host_view(memory, cell, head, row)
-            at = device.address + (own + head) * device.head_stride + cell.row * device.row_stride
+            at = (
+                device.address
+                + (cell.own_head + head) * device.head_stride
+                + cell.row * device.row_stride
+            )
             view, block_units = _device_view(device, at, row, planes)
             found.append(Lane(cell.layer, cell.plane.unit_tokens, host, view, block_units))
     return found
-
-
-def first_heads(share: Share) -> dict[tuple[int, str], int]:
-    """The first head that the rank of a share holds, by (group, plane name): device planes count
-    heads from there, cells from the first of the model."""
-    first: dict[tuple[int, str], int] = {}
-    for cell in share.cells:
-        name = cell.group, cell.plane.name
-        first[name] = min(cell.head, first.get(name, cell.head))
-    return first
 
 
 def _host_view(memory: HostPages, cell: Cell, head: int, row: int) -> Bytes:
@@ -198,4 +190,4 @@ class Index:
                 device[...] = host
 
 
-__all__ = ["Copy", "Index", "Lane", "first_heads", "lanes"]
+__all__ = ["Copy", "Index", "Lane", "lanes"]
