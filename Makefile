@@ -61,7 +61,7 @@ help:
 
 # ---- set-up, once ----
 
-requirements := setuptools wheel numpy xxhash posix_ipc click rich prometheus_client \
+requirements := setuptools wheel numpy xxhash posix_ipc click rich prometheus_client transformers \
                 pytest pytest-timeout hypothesis lmdb ruff mypy
 
 $(venv)/.requirements: constraints.txt

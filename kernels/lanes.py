@@ -63,7 +63,8 @@ class Lane:
         """
         self.to_page = to_page
         self.kernel, self.copy = device.stream(), device.stream()
-        # The index of a load goes ahead of its pages: on another stream it would wait for them.
+        # The index of a load goes with its first pages: on another stream it would wait for those
+        # of the transfers before it.
         self.upload = device.stream() if to_page else self.copy
         self.kernel_handle = int(self.kernel.cuda_stream)
         self.directs = deque((device.stream(), device.stream()))

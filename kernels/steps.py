@@ -97,10 +97,15 @@ class Steps:
         """A chunk from its pages to the ring, then to device slots."""
         kernel, copy = self.lane.kernel, self.lane.copy
         self._wait(copy)  # for who writes the pages; whoever uses the slots is behind it as well
-        self._upload()
         copy.wait_event(ring.free[chunk.slot])
         own = slice(*chunk.copies)
-        self.engine._copier(staged.staged[own], staged.host[own], staged.sizes[own], copy)
+        targets, sources, sizes = staged.staged[own], staged.host[own], staged.sizes[own]
+        # On a stream of its own the index would wait for copies already enqueued; in a call of its
+        # own it would cost the copy engine a pause.
+        if not self._uploaded:
+            for each, value in zip((targets, sources, sizes), self._index_copy(), strict=True):
+                each.insert(0, value)
+        self.engine._copier(targets, sources, sizes, copy)
         ring.ready[chunk.slot].record(copy)
         kernel.wait_event(ring.ready[chunk.slot])
         self._run_packed(part, cells, chunk, at)
@@ -111,15 +116,19 @@ class Steps:
         self._wait(self.lane.copy)
         self.engine._copier(targets, sources, sizes, self.lane.copy)
 
-    def _upload(self) -> None:
-        """The index to the device: over the bus once, not once for each row of cells."""
+    def _index_copy(self) -> tuple[int, int, int]:
+        """Target, source and bytes of the one copy of the index, which its caller now makes: over
+        the bus once, not once for each row of cells."""
         assert self.block is not None
+        self._uploaded = True
+        nbytes = (self.words + self.slot_words) * 8
+        return self.block.device_address, self.block.host_address, nbytes
+
+    def _upload(self) -> None:
+        """The index of an offload, on a stream of its own: nothing is ahead of it there."""
         if not self._uploaded:
-            self._uploaded = True
-            lane, block = self.lane, self.block
-            nbytes = (self.words + self.slot_words) * 8
-            self.engine._copier([block.device_address], [block.host_address], [nbytes], lane.upload)
-            if lane.upload is not lane.copy:
-                event = self.engine._events.recorded(lane.upload)
-                self.sources.append(event)  # given back with them
-                lane.kernel.wait_event(event)
+            target, source, nbytes = self._index_copy()
+            self.engine._copier([target], [source], [nbytes], self.lane.upload)
+            event = self.engine._events.recorded(self.lane.upload)
+            self.sources.append(event)  # given back with them
+            self.lane.kernel.wait_event(event)
