@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
+from lightcache.kernels.device_names import device_name
 from lightcache.kernels.groups import Plane
 from lightcache.kernels.planes import DevicePlane
 from lightcache.shm.errors import ConfigError
@@ -210,7 +211,7 @@ def view(tensor: Any, axes: str, what: str) -> View:
     for axis in found:
         if axis.stride == 0 and axis.size > 1:
             _refuse(what, "elements of their own", "an expanded tensor", "pass one with storage")
-    return View(what, int(tensor.data_ptr()), each, found, device)
+    return View(what, int(tensor.data_ptr()), each, found, device_name(device))
 
 
 def check_axes(axes: object, what: str) -> None:

@@ -234,7 +234,7 @@ class TransferEngine:
 
     def _parts(self, window: int | None, planes: DevicePlanes | None) -> list[Joined]:
         if planes is not None:
-            check_planes(planes, str(self._keep.device))
+            check_planes(planes, self._keep.device)
         if window is None:
             return [self._joined] if planes is None else [self._join(self.share, planes)]
         if planes is None and type(window) is int and window in self._windows:

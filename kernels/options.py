@@ -38,10 +38,10 @@ def size_of(value: int | None, name: str, default: int) -> int:
 
 
 def check_planes(planes: object, device: str | None = None) -> None:
-    """Raises ConfigError: not DevicePlanes, or not on that device."""
+    """Raises ConfigError: not DevicePlanes, or not on that device (as `DevicePlanes.device`)."""
     if not isinstance(planes, DevicePlanes):
         raise ConfigError(f"planes: expected DevicePlanes, found {type(planes).__name__}")
-    if device is not None and str(planes.device) != device:
+    if device is not None and planes.device != device:
         raise ConfigError(f"planes: expected some on {device}, found {planes.device}")
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lightcache.kernels.device_names import device_name
 from lightcache.kernels.geometry import Cell, PageGeometry
 from lightcache.kernels.groups import whole
 from lightcache.shm.errors import ConfigError
@@ -62,17 +63,22 @@ class DevicePlanes:
         self,
         planes: Mapping[tuple[str, int, str], DevicePlane],
         *,
-        device: str = "cpu",
+        device: str | int = "cpu",
         keep: Any = None,
     ) -> None:
         """Describe planes by (group name, layer number, plane name).
 
         Args:
-            device: "cpu" or "cuda:0", as torch writes it.
+            device: "cpu" or "cuda:0", as torch writes it, or the number of a GPU. "cuda" is the
+                current one, or 0 where torch has not used any so far.
             keep: whatever owns the memory; kept alive as long as this.
+
+        Raises:
+            ConfigError: no name of a device.
         """
         self.planes = dict(planes)
-        self.device = device
+        self.device = device_name(device)
+        """As `device_name` has it: "cpu", or "cuda:0" with its number."""
         self.keep = keep
 
     def find(self, geometry: PageGeometry, cell: Cell) -> DevicePlane:
