@@ -47,8 +47,21 @@ class Copier(Protocol):
         """
 
 
+_TOO_OLD = (
+    "cudaErrorCallRequiresNewerDriver",
+    "cudaErrorInsufficientDriver",
+    "cudaErrorNotSupported",
+)
+"""What CUDA's runtime answers when the driver under it does not have the call."""
+
+
 class BatchCopier:
-    """Through cuda-bindings: one call for all copies (CUDA 12.8 and newer)."""
+    """Through cuda-bindings: one call for all copies (CUDA 12.8 and newer).
+
+    Where the driver is older than the bindings it refuses the first such call. From then on this
+    copier makes one call a copy, and says nothing of it: only the time that enqueuing takes tells.
+    Not thread-safe: an engine calls it under its lock.
+    """
 
     anywhere = True
     """Whether addresses may lie in memory that was never shown to it."""
@@ -61,9 +74,12 @@ class BatchCopier:
         from cuda.bindings import runtime
 
         self._runtime: Any = runtime
-        self._copy, self._batch = runtime.cudaMemcpyAsync, runtime.cudaMemcpyBatchAsync
+        self._copy: Any = runtime.cudaMemcpyAsync
+        self._batch: Any = runtime.cudaMemcpyBatchAsync
         self._kind = runtime.cudaMemcpyKind.cudaMemcpyDefault
-        self._success = runtime.cudaError_t.cudaSuccess
+        codes = runtime.cudaError_t
+        self._success = codes.cudaSuccess
+        self._too_old = {getattr(codes, name) for name in _TOO_OLD if hasattr(codes, name)}
         attributes = runtime.cudaMemcpyAttributes()
         attributes.srcAccessOrder = runtime.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
         self._attributes = [attributes]
@@ -72,20 +88,45 @@ class BatchCopier:
         self, targets: CopyLists, sources: CopyLists, sizes: CopyLists, stream: Any
     ) -> None:
         """See `Copier`."""
-        if not sizes:
-            return
         handle = stream.cuda_stream
+        if len(sizes) > 1 and self._batch is not None:
+            if self._in_one_call(targets, sources, sizes, handle):
+                return
+            # The driver lacks the call, so none of them is enqueued; and one that were would only
+            # be made twice, with the same bytes.
+            self._batch = None
+        for target, source, size in zip(targets, sources, sizes, strict=True):
+            error = self._copy(target, source, size, self._kind, handle)[0]
+            if error != self._success:
+                raise self._refused(f"a copy of {size} bytes", error)
+
+    def _in_one_call(
+        self, targets: CopyLists, sources: CopyLists, sizes: CopyLists, handle: int
+    ) -> bool:
+        """Whether they are enqueued; False: the driver does not have such a call."""
         count = len(sizes)
-        if count == 1:
-            result = self._copy(targets[0], sources[0], sizes[0], self._kind, handle)
-        else:
-            result = self._batch(targets, sources, sizes, count, self._attributes, [0], 1, handle)
-        if result[0] != self._success:
-            name = self._runtime.cudaGetErrorName(result[0])[1]
-            raise TransferFailed(
-                f"the driver refused {len(sizes)} copies of {sum(sizes)} bytes: {name}; is "
-                "all host memory registered, and in one registration for each page?"
-            )
+        try:
+            # In C, CUDA 12 has an argument for the place of failure and 13 has none. Bindings of 12
+            # return it as a second result: arguments and first result are the same in both.
+            error = self._batch(targets, sources, sizes, count, self._attributes, [0], 1, handle)[0]
+        except RuntimeError as failure:
+            # Bindings of 12.8 look the driver's function up by themselves, and say so by this.
+            if "cuMemcpyBatchAsync" in str(failure) and "not found" in str(failure):
+                return False
+            raise
+        if error in self._too_old:
+            self._runtime.cudaGetLastError()  # else it stays pending, for whoever asks next
+            return False
+        if error != self._success:
+            raise self._refused(f"{count} copies of {sum(sizes)} bytes", error)
+        return True
+
+    def _refused(self, what: str, error: Any) -> TransferFailed:
+        name = self._runtime.cudaGetErrorName(error)[1]
+        advice = "is all host memory registered, and in one registration for each page?"
+        if error in self._too_old:
+            advice = "it is older than cuda-bindings: update it, or install bindings of its version"
+        return TransferFailed(f"the driver refused {what}: {name.decode()}; {advice}")
 
 
 class TorchCopier:
