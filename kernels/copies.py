@@ -130,7 +130,7 @@ class BatchCopier:
 
 
 class TorchCopier:
-    """Through torch alone, one call a copy: any device that torch knows."""
+    """Through torch alone, one call a copy: any device that torch calls "cuda"."""
 
     anywhere = False
 

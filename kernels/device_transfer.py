@@ -181,7 +181,8 @@ class DeviceTransfer:
         """See `Transfer.wait_layer`.
 
         Raises:
-            ConfigError: a layer that is in none of its windows.
+            ConfigError: a layer that is in none of its windows, while it goes on.
+            TransferFailed: see `Transfer.wait_layer`.
         """
         self._wait_events(lambda: self._window(layer), stream)
 

@@ -166,7 +166,7 @@ class TransferEngine:
         """Copy device slots to pages. Does not block.
 
         Args:
-            moves: pages and slots; several requests go in one launch.
+            moves: pages and slots; several requests share launches.
             streams: whose work so far must be over first, because it produces the source; None:
                 the current stream.
             after: events (as torch.cuda.Event) to wait for as well.

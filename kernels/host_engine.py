@@ -52,7 +52,8 @@ class HostEngine:
             geometry: of the pages; `page_bytes` at most the memory's.
             planes: in CPU memory.
             share: what this rank moves; None: everything.
-            threads: that copy side by side, for both directions together.
+            threads: that copy a transfer side by side. With transfers of both directions under way
+                two more than these at most.
             rate: bytes a second, at most, in each direction; None: no limit.
 
         Raises:

@@ -18,7 +18,7 @@ class TransferQueue:
     """
 
     def __init__(self, threads: int) -> None:
-        """With so many threads for copying, shared by both directions."""
+        """With so many helpers, shared by both directions; each has a thread of its own as well."""
         name = "lightcache-copy"
         self.open: list[HostTransfer] = []
         self._threads = threads

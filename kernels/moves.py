@@ -41,7 +41,7 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """What one launch works on. Pages that are skipped, or of which no token has a slot, are not
+    """What one call moves. Pages that are skipped, or of which no token has a slot, are not
     in it. Token `t` of `pages[i]`, `first[i] <= t < end[i]`, belongs to `slots[start[i] + t]`."""
 
     pages: Ints

@@ -21,7 +21,7 @@ _SLOT_TYPES = (np.dtype(np.int32), np.dtype(np.int64))
 def submit_page(
     engine: TransferEngine, lane: Lane, move: Move, streams: list[Any], after: list[Any]
 ) -> DeviceTransfer | None:
-    """What a `Submission` does, in a third of the time: one launch, read and written directly.
+    """What a `Submission` does, in a third of the time: the page is read or written directly.
     None: it is more than a page, or something is wrong with it, which the long way tells."""
     page = _page_of(move, engine)
     if page is None:
@@ -34,7 +34,8 @@ def submit_page(
     view[0] = memory.address + page * memory.page_bytes
     view[1], view[2], view[3] = -first, first, first + len(slots)
     store_slots(slots, block.slots[2 * JOB_WORDS : 2 * JOB_WORDS + len(slots)])
-    transfer = DeviceTransfer(traffic, engine._joined.plan.nbytes)
+    nbytes = engine._joined.plan.nbytes * len(slots) // engine.geometry.page_tokens
+    transfer = DeviceTransfer(traffic, nbytes)
     transfer.uses(block, None)
     sources: list[Any] = []
     try:

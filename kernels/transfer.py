@@ -38,7 +38,7 @@ class Transfer(Protocol):
     """One call's copies. It is over when they all are; nothing cancels one."""
 
     nbytes: int
-    """Bytes that move."""
+    """Bytes that move; from and to a device, those of tokens with a negative slot included."""
 
     def done(self) -> bool:
         """Whether it is over. Does not block.
@@ -59,14 +59,25 @@ class Transfer(Protocol):
         """
 
     def wait_on(self, stream: Any = None) -> None:
-        """Let a stream of the device wait for it (None: the current one), not this thread."""
+        """Let a stream of the device wait for it (None: the current one), not this thread. Under a
+        rate limit, and without a device, this thread waits.
+
+        Raises:
+            TransferFailed: it has failed, as far as is known now.
+        """
 
     def wait_layer(self, layer: int, stream: Any = None) -> None:
-        """Let a stream wait for the window that holds a layer. Without windows: for all of it."""
+        """Let a stream wait for the window that holds a layer, as `wait_on` does for all. Without
+        windows: for all of it.
+
+        Raises:
+            ConfigError: a layer that is in none of its windows.
+            TransferFailed: it has failed, as far as is known now.
+        """
 
     def when_done(self, call: Callable[[bool], None]) -> None:
-        """Call `call(ok)` once when it is over: from `done`, `wait`, or the engine's `poll`, or at
-        once if it is over already."""
+        """Call `call(ok)` once when it is over: from `done`, `wait`, or the engine's `poll` or
+        `close`, or at once if it is over already."""
 
 
 class Engine(Protocol):

@@ -453,6 +453,19 @@ def test_a_lost_device_ends_transfers():
     assert memory.users == 0
 
 
+@pytest.mark.parametrize("window", [None, 1])
+def test_no_stream_waits_for_what_has_failed(window):
+    engine, _, device = engine_of("copies")
+    device.fail_copies = True
+    with engine:
+        transfer = engine.offload(Move([0], np.arange(16)), window=window)
+        stream, before = device.stream(), len(device.log)
+        for wait in (transfer.wait_on, lambda at: transfer.wait_layer(0, at)):
+            with pytest.raises(TransferFailed, match="the copy failed"):
+                wait(stream)
+        assert len(device.log) == before
+
+
 # ---- making one
 
 

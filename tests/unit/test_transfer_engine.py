@@ -131,6 +131,17 @@ def test_many_requests_in_one_call(mode):
         np.testing.assert_array_equal(memory.array[page], expected)
 
 
+@pytest.mark.parametrize("mode", ["auto", "staged", "direct"])
+@pytest.mark.parametrize("count", [16, 3])
+def test_bytes_of_a_part_of_a_page(mode, count):
+    case = flat("cpu")
+    engine, _, _ = engine_of(case, mode)
+    with engine:
+        transfer = engine.offload(Move(np.array([2]), np.arange(count)))
+        transfer.wait()
+    assert transfer.nbytes == case.geometry.used_bytes * count // 16
+
+
 def test_nothing_to_move_is_over_at_once():
     engine, _, device = engine_of(flat("cpu"))
     with engine:
