@@ -16,7 +16,14 @@ BELOW = {
     ERRORS: [],
     "lightcache.kernels": [ERRORS],
     "lightcache": ["lightcache.shm", "lightcache.kernels", ERRORS],
-    "lightcache.tools": ["lightcache", "lightcache.shm", "lightcache.kernels", ERRORS],
+    "lightcache.connectors": ["lightcache", "lightcache.shm", "lightcache.kernels", ERRORS],
+    "lightcache.tools": [
+        "lightcache.connectors",
+        "lightcache",
+        "lightcache.shm",
+        "lightcache.kernels",
+        ERRORS,
+    ],
 }
 
 
@@ -60,6 +67,7 @@ def test_imports_point_down(module, path):
         "lightcache.kernels",
         "lightcache.kernels.geometry",
         "lightcache.kernels.layouts",
+        "lightcache.connectors",
     ],
 )
 def test_import_drags_nothing_in(package):

@@ -1,0 +1,232 @@
+"""What a model keeps for each token, as pages of a cache: their format, and whose they are."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from lightcache.connectors._requirements import DynamicCache, DynamicLayer, torch
+from lightcache.errors import ConfigError, LayoutMismatch
+from lightcache.kernels.geometry import KVGroup, PageGeometry
+
+GROUP = "kv"
+"""Name of the only group of these geometries."""
+SAMPLES = 64
+"""Values of each tensor that the fingerprint looks at."""
+_NAMED = "name:"
+# What says where a model came from, or what a caller wants to be told; never what it computes.
+_IRRELEVANT = {
+    "_name_or_path",
+    "architectures",
+    "id2label",
+    "label2id",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+    "transformers_version",
+    "use_cache",
+}
+
+
+@dataclass(frozen=True)
+class ModelPages:
+    """The pages of one model: what a cache for it must be created with."""
+
+    geometry: PageGeometry
+    """One group, "kv": planes `k` and `v` of every layer."""
+    fingerprint: str
+    """Three words: whose weights these are, KV dtype, `geometry.fingerprint()`."""
+    dtype: torch.dtype
+    """Of keys and values."""
+    device: str
+    """Where the model is: "cpu", or as "cuda:0"."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """For `Cache.create` and `Cache.open`: page_bytes, page_tokens, fingerprint, device."""
+        return {
+            "page_bytes": self.geometry.page_bytes,
+            "page_tokens": self.geometry.page_tokens,
+            "fingerprint": self.fingerprint,
+            "device": self.device != "cpu",
+        }
+
+
+def describe(model: Any, *, page_tokens: int = 16, name: str | None = None) -> ModelPages:
+    """What pages of this model hold, and a fingerprint that keeps other models away.
+
+    Computes one token, and looks at the shapes that the model caches: these differ between releases
+    of transformers for the same configuration (latent attention), so nothing is guessed.
+
+    The fingerprint is a digest of the configuration and of 64 evenly spaced values of each weight.
+    It tells apart models that differ in architecture, in KV dtype, or in more than a few weights:
+    fine-tuned, merged or quantised ones. It cannot tell that a handful of single weights was
+    edited, nor which LoRA adapter is active if an application switches them (put the adapter's name
+    into `salt`). Releases of transformers whose configurations have other fields give other
+    fingerprints. With `name`, that name stands for configuration and weights, and is believed.
+
+    Args:
+        model: a `transformers` model for causal language modelling, whole on one device.
+        page_tokens: tokens of a page.
+        name: of the checkpoint, without white space, such as "meta-llama/Llama-3.1-8B@0e9e39f";
+            None: the digest.
+
+    Cost: a decoding step, and with a digest about 0.1 ms for each tensor of the model.
+
+    Raises:
+        ConfigError: no such model; layers that keep something else than keys and values of every
+            token (sliding windows, chunks, recurrent or convolution states, indexers), layers that
+            share them, or layers of several shapes; an encoder; several devices, tensor
+            parallelism, or weights that are not loaded; a name or page_tokens that cannot be meant.
+    """
+    _check_kind(model)
+    _check_name(name)
+    device = _device_of(model)
+    keys, values = _cached_by(model, device)
+    heads, key_dim, value_dim = int(keys.shape[1]), int(keys.shape[3]), int(values.shape[3])
+    dtype: torch.dtype = keys.dtype
+    group = KVGroup.attention(
+        GROUP,
+        layers=int(_text_config(model).num_hidden_layers),
+        heads=heads,
+        head_dim=key_dim,
+        value_dim=value_dim,
+        dtype_bytes=dtype.itemsize,
+        page_tokens=page_tokens,
+    )
+    geometry = PageGeometry([group])
+    who = f"{_text_config(model).model_type}:{_digest(model)}" if name is None else _NAMED + name
+    fingerprint = f"{who} {str(dtype).removeprefix('torch.')} {geometry.fingerprint()}"
+    return ModelPages(geometry, fingerprint, dtype, device)
+
+
+def describe_for(cache: Any, model: Any) -> ModelPages:
+    """`describe`, for a cache that must be of this model. A cache that was created with a `name`
+    is believed to be of these weights; format and dtype are compared nevertheless.
+
+    Raises:
+        LayoutMismatch: it is of another model; says what differs.
+        ConfigError: as `describe`.
+    """
+    first = cache.fingerprint.split(" ")[0]
+    name = first.removeprefix(_NAMED) if first.startswith(_NAMED) else None
+    pages = describe(model, page_tokens=cache.index.page_tokens, name=name)
+    if pages.fingerprint == cache.fingerprint and pages.geometry.page_bytes == cache.page_bytes:
+        return pages
+    found = cache.fingerprint.split(" ")
+    wanted = pages.fingerprint.split(" ")
+    what = ("configuration or weights", "dtype of keys and values", "format of pages")
+    other = [part for part, a, b in zip(what, found, wanted, strict=False) if a != b]
+    raise LayoutMismatch(
+        f"the cache {cache.name!r} is not of this model, whose {' and '.join(other) or 'pages'} "
+        f"differ: the cache is for {cache.fingerprint!r}, expected {pages.fingerprint!r}; open one "
+        "for this model under another name, with open_cache"
+    )
+
+
+def _check_kind(model: Any) -> None:
+    config = getattr(model, "config", None)
+    if not isinstance(model, torch.nn.Module) or not hasattr(config, "get_text_config"):
+        raise ConfigError(f"model: expected a model of transformers, found {type(model).__name__}")
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"model: expected a decoder alone, found {type(model).__name__}, an encoder and a "
+            "decoder; these are not supported yet"
+        )
+    if (getattr(model, "tp_size", None) or 1) != 1:
+        raise ConfigError(
+            f"model: expected one whole model, found a rank of {model.tp_size} of tensor "
+            "parallelism; these are not supported yet"
+        )
+    wrong = sorted({type(layer).__name__ for layer in DynamicCache(config=config).layers
+                    if type(layer) is not DynamicLayer})  # fmt: skip
+    if wrong:
+        raise ConfigError(
+            f"model: expected layers that keep the keys and values of every token, found "
+            f"{', '.join(wrong)} in {type(model).__name__}; sliding windows, recurrent states and "
+            "shared layers are not supported yet"
+        )
+
+
+def _check_name(name: object) -> None:
+    if name is not None and not (isinstance(name, str) and re.fullmatch(r"\S{1,200}", name)):
+        raise ConfigError(
+            f"name: expected 1 to 200 characters without white space, found {name!r}; or None for "
+            "a digest of the weights"
+        )
+
+
+def _text_config(model: Any) -> Any:
+    return model.config.get_text_config(decoder=True)
+
+
+def _device_of(model: Any) -> str:
+    found = sorted({str(each.device) for each in model.parameters()})
+    if len(found) != 1 or not re.fullmatch(r"cpu|cuda:\d+", found[0]):
+        raise ConfigError(
+            f"model: expected all weights on the CPU or on one CUDA device, found {found}; load it "
+            "without device_map, and move it with model.to(...)"
+        )
+    return found[0]
+
+
+def _cached_by(model: Any, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of one token in the first layer, where all layers have the same shapes."""
+    past = DynamicCache(config=model.config)
+    token = torch.zeros((1, 1), dtype=torch.long, device=device)
+    # Eagerly: a model that is compiled need not be for this.
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        model(input_ids=token, past_key_values=past, use_cache=True)
+    kept = [(layer.keys, layer.values) for layer in past.layers]
+    if not kept or any(one is None or one.dim() != 4 for pair in kept for one in pair):
+        raise ConfigError(
+            f"model: {type(model).__name__} computed one token and cached no keys and values of "
+            "[batch, heads, tokens, dim]; call model.eval(), and see that it uses its cache"
+        )
+    shapes = {tuple((tuple(one.shape), one.dtype, one.device) for one in pair) for pair in kept}
+    if len(shapes) != 1 or kept[0][0].shape[:3] != kept[0][1].shape[:3]:
+        raise ConfigError(
+            f"model: expected layers of one shape, found {sorted(map(str, shapes))} in "
+            f"{type(model).__name__}; these are not supported yet"
+        )
+    return kept[0]
+
+
+def _digest(model: Any) -> str:
+    """32 hexadecimal digits of configuration and weights."""
+    config = {
+        key: value for key, value in _text_config(model).to_dict().items() if key not in _IRRELEVANT
+    }
+    found = hashlib.blake2b(digest_size=16)
+    found.update(json.dumps(config, sort_keys=True, default=str).encode())
+    weights = [(name, one) for name, one in model.state_dict().items() if torch.is_tensor(one)]
+    found.update(repr([(name, tuple(one.shape), str(one.dtype)) for name, one in weights]).encode())
+    try:
+        found.update(_sampled(one for _, one in weights))
+    except (RuntimeError, NotImplementedError) as error:
+        raise ConfigError(
+            f"model: the weights of {type(model).__name__} cannot be looked into ({error}); give "
+            "describe(model, name=...) the name of the checkpoint"
+        ) from error
+    return found.hexdigest()
+
+
+def _sampled(tensors: Iterable[torch.Tensor]) -> bytes:
+    """Evenly spaced values, first and last among them. Gathered first, so that a device is waited
+    for once."""
+    parts = []
+    for tensor in tensors:
+        flat = tensor.detach().reshape(-1)
+        count = min(flat.numel(), SAMPLES)
+        if count:
+            where = torch.linspace(0, flat.numel() - 1, count, dtype=torch.float64).long()
+            parts.append(flat[where.to(flat.device)].contiguous().view(torch.uint8))
+    joined: bytes = torch.cat(parts).cpu().numpy().tobytes() if parts else b""
+    return joined
+
+
+__all__ = ["GROUP", "ModelPages", "describe", "describe_for"]

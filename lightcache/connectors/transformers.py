@@ -1,0 +1,276 @@
+"""A cache for models of Hugging Face transformers.
+
+    from lightcache.connectors import transformers as lct
+
+    cache = lct.open_cache("llama", model, size="1GiB")
+    with lct.Connector(cache, model) as connector:
+        with connector.prefix(input_ids) as past:
+            output = model.generate(input_ids, past_key_values=past)
+            past.extend(output[:, input_ids.shape[1]:])  # to save what was generated as well
+
+`prefix` restores the longest stored prefix, so the model computes only the rest; leaving its `with`
+saves the pages that are new. Needs transformers 5.0 or later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lightcache import Cache, Lease, Load, Namespace, Offload, Reservation, Shard
+from lightcache.connectors.model_pages import ModelPages, describe, describe_for
+from lightcache.connectors.prefix_cache import PrefixCache, TokenIds, planes_of, token_ids
+from lightcache.errors import Abandoned, ConfigError, Detached, NoSpace
+
+if TYPE_CHECKING:
+    from lightcache.kernels.pinned import PinnedPages
+
+
+def open_cache(name: str, model: Any, *, page_tokens: int = 16, **options: Any) -> Cache:
+    """`Cache.open` for the pages of a model: with the page_bytes, fingerprint and device that
+    `describe` finds.
+
+    Args:
+        name: of the cache.
+        model: as `describe`.
+        page_tokens: tokens of a page.
+        options: of `Cache.open`; `size` or `pages` is needed.
+
+    Raises:
+        ConfigError: as `describe`, or options that the model decides.
+        LayoutMismatch: there is one of that name for another model.
+        Otherwise as `Cache.open`.
+    """
+    found = describe(model, page_tokens=page_tokens).options
+    twice = sorted(found.keys() & options.keys())
+    if twice:
+        raise ConfigError(
+            f"open_cache: {', '.join(twice)} follow from the model, found them given as well; "
+            "leave them out, or use Cache.open(**describe(model, name=...).options)"
+        )
+    return Cache.open(name, **found, **options)
+
+
+class Connector:
+    """One model and one cache, with the engine that moves pages between them.
+
+    For many requests, also by several threads: one thread to a request. Close it before the cache.
+    """
+
+    def __init__(self, cache: Cache, model: Any, *, pinned: PinnedPages | None = None) -> None:
+        """Join them. Computes one token, see `describe`.
+
+        Args:
+            cache: made by `open_cache`, or with `describe(model).options`.
+            model: as `describe`.
+            pinned: for a model on a GPU, what `cache.pin` returned; None: pinned here, which takes
+                seconds for a large pool and goes on in the background, and unpinned by `close`.
+
+        Raises:
+            LayoutMismatch: the cache is of another model; says what differs.
+            ConfigError: as `describe`, or no cache, or one without page_tokens.
+            InUse: the pool is pinned already by this process; give `pinned`.
+            Detached: the cache is closed.
+        """
+        if not isinstance(cache, Cache):
+            raise ConfigError(f"cache: expected a lightcache.Cache, found {type(cache).__name__}")
+        self.cache = cache
+        self.pages: ModelPages = describe_for(cache, model)
+        self._config = model.config
+        self._closed = False
+        self._pinned: PinnedPages | None = pinned
+        self._own: PinnedPages | None = None
+        if self.pages.device != "cpu" and pinned is None:
+            self._pinned = self._own = cache.pin(device=self.pages.device)
+        try:
+            seen = PrefixCache(self._config)  # every transfer brings planes of its own
+            seen.allocate(self.pages, 1)
+            planes = planes_of(self.pages, seen)
+            self.engine = cache.engine(self.pages.geometry, planes, memory=self._pinned)
+        except BaseException:
+            if self._own is not None:
+                self._own.close()
+            raise
+
+    # ---- one request
+
+    @contextlib.contextmanager
+    def prefix(
+        self, tokens: Any, *, salt: str | bytes | None = None, namespace: Namespace | None = None
+    ) -> Iterator[PrefixCache]:
+        """The longest stored prefix of a prompt, as `past_key_values`; at the end of the `with`,
+        what was computed is saved.
+
+        At least one token is left to compute. Leaving blocks until the new full pages are copied
+        and published, or at once if there are none: those that are stored already are not written
+        again, those that another process is writing just now are left to it, and those for which
+        there is no room are not saved. Leaving by an exception saves nothing.
+
+        Args:
+            tokens: ids of the prompt: a list, an array or a tensor (also of a device), of shape
+                (n,) or (1, n).
+            salt: keeps tenants or adapters apart, see `Cache.hash_pages`.
+            namespace: see `Cache.namespace`; None: the cache's.
+
+        Raises:
+            ConfigError: several rows, or tokens that are no ids.
+            TransferFailed: a copy failed; on entering, nothing is held.
+            LockTimeout, Detached, PermissionDenied: as `Cache.match` and `Cache.reserve`.
+        """
+        self._check_open()
+        ids = token_ids(tokens)
+        how = {"salt": b"" if salt is None else salt, "namespace": namespace}
+        past = self._found(ids, how)
+        yield past
+        self._save(past, how)
+
+    def _found(self, ids: TokenIds, how: dict[str, Any]) -> PrefixCache:
+        keys = self.cache.hash_pages(ids, **how, leave_one=True)
+        with self.cache.match(keys, namespace=how["namespace"]) as lease:
+            return self._restore(lease, ids)
+
+    def _save(self, past: PrefixCache, how: dict[str, Any]) -> None:
+        each = self.pages.geometry.page_tokens
+        keys = self.cache.hash_pages(past.tokens, **how)
+        start = min(past.reused // each, len(keys))
+        if start == len(keys):
+            return
+        # Without room, or in a namespace that was cleared meanwhile, it is not saved: a later miss.
+        with contextlib.suppress(Abandoned, NoSpace):
+            with self.cache.reserve(keys, start, namespace=how["namespace"]) as held:
+                if len(held.new):
+                    self.offload(past, held).wait()
+
+    # ---- its parts, for those who hold leases and reservations themselves
+
+    def restore(self, lease: Lease) -> PrefixCache:
+        """Load the pages of a lease, and take the lease over as `Load` does: it is released when
+        they have been copied.
+
+        On the CPU this blocks until then. On a GPU the current stream waits and this thread does
+        not, but for pages that are not pinned yet: use the result on that stream.
+
+        Args:
+            lease: of this cache; it may be empty.
+
+        Raises:
+            ConfigError: no lease.
+            LeaseLost: released before.
+            TransferFailed: the copy failed.
+            Detached: closed.
+        """
+        return self._restore(lease, None)
+
+    def _restore(self, lease: Lease, ids: TokenIds | None) -> PrefixCache:
+        self._check_open()
+        self.engine.poll()
+        if not isinstance(lease, Lease):
+            raise ConfigError(f"lease: expected a Lease, found {type(lease).__name__}")
+        past = PrefixCache(self._config, ids)
+        tokens = len(lease.pages) * self.pages.geometry.page_tokens
+        if not tokens:
+            lease.release()
+            return past
+        past.allocate(self.pages, tokens)
+        self._wait_for(lease.pages)
+        planes = planes_of(self.pages, past)
+        load = Load(self.engine, lease, np.arange(tokens), planes=planes)
+        if self.pages.device == "cpu":
+            load.wait()
+        else:
+            load.transfer.wait_on()
+        return past
+
+    def offload(
+        self,
+        past: Any,
+        held: Reservation | Shard,
+        *,
+        positions: Sequence[int] | npt.NDArray[np.int64] | None = None,
+    ) -> Offload:
+        """Begin to save pages of a cache, and take the reservation or shard over as `Offload` does:
+        they are published when the copy is over and somebody asks for it (`done`, `wait`, or the
+        next call here).
+
+        The tensors that `past` has now are read; it may grow, be cropped or dropped meanwhile. Keep
+        the result until it is done: a dropped one is aborted.
+
+        Args:
+            past: a `PrefixCache`, or a `DynamicCache` of one row, holding all tokens of the pages.
+            held: which pages.
+            positions: of the pages in the prompt's keys, needed for a shard; see `Offload`.
+
+        Raises:
+            ConfigError: a cache of another model, of several rows, or with fewer tokens than the
+                pages; `held` is the caller's still.
+            LeaseLost: `held` has ended before.
+            Detached: closed.
+        """
+        self._check_open()
+        self.engine.poll()
+        if not isinstance(held, (Reservation, Shard)):
+            raise ConfigError(f"held: expected a Reservation or Shard, found {type(held).__name__}")
+        if not len(held.pages):
+            return Offload(self.engine, held, np.arange(0), positions=positions)
+        planes = planes_of(self.pages, past)
+        length = min(int(layer.get_seq_length()) for layer in past.layers)
+        self._wait_for(held.pages)
+        return Offload(self.engine, held, np.arange(length), positions=positions, planes=planes)
+
+    def _wait_for(self, pages: npt.NDArray[np.int32]) -> None:
+        """Until these are pinned; they have memory, so that is soon."""
+        if self._pinned is not None:
+            self._pinned.wait(pages)
+
+    # ---- the end
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Detached("this connector is closed; make another one")
+
+    def close(self) -> None:
+        """Wait for copies, publish what they saved, and let go of the cache, which can then be
+        closed. A second call does nothing."""
+        if self._closed:
+            return
+        self.engine.close()
+        if self._own is not None:
+            self._own.close()
+        self._closed = True
+
+    def __enter__(self) -> Connector:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+@contextlib.contextmanager
+def prefix(
+    cache: Cache,
+    model: Any,
+    tokens: Any,
+    *,
+    salt: str | bytes | None = None,
+    namespace: Namespace | None = None,
+    pinned: PinnedPages | None = None,
+) -> Iterator[PrefixCache]:
+    """`Connector.prefix`, with a connector for this call alone. That costs a decoding step, threads
+    and, on a GPU without `pinned`, registering the pool: for many calls make a `Connector`."""
+    with Connector(cache, model, pinned=pinned) as connector:
+        with connector.prefix(tokens, salt=salt, namespace=namespace) as past:
+            yield past
+
+
+__all__ = [
+    "Connector",
+    "ModelPages",
+    "PrefixCache",
+    "describe",
+    "open_cache",
+    "prefix",
+]
