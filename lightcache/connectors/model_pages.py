@@ -18,14 +18,20 @@ GROUP = "kv"
 SAMPLES = 64
 """Values of each tensor that the fingerprint looks at."""
 _NAMED = "name:"
-# What says where a model came from, or what a caller wants to be told; never what it computes.
+# Where a model came from, what callers want of it, and what stands elsewhere in the fingerprint;
+# never what decides keys and values.
 _IRRELEVANT = {
     "_name_or_path",
     "architectures",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
     "id2label",
     "label2id",
     "output_attentions",
     "output_hidden_states",
+    "pad_token_id",
+    "problem_type",
     "return_dict",
     "transformers_version",
     "use_cache",
@@ -117,15 +123,21 @@ def describe_for(cache: Any, model: Any) -> ModelPages:
     pages = describe(model, page_tokens=cache.index.page_tokens, name=name)
     if pages.fingerprint == cache.fingerprint and pages.geometry.page_bytes == cache.page_bytes:
         return pages
-    found = cache.fingerprint.split(" ")
-    wanted = pages.fingerprint.split(" ")
-    what = ("configuration or weights", "dtype of keys and values", "format of pages")
-    other = [part for part, a, b in zip(what, found, wanted, strict=False) if a != b]
     raise LayoutMismatch(
-        f"the cache {cache.name!r} is not of this model, whose {' and '.join(other) or 'pages'} "
-        f"differ: the cache is for {cache.fingerprint!r}, expected {pages.fingerprint!r}; open one "
-        "for this model under another name, with open_cache"
+        f"the cache {cache.name!r} is of another model: {_difference(cache, pages)} differ. It is "
+        f"for {cache.fingerprint!r}, expected {pages.fingerprint!r}; open one for this model under "
+        "another name, with open_cache"
     )
+
+
+def _difference(cache: Any, pages: ModelPages) -> str:
+    """What tells most: weights of another dtype are always other weights."""
+    found, wanted = cache.fingerprint.split(" "), pages.fingerprint.split(" ")
+    if len(found) != len(wanted):
+        return "fingerprints"
+    what = ("configuration or weights", "dtypes of keys and values", "formats of pages")
+    other = [what[at] for at in (1, 2, 0) if found[at] != wanted[at]]
+    return other[0] if other else "sizes of pages"
 
 
 def _check_kind(model: Any) -> None:

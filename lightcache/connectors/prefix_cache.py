@@ -158,15 +158,17 @@ class PrefixCache(DynamicCache):
         """Give every layer tensors for so many restored tokens, with nothing in them yet."""
         planes = pages.geometry.group(GROUP).planes
         for layer in self.layers:
-            # Initialised with no tokens, then given the tensors themselves: nothing is copied.
+            # Heads of a token together, as in a page: copies of whole pages instead of rows. The
+            # first `update` joins them with new tokens into tensors of the usual order anyway.
             keys, values = (
                 torch.empty(
-                    (1, plane.heads, tokens, plane.row_bytes // pages.dtype.itemsize),
+                    (1, tokens, plane.heads, plane.row_bytes // pages.dtype.itemsize),
                     dtype=pages.dtype,
                     device=pages.device,
-                )
+                ).transpose(1, 2)
                 for plane in planes
             )
+            # Initialised with no tokens, then given the tensors themselves: nothing is copied.
             layer.update(keys[:, :, :0], values[:, :, :0])
             layer.keys, layer.values = keys, values
         self._reused = tokens

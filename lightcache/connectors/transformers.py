@@ -24,7 +24,7 @@ import numpy.typing as npt
 from lightcache import Cache, Lease, Load, Namespace, Offload, Reservation, Shard
 from lightcache.connectors.model_pages import ModelPages, describe, describe_for
 from lightcache.connectors.prefix_cache import PrefixCache, TokenIds, planes_of, token_ids
-from lightcache.errors import Abandoned, ConfigError, Detached, NoSpace
+from lightcache.errors import Abandoned, ConfigError, Detached, NoSpace, TransferFailed
 
 if TYPE_CHECKING:
     from lightcache.kernels.pinned import PinnedPages
@@ -134,14 +134,14 @@ class Connector:
             return self._restore(lease, ids)
 
     def _save(self, past: PrefixCache, how: dict[str, Any]) -> None:
-        each = self.pages.geometry.page_tokens
         keys = self.cache.hash_pages(past.tokens, **how)
-        start = min(past.reused // each, len(keys))
-        if start == len(keys):
+        if len(keys) * self.pages.geometry.page_tokens <= past.reused:
             return
         # Without room, or in a namespace that was cleared meanwhile, it is not saved: a later miss.
         with contextlib.suppress(Abandoned, NoSpace):
-            with self.cache.reserve(keys, start, namespace=how["namespace"]) as held:
+            # From the first page on: what was restored may have been evicted since, and would leave
+            # a hole in front of the new pages.
+            with self.cache.reserve(keys, namespace=how["namespace"]) as held:
                 if len(held.new):
                     self.offload(past, held).wait()
 
@@ -179,10 +179,9 @@ class Connector:
         self._wait_for(lease.pages)
         planes = planes_of(self.pages, past)
         load = Load(self.engine, lease, np.arange(tokens), planes=planes)
-        if self.pages.device == "cpu":
-            load.wait()
-        else:
+        with contextlib.suppress(TransferFailed):  # `done` says it, and gives the lease back
             load.transfer.wait_on()
+        load.done()
         return past
 
     def offload(

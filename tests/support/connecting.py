@@ -1,0 +1,42 @@
+"""What tests of the connector for transformers do again and again."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+from support.tiny_models import answer
+
+from lightcache import Cache
+from lightcache.connectors import transformers as lct
+
+SECRET = bytes(16)
+
+
+@contextlib.contextmanager
+def small_cache(name: str, model: Any, pages: int = 32) -> Iterator[Cache]:
+    """A cache for this model in which nothing is held in the end."""
+    with lct.open_cache(name, model, pages=pages, secret=SECRET) as made:
+        yield made
+        gc.collect()
+        assert held(made) == (0, 0)
+
+
+def held(cache: Cache) -> tuple[int, int]:
+    """Pins, and pages being written."""
+    report = cache.check()
+    assert report.clean, report.message
+    return report.pins, cache.stats().writing
+
+
+def save(connector: lct.Connector, model: Any, ids: Any) -> None:
+    """Compute a prompt and one more token, through the cache."""
+    with connector.prefix(ids) as past:
+        answer(model, ids, past, steps=1)
+
+
+def ready(cache: Cache, ids: Any) -> int:
+    """How many pages of a prompt are stored."""
+    return cache.peek(cache.hash_pages(ids.reshape(-1).tolist()))

@@ -1,0 +1,314 @@
+"""Which models a cache is for: what `describe` finds, refuses and keeps apart."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from support.connecting import SECRET, save, small_cache  # noqa: E402
+from support.scripts import with_support  # noqa: E402
+from support.tiny_models import model, prompt  # noqa: E402
+
+from lightcache import Cache, ConfigError, LayoutMismatch  # noqa: E402
+from lightcache.connectors import model_pages  # noqa: E402
+from lightcache.connectors import transformers as lct  # noqa: E402
+
+
+def test_what_is_found() -> None:
+    pages = lct.describe(model(head_dim=16, dtype=torch.bfloat16), page_tokens=8)
+    geometry = pages.geometry
+    group = geometry.group("kv")
+    assert [(plane.name, plane.heads, plane.row_bytes) for plane in group.planes] == [
+        ("k", 2, 32),
+        ("v", 2, 32),
+    ]
+    assert geometry.layers == (0, 1)
+    assert geometry.used_bytes == 2 * 2 * 8 * 2 * 32
+    assert (pages.dtype, pages.device) == (torch.bfloat16, "cpu")
+    assert pages.fingerprint.split(" ")[1:] == ["bfloat16", geometry.fingerprint()]
+    assert pages.options == {
+        "page_bytes": geometry.page_bytes,
+        "page_tokens": 8,
+        "fingerprint": pages.fingerprint,
+        "device": False,
+    }
+    assert dataclasses.replace(pages, device="cuda:0").options["device"] is True
+
+
+# ---- fingerprints
+
+
+def test_equal_models_have_equal_fingerprints(tmp_path: Path) -> None:
+    first = model()
+    first.save_pretrained(tmp_path)
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    names = {lct.describe(one).fingerprint for one in (first, model(), loaded)}
+    assert len(names) == 1
+    loaded.config.use_cache = False
+    loaded.config.pad_token_id = 3
+    assert lct.describe(loaded).fingerprint in names
+
+
+def changed(name: str) -> Any:
+    made = model()
+    with torch.no_grad():
+        made.get_parameter(name).add_(1e-3)
+    return made
+
+
+DIFFERENT: dict[str, Callable[[], Any]] = {
+    "weights": lambda: model(seed=1),
+    "one tensor": lambda: changed("model.layers.1.self_attn.v_proj.weight"),
+    "a norm": lambda: changed("model.norm.weight"),
+    "dtype": lambda: model(dtype=torch.bfloat16),
+    "another of as many bytes": lambda: model(dtype=torch.float16),
+    "positions": lambda: model(rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
+    "layers": lambda: model(num_hidden_layers=3),
+    "architecture": lambda: model("Qwen2"),
+}
+
+
+@pytest.mark.parametrize("kind", DIFFERENT)
+def test_different_models_do_not(segment_name: str, kind: str) -> None:
+    other = DIFFERENT[kind]()
+    mine = model(dtype=torch.bfloat16) if kind == "another of as many bytes" else model()
+    assert lct.describe(mine).fingerprint != lct.describe(other).fingerprint
+    with small_cache(segment_name, mine) as cache:
+        with pytest.raises(LayoutMismatch, match=r"is of another model: .* differ\. It is for"):
+            lct.Connector(cache, other)
+        with pytest.raises(LayoutMismatch):
+            lct.open_cache(segment_name, other, pages=32, secret=SECRET)
+
+
+def test_a_mismatch_names_what_differs(segment_name: str) -> None:
+    with small_cache(segment_name, model()) as cache:
+        with pytest.raises(LayoutMismatch, match="another model: configuration or weights differ"):
+            lct.Connector(cache, model(seed=1))
+        with pytest.raises(LayoutMismatch, match="another model: dtypes of keys and values differ"):
+            lct.Connector(cache, model(dtype=torch.bfloat16))
+
+
+PRINTED = """
+from support.tiny_models import model
+from lightcache.connectors import transformers as lct
+print(lct.describe(model()).fingerprint)
+"""
+
+
+def test_other_processes_find_the_same(script: Callable[..., Any]) -> None:
+    assert script(with_support(PRINTED)).stdout.strip() == lct.describe(model()).fingerprint
+
+
+def test_a_name_stands_for_the_weights(segment_name: str) -> None:
+    pages = lct.describe(model(), name="org/llama@1")
+    assert pages.fingerprint.startswith("name:org/llama@1 float32 ")
+    with Cache.create(segment_name, pages=8, secret=SECRET, **pages.options) as cache:
+        with lct.Connector(cache, model()) as connector:
+            save(connector, model(), prompt(20))
+        with lct.Connector(cache, model(seed=1)) as connector:
+            with connector.prefix(prompt(20)) as past:
+                assert past.reused == 16, "the name is believed"
+        with pytest.raises(LayoutMismatch, match="dtypes"):
+            lct.Connector(cache, model(dtype=torch.float16))
+
+
+@pytest.mark.parametrize("name", ["", "two words", "line\n", 7, "x" * 201])
+def test_bad_names(name: Any) -> None:
+    with pytest.raises(ConfigError, match="name: expected 1 to 200 characters"):
+        lct.describe(model(), name=name)
+
+
+def test_weights_of_any_dtype_and_order() -> None:
+    made = model()
+    made.register_buffer("eighth", torch.randn(70).to(torch.float8_e4m3fn))
+    made.register_buffer("turned", torch.randn(9, 70).t())
+    made.register_buffer("none", torch.zeros(0))
+    made.register_buffer("scalar", torch.tensor(True))
+    names = [lct.describe(made).fingerprint]
+    made.turned[69, 8] += 1
+    names.append(lct.describe(made).fingerprint)
+    made.scalar.logical_not_()
+    names.append(lct.describe(made).fingerprint)
+    assert len(set(names)) == 3
+
+
+def test_describing_leaves_the_model_alone() -> None:
+    made = model().train()
+    before = torch.get_rng_state()
+    state = {name: one.clone() for name, one in made.state_dict().items()}
+    lct.describe(made)
+    assert made.training
+    assert torch.equal(before, torch.get_rng_state())
+    assert all(torch.equal(state[name], one) for name, one in made.state_dict().items())
+    assert all(one.grad is None for one in made.parameters())
+
+
+def test_a_compiled_model_is_not_compiled_for_it() -> None:
+    made = model()
+    calls: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        calls.append(1)
+        return graph.forward
+
+    made.forward = torch.compile(made.forward, backend=backend)
+    assert lct.describe(made).fingerprint == lct.describe(model()).fingerprint
+    assert not calls
+
+
+# ---- refusals
+
+
+def on_meta() -> Any:
+    with torch.device("meta"):
+        return transformers.LlamaForCausalLM(model().config)
+
+
+def spread() -> Any:
+    made = model()
+    made.model.layers[1].to("meta")
+    return made
+
+
+def without_cache() -> Any:
+    made = model()
+    forward = made.model.forward
+    made.model.forward = lambda *a, **k: forward(*a, **{**k, "past_key_values": None})
+    return made
+
+
+def sliding() -> Any:
+    layers = {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True}
+    return model("Qwen2", sliding_window=8, **layers)
+
+
+def several_shapes() -> Any:
+    made = model()
+    attention = made.model.layers[1].self_attn
+    attention.k_proj = torch.nn.Linear(32, 8, bias=False)
+    attention.v_proj = torch.nn.Linear(32, 8, bias=False)
+    attention.num_key_value_groups = 4
+    return made
+
+
+def tensor_parallel() -> Any:
+    made = model()
+    made._tp_size = 2
+    return made
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "no model": (lambda: 7, "expected a model of transformers, found int"),
+    "another library's": (lambda: torch.nn.Linear(2, 2), "found Linear"),
+    "something like a model": (
+        lambda: SimpleNamespace(config=model().config),
+        "found SimpleNamespace",
+    ),
+    "encoder and decoder": (
+        lambda: transformers.T5ForConditionalGeneration(
+            transformers.T5Config(d_model=16, d_kv=4, d_ff=16, num_layers=1, vocab_size=128)
+        ),
+        "expected a decoder alone, found T5ForConditionalGeneration",
+    ),
+    "sliding window": (lambda: model("Mistral", sliding_window=8), "DynamicSlidingWindowLayer in"),
+    "some windows": (sliding, "DynamicSlidingWindowLayer in Qwen2ForCausalLM"),
+    "recurrent": (
+        lambda: model(
+            "Qwen3Next",
+            layer_types=["linear_attention", "full_attention"],
+            num_experts=2,
+            num_experts_per_tok=1,
+            head_dim=8,
+            linear_num_value_heads=2,
+            linear_num_key_heads=2,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+            moe_intermediate_size=16,
+            shared_expert_intermediate_size=16,
+        ),
+        "LinearAttentionLayer in Qwen3NextForCausalLM",
+    ),
+    "not loaded": (on_meta, r"on the CPU or on one CUDA device, found \['meta'\]"),
+    "on two devices": (spread, r"found \['cpu', 'meta'\]; load it without device_map"),
+    "uses no cache": (without_cache, "cached no keys and values"),
+    "several shapes": (several_shapes, "expected layers of one shape, found"),
+    "tensor parallel": (tensor_parallel, "found a rank of 2 of tensor parallelism"),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_refused(make: Callable[[], Any], message: str, segment_name: str) -> None:
+    made = make()
+    with pytest.raises(ConfigError, match=message):
+        lct.describe(made)
+    with pytest.raises(ConfigError, match=message):
+        lct.open_cache(segment_name, made, size="1MiB", secret=SECRET)
+
+
+def test_weights_that_cannot_be_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    def opaque(*_: Any) -> bytes:
+        raise NotImplementedError("packed")
+
+    monkeypatch.setattr(model_pages, "_sampled", opaque)
+    with pytest.raises(ConfigError, match=r"cannot be looked into \(packed\); give describe"):
+        lct.describe(model())
+    assert lct.describe(model(), name="x").fingerprint.startswith("name:x ")
+
+
+@pytest.mark.parametrize("page_tokens", [0, -1, 1.5, "16"])
+def test_bad_page_tokens(page_tokens: Any, segment_name: str) -> None:
+    with pytest.raises(ConfigError, match="page_tokens: expected a whole number >= 1"):
+        lct.open_cache(segment_name, model(), page_tokens=page_tokens, size="1MiB", secret=SECRET)
+
+
+def test_options_that_follow_from_the_model(segment_name: str) -> None:
+    with pytest.raises(ConfigError, match="device, page_bytes follow from the model"):
+        lct.open_cache(segment_name, model(), size="1MiB", page_bytes=4096, device=True)
+    with pytest.raises(ConfigError, match="capacity once"):
+        lct.open_cache(segment_name, model(), secret=SECRET)
+
+
+def test_caches_that_are_none_of_ours(segment_name: str) -> None:
+    with pytest.raises(ConfigError, match=r"expected a lightcache.Cache, found dict"):
+        lct.Connector({}, model())  # type: ignore[arg-type]
+    pages = lct.describe(model())
+    like = {"pages": 2, "secret": SECRET, "page_bytes": pages.geometry.page_bytes}
+    with Cache.create(segment_name, fingerprint="mine", **like) as cache:
+        with pytest.raises(ConfigError, match="page_tokens"):
+            lct.Connector(cache, model())
+    with Cache.create(segment_name, fingerprint="mine", page_tokens=16, **like) as cache:
+        with pytest.raises(
+            LayoutMismatch, match=r"fingerprints differ\. It is for 'mine', expected"
+        ):
+            lct.Connector(cache, model())
+    options = {**pages.options, "page_bytes": 8 * pages.geometry.page_bytes}
+    with Cache.create(segment_name, pages=2, secret=SECRET, **options) as cache:
+        with pytest.raises(LayoutMismatch, match="sizes of pages differ"):
+            lct.Connector(cache, model())
+
+
+MISSING = """
+import sys
+sys.modules[{module!r}] = None
+try:
+    import lightcache.connectors.transformers
+except ImportError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("module", ["torch", "transformers", "transformers.cache_utils"])
+def test_without_the_library(script: Callable[..., Any], module: str) -> None:
+    found = script(MISSING.format(module=module)).stdout.strip()
+    assert found.startswith("lightcache.connectors.transformers needs torch and transformers 5.0")
+    assert found.endswith("pip install 'lightcache[transformers]'")
+    assert sys.version_info >= (3, 10)
