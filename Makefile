@@ -111,7 +111,7 @@ test: install pause
 	cd tests && $(bin)/python -m pytest $(ARGS)
 
 demo: install
-	cd examples && $(bin)/python two_processes.py $(ARGS)
+	@cd $(sandbox) && $(bin)/lightcache demo $(ARGS)
 
 bench: install
 	@cd $(sandbox) && for name in $(BENCHES); do $(bin)/lightcache bench $$name $(ARGS); done

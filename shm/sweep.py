@@ -38,7 +38,7 @@ def remove_leftover(name: str, group: int | None) -> bool:
         return True
 
 
-def sweep(spare: str | None = None) -> list[str]:
+def sweep(spare: str | None = None, *, prefix: str = "") -> list[str]:
     """Remove everything of this user's that nobody needs. Does not block.
 
     That is: what a creator left that died before finishing, segments of lifetime "attached" in
@@ -46,18 +46,21 @@ def sweep(spare: str | None = None) -> list[str]:
 
     Args:
         spare: leave this segment alone.
+        prefix: only segments whose names begin so, and what belongs to them.
 
     Returns:
         The names of the objects removed, each beginning with a slash.
     """
     removed = []
     for name in names.segment_names():
-        if name == spare:
+        if name == spare or not name.startswith(prefix):
             continue
         # Whatever is wrong with somebody else's object is no matter of ours.
         with contextlib.suppress(LightcacheError, OSError):
             removed += _sweep_segment(name)
     for dependent in names.dependents():
+        if not dependent.segment.startswith(prefix):
+            continue
         with contextlib.suppress(LightcacheError, OSError):
             removed += _sweep_dependent(dependent)
     return removed

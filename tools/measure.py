@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 from rich.text import Text
 
@@ -9,8 +11,14 @@ from lightcache.errors import ConfigError
 from lightcache.tools import bench as frame
 from lightcache.tools.output import Command, cell, console, emit, fail, json_option, table
 
-TAKES = {"trace": "policy", "only": "transfer"}
-"""Options that one benchmark takes, and which."""
+TAKES = {
+    "trace": ("policy",),
+    "only": ("transfer", "serve"),
+    **dict.fromkeys(
+        ("model", "device", "workers", "prefix_tokens", "requests", "pool", "size"), ("serve",)
+    ),
+}
+"""Options that not every benchmark takes, and which do."""
 
 
 @click.command(cls=Command)
@@ -19,11 +27,16 @@ TAKES = {"trace": "policy", "only": "transfer"}
 @click.option(
     "--trace", type=click.Path(exists=True, dir_okay=False), help="A request trace, for `policy`."
 )
-@click.option("--only", help="Parts to run, such as 2,3, for `transfer`.")
+@click.option("--only", help="Parts to run, such as 2,3, for `transfer` and `serve`.")
+@click.option("--model", help="For `serve`: small, medium, 8b, or a folder with a checkpoint.")
+@click.option("--device", help="For `serve`: cpu, cuda, or names with commas between.")
+@click.option("--workers", type=click.IntRange(1, 16), help="For `serve`: model workers.")
+@click.option("--prefix-tokens", help="For `serve`: lengths of prefixes, such as 4096,16384.")
+@click.option("--requests", type=click.IntRange(1), help="For `serve`: how many.")
+@click.option("--pool", help="For `serve`: only shared, private or none.")
+@click.option("--size", help="For `serve`: host memory in total, such as 16GiB.")
 @json_option
-def bench(
-    name: str | None, quick: bool, trace: str | None, only: str | None, as_json: bool
-) -> None:
+def bench(name: str | None, quick: bool, as_json: bool, **given: Any) -> None:
     """Run the benchmark NAME; without one, list them.
 
     Ratios are against baselines measured in the same run. Nothing fails because something is slow:
@@ -33,13 +46,13 @@ def bench(
         _list(as_json)
         return
     rows = []
-    options = {}
-    for option, given in (("trace", trace), ("only", only)):
-        if given is None:
-            continue
-        if name != TAKES[option]:
-            raise ConfigError(f"bench {name}: takes no --{option}; `{TAKES[option]}` does")
-        options[option] = given
+    options = {option: value for option, value in given.items() if value is not None}
+    for option in options:
+        if name not in TAKES[option]:
+            flag = "--" + option.replace("_", "-")
+            takers = " and ".join(f"`{each}`" for each in TAKES[option])
+            do = "do" if len(TAKES[option]) > 1 else "does"
+            raise ConfigError(f"bench {name}: takes no {flag}; {takers} {do}")
     for row in frame.load(name).rows(quick, **options):
         rows.append(row)
         if not as_json:

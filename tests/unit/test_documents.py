@@ -66,7 +66,12 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Any]]
 def run(document: str, name: str) -> dict[str, Any]:
     """Run the blocks of a document one after another; what is defined in the end."""
     torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    shape = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**shape, num_attention_heads=2, pad_token_id=0)
     space: dict[str, Any] = {
+        "model": transformers.LlamaForCausalLM(config).eval(),
+        "input_ids": torch.arange(1, 41)[None],
         "lightcache": lightcache,
         "Move": Move,
         "FakeDriver": FakeDriver,
@@ -105,8 +110,9 @@ def test_transfers(made: list[Any], segment_name: str) -> None:
 
 def test_readme(made: list[Any], segment_name: str) -> None:
     space = run("README.md", segment_name)
-    assert len(made) == 1
+    assert len(made) == 2
     assert space["offload"].ready
+    assert space["past"].get_seq_length() >= 40
     assert space["load"].done()
 
 

@@ -272,6 +272,18 @@ def test_dependents_end_with_their_segment(segment_name: str) -> None:
     assert names.dependents(segment_name) == []
 
 
+def test_sweep_of_some_names_alone(segment_name: str) -> None:
+    ours, other = f"{segment_name}.ours", f"{segment_name}.other"
+    dependents = [names.dependent_name(each, "pool", "1" * 32) for each in (ours, other)]
+    for name in (ours, other):
+        make_leftover(name)
+    for full in dependents:
+        make_object(full, 0)
+    both = [names.object_name(ours), dependents[0]]
+    assert sorted(sweep(prefix=ours)) == sorted(both)
+    assert sorted(swept(segment_name)) == sorted([names.object_name(other), dependents[1]])
+
+
 def test_sweep_removes_what_the_dead_left(segment_name: str, script: Script) -> None:
     left, unfinished, kept = (f"{segment_name}-{i}" for i in range(3))
     for name, lifetime in ((left, "attached"), (kept, "persistent")):

@@ -1,4 +1,4 @@
-"""The commands, on real caches: create, ls, rm, reap, repair, disable, doctor, demo, bench."""
+"""The commands, on real caches: create, ls, rm, reap, repair, disable, doctor, bench."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ def test_disable_and_enable(run: Run, made: str) -> None:
         assert cache.peek(keys) == 6
 
 
-# ---- doctor, demo, bench
+# ---- doctor, bench
 
 
 def test_doctor(run: Run, script: Script) -> None:
@@ -307,17 +307,6 @@ def test_doctor_fails_on_errors(run: Run, monkeypatch: pytest.MonkeyPatch) -> No
     assert "-> try" in run("doctor").stdout
     lines.append(findings.error("c", "[bad]", "mend it"))
     assert "[bad]" in run("doctor", status=1).stdout
-
-
-def test_demo(script: Script) -> None:
-    source = (
-        "from lightcache.tools.cli import main\n"
-        "if __name__ == '__main__':\n"  # spawned children import this file
-        "    main()\n"
-    )
-    out = script(source, "demo").stdout
-    assert "62 pages written" in out
-    assert "992 of 1000 tokens found" in out
 
 
 FAKE = '''"""A benchmark of nothing."""

@@ -1,0 +1,175 @@
+"""The demo, with real models in real processes: that it holds, and what deaths leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from lightcache.shm import sweep
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.timeout(300)  # models, several processes and demos on two cores
+
+WaitUntil = Callable[[Callable[[], bool], str], None]
+_SMALL = ("--users", "2", "--turns", "3")
+_COMMAND = (sys.executable, "-c", "from lightcache.tools.cli import main; main()", "demo", *_SMALL)
+
+
+def left(pid: int) -> list[str]:
+    """Objects of the demo with that PID."""
+    return [path.name for path in Path("/dev/shm").iterdir() if f".demo-{pid}-" in path.name]
+
+
+def processes(pid: int, role: str = "") -> list[int]:
+    """Living processes of a role in the demo with that PID."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes().decode(errors="replace")
+        except OSError:  # it is gone
+            continue
+        if f'"run": "demo-{pid}"' in line and f"lightcache.tools.demo.{role}" in line:
+            found.append(int(path.parts[2]))
+    return found
+
+
+@contextmanager
+def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A demo, ended whatever happens."""
+    process = subprocess.Popen(
+        [*_COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+        for each in processes(process.pid):
+            os.kill(each, signal.SIGKILL)
+        sweep(prefix=f"demo-{process.pid}-")
+
+
+def read_until(process: subprocess.Popen[str], pattern: str) -> str:
+    """Its output up to the first line that has the pattern."""
+    assert process.stdout is not None
+    seen = ""
+    for line in process.stdout:
+        seen += line
+        if re.search(pattern, line):
+            return seen
+    raise AssertionError(f"{pattern!r} was never said:\n{seen}")
+
+
+@pytest.mark.slow
+@pytest.mark.crash
+def test_all_of_it_holds() -> None:
+    with started("--json") as process:
+        out, _ = process.communicate()
+    assert process.returncode == 0, out
+    facts = json.loads(out)
+    assert facts["problems"] == []
+    assert facts["turns"] >= 6
+    assert 0 < facts["hit_tokens"]["host"] < facts["prompt_tokens"]
+    assert facts["killed"]["doomed_pages"] >= 1
+    assert facts["clean"]
+    assert facts["verified_turns"] == facts["reused_turns"]
+    assert facts["largest_difference"] < 1e-4
+    assert facts["loaded_bytes"] > 0
+    assert facts["offloaded_bytes"] > 0
+    assert left(process.pid) == []
+
+
+@pytest.mark.slow
+@pytest.mark.crash
+def test_a_killed_worker_is_replaced() -> None:
+    """Killed at any moment, not where it was arranged."""
+    with started("--no-kill") as process:
+        seen = read_until(process, r"^turn ")
+        os.kill(processes(process.pid, "worker")[0], signal.SIGKILL)
+        out, _ = process.communicate()
+    assert process.returncode == 0, seen + out
+    assert "is dead" in out
+    assert "is there again" in out
+    assert "All of it held" in out
+    assert left(process.pid) == []
+
+
+@pytest.mark.slow
+@pytest.mark.crash
+def test_a_killed_router_ends_the_demo() -> None:
+    with started() as process:
+        seen = read_until(process, r"is there")
+        os.kill(processes(process.pid, "router")[0], signal.SIGKILL)
+        out, _ = process.communicate()
+        assert process.returncode == 2, seen + out
+        assert out.splitlines()[-1] == "error: the router has ended: killed by SIGKILL"
+        assert processes(process.pid) == []
+        assert left(process.pid) == []
+
+
+@pytest.mark.slow
+@pytest.mark.crash
+def test_nobody_outlives_a_killed_report(wait_until: WaitUntil) -> None:
+    with started() as process:
+        read_until(process, r"^turn ")
+        process.kill()
+        process.wait()
+        wait_until(lambda: not processes(process.pid), "the processes of the demo leave")
+        sweep(prefix="demo-")  # as the next demo does when it begins
+        assert left(process.pid) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("moment", [r"^starting", r"^turn "])
+def test_an_interrupt_ends_and_removes_everything(
+    sent: signal.Signals, status: int, moment: str
+) -> None:
+    with started() as process:
+        seen = read_until(process, moment)
+        process.send_signal(sent)
+        out, _ = process.communicate()
+        assert process.returncode == status, seen + out
+        assert "Traceback" not in out
+        assert processes(process.pid) == []
+        assert left(process.pid) == []
+
+
+@pytest.mark.slow
+def test_two_at_once() -> None:
+    with started("--no-kill") as one, started("--no-kill", "--seed", "1") as other:
+        outs = [process.communicate()[0] for process in (one, other)]
+    assert [one.returncode, other.returncode] == [0, 0], "\n".join(outs)
+    assert left(one.pid) == left(other.pid) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--device", "cuda:77"], "cpu works everywhere"),
+        (["--device", "hamster"], "cpu works everywhere"),
+        (["--trace", "/nowhere"], "/nowhere"),
+        (["--size", "lots"], "lots"),
+        (["--svg", "/nowhere/x.svg"], "/nowhere/x.svg"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], words: str) -> None:
+    with started(*arguments) as process:
+        out, _ = process.communicate()
+    assert process.returncode == 2, out
+    last = out.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert words in last
+    assert "Traceback" not in out
+    assert left(process.pid) == []

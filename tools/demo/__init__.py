@@ -1,0 +1,177 @@
+"""`lightcache demo`: a router and model workers as processes that share one cache."""
+
+from __future__ import annotations
+
+import io
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from lightcache.errors import ConfigError
+from lightcache.tools.output import BROKEN, OK, Command, console, emit, json_option
+
+_SVG_WIDTH = 112
+
+
+@click.command(cls=Command)
+@click.option(
+    "--workers", default=2, show_default=True, type=click.IntRange(1, 16), help="Model workers."
+)
+@click.option(
+    "--users",
+    default=4,
+    show_default=True,
+    type=click.IntRange(1, 64),
+    help="Conversations at once.",
+)
+@click.option(
+    "--turns", default=5, show_default=True, type=click.IntRange(1, 64), help="Turns of each."
+)
+@click.option(
+    "--seed", default=0, show_default=True, help="Of the weights and of the conversations."
+)
+@click.option("--model", "directory", metavar="DIR", help="A checkpoint instead of random weights.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, or such as cuda:0.")
+@click.option("--size", default="32MiB", show_default=True, help="Host memory for pages.")
+@click.option(
+    "--page-tokens",
+    default=16,
+    show_default=True,
+    type=click.IntRange(1, 256),
+    help="Tokens of a page.",
+)
+@click.option(
+    "--trace",
+    metavar="FILE",
+    help="Requests of a trace in Mooncake's format instead of conversations.",
+)
+@click.option(
+    "--scale", default=1 / 32, show_default=True, help="What the trace's lengths are multiplied by."
+)
+@click.option(
+    "--requests",
+    default=24,
+    show_default=True,
+    type=click.IntRange(1),
+    help="How many of the trace.",
+)
+@click.option(
+    "--kill/--no-kill",
+    default=True,
+    show_default=True,
+    help="Kill a worker in the middle of an offload.",
+)
+@click.option("--svg", metavar="FILE", help="Save a picture of the output.")
+@json_option
+@click.pass_context
+def demo(ctx: click.Context, /, svg: str | None, as_json: bool, **asked: Any) -> None:
+    """A router and model workers serve conversations out of one cache.
+
+    Each turn of a conversation goes to another worker. Halfway, a worker is killed in the middle of
+    an offload. At the end the cache is checked, and some turns are computed again from nothing.
+    Exit status 0: all of it held.
+    """
+    from lightcache.tools.demo.report import Report
+    from lightcache.tools.demo.show import Show
+
+    if svg and not os.access(Path(svg).resolve().parent, os.W_OK):
+        raise ConfigError(f"--svg: expected a file that can be written, found {svg!r}")
+    out = console()
+    outcome = Report(_settings(**asked), Show(out, quiet=as_json)).run()
+    problems = outcome.problems()
+    if as_json:
+        emit(outcome.facts())
+    else:
+        out.print()
+        for line in outcome.lines():
+            out.print(line, soft_wrap=True)
+        for problem in problems:
+            out.print(f"it did not hold: {problem}", style="red", markup=False, soft_wrap=True)
+        if not problems:
+            out.print("All of it held.", style="bold green")
+    if svg:
+        _picture(svg, outcome)
+    ctx.exit(BROKEN if problems else OK)
+
+
+def _settings(
+    *,
+    directory: str | None,
+    device: str,
+    seed: int,
+    size: str,
+    workers: int,
+    users: int,
+    turns: int,
+    trace: str | None,
+    scale: float,
+    requests: int,
+    page_tokens: int,
+    kill: bool,
+) -> Any:
+    """What is asked for, checked before any process is started."""
+    from lightcache.sizes import parse_size
+    from lightcache.tools.demo import machine, models
+    from lightcache.tools.demo.settings import Settings
+
+    choice = models.ModelChoice(
+        directory=os.path.abspath(directory) if directory else None,
+        size="small",
+        seed=seed,
+        device=device,
+        dtype="float32",
+    )
+    facts = models.preflight(choice)
+    nbytes = parse_size(size)
+    machine.preflight(nbytes)
+    if trace is not None:
+        workload: dict[str, Any] = {
+            "kind": "trace",
+            "path": os.path.abspath(trace),
+            "scale": scale,
+            "limit": requests,
+        }
+    else:
+        workload = {
+            "kind": "conversations",
+            "users": users,
+            "turns": turns,
+            "system_tokens": 384,
+            "message_tokens": 48,
+            "answer_tokens": 16,
+        }
+    settings = Settings(
+        run=f"demo-{os.getpid()}",
+        parent=os.getpid(),
+        model=choice,
+        workload={**workload, "seed": seed, "vocabulary": facts.vocabulary},
+        size=nbytes,
+        page_tokens=page_tokens,
+        workers=workers,
+        devices=(device,),
+        threads=max(1, len(os.sched_getaffinity(0)) // workers),
+        seed=seed,
+    )
+    total = settings.make_workload().total  # whatever is wrong with it is said now
+    return replace(settings, hold_at=total // 2) if kill else settings
+
+
+def _picture(path: str, outcome: Any) -> None:
+    """The last screen of a run as SVG."""
+    from lightcache.tools.demo.show import Turns
+
+    picture = Console(record=True, width=_SVG_WIDTH, file=io.StringIO(), force_terminal=True)
+    turns = Turns()
+    for turn in outcome.turns:
+        turns.add(turn)
+    picture.print(turns.table(turns.rows))
+    picture.print()
+    for line in outcome.lines():
+        picture.print(line)
+    if not outcome.problems():
+        picture.print("All of it held.", style="bold green")
+    Path(path).write_text(picture.export_svg(title="make demo"))

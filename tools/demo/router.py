@@ -1,0 +1,289 @@
+"""The router: owns the turns, finds their prefixes, and hands both to workers by tickets.
+
+It needs nothing but the core: neither torch nor a model.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+import lightcache
+from lightcache.errors import ConfigError
+from lightcache.tools.demo import life
+from lightcache.tools.demo.messages import (
+    Answer,
+    Finished,
+    Hello,
+    Lost,
+    Mailbox,
+    Recovered,
+    Request,
+    Served,
+)
+from lightcache.tools.demo.settings import SECRET, Settings
+from lightcache.tools.demo.workload import Turn
+
+_ADOPT = 600.0  # seconds that a worker may take to adopt; a dead one is noticed at once
+
+
+@dataclass
+class Going:
+    """A turn that a worker is at, and what is pinned for it."""
+
+    turn: Turn
+    waited_s: float = 0.0
+    lease: lightcache.Lease | None = None
+    new: lightcache.Reservation | None = None
+    tickets: list[lightcache.Ticket] = field(default_factory=list)
+
+    def give_back(self) -> None:
+        """Everything: what the worker has adopted is its own."""
+        for ticket in self.tickets:
+            ticket.drop()
+        if self.new is not None:
+            self.new.release()
+        if self.lease is not None:
+            self.lease.release()
+
+
+@dataclass
+class Peer:
+    """A worker as the router sees it."""
+
+    life: int = -1
+    inbox: Mailbox | None = None
+    client: Any = None
+    cache: lightcache.Cache | None = None
+    going: Going | None = None
+    waiting: deque[Turn] = field(default_factory=deque)
+
+
+class Router:
+    """Gives each worker one turn at a time."""
+
+    def __init__(
+        self, settings: Settings, inbox: Mailbox, report: Mailbox, stack: ExitStack
+    ) -> None:
+        """Nothing is asked yet.
+
+        Args:
+            stack: closes the caches.
+        """
+        self.settings, self.inbox, self.report, self.stack = settings, inbox, report, stack
+        self.workload = settings.make_workload()
+        self.peers = [Peer() for _ in range(settings.workers)]
+        self.caches: dict[str, lightcache.Cache] = {}
+        self.attempts: dict[int, int] = {}
+        self.asked: dict[int, float] = {}
+        self.answered = 0
+        self.held = settings.hold_at is None
+        self.lookups: list[float] = []
+        self.random = random.Random(settings.seed)
+        self.handlers: dict[type, Callable[[Any], None]] = {
+            Hello: self.on_hello,
+            Answer: self.on_answer,
+            Lost: self.on_lost,
+        }
+
+    def run(self) -> None:
+        """Until every turn is answered. Blocks."""
+        while any(peer.inbox is None for peer in self.peers):
+            self.handle()
+        began = time.monotonic()
+        self.route(self.workload.begin())
+        while self.answered < self.workload.total:
+            for number in range(len(self.peers)):
+                self.dispatch(number)
+            self.handle()
+        found = statistics.median(self.lookups) * 1e6 if self.lookups else 0.0
+        self.report.send(Finished(self.answered, time.monotonic() - began, found))
+
+    def handle(self) -> None:
+        """The next message."""
+        message = life.receive(self.inbox, self.settings)
+        self.handlers[type(message)](message)
+
+    # ---- who does what
+
+    def route(self, turns: list[Turn]) -> None:
+        """Choose a worker for each: never the one of the turn before, or anyone."""
+        for turn in turns:
+            if self.settings.routing == "random":
+                chosen = self.random.randrange(len(self.peers))
+            else:
+                chosen = (turn.conversation + turn.turn) % len(self.peers)
+            self.asked[turn.number] = time.monotonic()
+            self.peers[chosen].waiting.append(turn)
+
+    def cached(self, turn: Turn) -> bool:
+        """Whether a turn goes through the cache. With one prompt at a time for each worker, every
+        worker has as many of either kind."""
+        return not (self.settings.alternate and turn.number // len(self.peers) % 2)
+
+    def dispatch(self, number: int) -> None:
+        """Give a worker its next turn, if it is free and lives."""
+        peer = self.peers[number]
+        if peer.inbox is None or peer.going is not None or not peer.waiting:
+            return
+        turn = peer.waiting.popleft()
+        attempt = self.attempts[turn.number] = self.attempts.get(turn.number, 0) + 1
+        sent = time.monotonic()
+        peer.going = self.prepare(peer, turn)
+        peer.going.waited_s = sent - self.asked[turn.number]
+        new = peer.going.new
+        try:
+            lease, shard = self.tickets(peer)
+        except ConfigError:  # it has died just now: `Lost` will follow
+            self.forget(peer)
+            return
+        hold = not self.held and shard != "" and self.answered >= (self.settings.hold_at or 0)
+        self.held |= hold
+        peer.inbox.send(
+            Request(
+                number=turn.number,
+                tokens=turn.tokens,
+                answer_tokens=turn.answer_tokens,
+                lease=lease,
+                shard=shard,
+                positions=new.new.tolist() if new is not None and shard else [],
+                sent=sent,
+                cached=self.cached(turn),
+                baseline=self.settings.baseline,
+                hold=hold and attempt == 1,
+            )
+        )
+
+    def forget(self, peer: Peer) -> None:
+        """A worker is gone: give back what was pinned for it, and ask its turn again."""
+        going, peer.going, peer.inbox = peer.going, None, None
+        if going is not None:
+            going.give_back()
+            peer.waiting.appendleft(going.turn)
+
+    def prepare(self, peer: Peer, turn: Turn) -> Going:
+        """Pin what is there of a prompt, and reserve pages for what is not."""
+        cache = peer.cache
+        if cache is None or not self.cached(turn):
+            return Going(turn)
+        keys = cache.hash_pages(turn.tokens)
+        # At least one token is left to compute: its logits are what the answer begins with.
+        usable = lightcache.matchable_pages(len(turn.tokens), self.settings.page_tokens)
+        began = time.perf_counter()
+        lease = cache.match(keys[:usable])
+        self.lookups.append(time.perf_counter() - began)
+        new = cache.reserve(keys, start=len(lease))
+        return Going(turn, lease=lease, new=new)
+
+    def tickets(self, peer: Peer) -> tuple[str, str]:
+        """What a worker adopts its pages with: those to load, and those to write."""
+        going = peer.going
+        assert going is not None
+        lease, shard = "", ""
+        if going.lease is not None and len(going.lease):
+            going.tickets.append(going.lease.ticket([peer.client], timeout=_ADOPT))
+            lease = bytes(going.tickets[-1]).hex()
+        if going.new is not None and len(going.new.new):
+            going.tickets.append(going.new.ticket([peer.client], timeout=_ADOPT))
+            shard = bytes(going.tickets[-1]).hex()
+        return lease, shard
+
+    # ---- what they say
+
+    def on_hello(self, hello: Hello) -> None:
+        """A worker is ready, the first of its number or the successor of a dead one."""
+        peer = self.peers[hello.worker]
+        peer.life = hello.life
+        peer.inbox = self.stack.enter_context(
+            Mailbox(self.settings.worker_ring(hello.worker, hello.life))
+        )
+        peer.client = lightcache.ClientId(*hello.client)
+        if hello.cache is not None:
+            if hello.cache not in self.caches:
+                self.caches[hello.cache] = self.stack.enter_context(
+                    lightcache.Cache.attach(hello.cache, secret=SECRET, role="router", grow=False)
+                )
+            peer.cache = self.caches[hello.cache]
+
+    def on_answer(self, answer: Answer) -> None:
+        """A turn is over; what it makes possible is routed."""
+        peer = self.peers[answer.worker]
+        going, peer.going = peer.going, None
+        assert going is not None
+        assert going.turn.number == answer.number
+        going.give_back()
+        self.answered += 1
+        self.report.send(self.served(going, answer))
+        self.route(self.workload.answered(answer.number, answer.tokens.tolist()))
+
+    def served(self, going: Going, answer: Answer) -> Served:
+        """What the report is told."""
+        turn = going.turn
+        return Served(
+            number=turn.number,
+            conversation=turn.conversation,
+            turn=turn.turn,
+            worker=answer.worker,
+            life=answer.life,
+            prompt=len(turn.tokens),
+            attempts=self.attempts[turn.number],
+            waited_s=going.waited_s,
+            cached=self.cached(turn),
+            tokens=np.concatenate([turn.tokens, answer.tokens]),
+            logprobs=answer.logprobs,
+            reused=answer.reused,
+            loaded_bytes=answer.loaded_bytes,
+            stored_bytes=answer.stored_bytes,
+            first_s=answer.first_s,
+            steps_s=answer.steps_s,
+            total_s=answer.total_s,
+            baseline_s=answer.baseline_s,
+        )
+
+    def on_lost(self, lost: Lost) -> None:
+        """A worker has died: take its pins back, and ask again what it did not answer."""
+        peer = self.peers[lost.worker]
+        if lost.life != peer.life:
+            return
+        number = peer.going.turn.number if peer.going is not None else None
+        clients = doomed = 0
+        if peer.cache is not None:
+            clients = peer.cache.reap()
+            # What it was writing is nobody's: no key leads to it, our own pins hold it still.
+            doomed = peer.cache.stats().doomed
+        self.forget(peer)
+        self.spread(peer)
+        seconds = time.monotonic() - lost.at
+        self.report.send(Recovered(lost.worker, number, doomed, clients, seconds))
+
+    def spread(self, dead: Peer) -> None:
+        """Give what a dead worker was to do to the living; without any, its successor does it."""
+        living = [peer for peer in self.peers if peer.inbox is not None]
+        while living and dead.waiting:
+            turn = dead.waiting.popleft()
+            first = self.attempts.get(turn.number, 0) > 0
+            chosen = min(living, key=lambda peer: len(peer.waiting))
+            (chosen.waiting.appendleft if first else chosen.waiting.append)(turn)
+
+
+def body(settings: Settings, numbers: list[int]) -> None:
+    """Serve all turns, then wait for the end: segments end with their last process."""
+    with ExitStack() as stack:
+        report = stack.enter_context(Mailbox(settings.report_ring))
+        inbox = stack.enter_context(Mailbox(settings.router_ring))
+        router = Router(settings, inbox, report, stack)
+        router.run()
+        while True:
+            life.receive(inbox, settings)
+
+
+if __name__ == "__main__":
+    life.run("router", body)

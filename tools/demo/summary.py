@@ -1,0 +1,221 @@
+"""What a run has shown, in a few lines, and whether all of it held."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.text import Text
+
+from lightcache.snapshot import CheckReport
+from lightcache.tools.demo.messages import Hello, Holding, Recovered, Served, Verified
+from lightcache.tools.demo.show import milliseconds
+from lightcache.tools.output import cell
+
+TOLERANCE = 1e-4  # between log-probabilities, float32
+
+
+@dataclass
+class Outcome:
+    """What happened."""
+
+    wanted_turns: int
+    wanted_kill: bool
+    turns: list[Served] = field(default_factory=list)
+    holding: Holding | None = None
+    recovered: list[Recovered] = field(default_factory=list)
+    successors: list[Hello] = field(default_factory=list)
+    successor_s: float = 0.0
+    """From the start of the first successor until it was ready."""
+    lookup_us: float = 0.0
+    check: CheckReport | None = None
+    verified: list[Verified] = field(default_factory=list)
+    wanted_verified: int = 0
+    left: list[str] = field(default_factory=list)
+    """Segments that should be gone."""
+    seconds: float = 0.0
+
+    @property
+    def reused(self) -> list[Served]:
+        """Turns of which something was not computed."""
+        return [turn for turn in self.turns if sum(turn.reused.values())]
+
+    @property
+    def recovery(self) -> Recovered | None:
+        """From the death that was arranged."""
+        if self.holding is None:
+            return None
+        number = self.holding.number
+        return next((each for each in self.recovered if each.number == number), None)
+
+    def problems(self) -> list[str]:
+        """What did not hold, each in a line; empty: everything did."""
+        found = []
+        if len(self.turns) != self.wanted_turns:
+            found.append(f"expected {self.wanted_turns} answers, found {len(self.turns)}")
+        if not self.reused:
+            found.append(
+                "no turn reused anything; give --size more, or prompts that share prefixes"
+            )
+        if self.wanted_kill:
+            found += self._kill_problems()
+        if self.check is None or not self.check.clean:
+            found.append(f"check: {self.check.message if self.check else 'it did not run'}")
+        if not self.verified or len(self.verified) != self.wanted_verified:
+            found.append(
+                f"expected {self.wanted_verified} turns computed again, found {len(self.verified)}"
+            )
+        found += [
+            f"turn {each.number} is not what an uncached run gives: tokens "
+            f"{'equal' if each.equal else 'differ'}, log-probabilities by {each.difference:.1e}"
+            for each in self.verified
+            if not each.equal or not each.difference <= TOLERANCE
+        ]
+        return found + [f"{name} was not removed" for name in self.left]
+
+    def _kill_problems(self) -> list[str]:
+        if self.holding is None:
+            return [
+                "no worker was killed: from the middle on no turn wrote pages; give --size more"
+            ]
+        if self.recovery is None:
+            return ["what the killed worker held was not taken back"]
+        found = [] if self.recovery.doomed else ["the killed worker left no doomed page"]
+        return found if self.successors else [*found, "the killed worker has no successor"]
+
+    # ---- for people
+
+    def lines(self) -> list[Text]:
+        """The summary."""
+        return [
+            Text.assemble((f"{name:<15}", "bold"), text if isinstance(text, Text) else cell(text))
+            for name, text in self._lines()
+        ]
+
+    def _lines(self) -> list[tuple[str, Any]]:
+        prompt = sum(turn.prompt for turn in self.turns)
+        tiers = ", ".join(
+            f"{count:,} ({count / max(1, prompt):.0%}) came from the {tier} tier"
+            for tier, count in self.hits().items()
+        )
+        loaded, stored = self.moved()
+        lines: list[tuple[str, Any]] = [
+            ("turns", f"{len(self.turns)} answered in {self.seconds:.0f} s"),
+            ("prompt tokens", f"{prompt:,}, of which {tiers or 'none was reused'}"),
+            ("first token", self._first_token()),
+            ("lookup", f"{self.lookup_us:.0f} us a prompt, in the router's own process (median)"),
+            ("moved", f"{loaded / 2**20:,.1f} MiB loaded, {stored / 2**20:,.1f} MiB offloaded"),
+        ]
+        if self.wanted_kill:
+            lines.append(("killed", self._killed()))
+        if self.check is not None:
+            lines.append(("check", self._verdict()))
+        return [*lines, ("equal", self._equal())]
+
+    def hits(self) -> dict[str, int]:
+        """Reused tokens of each tier."""
+        found: dict[str, int] = {}
+        for turn in self.turns:
+            for tier, count in turn.reused.items():
+                found[tier] = found.get(tier, 0) + count
+        return found
+
+    def moved(self) -> tuple[int, int]:
+        """Bytes loaded and offloaded."""
+        loaded = sum(turn.loaded_bytes for turn in self.turns)
+        return loaded, sum(turn.stored_bytes for turn in self.turns)
+
+    def medians(self) -> tuple[float, float] | None:
+        """Seconds to the first token of reused turns, with the cache and from nothing."""
+        both = [(t.first_s, t.baseline_s) for t in self.reused if t.baseline_s is not None]
+        if not both:
+            return None
+        return statistics.median(a for a, _ in both), statistics.median(b for _, b in both)
+
+    def _first_token(self) -> str:
+        found = self.medians()
+        if found is None:
+            return "not compared"
+        with_cache, without = found
+        return (
+            f"{milliseconds(with_cache)} with the cache, {milliseconds(without)} from nothing: "
+            f"{without / with_cache:.1f} times as fast (medians of {len(self.reused)} reused turns)"
+        )
+
+    def _killed(self) -> str:
+        held, found = self.holding, self.recovery
+        if held is None or found is None:
+            return "nobody"
+        after = (
+            f"; its successor was ready after {self.successor_s:.1f} s" if self.successors else ""
+        )
+        return (
+            f"worker {held.worker}, with {held.copied} of {held.pages} pages of turn {held.number} "
+            f"copied: {found.doomed} pages doomed, all free again {found.seconds * 1e3:.0f} ms "
+            f"after the signal{after}"
+        )
+
+    def _verdict(self) -> Text:
+        assert self.check is not None
+        style = "green" if self.check.clean else "red"
+        return Text(("clean: " if self.check.clean else "broken: ") + self.check.message, style)
+
+    def _equal(self) -> str:
+        if not self.verified:
+            return "not compared"
+        worst = max(each.difference for each in self.verified)
+        right = sum(each.equal for each in self.verified)
+        return (
+            f"{right} of {len(self.verified)} reused turns gave the tokens of an uncached run in a "
+            f"fresh process; log-probabilities within {worst:.1e}"
+        )
+
+    # ---- for scripts
+
+    def facts(self) -> dict[str, Any]:
+        """For JSON."""
+        medians = self.medians()
+        loaded, stored = self.moved()
+        return {
+            "turns": len(self.turns),
+            "prompt_tokens": sum(turn.prompt for turn in self.turns),
+            "hit_tokens": self.hits(),
+            "reused_turns": len(self.reused),
+            "first_token_s": medians[0] if medians else None,
+            "first_token_from_nothing_s": medians[1] if medians else None,
+            "lookup_us": self.lookup_us,
+            "loaded_bytes": loaded,
+            "offloaded_bytes": stored,
+            "killed": self._kill_facts(),
+            "check": self.check.message if self.check else None,
+            "clean": bool(self.check and self.check.clean),
+            "verified_turns": len(self.verified),
+            "largest_difference": max((each.difference for each in self.verified), default=None),
+            "seconds": self.seconds,
+            "problems": self.problems(),
+        }
+
+    def _kill_facts(self) -> dict[str, Any] | None:
+        held, found = self.holding, self.recovery
+        if held is None or found is None:
+            return None
+        return {
+            "worker": held.worker,
+            "turn": held.number,
+            "copied_pages": held.copied,
+            "doomed_pages": found.doomed,
+            "recovered_s": found.seconds,
+        }
+
+
+def sample(turns: Sequence[Served], count: int) -> list[Served]:
+    """Reused turns to compute again: those that were asked twice, and others evenly spread."""
+    reused = [turn for turn in turns if sum(turn.reused.values())]
+    again = [turn for turn in reused if turn.attempts > 1]
+    rest = [turn for turn in reused if turn.attempts == 1]
+    room = max(0, count - len(again))
+    step = max(1.0, len(rest) / room) if room else 1.0
+    chosen = [rest[int(at * step)] for at in range(min(room, len(rest)))]
+    return again[:count] + chosen
