@@ -134,6 +134,7 @@ class Connector:
             return self._restore(lease, ids)
 
     def _save(self, past: PrefixCache, how: dict[str, Any]) -> None:
+        self.engine.poll()  # gives back what was pinned for the load
         keys = self.cache.hash_pages(past.tokens, **how)
         if len(keys) * self.pages.geometry.page_tokens <= past.reused:
             return

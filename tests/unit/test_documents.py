@@ -63,7 +63,7 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Any]]
         one.close()
 
 
-def run(document: str, name: str) -> dict[str, Any]:
+def run(document: str, name: str, **more: Any) -> dict[str, Any]:
     """Run the blocks of a document one after another; what is defined in the end."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
@@ -85,6 +85,7 @@ def run(document: str, name: str) -> dict[str, Any]:
         "event": Ready(),
         "i": 0,
         "send": lambda *message: space["on_message"](*message),  # scheduler and rank are one
+        **more,
     }
     text = (ROOT / document).read_text()
     blocks = list(BLOCK.finditer(text))
@@ -114,6 +115,17 @@ def test_readme(made: list[Any], segment_name: str) -> None:
     assert space["offload"].ready
     assert space["past"].get_seq_length() >= 40
     assert space["load"].done()
+
+
+def test_transformers(made: list[Any], segment_name: str) -> None:
+    pytest.importorskip("transformers")
+    from support.tiny_models import model, prompt
+
+    ids = prompt(40)
+    space = run("docs/guides/transformers.md", segment_name, model=model(), input_ids=ids)
+    assert len(made) == 1
+    assert space["reused"] == 0
+    assert space["cache"].peek(space["cache"].hash_pages(space["output"][0].tolist())) == 4
 
 
 @pytest.mark.parametrize("document", ["README.md", *sorted(DOCUMENTS)])

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -27,6 +29,14 @@ def test_two_processes(segment_name: str, tmp_path: Path) -> None:
     assert run_example("two_processes.py", segment_name, tmp_path) == [
         "reader: 96 of 100 tokens need not be computed",
         "writer: 6 pages written and published",
+    ]
+
+
+def test_two_processes_with_a_model(segment_name: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    assert run_example("transformers_prefix.py", segment_name, tmp_path) == [
+        "first: 0 of 103 tokens were not computed",
+        "second: 96 of 102 tokens were not computed",
     ]
 
 

@@ -1,0 +1,137 @@
+"""The connector for transformers with a model on a GPU: the pool is pinned, streams wait instead of
+the thread, and answers are those without a cache.
+
+On threads that stand in for a GPU the model stays on the processor, and the engine is a device's.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from gpu.place import place
+
+pytest.importorskip("triton")
+pytest.importorskip("transformers")
+
+from support.connecting import SECRET, held, ready, save
+from support.tiny_models import answer, assert_same, kept, model, prompt
+
+from lightcache import Cache, InUse
+from lightcache.connectors import transformers as lct
+from lightcache.kernels.planes import DevicePlanes
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+STAND_IN = True
+
+
+class Here:
+    """An engine of the stand-in: planes in host memory count as its own."""
+
+    def __init__(self, where: Any, engine: Any) -> None:
+        self._name, self._engine = where.name, engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def _moved(self, verb: str, move: Any, planes: Any, how: Any) -> Any:
+        if planes is not None:
+            planes = DevicePlanes(planes.planes, device=self._name, keep=planes.keep)
+        return getattr(self._engine, verb)(move, planes=planes, **how)
+
+    def offload(self, move: Any, *, planes: Any = None, **how: Any) -> Any:
+        return self._moved("offload", move, planes, how)
+
+    def load(self, move: Any, *, planes: Any = None, **how: Any) -> Any:
+        return self._moved("load", move, planes, how)
+
+
+@pytest.fixture
+def where(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    made = place()
+    if not torch.cuda.is_available():
+        original = made.engine
+
+        def engine(cache: Cache, geometry: Any, planes: Any, *, memory: Any) -> Here:
+            monkeypatch.undo()  # the stand-in's own call is of the real one
+            return Here(made, original(cache, geometry, planes, memory))
+
+        monkeypatch.setattr(Cache, "engine", engine)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def llama(where: Any) -> Any:
+    return model(dtype=torch.bfloat16).to(where.memory)
+
+
+@pytest.fixture
+def cache(segment_name: str, llama: Any) -> Iterator[Cache]:
+    with lct.open_cache(segment_name, llama, pages=32, secret=SECRET) as made:
+        yield made
+        gc.collect()
+        assert held(made) == (0, 0)
+
+
+def seen(where: Any, past: Any) -> list[torch.Tensor]:
+    """The first 64 tokens, read on the current stream, which waits for the load; the processor is
+    no stream of the stand-in, and waits itself."""
+    if not torch.cuda.is_available():
+        where.synchronize()
+    return kept(past, 64)
+
+
+def test_restored_bytes_are_those_saved(cache: Cache, where: Any, llama: Any) -> None:
+    ids = prompt(70).to(where.memory)
+    with where.pin(cache) as pinned, lct.Connector(cache, llama, pinned=pinned) as connector:
+        for _ in range(3):
+            with connector.prefix(ids) as past:
+                answer(llama, ids, past)
+            saved = kept(past, 64)
+            with connector.prefix(ids) as past:
+                assert past.reused == 64
+                restored = seen(where, past)
+            assert all(torch.equal(a, b) for a, b in zip(saved, restored, strict=True))
+            assert cache.evict(32) == 4
+
+
+def test_growth_while_it_is_copied(cache: Cache, where: Any, llama: Any) -> None:
+    ids = prompt(64).to(where.memory)
+    with where.pin(cache) as pinned, lct.Connector(cache, llama, pinned=pinned) as connector:
+        with torch.no_grad():
+            past = llama(ids, use_cache=True).past_key_values
+            where.synchronize()
+            saved = kept(past, 64)
+            keys = cache.hash_pages(ids[0].tolist())
+            offload = connector.offload(past, cache.reserve(keys))
+            for _ in range(20):
+                llama(ids[:, :1], past_key_values=past)
+        del past
+        offload.wait()
+        restored = seen(where, connector.restore(cache.match(keys)))
+        assert all(torch.equal(a, b) for a, b in zip(saved, restored, strict=True))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the stand-in pins by hand")
+def test_a_connector_pins_and_unpins(cache: Cache, where: Any, llama: Any) -> None:
+    made = model().to(where.memory)
+    ids = prompt(70).to(where.memory)
+    expected = answer(made, ids)
+    with lct.open_cache(f"{cache.name}-32", made, pages=32, secret=SECRET) as own:
+        mine = [client for client in own.clients() if client.pid == os.getpid()]
+        assert [client.device for client in mine] == [True]
+        for reused in (0, 64):
+            with lct.prefix(own, made, ids) as past:
+                assert past.reused == reused
+                assert_same(answer(made, ids, past), expected)
+                with pytest.raises(InUse, match="pinned already"):
+                    lct.Connector(own, made)
+        assert ready(own, ids) == 4
+    with lct.Connector(cache, llama) as connector:
+        save(connector, llama, ids)
+    cache.pin(device=where.name).close()
