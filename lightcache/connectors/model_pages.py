@@ -76,7 +76,8 @@ def describe(model: Any, *, page_tokens: int = 16, name: str | None = None) -> M
     fingerprints. With `name`, that name stands for configuration and weights, and is believed.
 
     Args:
-        model: a `transformers` model for causal language modelling, whole on one device.
+        model: a `transformers` model for causal language modelling, in evaluation mode, whole on
+            one device.
         page_tokens: tokens of a page.
         name: of the checkpoint, without white space, such as "meta-llama/Llama-3.1-8B@0e9e39f";
             None: the digest.
@@ -86,21 +87,22 @@ def describe(model: Any, *, page_tokens: int = 16, name: str | None = None) -> M
     Raises:
         ConfigError: no such model; layers that keep something else than keys and values of every
             token (sliding windows, chunks, recurrent or convolution states, indexers), layers that
-            share them, or layers of several shapes; an encoder; several devices, tensor
-            parallelism, or weights that are not loaded; a name or page_tokens that cannot be meant.
+            share them, or layers of several shapes; rotary positions that depend on the length of
+            the prompt; an encoder; several devices, tensor parallelism, or weights that are not
+            loaded; a name or page_tokens that cannot be meant.
     """
     _check_kind(model)
     _check_name(name)
     device = _device_of(model)
-    keys, values = _cached_by(model, device)
-    heads, key_dim, value_dim = int(keys.shape[1]), int(keys.shape[3]), int(values.shape[3])
+    kept = _cached_by(model, device)
+    keys, values = kept[0]
     dtype: torch.dtype = keys.dtype
     group = KVGroup.attention(
         GROUP,
-        layers=int(_text_config(model).num_hidden_layers),
-        heads=heads,
-        head_dim=key_dim,
-        value_dim=value_dim,
+        layers=len(kept),
+        heads=int(keys.shape[1]),
+        head_dim=int(keys.shape[3]),
+        value_dim=int(values.shape[3]),
         dtype_bytes=dtype.itemsize,
         page_tokens=page_tokens,
     )
@@ -163,6 +165,21 @@ def _check_kind(model: Any) -> None:
             "shared layers are not supported yet"
         )
 
+    _check_positions(model)
+
+
+def _check_positions(model: Any) -> None:
+    """Keys are stored with their rotation: it must be the same in every longer prompt."""
+    found = getattr(_text_config(model), "rope_parameters", None) or {}
+    kinds = [found, *(each for each in found.values() if isinstance(each, dict))]
+    for kind in {str(each.get("rope_type", "default")) for each in kinds}:
+        if "dynamic" in kind or kind == "longrope":
+            raise ConfigError(
+                f"model: expected keys that do not depend on what follows them, found rotary "
+                f"positions of type {kind!r}, which change with the length of the prompt; these "
+                "are not supported"
+            )
+
 
 def _check_name(name: object) -> None:
     if name is not None and not (isinstance(name, str) and re.fullmatch(r"\S{1,200}", name)):
@@ -186,8 +203,8 @@ def _device_of(model: Any) -> str:
     return found[0]
 
 
-def _cached_by(model: Any, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of one token in the first layer, where all layers have the same shapes."""
+def _cached_by(model: Any, device: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values of one token in each layer, all of the same shapes."""
     past = DynamicCache(config=model.config)
     token = torch.zeros((1, 1), dtype=torch.long, device=device)
     # Eagerly: a model that is compiled need not be for this.
@@ -205,7 +222,7 @@ def _cached_by(model: Any, device: str) -> tuple[torch.Tensor, torch.Tensor]:
             f"model: expected layers of one shape, found {sorted(map(str, shapes))} in "
             f"{type(model).__name__}; these are not supported yet"
         )
-    return kept[0]
+    return kept
 
 
 def _digest(model: Any) -> str:

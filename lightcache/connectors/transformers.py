@@ -72,7 +72,8 @@ class Connector:
 
         Raises:
             LayoutMismatch: the cache is of another model; says what differs.
-            ConfigError: as `describe`, or no cache, or one without page_tokens.
+            ConfigError: as `describe`, or no cache, one without page_tokens, or for a model on a
+                GPU one that was opened without device=True.
             InUse: the pool is pinned already by this process; give `pinned`.
             Detached: the cache is closed.
         """
@@ -82,6 +83,8 @@ class Connector:
         self.pages: ModelPages = describe_for(cache, model)
         self._config = model.config
         self._closed = False
+        if self.pages.device != "cpu":
+            _check_device(cache)
         self._pinned: PinnedPages | None = pinned
         self._own: PinnedPages | None = None
         if self.pages.device != "cpu" and pinned is None:
@@ -159,7 +162,7 @@ class Connector:
             lease: of this cache; it may be empty.
 
         Raises:
-            ConfigError: no lease.
+            ConfigError: no lease, or not from this cache object.
             LeaseLost: released before.
             TransferFailed: the copy failed.
             Detached: closed.
@@ -171,6 +174,7 @@ class Connector:
         self.engine.poll()
         if not isinstance(lease, Lease):
             raise ConfigError(f"lease: expected a Lease, found {type(lease).__name__}")
+        self._check_ours(lease)
         past = PrefixCache(self._config, ids)
         tokens = len(lease.pages) * self.pages.geometry.page_tokens
         if not tokens:
@@ -206,7 +210,7 @@ class Connector:
 
         Raises:
             ConfigError: a cache of another model, of several rows, or with fewer tokens than the
-                pages; `held` is the caller's still.
+                pages, or pages that are not from this cache object; `held` is the caller's still.
             LeaseLost: `held` has ended before.
             Detached: closed.
         """
@@ -214,12 +218,21 @@ class Connector:
         self.engine.poll()
         if not isinstance(held, (Reservation, Shard)):
             raise ConfigError(f"held: expected a Reservation or Shard, found {type(held).__name__}")
+        self._check_ours(held)
         if not len(held.pages):
             return Offload(self.engine, held, np.arange(0), positions=positions)
         planes = planes_of(self.pages, past)
         length = min(int(layer.get_seq_length()) for layer in past.layers)
         self._wait_for(held.pages)
         return Offload(self.engine, held, np.arange(length), positions=positions, planes=planes)
+
+    def _check_ours(self, held: Reservation | Shard | Lease) -> None:
+        """Page numbers of another cache would be taken for our own."""
+        if held._index is not self.cache.index:
+            raise ConfigError(
+                f"expected pages of the cache {self.cache.name!r} as this connector's cache object "
+                f"gave them, found those of {held._index.name!r} from another; use that object"
+            )
 
     def _wait_for(self, pages: npt.NDArray[np.int32]) -> None:
         """Until these are pinned; they have memory, so that is soon."""
@@ -247,6 +260,16 @@ class Connector:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _check_device(cache: Cache) -> None:
+    """Without it nobody would wait for copies that outlive this process when it is killed."""
+    mine = cache.client_id.slot
+    if not all(client.device for client in cache.clients() if client.slot == mine):
+        raise ConfigError(
+            f"cache: expected {cache.name!r} opened with device=True for a model on a GPU, found "
+            "False; use open_cache, or describe(model).options when the model is on its device"
+        )
 
 
 @contextlib.contextmanager

@@ -241,6 +241,22 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "on two devices": (spread, r"found \['cpu', 'meta'\]; load it without device_map"),
     "uses no cache": (without_cache, "cached no keys and values"),
     "several shapes": (several_shapes, "expected layers of one shape, found"),
+    "rotation that depends on the length": (
+        lambda: model(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+        "positions of type 'dynamic', which change with the length",
+    ),
+    "two rotations": (
+        lambda: model(
+            rope_parameters={
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0] * 4,
+                "long_factor": [2.0] * 4,
+                "original_max_position_embeddings": 512,
+            }
+        ),
+        "positions of type 'longrope'",
+    ),
     "tensor parallel": (tensor_parallel, "found a rank of 2 of tensor parallelism"),
 }
 
@@ -294,6 +310,16 @@ def test_caches_that_are_none_of_ours(segment_name: str) -> None:
     with Cache.create(segment_name, pages=2, secret=SECRET, **options) as cache:
         with pytest.raises(LayoutMismatch, match="sizes of pages differ"):
             lct.Connector(cache, model())
+
+
+def test_a_device_must_be_said(segment_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = model()
+    pages = dataclasses.replace(lct.describe(made), device="cuda:0")
+    with small_cache(segment_name, made) as cache:
+        with monkeypatch.context() as patch:
+            patch.setattr(lct, "describe_for", lambda *_: pages)
+            with pytest.raises(ConfigError, match="opened with device=True for a model on a GPU"):
+                lct.Connector(cache, made)
 
 
 MISSING = """

@@ -245,6 +245,18 @@ def test_what_has_ended_or_is_none(cache: Cache, connector: lct.Connector, llama
         connector.offload(past, new)
 
 
+def test_pages_of_another_cache(
+    cache: Cache, connector: lct.Connector, llama: Any, segment_name: str
+) -> None:
+    ids = prompt(32)
+    with small_cache(f"{segment_name}-other", llama) as other:
+        keys = keys_of(other, ids)
+        with pytest.raises(ConfigError, match=r"as this connector's .* found those of .*-other"):
+            connector.restore(other.match(keys))
+        with other.reserve(keys) as new, pytest.raises(ConfigError, match="-other"):
+            connector.offload(computed(llama, ids), new)
+
+
 def doubled(past: Any) -> Any:
     past.batch_repeat_interleave(2)
     return past
