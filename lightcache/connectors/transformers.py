@@ -28,6 +28,7 @@ from lightcache.errors import Abandoned, ConfigError, Detached, NoSpace, Transfe
 
 if TYPE_CHECKING:
     from lightcache.kernels.pinned import PinnedPages
+    from lightcache.kernels.planes import DevicePlanes
 
 
 def open_cache(name: str, model: Any, *, page_tokens: int = 16, **options: Any) -> Cache:
@@ -182,7 +183,7 @@ class Connector:
             return past
         past.allocate(self.pages, tokens)
         self._wait_for(lease.pages)
-        planes = planes_of(self.pages, past)
+        planes = self.planes(past)
         load = Load(self.engine, lease, np.arange(tokens), planes=planes)
         with contextlib.suppress(TransferFailed):  # `done` says it, and gives the lease back
             load.transfer.wait_on()
@@ -221,10 +222,19 @@ class Connector:
         self._check_ours(held)
         if not len(held.pages):
             return Offload(self.engine, held, np.arange(0), positions=positions)
-        planes = planes_of(self.pages, past)
+        planes = self.planes(past)
         length = min(int(layer.get_seq_length()) for layer in past.layers)
         self._wait_for(held.pages)
         return Offload(self.engine, held, np.arange(length), positions=positions, planes=planes)
+
+    def planes(self, past: Any) -> DevicePlanes:
+        """Where a cache has its keys and values now, for calls of `engine` that go page by page;
+        slots are positions. Keeps the tensors alive.
+
+        Raises:
+            ConfigError: no DynamicCache of this model that keeps every token of one row.
+        """
+        return planes_of(self.pages, past)
 
     def _check_ours(self, held: Reservation | Shard | Lease) -> None:
         """Page numbers of another cache would be taken for our own."""

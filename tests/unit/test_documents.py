@@ -69,8 +69,10 @@ def run(document: str, name: str, **more: Any) -> dict[str, Any]:
     transformers = pytest.importorskip("transformers")
     shape = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
     config = transformers.LlamaConfig(**shape, num_attention_heads=2, pad_token_id=0)
+    model = transformers.LlamaForCausalLM(config).eval()
+    model.generation_config.max_new_tokens = 4
     space: dict[str, Any] = {
-        "model": transformers.LlamaForCausalLM(config).eval(),
+        "model": model,
         "input_ids": torch.arange(1, 41)[None],
         "lightcache": lightcache,
         "Move": Move,

@@ -18,7 +18,8 @@ def run_example(name: str, segment_name: str, home: Path) -> list[str]:
         capture_output=True,
         text=True,
         timeout=100,
-        env={**os.environ, "HOME": str(home), "OMP_NUM_THREADS": "1"},
+        # Unbuffered, a line and its end are two writes, and lines of several processes mix.
+        env={**os.environ, "HOME": str(home), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""},
         check=False,
     )
     assert done.returncode == 0, f"{done.returncode}\n{done.stdout}\n{done.stderr}"

@@ -15,7 +15,6 @@ from transformers import DynamicCache
 
 import lightcache
 from lightcache.connectors import transformers as connector
-from lightcache.connectors.prefix_cache import planes_of
 from lightcache.kernels import Move
 from lightcache.tools.demo import life
 from lightcache.tools.demo.devices import resolve
@@ -148,7 +147,7 @@ class Worker:
             for position in request.positions[:half]
             for token in range(tokens)
         ]
-        planes = planes_of(self.connector.pages, past)
+        planes = self.connector.planes(past)
         engine = self.connector.engine
         engine.offload(Move(shard.pages[:half], slots), planes=planes).wait()
         self.report.send(Holding(request.number, self.number, self.life, half, len(shard.pages)))
