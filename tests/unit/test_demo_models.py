@@ -51,7 +51,8 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> ModelChoice:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model of another family than the made-up ones, in two files of weights."""
     folder = tmp_path_factory.mktemp("model")
-    config = transformers.Qwen2Config(**{name: TINY[name] for name in TINY if name != "head_dim"})
+    form = {name: TINY[name] for name in TINY if name != "head_dim"}
+    config = transformers.Qwen2Config(**form, max_position_embeddings=100)
     model = transformers.Qwen2ForCausalLM(config)
     model.save_pretrained(folder, max_shard_size="20KB")
     assert len(list(folder.glob("*.safetensors"))) > 1
@@ -129,7 +130,6 @@ def test_a_seed_makes_one_model(tiny: ModelChoice) -> None:
     again, other = (build(ModelChoice(size="tiny", seed=seed)).state_dict() for seed in (0, 1))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
-    assert torch.get_default_dtype() == torch.float32
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -137,8 +137,9 @@ def test_dtypes(tiny: ModelChoice, dtype: str) -> None:
     choice = ModelChoice(size="tiny", dtype=dtype)
     model = build(choice)
     assert {parameter.dtype for parameter in model.parameters()} == {getattr(torch, dtype)}
+    assert torch.get_default_dtype() == torch.float32
     size = torch.finfo(getattr(torch, dtype)).bits // 8
-    assert preflight(choice) == ModelFacts(64, 3, 2, 8, size)
+    assert preflight(choice) == ModelFacts(64, 3, 2, 8, size, 1 << 17)
     assert preflight(choice).kv_bytes_per_token == 2 * 3 * 2 * 8 * size
 
 
@@ -169,7 +170,7 @@ def test_choices_there_are_not(changes: dict[str, Any], said: str) -> None:
             ask(ModelChoice(**changes))
 
 
-@pytest.mark.parametrize("device", ["quantum", "cpu:x", "cuda:99", ""])
+@pytest.mark.parametrize("device", ["quantum", "cpu:x", "cuda:99", "", "meta", None])
 def test_devices_there_are_not(tiny: ModelChoice, device: str) -> None:
     with pytest.raises(ConfigError, match="device: expected one that torch can use") as caught:
         build(ModelChoice(size="tiny", device=device))
@@ -188,7 +189,7 @@ def test_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_directory(saved: Path) -> None:
     choice = ModelChoice(directory=str(saved))
-    assert preflight(choice) == ModelFacts(64, 3, 2, 8, 4)
+    assert preflight(choice) == ModelFacts(64, 3, 2, 8, 4, 100)
     model = build(choice)
     assert not model.training
     expected = transformers.Qwen2ForCausalLM.from_pretrained(saved)
@@ -247,6 +248,7 @@ def test_a_damaged_configuration(changed: Broken, text: str, said: str) -> None:
             {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "own.Model"}},
             "custom code of its own, which is never run here",
         ),
+        ({"model_type": []}, r"does not know the model_type \[\]"),
         ({"architectures": ["Qwen2ForTokenClassification"]}, "is not a causal language model"),
         ({"model_type": "t5", "architectures": None}, "t5 is not a causal language model"),
         ({"hidden_size": "many"}, "config.json"),
@@ -271,6 +273,7 @@ def test_models_that_cannot_be_served(changed: Broken, changes: dict[str, Any], 
         ("Rwkv", {}, "no attention heads"),
         ("DeepseekV3", {}, "latent attention are not supported yet"),
         ("T5", {}, "t5 is not a causal language model"),
+        ("ViT", {}, "vit is not a causal language model"),
     ],
 )
 def test_families_that_cannot_be_served(
@@ -317,7 +320,7 @@ def test_a_width_of_another_model(changed: Broken) -> None:
 
 
 def test_a_cache_unlike_its_configuration(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = ModelFacts(64, 3, 4, 8, 4)
+    wrong = ModelFacts(64, 3, 4, 8, 4, 100)
     monkeypatch.setattr(models, "_facts", lambda *_: wrong)
     with pytest.raises(ConfigError, match=r"shape \(1, 4, 1, 8\) .* found .*\(1, 2, 1, 8\)"):
         build(ModelChoice(directory=str(saved)))

@@ -267,6 +267,10 @@ def test_blocks_are_shared_as_their_ids_are(small: Callable[..., dict[int, Turn]
     assert shared(turns[0].tokens, turns[1].tokens) == 1024
     assert shared(turns[0].tokens, turns[2].tokens) == 512
     assert shared(turns[0].tokens, turns[3].tokens) == 0
+    # not only the beginnings differ, where the ids are
+    behind = turns[0].tokens[1024 + 100 :] == turns[1].tokens[1024 + 100 : 1324]
+    assert len(behind) == 200
+    assert behind.mean() < 0.1
     assert turns[0].answer_tokens == 7
     assert all(turn.tokens.dtype == np.int32 for turn in turns.values())
     assert not turns[0].tokens.flags.writeable
@@ -310,8 +314,9 @@ def test_a_block_of_one_token_tells_as_many_ids_apart_as_there_are_tokens(
     small: Callable[..., dict[int, Turn]],
 ) -> None:
     lines = [line(512, [one]) for one in range(10)]
-    turns = small(*lines, scale=1 / 512, vocabulary=10)
-    assert sorted(int(turn.tokens[0]) for turn in turns.values()) == list(range(10))
+    for seed in range(10):
+        turns = small(*lines, scale=1 / 512, vocabulary=10, seed=seed)
+        assert sorted(int(turn.tokens[0]) for turn in turns.values()) == list(range(10))
     with pytest.raises(ConfigError, match=r"line 11: 1 tokens .* larger scale"):
         small(*lines, line(512, [10]), scale=1 / 512, vocabulary=10)
 

@@ -69,7 +69,7 @@ def _config(directory: str) -> Any:
     """The configuration, of a kind that the demo supports."""
     raw = _raw_config(directory)
     transformers, kind = _transformers(), raw.get("model_type")
-    if kind not in transformers.CONFIG_MAPPING:
+    if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
         if "auto_map" in raw:
             raise ConfigError(
                 f"{directory}: the model needs custom code of its own, which is never run here; "
@@ -83,6 +83,7 @@ def _config(directory: str) -> Any:
         config = transformers.AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
+        config.get_text_config(decoder=True)
     except Exception as problem:  # configurations check themselves, each in its own way
         raise ConfigError(
             f"{directory}: config.json is not usable: {one_line(problem)}; fetch the model again"
@@ -144,17 +145,14 @@ def _check_attention(directory: str, config: Any) -> None:
 
 
 def _check_weights(folder: Path) -> None:
-    """See that all files of weights are there and as long as their headers say."""
-    if (folder / _INDEX).exists():
-        index = _json(folder / _INDEX) or {}
-        try:
-            names = sorted(set(index["weight_map"].values()))
-        except (KeyError, TypeError, AttributeError):
-            raise ConfigError(
-                f"{folder / _INDEX}: there is no weight_map; fetch the model again"
-            ) from None
-    else:
-        names = [_SINGLE]
+    """See that the files of weights that transformers would read are there and whole."""
+    index = None if (folder / _SINGLE).exists() else _json(folder / _INDEX)
+    try:
+        names = [_SINGLE] if index is None else sorted(set(index["weight_map"].values()))
+    except (KeyError, TypeError, AttributeError):
+        raise ConfigError(
+            f"{folder / _INDEX}: there is no weight_map; fetch the model again"
+        ) from None
     for name in names:
         _check_file(folder / str(name))
 

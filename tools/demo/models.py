@@ -52,6 +52,8 @@ class ModelFacts:
     """For each layer."""
     head_dim: int
     dtype_bytes: int
+    positions: int | None
+    """Longest prompt and answer together; None: the configuration names no limit."""
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -170,11 +172,13 @@ def preflight(choice: ModelChoice) -> ModelFacts:
         kv_heads=form["num_key_value_heads"],
         head_dim=form["head_dim"],
         dtype_bytes=dtype_bytes,
+        positions=_POSITIONS,
     )
 
 
 def _facts(directory: str, config: Any, dtype_bytes: int) -> ModelFacts:
     """From a configuration of transformers, where some names have defaults made of others."""
+    positions = getattr(config, "max_position_embeddings", None)
     try:
         heads = int(config.num_attention_heads)
         return ModelFacts(
@@ -183,6 +187,7 @@ def _facts(directory: str, config: Any, dtype_bytes: int) -> ModelFacts:
             kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
             head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
             dtype_bytes=dtype_bytes,
+            positions=None if positions is None else int(positions),
         )
     except (AttributeError, TypeError, ValueError) as problem:
         raise ConfigError(
@@ -196,10 +201,11 @@ def _device(choice: ModelChoice) -> Any:
 
     try:
         device = torch.device(choice.device)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as problem:
+        if torch.empty(1, device=device).is_meta:
+            raise RuntimeError("it has no memory")
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as problem:
         raise ConfigError(
-            f"device: expected one that torch can use, such as cpu or cuda:0, found "
+            "device: expected one that torch can use, such as cpu or cuda:0, found "
             f"{choice.device!r}: {one_line(problem)}"
         ) from None
     return device
