@@ -82,7 +82,7 @@ def describe(model: Any, *, page_tokens: int = 16, name: str | None = None) -> M
         name: of the checkpoint, without white space, such as "meta-llama/Llama-3.1-8B@0e9e39f";
             None: the digest.
 
-    Cost: a decoding step, and with a digest about 0.1 ms for each tensor of the model.
+    Cost: a decoding step, and with a digest about 20 us for each tensor (on a CPU).
 
     Raises:
         ConfigError: no such model; layers that keep something else than keys and values of every

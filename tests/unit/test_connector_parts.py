@@ -135,15 +135,19 @@ def test_reset_while_it_is_copied(
     assert all(torch.equal(a, b) for a, b in zip(kept(restored, 32), saved, strict=True))
 
 
+@pytest.mark.parametrize("call", ["restore", "offload"])
 def test_the_next_call_publishes(
-    cache: Cache, connector: lct.Connector, llama: Any, gate: Gate
+    cache: Cache, connector: lct.Connector, llama: Any, gate: Gate, call: str
 ) -> None:
     ids = prompt(32)
     offload = connector.offload(computed(llama, ids), cache.reserve(keys_of(cache, ids)))
     gate.opened.set()
     offload.transfer.wait_on()
     assert offload.ready is None
-    connector.restore(cache.match(keys_of(cache, prompt(32, 1))))
+    if call == "restore":
+        connector.restore(cache.match(keys_of(cache, prompt(32, 1))))
+    else:
+        connector.offload(None, cache.reserve(keys_of(cache, ids)[:0]))
     assert offload.ready is True
 
 
