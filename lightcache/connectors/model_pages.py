@@ -209,7 +209,14 @@ def _cached_by(model: Any, device: str) -> list[tuple[torch.Tensor, torch.Tensor
     token = torch.zeros((1, 1), dtype=torch.long, device=device)
     # Eagerly: a model that is compiled need not be for this.
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        model(input_ids=token, past_key_values=past, use_cache=True)
+        try:
+            model(input_ids=token, past_key_values=past, use_cache=True)
+        except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"model: {type(model).__name__} cannot compute a token with a DynamicCache "
+                f"({error}); a model with a cache of its own, or with other inputs than ids, is "
+                "not supported"
+            ) from error
     kept = [(layer.keys, layer.values) for layer in past.layers]
     if not kept or any(one is None or one.dim() != 4 for pair in kept for one in pair):
         raise ConfigError(

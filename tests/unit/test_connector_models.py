@@ -186,6 +186,15 @@ def without_cache() -> Any:
     return made
 
 
+def with_its_own_cache() -> Any:
+    def forward(*_: Any, past_key_values: Any, **__: Any) -> None:
+        past_key_values.ssm_states[0].zero_()
+
+    made = model()
+    made.forward = forward
+    return made
+
+
 def sliding() -> Any:
     layers = {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True}
     return model("Qwen2", sliding_window=8, **layers)
@@ -240,6 +249,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "not loaded": (on_meta, r"on the CPU or on one CUDA device, found \['meta'\]"),
     "on two devices": (spread, r"found \['cpu', 'meta'\]; load it without device_map"),
     "uses no cache": (without_cache, "cached no keys and values"),
+    "a cache of its own": (
+        with_its_own_cache,
+        "LlamaForCausalLM cannot compute a token with a Dyn",
+    ),
     "several shapes": (several_shapes, "expected layers of one shape, found"),
     "rotation that depends on the length": (
         lambda: model(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
