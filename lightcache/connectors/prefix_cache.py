@@ -63,6 +63,9 @@ class PrefixCache(DynamicCache):
         self._reused = 0
         self._tokens = tokens
         self._cropped = False
+        self._load: Any = None
+        self._awaited: set[int] = set()
+        """Layers that have not waited for `_load` yet."""
 
     @property
     def reused(self) -> int:
@@ -121,13 +124,25 @@ class PrefixCache(DynamicCache):
 
         Raises:
             ConfigError: several rows.
+            TransferFailed: what was being restored by layers did not arrive.
         """
         _one_row(int(key_states.shape[0]))
+        if layer_idx in self._awaited:
+            self._load.transfer.wait_layer(layer_idx)
+            self._awaited.discard(layer_idx)
+            if not self._awaited:
+                self._load.done()  # gives the lease back, if it is over; else a later call does
+                self._load = None
         return super().update(key_states, value_states, layer_idx, *arguments, **more)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """See `DynamicCache`. Raises ConfigError: several rows."""
         _one_row(repeats)
+
+    def batch_select_indices(self, indices: Any) -> None:
+        """See `DynamicCache`."""
+        self.settle()
+        super().batch_select_indices(indices)
 
     def crop(self, *arguments: Any, **more: Any) -> None:
         """See `DynamicCache.crop`. Known tokens that are cropped are not saved, nor is anything
@@ -141,6 +156,7 @@ class PrefixCache(DynamicCache):
         """See `DynamicCache.reset`. Drops the tensors instead of clearing them, since a copy may
         still read them."""
         used = self.held > 0
+        self._load, self._awaited = None, set()
         for layer in self.layers:
             layer.keys = layer.values = None
             layer.is_initialized = False
@@ -153,6 +169,20 @@ class PrefixCache(DynamicCache):
             self._cropped = True
 
     # ---- for the connector
+
+    def expect(self, load: Any) -> None:
+        """Let each layer wait at its first `update` for its part of a `Load`, by layer windows."""
+        self._load, self._awaited = load, set(range(len(self.layers)))
+
+    def settle(self) -> None:
+        """Let the current stream wait for all that `expect` left: the tensors are about to be read.
+
+        Raises:
+            TransferFailed: it did not arrive.
+        """
+        if self._awaited:
+            self._load.transfer.wait_on()
+            self._load, self._awaited = None, set()
 
     def allocate(self, pages: ModelPages, tokens: int) -> None:
         """Give every layer tensors for so many restored tokens, with nothing in them yet."""
@@ -193,6 +223,8 @@ def planes_of(pages: ModelPages, past: Any) -> DevicePlanes:
     layers = pages.geometry.layers
     if len(past.layers) != len(layers):
         raise ConfigError(f"past: expected {len(layers)} layers, found {len(past.layers)}")
+    if isinstance(past, PrefixCache):
+        past.settle()
     for number, layer in enumerate(past.layers):
         if type(layer) is not DynamicLayer:
             raise ConfigError(

@@ -152,7 +152,7 @@ class Connector:
 
     # ---- its parts, for those who hold leases and reservations themselves
 
-    def restore(self, lease: Lease) -> PrefixCache:
+    def restore(self, lease: Lease, *, window: int | None = None) -> PrefixCache:
         """Load the pages of a lease, and take the lease over as `Load` does: it is released when
         they have been copied.
 
@@ -161,16 +161,21 @@ class Connector:
 
         Args:
             lease: of this cache; it may be empty.
+            window: layers that arrive together. The model begins when the first have arrived, and
+                each layer waits, in `PrefixCache.update`, for its own. Until the model has used
+                the result once, nothing else may read its tensors. None: all before anything.
 
         Raises:
-            ConfigError: no lease, or not from this cache object.
+            ConfigError: no lease, or not from this cache object; a window below 1.
             LeaseLost: released before.
             TransferFailed: the copy failed.
             Detached: closed.
         """
-        return self._restore(lease, None)
+        return self._restore(lease, None, window)
 
-    def _restore(self, lease: Lease, ids: TokenIds | None) -> PrefixCache:
+    def _restore(
+        self, lease: Lease, ids: TokenIds | None, window: int | None = None
+    ) -> PrefixCache:
         self._check_open()
         self.engine.poll()
         if not isinstance(lease, Lease):
@@ -184,7 +189,10 @@ class Connector:
         past.allocate(self.pages, tokens)
         self._wait_for(lease.pages)
         planes = self.planes(past)
-        load = Load(self.engine, lease, np.arange(tokens), planes=planes)
+        load = Load(self.engine, lease, np.arange(tokens), planes=planes, window=window)
+        if window is not None:
+            past.expect(load)
+            return past
         with contextlib.suppress(TransferFailed):  # `done` says it, and gives the lease back
             load.transfer.wait_on()
         load.done()

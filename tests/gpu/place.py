@@ -105,7 +105,7 @@ class Threads:
     def __init__(self, number: int = 0) -> None:
         from support.threaded_device import ThreadedDevice
 
-        self.name = f"threads:{number}"
+        self.name = f"cuda:{900 + number}"  # a name that planes may have, of no GPU there is
         self.stand_in = ThreadedDevice(self.name)
 
     def make_current(self) -> None:

@@ -29,8 +29,8 @@ _HANDLES = itertools.count(1)
 
 
 def current_device() -> str:
-    """Of this thread; "threads:0" until somebody changes it."""
-    return getattr(_CURRENT, "name", "threads:0")
+    """Of this thread; "cuda:900" until somebody changes it."""
+    return getattr(_CURRENT, "name", "cuda:900")
 
 
 def set_device(name: str) -> None:
@@ -165,7 +165,7 @@ class ThreadedDevice:
     registered = True
     processors = 2
 
-    def __init__(self, name: str = "threads:0", seed: int | None = None) -> None:
+    def __init__(self, name: str = "cuda:900", seed: int | None = None) -> None:
         """Args:
         seed: of naps that streams take before each step; None: none.
         """

@@ -23,6 +23,8 @@ from lightcache.tools.demo.messages import Answer, Hello, Holding, Mailbox, Requ
 from lightcache.tools.demo.models import build
 from lightcache.tools.demo.settings import SECRET, Settings
 
+_WINDOWS = 8  # parts that a restored prefix arrives in, by layers
+
 
 class Worker:
     """One model, on one device, attached to one cache or none."""
@@ -40,6 +42,7 @@ class Worker:
         self.model = build(replace(settings.model, device=resolve(settings.device(number), number)))
         self.cache: Any = None
         self.connector: Any = None
+        self.window = max(1, int(self.model.config.num_hidden_layers) // _WINDOWS)
         name = settings.cache(number, lives)
         if name is not None:
             self.cache = stack.enter_context(
@@ -89,7 +92,8 @@ class Worker:
             return DynamicCache(config=self.model.config), 0
         lease = self.cache.adopt(bytes.fromhex(request.lease))
         nbytes = len(lease) * self.cache.page_bytes
-        return self.connector.restore(lease), nbytes
+        # The first layers compute while the others' pages are still on their way.
+        return self.connector.restore(lease, window=self.window), nbytes
 
     @contextmanager
     def _offloading(self, request: Request, past: Any) -> Iterator[Any]:
