@@ -26,6 +26,7 @@ from lightcache.tools.demo.settings import Pool, Settings
 
 SIZES = ("small", "medium", "8b")
 POOLS: tuple[Pool, ...] = ("shared", "private", "none")
+NAMES = {"shared": "one pool", "private": "a pool for each", "none": "no pool"}
 _FASTER = ">= 10"
 _OVERHEAD = "<= 1.01"
 
@@ -114,7 +115,7 @@ def _asked(
         prefixes=prefixes,
         requests=requests or (96 if gpu else 8 if quick else 40),
         pools=tuple(each for each in POOLS if pool in (None, each)),
-        size=parse_size(size) if size else (32 << 30 if gpu else 64 << 20),
+        size=parse_size(size) if size else (40 << 30 if gpu else 64 << 20),
         parts=parts,
         repeats=1 if quick else 5,
     )
@@ -213,7 +214,7 @@ def _measured(turn: Served, cold: bool) -> bool:
 def _pools(asked: Asked, base: Settings) -> Iterator[Row]:
     shape = {"system_tokens": 256, "message_tokens": 96, "answer_tokens": 16}
     if asked.on_gpu:
-        shape = {"system_tokens": 1024, "message_tokens": 1024, "answer_tokens": 16}
+        shape = {"system_tokens": 2048, "message_tokens": 3072, "answer_tokens": 16}
     turns = 6 if asked.on_gpu else 5
     users = max(1, asked.requests // turns)
     workload = _workload(base, "conversations", users=users, turns=turns, branches=0, **shape)
@@ -226,7 +227,7 @@ def _pools(asked: Asked, base: Settings) -> Iterator[Row]:
             settings = replace(settings, hold_at=settings.make_workload().total // 2)
         run = serve(settings)
         slowest = slowest or run
-        yield from _pool_rows(asked, f"{pool} pool{', a worker killed' * killed}", run, slowest)
+        yield from _pool_rows(asked, f"{NAMES[pool]}{', a worker killed' * killed}", run, slowest)
 
 
 def _pool_rows(asked: Asked, name: str, run: Run, against: Run) -> Iterator[Row]:
