@@ -84,17 +84,18 @@ class Connector:
         self.pages: ModelPages = describe_for(cache, model)
         self._config = model.config
         self._closed = False
+        self.pinned = pinned
+        """The pool as a GPU sees it; `pinned.wait()` waits for all of it. None on the CPU."""
         if self.pages.device != "cpu":
             _check_device(cache)
-        self._pinned: PinnedPages | None = pinned
         self._own: PinnedPages | None = None
         if self.pages.device != "cpu" and pinned is None:
-            self._pinned = self._own = cache.pin(device=self.pages.device)
+            self.pinned = self._own = cache.pin(device=self.pages.device)
         try:
             seen = PrefixCache(self._config)  # every transfer brings planes of its own
             seen.allocate(self.pages, 1)
             planes = planes_of(self.pages, seen)
-            self.engine = cache.engine(self.pages.geometry, planes, memory=self._pinned)
+            self.engine = cache.engine(self.pages.geometry, planes, memory=self.pinned)
         except BaseException:
             if self._own is not None:
                 self._own.close()
@@ -254,8 +255,8 @@ class Connector:
 
     def _wait_for(self, pages: npt.NDArray[np.int32]) -> None:
         """Until these are pinned; they have memory, so that is soon."""
-        if self._pinned is not None:
-            self._pinned.wait(pages)
+        if self.pinned is not None:
+            self.pinned.wait(pages)
 
     # ---- the end
 

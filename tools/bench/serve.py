@@ -160,6 +160,7 @@ def _settings(asked: Asked) -> Settings:
         threads=max(1, len(os.sched_getaffinity(0)) // asked.workers),
         routing="random",
         baseline=False,
+        settled=True,
     )
 
 

@@ -56,6 +56,10 @@ class Worker:
                 )
             )
             self.connector = stack.enter_context(connector.Connector(self.cache, self.model))
+            if settings.settled:
+                self.cache.pool.prefault()
+                if self.connector.pinned is not None:
+                    self.connector.pinned.wait()
 
     def hello(self) -> Hello:
         """Who this is."""
