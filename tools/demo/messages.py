@@ -51,6 +51,10 @@ class Hello(Message):
     cache: str | None
     """Name of its cache."""
 
+    def __post_init__(self) -> None:
+        """JSON has lists only."""
+        object.__setattr__(self, "client", tuple(self.client))
+
 
 @dataclass(frozen=True)
 class Request(Message):

@@ -145,7 +145,9 @@ class Router:
         except ConfigError:  # it has died just now: `Lost` will follow
             self.forget(peer)
             return
-        hold = not self.held and shard != "" and self.answered >= (self.settings.hold_at or 0)
+        # Not a turn that is asked again: its first death would be taken for the one arranged.
+        due = not self.held and self.answered >= (self.settings.hold_at or 0)
+        hold = due and shard != "" and attempt == 1
         self.held |= hold
         peer.inbox.send(
             Request(
@@ -158,7 +160,7 @@ class Router:
                 sent=sent,
                 cached=self.cached(turn),
                 baseline=self.settings.baseline,
-                hold=hold and attempt == 1,
+                hold=hold,
             )
         )
 
@@ -261,6 +263,10 @@ class Router:
             doomed = peer.cache.stats().doomed
         self.forget(peer)
         self.spread(peer)
+        if self.settings.pool == "private" and peer.cache is not None:
+            # Nobody comes back to it, and it ends when we leave: its successor needs the memory.
+            self.caches.pop(peer.cache.name).close()
+            peer.cache = None
         seconds = time.monotonic() - lost.at
         self.report.send(Recovered(lost.worker, number, doomed, clients, seconds))
 

@@ -73,6 +73,8 @@ class Worker:
         reused = past.get_seq_length()
         with self._offloading(request, past) as begin:
             found = generate(self.model, request.tokens, past, request.answer_tokens, begin)
+        if request.lease:  # loaded, long ago; without a verdict the ticket's record is never free
+            self.cache.done(bytes.fromhex(request.lease))
         stored = self._stored(request) + self._save_answer(request, found, past)
         total = time.monotonic() - request.sent
         return Answer(
