@@ -37,7 +37,7 @@ def processes(pid: int, role: str = "") -> list[int]:
             line = path.read_bytes().decode(errors="replace")
         except OSError:  # it is gone
             continue
-        if f'"run": "demo-{pid}"' in line and f"lightcache.tools.demo.{role}" in line:
+        if f'"run": "demo-{pid}-' in line and f"lightcache.tools.demo.{role}" in line:
             found.append(int(path.parts[2]))
     return found
 

@@ -114,9 +114,10 @@ def _settings(
     kill: bool,
 ) -> Any:
     """What is asked for, checked before any process is started."""
+    from lightcache.shm.sweep import sweep
     from lightcache.sizes import parse_size
     from lightcache.tools.demo import machine, models
-    from lightcache.tools.demo.settings import Settings
+    from lightcache.tools.demo.settings import Settings, run_name
 
     choice = models.ModelChoice(
         directory=os.path.abspath(directory) if directory else None,
@@ -127,6 +128,7 @@ def _settings(
     )
     facts = models.preflight(choice)
     nbytes = parse_size(size)
+    sweep(prefix="demo-")  # what demos left whose every process was killed: it may be in the way
     machine.preflight(nbytes)
     if trace is not None:
         workload: dict[str, Any] = {
@@ -145,7 +147,7 @@ def _settings(
             "answer_tokens": 16,
         }
     settings = Settings(
-        run=f"demo-{os.getpid()}",
+        run=run_name("demo"),
         parent=os.getpid(),
         model=choice,
         workload={**workload, "seed": seed, "vocabulary": facts.vocabulary},

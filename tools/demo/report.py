@@ -65,7 +65,8 @@ class Report:
             Served: self._on_served,
             Recovered: self._on_recovered,
         }
-        finished, missing = False, 0
+        finished = False
+        missing: set[int] = set()  # workers; each may die again before it has said anything
         for event in self.stage.events():
             if isinstance(event, Holding):
                 self.outcome.holding = event
@@ -76,11 +77,12 @@ class Report:
                 )
                 self.stage.kill(event.worker, event.life)
             elif isinstance(event, Lost):
-                missing += 1
+                missing.add(event.worker)
             elif isinstance(event, Finished):
                 finished, self.outcome.lookup_us = True, event.lookup_us
             else:
-                missing -= isinstance(event, Hello) and event.life > 0
+                if isinstance(event, Hello):
+                    missing.discard(event.worker)
                 handlers[type(event)](event)
             if finished and not missing:
                 return
@@ -125,10 +127,16 @@ class Report:
         self.show.status(f"computing {len(chosen)} turns again, in a fresh process without a cache")
         self.stage.start("reference")
         with Mailbox(self.settings.reference_ring) as reference:
-            for turn in chosen:
-                reference.send(Verify(turn.number, turn.prompt, turn.logprobs, tokens=turn.tokens))
+            # One by one: all at once may not fit into the ring while the reference loads its model.
+            waiting = [
+                Verify(turn.number, turn.prompt, turn.logprobs, tokens=turn.tokens)
+                for turn in reversed(chosen)
+            ]
+            reference.send(waiting.pop())
             for event in self.stage.events():
-                if isinstance(event, Verified):
-                    self.outcome.verified.append(event)
-                if len(self.outcome.verified) == len(chosen):
+                if not isinstance(event, Verified):
+                    continue
+                self.outcome.verified.append(event)
+                if not waiting:
                     return
+                reference.send(waiting.pop())

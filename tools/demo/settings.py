@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,6 +22,12 @@ WORKLOADS: dict[str, Callable[..., Workload]] = {
 }
 Pool = Literal["shared", "private", "none"]
 Routing = Literal["another", "random"]
+
+
+def run_name(kind: str) -> str:
+    """A name that no other run has, not even one of the same PID: in another container with the
+    same /dev/shm, or of another user who left something."""
+    return f"{kind}-{os.getpid()}-{secrets.token_hex(3)}"
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,17 @@ _LIVES = 5  # of one worker; a worker that dies that often dies of something
 
 
 def _leave(number: int, frame: object) -> None:
-    """As Ctrl-C does: everything is ended and removed on the way out."""
+    """As Ctrl-C does: everything is ended and removed on the way out, which a second signal would
+    leave half done."""
+    signal.signal(number, signal.SIG_IGN)
     sys.exit(128 + number)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 class RunFailed(LightcacheError):
@@ -54,7 +63,7 @@ class Actor:
     def last_words(self) -> str:
         """How it ended."""
         code = self.process.returncode
-        how = f"exit status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+        how = f"exit status {code}" if code >= 0 else f"killed by {_signal_name(-code)}"
         self.errors.seek(0)
         lines = self.errors.read().decode(errors="replace").strip().splitlines()
         return f"{how}; {lines[-1]}" if lines else how
@@ -68,8 +77,6 @@ class Stage:
     actors: list[Actor] = field(default_factory=list)
 
     def __enter__(self) -> Stage:
-        # What earlier runs left whose every process was killed; living ones are not touched.
-        sweep(prefix=self.settings.run.rpartition("-")[0] + "-")
         self._stack = contextlib.ExitStack()
         self._terminate = signal.signal(signal.SIGTERM, _leave)
         try:
@@ -84,8 +91,16 @@ class Stage:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        # A second Ctrl-C would leave what the first one began to remove; it takes seconds at most.
+        # A second signal would leave what the first one began to remove; it takes seconds at most.
         interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        try:
+            self._end()
+        finally:
+            signal.signal(signal.SIGTERM, self._terminate)
+            signal.signal(signal.SIGINT, interrupt)
+
+    def _end(self) -> None:
         for actor in self.actors:
             actor.process.terminate()
         end = time.monotonic() + _LEAVE
@@ -96,10 +111,10 @@ class Stage:
                 actor.process.kill()
                 actor.process.wait()
             actor.errors.close()
-        self._stack.close()
-        sweep(prefix=f"{self.settings.run}-")
-        signal.signal(signal.SIGTERM, self._terminate)
-        signal.signal(signal.SIGINT, interrupt)
+        try:
+            self._stack.close()
+        finally:
+            sweep(prefix=f"{self.settings.run}-")
 
     def start(self, role: str, number: int = 0, lives: int = 0) -> Actor:
         """Start a process: a session of its own, so that Ctrl-C reaches the report alone."""
