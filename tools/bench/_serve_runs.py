@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
@@ -53,6 +54,7 @@ def serve(settings: Settings) -> Run:
     settings = replace(settings, run=f"{settings.run}-{next(_runs)}", parent=os.getpid())
     with Stage(settings) as stage, ExitStack() as caches:
         attached: dict[str, lightcache.Cache] = {}
+        lost: dict[int, Lost] = {}
         for event in stage.events():
             _note(event, found, stage)
             if isinstance(event, Hello):
@@ -61,13 +63,25 @@ def serve(settings: Settings) -> Run:
                     attached[event.cache] = caches.enter_context(
                         lightcache.Cache.attach(event.cache, secret=SECRET, grow=False)
                     )
-            if isinstance(event, Finished):
+            elif isinstance(event, Lost):
+                lost[event.worker] = event
+            elif isinstance(event, Recovered) and settings.pool == "private":
+                for life in range(lost[event.worker].life + 1):
+                    dead = attached.pop(settings.cache(event.worker, life) or "", None)
+                    if dead is not None:
+                        _check(dead)
+                        dead.close()  # it ends with us: the successor needs the memory
+            elif isinstance(event, Finished):
                 break
         for cache in attached.values():
-            report = cache.check()
-            if not report.clean:
-                raise CacheCorrupted(f"{cache.name}: {report.message}")
+            _check(cache)
     return found
+
+
+def _check(cache: lightcache.Cache) -> None:
+    report = cache.check()
+    if not report.clean:
+        raise CacheCorrupted(f"{cache.name}: {report.message}")
 
 
 def _note(event: Any, found: Run, stage: Stage) -> None:
@@ -92,7 +106,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
     """The nearest rank; nan of none."""
     if not values:
         return float("nan")
-    return sorted(values)[min(len(values) - 1, int(len(values) * percent / 100))]
+    return sorted(values)[max(1, math.ceil(len(values) * percent / 100)) - 1]
 
 
 def steps(run: Run) -> Iterator[float]:

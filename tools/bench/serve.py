@@ -16,19 +16,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightcache.errors import ConfigError
+from lightcache.shm.sweep import sweep
 from lightcache.sizes import parse_size
 from lightcache.tools.bench import Row, meets
 from lightcache.tools.bench._serve_runs import Run, median, percentile, serve, steps
 from lightcache.tools.demo import machine
 from lightcache.tools.demo.messages import Served
 from lightcache.tools.demo.models import ModelChoice, preflight
-from lightcache.tools.demo.settings import Pool, Settings
+from lightcache.tools.demo.settings import Pool, Settings, run_name
 
 SIZES = ("small", "medium", "8b")
 POOLS: tuple[Pool, ...] = ("shared", "private", "none")
 NAMES = {"shared": "one pool", "private": "a pool for each", "none": "no pool"}
 _FASTER = ">= 10"
 _OVERHEAD = "<= 1.01"
+_WARM = 4  # turns of the overhead that are not counted
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ def rows(
     """
     asked = _asked(quick, model, device, workers, prefix_tokens, requests, pool, size, only)
     base = _settings(asked)
+    sweep(prefix="bench-serve-")  # what earlier ones left whose every process was killed
     machine.preflight(asked.size)
     for part in asked.parts:
         yield from {1: _first_token, 2: _pools, 3: _overhead}[part](asked, base)
@@ -105,6 +108,8 @@ def _asked(
     prefixes = _numbers(prefix_tokens, "--prefix-tokens") or (
         (4096, 16384, 32768) if gpu else (256,) if quick else (256, 512, 1024)
     )
+    if any(prefix < 1 for prefix in prefixes):
+        raise ConfigError(f"--prefix-tokens: expected at least 1 each; found {prefix_tokens!r}")
     parts = _numbers(only, "--only") or (1, 2, 3)
     if any(part not in (1, 2, 3) for part in parts):
         raise ConfigError(f"--only: expected parts such as 1,3 of 1, 2, 3; found {only!r}")
@@ -149,7 +154,7 @@ def _settings(asked: Asked) -> Settings:
         dtype="bfloat16" if asked.on_gpu else "float32",
     )
     return Settings(
-        run=f"bench-serve-{os.getpid()}",
+        run=run_name("bench-serve"),
         parent=os.getpid(),
         model=choice,
         workload={"seed": 0, "vocabulary": preflight(choice).vocabulary},
@@ -265,14 +270,14 @@ def _overhead(asked: Asked, base: Settings) -> Iterator[Row]:
     workload = _workload(
         base,
         "prompts",
-        count=2 * asked.requests,
+        count=_WARM + 2 * max(asked.requests, asked.workers),  # some of either kind, always
         prefix_tokens=asked.prefixes[0],
         new_tokens=base.page_tokens,
         answer_tokens=32,
         chains=asked.workers,
     )
     run = serve(replace(base, pool="shared", alternate=True, workload=workload, routing="another"))
-    warm = {turn.number for turn in sorted(run.turns, key=lambda turn: turn.number)[:4]}
+    warm = {turn.number for turn in sorted(run.turns, key=lambda turn: turn.number)[:_WARM]}
     figures: dict[str, Callable[[Served], list[float]]] = {
         "first token": lambda turn: [turn.first_s],
         "between tokens": lambda turn: turn.steps_s,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lightcache.errors import ConfigError
-from lightcache.tools.demo.turns import Turn
+from lightcache.tools.demo.turns import Ledger, Turn, checked_answer, sealed
 
 
 class Prompts:
@@ -49,23 +49,42 @@ class Prompts:
         self._count, self._repeats, self._chains = count, repeats, chains
         self._prefix, self._new, self._answer = prefix_tokens, new_tokens, answer_tokens
         self._seed = seed
+        self._ledger = Ledger(self.total)
+        self._began = False
 
     def begin(self) -> list[Turn]:
-        """The first of each chain."""
-        return [self._turn(number) for number in range(min(self._chains, self.total))]
+        """The first of each chain.
+
+        Raises:
+            ConfigError: it was called before.
+        """
+        if self._began:
+            raise ConfigError("the workload has begun; make another one to begin again")
+        self._began = True
+        return [self._turn(prompt, 0) for prompt in range(min(self._chains, self._count))]
 
     def answered(self, number: int, answer: Sequence[int]) -> list[Turn]:
-        """The next of its chain."""
-        following = number + self._chains
-        return [self._turn(following)] if following < self.total else []
+        """The same prompt once more, or the next one of its chain.
 
-    def _turn(self, number: int) -> Turn:
-        prompt, repeat = divmod(number, self._repeats)
+        Raises:
+            ConfigError: see `Workload.answered`.
+        """
+        checked_answer(answer, self.vocabulary)
+        prompt, repeat = divmod(self._ledger.answer(number), self._repeats)
+        if repeat + 1 < self._repeats:
+            return [self._turn(prompt, repeat + 1)]
+        following = prompt + self._chains
+        return [self._turn(following, 0)] if following < self._count else []
+
+    def _turn(self, prompt: int, repeat: int) -> Turn:
+        number = prompt * self._repeats + repeat
+        self._ledger.ask(number)
+        # Seeds are filled up with zeros, so the two differ by a number that is not 0.
         prefix = np.random.default_rng((self._seed, prompt)).integers(
             self.vocabulary, size=self._prefix
         )
-        new = np.random.default_rng((self._seed, prompt, repeat)).integers(
+        new = np.random.default_rng((self._seed, prompt, 1 + repeat)).integers(
             self.vocabulary, size=self._new
         )
-        tokens = np.concatenate([prefix, new]).astype(np.int32)
+        tokens = sealed(np.concatenate([prefix, new]).astype(np.int32))
         return Turn(number, prompt, repeat, tokens, self._answer)

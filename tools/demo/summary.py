@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -63,7 +64,7 @@ class Outcome:
             found += self._kill_problems()
         if self.check is None or not self.check.clean:
             found.append(f"check: {self.check.message if self.check else 'it did not run'}")
-        if not self.verified or len(self.verified) != self.wanted_verified:
+        if self.reused and (not self.verified or len(self.verified) != self.wanted_verified):
             found.append(
                 f"expected {self.wanted_verified} turns computed again, found {len(self.verified)}"
             )
@@ -163,14 +164,20 @@ class Outcome:
         return Text(("clean: " if self.check.clean else "broken: ") + self.check.message, style)
 
     def _equal(self) -> str:
-        if not self.verified:
+        worst = self.difference()
+        if worst is None:
             return "not compared"
-        worst = max(each.difference for each in self.verified)
         right = sum(each.equal for each in self.verified)
         return (
             f"{right} of {len(self.verified)} reused turns gave the tokens of an uncached run in a "
             f"fresh process; log-probabilities within {worst:.1e}"
         )
+
+    def difference(self) -> float | None:
+        """The largest between log-probabilities; nan if there is one, which is beyond all others;
+        None: nothing was compared."""
+        found = [each.difference for each in self.verified]
+        return max(found, key=lambda one: (math.isnan(one), one), default=None)
 
     # ---- for scripts
 
@@ -178,6 +185,9 @@ class Outcome:
         """For JSON."""
         medians = self.medians()
         loaded, stored = self.moved()
+        difference = self.difference()
+        if difference is not None and not math.isfinite(difference):
+            difference = None  # JSON has no nan; `problems` say it
         return {
             "turns": len(self.turns),
             "prompt_tokens": sum(turn.prompt for turn in self.turns),
@@ -192,7 +202,7 @@ class Outcome:
             "check": self.check.message if self.check else None,
             "clean": bool(self.check and self.check.clean),
             "verified_turns": len(self.verified),
-            "largest_difference": max((each.difference for each in self.verified), default=None),
+            "largest_difference": difference,
             "seconds": self.seconds,
             "problems": self.problems(),
         }

@@ -1,0 +1,261 @@
+"""`bench serve`: its options, and the rows it makes of runs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import click.testing
+import pytest
+from support.demo_desk import LEAVES_A_RING
+from support.demo_turns import answered
+
+from lightcache.errors import ConfigError
+from lightcache.shm import read_segment
+from lightcache.tools import cli
+from lightcache.tools.bench import Row, serve
+from lightcache.tools.bench._serve_runs import Run
+from lightcache.tools.demo import machine
+from lightcache.tools.demo.messages import Finished, Recovered
+from lightcache.tools.demo.settings import Settings
+from lightcache.tools.demo.workload import Turn
+
+Runs = list[Settings]
+
+
+def played(settings: Settings, figures: Callable[[Turn], dict[str, Any]]) -> Run:
+    """A run without processes: every turn is answered at once."""
+    workload = settings.make_workload()
+    waiting, run = workload.begin(), Run(finished=Finished(0, 4.0, 1.0))
+    while waiting:
+        turn = waiting.pop(0)
+        run.turns.append(answered(settings, turn, **figures(turn)))
+        waiting += workload.answered(turn.number, [0] * turn.answer_tokens)
+    if settings.hold_at is not None:
+        run.recovered.append(Recovered(0, settings.hold_at, 3, 1, 0.0125))
+    return run
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
+    """What is asked for; nothing is started."""
+    return play(monkeypatch, lambda turn: {})
+
+
+def play(monkeypatch: pytest.MonkeyPatch, figures: Callable[[Turn], dict[str, Any]]) -> Runs:
+    asked: Runs = []
+
+    def instead(settings: Settings) -> Run:
+        asked.append(settings)
+        return played(settings, figures)
+
+    monkeypatch.setattr(serve, "serve", instead)
+    monkeypatch.setattr(machine, "preflight", lambda size: None)
+    return asked
+
+
+def measured(**options: Any) -> dict[str, Row]:
+    """All rows by name."""
+    rows = list(serve.rows(True, **{"device": "cpu", **options}))
+    assert len({row.name for row in rows}) == len(rows)
+    return {row.name: row for row in rows}
+
+
+# ---- options
+
+
+def test_what_is_measured_without_options(runs: Runs) -> None:
+    rows = measured()
+    unharmed, killed = ["none", "private", "shared"], ["private", "shared"]
+    assert [one.pool for one in runs] == ["shared", *unharmed, *killed, "shared"]
+    assert [one.hold_at is not None for one in runs] == [False] * 4 + [True] * 2 + [False]
+    assert [one.workers for one in runs] == [1, 2, 2, 2, 2, 2, 2]
+    assert all((one.size, one.page_tokens) == (64 << 20, 16) for one in runs)
+    assert all((one.devices, one.model.dtype) == (("cpu",), "float32") for one in runs)
+    assert not any(one.baseline for one in runs)
+    assert [one.alternate for one in runs] == [False] * 6 + [True]
+    assert "never a hit: first token" in rows
+
+
+def test_options(runs: Runs) -> None:
+    measured(workers=3, prefix_tokens="32,64", requests=11, pool="private", size="8MiB", only="1,2")
+    assert [one.workload.get("prefix_tokens") for one in runs] == [32, 64, None, None]
+    assert [one.pool for one in runs] == ["shared", "shared", "private", "private"]
+    assert all(one.size == 8 << 20 for one in runs)
+    assert runs[-1].workers == 3
+    assert runs[-1].workload["users"] == 2  # of five turns each
+
+
+def test_each_device_has_a_worker(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    measured(device="cuda", model="small", only="2", pool="none")
+    assert (runs[0].workers, runs[0].devices) == (2, ("cuda:0", "cuda:1"))
+    assert (runs[0].model.dtype, runs[0].page_tokens) == ("bfloat16", 64)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"pool": "hamster"}, r"--pool: expected one of shared, private, none; found 'hamster'"),
+        ({"only": "4"}, r"--only: expected parts such as 1,3 of 1, 2, 3; found '4'"),
+        ({"only": "1;2"}, r"--only: expected numbers such as 1,3; found '1;2'"),
+        ({"only": "1,"}, r"--only: expected numbers"),
+        ({"prefix_tokens": "many"}, r"--prefix-tokens: expected numbers .*'many'"),
+        ({"prefix_tokens": "32,0"}, r"--prefix-tokens: expected at least 1 each; found '32,0'"),
+        ({"size": "lots"}, r"lots"),
+        ({"model": "/nowhere"}, r"/nowhere"),
+    ],
+)
+def test_bad_options(runs: Runs, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        measured(**options)
+    assert not runs
+
+
+def test_no_gpu(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ConfigError, match="--device cpu works everywhere"):
+        measured(device="cuda")
+    list(serve.rows(True, only="1"))
+    assert runs[0].devices == ("cpu",)
+
+
+def test_the_machine_is_asked_first(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(size: int) -> None:
+        raise ConfigError(f"no room for {size}")
+
+    monkeypatch.setattr(machine, "preflight", refuse)
+    with pytest.raises(ConfigError, match=f"no room for {1 << 20}"):
+        measured(size="1MiB")
+    assert not runs
+
+
+@pytest.mark.crash
+def test_room_is_looked_for_when_the_dead_are_gone(
+    runs: Runs,
+    segment_name: str,
+    script: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = f"bench-serve-{segment_name}"
+    script(LEAVES_A_RING, name, status=-9)
+    seen: list[object] = []
+    monkeypatch.setattr(machine, "preflight", lambda size: seen.append(read_segment(name)))
+    measured(only="3")
+    assert seen == [None]
+
+
+def test_the_command_says_it_in_one_line() -> None:
+    result = click.testing.CliRunner().invoke(cli.group, ["bench", "serve", "--only", "7"])
+    assert result.exit_code == 2
+    assert result.output.startswith("error: --only: ")
+    assert len(result.output.splitlines()) == 1
+
+
+# ---- rows
+
+
+def test_rows_of_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first prompt only warms up; a row is the median of the others."""
+
+    def figures(turn: Turn) -> dict[str, Any]:
+        if turn.conversation == 0:
+            return {"first_s": 99.0, "reused": {"host": 99}}
+        return {"reused": {"host": 256}} if turn.turn else {}
+
+    runs = play(monkeypatch, figures)
+    rows = measured(only="1", prefix_tokens="256,32768")
+    cold = rows["first token, prefix of 256 tokens, computed"]
+    assert cold.value == pytest.approx(100.0)
+    assert cold.unit == "ms"
+    assert cold.params == {"prefix_tokens": 256, "samples": 1, "model": "small"}
+    loaded = rows["first token, prefix of 256 tokens, loaded"]
+    assert loaded.value == pytest.approx(10.0)
+    assert loaded.ratio == pytest.approx(10.0)
+    assert (loaded.params["samples"], loaded.params["reused_tokens"]) == (2, 256)
+    assert loaded.baseline == cold.name
+    assert (loaded.target, loaded.met) == (None, None), "promised for long prefixes alone"
+    long = rows["first token, prefix of 32768 tokens, loaded"]
+    assert long.target == ">= 10"
+    assert long.met is (long.ratio is not None and long.ratio >= 10)
+    assert runs[0].workload["repeats"] == 3
+
+
+def test_rows_of_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    def figures(turn: Turn) -> dict[str, Any]:
+        return {"first_s": 0.1, "waited_s": 0.3, "reused": {"host": 20, "disk": 5}}
+
+    runs = play(monkeypatch, figures)
+    rows = measured(only="2", requests=10)
+    prompt = sum(turn.prompt for turn in played(runs[0], figures).turns)
+    for name in ("none pool", "private pool", "shared pool, a worker killed"):
+        tokens = rows[f"{name}: prompt tokens"]
+        assert tokens.value == pytest.approx(prompt / 4)
+        assert tokens.unit == "tokens/s"
+        assert tokens.ratio == pytest.approx(1.0)
+        assert (tokens.params["workers"], tokens.params["turns"]) == (2, 10)
+        assert tokens.params["seconds"] == 4.0
+        hits = rows[f"{name}: hit tokens"]
+        assert hits.value == pytest.approx(100 * 250 / prompt)
+        assert hits.params == {"hit_tokens": 250, "prompt_tokens": prompt}
+        assert rows[f"{name}: first token, p50"].value == pytest.approx(100.0)
+        assert rows[f"{name}: first token, waiting included, p50"].value == pytest.approx(400.0)
+        assert rows[f"{name}: between tokens, p50"].value == pytest.approx(2.0)
+        assert rows[f"{name}: between tokens, p50"].params == {"p99_ms": 2.0}
+    assert rows["shared pool, a worker killed: prompt tokens"].params["recovered_ms"] == 12.5
+    assert "recovered_ms" not in rows["shared pool: prompt tokens"].params
+    assert "none pool, a worker killed: prompt tokens" not in rows
+    assert [one.hold_at for one in runs] == [None, None, None, 5, 5]
+    assert {one.routing for one in runs} == {"random"}
+
+
+def test_pools_compare_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter((8.0, 4.0, 2.0, 2.0, 1.0))
+
+    def instead(settings: Settings) -> Run:
+        run = played(settings, lambda turn: {})
+        run.finished = Finished(0, next(seconds), 1.0)
+        return run
+
+    play(monkeypatch, lambda turn: {})
+    monkeypatch.setattr(serve, "serve", instead)
+    rows = [row for row in measured(only="2").values() if row.unit == "tokens/s"]
+    assert [row.ratio for row in rows] == [pytest.approx(each) for each in (1, 2, 4, 4, 8)]
+
+
+@pytest.mark.parametrize(("past", "met"), [(0.1, True), (0.05, False)])
+def test_rows_of_the_overhead(monkeypatch: pytest.MonkeyPatch, past: float, met: bool) -> None:
+    """The first four turns only warm up, whatever they took."""
+
+    def figures(turn: Turn) -> dict[str, Any]:
+        if turn.number < 4:
+            return {"first_s": 99.0, "steps_s": [99.0], "total_s": 99.0}
+        seconds = past if turn.number // 2 % 2 else 0.1
+        return {"first_s": seconds, "steps_s": [seconds / 2] * 3, "total_s": 2 * seconds}
+
+    runs = play(monkeypatch, figures)
+    rows = measured(only="3", requests=6)
+    assert len(rows) == 3
+    for name, value in (("first token", 100), ("between tokens", 50), ("whole request", 200)):
+        row = rows[f"never a hit: {name}"]
+        assert row.value == pytest.approx(value)
+        assert row.unit == "ms"
+        assert row.ratio == pytest.approx(0.1 / past)
+        assert (row.target, row.met) == ("<= 1.01", met)
+        assert row.params["requests"] == 6
+        assert row.params["past_the_cache_ms"] == pytest.approx(value * past / 0.1)
+    assert (runs[0].alternate, runs[0].workload["chains"]) == (True, 2)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 16])
+def test_few_requests_leave_some_of_either_kind(runs: Runs, workers: int) -> None:
+    rows = measured(only="3", requests=1, workers=workers)
+    for row in rows.values():
+        assert math.isfinite(row.value)
+        assert row.ratio is not None
+        assert math.isfinite(row.ratio)
+        json.dumps(row.params, allow_nan=False)
