@@ -115,14 +115,19 @@ class Router:
     # ---- who does what
 
     def route(self, turns: list[Turn]) -> None:
-        """Choose a worker for each: never the one of the turn before, or anyone."""
+        """Choose a worker for each: never the one of the turn before, though a dead one's successor
+        is waited for; or any that lives."""
         for turn in turns:
             if self.settings.routing == "random":
-                chosen = self.random.randrange(len(self.peers))
+                chosen = self.random.choice(self.living() or self.peers)
             else:
-                chosen = (turn.conversation + turn.turn) % len(self.peers)
+                chosen = self.peers[(turn.conversation + turn.turn) % len(self.peers)]
             self.asked[turn.number] = time.monotonic()
-            self.peers[chosen].waiting.append(turn)
+            chosen.waiting.append(turn)
+
+    def living(self) -> list[Peer]:
+        """Workers that are ready, or at work."""
+        return [peer for peer in self.peers if peer.inbox is not None]
 
     def cached(self, turn: Turn) -> bool:
         """Whether a turn goes through the cache. With one prompt at a time for each worker, every
@@ -272,7 +277,7 @@ class Router:
 
     def spread(self, dead: Peer) -> None:
         """Give what a dead worker was to do to the living; without any, its successor does it."""
-        living = [peer for peer in self.peers if peer.inbox is not None]
+        living = self.living()
         while living and dead.waiting:
             turn = dead.waiting.popleft()
             first = self.attempts.get(turn.number, 0) > 0

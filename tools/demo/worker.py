@@ -60,6 +60,7 @@ class Worker:
                 self.cache.pool.prefault()
                 if self.connector.pinned is not None:
                     self.connector.pinned.wait()
+                    self.connector.engine.warm()
 
     def hello(self) -> Hello:
         """Who this is."""
