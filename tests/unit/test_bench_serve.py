@@ -192,7 +192,7 @@ def test_rows_of_pools(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = play(monkeypatch, figures)
     rows = measured(only="2", requests=10)
     prompt = sum(turn.prompt for turn in played(runs[0], figures).turns)
-    for name in ("none pool", "private pool", "shared pool, a worker killed"):
+    for name in ("no pool", "a pool for each", "one pool, a worker killed"):
         tokens = rows[f"{name}: prompt tokens"]
         assert tokens.value == pytest.approx(prompt / 4)
         assert tokens.unit == "tokens/s"
@@ -206,9 +206,9 @@ def test_rows_of_pools(monkeypatch: pytest.MonkeyPatch) -> None:
         assert rows[f"{name}: first token, waiting included, p50"].value == pytest.approx(400.0)
         assert rows[f"{name}: between tokens, p50"].value == pytest.approx(2.0)
         assert rows[f"{name}: between tokens, p50"].params == {"p99_ms": 2.0}
-    assert rows["shared pool, a worker killed: prompt tokens"].params["recovered_ms"] == 12.5
-    assert "recovered_ms" not in rows["shared pool: prompt tokens"].params
-    assert "none pool, a worker killed: prompt tokens" not in rows
+    assert rows["one pool, a worker killed: prompt tokens"].params["recovered_ms"] == 12.5
+    assert "recovered_ms" not in rows["one pool: prompt tokens"].params
+    assert "no pool, a worker killed: prompt tokens" not in rows
     assert [one.hold_at for one in runs] == [None, None, None, 5, 5]
     assert {one.routing for one in runs} == {"random"}
 
