@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
+from rich.table import Column, Table
 
 from lightcache.errors import ConfigError
 from lightcache.tools.output import BROKEN, OK, Command, console, emit, json_option
@@ -172,8 +174,12 @@ def _picture(path: str, outcome: Any) -> None:
         turns.add(turn)
     picture.print(turns.table(turns.rows))
     picture.print()
-    for line in outcome.lines():
-        picture.print(line)
+    summary = Table.grid(Column(style="bold"), Column(), padding=(0, 2))
+    for name, text in outcome.pairs():
+        summary.add_row(name, text)
+    picture.print(summary)
     if not outcome.problems():
         picture.print("All of it held.", style="bold green")
-    Path(path).write_text(picture.export_svg(title="make demo"))
+    drawn = picture.export_svg(title="make demo")
+    # No fonts from elsewhere: any monospaced one will do.
+    Path(path).write_text(re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL))

@@ -65,7 +65,7 @@ class Turns:
 
     def _cells(self, turn: Served) -> list[Any]:
         worker = f"{turn.worker}{successor(turn.life)}"
-        note = "its worker was killed: asked again" if turn.attempts > 1 else ""
+        note = "its worker was killed" if turn.attempts > 1 else ""
         return [
             cell(turn.number),
             cell(f"{turn.conversation}.{turn.turn}"),

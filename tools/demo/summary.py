@@ -92,17 +92,18 @@ class Outcome:
         """The summary."""
         return [
             Text.assemble((f"{name:<15}", "bold"), text if isinstance(text, Text) else cell(text))
-            for name, text in self._lines()
+            for name, text in self.pairs()
         ]
 
-    def _lines(self) -> list[tuple[str, Any]]:
+    def pairs(self) -> list[tuple[str, str | Text]]:
+        """The same, each line in two."""
         prompt = sum(turn.prompt for turn in self.turns)
         tiers = ", ".join(
             f"{count:,} ({count / max(1, prompt):.0%}) came from the {tier} tier"
             for tier, count in self.hits().items()
         )
         loaded, stored = self.moved()
-        lines: list[tuple[str, Any]] = [
+        lines: list[tuple[str, str | Text]] = [
             ("turns", f"{len(self.turns)} answered in {self.seconds:.0f} s"),
             ("prompt tokens", f"{prompt:,}, of which {tiers or 'none was reused'}"),
             ("first token", self._first_token()),
