@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+import lightcache
 from lightcache.shm import sweep
+from lightcache.tools.demo.settings import SECRET
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.timeout(300)  # models, several processes and demos on two cores
@@ -128,6 +132,52 @@ def test_nobody_outlives_a_killed_report(wait_until: WaitUntil) -> None:
         wait_until(lambda: not processes(process.pid), "the processes of the demo leave")
         sweep(prefix="demo-")  # as the next demo does when it begins
         assert left(process.pid) == []
+
+
+def seeds() -> list[int]:
+    """LIGHTCACHE_DEMO_KILLS of them, from LIGHTCACHE_TEST_SEED on."""
+    first = int(os.environ.get("LIGHTCACHE_TEST_SEED", "0")) * 1000
+    return list(range(first, first + int(os.environ.get("LIGHTCACHE_DEMO_KILLS", "2"))))
+
+
+@pytest.mark.slow
+@pytest.mark.crash
+@pytest.mark.parametrize("seed", seeds())
+def test_whoever_is_killed_the_cache_goes_on(seed: int, wait_until: WaitUntil) -> None:
+    """Any process at any moment, with somebody else attached, who goes on afterwards."""
+    chance = random.Random(seed)
+    with started("--no-kill") as process:
+        read_until(process, r"^turn ")
+        (name,) = [each for each in left(process.pid) if each.endswith("-cache")]
+        name = name.removeprefix("lightcache.")
+        with lightcache.Cache.attach(name, secret=SECRET, role="stranger") as cache:
+            for _ in range(chance.randrange(5)):
+                read_until(process, r"^turn |^checking")
+            time.sleep(chance.random() / 5)  # the moment, within a turn
+            role = chance.choice(["worker", "router", "report"])
+            victims = processes(process.pid, role) or [process.pid]
+            os.kill(victims[0], signal.SIGKILL)
+            out = process.communicate()[0] if role != "report" else ""
+            process.wait()
+            assert process.returncode == {"worker": 1, "router": 2, "report": -9}[role], out
+            if role == "worker":  # all of it held, but that we are in the cache still
+                problems = [line for line in out.splitlines() if "it did not hold" in line]
+                assert [line.endswith("-cache was not removed") for line in problems] == [True]
+            wait_until(lambda: not processes(process.pid), "the processes of the demo leave")
+
+            cache.reap()
+            cache.evict(1)  # whoever makes room collects the doomed pages
+            assert cache.check().clean, cache.check().message
+            stats = cache.stats()
+            assert (stats.writing, stats.doomed, stats.reservations, stats.tickets) == (0, 0, 0, 0)
+            keys = cache.hash_pages(range(seed, seed + 160))
+            with cache.reserve(keys) as new:
+                assert len(new.pages) == 10
+                new.publish()
+            with cache.match(keys) as lease:
+                assert len(lease) == 10
+    sweep(prefix=f"demo-{process.pid}-")  # as the next demo does when it begins
+    assert left(process.pid) == []
 
 
 @pytest.mark.slow

@@ -124,7 +124,7 @@ class Lost(Message):
 
 @dataclass(frozen=True)
 class Recovered(Message):
-    """Router to report: what a dead worker held is free again."""
+    """Router to report: what a dead worker held can be used again."""
 
     worker: int
     number: int | None

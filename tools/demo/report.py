@@ -108,8 +108,8 @@ class Report:
     def _on_recovered(self, found: Recovered) -> None:
         self.outcome.recovered.append(found)
         self.show.say(
-            f"worker {found.worker} is dead: {found.doomed} pages were doomed, and are free again "
-            f"after {found.seconds * 1e3:.0f} ms",
+            f"worker {found.worker} is dead: {found.doomed} pages were doomed, and can be used "
+            f"again after {found.seconds * 1e3:.0f} ms",
             "yellow",
         )
 

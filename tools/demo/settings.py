@@ -56,8 +56,8 @@ class Settings:
     alternate: bool = False
     """Every other turn goes past the cache, in both directions: to measure what it costs."""
     settled: bool = False
-    """Workers are ready when all of a pool has its memory and is pinned, and kernels are compiled,
-    not as soon as they can begin: for figures."""
+    """Workers are ready when all of a pool has its memory and is pinned, not as soon as they can
+    begin: for figures."""
     hold_at: int | None = None
     """The worker that is given this turn, or the next one that is long enough, is killed at it."""
 

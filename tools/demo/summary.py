@@ -155,7 +155,7 @@ class Outcome:
         )
         return (
             f"worker {held.worker}, with {held.copied} of {held.pages} pages of turn {held.number} "
-            f"copied: {found.doomed} pages doomed, all free again {found.seconds * 1e3:.0f} ms "
+            f"copied: {found.doomed} pages doomed, usable again {found.seconds * 1e3:.0f} ms "
             f"after the signal{after}"
         )
 

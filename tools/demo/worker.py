@@ -58,9 +58,10 @@ class Worker:
             self.connector = stack.enter_context(connector.Connector(self.cache, self.model))
             if settings.settled:
                 self.cache.pool.prefault()
-                if self.connector.pinned is not None:
+            if self.connector.pinned is not None:
+                if settings.settled:
                     self.connector.pinned.wait()
-                    self.connector.engine.warm()
+                self.connector.engine.warm()  # else the first hit would wait for the compiler
 
     def hello(self) -> Hello:
         """Who this is."""
