@@ -17,7 +17,7 @@ from lightcache.shm import read_segment
 from lightcache.tools import cli
 from lightcache.tools.bench import Row, serve
 from lightcache.tools.bench._serve_runs import Run
-from lightcache.tools.demo import machine
+from lightcache.tools.demo import machine, models
 from lightcache.tools.demo.messages import Finished, Recovered
 from lightcache.tools.demo.settings import Settings
 from lightcache.tools.demo.workload import Turn
@@ -259,3 +259,10 @@ def test_few_requests_leave_some_of_either_kind(runs: Runs, workers: int) -> Non
         assert row.ratio is not None
         assert math.isfinite(row.ratio)
         json.dumps(row.params, allow_nan=False)
+
+
+def test_missing_packages(monkeypatch: pytest.MonkeyPatch, runs: Runs) -> None:
+    monkeypatch.setattr(models, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'lightcache\[demo\]'"):
+        measured(only="1")
+    assert runs == []

@@ -152,7 +152,7 @@ def test_the_summary() -> None:
             "(medians of 3 reused turns)",
             "lookup         42 us a prompt, in the router's own process (median)",
             "moved          3.0 MiB loaded, 2.0 MiB offloaded",
-            "killed         worker 0, with 3 of 6 pages of turn 2 copied: 6 pages doomed, all free "
+            "killed         worker 0, with 3 of 6 pages of turn 2 copied: 6 pages doomed, usable "
             "again 4 ms after the signal; its successor was ready after 2.5 s",
             "check          clean: 64 pages: every invariant holds",
             "equal          3 of 3 reused turns gave the tokens of an uncached run in a fresh "

@@ -82,6 +82,7 @@ def rows(
     Raises:
         ConfigError: something that does not exist, or does not fit.
     """
+    preflight(ModelChoice())  # says which packages are missing, before one is imported
     asked = _asked(quick, model, device, workers, prefix_tokens, requests, pool, size, only)
     base = _settings(asked)
     sweep(prefix="bench-serve-")  # what earlier ones left whose every process was killed

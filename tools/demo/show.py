@@ -56,7 +56,7 @@ class Turns:
             table.add_column(name, justify="right")
         for tier in self.tiers:
             table.add_column(f"from {tier}", justify="right", style="green")
-        for name in ("first token", "from nothing", ""):
+        for name in ("first token", "from nothing", "faster"):
             table.add_column(name, justify="right")
         table.add_column("")
         for turn in rows:
