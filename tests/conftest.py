@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import secrets
@@ -37,6 +38,15 @@ def clean_shm() -> Iterator[None]:
     for path in left:
         path.unlink()
     assert not left, f"left in {_SHM}: {[path.name for path in left]}"
+
+
+@pytest.fixture(autouse=True)
+def young_heap() -> Iterator[None]:
+    """`gc.collect()` looks at what a test made, not at all of torch and transformers: that takes
+    a fifth of a second, and some tests collect at every place of an operation."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture
