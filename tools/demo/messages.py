@@ -138,14 +138,11 @@ class Recovered(Message):
 
 
 @dataclass(frozen=True)
-class Served(Message):
+class Served(Answer):
     """Router to report: a turn is over. `tokens` are the prompt, then the answer."""
 
-    number: int
     conversation: int
     turn: int
-    worker: int
-    life: int
     prompt: int
     """Tokens of it."""
     attempts: int
@@ -153,14 +150,6 @@ class Served(Message):
     """From when the turn could be asked until its worker had time."""
     cached: bool
     """Whether it went through the cache."""
-    logprobs: list[float]
-    reused: dict[str, int]
-    loaded_bytes: int
-    stored_bytes: int
-    first_s: float
-    steps_s: list[float]
-    total_s: float
-    baseline_s: float | None
 
 
 @dataclass(frozen=True)
@@ -202,7 +191,7 @@ class Failed(Message):
     reason: str
 
 
-_TYPES = {each.__name__: each for each in Message.__subclasses__()}
+_TYPES = {each.__name__: each for each in (*Message.__subclasses__(), Served)}
 
 
 def encode(message: Message) -> bytes:

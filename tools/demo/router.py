@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -234,25 +234,16 @@ class Router:
     def served(self, going: Going, answer: Answer) -> Served:
         """What the report is told."""
         turn = going.turn
+        known = {each.name: getattr(answer, each.name) for each in fields(answer)}
+        known["tokens"] = np.concatenate([turn.tokens, answer.tokens])
         return Served(
-            number=turn.number,
+            **known,
             conversation=turn.conversation,
             turn=turn.turn,
-            worker=answer.worker,
-            life=answer.life,
             prompt=len(turn.tokens),
             attempts=self.attempts[turn.number],
             waited_s=going.waited_s,
             cached=self.cached(turn),
-            tokens=np.concatenate([turn.tokens, answer.tokens]),
-            logprobs=answer.logprobs,
-            reused=answer.reused,
-            loaded_bytes=answer.loaded_bytes,
-            stored_bytes=answer.stored_bytes,
-            first_s=answer.first_s,
-            steps_s=answer.steps_s,
-            total_s=answer.total_s,
-            baseline_s=answer.baseline_s,
         )
 
     def on_lost(self, lost: Lost) -> None:
