@@ -29,7 +29,7 @@ def model(
 ) -> Any:
     """`LlamaForCausalLM` and the like, the same for the same seed."""
     config = getattr(transformers, f"{kind}Config")(**{**SIZES, **sizes})
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         made = getattr(transformers, f"{kind}ForCausalLM")(config)
     return made.to(dtype).eval()

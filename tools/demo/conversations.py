@@ -48,7 +48,6 @@ class Conversations:
         self._plan = sorted(plan, key=lambda one: (one.round, one.conversation))
         self._vocabulary, self._answer_tokens = vocabulary, answer
         self._ledger = Ledger(len(plan))
-        self._began = False
         numbers = {(one.conversation, one.turn): at for at, one in enumerate(self._plan)}
         self._history_of = [one.history and numbers[one.history] for one in self._plan]
         self._releases: list[list[int]] = [[] for _ in plan]
@@ -77,9 +76,7 @@ class Conversations:
         Raises:
             ConfigError: it was called before.
         """
-        if self._began:
-            raise ConfigError("the workload has begun; make another one to begin again")
-        self._began = True
+        self._ledger.begin()
         return [self._hand_out(at) for at, one in enumerate(self._plan) if one.after is None]
 
     def answered(self, number: int, answer: Sequence[int]) -> list[Turn]:

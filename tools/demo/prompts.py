@@ -50,7 +50,6 @@ class Prompts:
         self._prefix, self._new, self._answer = prefix_tokens, new_tokens, answer_tokens
         self._seed = seed
         self._ledger = Ledger(self.total)
-        self._began = False
 
     def begin(self) -> list[Turn]:
         """The first of each chain.
@@ -58,9 +57,7 @@ class Prompts:
         Raises:
             ConfigError: it was called before.
         """
-        if self._began:
-            raise ConfigError("the workload has begun; make another one to begin again")
-        self._began = True
+        self._ledger.begin()
         return [self._turn(prompt, 0) for prompt in range(min(self._chains, self._count))]
 
     def answered(self, number: int, answer: Sequence[int]) -> list[Turn]:

@@ -47,7 +47,6 @@ class Trace:
     def __init__(self, requests: list[_Request], blocks: Blocks, vocabulary: int) -> None:
         self._requests, self._blocks, self._vocabulary = requests, blocks, vocabulary
         self._ledger = Ledger(len(requests))
-        self._began = False
         # By induction over the file: requests that share a second block share a conversation, and
         # no others do. So two ids say which it is, as long as equal ids are equal prefixes.
         conversations: dict[tuple[int, ...], int] = {}
@@ -78,9 +77,7 @@ class Trace:
         Raises:
             ConfigError: it was called before.
         """
-        if self._began:
-            raise ConfigError("the workload has begun; make another one to begin again")
-        self._began = True
+        self._ledger.begin()
         return [self._hand_out(at) for at, (_, turn) in enumerate(self._place) if turn == 0]
 
     def answered(self, number: int, answer: Sequence[int]) -> list[Turn]:

@@ -40,6 +40,17 @@ class Ledger:
     def __init__(self, total: int) -> None:
         self._asked = np.zeros(total, bool)
         self._answered = np.zeros(total, bool)
+        self._began = False
+
+    def begin(self) -> None:
+        """Note that the first turns are handed out.
+
+        Raises:
+            ConfigError: it was called before.
+        """
+        if self._began:
+            raise ConfigError("the workload has begun; make another one to begin again")
+        self._began = True
 
     def ask(self, number: int) -> None:
         """Note that a turn is handed out; each is once."""
