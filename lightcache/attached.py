@@ -6,7 +6,7 @@ import ctypes
 import weakref
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from lightcache import _arguments, _native, layout
 from lightcache._core import Core, reap_unjoined
@@ -14,6 +14,9 @@ from lightcache.errors import CacheCorrupted, ConfigError, Detached
 from lightcache.shm import ClientInfo, Kind, Segment
 from lightcache.shm import layout as shm_layout
 from lightcache.shm.codes import Code, check
+
+if TYPE_CHECKING:
+    from lightcache.page_index import PageIndex
 
 T = TypeVar("T", bound="Attached")
 MAX_PAGES = 40_000_000  # what the undo log can address: an index of 8 GiB
@@ -82,6 +85,11 @@ class Attached:
         self._closed = False
         # Not at the interpreter's end: what is destroyed later may still call the core with it.
         weakref.finalize(self, self._core.free).atexit = False
+
+    @property
+    def _whole(self) -> PageIndex:
+        """Ourselves, for the parts of a `PageIndex`: nothing else is ever made of them."""
+        return cast("PageIndex", self)
 
     # ---- making one
 

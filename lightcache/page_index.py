@@ -14,28 +14,23 @@ from typing import Any
 
 import numpy as np
 
-from lightcache import _arguments, layout, namespaces, snapshot, tickets
+from lightcache import _arguments, layout, snapshot
 from lightcache._arguments import Keys, Offsets, Pages
-from lightcache.attached import MAX_PAGES, Attached, geometry
-from lightcache.errors import (
-    ConfigError,
-    LeaseLost,
-    NoSpace,
-    OutOfPages,
-    WaitTimeout,
-)
-from lightcache.leases import HEADER_BYTES, Lease, LeaseBatch
+from lightcache.attached import MAX_PAGES, geometry
+from lightcache.errors import ConfigError, LeaseLost, NoSpace, WaitTimeout
+from lightcache.leases import Lease, LeaseBatch
+from lightcache.namespaced import Namespaced
 from lightcache.namespaces import Namespace
-from lightcache.reservations import Reservation, Shard, reserve_arguments
-from lightcache.shm import Client, Segment
+from lightcache.reservations import Reservation, reserve_arguments
+from lightcache.shm import Segment
 from lightcache.shm import layout as shm_layout
 from lightcache.shm.codes import Code, check
 from lightcache.shm.locking import deadline_ns
 from lightcache.snapshot import CheckReport, IndexStats
-from lightcache.tickets import ClientId, Ticket
+from lightcache.ticketing import Ticketing
 
 
-class PageIndex(Attached):
+class PageIndex(Namespaced, Ticketing):
     """An attach of this process to an index. Make it with `create`, `attach` or `open`.
 
     Lookups (`peek`, `match`, `release`, `publish`) take no lock and never wait for anybody. What
@@ -257,198 +252,6 @@ class PageIndex(Attached):
         freed = ctypes.c_uint32()
         check(self._locked("lci_evict_pages", n, ctypes.byref(freed), what="evict"), "evict")
         return freed.value
-
-    # ---- namespaces
-
-    def namespace(
-        self, weights: str = "", tenant: str = "", *, quota: int | None = None
-    ) -> Namespace:
-        """The namespace of a weights version and a tenant, made if need be (256 at most).
-
-        Args:
-            quota: most pages it may have at a time, then it evicts its own; 0: no limit; None:
-                as it is.
-
-        Raises:
-            OutOfPages: all 256 entries are taken.
-            LeaseLost: read-only, and there is none of that name.
-            ConfigError: a name longer than 47 bytes.
-        """
-        names = namespaces.encoded(weights, "weights"), namespaces.encoded(tenant, "tenant")
-        found = ctypes.c_uint32()
-        if self._segment.readonly:
-            code = self._quick.lci_namespace_find(self._handle, *names, ctypes.byref(found))
-            if code == Code.MISSING:
-                raise LeaseLost(f"namespace: there is none of weights {weights!r}, {tenant!r}")
-        else:
-            limit = namespaces.NO_CHANGE if quota is None else quota
-            _arguments.count(limit, "quota", 0, namespaces.NO_CHANGE)
-            code = self._locked(
-                "lci_namespace_open", *names, limit, ctypes.byref(found), what="open a namespace"
-            )
-            if code == Code.FULL:
-                raise OutOfPages("namespace: all 256 are in use; clear those of old weights")
-        check(code, "namespace")
-        return Namespace(weights, tenant, found.value)
-
-    def clear(self, namespace: Namespace | None = None) -> None:
-        """Forget a namespace (None: the default one): from the first instant no lookup finds
-        anything of it, in flight included, and nothing is accepted under it. Pages that are
-        pinned keep their bytes until released. Clearing again does nothing.
-
-        The same name can be opened again and is empty then: here this is done at once if it was our
-        default. Other clients hold on to the cleared one, find nothing and may reserve nothing
-        until they do so too (`use(namespace(...))`): they have to know that what they compute is
-        of the new weights. Takes the lock, in pieces; about 10 ns a page of the pool.
-        """
-        cleared = self.default_namespace if namespace is None else namespace
-        check(self._locked("lci_clear", self._ref(namespace), what="clear"), "clear")
-        if cleared.ref == self._namespace:
-            self.use(self.namespace(cleared.weights, cleared.tenant))
-
-    def use(self, namespace: Namespace) -> None:
-        """From now on calls of this handle without `namespace=` mean this one."""
-        self._namespace = self._ref(namespace)
-        self.default_namespace = namespace
-        """What calls without `namespace=` mean."""
-
-    def _find_default(self) -> Namespace:
-        found = ctypes.c_uint32()
-        code = self._quick.lci_namespace_find(self._handle, b"", b"", ctypes.byref(found))
-        if code == Code.MISSING and not self._segment.readonly:
-            return self.namespace()
-        return Namespace("", "", found.value)
-
-    def _ref(self, namespace: Namespace | None) -> int:
-        if namespace is None:
-            return self._namespace
-        if not isinstance(namespace, Namespace):
-            raise ConfigError(f"namespace: expected a Namespace, found {namespace!r}")
-        return namespace.ref
-
-    # ---- tickets
-
-    @property
-    def client_id(self) -> ClientId:
-        """Who we are, to be named as an adopter.
-
-        Raises:
-            PermissionDenied: attached read-only.
-        """
-        client = self._segment.client
-        if client is None:
-            check(Code.READONLY, "client_id")
-        assert isinstance(client, Client)
-        return ClientId(client.slot, client.epoch)
-
-    def adopt(
-        self, ticket: bytes, *, shard: int | None = None, timeout: float | None = None
-    ) -> Lease | Shard:
-        """Pin a ticket's pages in our own name. A lease's ticket gives a `Lease` (then tell its
-        giver with `done`), a reservation's a `Shard` to write; say which.
-
-        Raises:
-            LeaseLost: of another cache, ended, past its deadline, not for us, adopted before.
-            ConfigError: no such shard.
-            LockTimeout, PermissionDenied, Detached.
-        """
-        ref = tickets.parse(ticket)
-        number = layout.SHARDS if shard is None else shard
-        _arguments.count(number, "shard", 0, layout.SHARDS)
-        size = self._quick.lci_ticket_size(self._handle, ctypes.byref(ref))
-        if size < 0:
-            self._refuse(size)
-        lease = Lease(self, size)
-        adopted = Shard(self, lease, number, bytes(ticket))
-        at = ctypes.addressof(lease._buffer)
-        code = self._locked(
-            "lci_adopt",
-            ctypes.byref(ref),
-            number,
-            ctypes.c_void_p(at),
-            ctypes.c_void_p(at + HEADER_BYTES),
-            size,
-            ctypes.byref(adopted._rid),
-            ctypes.byref(adopted._gen),
-            what="adopt a ticket",
-            timeout=timeout,
-        )
-        if code == Code.RANGE and shard is None:
-            raise ConfigError("adopt: this is a reservation's ticket; say which shard you write")
-        if code < 0:
-            self._refuse(code)
-        if adopted._rid.value != layout.NIL:
-            return adopted
-        adopted._done = True  # the lease alone is held
-        return lease
-
-    def done(self, ticket: bytes, ok: bool = True) -> None:
-        """Our verdict on a lease's ticket that we adopted: its giver sees it in `poll`. No lock.
-
-        Raises:
-            LeaseLost: told before, or not ours to tell.
-        """
-        self._ticket_done(ticket, ok)
-
-    def _refuse(self, code: int) -> None:
-        if code in tickets.REFUSALS:
-            raise LeaseLost(f"adopt: {tickets.REFUSALS[Code(code)]}")
-        check(code, "adopt a ticket")
-
-    def _ticket_done(self, ticket: bytes, ok: bool) -> None:
-        code = self._ticket_done_code(ticket, ok)
-        if code == Code.TWICE:
-            raise LeaseLost("done: this client gave its verdict before")
-        if code in tickets.REFUSALS:
-            raise LeaseLost(f"done: {tickets.REFUSALS[Code(code)]}")
-        check(code, "done")
-
-    def _ticket_done_code(self, ticket: bytes, ok: bool) -> int:
-        ref = tickets.parse(ticket)
-        code: int = self._quick.lci_ticket_done(self._handle, ctypes.byref(ref), ok)
-        return code
-
-    def _give_ticket(
-        self,
-        pages: Pages,
-        progress: layout.ReserveProgress | None,
-        adopters: list[ClientId],
-        timeout: float,
-    ) -> Ticket:
-        ref = layout.TicketRef()
-        ticket = Ticket(self, ref)  # before the call: an interrupt after it drops the ticket
-        code = self._locked(
-            "lci_ticket_give",
-            _arguments.address(pages),
-            len(pages),
-            progress.rid if progress else layout.NIL,
-            progress.gen if progress else 0,
-            self._adopters(adopters),
-            deadline_ns(timeout),
-            ctypes.byref(ref),
-            what="give a ticket",
-        )
-        if code < 0:
-            ticket._dropped = True
-        if code == Code.FULL:
-            raise OutOfPages("ticket: too many tickets are outstanding; drop some")
-        check(code, "give a ticket")
-        return ticket
-
-    def _adopters(self, adopters: list[ClientId]) -> int:
-        living = {(c.slot, c.epoch) for c in self._segment.clients() if c.alive}
-        mask = 0
-        for slot, epoch in adopters:
-            if (slot, epoch) not in living:
-                raise ConfigError(
-                    f"adopters: client {slot} in epoch {epoch} is not attached; see `clients()`"
-                )
-            if mask >> slot & 1:
-                raise ConfigError(f"adopters: client {slot} is named twice")
-            mask |= 1 << slot
-        if not mask:
-            raise ConfigError("adopters: name at least one client")
-        return mask
 
     # ---- keeping order
 

@@ -1,0 +1,87 @@
+"""The namespaces of an index: opening, choosing and forgetting them."""
+
+from __future__ import annotations
+
+import ctypes
+
+from lightcache import _arguments, namespaces
+from lightcache.attached import Attached
+from lightcache.errors import ConfigError, LeaseLost, OutOfPages
+from lightcache.namespaces import Namespace
+from lightcache.shm.codes import Code, check
+
+
+class Namespaced(Attached):
+    """Part of `PageIndex`: see there."""
+
+    _namespace: int
+    default_namespace: Namespace
+    """What calls without `namespace=` mean."""
+
+    def namespace(
+        self, weights: str = "", tenant: str = "", *, quota: int | None = None
+    ) -> Namespace:
+        """The namespace of a weights version and a tenant, made if need be (256 at most).
+
+        Args:
+            quota: most pages it may have at a time, then it evicts its own; 0: no limit; None:
+                as it is.
+
+        Raises:
+            OutOfPages: all 256 entries are taken.
+            LeaseLost: read-only, and there is none of that name.
+            ConfigError: a name longer than 47 bytes.
+        """
+        names = namespaces.encoded(weights, "weights"), namespaces.encoded(tenant, "tenant")
+        found = ctypes.c_uint32()
+        if self._segment.readonly:
+            code = self._quick.lci_namespace_find(self._handle, *names, ctypes.byref(found))
+            if code == Code.MISSING:
+                raise LeaseLost(f"namespace: there is none of weights {weights!r}, {tenant!r}")
+        else:
+            limit = namespaces.NO_CHANGE if quota is None else quota
+            _arguments.count(limit, "quota", 0, namespaces.NO_CHANGE)
+            code = self._locked(
+                "lci_namespace_open", *names, limit, ctypes.byref(found), what="open a namespace"
+            )
+            if code == Code.FULL:
+                raise OutOfPages("namespace: all 256 are in use; clear those of old weights")
+        check(code, "namespace")
+        return Namespace(weights, tenant, found.value)
+
+    def clear(self, namespace: Namespace | None = None) -> None:
+        """Forget a namespace (None: the default one): from the first instant no lookup finds
+        anything of it, in flight included, and nothing is accepted under it. Pages that are
+        pinned keep their bytes until released. Clearing again does nothing.
+
+        The same name can be opened again and is empty then: here this is done at once if it was our
+        default. Other clients hold on to the cleared one, find nothing and may reserve nothing
+        until they do so too (`use(namespace(...))`): they have to know that what they compute is
+        of the new weights. Takes the lock, in pieces; about 10 ns a page of the pool.
+        """
+        cleared = self.default_namespace if namespace is None else namespace
+        check(self._locked("lci_clear", self._ref(namespace), what="clear"), "clear")
+        if cleared.ref == self._namespace:
+            self.use(self.namespace(cleared.weights, cleared.tenant))
+
+    def use(self, namespace: Namespace) -> None:
+        """From now on calls of this handle without `namespace=` mean this one."""
+        self._namespace = self._ref(namespace)
+        self.default_namespace = namespace
+
+    def _find_default(self) -> Namespace:
+        found = ctypes.c_uint32()
+        code = self._quick.lci_namespace_find(self._handle, b"", b"", ctypes.byref(found))
+        if code == Code.MISSING and not self._segment.readonly:
+            return self.namespace()
+        return Namespace("", "", found.value)
+
+    def _ref(self, namespace: Namespace | None) -> int:
+        if namespace is None:
+            return self._namespace
+        if not isinstance(namespace, Namespace):
+            raise ConfigError(f"namespace: expected a Namespace, found {namespace!r}")
+        return namespace.ref
+
+
+__all__ = ["Namespaced"]
