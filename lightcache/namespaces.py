@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 from lightcache.errors import ConfigError
 
@@ -24,6 +25,17 @@ class Namespace:
     def id(self) -> int:
         """Entry in the segment's table, 0 to 255."""
         return self.ref & 0xFF
+
+
+class NamespaceState(IntEnum):
+    """Of a namespace; every process sees the same."""
+
+    ABSENT = 0
+    """There is none of that handle."""
+    NORMAL = 1
+    CLEARING = 2
+    """Nothing of it is found or accepted any more; its pages are being given back."""
+    CLEARED = 3
 
 
 def encoded(text: str, what: str) -> bytes:

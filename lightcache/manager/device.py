@@ -1,0 +1,132 @@
+"""The device tier: which of an engine's KV blocks hold which prefix.
+
+It is a `PageIndex` whose pages are block numbers. Routers read it from any process. Two kinds:
+
+- `AttachedDevice`: the engine allocates and evicts its blocks, and says what it did. The index is a
+  mirror: every block belongs to this process, named or not, and nothing is ever evicted by us.
+- `OwnedDevice`: we allocate and evict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+
+from lightcache import _arguments
+from lightcache._arguments import Keys, Offsets, Pages
+from lightcache.leases import Lease
+from lightcache.namespaces import Namespace
+from lightcache.page_index import PageIndex
+
+NONE: Pages = np.zeros(0, np.int32)
+
+
+class DeviceTier:
+    """What `AttachedDevice` and `OwnedDevice` have in common."""
+
+    owned: bool
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        block_tokens: int,
+        blocks: int | None = None,
+        role: str = "scheduler",
+        lock_timeout: float = 1.0,
+    ) -> None:
+        """Makes the index if the number of blocks is known.
+
+        Args:
+            name: of the index in shared memory; one for each data-parallel rank.
+            block_tokens: of a device block.
+            blocks: how many there are; None: said later, by `set_blocks`.
+            role: of this process.
+            lock_timeout: seconds; nobody but tools takes this lock beside us.
+        """
+        self.name = name
+        self.block_tokens = _arguments.count(block_tokens, "block_tokens", 1, 1 << 20)
+        self._role, self._lock_timeout = role, lock_timeout
+        self.index: PageIndex | None = None
+        """None until the number of blocks is known: then nothing is found on the device."""
+        self._spaces: dict[tuple[str, str], Namespace] = {}
+        if blocks is not None:
+            self.set_blocks(blocks)
+
+    @property
+    def blocks(self) -> int:
+        """Device blocks; 0 while that is not known."""
+        return self.index.pages if self.index is not None else 0
+
+    def set_blocks(self, blocks: int) -> None:
+        """The engine has found out how many blocks fit, or has changed it: the index begins empty.
+
+        Raises:
+            ConfigError: not 1 to 40 million.
+            InUse: another process owns an index of that name.
+        """
+        self.close()
+        self.index = PageIndex.create(
+            self.name,
+            pages=blocks,
+            role=self._role,
+            config={"block_tokens": self.block_tokens},
+            lock_timeout=self._lock_timeout,
+        )
+        self._began()
+
+    def _began(self) -> None:
+        """A new, empty index."""
+
+    def space(self, weights: str, tenant: str) -> Namespace:
+        """The namespace here for a weights version and a tenant."""
+        assert self.index is not None
+        found = self._spaces.get((weights, tenant))
+        if found is None:
+            found = self._spaces[weights, tenant] = self.index.namespace(weights, tenant)
+        return found
+
+    def clear_space(self, weights: str, tenant: str) -> None:
+        """Forget a namespace: nothing of it is found or accepted any more."""
+        space = self._spaces.pop((weights, tenant), None)
+        if space is not None:
+            self._clear(space)
+
+    def _clear(self, space: Namespace) -> None:
+        if self.index is not None:
+            self.index.clear(space)
+
+    def close(self) -> None:
+        """Leave the index; it ends with its last client."""
+        if self.index is not None:
+            self.index.close()
+            self.index = None
+            self._spaces.clear()
+
+    # ---- what a manager asks of either kind
+
+    def plan_many(
+        self, ids: Sequence[Hashable], keys: Keys, offsets: Offsets, space: Namespace, ttl: float
+    ) -> Pages:
+        """Blocks of the longest prefix of each request."""
+        raise NotImplementedError
+
+    def take(self, request: Hashable) -> Lease | None:
+        """What was planned; None: nothing is pinned for requests here."""
+        raise NotImplementedError
+
+    def cancel(self, request: Hashable) -> None:
+        """Nothing is wanted of a plan any more."""
+        raise NotImplementedError
+
+    def name_many(
+        self, blocks: Pages, keys: Keys, offsets: Offsets, starts: Any, space: Namespace
+    ) -> tuple[Pages, Any]:
+        """Say that blocks hold the KV of these keys; see `PageIndex.name_many`. Returns the block
+        that stands for each key, and a status for each."""
+        raise NotImplementedError
+
+
+__all__ = ["NONE", "DeviceTier"]

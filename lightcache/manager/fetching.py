@@ -1,0 +1,107 @@
+"""Fetch: what was found on the host, on its way to the device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lightcache.errors import ConfigError
+from lightcache.manager.requests import Request, slots_of
+from lightcache.manager.traffic import Movement, State
+
+if TYPE_CHECKING:
+    from lightcache.manager.manager import KVCacheManager
+
+
+class Fetch:
+    """The load of one request's prefix. Until it is over its blocks hold nothing that counts; if it
+    fails, compute these tokens: `tokens` says from where."""
+
+    def __init__(self, request: Request, movement: Movement | None) -> None:
+        """For `KVCacheManager.fetch`."""
+        self._request, self._movement = request, movement
+
+    @property
+    def tokens(self) -> int:
+        """Leading tokens that need not be computed, as far as is known: all usable ones while it
+        goes on or after it went well, those of the device if it failed."""
+        return self._request.match.usable if not self.failed else self._request.match.device
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is over, and failed."""
+        return self._movement is not None and self._movement.state in (
+            State.FAILED,
+            State.CANCELLED,
+        )
+
+    def done(self) -> bool:
+        """Whether it is over. Does not block.
+
+        Raises:
+            TransferFailed: it failed; nothing is leaked.
+        """
+        return self._movement is None or self._movement.done()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Until it is over. Blocks.
+
+        Raises:
+            WaitTimeout: it goes on.
+            TransferFailed: as `done`.
+        """
+        if self._movement is not None:
+            self._movement.wait(timeout)
+
+    def wait_on(self, stream: Any = None) -> None:
+        """Let a stream of the device wait for it (None: the current one), not this thread: with an
+        engine of this process. See `Transfer.wait_on`."""
+        if self._movement is None or self._movement.over:
+            return
+        transfer = getattr(self._movement.moving, "transfer", None)
+        if transfer is None:
+            self._movement.wait()
+        else:
+            transfer.wait_on(stream)
+
+
+def begin_fetch(manager: KVCacheManager, one: Request) -> Fetch:
+    """See `KVCacheManager.fetch`."""
+    lease, one.host = one.host, None
+    match, tokens = one.match, manager.page_tokens
+    if lease is None or match.load <= 0:
+        if lease is not None:
+            lease.release()
+        return Fetch(one, None)
+    block = manager.device.block_tokens
+    if len(one.table) * block < match.usable:
+        one.host = lease
+        raise ConfigError(
+            f"fetch {one.id!r}: expected blocks for {match.usable} tokens, found "
+            f"{len(one.table)} of {block}; allocate them first"
+        )
+    begin, end = one.host_first * tokens, (one.host_first + len(lease)) * tokens
+    slots = np.full(end - begin, -1, np.int64)
+    first = match.device
+    slots[first - begin : match.usable - begin] = slots_of(one.table, block, first, match.usable)
+    blocks = one.table[first // block : -(-match.usable // block)]
+    pages = len(lease)
+    figures, mover = manager._figures, manager.mover
+
+    def over(ok: bool) -> None:
+        if ok:
+            figures.add(loads=1, loaded_pages=pages)
+        else:
+            figures.add(failed_loads=1)
+
+    def give_back() -> None:
+        if not lease._released:
+            lease.release()
+
+    movement = manager._traffic.begin(blocks, lambda: mover.load(lease, slots, 0), over, give_back)
+    one.movements.append(movement)
+    return Fetch(one, movement)
+
+
+__all__ = ["Fetch", "begin_fetch"]

@@ -1,0 +1,531 @@
+"""KVCacheManager: device, host and storage as one prefix cache, for a scheduler."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from lightcache._arguments import Pages
+from lightcache.cache import Cache
+from lightcache.errors import ConfigError, LeaseLost
+from lightcache.hashing import Tokens
+from lightcache.leases import Lease
+from lightcache.manager import hints
+from lightcache.manager.attached import AttachedDevice
+from lightcache.manager.demoting import Demotion
+from lightcache.manager.device import DeviceTier
+from lightcache.manager.fetching import Fetch, begin_fetch
+from lightcache.manager.guard import Guard
+from lightcache.manager.matches import ANY, ManagerConfig, PrefixMatch, Why, Wishes
+from lightcache.manager.movers import Mover
+from lightcache.manager.naming import name_blocks
+from lightcache.manager.owned import OwnedDevice
+from lightcache.manager.planning import Planned, Planner
+from lightcache.manager.prompts import Prompt
+from lightcache.manager.releasing import Leaving
+from lightcache.manager.requests import HELD, LEASED, Chain, NoChain, Request
+from lightcache.manager.spaces import Spaces
+from lightcache.manager.statistics import Figures, ManagerStats
+from lightcache.manager.traffic import Traffic
+from lightcache.manager.weights import Weights, WeightsState
+from lightcache.manager.writing import Writer
+
+
+class KVCacheManager:
+    """What a scheduler holds. One for each engine, or for each data-parallel rank of one; all of a
+    node share the host cache.
+
+    A request's way: `plan` it while it waits, as often as you like; `take` it; `allocate` (owned
+    devices); `fetch` what is to be loaded; `commit` as tokens are computed; `release`. Call `poll`
+    each step. Calls may come from several threads; none waits for bytes unless it says so.
+    """
+
+    def __init__(
+        self,
+        host: Cache,
+        device: DeviceTier,
+        mover: Mover,
+        *,
+        config: ManagerConfig | None = None,
+        costs: Any = None,
+        storage: Any = None,
+        weights: str = "",
+    ) -> None:
+        """Everything stays the caller's to close, after the manager.
+
+        Args:
+            host: the node's cache; its `page_tokens` must be a multiple of the device's block, or a
+                part of it.
+            device: `OwnedDevice` or `AttachedDevice`.
+            mover: who moves bytes between the two.
+            costs: `lightcache.costs.Costs`: whether so few pages are worth loading; None: always.
+            storage: a `StorageTier` of the same cache; None: none.
+            weights: version of the weights that are being served.
+
+        Raises:
+            ConfigError: page sizes that do not fit each other.
+        """
+        self.config = config or ManagerConfig()
+        self.host, self.device, self.mover = host, device, mover
+        self.page_tokens = host.index.page_tokens
+        big, small = sorted((self.page_tokens, device.block_tokens), reverse=True)
+        if big % small:
+            raise ConfigError(
+                f"page sizes: expected one a multiple of the other, found host pages of "
+                f"{self.page_tokens} tokens and device blocks of {device.block_tokens}"
+            )
+        self._lock = threading.RLock()
+        self._figures = Figures()
+        self._guard = Guard(self.config.failures, self._figures)
+        self._traffic = Traffic(self._lock)
+        self._spaces = Spaces(host, device, weights)
+        self._weights = Weights(self)
+        self._storage = storage
+        self._planner = Planner(self, costs, storage)
+        self._requests: dict[Hashable, Request] = {}
+        self._writer = Writer(self)
+        self._leaving = Leaving(self)
+        self._demotion = Demotion(self)
+
+    # ---- finding
+
+    def plan(
+        self,
+        request: Hashable,
+        prompt: Prompt,
+        *,
+        wishes: Wishes = ANY,
+        limit: int | None = None,
+        device_tokens: int | None = None,
+    ) -> PrefixMatch:
+        """The longest prefix over all tiers, pinned tentatively: `take` yields no less, within the
+        time limit of the plan. Planning again is cheap, and replaces what was planned before.
+
+        Args:
+            request: its id, any hashable.
+            limit: most tokens to reuse, for example where prompt log-probabilities are wanted from
+                there on, or for draft layers.
+            device_tokens: attached devices: what the engine found itself; None: look in the mirror.
+        """
+        return self.plan_many(
+            [request],
+            [prompt],
+            wishes=[wishes],
+            limits=[limit],
+            device_tokens=None if device_tokens is None else [device_tokens],
+        )[0]
+
+    def plan_many(
+        self,
+        requests: Sequence[Hashable],
+        prompts: Sequence[Prompt],
+        *,
+        wishes: Sequence[Wishes] | None = None,
+        limits: Sequence[int | None] | None = None,
+        device_tokens: Sequence[int] | None = None,
+    ) -> list[PrefixMatch]:
+        """`plan` for a whole queue in one call."""
+        with self._lock:
+            return self._guard.run(
+                lambda: self._planner.plan(requests, prompts, wishes, limits, device_tokens),
+                lambda: self._planner.missed(requests, prompts),
+            )
+
+    def cancel(self, request: Hashable) -> None:
+        """Nothing is wanted of a plan any more. Harmless if there is none."""
+        with self._lock:
+            self._planner.cancel(request)
+
+    def take(self, request: Hashable) -> PrefixMatch:
+        """Begin a request: what was planned is its own from now on, and what has come since.
+
+        Raises:
+            LeaseLost: it was not planned, or its plan's time is over; plan it again.
+            ConfigError: it runs already.
+        """
+        with self._lock:
+            if request in self._requests:
+                raise ConfigError(f"take: the request {request!r} runs already; release it first")
+            made = self._guard.run(lambda: self._taken(request), lambda: self._missed(request))
+            self._requests[request] = made
+            self._count_taken(made.match)
+            return made.match
+
+    def _missed(self, request: Hashable) -> Request:
+        """A request that the cache failed: it runs without."""
+        prompt = self._planner.prompt_of(request)
+        miss = PrefixMatch(len(prompt), why=Why.DISABLED)
+        nothing = NoChain()
+        return Request(request, prompt, ANY, None, miss, nothing, nothing, known=len(prompt))
+
+    def _taken(self, request: Hashable) -> Request:
+        planned, match, hit, host = self._planner.take(request)
+        made = self._begin(request, planned, match, hit, host)
+        self._planner.computes(made)
+        return made
+
+    def _begin(
+        self,
+        request: Hashable,
+        planned: Planned,
+        match: PrefixMatch,
+        hit: Lease | None,
+        host: Lease | None,
+    ) -> Request:
+        prompt, space = planned.prompt, planned.space
+        device_chain = Chain(prompt, space.device_spec)
+        same = space.host_spec is space.device_spec
+        made = Request(
+            request,
+            prompt,
+            planned.wishes,
+            space,
+            match,
+            device_chain,
+            device_chain if same else Chain(prompt, space.host_spec),
+            hit,
+            host,
+            planned.host_first,
+            known=len(prompt),
+        )
+        blocks = min(match.device, match.usable) // self.device.block_tokens
+        if hit is not None:
+            made.table = hit.pages[:blocks].copy()
+            made.kind = np.full(blocks, LEASED, np.uint8)
+        made.named = blocks
+        before = made.host_chain.keys[: planned.host_first]
+        made.written = self.host.peek(before, namespace=space.host)
+        if made.written == planned.host_first and host is not None:
+            made.written += len(host)
+        return made
+
+    def _count_taken(self, match: PrefixMatch) -> None:
+        from_host = min(max(0, match.usable - match.device), match.host)
+        self._figures.add(
+            requests=1,
+            hit_requests=int(match.usable > 0),
+            prompt_tokens=match.tokens,
+            device_tokens=min(match.device, match.usable),
+            host_tokens=from_host,
+            storage_tokens=max(0, match.usable - match.device - from_host),
+            below_break_even=match.host if match.why is Why.BREAK_EVEN else 0,
+            cut_items=int(match.why is Why.ITEM),
+        )
+
+    # ---- running
+
+    def allocate(self, request: Hashable, tokens: int) -> Pages:
+        """Owned devices: blocks for so many tokens in all, and the decode reserve. Returns the
+        whole table, int32.
+
+        Raises:
+            OutOfPages: so many cannot be had. Nothing changed; preempt somebody, or wait.
+            LeaseLost: no such request.
+        """
+        with self._lock:
+            device = self._owned("allocate")
+            one = self._request(request)
+            blocks = -(-tokens // device.block_tokens) + self.config.reserve_blocks
+            missing = blocks - len(one.table)
+            if missing > 0:
+                fresh = device.allocate(missing)
+                one.table = np.concatenate([one.table, fresh])
+                one.kind = np.concatenate([one.kind, np.full(missing, HELD, np.uint8)])
+            return one.table
+
+    def fetch(self, request: Hashable, table: Pages | None = None) -> Fetch:
+        """Bring what was found on the host to the device. Returns at once.
+
+        Args:
+            table: attached devices: the request's blocks, for `match.usable` tokens at least.
+
+        Raises:
+            ConfigError: the table is too short.
+            LeaseLost: no such request.
+        """
+        with self._lock:
+            one = self._request(request)
+            if table is not None:
+                one.table = np.ascontiguousarray(table, np.int32)
+            return self._guard.run(lambda: begin_fetch(self, one), lambda: Fetch(one, None))
+
+    def commit(
+        self,
+        request: Hashable,
+        total: int,
+        *,
+        new_tokens: Tokens | None = None,
+        table: Pages | None = None,
+    ) -> Mapping[int, int]:
+        """The KV of the first `total` tokens is on the device: full blocks get their names, and go
+        to the host by the write policy.
+
+        Args:
+            total: computed and accepted. Never those that speculation may take back.
+            new_tokens: ids of what was generated since the last call.
+            table: attached devices: the request's blocks.
+
+        Returns:
+            Blocks to exchange in the table: position -> block. Owned devices only, where another
+            block holds the same already; the old one is given back.
+        """
+        tables = None if table is None else [table]
+        return self.commit_many([request], [total], [new_tokens], tables)[0]
+
+    def commit_many(
+        self,
+        requests: Sequence[Hashable],
+        totals: Sequence[int],
+        new_tokens: Sequence[Tokens | None] | None = None,
+        tables: Sequence[Pages] | None = None,
+    ) -> list[Mapping[int, int]]:
+        """`commit` for a whole batch in one call."""
+        with self._lock:
+            running = [self._request(request) for request in requests]
+            for i, one in enumerate(running):
+                one.note(totals[i], new_tokens[i] if new_tokens is not None else None)
+                if tables is not None:
+                    one.table = tables[i]
+            return self._guard.run(lambda: self._committed(running), lambda: [{}] * len(running))
+
+    def _committed(self, running: list[Request]) -> list[Mapping[int, int]]:
+        changed = name_blocks(self, running)
+        self._writer.due(running)
+        return changed
+
+    def release(self, request: Hashable, *, publish: bool = True, wait: bool = False) -> None:
+        """End a request. Its blocks are free when no copy touches them any more; named ones stay to
+        be found. Harmless if there is no such request (it may have ended by a clear).
+
+        Args:
+            publish: False: an abort; what is not written yet is not written.
+            wait: block until its copies are over.
+        """
+        self.release_many([request], publish=publish)
+        if wait:
+            self._leaving.wait(request)
+
+    def release_many(self, requests: Sequence[Hashable], *, publish: bool = True) -> None:
+        """`release` for several."""
+        with self._lock:
+            for request in requests:
+                self._planner.cancel(request)
+                one = self._requests.pop(request, None)
+                if one is None:
+                    continue
+                self._planner.computed(one)
+                if publish:
+                    self._guard.run(partial(self._writer.rest, one), _nothing)
+                self._leaving.add(one)
+
+    # ---- keeping order
+
+    def poll(self) -> int:
+        """Each step: notice what is over, begin what waits, give back what has ended. Returns
+        transfers that go on. Does not block."""
+        with self._lock:
+            going = self._traffic.poll()
+            self._leaving.poll()
+            self._demotion.poll()
+            self._keep_low_water()
+            return going
+
+    def _keep_low_water(self) -> None:
+        device = self.device
+        if self.config.low_water and isinstance(device, OwnedDevice) and device.index is not None:
+            wanted = int(self.config.low_water * device.blocks)
+            missing = wanted - device.free - self._demotion.going
+            if missing > 0:
+                self._demotion.demote(missing)
+
+    def in_flight(self, blocks: Pages | Sequence[int] | None = None) -> Any:
+        """Which of these device blocks a copy reads or writes: bool of their shape. None: how many
+        transfers go on."""
+        with self._lock:
+            self._traffic.poll()
+            if blocks is None:
+                return self._traffic.in_flight
+            return self._traffic.busy(np.ascontiguousarray(blocks, np.int32))
+
+    def wait_blocks(
+        self, blocks: Pages | Sequence[int] | None = None, timeout: float | None = None
+    ) -> None:
+        """Until no copy touches these blocks (None: any): before they are used for something else,
+        as when a request is preempted or aborted. Blocks.
+
+        Raises:
+            WaitTimeout: a copy still does.
+        """
+        self._traffic.wait(
+            None if blocks is None else np.ascontiguousarray(blocks, np.int32), timeout
+        )
+        self._leaving.poll()
+
+    def evicted(self, blocks: Pages | Sequence[int]) -> int:
+        """Attached devices: the engine has evicted these blocks, or is about to overwrite them.
+        Returns how many had a name."""
+        with self._lock:
+            if not isinstance(self.device, AttachedDevice):
+                raise ConfigError("evicted: an owned device evicts by itself; see `drop`")
+            gone = self.device.evicted(blocks)
+            self._figures.add(device_evictions=gone)
+            return gone
+
+    def evicting(self, blocks: Pages | Sequence[int]) -> int:
+        """Attached devices, with write-back: these blocks are going to be evicted. Begins to write
+        to the host what they hold; report them as `evicted` when `wait_blocks` or `in_flight` says
+        that no copy touches them. Returns how many pages are on their way."""
+        with self._lock:
+            index = self.device.index
+            named = np.ascontiguousarray(blocks, np.int32)
+            if index is None or not len(named):
+                return 0
+            return len(self._demotion.write(named, index.keys_of(named)))
+
+    # ---- prefixes, whoever runs
+
+    def keep(self, prompt: Prompt) -> Mapping[str, int]:
+        """Never evict what there is of a prompt, on the host and on an owned device, until
+        `unkeep`, or until its weights go. Returns the tokens kept, by tier."""
+        with self._lock:
+            return hints.keep(self, prompt, True)
+
+    def unkeep(self, prompt: Prompt) -> Mapping[str, int]:
+        """Undo `keep`."""
+        with self._lock:
+            return hints.keep(self, prompt, False)
+
+    def drop(self, prompt: Prompt, start: int = 0) -> Mapping[str, int]:
+        """Evict a branch now, from its end up to token `start`, as far as nobody else uses it.
+        Returns the tokens dropped, by tier."""
+        with self._lock:
+            return hints.drop(self, prompt, start)
+
+    def prefetch(self, prompt: Prompt) -> Any:
+        """Bring what storage has of a prompt to the host, before anybody asks. Returns its task."""
+        with self._lock:
+            return hints.prefetch(self, prompt, self._storage)
+
+    def demote(self, blocks: int) -> int:
+        """Owned devices: begin to write back so many blocks, those unused for longest, and free
+        them. Returns how many are on their way."""
+        with self._lock:
+            return self._demotion.demote(blocks)
+
+    # ---- weights
+
+    @property
+    def weights_state(self) -> WeightsState:
+        """Whether what we serve is good, or was cleared, by whatever process."""
+        with self._lock:
+            return self._weights.state()
+
+    def begin_update(self, timeout: float | None = None, *, wait: bool = True) -> None:
+        """The weights are about to change. From the first instant nothing of the present version is
+        found or published, in no process and no tier; neighbours on another version keep theirs.
+        Running requests go on, and publish nothing; their releases are harmless.
+
+        Args:
+            wait: for transfers in flight; False: they run out without effect.
+            timeout: seconds for that.
+
+        Raises:
+            WaitTimeout: some go on; the update has begun all the same.
+        """
+        with self._lock:
+            self._weights.begin()
+        if wait:
+            self._traffic.wait(None, timeout)
+
+    def finish_update(self, version: str) -> None:
+        """Serve this version from now on.
+
+        Raises:
+            ConfigError: no update was begun.
+        """
+        with self._lock:
+            self._weights.finish(version)
+
+    # ---- transfers and figures
+
+    def pause(self, timeout: float | None = None) -> None:
+        """No transfer begins until `resume`; those that go on are waited for.
+
+        Raises:
+            WaitTimeout: some go on still; the manager is paused.
+        """
+        with self._lock:
+            self._traffic.paused = True
+        self._traffic.wait(None, timeout)
+
+    def resume(self) -> None:
+        """Transfers begin again, those first that were asked for meanwhile."""
+        with self._lock:
+            self._traffic.paused = False
+            self._traffic.poll()
+
+    @property
+    def disabled(self) -> bool:
+        """Whether the manager asks nothing of the cache any more, after too many errors."""
+        return self._guard.disabled
+
+    def enable(self) -> None:
+        """Ask the cache again."""
+        self._guard.enable()
+
+    def stats(self) -> ManagerStats:
+        """This process's figures."""
+        with self._lock:
+            return self._figures.snapshot()
+
+    def reset_stats(self) -> ManagerStats:
+        """The figures so far; counting begins anew."""
+        with self._lock:
+            found = self._figures.snapshot()
+            self._figures.clear()
+            return found
+
+    def close(self, timeout: float | None = 10.0) -> None:
+        """Wait for the copies, give back everything. The caches stay the caller's.
+
+        Raises:
+            WaitTimeout: a copy goes on; call again.
+        """
+        with self._lock:
+            self.release_many(list(self._requests), publish=False)
+            self._planner.close()
+            self._demotion.close()
+            self._traffic.paused = False
+            self._traffic.poll()
+        self._traffic.wait(None, timeout)
+        self._leaving.poll()
+
+    def __enter__(self) -> KVCacheManager:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # ---- for the parts
+
+    def _request(self, request: Hashable) -> Request:
+        found = self._requests.get(request)
+        if found is None:
+            raise LeaseLost(f"there is no running request {request!r}; plan and take it first")
+        return found
+
+    def _owned(self, what: str) -> OwnedDevice:
+        if not isinstance(self.device, OwnedDevice):
+            raise ConfigError(f"{what}: the engine owns the blocks of an attached device")
+        return self.device
+
+
+def _nothing() -> None:
+    pass
+
+
+__all__ = ["KVCacheManager"]

@@ -1,0 +1,95 @@
+"""OwnedDevice: device blocks that are allocated, named and evicted by us."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from lightcache._arguments import Keys, Offsets, Pages
+from lightcache.errors import ConfigError
+from lightcache.leases import Lease
+from lightcache.manager.device import NONE, DeviceTier
+from lightcache.namespaces import Namespace
+
+
+class OwnedDevice(DeviceTier):
+    """Blocks of running requests have no key and belong to this process; full ones get their names
+    and are shared, and evicted from the leaves when nobody uses them."""
+
+    owned = True
+
+    def _began(self) -> None:
+        pass
+
+    @property
+    def free(self) -> int:
+        """Blocks that nobody uses and nothing is in."""
+        return self.index.stats().free if self.index is not None else 0
+
+    @property
+    def available(self) -> int:
+        """Blocks that an allocation may have: free, or to be evicted. Advisory."""
+        if self.index is None:
+            return 0
+        found = self.index.stats()
+        return found.free + found.evictable
+
+    def plan_many(
+        self, ids: Sequence[Hashable], keys: Keys, offsets: Offsets, space: Namespace, ttl: float
+    ) -> Pages:
+        """See `DeviceTier`: pinned tentatively."""
+        assert self.index is not None
+        return self.index.plan_many(ids, keys, offsets, namespace=space, timeout=ttl)
+
+    def take(self, request: Hashable) -> Lease | None:
+        """See `DeviceTier`."""
+        assert self.index is not None
+        return self.index.take(request)
+
+    def cancel(self, request: Hashable) -> None:
+        """See `DeviceTier`."""
+        if self.index is not None:
+            self.index.cancel(request)
+
+    def allocate(self, n: int) -> Pages:
+        """n blocks without a key, evicting if need be.
+
+        Raises:
+            OutOfPages: so many cannot be had; nothing was allocated.
+            ConfigError: the number of blocks is not known yet.
+        """
+        if self.index is None:
+            raise ConfigError("allocate: the number of device blocks is not known; `set_blocks`")
+        return self.index.allocate(n).detach() if n else NONE
+
+    def can_allocate(self, n: int) -> bool:
+        """Whether n blocks could be had now, evicting if need be. Advisory, no lock."""
+        return self.index is not None and self.index.can_allocate(n)
+
+    def free_blocks(self, blocks: Pages) -> None:
+        """Give back blocks without a key.
+
+        Raises:
+            LeaseLost: some are not ours, or were given back before; none was given back.
+        """
+        if len(blocks):
+            assert self.index is not None
+            self.index.free(blocks)
+
+    def unpin(self, blocks: Pages) -> None:
+        """Stop using named blocks: they stay until their room is needed."""
+        if len(blocks):
+            assert self.index is not None
+            self.index.unpin(blocks)
+
+    def name_many(
+        self, blocks: Pages, keys: Keys, offsets: Offsets, starts: Any, space: Namespace
+    ) -> tuple[Pages, Any]:
+        """See `DeviceTier`. Where another block holds the same already that one is returned, and
+        ours given back."""
+        assert self.index is not None
+        named = self.index.name_many(blocks, keys, offsets, starts, merge=True, namespace=space)
+        return named.pages, named.status
+
+
+__all__ = ["OwnedDevice"]

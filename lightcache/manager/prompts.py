@@ -1,0 +1,117 @@
+"""Prompt: tokens and what else decides their KV, with keys for every tier's page size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from lightcache._arguments import Keys, count
+from lightcache.errors import ConfigError
+from lightcache.hashing import KeySpec, PageHasher, Tokens
+
+TokenIds = npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True)
+class Item:
+    """A multimodal item: an image, a piece of audio. Its placeholders are tokens [start, end)."""
+
+    start: int
+    end: int
+    digest: bytes
+    """Of its content: it enters the key of every page that the item touches."""
+
+    def __post_init__(self) -> None:
+        count(self.start, "item: start", 0, 1 << 40)
+        count(self.end, "item: end", self.start + 1, 1 << 40)
+        if type(self.digest) is not bytes or self.digest == b"":
+            raise ConfigError("item: expected a digest of its content, as bytes, and not empty")
+
+
+class Prompt:
+    """One sequence of tokens. Keys are computed once for each page size, however often it is
+    planned and by however many requests; nothing of it changes."""
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        *,
+        salt: str | bytes = b"",
+        lora: bytes = b"",
+        items: Sequence[Item] = (),
+        tenant: str = "",
+    ) -> None:
+        """Converts the tokens once; nothing is hashed yet.
+
+        Args:
+            tokens, salt, lora: as for `hash_pages`.
+            items: in the order of their starts, not overlapping.
+            tenant: whose namespace its pages belong to, see `PageIndex.namespace`.
+
+        Raises:
+            ConfigError: tokens that are none, or items out of order or out of the prompt.
+        """
+        array = np.asarray(tokens)
+        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+            raise ConfigError(
+                f"tokens: expected one row of integers, found {array.dtype} {array.shape}"
+            )
+        if array.size and (int(array.min()) < 0 or int(array.max()) >= (1 << 32) - 1):
+            raise ConfigError("tokens: expected ids of 0 to 2**32 - 2")
+        self.tokens: TokenIds = array.astype(np.uint32)  # our own: keys must not change later
+        self.tokens.flags.writeable = False
+        self.salt, self.lora, self.items, self.tenant = salt, lora, tuple(items), tenant
+        self._check_items()
+        self._keys: list[tuple[KeySpec, Keys]] = []
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def keys(self, spec: KeySpec) -> Keys:
+        """Keys of all its complete pages, uint64 of shape (n, 2). Hashed at the first call."""
+        for known, keys in self._keys:
+            if known is spec:
+                return keys
+        keys = self.hasher(spec)[1]
+        self._keys.append((spec, keys))
+        return keys
+
+    def hasher(self, spec: KeySpec) -> tuple[PageHasher, Keys]:
+        """A hasher that has taken in the whole prompt, to go on with what is generated."""
+        made = PageHasher(spec, salt=self.salt, lora=self.lora)
+        return made, made.update(self.tokens, extra=self._extra(spec.page_tokens))
+
+    def cut_item(self, tokens: int) -> Item | None:
+        """The item that lies on both sides of a position, if one does."""
+        for item in self.items:
+            if item.start < tokens < item.end:
+                return item
+        return None
+
+    def _extra(self, page_tokens: int) -> dict[int, bytes]:
+        """For each page the digests of the items that touch it, with where they begin in it: the
+        same image one token later is another content."""
+        found: dict[int, bytes] = {}
+        for item in self.items:
+            for page in range(item.start // page_tokens, (item.end - 1) // page_tokens + 1):
+                at = item.start - page * page_tokens
+                mark = at.to_bytes(8, "little", signed=True)
+                size = len(item.digest).to_bytes(8, "little")
+                found[page] = found.get(page, b"") + mark + size + item.digest
+        return found
+
+    def _check_items(self) -> None:
+        end = 0
+        for item in self.items:
+            if item.start < end or item.end > len(self):
+                raise ConfigError(
+                    f"items: expected them in order, apart, and within {len(self)} tokens, found "
+                    f"one of tokens {item.start} to {item.end - 1}"
+                )
+            end = item.end
+
+
+__all__ = ["Item", "Prompt"]

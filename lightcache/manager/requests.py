@@ -1,0 +1,134 @@
+"""What a manager knows of a request that was planned or runs."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from lightcache._arguments import Keys, Pages
+from lightcache.errors import ConfigError
+from lightcache.hashing import KeySpec, PageHasher, Tokens
+from lightcache.leases import Lease
+from lightcache.manager.device import NONE
+from lightcache.manager.matches import PrefixMatch, Wishes
+from lightcache.manager.prompts import Prompt
+from lightcache.namespaces import Namespace
+
+if TYPE_CHECKING:
+    from lightcache.manager.traffic import Movement
+
+# What a block of a request's table is to us (owned devices).
+HELD, PINNED, LEASED = 0, 1, 2
+
+
+@dataclass(frozen=True, eq=False)
+class Space:
+    """A weights version and a tenant, in every tier."""
+
+    weights: str
+    tenant: str
+    host: Namespace
+    device: Namespace | None
+    host_spec: KeySpec
+    device_spec: KeySpec
+    """The same object where both tiers have pages of one size."""
+
+
+class Chain:
+    """The keys of a sequence that grows, for one page size."""
+
+    def __init__(self, prompt: Prompt, spec: KeySpec) -> None:
+        """The prompt's keys are hashed, if nobody has before."""
+        self._prompt, self._spec = prompt, spec
+        self.keys: Keys = prompt.keys(spec)
+        self._hasher: PageHasher | None = None
+
+    def extend(self, tokens: Tokens) -> None:
+        """Append what was generated."""
+        if self._hasher is None:
+            self._hasher = self._prompt.hasher(self._spec)[0]
+        more = self._hasher.update(tokens)
+        if len(more):
+            self.keys = np.concatenate([self.keys, more])
+
+
+class NoChain(Chain):
+    """No keys at all: of a request that the cache failed."""
+
+    def __init__(self) -> None:
+        """Empty, and stays so."""
+        self.keys = np.zeros((0, 2), np.uint64)
+
+    def extend(self, tokens: Tokens) -> None:
+        """Nothing."""
+
+
+@dataclass(eq=False)
+class Request:
+    """One request, from `take` until `release`."""
+
+    id: Hashable
+    prompt: Prompt
+    wishes: Wishes
+    space: Space | None
+    """None: the cache failed when it began; nothing of it is found or published."""
+    match: PrefixMatch
+    device_chain: Chain
+    host_chain: Chain
+    hit: Lease | None = None
+    """Device blocks that were found; owned devices."""
+    host: Lease | None = None
+    """Host pages that were found, until they are fetched."""
+    host_first: int = 0
+    """Number of the first of them in the host's keys."""
+    table: Pages = field(default_factory=lambda: NONE)
+    """Device blocks, in order of their tokens."""
+    kind: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
+    """HELD, PINNED or LEASED, for each block of the table."""
+    named: int = 0
+    """Leading blocks that were given names, or tried to."""
+    written: int = 0
+    """Leading host pages that are there, on their way, or were tried."""
+    known: int = 0
+    """Tokens whose ids are known: the prompt's and those reported."""
+    total: int = 0
+    """Tokens that are computed and accepted."""
+    movements: list[Movement] = field(default_factory=list)
+
+    def note(self, total: int, new_tokens: Tokens | None) -> None:
+        """More tokens are computed.
+
+        Raises:
+            ConfigError: fewer than before, or more than are known.
+        """
+        known = self.known + (0 if new_tokens is None else len(new_tokens))
+        if not self.total <= total <= known:
+            raise ConfigError(
+                f"commit {self.id!r}: expected {self.total} to {known} computed tokens, found "
+                f"{total}; give the ids of what was generated as new_tokens="
+            )
+        if new_tokens is not None and len(new_tokens):
+            self.device_chain.extend(new_tokens)
+            if self.host_chain is not self.device_chain:
+                self.host_chain.extend(new_tokens)
+        self.known, self.total = known, total
+
+    def publishable(self) -> int:
+        """Tokens that may be shared."""
+        if self.space is None:
+            return 0
+        return self.total if self.wishes.output else min(self.total, len(self.prompt))
+
+
+def slots_of(table: Pages, block_tokens: int, begin: int, end: int) -> npt.NDArray[np.int64]:
+    """Device slots of tokens [begin, end) by a block table."""
+    tokens = np.arange(begin, end)
+    found: npt.NDArray[np.int64] = table[tokens // block_tokens] * np.int64(block_tokens)
+    return found + tokens % block_tokens
+
+
+__all__ = ["HELD", "LEASED", "PINNED", "Chain", "NoChain", "Request", "Space", "slots_of"]

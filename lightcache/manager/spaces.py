@@ -1,0 +1,63 @@
+"""Which namespaces and keys a request's tokens get: by weights version and tenant, in every
+tier."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lightcache.cache import Cache
+from lightcache.errors import ConfigError
+from lightcache.manager.device import DeviceTier
+from lightcache.manager.requests import Space
+
+
+class Spaces:
+    """The spaces of the weights that are served now. A space of a former version stays usable for
+    what runs, and finds and accepts nothing once it was cleared."""
+
+    def __init__(self, host: Cache, device: DeviceTier, weights: str) -> None:
+        """Nothing is opened yet."""
+        if not isinstance(weights, str):
+            raise ConfigError(f"weights: expected a version as text, found {weights!r}")
+        self._host, self._device = host, device
+        self.weights = weights
+        self._known: dict[str, Space] = {}
+
+    def of(self, tenant: str) -> Space:
+        """A tenant's, under the present weights."""
+        found = self._known.get(tenant)
+        if found is None or (found.device is None) != (self._device.index is None):
+            found = self._known[tenant] = self._made(tenant)
+        return found
+
+    def _made(self, tenant: str) -> Space:
+        host = self._host.namespace(self.weights, tenant)
+        spec = self._host.key_spec(namespace=host)
+        blocks = self._device.block_tokens
+        return Space(
+            self.weights,
+            tenant,
+            host,
+            self._device.space(self.weights, tenant) if self._device.index is not None else None,
+            spec,
+            spec if spec.page_tokens == blocks else replace(spec, page_tokens=blocks),
+        )
+
+    def known(self) -> list[Space]:
+        """Those that requests have had so far."""
+        return list(self._known.values())
+
+    def drop(self, space: Space) -> bool:
+        """Forget one that was cleared; whether it was known."""
+        if self._known.get(space.tenant) is not space:
+            return False
+        del self._known[space.tenant]
+        return True
+
+    def switch(self, weights: str) -> None:
+        """From now on requests get spaces of another version."""
+        self.weights = weights
+        self._known.clear()
+
+
+__all__ = ["Spaces"]

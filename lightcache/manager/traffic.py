@@ -1,0 +1,252 @@
+"""Transfers of a manager: which go on, which blocks they touch, and what waits for them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+from lightcache._arguments import Pages
+from lightcache.errors import LightcacheError, TransferFailed, WaitTimeout
+from lightcache.manager.movers import Moving
+
+
+class State(Enum):
+    """Of a movement."""
+
+    QUEUED = "queued"
+    """Not begun: the manager is paused."""
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    """Never begun."""
+
+
+class Movement:
+    """One copy, asked for. Its blocks are in flight until it is over, whatever becomes of the
+    request: nothing cuts a copy off."""
+
+    def __init__(
+        self,
+        traffic: Traffic,
+        blocks: Pages,
+        begin: Callable[[], Moving],
+        over: Callable[[bool], None],
+        give_back: Callable[[], None],
+    ) -> None:
+        """For `Traffic.begin`."""
+        self._traffic, self._begin, self._over, self._give_back = traffic, begin, over, give_back
+        self.blocks = blocks
+        """Device blocks that it reads or writes."""
+        self.state = State.QUEUED
+        self.moving: Moving | None = None
+        self.error: LightcacheError | None = None
+        """Why it failed."""
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing of it goes on, as far as was looked."""
+        return self.state not in (State.QUEUED, State.RUNNING)
+
+    def done(self) -> bool:
+        """Whether it is over. Does not block.
+
+        Raises:
+            TransferFailed: it is over, and failed; the error is chained.
+        """
+        self._traffic.poll()
+        self._raise()
+        return self.over
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Until it is over. Blocks; no lock is held meanwhile.
+
+        Raises:
+            WaitTimeout: it goes on, or is paused; wait again.
+            TransferFailed: as `done`.
+        """
+        self._traffic.poll()
+        if self.state is State.QUEUED:
+            raise WaitTimeout("wait: transfers are paused; resume the manager first")
+        self.block(timeout)
+        self._traffic.poll()
+        self._raise()
+
+    def block(self, timeout: float | None) -> None:
+        """Until its copy is over, whether it went well or not. WaitTimeout if it goes on."""
+        moving = self.moving
+        if moving is None or self.over:
+            return
+        try:
+            moving.wait(timeout)
+        except WaitTimeout:
+            raise
+        except LightcacheError as error:
+            self.error = error
+
+    def cancel(self) -> None:
+        """Not begun yet: never begin, and give back what it holds. Begun: nothing."""
+        with self._traffic.lock:
+            if self.state is State.QUEUED:
+                self._traffic.forget(self)
+                self.state = State.CANCELLED
+                self._give_back()
+                self._over(False)
+
+    def _raise(self) -> None:
+        if self.state is State.FAILED:
+            raise TransferFailed(
+                f"the transfer failed: {self.error}; compute these tokens instead"
+            ) from self.error
+
+    def _start(self) -> None:
+        try:
+            self.moving = self._begin()
+            self.state = State.RUNNING
+        except LightcacheError as error:
+            self.error = error
+            self._end(State.FAILED)
+            self._give_back()
+
+    def _look(self) -> bool:
+        """Whether it is over now."""
+        assert self.moving is not None
+        try:
+            if self.error is None and not self.moving.done():
+                return False
+        except LightcacheError as error:
+            self.error = error
+        self._end(State.DONE if self.error is None else State.FAILED)
+        return True
+
+    def _end(self, state: State) -> None:
+        self.state = state
+        self._traffic.landed(self)
+        self._over(state is State.DONE)
+
+
+class Traffic:
+    """All movements of one manager."""
+
+    def __init__(self, lock: threading.RLock, clock: Callable[[], float] = time.monotonic) -> None:
+        """Nothing moves yet.
+
+        Args:
+            lock: the manager's; never held while waiting for a copy.
+        """
+        self.lock = lock
+        self._clock = clock
+        self._queued: deque[Movement] = deque()
+        self._running: list[Movement] = []
+        self._touching: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+        self.paused = False
+        self.failed = 0
+        """Movements that failed."""
+
+    @property
+    def in_flight(self) -> int:
+        """Movements that run."""
+        return len(self._running)
+
+    @property
+    def queued(self) -> int:
+        """Movements that wait for `resume`."""
+        return len(self._queued)
+
+    def begin(
+        self,
+        blocks: Pages,
+        call: Callable[[], Moving],
+        over: Callable[[bool], None],
+        give_back: Callable[[], None],
+    ) -> Movement:
+        """Begin a copy, or queue it while paused.
+
+        Args:
+            blocks: that it touches.
+            call: begins it. An error of ours that it raises fails the movement.
+            over: told once whether it went well.
+            give_back: what it holds if it never begins.
+        """
+        made = Movement(self, blocks, call, over, give_back)
+        if self.paused:
+            self._queued.append(made)
+        else:
+            self._launch(made)
+        return made
+
+    def _launch(self, movement: Movement) -> None:
+        self._count(movement.blocks, 1)
+        self._running.append(movement)
+        movement._start()
+
+    def _count(self, blocks: Pages, change: int) -> None:
+        if not len(blocks):
+            return
+        most = int(blocks.max()) + 1
+        if most > len(self._touching):
+            grown = np.zeros(max(most, 2 * len(self._touching)), np.int32)
+            grown[: len(self._touching)] = self._touching
+            self._touching = grown
+        np.add.at(self._touching, blocks, change)
+
+    def landed(self, movement: Movement) -> None:
+        """A movement is over."""
+        self._running.remove(movement)
+        self._count(movement.blocks, -1)
+        self.failed += movement.state is State.FAILED
+
+    def forget(self, movement: Movement) -> None:
+        """A queued movement is not wanted any more."""
+        self._queued.remove(movement)
+
+    def poll(self) -> int:
+        """Begin what waits, if not paused; notice what is over. Returns how many go on."""
+        with self.lock:
+            while self._queued and not self.paused:
+                self._launch(self._queued.popleft())
+            for movement in list(self._running):
+                if movement.state is State.RUNNING:
+                    movement._look()
+            return len(self._running)
+
+    def busy(self, blocks: Pages) -> npt.NDArray[np.bool_]:
+        """Which of these blocks a copy reads or writes, as far as was looked."""
+        found = np.zeros(len(blocks), np.bool_)
+        known = blocks < len(self._touching)
+        found[known] = self._touching[blocks[known]] > 0
+        return found
+
+    def touching(self, blocks: Pages | None) -> list[Movement]:
+        """Movements that touch any of these blocks; None: all that go on."""
+        with self.lock:
+            if blocks is None:
+                return list(self._running)
+            wanted = set(blocks.tolist())
+            return [each for each in self._running if not wanted.isdisjoint(each.blocks.tolist())]
+
+    def wait(self, blocks: Pages | None, timeout: float | None) -> None:
+        """Until no copy touches these blocks; None: until none goes on. Blocks, without the lock.
+
+        Raises:
+            WaitTimeout: some go on; says which.
+        """
+        end = None if timeout is None else self._clock() + timeout
+        for movement in self.touching(blocks):
+            try:
+                movement.block(None if end is None else max(0.0, end - self._clock()))
+            except WaitTimeout:
+                raise WaitTimeout(
+                    f"wait: a copy still touches blocks {movement.blocks[:8].tolist()} after "
+                    f"{timeout} s; wait again before they are used for anything else"
+                ) from None
+        self.poll()
+
+
+__all__ = ["Movement", "State", "Traffic"]

@@ -1,0 +1,121 @@
+"""Writing: which pages go to the host, and when."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from lightcache._arguments import Keys, Pages
+from lightcache.errors import LightcacheError
+from lightcache.manager.matches import WritePolicy
+from lightcache.manager.requests import Request, Space, slots_of
+from lightcache.manager.traffic import Movement
+from lightcache.reservations import Reservation
+
+if TYPE_CHECKING:
+    from lightcache.manager.manager import KVCacheManager
+
+_SEEN = 1 << 16  # pages that SELECTIVE remembers
+
+
+class Writer:
+    """Writes what running requests have filled to the host."""
+
+    def __init__(self, manager: KVCacheManager) -> None:
+        """Nothing is written yet."""
+        self._manager = manager
+        self._seen: OrderedDict[bytes, int] = OrderedDict()
+
+    def due(self, running: list[Request]) -> None:
+        """After a commit: pages of those that have enough of them, or whose prompt is complete."""
+        if self._manager.config.write is WritePolicy.BACK:
+            return
+        group, tokens = self._manager.config.write_group, self._manager.page_tokens
+        for one in running:
+            full = one.publishable() // tokens
+            prompt_ends = one.total >= len(one.prompt) > one.written * tokens
+            if full > one.written and (full - one.written >= group or prompt_ends):
+                self._write(one, full)
+
+    def rest(self, one: Request) -> None:
+        """A request ends: what of it is not written yet."""
+        full = one.publishable() // self._manager.page_tokens
+        if self._manager.config.write is not WritePolicy.BACK and full > one.written:
+            self._write(one, full)
+
+    def _write(self, one: Request, full: int) -> None:
+        wishes = one.wishes
+        if not wishes.write or "host" not in wishes.tiers or wishes.priority < 0:
+            return
+        begin, end = one.written, full
+        if self._manager.config.write is WritePolicy.SELECTIVE:
+            end = begin + self._asked_for(one.host_chain.keys[begin:full])
+        one.written = full
+        if end > begin and one.space is not None and self._manager._weights.good(one.space):
+            self._offload(one, one.space, begin, end)
+
+    def _asked_for(self, keys: Keys) -> int:
+        """Leading pages that were to be written before. Remembers all of them."""
+        most, leading, counting = self._manager.config.seen, 0, True
+        for key in keys:
+            digest = key.tobytes()
+            times = self._seen.pop(digest, 0) + 1
+            self._seen[digest] = times
+            counting &= times >= most
+            leading += counting
+        while len(self._seen) > _SEEN:
+            self._seen.popitem(last=False)
+        return leading
+
+    def _offload(self, one: Request, space: Space, begin: int, end: int) -> None:
+        manager = self._manager
+        tokens, block = manager.page_tokens, manager.device.block_tokens
+        before = max(0, begin - 1)  # what the first page hangs on
+        if len(one.table) * block < end * tokens:
+            return  # the engine has let go of these blocks
+        try:
+            new = manager.host.reserve(
+                one.host_chain.keys[before:end],
+                begin - before,
+                namespace=space.host,
+                timeout=manager.config.time_limit,
+            )
+        except LightcacheError:
+            manager._figures.add(failed_offloads=1)
+            return
+        manager._figures.add(no_room_pages=len(new.missing))
+        if not len(new.new):
+            new.release()
+            return
+        slots = slots_of(one.table, block, before * tokens, end * tokens)
+        touched = np.unique(slots // block).astype(np.int32)
+        one.movements.append(self.launch(new, slots, touched))
+
+    def launch(self, new: Reservation, slots: npt.NDArray[np.int64], blocks: Pages) -> Movement:
+        """Begin to write a reservation's new pages. It is the movement's from now on.
+
+        Args:
+            slots: of all tokens of the keys that were reserved, from the first of these on.
+            blocks: that are read.
+        """
+        manager, pages = self._manager, len(new.new)
+
+        def over(ok: bool) -> None:
+            if ok:
+                manager._figures.add(offloads=1, offloaded_pages=pages)
+            else:
+                manager._figures.add(failed_offloads=1)
+
+        def give_back() -> None:
+            if not new._done:
+                new.release()
+
+        return manager._traffic.begin(
+            blocks, lambda: manager.mover.offload(new, slots), over, give_back
+        )
+
+
+__all__ = ["Writer"]
