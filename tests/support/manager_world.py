@@ -1,0 +1,283 @@
+"""An engine of few lines around a KVCacheManager, and an oracle that knows what every slot holds.
+
+The engine computes by writing stamps (`support.stamped`). Whatever the manager says is there must
+be the stamp of just those tokens, in whatever tier.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from support.stamped import TOKEN_BYTES, StampedDevice, StampedMover, Stamps, stamps_of
+
+from lightcache import Cache
+from lightcache.errors import OutOfPages, TransferFailed
+from lightcache.manager import AttachedDevice, Fetch, KVCacheManager, ManagerConfig, OwnedDevice
+from lightcache.manager import Prompt as ManagerPrompt
+
+SECRET = b"a secret of tests"
+
+
+@dataclass
+class Running:
+    """A request as the engine sees it."""
+
+    prompt: ManagerPrompt
+    tokens: list[int]
+    """The prompt's, then those generated."""
+    computed: int
+    """Leading tokens whose KV is on the device, if the fetch is over."""
+    table: Any
+    fetch: Fetch
+    told: int = 0
+    """Tokens that the manager knows the ids of."""
+
+
+@dataclass
+class Blocks:
+    """The allocator of an engine that owns its blocks: a free list, and what was freed comes
+    last."""
+
+    free: list[int]
+    named: set[int] = field(default_factory=set)
+    waiting: list[list[int]] = field(default_factory=list)
+    """Freed, but a copy may touch them."""
+
+    def collect(self, manager: KVCacheManager) -> None:
+        """What no copy touches any more is free."""
+        left = []
+        for blocks in self.waiting:
+            if blocks and manager.in_flight(blocks).any():
+                left.append(blocks)
+            else:
+                self.free.extend(blocks)
+        self.waiting = left
+
+    def allocate(self, n: int, manager: KVCacheManager) -> list[int] | None:
+        """n blocks, or none."""
+        self.collect(manager)
+        if len(self.free) < n:
+            return None
+        taken, self.free = self.free[:n], self.free[n:]
+        manager.evicted(taken)
+        return taken
+
+
+class Engine:
+    """A scheduler and a model, as small as they can be."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        owned: bool,
+        blocks: int,
+        block: int,
+        page: int,
+        pages: int,
+        cache: Cache | None = None,
+        **config: Any,
+    ) -> None:
+        """Opens everything; `close` closes it."""
+        self.closes = cache is None
+        self.cache = cache or open_cache(name, pages, page)
+        self.store = StampedDevice(blocks, block)
+        kind = OwnedDevice if owned else AttachedDevice
+        self.device = kind(f"{name}.device", block_tokens=block, blocks=blocks)
+        self.mover = StampedMover(self.cache, self.store)
+        self.manager = KVCacheManager(
+            self.cache, self.device, self.mover, config=ManagerConfig(**config)
+        )
+        self.blocks = None if owned else Blocks(list(range(blocks)))
+        self.block = block
+        self.running: dict[int, Running] = {}
+        self.weights = 0
+
+    def seed(self) -> int:
+        """Stamps of other weights are others."""
+        return self.weights * 7919
+
+    def stamps(self, tokens: Any) -> Stamps:
+        """What the model computes of these tokens."""
+        return stamps_of(tokens, self.seed())
+
+    def begin(self, request: int, prompt: ManagerPrompt) -> bool:
+        """Plan, take, allocate, fetch. False: no room, and nothing is left of it."""
+        manager = self.manager
+        manager.plan(request, prompt)
+        match = manager.take(request)
+        assert match.usable < len(prompt)
+        if self.blocks is not None:
+            return self._begin_attached(request, prompt, match.usable)
+        try:
+            table = manager.allocate(request, len(prompt))
+        except OutOfPages:
+            manager.release(request, publish=False)
+            return False
+        fetch = manager.fetch(request)
+        tokens = prompt.tokens.tolist()
+        self.running[request] = Running(
+            prompt, tokens, match.usable, table, fetch, told=len(tokens)
+        )
+        return True
+
+    def _begin_attached(self, request: int, prompt: ManagerPrompt, usable: int) -> bool:
+        """This engine does not look for prefixes on its device: all of them come from the host."""
+        assert self.blocks is not None
+        manager = self.manager
+        manager.release(request, publish=False)
+        match = manager.plan(request, prompt, device_tokens=0)
+        taken = self.blocks.allocate(-(-len(prompt) // self.block), manager)
+        if taken is None:
+            manager.cancel(request)
+            return False
+        match = manager.take(request)
+        table = np.array(taken, np.int32)
+        fetch = manager.fetch(request, table)
+        tokens = prompt.tokens.tolist()
+        self.running[request] = Running(
+            prompt, tokens, match.usable, table, fetch, told=len(tokens)
+        )
+        return True
+
+    def compute(self, request: int, count: int, generated: list[int]) -> bool:
+        """Compute up to `count` tokens, of the prompt first; commit. False: no room, or not
+        loaded."""
+        one = self.running[request]
+        try:
+            if not one.fetch.done():
+                return False
+        except TransferFailed:
+            one.computed = min(one.computed, one.fetch.tokens)
+        one.tokens = one.tokens + (generated if one.computed + count > len(one.tokens) else [])
+        end = min(one.computed + count, len(one.tokens))
+        if not self._room(request, one, end):
+            return False
+        self.store.write(one.table, one.computed, self.stamps(one.tokens)[one.computed : end])
+        self._expect(one, end)
+        one.computed = end
+        fresh = one.tokens[one.told : end] if end > one.told else []
+        one.told = max(one.told, end)
+        tables = None if self.blocks is None else one.table
+        changed = self.manager.commit(
+            request, end, new_tokens=np.array(fresh, np.int64), table=tables
+        )
+        for position, block in changed.items():
+            one.table[position] = block
+        self._expect(one, end)
+        return True
+
+    def _room(self, request: int, one: Running, end: int) -> bool:
+        missing = -(-end // self.block) - len(one.table)
+        if missing <= 0:
+            return True
+        if self.blocks is None:
+            try:
+                one.table = self.manager.allocate(request, end)
+            except OutOfPages:
+                return False
+            return True
+        taken = self.blocks.allocate(missing, self.manager)
+        if taken is None:
+            return False
+        one.table = np.concatenate([one.table, np.array(taken, np.int32)])
+        return True
+
+    def _expect(self, one: Running, end: int) -> None:
+        found = self.store.read(one.table, 0, end)
+        wanted = self.stamps(one.tokens[:end])
+        wrong = np.flatnonzero(found != wanted)
+        assert not len(wrong), f"token {wrong[0]} of {end} has another prefix's stamp"
+
+    def end(self, request: int, *, publish: bool) -> None:
+        """A request is over, or aborted."""
+        one = self.running.pop(request)
+        self.manager.release(request, publish=publish)
+        if self.blocks is not None:
+            self.blocks.waiting.append(one.table.tolist())
+            self.blocks.collect(self.manager)
+
+    def update(self, weights: int) -> None:
+        """Serve other weights; what runs is aborted, as engines do."""
+        self.manager.begin_update(wait=False)
+        for request in list(self.running):
+            self.end(request, publish=True)
+        self.mover.finish()
+        self.weights = weights
+        self.manager.finish_update(str(weights))
+
+    # ---- what must hold
+
+    def check_host(self, prompt: ManagerPrompt) -> int:
+        """Every page of the prefix that the host has holds its tokens' stamps. Returns its
+        pages."""
+        space = self.manager._spaces.of(prompt.tenant)
+        wanted = self.stamps(prompt.tokens)
+        tokens = self.cache.index.page_tokens
+        with self.cache.match(prompt.keys(space.host_spec), namespace=space.host) as lease:
+            for i, page in enumerate(lease.pages.tolist()):
+                found = np.frombuffer(bytes(memoryview(self.cache.pool[page])), np.uint64)
+                assert (found == wanted[i * tokens : (i + 1) * tokens]).all(), f"host page {i}"
+            return len(lease)
+
+    def check_device(self, prompt: ManagerPrompt) -> int:
+        """The same of the device's blocks; owned devices, whose blocks can be pinned."""
+        index, space = self.device.index, self.manager._spaces.of(prompt.tenant)
+        if self.blocks is not None or index is None:
+            return 0
+        wanted = self.stamps(prompt.tokens)
+        with index.match(prompt.keys(space.device_spec), namespace=space.device) as lease:
+            found = self.store.read(lease.pages, 0, len(lease) * self.block)
+            assert (found == wanted[: len(found)]).all()
+            return len(lease)
+
+    def settle(self) -> None:
+        """Nothing runs any more, no copy goes on: nothing may be left of anybody."""
+        for request in list(self.running):
+            self.end(request, publish=True)
+        self.mover.finish()
+        self.manager.poll()
+        assert self.manager.in_flight() == 0
+        assert self.device.index is not None
+        found, host = self.device.index.stats(), self.cache.stats()
+        assert found.writing == host.writing == host.held == 0
+        assert found.doomed == host.doomed == 0 or self._collected()
+        if self.blocks is None:
+            assert found.held == 0
+            assert found.free + found.ready == found.pages
+        else:
+            assert found.held + found.ready == found.pages
+        for index in (self.device.index, self.cache.index):
+            report = index.check()
+            assert report.clean, report.message
+        assert self.blocks is not None or self.device.index.check().pins == 0
+
+    def _collected(self) -> bool:
+        """Doomed pages go when somebody makes room."""
+        assert self.device.index is not None
+        for index in (self.device.index, self.cache.index):
+            index.evict(1)
+            assert index.stats().doomed == 0
+        return True
+
+    def close(self) -> None:
+        """Everything that `__init__` opened."""
+        self.mover.finish()
+        self.manager.close()
+        self.device.close()
+        if self.closes:
+            self.cache.close()
+
+
+def open_cache(name: str, pages: int, page: int) -> Cache:
+    """A host cache whose pages hold a stamp for each token."""
+    return Cache.open(
+        name,
+        pages=pages,
+        page_bytes=page * TOKEN_BYTES,
+        page_tokens=page,
+        fingerprint="stamped",
+        secret=SECRET,
+    )

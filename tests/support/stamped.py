@@ -1,0 +1,140 @@
+"""A device and a mover made of arrays: every token's bytes are a stamp of the prefix that ends in
+it."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lightcache import Cache, Lease, Reservation
+from lightcache.errors import TransferFailed, WaitTimeout
+
+Stamps = npt.NDArray[np.uint64]
+TOKEN_BYTES = 8
+
+
+def stamps_of(tokens: Any, seed: int = 0) -> Stamps:
+    """A stamp for each token, of all tokens up to it."""
+    found, value = np.empty(len(tokens), np.uint64), 0x9E3779B97F4A7C15 ^ seed
+    for i, token in enumerate(np.asarray(tokens).tolist()):
+        value = (value * 0x100000001B3 + token + 1) & 0xFFFFFFFFFFFFFFFF
+        found[i] = value
+    return found
+
+
+class StampedDevice:
+    """The KV of a device: one stamp for each slot."""
+
+    def __init__(self, blocks: int, block_tokens: int) -> None:
+        """Nothing in it is anybody's stamp."""
+        self.block_tokens = block_tokens
+        self.slots: Stamps = np.zeros(blocks * block_tokens, np.uint64)
+
+    def write(self, table: Any, begin: int, stamps: Stamps) -> None:
+        """What computing tokens from `begin` on leaves."""
+        at = np.arange(begin, begin + len(stamps))
+        where = np.asarray(table)[at // self.block_tokens] * self.block_tokens
+        self.slots[where + at % self.block_tokens] = stamps
+
+    def read(self, table: Any, begin: int, end: int) -> Stamps:
+        """What tokens [begin, end) have."""
+        at = np.arange(begin, end)
+        where = np.asarray(table)[at // self.block_tokens] * self.block_tokens
+        return self.slots[where + at % self.block_tokens]
+
+
+class StampedMoving:
+    """One copy. It reads and writes when it is finished, the latest moment at which it may."""
+
+    def __init__(self, mover: StampedMover, held: Lease | Reservation, slots: Any) -> None:
+        self.mover, self.held, self.slots = mover, held, np.asarray(slots)
+        self.over = self.failed = False
+
+    def done(self) -> bool:
+        """See `Moving`."""
+        if self.over and self.failed:
+            raise TransferFailed("arranged")
+        return self.over
+
+    def wait(self, timeout: float | None = None) -> None:
+        """See `Moving`. Time passes by finishing what is before it, and itself."""
+        if not self.over and timeout == 0:
+            raise WaitTimeout("arranged")
+        while not self.over:
+            self.mover.finish(1)
+        self.done()
+
+
+class StampedMover:
+    """Copies between a StampedDevice and the host pages, now or when told to."""
+
+    def __init__(self, cache: Cache, device: StampedDevice) -> None:
+        self.cache, self.device = cache, device
+        self.going: deque[StampedMoving] = deque()
+        self.at_once = True
+        self.fail_next = 0
+        self.loads = self.offloads = 0
+
+    def load(self, lease: Lease, slots: Any, first: int) -> StampedMoving:
+        """See `Mover`."""
+        assert first == 0
+        return self._begin(StampedMoving(self, lease, slots))
+
+    def offload(self, new: Reservation, slots: Any) -> StampedMoving:
+        """See `Mover`."""
+        return self._begin(StampedMoving(self, new, slots))
+
+    def _begin(self, moving: StampedMoving) -> StampedMoving:
+        self.going.append(moving)
+        if self.at_once:
+            self.finish(len(self.going))
+        return moving
+
+    def finish(self, count: int | None = None) -> None:
+        """Let the oldest copies happen; None: all."""
+        for _ in range(len(self.going) if count is None else min(count, len(self.going))):
+            moving = self.going.popleft()
+            moving.failed = self.fail_next > 0
+            self.fail_next -= moving.failed
+            if isinstance(moving.held, Lease):
+                self._load(moving)
+            else:
+                self._offload(moving)
+            moving.over = True
+
+    def _page(self, page: int) -> Stamps:
+        found: Stamps = np.frombuffer(memoryview(self.cache.pool[page]), np.uint64)
+        return found
+
+    def _load(self, moving: StampedMoving) -> None:
+        assert isinstance(moving.held, Lease)
+        tokens = self.cache.index.page_tokens
+        for i, page in enumerate(moving.held.pages.tolist()):
+            slots = moving.slots[i * tokens : (i + 1) * tokens]
+            wanted = slots >= 0
+            if moving.failed:  # what a failed copy leaves is anything
+                self.device.slots[slots[wanted]] = 0xDEAD
+            else:
+                self.device.slots[slots[wanted]] = self._page(page)[wanted]
+        self.loads += 1
+        moving.held.release()
+
+    def _offload(self, moving: StampedMoving) -> None:
+        new = moving.held
+        assert isinstance(new, Reservation)
+        tokens = self.cache.index.page_tokens
+        with new:
+            for position, page in zip(new.new.tolist(), new.pages.tolist(), strict=True):
+                slots = moving.slots[position * tokens : (position + 1) * tokens]
+                assert (slots >= 0).all()
+                view = np.frombuffer(memoryview(self.cache.pool[page]), np.uint64)
+                view[:] = 0xDEAD if moving.failed else self.device.slots[slots]
+            if not moving.failed:
+                try:
+                    new.publish()
+                except Exception:
+                    moving.failed = True
+        self.offloads += 1

@@ -1,0 +1,465 @@
+"""KVCacheManager, call by call, on a device and a mover made of arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from support.stamped import TOKEN_BYTES, StampedDevice, StampedMover, stamps_of
+
+from lightcache import Cache
+from lightcache.errors import ConfigError, LeaseLost, OutOfPages, TransferFailed, WaitTimeout
+from lightcache.manager import (
+    AttachedDevice,
+    Item,
+    KVCacheManager,
+    ManagerConfig,
+    OwnedDevice,
+    Prompt,
+    Why,
+    Wishes,
+    WritePolicy,
+)
+
+SECRET = b"a secret of tests"
+
+
+class World:
+    """A cache, a device, a manager."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        owned: bool = True,
+        blocks: int = 32,
+        block: int = 4,
+        page: int = 4,
+        pages: int = 32,
+        cache: Cache | None = None,
+        **config: Any,
+    ) -> None:
+        self.own = cache is None
+        self.cache = cache or Cache.open(
+            name,
+            pages=pages,
+            page_bytes=page * TOKEN_BYTES,
+            page_tokens=page,
+            fingerprint="stamped",
+            secret=SECRET,
+        )
+        self.store = StampedDevice(blocks, block)
+        kind = OwnedDevice if owned else AttachedDevice
+        self.device = kind(f"{name}.device", block_tokens=block, blocks=blocks)
+        self.mover = StampedMover(self.cache, self.store)
+        self.manager = KVCacheManager(
+            self.cache, self.device, self.mover, config=ManagerConfig(**config)
+        )
+
+    def close(self) -> None:
+        self.mover.finish()
+        self.manager.close()
+        self.device.close()
+        if self.own:
+            self.cache.close()
+
+    def run(self, request: Any, tokens: Any, *, keep: bool = False, **how: Any) -> Any:
+        """A whole request: everything that is not found is computed. Returns its match."""
+        prompt = tokens if isinstance(tokens, Prompt) else Prompt(tokens)
+        manager = self.manager
+        manager.plan(request, prompt, **how)
+        match = manager.take(request)
+        table = manager.allocate(request, len(prompt))
+        fetch = manager.fetch(request)
+        fetch.wait()
+        stamps = stamps_of(prompt.tokens)
+        assert (self.store.read(table, 0, match.usable) == stamps[: match.usable]).all()
+        self.store.write(table, match.usable, stamps[match.usable :])
+        manager.commit(request, len(prompt))
+        if not keep:
+            manager.release(request)
+        return match
+
+
+@pytest.fixture
+def worlds(segment_name: str) -> Iterator[Any]:
+    made: list[World] = []
+
+    def make(**how: Any) -> World:
+        made.append(World(f"{segment_name}{len(made)}", **how))
+        return made[-1]
+
+    yield make
+    for world in reversed(made):
+        world.close()
+
+
+def tokens(n: int, seed: int = 0) -> Any:
+    return np.random.default_rng(seed).integers(0, 1000, n)
+
+
+def test_a_second_request_finds_the_first_ones_blocks(worlds: Any) -> None:
+    world = worlds()
+    assert world.run("a", tokens(18)).usable == 0
+    match = world.run("b", tokens(18))
+    assert (match.device, match.host, match.usable) == (16, 0, 16)
+
+
+def test_one_token_is_left_to_compute(worlds: Any) -> None:
+    world = worlds()
+    world.run("a", tokens(16))
+    match = world.run("b", tokens(16))
+    assert match.usable == 12
+
+
+def test_what_the_device_lost_comes_from_the_host(worlds: Any) -> None:
+    world = worlds()
+    world.run("a", tokens(18))
+    world.device.index.evict(32)
+    match = world.run("b", tokens(18))
+    assert (match.device, match.host, match.usable) == (0, 16, 16)
+    assert world.mover.loads == 1
+    assert world.manager.stats().host_tokens == 16
+
+
+def test_device_and_host_make_one_match(worlds: Any) -> None:
+    world = worlds()
+    prompt = Prompt(tokens(30))
+    world.run("a", prompt)
+    # Two leaves go from the device: 28 tokens were there.
+    assert world.device.index.evict(2) == 2
+    match = world.run("b", prompt)
+    assert (match.device, match.host, match.usable) == (20, 8, 28)
+
+
+@pytest.mark.parametrize(("block", "page"), [(4, 16), (16, 4), (4, 4), (2, 8)])
+def test_pages_and_blocks_of_different_sizes(worlds: Any, block: int, page: int) -> None:
+    world = worlds(block=block, page=page, blocks=32, pages=32)
+    world.run("a", tokens(67))
+    world.device.index.evict(2)
+    match = world.run("b", tokens(67))
+    assert match.usable >= 64 // max(block, page) * max(block, page) - max(block, page)
+    world.device.index.evict(32)
+    match = world.run("c", tokens(67))
+    assert (match.device, match.host) == (0, 66 // page * page)
+
+
+def test_sizes_that_do_not_fit_are_refused(worlds: Any) -> None:
+    with pytest.raises(ConfigError, match="multiple"):
+        worlds(block=4, page=6)
+
+
+def test_a_limit(worlds: Any) -> None:
+    world = worlds()
+    world.run("a", tokens(18))
+    match = world.run("b", tokens(18), limit=9)
+    assert match.usable == 8
+
+
+def test_an_item_is_not_cut(worlds: Any) -> None:
+    world = worlds()
+    seen = Prompt(tokens(18), items=[Item(6, 18, b"image")])
+    world.run("a", seen)
+    match = world.run("b", seen)
+    assert match.why is Why.ITEM
+    assert (match.usable, match.cut) == (4, seen.items[0])
+    other = Prompt(tokens(18), items=[Item(6, 18, b"other")])
+    assert world.run("c", other).device == 4
+
+
+def test_who_does_not_read_finds_nothing(worlds: Any) -> None:
+    world = worlds()
+    world.run("a", tokens(18))
+    match = world.run("b", tokens(18), wishes=Wishes(read=False))
+    assert (match.usable, match.why) == (0, Why.WISHES)
+
+
+def test_who_does_not_write_leaves_nothing(worlds: Any) -> None:
+    world = worlds()
+    world.run("a", tokens(18), wishes=Wishes(write=False))
+    assert world.run("b", tokens(18)).usable == 0
+
+
+def test_tiers_of_a_request(worlds: Any) -> None:
+    world = worlds()
+    world.run("a", tokens(18), wishes=Wishes(tiers=frozenset({"host"})))
+    match = world.run("b", tokens(18))
+    assert (match.device, match.host) == (0, 16)
+
+
+def test_generated_tokens_are_found(worlds: Any) -> None:
+    world = worlds()
+    prompt, answer = tokens(10), tokens(9, 1)
+    world.run("a", prompt, keep=True)
+    table = world.manager.allocate("a", 19)
+    stamps = stamps_of(np.concatenate([prompt, answer]))
+    world.store.write(table, 10, stamps[10:])
+    world.manager.commit("a", 18, new_tokens=answer)
+    world.manager.release("a")
+    match = world.run("b", np.concatenate([prompt, answer, [5]]))
+    assert match.usable == 16
+
+
+def test_more_than_is_known_is_refused(worlds: Any) -> None:
+    world = worlds()
+    world.run("a", tokens(10), keep=True)
+    with pytest.raises(ConfigError, match="new_tokens"):
+        world.manager.commit("a", 11)
+
+
+def test_a_duplicate_is_exchanged(worlds: Any) -> None:
+    world = worlds()
+    prompt = Prompt(tokens(9))
+    manager = world.manager
+    for request in "ab":
+        manager.plan(request, prompt)
+        manager.take(request)
+        table = manager.allocate(request, 9)
+        manager.fetch(request)
+        world.store.write(table, 0, stamps_of(prompt.tokens))
+    assert manager.commit("a", 9) == {}
+    changed = manager.commit("b", 9)
+    assert sorted(changed) == [0, 1]
+    assert manager.stats().duplicates == 2
+    table = manager.allocate("b", 9)
+    assert (world.store.read(table, 0, 8) == stamps_of(prompt.tokens)[:8]).all()
+
+
+def test_out_of_blocks_changes_nothing(worlds: Any) -> None:
+    world = worlds(blocks=4)
+    manager = world.manager
+    manager.plan("a", Prompt(tokens(20)))
+    manager.take("a")
+    with pytest.raises(OutOfPages):
+        manager.allocate("a", 20)
+    manager.allocate("a", 16)
+    manager.release("a")
+    assert world.device.free == 4
+
+
+def test_decode_reserve(worlds: Any) -> None:
+    world = worlds(reserve_blocks=2)
+    world.manager.plan("a", Prompt(tokens(8)))
+    world.manager.take("a")
+    assert len(world.manager.allocate("a", 8)) == 4
+    world.manager.release("a")
+    assert world.device.free == 32
+
+
+def test_a_failed_load_is_computed(worlds: Any) -> None:
+    world = worlds()
+    world.run("a", tokens(18))
+    world.device.index.evict(32)
+    manager = world.manager
+    manager.plan("b", Prompt(tokens(18)))
+    manager.take("b")
+    manager.allocate("b", 18)
+    world.mover.fail_next = 1
+    fetch = manager.fetch("b")
+    with pytest.raises(TransferFailed):
+        fetch.done()
+    assert fetch.failed
+    assert fetch.tokens == 0
+    manager.release("b", publish=False)
+    assert world.device.free == 32
+    assert manager.stats().failed_loads == 1
+
+
+def test_release_waits_for_the_copy(worlds: Any) -> None:
+    world = worlds()
+    world.mover.at_once = False
+    world.run("a", tokens(18))
+    manager = world.manager
+    assert manager.in_flight() == 1
+    assert manager.poll() == 1
+    assert world.device.free == 27  # four named, and one without a key that the copy may not touch
+    with pytest.raises(WaitTimeout):
+        manager.wait_blocks(timeout=0)
+    manager.wait_blocks()
+    assert manager.poll() == 0
+    assert world.device.free == 28
+    assert not manager.in_flight([0, 1, 2]).any()
+
+
+def test_pause_and_resume(worlds: Any) -> None:
+    world = worlds()
+    world.manager.pause()
+    world.run("a", tokens(18), keep=True)
+    assert world.mover.offloads == 0
+    world.manager.resume()
+    assert world.mover.offloads == 1
+
+
+def test_unknown_requests(worlds: Any) -> None:
+    manager = worlds().manager
+    with pytest.raises(LeaseLost):
+        manager.take("nobody")
+    with pytest.raises(LeaseLost):
+        manager.allocate("nobody", 1)
+    manager.release("nobody")
+    manager.cancel("nobody")
+
+
+def test_an_update_of_the_weights(worlds: Any) -> None:
+    world = worlds()
+    world.run("a", tokens(18))
+    world.run("late", tokens(40, 3), keep=True)
+    manager = world.manager
+    manager.begin_update()
+    assert manager.plan("b", Prompt(tokens(18))).found == 0
+    manager.finish_update("2")
+    assert world.run("c", tokens(18)).usable == 0
+    assert world.run("d", tokens(18)).usable == 16
+    manager.commit("late", 40)
+    manager.release("late")
+    world.device.index.evict(0)
+    assert world.device.index.check().clean
+
+
+def test_another_process_cleared(worlds: Any, segment_name: str) -> None:
+    world = worlds()
+    other = World(f"{segment_name}.other", cache=world.cache)
+    try:
+        world.run("a", tokens(18))
+        other.manager.begin_update()
+        assert world.manager.plan("b", Prompt(tokens(18))).found == 0
+        assert world.manager.weights_state.value in ("normal", "cleared", "clearing")
+        world.manager.cancel("b")
+    finally:
+        other.close()
+
+
+def test_write_back(worlds: Any) -> None:
+    world = worlds(write=WritePolicy.BACK)
+    prompt = Prompt(tokens(18))
+    world.run("a", prompt)
+    assert world.mover.offloads == 0
+    assert world.manager.demote(4) == 4
+    assert world.device.free == 32
+    match = world.run("b", prompt)
+    assert (match.device, match.host) == (0, 16)
+
+
+def test_a_block_on_its_way_out_that_is_matched_stays(worlds: Any) -> None:
+    world = worlds(write=WritePolicy.BACK)
+    prompt = Prompt(tokens(18))
+    world.run("a", prompt)
+    world.mover.at_once = False
+    world.manager.demote(4)
+    assert world.manager.plan("b", prompt).device == 16
+    world.mover.finish()
+    world.manager.poll()
+    assert world.manager.take("b").device == 16
+    assert world.manager.stats().kept_by_match == 4
+    world.manager.release("b")
+
+
+def test_selective_writes_what_was_asked_for_before(worlds: Any) -> None:
+    world = worlds(write=WritePolicy.SELECTIVE)
+    world.run("a", tokens(18))
+    assert world.mover.offloads == 0
+    world.device.index.evict(32)
+    world.run("b", tokens(18))
+    assert world.mover.offloads == 1
+
+
+def test_attached(worlds: Any) -> None:
+    world = worlds(owned=False)
+    manager, prompt = world.manager, Prompt(tokens(18))
+    stamps = stamps_of(prompt.tokens)
+    table = np.array([3, 9, 4, 1, 7], np.int32)
+    manager.plan("a", prompt)
+    assert manager.take("a").usable == 0
+    manager.fetch("a", table)
+    world.store.write(table, 0, stamps)
+    manager.commit("a", 18, table=table)
+    manager.release("a")
+    assert manager.plan("b", prompt).device == 16
+    assert manager.evicted([1, 4]) == 2
+    match = manager.plan("b", prompt)
+    assert (match.device, match.host) == (8, 8)
+    manager.take("b")
+    fresh = np.array([3, 9, 20, 21, 22], np.int32)
+    manager.fetch("b", fresh).wait()
+    assert (world.store.read(fresh, 0, 16) == stamps[:16]).all()
+    manager.release("b")
+
+
+def test_attached_a_double_inherits_the_name(worlds: Any) -> None:
+    world = worlds(owned=False)
+    manager, prompt = world.manager, Prompt(tokens(9))
+    for request, table in (("a", [1, 2, 3]), ("b", [4, 5, 6])):
+        manager.plan(request, prompt, device_tokens=0)
+        manager.take(request)
+        manager.commit(request, 9, table=np.array(table, np.int32))
+        manager.release(request)
+    manager.evicted([1])
+    assert manager.plan("c", prompt).device == 8
+    manager.evicted([4])
+    assert manager.plan("c", prompt).device == 0
+
+
+def test_the_number_of_blocks_comes_late(worlds: Any) -> None:
+    world = worlds(blocks=8)
+    world.device.close()
+    assert world.manager.plan("a", Prompt(tokens(9))).found == 0
+    world.manager.cancel("a")
+    world.device.set_blocks(16)
+    assert world.device.blocks == 16
+    world.store = StampedDevice(16, 4)
+    world.mover.device = world.store
+    world.run("b", tokens(18))
+    assert world.run("c", tokens(18)).device == 16
+
+
+def test_keep_and_drop(worlds: Any) -> None:
+    world = worlds()
+    prompt = Prompt(tokens(18))
+    world.run("a", prompt)
+    assert world.manager.keep(prompt) == {"host": 16, "device": 16}
+    world.device.index.evict(32)
+    assert world.manager.plan("b", prompt).device == 16
+    world.manager.cancel("b")
+    world.manager.unkeep(prompt)
+    assert world.manager.drop(prompt, 8) == {"host": 8, "device": 8}
+    assert world.manager.plan("b", prompt).device == 8
+
+
+def test_waiting_for_whom_computes_the_same(worlds: Any) -> None:
+    world = worlds(same_prefix="wait")
+    manager, prompt = world.manager, Prompt(tokens(18))
+    manager.plan("a", prompt)
+    manager.take("a")
+    assert manager.plan("b", prompt).waits_for == "a"
+    manager.release("a")
+    assert manager.plan("b", prompt).waits_for is None
+
+
+def test_fail_open(worlds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightcache.errors import CacheCorrupted
+
+    world = worlds(failures=2)
+    manager = world.manager
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise CacheCorrupted("arranged")
+
+    monkeypatch.setattr(world.cache.index, "plan_many", broken)
+    for request in "ab":
+        assert manager.plan(request, Prompt(tokens(18))).why is Why.DISABLED
+    assert manager.disabled
+    monkeypatch.undo()
+    manager.plan("c", Prompt(tokens(18)))
+    match = manager.take("c")
+    assert match.usable == 0
+    table = manager.allocate("c", 18)
+    manager.fetch("c").wait()
+    world.store.write(table, 0, stamps_of(tokens(18)))
+    assert manager.commit("c", 18) == {}
+    manager.release("c")
+    assert world.device.free == 32
+    manager.enable()
+    world.run("d", tokens(18))
+    assert world.run("e", tokens(18)).device == 16
