@@ -27,6 +27,7 @@ from lightcache.errors import (
     WaitTimeout,
 )
 from lightcache.hashing import KeySpec, PageHasher, hash_pages, matchable_pages
+from lightcache.keeping import Oldest
 from lightcache.leases import Lease, LeaseBatch
 from lightcache.namespaces import Namespace
 from lightcache.page_index import PageIndex
@@ -61,6 +62,7 @@ __all__ = [
     "NoSpace",
     "NotReady",
     "Offload",
+    "Oldest",
     "OutOfPages",
     "PageHasher",
     "PageIndex",

@@ -167,10 +167,15 @@ class Cache(OpenedCache):
         return self.index.evict(n)
 
     def namespace(
-        self, weights: str = "", tenant: str = "", *, quota: int | None = None
+        self,
+        weights: str = "",
+        tenant: str = "",
+        *,
+        quota: int | None = None,
+        minimum: int | None = None,
     ) -> Namespace:
         """See `PageIndex.namespace`."""
-        return self.index.namespace(weights, tenant, quota=quota)
+        return self.index.namespace(weights, tenant, quota=quota, minimum=minimum)
 
     def use(self, namespace: Namespace) -> None:
         """See `PageIndex.use`; keys are then seeded with it, too."""

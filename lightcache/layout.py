@@ -32,6 +32,7 @@ class PageState(IntEnum):
 
 STATE_MASK = 0xF
 UNWRITTEN = 0x10
+KEPT = 0x20
 NAMESPACE_SHIFT = 8
 RESERVATION_SHIFT = 16
 
@@ -62,6 +63,7 @@ class Operation(IntEnum):
     GROW = 10
     NAMESPACE = 11
     COLLECT = 12
+    KEEP = 13
 
 
 class Link(ctypes.Structure):
@@ -156,7 +158,8 @@ class NamespaceRecord(ctypes.Structure):
         ("quota", ctypes.c_uint32),
         ("cursor", ctypes.c_uint32),
         ("hand", ctypes.c_uint32),
-        ("pad", ctypes.c_uint32 * 2),
+        ("minimum", ctypes.c_uint32),
+        ("pad", ctypes.c_uint32 * 1),
         ("weights", ctypes.c_char * 48),
         ("tenant", ctypes.c_char * 48),
     ]
@@ -192,7 +195,8 @@ class RootRecord(ctypes.Structure):
         ("now", ctypes.c_uint32 * 2),
         ("occupied", ctypes.c_uint32 * (LEVELS * 2)),
         ("repairing", ctypes.c_uint32),
-        ("pad1", ctypes.c_uint32 * 13),
+        ("kept", ctypes.c_uint32),
+        ("pad1", ctypes.c_uint32 * 12),
         ("clock", ctypes.c_uint64),
         ("pad2", ctypes.c_uint8 * 56),
         ("event", ctypes.c_uint32),
@@ -249,6 +253,52 @@ class ReserveProgress(ctypes.Structure):
         ("reason", ctypes.c_uint32),
         ("tick", ctypes.c_uint64),
         ("unpinned", ctypes.c_uint32),
+        ("kept", ctypes.c_uint32),
+    ]
+
+
+class NamespaceLimits(ctypes.Structure):
+    """What a namespace may have, and what it and the others were promised."""
+
+    _fields_ = [
+        ("quota", ctypes.c_uint32),
+        ("minimum", ctypes.c_uint32),
+        ("others", ctypes.c_uint64),
+    ]
+
+
+class WalkProgress(ctypes.Structure):
+    """How far a keep, unkeep or drop has come."""
+
+    _fields_ = [
+        ("cursor", ctypes.c_uint32),
+        ("pages", ctypes.c_uint32),
+        ("ended", ctypes.c_uint32),
+    ]
+
+
+class OldestProgress(ctypes.Structure):
+    """How far the listing of what is evicted next has come."""
+
+    _fields_ = [
+        ("since", ctypes.c_uint64),
+        ("want", ctypes.c_uint32),
+        ("keep_order", ctypes.c_uint32),
+        ("ended", ctypes.c_uint32),
+        ("climb", ctypes.c_uint32),
+        ("returned", ctypes.c_uint32),
+        ("going", ctypes.c_uint32 * NAMESPACES),
+    ]
+
+
+class DiscardProgress(ctypes.Structure):
+    """How far a discard has come."""
+
+    _fields_ = [
+        ("taken", ctypes.c_uint32),
+        ("cursor", ctypes.c_uint32),
+        ("climb", ctypes.c_uint32),
+        ("freed", ctypes.c_uint32),
     ]
 
 
@@ -291,6 +341,8 @@ class Counts(ctypes.Structure):
         ("tickets", ctypes.c_uint32),
         ("chunks", ctypes.c_uint32),
         ("namespaces_clearing", ctypes.c_uint32),
+        ("held", ctypes.c_uint32),
+        ("kept", ctypes.c_uint32),
         ("clock", ctypes.c_uint64),
     ]
 
@@ -331,6 +383,10 @@ STRUCTURES: Mapping[str, type[ctypes.Structure]] = {
     "lci_geometry": Geometry,
     "lci_lease": LeaseHeader,
     "lci_reserve_op": ReserveProgress,
+    "lci_ns_limits": NamespaceLimits,
+    "lci_walk_op": WalkProgress,
+    "lci_oldest_op": OldestProgress,
+    "lci_discard_op": DiscardProgress,
     "lci_ticket_ref": TicketRef,
     "lci_ticket_status": TicketStatusRecord,
     "lci_counts": Counts,

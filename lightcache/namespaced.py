@@ -19,18 +19,27 @@ class Namespaced(Attached):
     """What calls without `namespace=` mean."""
 
     def namespace(
-        self, weights: str = "", tenant: str = "", *, quota: int | None = None
+        self,
+        weights: str = "",
+        tenant: str = "",
+        *,
+        quota: int | None = None,
+        minimum: int | None = None,
     ) -> Namespace:
         """The namespace of a weights version and a tenant, made if need be (256 at most).
 
         Args:
             quota: most pages it may have at a time, then it evicts its own; 0: no limit; None:
                 as it is.
+            minimum: pages that making room for others never takes from it: while it has no more
+                than these only its own calls, `drop`, `discard` and `clear` do. 0: none; None: as
+                it is. It ends with `clear`.
 
         Raises:
             OutOfPages: all 256 entries are taken.
             LeaseLost: read-only, and there is none of that name.
-            ConfigError: a name longer than 47 bytes.
+            ConfigError: a name longer than 47 bytes; a minimum above the quota; or minimums of
+                more pages than the index has. Nothing was changed then.
         """
         names = namespaces.encoded(weights, "weights"), namespaces.encoded(tenant, "tenant")
         found = ctypes.c_uint32()
@@ -39,13 +48,21 @@ class Namespaced(Attached):
             if code == Code.MISSING:
                 raise LeaseLost(f"namespace: there is none of weights {weights!r}, {tenant!r}")
         else:
-            limit = namespaces.NO_CHANGE if quota is None else quota
-            _arguments.count(limit, "quota", 0, namespaces.NO_CHANGE)
+            limits = layout.NamespaceLimits(
+                quota=_limit(quota, "quota"), minimum=_limit(minimum, "minimum")
+            )
+            asked = ctypes.byref(limits)
             code = self._locked(
-                "lci_namespace_open", *names, limit, ctypes.byref(found), what="open a namespace"
+                "lci_namespace_limits", *names, asked, ctypes.byref(found), what="open a namespace"
             )
             if code == Code.FULL:
                 raise OutOfPages("namespace: all 256 are in use; clear those of old weights")
+            if code == Code.RANGE:
+                raise ConfigError(
+                    f"namespace: a minimum of {limits.minimum} pages does not go with a quota of "
+                    f"{limits.quota or 'no limit'}, and the {limits.others} that other namespaces "
+                    f"were promised, in an index of {self.pages}; lower one of them"
+                )
         check(code, "namespace")
         return Namespace(weights, tenant, found.value)
 
@@ -105,6 +122,11 @@ class Namespaced(Attached):
         if not isinstance(namespace, Namespace):
             raise ConfigError(f"namespace: expected a Namespace, found {namespace!r}")
         return namespace.ref
+
+
+def _limit(pages: int | None, what: str) -> int:
+    limit = namespaces.NO_CHANGE if pages is None else pages
+    return _arguments.count(limit, what, 0, namespaces.NO_CHANGE)
 
 
 __all__ = ["Namespaced"]

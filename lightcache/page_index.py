@@ -18,6 +18,7 @@ from lightcache import _arguments, layout, snapshot
 from lightcache._arguments import Keys, Offsets, Pages
 from lightcache.attached import MAX_PAGES, geometry
 from lightcache.errors import ConfigError, LeaseLost, NoSpace, WaitTimeout
+from lightcache.keeping import Keeping
 from lightcache.leases import Lease, LeaseBatch
 from lightcache.namespaced import Namespaced
 from lightcache.namespaces import Namespace
@@ -30,7 +31,7 @@ from lightcache.snapshot import CheckReport, IndexStats
 from lightcache.ticketing import Ticketing
 
 
-class PageIndex(Namespaced, Ticketing):
+class PageIndex(Namespaced, Ticketing, Keeping):
     """An attach of this process to an index. Make it with `create`, `attach` or `open`.
 
     Lookups (`peek`, `match`, `release`, `publish`) take no lock and never wait for anybody. What
@@ -247,7 +248,8 @@ class PageIndex(Namespaced, Ticketing):
         return self.peek_many(keys, offsets, namespace=namespace)
 
     def evict(self, n: int) -> int:
-        """Free up to n pages, least recently used first, never pinned ones. Returns how many."""
+        """Free up to n pages, least recently used first, never pinned or kept ones, nor what a
+        namespace was promised. Returns how many."""
         _arguments.count(n, "n", 0, MAX_PAGES)
         freed = ctypes.c_uint32()
         check(self._locked("lci_evict_pages", n, ctypes.byref(freed), what="evict"), "evict")

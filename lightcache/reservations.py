@@ -25,7 +25,8 @@ NOT_ADOPTED = layout.NIL - 1  # a shard's reservation before the core has named 
 
 _WHY = {
     0: "",
-    1: "every page is pinned, being written, or a prefix of such a page",
+    1: "every page is pinned, kept, being written, guaranteed to another namespace, or a prefix of "
+    "such a page",
     2: "the namespace is at its quota",
     3: "too many reservations are outstanding",
     4: "too many keys share a bucket, or another namespace has this key",
@@ -100,7 +101,9 @@ class Reservation:
     @property
     def why(self) -> str:
         """Why there was no room; empty when there was."""
-        return _WHY.get(self._progress.reason, "unknown")
+        why = _WHY.get(self._progress.reason, "unknown")
+        kept = self._progress.kept if self._progress.reason == 1 else 0
+        return f"{why} ({kept} are kept)" if kept else why
 
     @property
     def shards(self) -> int:

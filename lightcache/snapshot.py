@@ -45,6 +45,8 @@ class IndexStats:
     """In the eviction queue: ready pages on which nothing hangs; pinned ones included."""
     reservations: int
     tickets: int
+    kept: int
+    """Ready pages that are never evicted; see `PageIndex.keep`."""
     clock: int
     """Ticks: matches and reserves so far."""
 
@@ -90,6 +92,7 @@ def stats_of(counts: layout.Counts) -> IndexStats:
         evictable=counts.queued,
         reservations=counts.reservations,
         tickets=counts.tickets,
+        kept=counts.kept,
         clock=counts.clock,
     )
 

@@ -202,12 +202,12 @@ def _numbers(numbers: list[int]) -> str | None:
 
 
 def _namespaces(found: list[Facts]) -> RenderableType:
-    columns = ("namespace", "weights", "tenant", "state", "pages", "quota")
+    columns = ("namespace", "weights", "tenant", "state", "pages", "quota", "minimum")
     return table(
         f"namespaces: {len(found)}",
         columns,
         ([entry[column] for column in columns] for entry in found),
-        right="namespace pages quota",
+        right="namespace pages quota minimum",
     )
 
 

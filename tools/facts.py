@@ -272,6 +272,7 @@ def namespaces(image: Image) -> list[Facts]:
             "tenant": record.tenant.decode("utf-8", "replace"),
             "pages": record.pages,
             "quota": record.quota or None,
+            "minimum": record.minimum or None,
         }
         for i, record in enumerate(found)
         if record.state

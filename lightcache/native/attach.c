@@ -103,12 +103,13 @@ static void set_name(_Atomic uint64_t *to, const char *text) {
 /* The epoch before the names: whoever has read the new names under the old epoch finds it moved on
  * when it looks again. */
 static void set_namespace(lci_namespace *ns, const char *weights, const char *tenant,
-                          uint32_t quota) {
+                          uint32_t quota, uint32_t minimum) {
     lc_store_release(&ns->epoch, lc_load(&ns->epoch) + 1);
     atomic_thread_fence(memory_order_release);
     set_name(ns->weights, weights);
     set_name(ns->tenant, tenant);
     lc_store(&ns->quota, quota);
+    lc_store(&ns->minimum, minimum);
     LC_PAUSE(LC_AT_NAME_STORED);
     lc_store_release(&ns->state, LCI_NS_NORMAL);
 }
@@ -135,7 +136,7 @@ LC_API int lci_format(uint8_t *base, uint64_t bytes, uint64_t pages, uint64_t gr
     lc_store(&r->grown, (uint32_t)grown);
     lc_lists_format(&h->lists);
     memset(base + g.bucket, 0xff, g.buckets * 4);
-    set_namespace(&h->ns[0], "", "", 0);
+    set_namespace(&h->ns[0], "", "", 0, 0);
     free(h);
     return LC_OK;
 }
@@ -212,28 +213,61 @@ static lci_namespace *vacant(lci_handle *h) {
     return NULL;
 }
 
-/* Find a namespace or make it. LC_E_FULL: all 256 are in use. A quota of UINT32_MAX leaves that of
- * an existing one as it is. */
-LC_API int lci_namespace_open(lci_handle *h, const char *weights, const char *tenant,
-                              uint32_t quota, lci_ns_ref *out, int wait, uint64_t deadline) {
+/* What the open namespaces but `besides` were promised together. */
+static uint64_t promised(const lci_handle *h, const lci_namespace *besides) {
+    uint64_t sum = 0;
+    for (uint32_t i = 0; i < LCI_NAMESPACES; i++)
+        if (&h->ns[i] != besides && lc_load(&h->ns[i].state) == LCI_NS_NORMAL)
+            sum += lc_load(&h->ns[i].minimum);
+    return sum;
+}
+
+/* Limits as they shall be: of those not given, what `ns` has (NULL: it is to be made). */
+static int settle_limits(const lci_handle *h, const lci_namespace *ns, lci_ns_limits *limits) {
+    if (limits->quota == UINT32_MAX) limits->quota = ns ? lc_load(&ns->quota) : 0;
+    if (limits->minimum == UINT32_MAX) limits->minimum = ns ? lc_load(&ns->minimum) : 0;
+    limits->others = promised(h, ns);
+    if (!limits->minimum) return LC_OK;
+    bool within = !limits->quota || limits->minimum <= limits->quota;
+    return within && limits->others + limits->minimum <= h->page_count ? LC_OK : LC_E_RANGE;
+}
+
+/* Find a namespace or make it, with these limits; UINT32_MAX leaves one as it is (0 in a new one).
+ * LC_E_FULL: all 256 are in use. LC_E_RANGE: more is promised than there is, nothing was changed;
+ * `limits` says what was asked for in all. */
+LC_API int lci_namespace_limits(lci_handle *h, const char *weights, const char *tenant,
+                                lci_ns_limits *limits, lci_ns_ref *out, int wait,
+                                uint64_t deadline) {
     lc_txn t;
+    bool as_it_is = limits->quota == UINT32_MAX && limits->minimum == UINT32_MAX;
     int rc = lci_namespace_find(h, weights, tenant, out);
-    if ((rc != LC_OK && rc != LC_E_MISSING) || (rc == LC_OK && quota == UINT32_MAX)) return rc;
+    if ((rc != LC_OK && rc != LC_E_MISSING) || (rc == LC_OK && as_it_is)) return rc;
     rc = lci_lock(h, &t, LCI_OP_NAMESPACE, wait, deadline);
     if (rc != LC_OK) return rc;
     rc = lci_namespace_find(h, weights, tenant, out);
-    if (rc == LC_OK && quota != UINT32_MAX) lc_txn_set(&t, &h->ns[lci_ns_id(*out)].quota, quota);
-    if (rc == LC_E_MISSING) {
-        lci_namespace *ns = vacant(h);
+    lci_namespace *ns = rc == LC_OK ? &h->ns[lci_ns_id(*out)] : NULL;
+    if (ns || rc == LC_E_MISSING) rc = settle_limits(h, ns, limits);
+    if (rc == LC_OK && ns) {
+        lc_txn_set(&t, &ns->quota, limits->quota);
+        lc_txn_set(&t, &ns->minimum, limits->minimum);
+    } else if (rc == LC_OK) {
+        ns = vacant(h);
         rc = ns ? LC_OK : LC_E_FULL;
         /* One record, its state stored last: a death before that leaves it vacant. */
         if (ns) {
-            set_namespace(ns, weights, tenant, quota == UINT32_MAX ? 0 : quota);
+            set_namespace(ns, weights, tenant, limits->quota, limits->minimum);
             *out = ref_of(h, ns, lc_load(&ns->epoch));
         }
     }
     int dropped = lci_unlock(h, &t);
     return dropped != LC_OK ? dropped : rc;
+}
+
+/* The same with a quota alone. */
+LC_API int lci_namespace_open(lci_handle *h, const char *weights, const char *tenant,
+                              uint32_t quota, lci_ns_ref *out, int wait, uint64_t deadline) {
+    lci_ns_limits limits = {.quota = quota, .minimum = UINT32_MAX};
+    return lci_namespace_limits(h, weights, tenant, &limits, out, wait, deadline);
 }
 
 /* Pages of reservations that are published and that nobody has collected yet: ready for everybody,
@@ -270,6 +304,7 @@ LC_API int lci_count(lci_handle *h, lci_counts *out) {
         .tickets = lc_load(&r->ticket_used),
         .chunks = lc_load(&r->chunk_used),
         .namespaces_clearing = lc_load(&r->clearing),
+        .kept = lc_load(&r->kept),
         .clock = lc_load(&r->clock),
     };
     return LC_OK;

@@ -148,17 +148,20 @@ static bool page_state(checker *c, uint32_t page) {
         }
         c->ns_pages[lci_ns_of(word)]++;
     }
+    if (word & LCI_KEPT && state != LCI_READY)
+        BROKEN(c, 63, page, word, "page %u is kept and has state %u", page, state);
     return true;
 }
 
 static bool totals(checker *c) {
     const lci_root *r = c->h->root;
-    uint32_t uncollected = 0;
+    uint32_t uncollected = 0, kept = 0;
     for (uint32_t page = 0; page < lc_load(&r->fresh); page++) {
         const lci_page *p = &c->h->pages[page];
         uint32_t word = lc_load(&p->word), state = lci_state_of(word);
         bool is_named = state == LCI_WRITING || state == LCI_READY;
         if (is_named && word >> LCI_RES_SHIFT) uncollected++;
+        if (word & LCI_KEPT) kept++;
         if (is_named && lc_load(&p->children) != c->children[page])
             BROKEN(c, 34, page, c->children[page], "page %u has %u children, its count says %u", page,
                    c->children[page], lc_load(&p->children));
@@ -166,6 +169,9 @@ static bool totals(checker *c) {
     if (c->out->named != lc_load(&r->named) || uncollected != lc_load(&r->writing))
         BROKEN(c, 35, c->out->named, uncollected, "named %u (count %u), uncollected %u (count %u)",
                c->out->named, lc_load(&r->named), uncollected, lc_load(&r->writing));
+    if (kept != lc_load(&r->kept))
+        BROKEN(c, 64, kept, lc_load(&r->kept), "%u pages are kept, the count says %u", kept,
+               lc_load(&r->kept));
     for (uint32_t i = 0; i < LCI_NAMESPACES; i++)
         if (c->ns_pages[i] != lc_load(&c->h->ns[i].pages))
             BROKEN(c, 36, i, c->ns_pages[i], "namespace %u has %u pages, its count says %u", i,

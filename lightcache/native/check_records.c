@@ -170,12 +170,19 @@ static bool free_chunks(checker *c, uint32_t used) {
 static bool namespaces(checker *c) {
     const lci_handle *h = c->h;
     uint32_t clearing = 0;
+    uint64_t promised = 0;
     for (uint32_t i = 0; i < LCI_NAMESPACES; i++) {
         uint32_t state = lc_load(&h->ns[i].state), pages = lc_load(&h->ns[i].pages);
         clearing += state == LCI_NS_CLEARING;
         if (state > LCI_NS_CLEARED) BROKEN(c, 55, i, state, "namespace %u has state %u", i, state);
         if (pages && (state == LCI_NS_FREE || state == LCI_NS_CLEARED))
             BROKEN(c, 56, i, pages, "namespace %u is closed and has %u pages", i, pages);
+        uint32_t minimum = lc_load(&h->ns[i].minimum), quota = lc_load(&h->ns[i].quota);
+        if (state != LCI_NS_NORMAL) continue;
+        promised += minimum;
+        if (promised > h->page_count || (quota && minimum > quota))
+            BROKEN(c, 65, i, minimum, "namespace %u was promised %u pages, of a quota of %u, of %u",
+                   i, minimum, quota, h->page_count);
     }
     if (clearing != lc_load(&h->root->clearing))
         BROKEN(c, 55, clearing, 0, "%u namespaces are being cleared, the count says %u", clearing,

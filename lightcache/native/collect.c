@@ -41,7 +41,7 @@ static uint32_t adopt_page(lci_handle *h, lc_txn *t, uint32_t page, uint32_t rid
             word = ready; /* otherwise its publisher was faster */
     }
     if (lci_state_of(word) != LCI_READY) return 0;
-    lc_txn_set(t, &p->word, LCI_READY | (word & LCI_NS_MASK));
+    lc_txn_set(t, &p->word, LCI_READY | (word & (LCI_NS_MASK | LCI_KEPT)));
     if (lci_queueable(h, page)) lci_queue_add(h, t, page);
     return 1;
 }
@@ -217,6 +217,7 @@ LC_API int lci_clear(lci_handle *h, lci_ns_ref ref, int wait, uint64_t deadline)
             lc_load(&ns->state) == LCI_NS_NORMAL) {
             lc_store(&ns->cursor, 0); /* dead until the state says CLEARING */
             lc_txn_add(&t, &h->root->clearing, 1);
+            lc_txn_set(&t, &ns->minimum, 0); /* of pages that are on their way out */
             lc_txn_set(&t, &ns->state, LCI_NS_CLEARING);
             lci_step(&t);
         }

@@ -1,13 +1,15 @@
 /* Eviction: pages leave from the leaves upward, and only while nobody pins them. */
 #include "index.h"
 
-/* A page on its way out: off the queue, off its parent, EVICTING. Its word has no other writer
- * (publishing touches WRITING pages only), so a plain store will do. Returns its parent. */
+/* A page on its way out: off the queue, off its parent and its namespace's count, EVICTING. Its word
+ * has no other writer (publishing touches WRITING pages only), so a plain store will do. Returns its
+ * parent. */
 static uint32_t mark(lci_handle *h, lc_txn *t, uint32_t page) {
     lci_page *p = &h->pages[page];
     uint32_t parent = lci_parent(h, p);
     if (parent != LC_NIL) lc_txn_add(t, &h->pages[parent].children, (uint32_t)-1);
     uint32_t ns = lc_load(&p->word) & LCI_NS_MASK;
+    lc_txn_add(t, &h->ns[ns >> LCI_NS_SHIFT].pages, (uint32_t)-1);
     LC_PAUSE(LC_AT_EVICT_CHOSEN);
     lc_txn_set(t, &p->word, LCI_EVICTING | ns);
     __builtin_prefetch((const void *)&h->dict.buckets[lc_bucket(&h->dict, lc_load(&p->lo))], 1);
@@ -29,7 +31,9 @@ static void prefetch_ancestor(const lci_handle *h, const lci_page *p) {
 static void unmark(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t page) {
     lci_page *p = &h->pages[page];
     uint32_t parent = lci_parent(h, p);
-    lc_txn_set(t, &p->word, LCI_READY | (lc_load(&p->word) & LCI_NS_MASK));
+    uint32_t ns = lc_load(&p->word) & LCI_NS_MASK;
+    lc_txn_set(t, &p->word, LCI_READY | ns);
+    lc_txn_add(t, &h->ns[ns >> LCI_NS_SHIFT].pages, 1);
     if (parent != LC_NIL) {
         if (lci_queueable(h, parent)) lci_queue_remove(h, t, parent);
         lc_txn_add(t, &h->pages[parent].children, 1);
@@ -38,49 +42,42 @@ static void unmark(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t page) {
     if (lc_load(&p->children) == 0) lci_queue_add(h, t, page);
 }
 
-/* Pages of one namespace leave its count, the sum at once. */
-static void uncount(lci_handle *h, lc_txn *t, uint32_t ns, uint32_t n) {
-    if (n) lc_txn_add(t, &h->ns[ns].pages, -n);
-}
-
 /* Out of their chains, and free. */
 static void finish(lci_handle *h, lc_txn *t, const uint32_t *pages, uint32_t n) {
     const lc_dict *d = &h->dict;
-    uint32_t ns = 0, run = 0;
     for (uint32_t i = 0; i < n; i++) { /* the buckets were asked for when the pages were marked */
         uint32_t head = lc_load(&d->buckets[lc_bucket(d, lc_load(&h->pages[pages[i]].lo))]);
         if (head < d->nodes) __builtin_prefetch(lc_node_at(d, head), 1);
     }
     for (uint32_t i = 0; i < n; i++) {
-        uint32_t its = lci_ns_of(lc_load(&h->pages[pages[i]].word));
         lc_dict_unlink(t, &h->dict, pages[i]);
         LC_PAUSE(LC_AT_EVICT_UNLINKED);
         /* Not logged again: marking it has logged, in this step, the word that undoing puts back. */
         lc_store_release(&h->pages[pages[i]].word, LCI_FREE);
-        if (its != ns) {
-            uncount(h, t, ns, run);
-            ns = its;
-            run = 0;
-        }
-        run++;
     }
-    uncount(h, t, ns, run);
     if (n) lc_txn_add(t, &h->root->named, -n);
     lci_give_free(h, t, pages, n);
 }
 
 /* The parent of a page just marked, if it goes next anyway: last used by the same call, nothing
  * else hangs on it. Saves a whole prompt's way through the queue. Else it is queued. */
-static uint32_t follow(lci_handle *h, lc_txn *t, uint32_t page, uint32_t parent, bool run) {
+static uint32_t follow(lci_handle *h, lc_txn *t, const lci_eviction *e, uint32_t page,
+                       uint32_t parent, bool run) {
     lci_page *p = &h->pages[page];
     if (parent == LC_NIL || !lci_queueable(h, parent)) return LC_NIL;
     lci_page *q = &h->pages[parent];
-    if (run && lci_tick(q) == lci_tick(p) && !lci_pinned(h, q)) return parent;
+    if (run && lci_tick(q) == lci_tick(p) && !lci_promised(h, e, parent) && !lci_pinned(h, q))
+        return parent;
     lci_queue_add(h, t, parent);
     return LC_NIL;
 }
 
-static uint32_t settle(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t *marked, uint32_t n) {
+void lci_evict_page(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t page) {
+    lci_queue_remove(h, t, page);
+    follow(h, t, e, page, mark(h, t, page), false);
+}
+
+uint32_t lci_evict_settle(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t *marked, uint32_t n) {
     uint32_t freed = 0;
     LC_PAUSE(LC_AT_EVICT_MARKED);
     /* Pairs with the one in match_one. */
@@ -109,15 +106,16 @@ uint32_t lci_evict(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t want) {
         marked[n++] = page;
         prefetch_ancestor(h, &h->pages[page]);
         uint32_t parent = mark(h, t, page);
-        page = follow(h, t, page, parent, n < want);
+        page = follow(h, t, e, page, parent, n < want);
     }
-    return n ? settle(h, t, e, marked, n) : 0;
+    return n ? lci_evict_settle(h, t, e, marked, n) : 0;
 }
 
-/* May go now, and was not used by the call that makes room. */
+/* May go now, for whom room is made, and was not used by that call. */
 static bool may_go(const lci_handle *h, const lci_eviction *e, uint32_t page) {
     const lci_page *p = &h->pages[page];
-    return lci_queueable(h, page) && lci_tick(p) < e->since && !lci_pinned(h, p);
+    return lci_queueable(h, page) && lci_tick(p) < e->since && !lci_promised(h, e, page) &&
+           !lci_pinned(h, p);
 }
 
 /* The youngest of the chosen, to make way for an older one. */
@@ -154,11 +152,8 @@ uint32_t lci_evict_namespace(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t
                              uint32_t ns) {
     uint32_t marked[LCI_BATCH];
     uint32_t n = choose(h, e, marked, want < LCI_BATCH ? want : LCI_BATCH, ns);
-    for (uint32_t i = 0; i < n; i++) {
-        lci_queue_remove(h, t, marked[i]);
-        follow(h, t, marked[i], mark(h, t, marked[i]), false);
-    }
-    return n ? settle(h, t, e, marked, n) : 0;
+    for (uint32_t i = 0; i < n; i++) lci_evict_page(h, t, e, marked[i]);
+    return n ? lci_evict_settle(h, t, e, marked, n) : 0;
 }
 
 /* A chain at its bound: make room in it by one page that may go. */
@@ -166,9 +161,8 @@ bool lci_evict_from_chain(lci_handle *h, lc_txn *t, lci_eviction *e, uint64_t ke
     uint32_t at = lc_load(&h->dict.buckets[lc_bucket(&h->dict, key_lo)]);
     for (int hops = 0; hops <= LC_CHAIN_MAX && at < h->page_count; hops++) {
         if (may_go(h, e, at)) {
-            lci_queue_remove(h, t, at);
-            follow(h, t, at, mark(h, t, at), false);
-            return settle(h, t, e, &at, 1) == 1;
+            lci_evict_page(h, t, e, at);
+            return lci_evict_settle(h, t, e, &at, 1) == 1;
         }
         at = lc_load(&h->pages[at].next);
     }

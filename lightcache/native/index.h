@@ -15,6 +15,7 @@
 enum lci_state { LCI_FREE = 0, LCI_WRITING = 1, LCI_READY = 2, LCI_EVICTING = 3, LCI_DOOMED = 4 };
 #define LCI_STATE_MASK UINT32_C(0xf)
 #define LCI_UNWRITTEN UINT32_C(0x10) /* doomed while somebody might have been writing it */
+#define LCI_KEPT UINT32_C(0x20)      /* READY, and never evicted (keep.c) */
 #define LCI_NS_SHIFT 8
 #define LCI_NS_MASK UINT32_C(0xff00)
 #define LCI_RES_SHIFT 16
@@ -105,7 +106,8 @@ typedef struct lci_namespace {
     _Atomic uint32_t quota; /* most named pages; 0: no limit */
     _Atomic uint32_t cursor; /* clearing: pages below it have been looked at */
     _Atomic uint32_t hand;   /* where evicting for its quota goes on; advice */
-    uint32_t pad[2];
+    _Atomic uint32_t minimum; /* named pages that making room for others leaves it */
+    uint32_t pad[1];
     _Atomic uint64_t weights[LCI_NAME_WORDS]; /* UTF-8, zero padded */
     _Atomic uint64_t tenant[LCI_NAME_WORDS];
 } lci_namespace;
@@ -138,7 +140,8 @@ typedef struct lci_root {
     _Atomic uint32_t now[2];   /* the queue's present: no queued page is older (low, high word) */
     _Atomic uint32_t occupied[LCI_LEVELS * 2];
     _Atomic uint32_t repairing; /* a repair has begun and not ended: whoever locks next redoes it */
-    uint32_t pad1[13];
+    _Atomic uint32_t kept;      /* READY pages that are kept */
+    uint32_t pad1[12];
     /* Changed by anybody. */
     _Atomic uint64_t clock; /* the last tick given out */
     uint8_t pad2[56];
@@ -207,8 +210,41 @@ typedef struct lci_reserve_op {
     uint32_t reason;  /* why there was no room: LCI_WHY_* */
     uint64_t tick;    /* of this call; 0 before it began */
     uint32_t unpinned; /* lci_unreserve has given back what was held */
+    uint32_t kept;     /* pages that were kept when there was no room */
 } lci_reserve_op;
 enum { LCI_WHY_PINNED = 1, LCI_WHY_QUOTA = 2, LCI_WHY_RESERVATIONS = 3, LCI_WHY_CHAIN = 4 };
+
+/* How many pages a namespace may have, and how many it was promised. */
+typedef struct lci_ns_limits {
+    uint32_t quota, minimum; /* UINT32_MAX: as it is */
+    uint64_t others;         /* out: what the other open namespaces were promised */
+} lci_ns_limits;
+
+/* Progress of keep, unkeep and drop, zeroed by the caller. */
+typedef struct lci_walk_op {
+    uint32_t cursor; /* keys that are settled: from the first on, of a drop from the last back */
+    uint32_t pages;  /* that were changed */
+    uint32_t ended;  /* nothing is left to do */
+} lci_walk_op;
+
+/* Progress of listing what is evicted next; `want`, `keep_order` set and the rest zeroed. The lease
+ * holds what is listed so far, with the hits of each page where a match has its generation. */
+typedef struct lci_oldest_op {
+    uint64_t since; /* tick of this call; 0 before it began */
+    uint32_t want, keep_order;
+    uint32_t ended;    /* nothing more can be listed */
+    uint32_t climb;    /* page + 1 whose parent may be next */
+    uint32_t returned; /* pages put back to where they were in the queue */
+    uint32_t going[256]; /* listed pages of each namespace */
+} lci_oldest_op;
+
+/* Progress of giving pages up, zeroed. */
+typedef struct lci_discard_op {
+    uint32_t taken;  /* the pins are this call's to give back: a lease holds them no more */
+    uint32_t cursor; /* pages that were looked at */
+    uint32_t climb;  /* position + 1 of the parent of one that went */
+    uint32_t freed;
+} lci_discard_op;
 
 typedef struct lci_ticket_ref { /* what travels: 16 bytes */
     uint32_t index;
@@ -225,6 +261,7 @@ typedef struct lci_ticket_status {
 typedef struct lci_counts {
     uint32_t pages, grown, fresh, free, named, writing, doomed, queued;
     uint32_t reservations, tickets, chunks, namespaces_clearing;
+    uint32_t held, kept;
     uint64_t clock;
 } lci_counts;
 
@@ -249,6 +286,7 @@ enum lci_op {
     LCI_OP_GROW,
     LCI_OP_NAMESPACE,
     LCI_OP_COLLECT,
+    LCI_OP_KEEP,
 };
 
 /* ------------------------------------------------------------------ helpers */
@@ -311,16 +349,34 @@ typedef struct lci_eviction {
     uint64_t since; /* pages used at or after this tick are left alone: they came in meanwhile */
     uint32_t moved; /* pages that were queued older than they are and have been put right */
     bool exhausted; /* nothing can be evicted any more */
+    uint32_t by;    /* for whom, a namespace + 1; 0: for nobody's sake */
+    const uint32_t *going; /* only listing: pages of each namespace that are listed; else NULL */
 } lci_eviction;
+
+/* Is it among what its namespace was promised? Then only that namespace may take it. */
+static inline bool lci_promised(const lci_handle *h, const lci_eviction *e, uint32_t page) {
+    uint32_t id = lci_ns_of(lc_load(&h->pages[page].word));
+    uint64_t minimum = lc_load(&h->ns[id].minimum);
+    if (LC_LIKELY(minimum == 0) || e->by == id + 1) return false;
+    return lc_load(&h->ns[id].pages) <= minimum + (e->going ? e->going[id] : 0);
+}
 
 /* queue.c: the next page to go, taken off the queue; LC_NIL: none now (`e->exhausted`), or the
  * work of one hold is done. `steps` counts down. */
 uint32_t lci_queue_pop(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t *steps);
+/* queue.c: as if it had been used at `tick`; and back to the head of where its own tick belongs. */
+void lci_queue_put(lci_handle *h, lc_txn *t, uint32_t page, uint64_t tick);
+void lci_queue_return(lci_handle *h, lc_txn *t, uint32_t page);
 /* evict.c: free up to `want` pages (at most a batch in this step). Returns how many. */
 uint32_t lci_evict(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t want);
 #define LCI_WINDOW 4096
 uint32_t lci_evict_namespace(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t want, uint32_t ns);
 bool lci_evict_from_chain(lci_handle *h, lc_txn *t, lci_eviction *e, uint64_t key_lo);
+/* The two halves of evicting pages that the caller has chosen: queueable ones, pinned by nobody when
+ * he looked, a batch at most and each before its parent. Settling compacts `marked` to those that
+ * are free now and returns their number. */
+void lci_evict_page(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t page);
+uint32_t lci_evict_settle(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t *marked, uint32_t n);
 #define LCI_BATCH 32
 #define LCI_HINT 12 /* steps up a prefix, see prefetch_ancestor in evict.c */
 

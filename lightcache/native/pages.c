@@ -79,7 +79,7 @@ bool lci_doom(lci_handle *h, lc_txn *t, uint32_t page) {
     if (lci_queueable(h, page)) lci_queue_remove(h, t, page);
     detach_parent(h, t, page);
     uint32_t flag = state == LCI_WRITING ? LCI_UNWRITTEN : 0;
-    uint32_t doomed = (word & ~LCI_STATE_MASK) | LCI_DOOMED | flag;
+    uint32_t doomed = (word & ~(LCI_STATE_MASK | LCI_KEPT)) | LCI_DOOMED | flag;
     while (!lc_txn_swap(t, &p->word, word, doomed)) { /* a publisher was faster: now it is READY */
         word = lc_load_acquire(&p->word);
         doomed = (word & ~(LCI_STATE_MASK | LCI_UNWRITTEN)) | LCI_DOOMED;
@@ -90,6 +90,7 @@ bool lci_doom(lci_handle *h, lc_txn *t, uint32_t page) {
     lc_txn_add(t, &h->ns[lci_ns_of(word)].pages, (uint32_t)-1);
     lc_txn_add(t, &h->root->named, (uint32_t)-1);
     if (word >> LCI_RES_SHIFT) lc_txn_add(t, &h->root->writing, (uint32_t)-1);
+    if (word & LCI_KEPT) lc_txn_add(t, &h->root->kept, (uint32_t)-1);
     lc_txn_add(t, &h->root->doomed, 1);
     return true;
 }

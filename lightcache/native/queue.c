@@ -44,17 +44,30 @@ static void mark(lci_handle *h, lc_txn *t, uint32_t list, bool full) {
     if (value != old) lc_txn_set(t, word, value);
 }
 
-/* What belongs into the queue: ready, in no reservation, nothing hangs on it. */
+/* What belongs into the queue: ready, not kept, in no reservation, nothing hangs on it. */
 bool lci_queueable(const lci_handle *h, uint32_t page) {
     const lci_page *p = &h->pages[page];
     uint32_t word = lc_load(&p->word);
-    return lci_state_of(word) == LCI_READY && word >> LCI_RES_SHIFT == 0 &&
+    return (word & (LCI_STATE_MASK | LCI_KEPT)) == LCI_READY && word >> LCI_RES_SHIFT == 0 &&
            lc_load(&p->children) == 0;
 }
 
-void lci_queue_add(lci_handle *h, lc_txn *t, uint32_t page) {
-    uint32_t list = (uint32_t)lci_queue_slot(lci_tick(&h->pages[page]), lci_queue_now(h));
+void lci_queue_put(lci_handle *h, lc_txn *t, uint32_t page, uint64_t tick) {
+    uint32_t list = (uint32_t)lci_queue_slot(tick, lci_queue_now(h));
     lc_list_append(t, &h->lists, page, list);
+    mark(h, t, list, true);
+    lc_txn_add(t, &h->root->queued, 1);
+}
+
+void lci_queue_add(lci_handle *h, lc_txn *t, uint32_t page) {
+    lci_queue_put(h, t, page, lci_tick(&h->pages[page]));
+}
+
+/* For a page that was popped and put elsewhere: the next to be popped from its list. */
+void lci_queue_return(lci_handle *h, lc_txn *t, uint32_t page) {
+    lci_queue_remove(h, t, page);
+    uint32_t list = (uint32_t)lci_queue_slot(lci_tick(&h->pages[page]), lci_queue_now(h));
+    lc_list_insert(t, &h->lists, page, lc_load(&h->lists.heads[list].next));
     mark(h, t, list, true);
     lc_txn_add(t, &h->root->queued, 1);
 }
@@ -95,9 +108,17 @@ static bool turn(lci_handle *h, lc_txn *t, uint64_t now) {
     return false;
 }
 
-static void requeue(lci_handle *h, lc_txn *t, uint32_t page) {
+static void requeue(lci_handle *h, lc_txn *t, uint32_t page, uint64_t tick) {
     lci_queue_remove(h, t, page);
-    lci_queue_add(h, t, page);
+    lci_queue_put(h, t, page, tick);
+}
+
+/* What counts as a page's last use. A call that only lists pages leaves the ticks of those that its
+ * own client pins alone, which are first of all those it has listed: they lie where `since` is. */
+static uint64_t tick_for(const lci_handle *h, const lci_eviction *e, uint32_t page) {
+    uint64_t tick = lci_tick(&h->pages[page]);
+    bool listed = e->going && tick < e->since && lc_load(&h->mine[page]);
+    return listed ? e->since : tick;
 }
 
 /* The list to look at next, or -1. */
@@ -129,16 +150,16 @@ uint32_t lci_queue_pop(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t *step
             break;
         }
         lci_page *p = &h->pages[page];
-        uint64_t tick = lci_tick(p), now = lci_queue_now(h);
+        uint64_t tick = tick_for(h, e, page), now = lci_queue_now(h);
         bool moves = lci_queue_slot(tick, now) != list;
         if (moves && (e->moved < MOVES_MAX || tick >= e->since)) {
             e->moved++;
-            requeue(h, t, page);
+            requeue(h, t, page, tick);
         } else if (tick >= e->since) {
             break; /* the oldest that is left was used, or found pinned, since this call began */
-        } else if (lci_pinned(h, p)) {
+        } else if (lci_promised(h, e, page) || lci_pinned(h, p)) {
             lci_touch(p, e->since, 0);
-            requeue(h, t, page);
+            requeue(h, t, page, lci_tick(p));
         } else {
             lci_queue_remove(h, t, page);
             return page;

@@ -23,12 +23,14 @@ static void settle_reserved(const builder *b, uint32_t page, uint32_t word) {
     const lci_handle *h = b->h;
     lci_page *p = &h->pages[page];
     uint32_t state = lci_state_of(word), rid = word >> LCI_RES_SHIFT, ns = word & LCI_NS_MASK;
+    uint32_t kept = word & LCI_KEPT;
     const lci_reservation *r = rid && rid <= h->res_count ? &h->res[rid - 1] : NULL;
     bool listed = r && b->listed[page] == rid;
     bool over = !r || lc_load(&r->state) == LCI_RES_FREE || lci_complete(r);
-    if (state == LCI_READY && !listed && over) lc_store(&p->word, LCI_READY | ns);
+    if (state == LCI_READY && !listed && over) lc_store(&p->word, LCI_READY | ns | kept);
     else if (!listed || lci_ns_of(word) != lci_ns_id(lc_load(&r->ns))) doom(p, state);
-    else if (state == LCI_READY && !over) lc_store(&p->word, word ^ (LCI_READY ^ LCI_WRITING));
+    else if (state == LCI_READY && !over)
+        lc_store(&p->word, (word & ~LCI_KEPT) ^ (LCI_READY ^ LCI_WRITING));
 }
 
 /* A page's word, made sound: EVICTING goes back; nonsense, and what could be reached with an odd
@@ -40,6 +42,7 @@ static void settle_page(const builder *b, uint32_t page) {
     uint64_t clock = lc_load(&h->root->clock);
     if (lci_tick(p) > clock) lc_store(&p->used, clock << LCI_TICK_SHIFT);
     if (state == LCI_EVICTING) lc_store(&p->word, word = LCI_READY | (word & LCI_NS_MASK));
+    else if (state != LCI_READY && word & LCI_KEPT) lc_store(&p->word, word &= ~LCI_KEPT);
     if (lc_load(&p->gen) & 1) state = LCI_FREE; /* whoever uses it again makes it even */
     uint32_t open = lc_load(&h->ns[lci_ns_of(word)].state);
     if (state == LCI_FREE || state > LCI_DOOMED) {
@@ -114,6 +117,7 @@ static void clear_totals(lci_handle *h) {
     lc_store(&r->writing, 0);
     lc_store(&r->doomed, 0);
     lc_store(&r->queued, 0);
+    lc_store(&r->kept, 0);
     for (uint32_t p = 0; p < h->page_count; p++) lc_store(&h->pages[p].children, 0);
 }
 
@@ -135,6 +139,7 @@ static void count_page(lci_handle *h, uint32_t page) {
     if (named_word(word)) {
         lc_store(&r->named, lc_load(&r->named) + 1);
         if (word >> LCI_RES_SHIFT) lc_store(&r->writing, lc_load(&r->writing) + 1);
+        if (word & LCI_KEPT) lc_store(&r->kept, lc_load(&r->kept) + 1);
         _Atomic uint32_t *pages = &h->ns[lci_ns_of(word)].pages;
         lc_store(pages, lc_load(pages) + 1);
         uint32_t parent = lci_parent(h, p);

@@ -235,8 +235,15 @@ static void rebuild_chunks(builder *b) {
     lc_store(&h->root->chunk_used, used);
 }
 
+/* What it was promised, unless that cannot have been. `all`: what those before it were. */
+static uint32_t believable_minimum(const lci_handle *h, const lci_namespace *ns, uint32_t all) {
+    uint32_t minimum = lc_load(&ns->minimum), quota = lc_load(&ns->quota);
+    if (lc_load(&ns->state) != LCI_NS_NORMAL || minimum > h->page_count - all) return 0;
+    return quota && minimum > quota ? 0 : minimum;
+}
+
 static void rebuild_namespaces(lci_handle *h) {
-    uint32_t clearing = 0;
+    uint32_t clearing = 0, promised = 0;
     for (uint32_t i = 0; i < LCI_NAMESPACES; i++) {
         lci_namespace *ns = &h->ns[i];
         lc_store(&ns->pages, 0);
@@ -245,6 +252,9 @@ static void rebuild_namespaces(lci_handle *h) {
             lc_store_release(&ns->state, LCI_NS_CLEARING);
         }
         clearing += lc_load(&ns->state) == LCI_NS_CLEARING;
+        uint32_t minimum = believable_minimum(h, ns, promised);
+        lc_store(&ns->minimum, minimum);
+        promised += minimum;
     }
     lc_store(&h->root->clearing, clearing);
 }

@@ -234,6 +234,7 @@ static bool stop(reserve *r, uint32_t i, uint32_t why) {
         if (r->status[k] != LCI_PRESENT) r->status[k] = LCI_NO_ROOM;
     r->op->stopped = 1;
     r->op->reason = why;
+    r->op->kept = lc_load(&r->h->root->kept);
     return false;
 }
 
@@ -432,6 +433,7 @@ LC_API int lci_reserve(lci_handle *h, lci_reserve_op *op, const lc_key *keys, ui
     if (!op->tick) op->tick = lci_next_tick(h);
     r.tick = op->tick;
     r.eviction.since = r.tick; /* the same on every call: this chain counts as used by now */
+    r.eviction.by = lci_ns_id(op->ns) + 1;
     if (!op->pinned) {
         touch_chain(&r);
         rc = pin_present(&r);

@@ -1,0 +1,314 @@
+"""Writing back before eviction: `oldest`, `discard`, `keys_of`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from support.keys import keys, prompt
+
+from lightcache import (
+    ConfigError,
+    LeaseLost,
+    LockTimeout,
+    Oldest,
+    PageIndex,
+    PermissionDenied,
+)
+
+PAGES = 24
+
+
+@pytest.fixture
+def index(segment_name: str) -> Iterator[PageIndex]:
+    with PageIndex.create(segment_name, pages=PAGES, lock_timeout=0.2) as made:
+        yield made
+        report = made.check()
+        assert report.clean, report.message
+        assert report.pins == 0
+
+
+def path(index: PageIndex, *steps: int, start: int = 0) -> None:
+    with index.reserve(keys(*steps), start) as new:
+        assert new.publish()
+
+
+def put(index: PageIndex, name: int, pages: int) -> None:
+    with index.reserve(prompt(name, pages)) as new:
+        assert new.publish()
+
+
+def names(found: Oldest, *paths: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The listed keys as the paths that lead to them."""
+    known = {keys(*steps)[-1].tobytes(): steps for steps in paths}
+    return [known[key.tobytes()] for key in found.keys]
+
+
+def test_leaves_in_the_order_in_which_they_would_go(index: PageIndex) -> None:
+    for name in range(1, 6):
+        put(index, name, 1)
+    index.match(prompt(1, 1)).release()
+    with index.oldest(4) as found:
+        assert names(found, *[(n,) for n in range(1, 6)]) == [(2,), (3,), (4,), (5,)]
+        assert found.parent.tolist() == [-1] * 4
+        assert len(found) == 4
+        assert "4 pages" in repr(found)
+    assert [index.evict(1) for _ in range(5)] == [1] * 5
+
+
+def test_a_whole_cold_branch_is_listed(index: PageIndex) -> None:
+    path(index, 1, 2, 3, 4)
+    path(index, 9, 8)
+    with index.oldest(5) as found:
+        steps = [(1,), (1, 2), (1, 2, 3), (1, 2, 3, 4), (9,), (9, 8)]
+        assert names(found, *steps) == [(1, 2, 3, 4), (1, 2, 3), (1, 2), (1,), (9, 8)]
+        assert found.parent.tolist() == [1, 2, 3, -1, -1]
+        assert found.keys.dtype == np.uint64
+        assert found.pages.dtype == np.int32
+
+
+def test_the_parent_of_two_is_listed_behind_both(index: PageIndex) -> None:
+    path(index, 1, 2, 3)
+    path(index, 1, 2, 4, start=2)
+    steps = [(1,), (1, 2), (1, 2, 3), (1, 2, 4)]
+    with index.oldest(PAGES) as found:
+        assert names(found, *steps) == [(1, 2, 3), (1, 2, 4), (1, 2), (1,)]
+        assert found.parent.tolist() == [2, 2, 3, -1]
+
+
+def test_a_parent_that_was_used_later_waits(index: PageIndex) -> None:
+    path(index, 1, 2)
+    index.match(keys(1)).release()
+    with index.oldest(PAGES) as found:
+        assert names(found, (1,), (1, 2)) == [(1, 2)]
+        assert index.discard(found) == 1
+    with index.oldest(PAGES) as found:
+        assert names(found, (1,), (1, 2)) == [(1,)]
+
+
+@pytest.mark.parametrize("keep_order", [True, False])
+def test_what_stays_keeps_its_place_or_not(index: PageIndex, keep_order: bool) -> None:
+    for name in range(1, 5):
+        put(index, name, 1)
+    index.oldest(2, keep_order=keep_order).release()
+    assert index.evict(2) == 2
+    left = [name for name in range(1, 5) if index.peek(prompt(name, 1))]
+    assert left == ([3, 4] if keep_order else [1, 2])
+
+
+def test_the_order_of_a_whole_queue_is_kept(index: PageIndex) -> None:
+    for name in range(1, PAGES + 1):
+        put(index, name, 1)
+    index.oldest(PAGES).release()
+    index.oldest(7).release()
+    for name in range(1, PAGES + 1):
+        assert index.evict(1) == 1
+        assert index.peek(prompt(name, 1)) == 0
+        assert name == PAGES or index.peek(prompt(name + 1, 1)) == 1
+
+
+def test_pinned_and_kept_pages_are_not_listed(index: PageIndex) -> None:
+    for name in range(1, 6):
+        put(index, name, 1)
+    index.keep(prompt(1, 1))
+    with index.match(prompt(2, 1)), index.oldest(PAGES) as found:
+        assert names(found, *[(n,) for n in range(1, 6)]) == [(3,), (4,), (5,)]
+        with index.oldest(PAGES) as second:
+            assert len(second) == 0, "the first call has them"
+            assert second.keys.shape == (0, 2)
+        assert index.evict(PAGES) == 0
+
+
+def test_published_pages_are_taken_in_first(index: PageIndex) -> None:
+    with index.reserve(prompt(1, 3)) as new:
+        new.publish()
+    with index.oldest(PAGES) as found:
+        assert len(found) == 3
+
+
+def test_what_its_writer_pins_is_not_listed(index: PageIndex, segment_name: str) -> None:
+    with index.reserve(prompt(1, 3)) as new:
+        new.publish()
+        assert len(index.oldest(PAGES)) == 0
+    with index.oldest(PAGES) as found:
+        assert len(found) == 3, "our own pins change no tick"
+    with PageIndex.attach(segment_name) as other, other.match(prompt(1, 3)):
+        assert len(index.oldest(PAGES)) == 0
+    with index.oldest(PAGES) as found:
+        assert len(found) == 1, "the end counts as used later than the rest"
+
+
+def test_discard_takes_exactly_these(index: PageIndex) -> None:
+    path(index, 1, 2, 3, 4)
+    path(index, 9, 8)
+    found = index.oldest(3)
+    assert index.discard(found) == 3
+    assert index.peek(keys(1, 2, 3, 4)) == 1
+    assert index.peek(keys(9, 8)) == 2
+    assert len(found) == 0
+    with pytest.raises(LeaseLost):
+        _ = found.pages
+    with pytest.raises(LeaseLost, match="released"):
+        index.discard(found)
+    found.__exit__(None, None, None)
+
+
+def test_what_somebody_came_for_stays(index: PageIndex) -> None:
+    for name in range(1, 5):
+        put(index, name, 1)
+    found = index.oldest(4)
+    index.match(prompt(2, 1)).release()
+    with index.match(prompt(3, 1)):
+        assert index.discard(found) == 2
+    assert [index.peek(prompt(name, 1)) for name in range(1, 5)] == [0, 1, 1, 0]
+
+
+def test_what_another_eviction_met_still_goes(index: PageIndex) -> None:
+    for name in range(1, 4):
+        put(index, name, 1)
+    found = index.oldest(2)
+    assert index.evict(3) == 1, "the pinned ones count as just used"
+    assert index.discard(found) == 2
+
+
+def test_a_prefix_of_what_stays_stays(index: PageIndex) -> None:
+    path(index, 1, 2, 3)
+    found = index.oldest(3)
+    index.match(keys(1, 2, 3)[:3]).release()
+    assert index.discard(found) == 0
+    found = index.oldest(3)
+    path(index, 1, 2, 5, start=2)
+    assert index.discard(found) == 1
+    assert index.peek(keys(1, 2, 5)) == 3
+
+
+def test_kept_meanwhile(index: PageIndex) -> None:
+    path(index, 1, 2)
+    found = index.oldest(2)
+    index.keep(keys(1))
+    assert index.discard(found) == 1
+    index.unkeep(keys(1))
+    assert index.evict(1) == 1
+
+
+def test_cleared_meanwhile(index: PageIndex) -> None:
+    path(index, 1, 2)
+    found = index.oldest(2)
+    index.clear()
+    assert index.discard(found) == 0
+    assert index.evict(1) == 0
+    assert index.stats().free + index.stats().doomed == PAGES
+
+
+@pytest.mark.parametrize("order", [1, -1, None])
+def test_discard_of_a_lease_and_of_numbers_in_any_order(
+    index: PageIndex, order: int | None
+) -> None:
+    path(index, *range(1, 11))
+    lease = index.match(keys(*range(1, 11)))
+    pages = lease.pages.copy()
+    if order is None:
+        assert index.discard(lease) == 10
+    else:
+        pages = np.ascontiguousarray(pages[::order])
+        pages[[2, 7]] = pages[[7, 2]]
+        assert index.discard(pages) == 10
+        lease._released = True  # its pins were given up by number
+    assert index.peek(keys(*range(1, 11))) == 0
+
+
+def test_one_pin_of_several_is_given_up(index: PageIndex) -> None:
+    put(index, 1, 1)
+    with index.match(prompt(1, 1)):
+        assert index.discard(index.match(prompt(1, 1))) == 0
+        assert index.check().pins == 1
+    assert index.peek(prompt(1, 1)) == 1
+
+
+def test_discard_refuses_and_does_nothing(index: PageIndex, segment_name: str) -> None:
+    put(index, 1, 3)
+    lease = index.match(prompt(1, 3))
+    pages = lease.pages.copy()
+    with pytest.raises(ConfigError, match="twice"):
+        index.discard(pages[[0, 1, 0]])
+    with pytest.raises(ConfigError, match="int32"):
+        index.discard(pages.astype(np.int64))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="expected pages 0"):
+        index.discard(np.array([PAGES], np.int32))
+    with PageIndex.attach(segment_name) as other:
+        with pytest.raises(LeaseLost, match="not pinned"):
+            other.discard(pages)
+        with pytest.raises(ConfigError, match="another index"):
+            other.discard(lease)
+    assert index.check().pins == 3
+    lease.release()
+    with pytest.raises(LeaseLost, match="released"):
+        index.discard(lease)
+    assert index.discard(np.zeros(0, np.int32)) == 0
+
+
+def test_a_lock_that_is_held(index: PageIndex, segment_name: str) -> None:
+    put(index, 1, 3)
+    lease = index.match(prompt(1, 3))
+    with PageIndex.attach(segment_name) as other:
+        assert other._core.quick.lci_hold(other._handle, 1, 1 << 62) == 0
+        with pytest.raises(LockTimeout):
+            index.oldest(3)
+        with pytest.raises(LockTimeout):
+            index.discard(lease)
+        assert other._core.quick.lci_let_go(other._handle) == 0
+    assert index.peek(prompt(1, 3)) == 3
+    assert len(lease) == 0
+
+
+def test_more_than_one_hold_of_the_lock(segment_name: str) -> None:
+    with PageIndex.create(segment_name, pages=5000) as index:
+        for name in range(10):
+            put(index, name, 500)
+        found = index.oldest(4096)
+        assert len(found) == 4096
+        assert len(set(found.pages.tolist())) == 4096
+        listed = found.parent >= 0
+        assert (found.parent[listed] == np.flatnonzero(listed) + 1).all(), "one branch, then one"
+        assert index.check().clean
+        assert index.discard(found) == 4096
+        assert index.check().clean
+        assert index.stats().ready == 904
+
+
+def test_listing_nothing(index: PageIndex) -> None:
+    with index.oldest(0) as found:
+        assert len(found) == 0
+        assert index.discard(found) == 0
+    assert len(index.oldest(5)) == 0
+    for n in (-1, 4097, 1.5):
+        with pytest.raises(ConfigError, match="n:"):
+            index.oldest(n)  # type: ignore[arg-type]
+
+
+def test_keys_of_what_we_pin(index: PageIndex) -> None:
+    put(index, 1, 3)
+    with index.match(prompt(1, 3)) as lease:
+        assert (index.keys_of(lease.pages) == prompt(1, 3)).all()
+        pages = lease.pages.copy()
+        index.clear()
+        with pytest.raises(LeaseLost, match="no key"):
+            index.keys_of(pages)
+    with pytest.raises(LeaseLost, match=f"page {pages[0]} is not pinned"):
+        index.keys_of(pages)
+    with index.reserve(prompt(2, 1)) as new, pytest.raises(LeaseLost, match="no key"):
+        index.keys_of(new.pages)
+    with pytest.raises(ConfigError, match="expected pages"):
+        index.keys_of(np.array([-1], np.int32))
+    assert index.keys_of(np.zeros(0, np.int32)).shape == (0, 2)
+
+
+def test_rights(index: PageIndex, segment_name: str) -> None:
+    with PageIndex.attach(segment_name, readonly=True) as reader:
+        with pytest.raises(PermissionDenied):
+            reader.oldest(1)
+        with pytest.raises(PermissionDenied):
+            reader.discard(np.zeros(1, np.int32))
+        with pytest.raises(PermissionDenied):
+            reader.keys_of(np.zeros(1, np.int32))
