@@ -7,8 +7,9 @@ This layer knows nothing of caches. It gives
   what it leaves is found and removed by the others, and never somebody else's.
 - clients: everybody who writes has a slot, and proves to live by a lock that the kernel drops
   however the process ends, also across containers.
-- `SharedList`, `SharedDict`, `SharedRing`, `AtomicU32`, `AtomicU64`, `Event`, `RobustLock`: each
-  usable on its own, each with one owner for what is held, each recovering from a killed holder.
+- `SharedList`, `SharedDict`, `SharedRing`, `SharedLog`, `AtomicU32`, `AtomicU64`, `Event`,
+  `RobustLock`: each usable on its own, each with one owner for what is held, each recovering from a
+  killed holder.
 
 Everything that goes wrong is a subclass of `LightcacheError` that says what was expected, what was
 found, and what to do. Importing this package loads no library and reads no environment.
@@ -37,6 +38,8 @@ from lightcache.shm.errors import (
 from lightcache.shm.layout import ClientState, Kind, Lifetime
 from lightcache.shm.listing import SegmentInfo, list_segments, read_segment
 from lightcache.shm.lists import SharedList
+from lightcache.shm.log_parts import LogReader
+from lightcache.shm.logs import SharedLog
 from lightcache.shm.rings import SharedRing
 from lightcache.shm.segment import Segment
 from lightcache.shm.sweep import sweep
@@ -61,6 +64,7 @@ __all__ = [
     "Lifetime",
     "LightcacheError",
     "LockTimeout",
+    "LogReader",
     "NoSpace",
     "NotReady",
     "OutOfPages",
@@ -70,6 +74,7 @@ __all__ = [
     "SegmentInfo",
     "SharedDict",
     "SharedList",
+    "SharedLog",
     "SharedRing",
     "StorageError",
     "TransferFailed",

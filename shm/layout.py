@@ -35,6 +35,13 @@ RING_HOLD = 1 << 18
 RING_CAPACITY = 1 << 24
 RING_MESSAGE = 1 << 16
 
+# The same of a log, and of one call that reads; see native/log.h.
+LOG_BATCH = 256
+LOG_HOLD = 1 << 18
+LOG_CAPACITY = 1 << 24
+LOG_MESSAGE = 1 << 16
+LOG_LEFT = 0x80  # as LogRoot.writer: the last one has left
+
 
 class Kind(IntEnum):
     """What a segment holds."""
@@ -44,6 +51,7 @@ class Kind(IntEnum):
     DICT = 3
     INDEX = 4
     RING = 5
+    LOG = 6
 
 
 class Lifetime(IntEnum):
@@ -164,11 +172,42 @@ class RingSlot(ctypes.Structure):
     _fields_ = [("stamp", ctypes.c_uint32), ("length", ctypes.c_uint32)]
 
 
+class LogCursor(ctypes.Structure):
+    """Where a reader of a log stands: 0: nowhere, else 1 + the entry it reads next. The highest bit
+    says that it joins just now."""
+
+    _fields_ = [("next", ctypes.c_uint64), ("pad", ctypes.c_uint64 * 7)]
+
+
+class LogRoot(ctypes.Structure):
+    """What a log's payload begins with; its slots follow. Each event has a line of its own."""
+
+    _fields_ = [
+        ("appended", ctypes.c_uint64),
+        ("writer", ctypes.c_uint32),
+        ("pad0", ctypes.c_uint32 * 13),
+        ("news", ctypes.c_uint32),
+        ("pad1", ctypes.c_uint32 * 15),
+        ("room", ctypes.c_uint32),
+        ("pad2", ctypes.c_uint32 * 15),
+        ("cursors", LogCursor * SLOTS),
+    ]
+
+
+class LogSlot(ctypes.Structure):
+    """What stands before an entry's bytes."""
+
+    _fields_ = [("stamp", ctypes.c_uint32), ("length", ctypes.c_uint32)]
+
+
 assert ctypes.sizeof(SegmentHeader) == 4096
 assert ctypes.sizeof(ClientRecord) == 128
 assert ctypes.sizeof(LockRecord) == 128
 assert ctypes.sizeof(RingRoot) == 192
 assert ctypes.sizeof(RingSlot) == 8
+assert ctypes.sizeof(LogCursor) == 64
+assert ctypes.sizeof(LogRoot) == 192 + 64 * SLOTS
+assert ctypes.sizeof(LogSlot) == 8
 
 STRUCTURES: Mapping[str, type[ctypes.Structure]] = {
     "lcs_header": SegmentHeader,
@@ -176,6 +215,9 @@ STRUCTURES: Mapping[str, type[ctypes.Structure]] = {
     "lcs_lock": LockRecord,
     "lcx_ring_root": RingRoot,
     "lcx_ring_slot": RingSlot,
+    "lcx_log_root": LogRoot,
+    "lcx_log_cursor": LogCursor,
+    "lcx_log_slot": LogSlot,
 }
 
 CONSTANTS: Mapping[str, int] = {
@@ -203,6 +245,11 @@ CONSTANTS: Mapping[str, int] = {
     "LCX_RING_HOLD": RING_HOLD,
     "LCX_RING_CAPACITY": RING_CAPACITY,
     "LCX_RING_MESSAGE": RING_MESSAGE,
+    "LCX_LOG_BATCH": LOG_BATCH,
+    "LCX_LOG_HOLD": LOG_HOLD,
+    "LCX_LOG_CAPACITY": LOG_CAPACITY,
+    "LCX_LOG_MESSAGE": LOG_MESSAGE,
+    "LCX_LOG_LEFT": LOG_LEFT,
 }
 
 

@@ -54,6 +54,20 @@ _SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "lcx_ring_pop": (_INT, (_AT, _AT, _U64, _AT, _U32, *_LOCKED)),
     "lcx_ring_length": (_INT, (_AT,)),
     "lcx_ring_check": (_INT, (_AT, _AT, _U32, *_LOCKED)),
+    "lcx_log_bytes": (_U64, (_U32, _U32)),
+    "lcx_log_open": (_AT, (_AT, _U32, _U32)),
+    "lcx_log_close": (None, (_AT,)),
+    "lcx_log_lead": (_INT, (_AT, *_LOCKED)),
+    "lcx_log_join": (_INT, (_AT,)),
+    "lcx_log_leave": (_INT, (_AT, *_LOCKED)),
+    "lcx_log_append": (_INT, (_AT, ctypes.c_char_p, _U32)),
+    "lcx_log_read": (_INT, (_AT, _AT, _U64, _AT, _U32)),
+    "lcx_log_writer": (_INT, (_AT,)),
+    "lcx_log_ended": (_INT, (_AT,)),
+    "lcx_log_behind": (ctypes.c_int64, (_AT, _AT)),
+    "lcx_log_position": (ctypes.c_int64, (_AT,)),
+    "lcx_log_check": (_INT, (_AT, _AT, _U32, *_LOCKED)),
+    "lcx_log_free_dead": (_INT, (_AT, _U32)),
 }
 
 

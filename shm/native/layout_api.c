@@ -3,6 +3,7 @@
 #define _GNU_SOURCE
 #endif
 #include "facts.h"
+#include "log.h"
 #include "process.h"
 #include "ring.h"
 
@@ -62,6 +63,17 @@ static const lc_fact facts[] = {
     LC_FACT_TYPE(lcx_ring_slot),
     LC_FACT_FIELD(lcx_ring_slot, stamp),
     LC_FACT_FIELD(lcx_ring_slot, length),
+    LC_FACT_TYPE(lcx_log_root),
+    LC_FACT_FIELD(lcx_log_root, appended),
+    LC_FACT_FIELD(lcx_log_root, writer),
+    LC_FACT_FIELD(lcx_log_root, news),
+    LC_FACT_FIELD(lcx_log_root, room),
+    LC_FACT_FIELD(lcx_log_root, cursors),
+    LC_FACT_TYPE(lcx_log_cursor),
+    LC_FACT_FIELD(lcx_log_cursor, next),
+    LC_FACT_TYPE(lcx_log_slot),
+    LC_FACT_FIELD(lcx_log_slot, stamp),
+    LC_FACT_FIELD(lcx_log_slot, length),
     LC_FACT_CONST(LCS_MAGIC),
     LC_FACT_CONST(LCS_ABI),
     LC_FACT_CONST(LCS_SLOTS),
@@ -80,6 +92,7 @@ static const lc_fact facts[] = {
     LC_FACT_CONST(LCS_KIND_DICT),
     LC_FACT_CONST(LCS_KIND_INDEX),
     LC_FACT_CONST(LCS_KIND_RING),
+    LC_FACT_CONST(LCS_KIND_LOG),
     LC_FACT_CONST(LCS_LIFETIME_ATTACHED),
     LC_FACT_CONST(LCS_LIFETIME_PERSISTENT),
     LC_FACT_CONST(LCS_CLIENT_FREE),
@@ -93,6 +106,11 @@ static const lc_fact facts[] = {
     LC_FACT_CONST(LCX_RING_HOLD),
     LC_FACT_CONST(LCX_RING_CAPACITY),
     LC_FACT_CONST(LCX_RING_MESSAGE),
+    LC_FACT_CONST(LCX_LOG_BATCH),
+    LC_FACT_CONST(LCX_LOG_HOLD),
+    LC_FACT_CONST(LCX_LOG_CAPACITY),
+    LC_FACT_CONST(LCX_LOG_MESSAGE),
+    LC_FACT_CONST(LCX_LOG_LEFT),
 };
 
 static char text[8192];

@@ -94,6 +94,9 @@ enum lc_pause_point {
     LC_AT_DEAD_SEEN = 22,    /* a slot's byte was free, its mending byte is not yet ours */
     LC_AT_OWNER_DEAD = 23,   /* the lock's owner is dead, its lock not yet taken over */
     LC_AT_NOT_ENDED = 24,    /* a reservation was seen to go on, its bit is not yet cleared */
+    LC_AT_LOG_WRITTEN = 25,  /* an entry's slot is written, `appended` not yet stored */
+    LC_AT_LOG_ANNOUNCED = 26, /* a reader has announced itself, and not yet fenced */
+    LC_AT_LOG_COPIED = 27,   /* entries are copied, the cursor is not yet stored */
 };
 
 /* ------------------------------------------------------------------ layout of a segment */
@@ -144,6 +147,7 @@ enum {
     LCS_KIND_DICT = 3,
     LCS_KIND_INDEX = 4,
     LCS_KIND_RING = 5,
+    LCS_KIND_LOG = 6,
 };
 enum { LCS_LIFETIME_ATTACHED = 0, LCS_LIFETIME_PERSISTENT = 1 };
 

@@ -5,12 +5,14 @@
 
 #include "event.h"
 #include "index.h"
+#include "log.h"
 #include "process.h"
 #include "ring.h"
 
 typedef struct lcx_list lcx_list;
 typedef struct lcx_dict lcx_dict;
 typedef struct lcx_ring lcx_ring;
+typedef struct lcx_log lcx_log;
 
 uint64_t lcx_list_bytes(uint32_t nodes, uint32_t lists);
 void lcx_list_format(uint8_t *base, uint32_t nodes, uint32_t lists);
@@ -52,6 +54,21 @@ int lcx_ring_pop(lcx_ring *r, uint8_t *out, uint64_t room, uint32_t *lengths, ui
                  int wait, uint64_t deadline);
 int lcx_ring_length(lcx_ring *r);
 int lcx_ring_check(lcx_ring *r, char *text, uint32_t room, int wait, uint64_t deadline);
+
+uint64_t lcx_log_bytes(uint32_t capacity, uint32_t message);
+lcx_log *lcx_log_open(lcs_attachment *at, uint32_t capacity, uint32_t message);
+void lcx_log_close(lcx_log *l);
+int lcx_log_lead(lcx_log *l, int wait, uint64_t deadline);
+int lcx_log_join(lcx_log *l);
+int lcx_log_leave(lcx_log *l, int wait, uint64_t deadline);
+int lcx_log_append(lcx_log *l, const uint8_t *data, uint32_t length);
+int lcx_log_read(lcx_log *l, uint8_t *out, uint64_t room, uint32_t *lengths, uint32_t limit);
+int lcx_log_writer(lcx_log *l);
+int lcx_log_ended(lcx_log *l);
+int64_t lcx_log_behind(lcx_log *l, int64_t *behind);
+int64_t lcx_log_position(lcx_log *l);
+int lcx_log_check(lcx_log *l, char *text, uint32_t room, int wait, uint64_t deadline);
+int lcx_log_free_dead(lcs_attachment *at, uint32_t slot);
 
 int lcs_atomic32(lcs_attachment *at, uint64_t offset, int op, uint32_t value, uint32_t *old);
 int lcs_atomic64(lcs_attachment *at, uint64_t offset, int op, uint64_t value, uint64_t *old);

@@ -1,0 +1,359 @@
+"""SharedLog: a bounded log of entries with one writer, which every reader reads in order."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import weakref
+from collections.abc import Callable
+from itertools import accumulate, pairwise
+from typing import NoReturn
+
+from lightcache.shm import layout, log_parts, structures
+from lightcache.shm.codes import Code, check
+from lightcache.shm.errors import (
+    Abandoned,
+    ConfigError,
+    InUse,
+    LightcacheError,
+    PermissionDenied,
+    WaitTimeout,
+)
+from lightcache.shm.layout import Kind
+from lightcache.shm.locking import LockedCalls
+from lightcache.shm.log_parts import LogReader
+from lightcache.shm.segment import Segment
+from lightcache.shm.sync import Event
+
+Entry = bytes | bytearray | memoryview
+
+_OPERATIONS = {1: "lead", 2: "leave", 3: "check"}  # LCX_LOG_* in native/log_handle.h
+
+
+class SharedLog:
+    """Entries of at most `message_bytes` bytes each, appended by one writer and read by up to 63
+    readers, of which none may fall more than `capacity` entries behind.
+
+    Appending and reading take no lock; an entry is there wholly or not at all, whoever is killed
+    when (`shm/native/log.h`):
+
+    - A reader reads every entry that is appended from its joining on, in order, each once; not
+      those before. One is lost to it only if it leaves `read` through what a signal handler raises,
+      after taking the entry: `position` tells.
+    - A writer that is killed, or leaves `append` so, has appended the entry wholly or not at all,
+      and did if `append` had returned. Then anybody may become the writer; readers go on.
+    - A killed reader holds nobody up. A living one that does not read stops the writer, which is
+      told who it is.
+
+    The threads of a process that share a reader get each entry once, between them.
+    """
+
+    def __init__(
+        self, segment: Segment, *, writer: bool = False, lock_timeout: float = 10.0
+    ) -> None:
+        """For `create`, `attach` and `open`. `lock_timeout` limits `check` and becoming the
+        writer, or ceasing to be it, in seconds."""
+        self.segment = segment
+        self.capacity = int(segment.config["capacity"])
+        self.message_bytes = int(segment.config["message_bytes"])
+        log_parts.check_sizes(self.capacity, self.message_bytes)
+        quick = structures.library().quick
+        if segment.payload_bytes < quick.lcx_log_bytes(self.capacity, self.message_bytes):
+            raise ConfigError(
+                f"the segment {segment.name!r} is too short for {self.capacity} entries of "
+                f"{self.message_bytes} bytes"
+            )
+        self.is_writer = writer
+        if not segment.readonly:
+            segment.join("log writer" if writer else "log reader")
+        self._room_for_one = ctypes.c_char * self.message_bytes
+        self._news = Event(segment, layout.LogRoot.news.offset)
+        self._room = Event(segment, layout.LogRoot.room.offset)
+        self._calls = LockedCalls(structures.library(), segment, lock_timeout, _OPERATIONS)
+        self._calls.handle = quick.lcx_log_open(
+            segment.attachment, self.capacity, self.message_bytes
+        )
+        weakref.finalize(self, quick.lcx_log_close, self._calls.handle)
+        if not segment.readonly:
+            try:
+                self._lead() if writer else self._join()
+            except BaseException:  # an interrupt may have come behind it
+                self._leave()
+                raise
+
+    @classmethod
+    def create(
+        cls, name: str, *, capacity: int, message_bytes: int, lifetime: str = "attached"
+    ) -> SharedLog:
+        """Create one that does not exist, as its writer; see `Segment.create` for name, lifetime
+        and errors.
+
+        Raises:
+            ConfigError: capacity not 1 to 2^24, message_bytes not 1 to 65,536.
+        """
+        made = log_parts.arranged(name, capacity, message_bytes)
+        return cls._made(Segment.create(**made, lifetime=lifetime), writer=True)
+
+    @classmethod
+    def open(
+        cls,
+        name: str,
+        *,
+        capacity: int,
+        message_bytes: int,
+        writer: bool = False,
+        lifetime: str = "attached",
+    ) -> SharedLog:
+        """Attach to an equal one, as reader or writer, or create it; see `Segment.open`. So ranks
+        and leader may start in any order: who reads a log that had no writer yet waits for one.
+
+        Raises:
+            InUse: `writer` is True, and there is a living one.
+        """
+        made = log_parts.arranged(name, capacity, message_bytes)
+        return cls._made(Segment.open(**made, lifetime=lifetime), writer=writer)
+
+    @classmethod
+    def attach(cls, name: str, *, writer: bool = False, readonly: bool = False) -> SharedLog:
+        """Attach to one that exists; see `Segment.attach`.
+
+        Args:
+            writer: become the writer, where the last one has left or was killed. Readers that it
+                left go on with what is appended next. False: become a reader of what is appended
+                from now on.
+            readonly: become neither, and look only: `len`, `appended`, `behind`, `check`.
+
+        Raises:
+            InUse: `writer` is True, and there is a living one; the message names it.
+            ConfigError: both are True.
+            LockTimeout: says who holds the lock, which becoming the writer takes.
+        """
+        if writer and readonly:
+            raise ConfigError("writer, readonly: expected one of them at most, found both")
+        reaper = log_parts.free_dead_readers
+        segment = Segment.attach(name, readonly=readonly, kind=Kind.LOG, reaper=reaper)
+        return cls._made(segment, writer=writer)
+
+    @classmethod
+    def _made(cls, segment: Segment, *, writer: bool) -> SharedLog:
+        """Who could not become what it asked for leaves again."""
+        try:
+            return cls(segment, writer=writer)
+        except BaseException:
+            segment.close()
+            raise
+
+    def _lead(self) -> None:
+        what = f"become the writer of {self.segment.name!r}"
+        code = self._calls.locked("lcx_log_lead", what=what)
+        if code == Code.OWNER:
+            raise InUse(f"{what}: {self._writer()}; close that one, or attach as a reader")
+        check(code, what)
+
+    def _join(self) -> None:
+        code = self._calls.quick.lcx_log_join(self._calls.handle)
+        check(code, f"become a reader of {self.segment.name!r}")
+
+    def _writer(self) -> str:
+        """Who it is, for people."""
+        slot = self._calls.quick.lcx_log_writer(self._calls.handle)
+        who = next((str(one) for one in self.segment.clients() if one.slot == slot), "")
+        return f"it has a writer ({who})" if slot > 0 and who else "another one came first"
+
+    # ---- appending
+
+    def append(self, data: Entry, timeout: float | None = None) -> None:
+        """Append an entry; while a living reader has `capacity` entries still to read, wait.
+        Blocks; Ctrl-C ends it at once. Takes no lock.
+
+        Args:
+            data: its bytes, which are copied; there may be none.
+            timeout: seconds to wait for room; 0: do not wait; None: no limit.
+
+        Raises:
+            WaitTimeout: there was no room for `timeout` seconds; names the readers that are slow.
+                Nothing was appended.
+            ConfigError: no bytes, or too many.
+            PermissionDenied: not attached as the writer.
+        """
+        if not self.is_writer:
+            raise PermissionDenied(
+                f"append to {self.segment.name!r}: attached to read; attach with writer=True"
+            )
+        entry = log_parts.entry_bytes(data, self.message_bytes)
+        what = f"append to {self.segment.name!r}"
+
+        def attempt() -> bool:
+            code = self._calls.quick.lcx_log_append(self._calls.handle, entry, len(entry))
+            return code != Code.FULL and check(code, what) == Code.OK
+
+        self._until(attempt, self._room, timeout, self._too_slow)
+
+    def _too_slow(self, timeout: float | None) -> NoReturn:
+        slow = [one for one in self.behind() if one.behind >= self.capacity and one.alive]
+        names = "; ".join(map(str, slow)) or "just now none of them"
+        raise WaitTimeout(
+            f"the log {self.segment.name!r} was full for {timeout} s: of its {self.capacity} "
+            f"entries none has been read by ({names}); continue or kill who does not read"
+        )
+
+    # ---- reading
+
+    def read(self, timeout: float | None = None) -> bytes:
+        """The next entry; while there is none, wait. Blocks; Ctrl-C ends it at once. No lock.
+
+        Args:
+            timeout: as of `append`.
+
+        Raises:
+            WaitTimeout: none came for `timeout` seconds.
+            Abandoned: the writer has left or was killed, and all that it appended was read here.
+                When there is another writer, reading goes on.
+            PermissionDenied: attached as the writer, or read-only.
+        """
+        found: list[bytes] = []
+
+        def attempt() -> bool:
+            found.extend(self._read(self._room_for_one(), 1))
+            return bool(found)
+
+        self._until(attempt, self._news, timeout, self._nothing_came)
+        return found[0]
+
+    def _nothing_came(self, timeout: float | None) -> NoReturn:
+        raise WaitTimeout(
+            f"nothing was appended to the log {self.segment.name!r} for {timeout} s; wait longer, "
+            "or see with `lightcache dump` what its writer does"
+        )
+
+    def read_many(self, limit: int) -> list[bytes]:
+        """The entries that are there, at most `limit`, in order, without waiting for any. At least
+        one if there is any; fewer than there are beyond 256 entries or 256 KiB.
+
+        Raises:
+            ConfigError: limit below 1.
+            Abandoned, PermissionDenied: as `read`.
+        """
+        limit = min(structures.size_of(limit, "limit", 1 << 31), layout.LOG_BATCH)
+        room = max(self.message_bytes, min(limit * self.message_bytes, layout.LOG_HOLD))
+        return self._read((ctypes.c_char * room)(), limit)
+
+    def _read(self, out: ctypes.Array[ctypes.c_char], limit: int) -> list[bytes]:
+        what, lengths = self._reading(), (ctypes.c_uint32 * limit)()
+        quick, handle = self._calls.quick, self._calls.handle
+        code = quick.lcx_log_read(handle, out, len(out), lengths, limit)
+        if code == Code.MISSING:
+            if check(quick.lcx_log_ended(handle), what):
+                raise Abandoned(
+                    f"{what}: its writer has left or was killed, and all that it appended was read "
+                    "here; go on reading when somebody has attached with writer=True"
+                )
+            return []
+        ends = list(accumulate(lengths[: check(code, what)], initial=0))
+        data = bytes(memoryview(out)[: ends[-1]])
+        return [data[begin:end] for begin, end in pairwise(ends)]
+
+    def _reading(self) -> str:
+        """What is done, for messages; by a reader only."""
+        what = f"read from {self.segment.name!r}"
+        if self.is_writer:
+            raise PermissionDenied(f"{what}: attached as its writer; attach once more to read")
+        return what
+
+    # ---- looking
+
+    @property
+    def position(self) -> int:
+        """The number, from 0 on, of the entry that this reader reads next. No lock.
+
+        Raises:
+            PermissionDenied: attached as the writer, or read-only.
+        """
+        what = self._reading()
+        return check(self._calls.quick.lcx_log_position(self._calls.handle), what)
+
+    @property
+    def appended(self) -> int:
+        """Entries that were ever appended. No lock."""
+        return self._behind()[0]
+
+    def behind(self) -> tuple[LogReader, ...]:
+        """Each reader, and how many entries it has still to read. About 1 us a slot; no lock."""
+        counts = self._behind()[1]
+        clients = {one.slot: one for one in self.segment.clients()}
+        found = []
+        for slot, count in enumerate(counts):
+            one = clients.get(slot)
+            if count >= 0:
+                who = (one.pid, one.role, one.alive) if one else (0, "", False)
+                found.append(LogReader(slot, *who, behind=count))
+        return tuple(found)
+
+    def __len__(self) -> int:
+        """Entries that the slowest reader has still to read: `capacity` when the log is full, 0
+        when there are no readers. No lock: it may change at this moment."""
+        return max(0, *self._behind()[1])
+
+    def _behind(self) -> tuple[int, list[int]]:
+        counts = (ctypes.c_int64 * layout.SLOTS)()
+        code = self._calls.quick.lcx_log_behind(self._calls.handle, counts)
+        return check(code, f"look at {self.segment.name!r}"), list(counts)
+
+    def check(self) -> None:
+        """Derive every invariant again, while others append and read. Takes the lock, unless
+        attached read-only.
+
+        Raises:
+            CacheCorrupted: names the first that is broken.
+            LockTimeout: says who holds the lock, and since when.
+        """
+        structures.run_check(self._calls, "lcx_log_check", f"the log {self.segment.name!r}")
+
+    # ---- the rest
+
+    def _until(
+        self,
+        attempt: Callable[[], bool],
+        event: Event,
+        timeout: float | None,
+        give_up: Callable[[float | None], NoReturn],
+    ) -> None:
+        """Until an attempt succeeds; between them sleep until `event`, or a twentieth second."""
+        if attempt():
+            return
+        with contextlib.suppress(WaitTimeout):
+            event.wait_for(attempt, timeout)
+            return
+        give_up(timeout)
+
+    def close(self) -> None:
+        """Leave, as reader or writer; see `Segment.close`. What is in the log stays for the others.
+        Takes the lock if we are the writer; if that is held for too long, whoever wants to be the
+        writer finds us gone all the same."""
+        if not self.segment.closed and not self.segment.readonly:
+            self.segment.check_closable()
+            self._leave()
+        self.segment.close()
+
+    def _leave(self) -> None:
+        """Be neither reader nor writer any more: then the slot may go, and not before."""
+        with contextlib.suppress(LightcacheError):
+            self._calls.locked("lcx_log_leave", what="leave", leaving=True)
+        self.segment.free_slot_on_close()
+
+    def __enter__(self) -> SharedLog:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if structures.library().quick.lcs_attachment_usable(self.segment.attachment) == Code.FORKED:
+            return  # a forked child leaves the statement without a word
+        self.close()
+
+    def __repr__(self) -> str:
+        if self.segment.closed:
+            state = "closed"
+        elif self.segment.readonly:
+            state = "readonly"
+        else:
+            state = "writer" if self.is_writer else "reader"
+        return f"<SharedLog {self.segment.name!r} {state}>"
