@@ -31,6 +31,7 @@ from lightcache.keeping import Oldest
 from lightcache.leases import Lease, LeaseBatch
 from lightcache.namespaces import Namespace
 from lightcache.page_index import PageIndex
+from lightcache.plans import Plans
 from lightcache.pool import HostPool
 from lightcache.reservations import Reservation, Shard
 from lightcache.snapshot import CheckReport, IndexStats
@@ -67,6 +68,7 @@ __all__ = [
     "PageHasher",
     "PageIndex",
     "PermissionDenied",
+    "Plans",
     "Reservation",
     "Shard",
     "StorageError",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightcache._arguments import Keys, Offsets, Pages
@@ -12,6 +12,7 @@ from lightcache.hashing import KeySpec, PageHasher, Tokens, hash_pages
 from lightcache.leases import Lease, LeaseBatch
 from lightcache.namespaces import Namespace
 from lightcache.opened import OpenedCache
+from lightcache.plans import TIMEOUT, Plans
 from lightcache.reservations import Reservation, Shard
 from lightcache.shm import ClientInfo
 from lightcache.snapshot import CheckReport, IndexStats
@@ -129,6 +130,46 @@ class Cache(OpenedCache):
     ) -> LeaseBatch:
         """See `PageIndex.match_many`."""
         return self.index.match_many(keys, offsets, namespace=namespace)
+
+    def plan(
+        self,
+        request: Hashable,
+        keys: Keys,
+        *,
+        limit: int | None = None,
+        namespace: Namespace | None = None,
+        timeout: float = TIMEOUT,
+    ) -> int:
+        """See `PageIndex.plan`."""
+        return self.index.plan(request, keys, limit=limit, namespace=namespace, timeout=timeout)
+
+    def plan_many(
+        self,
+        ids: Sequence[Hashable],
+        keys: Keys,
+        offsets: Offsets,
+        *,
+        limit: int | None = None,
+        namespace: Namespace | None = None,
+        timeout: float = TIMEOUT,
+    ) -> Pages:
+        """See `PageIndex.plan_many`."""
+        return self.index.plan_many(
+            ids, keys, offsets, limit=limit, namespace=namespace, timeout=timeout
+        )
+
+    def take(self, request: Hashable) -> Lease:
+        """See `PageIndex.take`."""
+        return self.index.take(request)
+
+    def cancel(self, request: Hashable) -> bool:
+        """See `PageIndex.cancel`."""
+        return self.index.cancel(request)
+
+    @property
+    def plans(self) -> Plans:
+        """See `PageIndex.plans`."""
+        return self.index.plans
 
     def reserve(
         self,

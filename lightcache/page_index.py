@@ -16,12 +16,14 @@ import numpy as np
 
 from lightcache import _arguments, layout, snapshot
 from lightcache._arguments import Keys, Offsets, Pages
+from lightcache._plan_book import PlanBook
 from lightcache.attached import MAX_PAGES, geometry
 from lightcache.errors import ConfigError, LeaseLost, NoSpace, WaitTimeout
 from lightcache.keeping import Keeping
 from lightcache.leases import Lease, LeaseBatch
 from lightcache.namespaced import Namespaced
 from lightcache.namespaces import Namespace
+from lightcache.plans import Planning
 from lightcache.reservations import Reservation, reserve_arguments
 from lightcache.shm import Segment
 from lightcache.shm import layout as shm_layout
@@ -31,7 +33,7 @@ from lightcache.snapshot import CheckReport, IndexStats
 from lightcache.ticketing import Ticketing
 
 
-class PageIndex(Namespaced, Ticketing, Keeping):
+class PageIndex(Namespaced, Ticketing, Keeping, Planning):
     """An attach of this process to an index. Make it with `create`, `attach` or `open`.
 
     Lookups (`peek`, `match`, `release`, `publish`) take no lock and never wait for anybody. What
@@ -48,6 +50,7 @@ class PageIndex(Namespaced, Ticketing, Keeping):
         super().__init__(segment, role=role, device=device, lock_timeout=lock_timeout)
         self._match1 = self._quick.lci_match1
         self._release = self._quick.lci_release
+        self._book = PlanBook()
         self.use(self._find_default())
 
     # ---- looking up

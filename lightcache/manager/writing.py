@@ -41,10 +41,17 @@ class Writer:
                 self._write(one, full)
 
     def rest(self, one: Request) -> None:
-        """A request ends: what of it is not written yet."""
+        """A request ends: what of it is not written yet. What the host has of it counts as used, also
+        where the device had it: else the host would let go of what the device will ask for."""
         full = one.publishable() // self._manager.page_tokens
         if self._manager.config.write is not WritePolicy.BACK and full > one.written:
             self._write(one, full)
+        elif one.space is not None and one.wishes.read:
+            self._touch(one, one.space, max(full, one.written))
+
+    def _touch(self, one: Request, space: Space, pages: int) -> None:
+        keys = one.host_chain.keys[:pages]
+        self._manager.host.reserve(keys, len(keys), namespace=space.host).release()
 
     def _write(self, one: Request, full: int) -> None:
         wishes = one.wishes
@@ -73,13 +80,12 @@ class Writer:
     def _offload(self, one: Request, space: Space, begin: int, end: int) -> None:
         manager = self._manager
         tokens, block = manager.page_tokens, manager.device.block_tokens
-        before = max(0, begin - 1)  # what the first page hangs on
         if len(one.table) * block < end * tokens:
             return  # the engine has let go of these blocks
         try:
             new = manager.host.reserve(
-                one.host_chain.keys[before:end],
-                begin - before,
+                one.host_chain.keys[:end],  # from the root: all of it counts as used
+                begin,
                 namespace=space.host,
                 timeout=manager.config.time_limit,
             )
@@ -90,8 +96,8 @@ class Writer:
         if not len(new.new):
             new.release()
             return
-        slots = slots_of(one.table, block, before * tokens, end * tokens)
-        touched = np.unique(slots // block).astype(np.int32)
+        slots = slots_of(one.table, block, 0, end * tokens)
+        touched = np.unique(slots[begin * tokens :] // block).astype(np.int32)
         one.movements.append(self.launch(new, slots, touched))
 
     def launch(self, new: Reservation, slots: npt.NDArray[np.int64], blocks: Pages) -> Movement:

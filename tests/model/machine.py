@@ -100,6 +100,16 @@ class Opened:
     refs: set[int] = field(default_factory=set)
 
 
+@dataclass(eq=False)
+class Planned:
+    """A plan that a client has made, and the pages that it pins."""
+
+    client: Client
+    keys: list[make.Pair]
+    space: Space
+    pages: list[int]
+
+
 class IndexMachine(RuleBasedStateMachine):
     """One index, up to three clients of it in this process."""
 
@@ -109,6 +119,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.clients: list[Client] = []
         self.held: list[Held] = []
         self.given: list[Given] = []
+        self.planned: dict[tuple[int, int], Planned] = {}
         self.opened: dict[Space, Namespace] = {}
         self.refs: set[int] = set()
 
@@ -179,6 +190,7 @@ class IndexMachine(RuleBasedStateMachine):
         if self.view._index is client.index:
             self.view = IndexView(self.clients[0].index)
         self.model.leave(client.slot)
+        self.planned = {at: p for at, p in self.planned.items() if p.client is not client}
         for held in [h for h in self.held if h.client is client]:
             self.held.remove(held)
             if isinstance(held.real, Lease):
@@ -287,6 +299,57 @@ class IndexMachine(RuleBasedStateMachine):
         else:
             found = client.index.wait(make.array(keys), timeout=0)
             assert found == len(self.model.prefix(keys, client.default))
+
+    # ---- plans
+
+    @rule(number=pick, path=paths, where=pick, name=st.integers(0, 1), many=st.booleans())
+    def plan(self, number: int, path: list[int], where: int, name: int, many: bool) -> None:
+        client = self.client(number)
+        space, real = self.space(client, where)
+        keys, tick = self.keys(path), self.view.clock + 1
+        if many:
+            offsets = np.array([0, len(keys)])
+            got = client.index.plan_many([name], make.array(keys), offsets, namespace=real)
+            found = int(got[0])
+        else:
+            found = client.index.plan(name, make.array(keys), namespace=real)
+        before = self.planned.get((client.slot, name))
+        if before is None or (before.keys, before.space) != (keys, space):
+            made = self.planned[client.slot, name] = Planned(client, keys, space, [])
+            self.look_again(made, tick)
+            if before is not None:
+                self.model.unpin(client.slot, before.pages)
+        else:
+            self.look_again(before, tick)
+        assert found == len(self.planned[client.slot, name].pages)
+
+    def look_again(self, plan: Planned, tick: int) -> None:
+        """What the index does when the prefix is not what the plan has; a match, so it is used."""
+        found = self.model.prefix(plan.keys, plan.space)
+        if len(found) == len(plan.pages):
+            return
+        for page in found:
+            page.tick = tick
+        numbers = [page.number for page in found]
+        self.model.pin(plan.client.slot, numbers)
+        self.model.unpin(plan.client.slot, plan.pages)
+        plan.pages = numbers
+
+    @precondition(lambda self: self.planned)
+    @rule(number=pick, how=st.sampled_from(["take", "take", "cancel"]))
+    def end_plan(self, number: int, how: str) -> None:
+        slot, name = self.choose(sorted(self.planned), number)
+        plan = self.planned.pop((slot, name))
+        tick = self.view.clock + 1
+        if how == "cancel":
+            assert plan.client.index.cancel(name)
+            self.model.unpin(slot, plan.pages)
+        else:
+            lease = plan.client.index.take(name)
+            self.look_again(plan, tick)
+            assert lease.pages.tolist() == plan.pages
+            self.held.append(Held(plan.client, lease, plan.pages))
+        assert not plan.client.index.cancel(name)
 
     # ---- letting go
 
@@ -810,6 +873,8 @@ class IndexMachine(RuleBasedStateMachine):
 
     def release_everything(self) -> None:
         """And look whether anything is left."""
+        for (_, name), plan in self.planned.items():
+            assert plan.client.index.cancel(name)
         for held in self.held:
             held.real.release()
         for given in self.given:

@@ -1,0 +1,148 @@
+"""The plans of one handle: by request, and by when they end. Knows nothing of the index."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+from lightcache._arguments import Keys
+from lightcache.leases import Lease
+from lightcache.namespaces import Namespace
+
+Asked = tuple[int, bytes, int]
+"""What tells two requests apart: number of keys, the last of them (a key is a digest of all of its
+prefix, so it names them all), namespace."""
+
+_SPARE = 64  # entries of ended plans that are not worth sorting out
+
+
+@dataclass(frozen=True)
+class Plans:
+    """What is planned now in one process."""
+
+    requests: int
+    """How many of them have a plan, those that found nothing included."""
+    pages: int
+    """Pages pinned for them; one that two plans share counts twice."""
+
+
+class Plan:
+    """What is pinned for one request, and for which keys."""
+
+    __slots__ = ("asked", "deadline", "due", "keys", "number", "pinned", "space")
+
+    def __init__(self, keys: Keys, asked: Asked, space: Namespace, lease: Lease) -> None:
+        """`keys` is ours alone: callers may use their buffers again, or have cut it from a large
+        one."""
+        self.keys = keys
+        self.asked = asked
+        self.space = space
+        self.deadline = self.due = 0.0
+        self.number = -1
+        self.pin(lease)
+
+    def pin(self, lease: Lease) -> None:
+        """Hold this lease. One store: an interrupt finds the old or the new, not parts of both."""
+        pages = len(lease)
+        self.pinned = (lease, pages, self.keys[max(pages - 1, 0) : pages + 1])
+
+    def let_go(self) -> None:
+        """Unpin; nothing, if that was done."""
+        self.lease.__exit__(None, None, None)
+
+    @property
+    def lease(self) -> Lease:
+        """What is held."""
+        return self.pinned[0]
+
+    @property
+    def pages(self) -> int:
+        """How many of them."""
+        return self.pinned[1]
+
+    @property
+    def edge(self) -> Keys:
+        """The last key that is pinned, and the first that is not: what a look must cover to learn
+        whether the namespace lives, and whether the prefix has grown."""
+        return self.pinned[2]
+
+
+class PlanBook:
+    """Plans in a dict, and a heap of (when, number, request).
+
+    An entry of the heap counts when its plan still bears its number. It may come up too early, for
+    renewing a plan only notes the new time: then it is put back. Never too late: a plan is entered
+    before it is known, and again if its time is shortened. So renewing costs one store, and
+    dropping what has ended one comparison when nothing has.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Empty. `clock` gives seconds; tests have their own."""
+        self.clock = clock
+        self.lock = threading.RLock()  # re-entrant: a signal's handler may plan or cancel
+        self.plans: dict[Hashable, Plan] = {}
+        self._due: list[tuple[float, int, Hashable]] = []
+        self._numbers = itertools.count()
+
+    def enter(self, request: Hashable, plan: Plan, deadline: float) -> None:
+        """From now on this is the request's plan; what it had before is let go behind that."""
+        if len(self._due) > _SPARE + 4 * len(self.plans):
+            self._sort_out()
+        self._schedule(request, plan, deadline)
+        before = self.plans.get(request)
+        self.plans[request] = plan
+        if before is not None and before.lease is not plan.lease:
+            before.let_go()
+
+    def renew(self, request: Hashable, plan: Plan, deadline: float) -> None:
+        """Let it end then."""
+        if deadline < plan.due:
+            self._schedule(request, plan, deadline)
+        plan.deadline = deadline
+
+    def _schedule(self, request: Hashable, plan: Plan, deadline: float) -> None:
+        number = next(self._numbers)
+        heapq.heappush(self._due, (deadline, number, request))
+        # Behind the push: an interrupt in between leaves an entry that counts for nobody.
+        plan.number = number
+        plan.deadline = plan.due = deadline
+
+    def expire(self) -> float:
+        """Let go what has ended. Returns the present."""
+        now = self.clock()
+        while self._due and self._due[0][0] <= now:
+            _, number, request = self._due[0]
+            plan = self.plans.get(request)
+            if plan is not None and plan.number == number:
+                if plan.deadline > now:
+                    heapq.heapreplace(self._due, (plan.deadline, number, request))
+                    plan.due = plan.deadline
+                    continue
+                self.drop(request)
+            heapq.heappop(self._due)
+        return now
+
+    def drop(self, request: Hashable) -> bool:
+        """Let its pages go. Whether there was a plan."""
+        plan = self.plans.pop(request, None)
+        if plan is None:
+            return False
+        plan.let_go()
+        return True
+
+    def _sort_out(self) -> None:
+        self._due = [(p.deadline, p.number, request) for request, p in self.plans.items()]
+        heapq.heapify(self._due)
+        for plan in self.plans.values():
+            plan.due = plan.deadline
+
+    def totals(self) -> Plans:
+        """How many, and how much."""
+        return Plans(len(self.plans), sum(plan.pages for plan in self.plans.values()))
+
+
+__all__ = ["Asked", "Plan", "PlanBook", "Plans"]
