@@ -89,20 +89,32 @@ class Namespaced(Attached):
             Detached: closed, replaced, or a forked child.
         """
         ref = self._ref(namespace)
-        with self._segment.busy():
-            place = self._core.segment.address + geometry(self.pages).namespaces
-            size = ctypes.sizeof(layout.NamespaceRecord)
-            found = layout.NamespaceRecord.from_buffer_copy(
-                ctypes.string_at(place + (ref & 0xFF) * size, size)
-            )
+        found = self._namespace_record(ref & 0xFF)
         if found.epoch & 0xFFFFFF != ref >> 8:
             return NamespaceState.CLEARED  # and its entry is another's by now
-        try:
-            return NamespaceState(found.state)
-        except ValueError:
-            raise CacheCorrupted(
-                f"namespace {ref & 0xFF}: state {found.state} is none; run `lightcache check`"
-            ) from None
+        return _state_of(found, ref & 0xFF)
+
+    def namespaces(self) -> list[Namespace]:
+        """Those in use, whoever opened them. No lock; others may open and clear meanwhile.
+
+        Raises:
+            Detached: closed, replaced, or a forked child.
+        """
+        found = []
+        for entry in range(layout.NAMESPACES):
+            one = self._namespace_record(entry)
+            if _state_of(one, entry) is NamespaceState.NORMAL:
+                names = one.weights.decode(errors="replace"), one.tenant.decode(errors="replace")
+                found.append(Namespace(*names, (one.epoch & 0xFFFFFF) << 8 | entry))
+        return found
+
+    def _namespace_record(self, entry: int) -> layout.NamespaceRecord:
+        size = ctypes.sizeof(layout.NamespaceRecord)
+        with self._segment.busy():
+            place = self._core.segment.address + geometry(self.pages).namespaces
+            return layout.NamespaceRecord.from_buffer_copy(
+                ctypes.string_at(place + entry * size, size)
+            )
 
     def use(self, namespace: Namespace) -> None:
         """From now on calls of this handle without `namespace=` mean this one."""
@@ -127,6 +139,15 @@ class Namespaced(Attached):
 def _limit(pages: int | None, what: str) -> int:
     limit = namespaces.NO_CHANGE if pages is None else pages
     return _arguments.count(limit, what, 0, namespaces.NO_CHANGE)
+
+
+def _state_of(found: layout.NamespaceRecord, entry: int) -> NamespaceState:
+    try:
+        return NamespaceState(found.state)
+    except ValueError:
+        raise CacheCorrupted(
+            f"namespace {entry}: state {found.state} is none; run `lightcache check`"
+        ) from None
 
 
 __all__ = ["Namespaced"]

@@ -88,11 +88,10 @@ class DeviceTier:
             found = self._spaces[weights, tenant] = self.index.namespace(weights, tenant)
         return found
 
-    def clear_space(self, weights: str, tenant: str) -> None:
-        """Forget a namespace: nothing of it is found or accepted any more."""
-        space = self._spaces.pop((weights, tenant), None)
-        if space is not None:
-            self._clear(space)
+    def clear_weights(self, weights: str) -> None:
+        """Forget a version: nothing of it is found or accepted any more."""
+        for key in [key for key in self._spaces if key[0] == weights]:
+            self._clear(self._spaces.pop(key))
 
     def _clear(self, space: Namespace) -> None:
         if self.index is not None:

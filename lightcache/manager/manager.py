@@ -158,7 +158,9 @@ class KVCacheManager:
     def _missed(self, request: Hashable) -> Request:
         """A request that the cache failed: it runs without."""
         prompt = self._planner.prompt_of(request)
-        miss = PrefixMatch(len(prompt), why=Why.DISABLED)
+        return self._without(request, prompt, PrefixMatch(len(prompt), why=Why.DISABLED))
+
+    def _without(self, request: Hashable, prompt: Prompt, miss: PrefixMatch) -> Request:
         nothing = NoChain()
         return Request(request, prompt, ANY, None, miss, nothing, nothing, known=len(prompt))
 
@@ -177,6 +179,8 @@ class KVCacheManager:
         host: Lease | None,
     ) -> Request:
         prompt, space = planned.prompt, planned.space
+        if space is None:
+            return self._without(request, prompt, match)
         device_chain = Chain(prompt, space.device_spec)
         same = space.host_spec is space.device_spec
         made = Request(

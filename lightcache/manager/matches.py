@@ -22,6 +22,7 @@ class Why(Enum):
     ITEM = "a multimodal item would have been cut"
     BREAK_EVEN = "computing is faster than loading so few pages"
     WISHES = "the request does not read, or not from this tier"
+    WEIGHTS = "the weights are being changed, or another process has cleared their version"
     DISABLED = "the manager has disabled itself"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from lightcache._arguments import Keys, Offsets, Pages
-from lightcache.errors import ConfigError
+from lightcache.errors import ConfigError, OutOfPages
 from lightcache.leases import Lease
 from lightcache.manager.device import NONE, DeviceTier
 from lightcache.namespaces import Namespace
@@ -60,6 +60,8 @@ class OwnedDevice(DeviceTier):
         """
         if self.index is None:
             raise ConfigError("allocate: the number of device blocks is not known; `set_blocks`")
+        if n > self.blocks:
+            raise OutOfPages(f"allocate: {n} blocks were asked for, the device has {self.blocks}")
         return self.index.allocate(n).detach() if n else NONE
 
     def can_allocate(self, n: int) -> bool:

@@ -26,7 +26,8 @@ class Planned:
 
     prompt: Prompt
     wishes: Wishes
-    space: Space
+    space: Space | None
+    """None: the weights are being changed."""
     most: int
     """Tokens that may be reused at most: the limit, and one is left to compute."""
     limited: bool
@@ -82,8 +83,10 @@ class Planner:
         limited = limit is not None and limit < most
         if limited:
             most = limit or 0
-        space = self._manager._spaces.of(prompt.tenant)
-        if not wishes.read or not self._manager._weights.good(space):
+        weights, space = self._manager._weights, None
+        if weights.open:
+            space = self._manager._spaces.of(prompt.tenant)
+        if not wishes.read or space is None or not weights.good(space):
             most = 0
         self._failed.pop(request, None)
         known = self._plans.get(request)
@@ -197,7 +200,7 @@ class Planner:
 
     def _other(self, request: Hashable, plan: Planned, usable: int) -> Hashable | None:
         """Who computes the block that this one would compute first."""
-        if not self._computing:
+        if not self._computing or plan.space is None:
             return None
         at = usable // self._manager.device.block_tokens
         keys = plan.prompt.keys(plan.space.device_spec)
@@ -223,6 +226,8 @@ class Planner:
     def _usable(self, plan: Planned, found: PrefixMatch) -> tuple[int, Why, Any]:
         if not plan.wishes.read:
             return 0, Why.WISHES, None
+        if plan.space is None:
+            return 0, Why.WEIGHTS, None
         usable, why = found.found, Why.NOTHING
         if usable > found.device and not self._worth_loading(usable - found.device):
             usable, why = found.device, Why.BREAK_EVEN
@@ -303,7 +308,7 @@ def _by_space(plans: list[Planned]) -> list[tuple[Space, list[int]]]:
     """Positions of plans that may look for anything, by their space: nearly always there is one."""
     found: dict[int, tuple[Space, list[int]]] = {}
     for i, plan in enumerate(plans):
-        if plan.most:
+        if plan.most and plan.space is not None:
             found.setdefault(id(plan.space), (plan.space, []))[1].append(i)
     return list(found.values())
 

@@ -29,6 +29,8 @@ class Leaving:
             one.host.release()
             one.host = None
         self._going.append(one)
+        if any(not movement.over for movement in one.movements):
+            self._manager._traffic.poll()
         self.poll()
 
     def poll(self) -> None:

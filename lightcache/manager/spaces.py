@@ -47,13 +47,6 @@ class Spaces:
         """Those that requests have had so far."""
         return list(self._known.values())
 
-    def drop(self, space: Space) -> bool:
-        """Forget one that was cleared; whether it was known."""
-        if self._known.get(space.tenant) is not space:
-            return False
-        del self._known[space.tenant]
-        return True
-
     def switch(self, weights: str) -> None:
         """From now on requests get spaces of another version."""
         self.weights = weights

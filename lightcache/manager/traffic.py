@@ -185,6 +185,8 @@ class Traffic:
         self._count(movement.blocks, 1)
         self._running.append(movement)
         movement._start()
+        if movement.state is State.RUNNING:
+            movement._look()  # some take no time at all
 
     def _count(self, blocks: Pages, change: int) -> None:
         if not len(blocks):

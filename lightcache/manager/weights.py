@@ -41,37 +41,45 @@ class Weights:
         """Normal."""
         self._manager = manager
         self._updating = False
+        self._gone = WeightsState.NORMAL
+        """What another process did to our version."""
+
+    @property
+    def open(self) -> bool:
+        """Whether, as far as was looked, the version is good."""
+        return not self._updating and self._gone is WeightsState.NORMAL
 
     def state(self) -> WeightsState:
         """Looked up in shared memory; about a microsecond for each tenant."""
         if self._updating:
             return WeightsState.UPDATING
-        manager = self._manager
-        for space in manager._spaces.known():
-            found = _SEEN[manager.host.index.namespace_state(space.host)]
-            if found is not WeightsState.NORMAL:
-                return found
-        return WeightsState.NORMAL
+        for space in self._manager._spaces.known():
+            if not self.good(space):
+                break
+        return self._gone
 
     def good(self, space: Space) -> bool:
-        """Whether anything of a space may be found or published. If another process has cleared it,
-        our device forgets it here."""
-        if self._updating:
+        """Whether anything of a space may be found or published. If another process has cleared
+        it, our device forgets its version, and nothing is opened again before an update: who
+        cleared knows of other weights."""
+        if self._updating or space.weights != self._manager._spaces.weights:
             return False
-        manager = self._manager
-        if manager.host.index.namespace_state(space.host) is NamespaceState.NORMAL:
-            return True
-        if manager._spaces.drop(space):
-            manager.device.clear_space(space.weights, space.tenant)
+        found = _SEEN[self._manager.host.index.namespace_state(space.host)]
+        if found is WeightsState.NORMAL:
+            return self._gone is WeightsState.NORMAL
+        if self._gone is WeightsState.NORMAL:
+            self._manager.device.clear_weights(space.weights)
+        self._gone = found
         return False
 
     def begin(self) -> None:
         """From here on nothing of the version is found or published, in any tier and process."""
-        manager = self._manager
+        manager, version = self._manager, self._manager._spaces.weights
         self._updating = True
-        for space in manager._spaces.known():
-            manager.host.clear(space.host)
-            manager.device.clear_space(space.weights, space.tenant)
+        for space in manager.host.index.namespaces():
+            if space.weights == version:
+                manager.host.clear(space)
+        manager.device.clear_weights(version)
 
     def finish(self, version: str) -> None:
         """Serve another version, or the same name again, which begins empty.
@@ -82,7 +90,7 @@ class Weights:
         if not self._updating:
             raise ConfigError("finish_update: no update was begun; call begin_update first")
         self._manager._spaces.switch(version)
-        self._updating = False
+        self._updating, self._gone = False, WeightsState.NORMAL
 
 
 __all__ = ["Weights", "WeightsState"]

@@ -41,8 +41,8 @@ class Writer:
                 self._write(one, full)
 
     def rest(self, one: Request) -> None:
-        """A request ends: what of it is not written yet. What the host has of it counts as used, also
-        where the device had it: else the host would let go of what the device will ask for."""
+        """A request ends: what of it is not written yet. What the host has of it counts as used,
+        also where the device had it: else the host would let go of what the device will ask for."""
         full = one.publishable() // self._manager.page_tokens
         if self._manager.config.write is not WritePolicy.BACK and full > one.written:
             self._write(one, full)
