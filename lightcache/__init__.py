@@ -28,6 +28,8 @@ from lightcache.errors import (
 )
 from lightcache.hashing import KeySpec, PageHasher, hash_pages, matchable_pages
 from lightcache.keeping import Oldest
+from lightcache.held import Held, Named
+from lightcache.layout import KeyStatus
 from lightcache.leases import Lease, LeaseBatch
 from lightcache.namespaces import Namespace
 from lightcache.page_index import PageIndex
@@ -48,10 +50,12 @@ __all__ = [
     "ClientId",
     "ConfigError",
     "Detached",
+    "Held",
     "HostPool",
     "InUse",
     "IndexStats",
     "KeySpec",
+    "KeyStatus",
     "LayoutMismatch",
     "Lease",
     "LeaseBatch",
@@ -59,6 +63,7 @@ __all__ = [
     "LightcacheError",
     "Load",
     "LockTimeout",
+    "Named",
     "Namespace",
     "NoSpace",
     "NotReady",

@@ -20,6 +20,7 @@ Pages = npt.NDArray[np.int32]  # shape (n,): page numbers
 
 _U64 = np.dtype(np.uint64)
 _I64 = np.dtype(np.int64)
+_I32 = np.dtype(np.int32)
 _Bytes0 = ctypes.c_char * 0
 _MAX_KEYS = 1 << 30
 
@@ -91,6 +92,26 @@ def offsets(array: Any, key_count: int) -> Offsets:
             + (", descending in between" if (np.diff(found) < 0).any() else "")
         )
     return found
+
+
+def pages(array: Any) -> Pages:
+    """Page numbers, checked: C-contiguous int32 of shape (n,). Other integers are converted.
+
+    Raises:
+        ConfigError: not integers of one dimension, or out of range.
+    """
+    if isinstance(array, np.ndarray) and array.dtype is _I32 and array.ndim == 1:
+        return array if array.flags.c_contiguous else np.ascontiguousarray(array)
+    found = np.asarray(array)
+    if found.size == 0 and found.ndim == 1:
+        return np.empty(0, np.int32)
+    if found.ndim != 1 or found.dtype.kind not in "iu":
+        raise ConfigError(
+            f"pages: expected page numbers, int32 of shape (n,), found {found.dtype} {found.shape}"
+        )
+    if found.min() < 0 or found.max() >= 1 << 31:
+        raise ConfigError(f"pages: expected page numbers, found {found.min()} to {found.max()}")
+    return found.astype(np.int32)
 
 
 def count(value: Any, what: str, low: int, high: int) -> int:

@@ -21,13 +21,15 @@ CHAIN_MAX = 32
 
 
 class PageState(IntEnum):
-    """Of a page. FREE -> WRITING -> READY -> EVICTING -> FREE; WRITING, READY -> DOOMED -> FREE."""
+    """Of a page. FREE -> WRITING -> READY -> EVICTING -> FREE; FREE -> HELD -> READY -> HELD ->
+    FREE; WRITING, READY, HELD -> DOOMED -> FREE."""
 
     FREE = 0
     WRITING = 1
     READY = 2
     EVICTING = 3
     DOOMED = 4
+    HELD = 5
 
 
 STATE_MASK = 0xF
@@ -38,7 +40,7 @@ RESERVATION_SHIFT = 16
 
 
 class KeyStatus(IntEnum):
-    """What became of one key of a reserve."""
+    """What became of one key of a reserve, or of a name."""
 
     UNKNOWN = 0
     PRESENT = 1
@@ -64,6 +66,10 @@ class Operation(IntEnum):
     NAMESPACE = 11
     COLLECT = 12
     KEEP = 13
+    ALLOCATE = 14
+    NAME = 15
+    UNNAME = 16
+    FREE = 17
 
 
 class Link(ctypes.Structure):
@@ -196,7 +202,8 @@ class RootRecord(ctypes.Structure):
         ("occupied", ctypes.c_uint32 * (LEVELS * 2)),
         ("repairing", ctypes.c_uint32),
         ("kept", ctypes.c_uint32),
-        ("pad1", ctypes.c_uint32 * 12),
+        ("held", ctypes.c_uint32),
+        ("pad1", ctypes.c_uint32 * 11),
         ("clock", ctypes.c_uint64),
         ("pad2", ctypes.c_uint8 * 56),
         ("event", ctypes.c_uint32),
@@ -302,6 +309,22 @@ class DiscardProgress(ctypes.Structure):
     ]
 
 
+class HeldProgress(ctypes.Structure):
+    """The same of what is done with pages that have no key."""
+
+    _fields_ = [
+        ("done", ctypes.c_uint32),
+        ("giving", ctypes.c_uint32),
+        ("wanted", ctypes.c_uint32),
+        ("reason", ctypes.c_uint32),
+        ("refused", ctypes.c_uint32),
+        ("ns", ctypes.c_uint32),
+        ("flags", ctypes.c_uint32),
+        ("checked", ctypes.c_uint32),
+        ("tick", ctypes.c_uint64),
+    ]
+
+
 class TicketRef(ctypes.Structure):
     """The 16 bytes of a ticket that travel."""
 
@@ -359,9 +382,10 @@ class Report(ctypes.Structure):
         ("writing", ctypes.c_uint32),
         ("ready", ctypes.c_uint32),
         ("doomed", ctypes.c_uint32),
+        ("held", ctypes.c_uint32),
         ("queued", ctypes.c_uint32),
         ("pins", ctypes.c_uint32),
-        ("message", ctypes.c_char * 208),
+        ("message", ctypes.c_char * 204),
     ]
 
 
@@ -387,6 +411,7 @@ STRUCTURES: Mapping[str, type[ctypes.Structure]] = {
     "lci_walk_op": WalkProgress,
     "lci_oldest_op": OldestProgress,
     "lci_discard_op": DiscardProgress,
+    "lci_held_op": HeldProgress,
     "lci_ticket_ref": TicketRef,
     "lci_ticket_status": TicketStatusRecord,
     "lci_counts": Counts,

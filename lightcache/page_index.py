@@ -20,6 +20,7 @@ from lightcache._plan_book import PlanBook
 from lightcache.attached import MAX_PAGES, geometry
 from lightcache.errors import ConfigError, LeaseLost, NoSpace, WaitTimeout
 from lightcache.keeping import Keeping
+from lightcache.held_pages import HeldPages
 from lightcache.leases import Lease, LeaseBatch
 from lightcache.namespaced import Namespaced
 from lightcache.namespaces import Namespace
@@ -33,7 +34,7 @@ from lightcache.snapshot import CheckReport, IndexStats
 from lightcache.ticketing import Ticketing
 
 
-class PageIndex(Namespaced, Ticketing, Keeping, Planning):
+class PageIndex(Namespaced, Ticketing, HeldPages, Keeping, Planning):
     """An attach of this process to an index. Make it with `create`, `attach` or `open`.
 
     Lookups (`peek`, `match`, `release`, `publish`) take no lock and never wait for anybody. What
@@ -278,9 +279,10 @@ class PageIndex(Namespaced, Ticketing, Keeping, Planning):
         check(self._locked("lci_grow", pages, what="grow"), "grow")
 
     def _need_memory(self, wanted: int) -> None:
-        """Called by `reserve` when pages are left that have no memory yet. A pool grows here."""
+        """Called by `reserve` and `allocate` when pages are left that have no memory yet. A pool
+        grows here."""
         raise NoSpace(
-            f"reserve: {wanted} more pages are needed, and the medium has not grown so far; "
+            f"no memory: {wanted} more pages are needed, and the medium has not grown so far; "
             "call grow() when it has"
         )
 

@@ -23,7 +23,7 @@ from lightcache.shm.codes import check
 Bytes = npt.NDArray[np.uint8]
 TRIES = 3
 PIN_INVARIANTS = frozenset(
-    {26, 27, 28, 43, 44, 50}
+    {26, 27, 28, 43, 44, 50, 62}
 )  # of check.c: about what is changed without the lock
 
 
@@ -41,6 +41,8 @@ class IndexStats:
     ready: int
     doomed: int
     """Unlinked; waiting for their last pin."""
+    held: int
+    """Without a key, in the hands of a client: `PageIndex.allocate`."""
     evictable: int
     """In the eviction queue: ready pages on which nothing hangs; pinned ones included."""
     reservations: int
@@ -65,6 +67,7 @@ class CheckReport:
     writing: int
     ready: int
     doomed: int
+    held: int
     pins: int
     quiet: bool
     """Pins were checked as well: nobody was pinning just then."""
@@ -89,6 +92,7 @@ def stats_of(counts: layout.Counts) -> IndexStats:
         writing=counts.writing,
         ready=counts.named - counts.writing,
         doomed=counts.doomed,
+        held=counts.held,
         evictable=counts.queued,
         reservations=counts.reservations,
         tickets=counts.tickets,
@@ -139,6 +143,7 @@ def check_copy(copy: Bytes, pages: int, *, quiet: bool) -> CheckReport:
         writing=found.writing,
         ready=found.ready,
         doomed=found.doomed,
+        held=found.held,
         pins=found.pins,
         quiet=quiet,
         recovered=undone,

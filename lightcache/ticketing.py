@@ -121,6 +121,8 @@ class Ticketing(Attached):
         )
         if code < 0:
             ticket._dropped = True
+        if code == Code.OWNER:
+            raise LeaseLost("ticket: this client does not pin all of these pages; pin them first")
         if code == Code.FULL:
             raise OutOfPages("ticket: too many tickets are outstanding; drop some")
         check(code, "give a ticket")

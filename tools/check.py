@@ -153,6 +153,7 @@ def _damaged(message: str) -> CheckReport:
         writing=0,
         ready=0,
         doomed=0,
+        held=0,
         pins=0,
         quiet=True,
         recovered=0,
@@ -177,8 +178,8 @@ def _say(name: str, result: Result) -> None:
         return
     click.echo(f"{name}: {report.message}")
     click.echo(
-        f"  {report.ready} ready, {report.writing} writing, {report.doomed} doomed, the rest free; "
-        f"{report.pins} pins"
+        f"  {report.ready} ready, {report.writing} writing, {report.doomed} doomed, "
+        f"{report.held} held, the rest free; {report.pins} pins"
     )
     if report.recovered:
         click.echo(f"  {report.recovered} log entries of an unfinished critical section undone")

@@ -82,7 +82,7 @@ def _state(state: str) -> Text:
 def _totals(found: Facts) -> RenderableType:
     holds = Text("holds", "green") if found["accounting_holds"] else Text("does not hold", "red")
     looked = found["hit_pages"] + found["missed_pages"]
-    states = ("free", "writing", "ready", "evicting", "doomed")
+    states = ("free", "writing", "ready", "evicting", "doomed", "held")
     pairs: list[tuple[str, object]] = [
         ("pages", f"{found['pages']:,}, {found['grown']:,} with memory"),
         *((name, f"{found[name]:,}  {percent(found[name], found['pages'])}") for name in states),

@@ -99,7 +99,8 @@ def totals(image: Image) -> Facts:
     count = np.bincount(words, minlength=16)
     state = {member.name.lower(): int(count[member]) for member in PageState}
     named = state["writing"] + state["ready"] + state["evicting"]
-    equal = (root.free_count, root.named, root.doomed) == (state["free"], named, state["doomed"])
+    counted = (state["free"], named, state["doomed"], state["held"])
+    equal = (root.free_count, root.named, root.doomed, root.held) == counted
     hits = sum(client.hit_pages for client in image.clients)
     missed = sum(client.missed_pages for client in image.clients)
     return {

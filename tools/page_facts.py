@@ -30,11 +30,13 @@ def _page(found: npt.NDArray[Any], pins: npt.NDArray[np.uint16], page: int) -> F
     word, used, parent = int(record["word"]), int(record["used"]), int(record["parent"])
     valid = parent < len(found) and found[parent]["gen"] == record["parent_gen"]
     reservation = word >> layout.RESERVATION_SHIFT
+    held = word & layout.STATE_MASK == PageState.HELD  # then its client stands there
     return {
         "page": page,
         "state": name_of(PageState, word & layout.STATE_MASK),
         "key": f"{int(record['hi']) >> 32:08x}",
-        "namespace": word >> layout.NAMESPACE_SHIFT & 0xFF,
+        "namespace": None if held else word >> layout.NAMESPACE_SHIFT & 0xFF,
+        "held_by": word >> layout.NAMESPACE_SHIFT & 0xFF if held else None,
         "generation": int(record["gen"]),
         "pins": {str(slot): int(pins[slot, page]) for slot in np.flatnonzero(pins[:, page])},
         "tick": used >> 16,

@@ -305,6 +305,7 @@ LC_API int lci_count(lci_handle *h, lci_counts *out) {
         .chunks = lc_load(&r->chunk_used),
         .namespaces_clearing = lc_load(&r->clearing),
         .kept = lc_load(&r->kept),
+        .held = lc_load(&r->held),
         .clock = lc_load(&r->clock),
     };
     return LC_OK;

@@ -114,6 +114,16 @@ static bool pins(checker *c, uint32_t page) {
     return true;
 }
 
+/* A page without a key has an owner, whose pin it is that others see. */
+static bool held_by_somebody(checker *c, uint32_t page) {
+    uint32_t word = lc_load(&c->h->pages[page].word), slot = lci_ns_of(word);
+    if (slot == 0 || slot >= LCS_SLOTS || word != lci_held_word(slot))
+        BROKEN(c, 61, page, word, "page %u is held by nobody: its word is %#x", page, word);
+    if (c->quiet && !lc_load(lci_pin(c->h, slot, page)))
+        BROKEN(c, 62, page, slot, "page %u is held by slot %u, which does not pin it", page, slot);
+    return true;
+}
+
 static bool page_state(checker *c, uint32_t page) {
     const lci_page *p = &c->h->pages[page];
     uint32_t word = lc_load(&p->word), state = lci_state_of(word), seen = c->seen[page];
@@ -127,12 +137,14 @@ static bool page_state(checker *c, uint32_t page) {
     case LCI_WRITING: expected = SEEN_CHAIN; c->out->writing++; break;
     case LCI_READY: expected = SEEN_CHAIN | (lci_queueable(c->h, page) ? SEEN_QUEUE : 0u); c->out->ready++; break;
     case LCI_DOOMED: expected = SEEN_DOOMED; break;
+    case LCI_HELD: c->out->held++; break; /* in no structure */
     default: BROKEN(c, 30, page, word, "page %u has state %u outside a critical section", page, state);
     }
     if (seen != expected)
         BROKEN(c, 31, page, seen, "page %u (state %u) is in structures %#x, belongs into %#x "
                "(1 free, 2 chain, 4 queue, 8 doomed)", page, state, seen, expected);
     if (state == LCI_FREE && word) BROKEN(c, 40, page, word, "free page %u has the word %#x", page, word);
+    if (state == LCI_HELD && !held_by_somebody(c, page)) return false;
     if (state == LCI_WRITING && word >> LCI_RES_SHIFT == 0)
         BROKEN(c, 32, page, word, "page %u is being written under no reservation", page);
     if ((state == LCI_WRITING || state == LCI_READY) && word >> LCI_RES_SHIFT &&
@@ -176,10 +188,14 @@ static bool totals(checker *c) {
         if (c->ns_pages[i] != lc_load(&c->h->ns[i].pages))
             BROKEN(c, 36, i, c->ns_pages[i], "namespace %u has %u pages, its count says %u", i,
                    c->ns_pages[i], lc_load(&c->h->ns[i].pages));
-    uint32_t all = c->out->free + c->out->writing + c->out->ready + c->out->doomed;
+    if (c->out->held != lc_load(&r->held))
+        BROKEN(c, 63, c->out->held, lc_load(&r->held), "%u pages are held, the count says %u",
+               c->out->held, lc_load(&r->held));
+    uint32_t all = c->out->free + c->out->writing + c->out->ready + c->out->doomed + c->out->held;
     if (all != lc_load(&r->fresh))
-        BROKEN(c, 37, all, lc_load(&r->fresh), "free %u + writing %u + ready %u + doomed %u != %u pages",
-               c->out->free, c->out->writing, c->out->ready, c->out->doomed, lc_load(&r->fresh));
+        BROKEN(c, 37, all, lc_load(&r->fresh),
+               "free %u + writing %u + ready %u + doomed %u + held %u != %u pages", c->out->free,
+               c->out->writing, c->out->ready, c->out->doomed, c->out->held, lc_load(&r->fresh));
     return true;
 }
 

@@ -11,8 +11,11 @@
 
 /* ------------------------------------------------------------------ records in the segment */
 
-/* A page's word: state (bits 0..3), flags (4..7), namespace (8..15), reservation + 1 (16..31). */
-enum lci_state { LCI_FREE = 0, LCI_WRITING = 1, LCI_READY = 2, LCI_EVICTING = 3, LCI_DOOMED = 4 };
+/* A page's word: state (bits 0..3), flags (4..7), namespace (8..15), reservation + 1 (16..31). A HELD
+ * page has no namespace: there stands the slot of the client that holds it, and nothing above. */
+enum lci_state {
+    LCI_FREE = 0, LCI_WRITING = 1, LCI_READY = 2, LCI_EVICTING = 3, LCI_DOOMED = 4, LCI_HELD = 5
+};
 #define LCI_STATE_MASK UINT32_C(0xf)
 #define LCI_UNWRITTEN UINT32_C(0x10) /* doomed while somebody might have been writing it */
 #define LCI_KEPT UINT32_C(0x20)      /* READY, and never evicted (keep.c) */
@@ -141,7 +144,8 @@ typedef struct lci_root {
     _Atomic uint32_t occupied[LCI_LEVELS * 2];
     _Atomic uint32_t repairing; /* a repair has begun and not ended: whoever locks next redoes it */
     _Atomic uint32_t kept;      /* READY pages that are kept */
-    uint32_t pad1[12];
+    _Atomic uint32_t held;      /* pages without a key, each in the hands of one client */
+    uint32_t pad1[11];
     /* Changed by anybody. */
     _Atomic uint64_t clock; /* the last tick given out */
     uint8_t pad2[56];
@@ -245,6 +249,18 @@ typedef struct lci_discard_op {
     uint32_t climb;  /* position + 1 of the parent of one that went */
     uint32_t freed;
 } lci_discard_op;
+/* The same for what is done with pages that have no key. */
+typedef struct lci_held_op {
+    uint32_t done;    /* pages that are settled: the first `done`; of lci_allocate, that are ours */
+    uint32_t giving;  /* lci_allocate gives back what it had taken: there is not enough */
+    uint32_t wanted;  /* with LC_E_GROW: pages that need memory */
+    uint32_t reason;  /* why there was no room: LCI_WHY_* */
+    uint32_t refused; /* which page of the call is not what it must be */
+    uint32_t ns, flags;
+    uint32_t checked; /* every page of the call was what it must be */
+    uint64_t tick;    /* of this call; 0 before it began */
+} lci_held_op;
+enum { LCI_NAME_MERGE = 1 };
 
 typedef struct lci_ticket_ref { /* what travels: 16 bytes */
     uint32_t index;
@@ -269,8 +285,8 @@ typedef struct lci_report {
     int32_t broken; /* 0: clean, else the number of the invariant below */
     uint32_t page;
     uint32_t other;
-    uint32_t free, named, writing, ready, doomed, queued, pins;
-    char message[208];
+    uint32_t free, named, writing, ready, doomed, held, queued, pins;
+    char message[204];
 } lci_report;
 
 enum lci_op {
@@ -287,6 +303,10 @@ enum lci_op {
     LCI_OP_NAMESPACE,
     LCI_OP_COLLECT,
     LCI_OP_KEEP,
+    LCI_OP_ALLOCATE,
+    LCI_OP_NAME,
+    LCI_OP_UNNAME,
+    LCI_OP_FREE,
 };
 
 /* ------------------------------------------------------------------ helpers */
@@ -380,9 +400,33 @@ uint32_t lci_evict_settle(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t *m
 #define LCI_BATCH 32
 #define LCI_HINT 12 /* steps up a prefix, see prefetch_ancestor in evict.c */
 
+/* room.c, under the lock: what one call does to have pages to take, over several holds of it. */
+typedef struct lci_room {
+    lci_eviction eviction;
+    uint32_t looked, looked_before; /* pages looked at in vain for some of the namespace */
+    uint32_t wanted;                /* with LC_E_GROW: pages that need memory */
+} lci_room;
+/* What making room came to, besides an error: enough is free, or all that can be; or this hold has
+ * done its share and the next goes on. */
+enum { LCI_ROOM_MADE = 0, LCI_ROOM_AGAIN = 1 };
+uint32_t lci_available(const lci_handle *h);
+int lci_make_quota_room(lci_handle *h, lc_txn *t, lci_room *room, uint32_t id, uint32_t want);
+int lci_make_room(lci_handle *h, lc_txn *t, lci_room *room, uint32_t want);
+
+/* held.c: pages without a key. */
+static inline uint32_t lci_held_word(uint32_t slot) { return LCI_HELD | slot << LCI_NS_SHIFT; }
+static inline bool lci_holds(const lci_handle *h, uint32_t page) {
+    return page < h->page_count && lc_load(&h->pages[page].word) == lci_held_word(h->at->slot);
+}
+void lci_doom_held(lci_handle *h, lc_txn *t, const uint32_t *pages, uint32_t n, uint32_t flags);
+void lci_let_held_go(lci_handle *h, lc_txn *t, const uint32_t *pages, uint32_t n);
+int lci_reap_pages(lci_handle *h, uint32_t slot, int wait, uint64_t deadline);
+
 /* pages.c, under the lock: the transitions of a page and the lists of reservations and tickets. */
 uint32_t lci_take_free(lci_handle *h, lc_txn *t, uint32_t *out, uint32_t want);
 void lci_give_free(lci_handle *h, lc_txn *t, const uint32_t *pages, uint32_t n);
+void lci_detach_parent(lci_handle *h, lc_txn *t, uint32_t page);
+void lci_readopt(lci_handle *h, lc_txn *t, uint32_t page, uint32_t parent);
 void lci_attach_parent(lci_handle *h, lc_txn *t, uint32_t page, uint32_t parent);
 bool lci_doom(lci_handle *h, lc_txn *t, uint32_t page);
 void lci_free_doomed(lci_handle *h, lc_txn *t, uint32_t page);

@@ -53,7 +53,7 @@ uint32_t lci_parent(const lci_handle *h, const lci_page *p) {
 }
 
 /* For a page on its way out: its own fields are dead from then on. */
-static void detach_parent(lci_handle *h, lc_txn *t, uint32_t page) {
+void lci_detach_parent(lci_handle *h, lc_txn *t, uint32_t page) {
     uint32_t parent = lci_parent(h, &h->pages[page]);
     if (parent == LC_NIL) return;
     lc_txn_add(t, &h->pages[parent].children, (uint32_t)-1);
@@ -69,6 +69,14 @@ void lci_attach_parent(lci_handle *h, lc_txn *t, uint32_t page, uint32_t parent)
     lc_txn_add(t, &q->children, 1);
 }
 
+/* A page that lost its parent is given the one that stands there now. Only a childless page: its
+ * new parent cannot hang on it. */
+void lci_readopt(lci_handle *h, lc_txn *t, uint32_t page, uint32_t parent) {
+    const lci_page *p = &h->pages[page];
+    if (parent == LC_NIL || parent == page || lc_load(&p->children)) return;
+    if (lci_parent(h, p) == LC_NIL) lci_attach_parent(h, t, page, parent);
+}
+
 /* Make a named page unreachable at once. Its bytes stay until the last pin has gone; whoever holds
  * the lock then collects it. What hangs on it stays and has no parent any more. False: it is READY
  * under a reservation just completed, and stays. */
@@ -77,7 +85,7 @@ bool lci_doom(lci_handle *h, lc_txn *t, uint32_t page) {
     uint32_t word = lc_load_acquire(&p->word), state = lci_state_of(word);
     if (state != LCI_WRITING && state != LCI_READY) return false;
     if (lci_queueable(h, page)) lci_queue_remove(h, t, page);
-    detach_parent(h, t, page);
+    lci_detach_parent(h, t, page);
     uint32_t flag = state == LCI_WRITING ? LCI_UNWRITTEN : 0;
     uint32_t doomed = (word & ~(LCI_STATE_MASK | LCI_KEPT)) | LCI_DOOMED | flag;
     while (!lc_txn_swap(t, &p->word, word, doomed)) { /* a publisher was faster: now it is READY */

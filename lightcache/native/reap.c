@@ -51,13 +51,14 @@ static int reap_records(lci_handle *h, uint32_t slot, int wait, uint64_t deadlin
         rc = lci_unlock(h, &t);
         if (rc != LC_OK) return rc;
     } while (rid < end || work);
-    return LC_OK;
+    return lci_reap_pages(h, slot, wait, deadline);
 }
 
 /* May a copy that the dead client started still write this page? */
 static bool may_be_written(const lci_page *p) {
     uint32_t word = lc_load_acquire(&p->word), state = lci_state_of(word);
-    return state == LCI_WRITING || (state == LCI_DOOMED && (word & LCI_UNWRITTEN));
+    return state == LCI_WRITING || state == LCI_HELD ||
+           (state == LCI_DOOMED && (word & LCI_UNWRITTEN));
 }
 
 /* Clear the dead client's row, which has no other writer now. Returns the pins kept. */

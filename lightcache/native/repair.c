@@ -33,6 +33,19 @@ static void settle_reserved(const builder *b, uint32_t page, uint32_t word) {
         lc_store(&p->word, (word & ~LCI_KEPT) ^ (LCI_READY ^ LCI_WRITING));
 }
 
+/* A page without a key stays with the client that its word names, while that one pins it. Others may
+ * still read it, or write, whoever it belonged to. */
+static void settle_held(const lci_handle *h, uint32_t page, uint32_t word) {
+    lci_page *p = &h->pages[page];
+    uint32_t slot = lci_ns_of(word);
+    bool taken = slot && slot < LCS_SLOTS &&
+                 lc_load_acquire(&lcs_client_of(h->at, slot)->state) == LCS_CLIENT_TAKEN;
+    if (taken && lc_load(lci_pin(h, slot, page)))
+        lc_store(&p->word, lci_held_word(slot));
+    else
+        lc_store(&p->word, lci_pinned(h, p) ? LCI_DOOMED | LCI_UNWRITTEN : LCI_FREE);
+}
+
 /* A page's word, made sound: EVICTING goes back; nonsense, and what could be reached with an odd
  * generation, becomes free, or doomed while somebody pins it. */
 static void settle_page(const builder *b, uint32_t page) {
@@ -45,7 +58,9 @@ static void settle_page(const builder *b, uint32_t page) {
     else if (state != LCI_READY && word & LCI_KEPT) lc_store(&p->word, word &= ~LCI_KEPT);
     if (lc_load(&p->gen) & 1) state = LCI_FREE; /* whoever uses it again makes it even */
     uint32_t open = lc_load(&h->ns[lci_ns_of(word)].state);
-    if (state == LCI_FREE || state > LCI_DOOMED) {
+    if (state == LCI_HELD) {
+        settle_held(h, page, word);
+    } else if (state == LCI_FREE || state > LCI_HELD) {
         lc_store(&p->word, lci_pinned(h, p) ? LCI_DOOMED | LCI_UNWRITTEN : LCI_FREE);
     } else if (named_word(word) && open != LCI_NS_NORMAL && open != LCI_NS_CLEARING) {
         doom(p, state);
@@ -116,6 +131,7 @@ static void clear_totals(lci_handle *h) {
     lc_store(&r->named, 0);
     lc_store(&r->writing, 0);
     lc_store(&r->doomed, 0);
+    lc_store(&r->held, 0);
     lc_store(&r->queued, 0);
     lc_store(&r->kept, 0);
     for (uint32_t p = 0; p < h->page_count; p++) lc_store(&h->pages[p].children, 0);
@@ -152,6 +168,8 @@ static void count_page(lci_handle *h, uint32_t page) {
     } else if (state == LCI_DOOMED) {
         append(h, page, LCI_DOOMED_LIST);
         lc_store(&r->doomed, lc_load(&r->doomed) + 1);
+    } else if (state == LCI_HELD) {
+        lc_store(&r->held, lc_load(&r->held) + 1);
     } else {
         lc_store(&p->queue.next, lc_load(&r->free_head));
         lc_store(&r->free_head, page);

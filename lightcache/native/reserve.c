@@ -9,10 +9,9 @@ typedef struct reserve {
     int32_t *page;
     uint8_t *status;
     lc_txn t;
-    lci_eviction eviction;
+    lci_room room;
     uint64_t tick;
     uint32_t kept, kept_gen; /* `made` and `gen` as of the last safe point */
-    uint32_t looked, looked_before; /* pages looked at in vain for some of this namespace */
 } reserve;
 
 static void keep(reserve *r) {
@@ -178,55 +177,12 @@ static uint32_t classify(reserve *r, uint32_t from, uint32_t to, bool *full) {
     return absent;
 }
 
-static uint32_t available(const lci_handle *h) {
-    uint32_t fresh = lc_load(&h->root->fresh), grown = lc_load(&h->root->grown);
-    return lc_load(&h->root->free_count) + (grown > fresh ? grown - fresh : 0);
-}
-
-/* What making room came to, besides an error: enough is free, or all that can be; or this hold has
- * done its share and the next goes on. */
-enum { ROOM_MADE = 0, ROOM_AGAIN = 1 };
-
-static int make_quota_room(reserve *r, uint32_t want) {
-    lci_handle *h = r->h;
-    uint32_t id = lci_ns_id(r->op->ns);
-    const lci_namespace *ns = &h->ns[id];
-    uint32_t quota = lc_load(&ns->quota);
-    while (quota && lc_load(&ns->pages) + want > quota && r->looked < h->page_count) {
-        /* Nothing of a prefix can go before all of it has been taken in. */
-        if (lci_collect(h, &r->t, 256)) return ROOM_AGAIN;
-        uint32_t over = lc_load(&ns->pages) + want - quota;
-        if (r->looked - r->looked_before >= 16 * LCI_WINDOW) {
-            r->looked_before = r->looked;
-            return ROOM_AGAIN;
-        }
-        if (lci_evict_namespace(h, &r->t, &r->eviction, over, id)) r->looked = r->looked_before = 0;
-        else r->looked += LCI_WINDOW;
-        lci_step(&r->t);
-        if (r->t.error) return r->t.error;
-    }
-    return ROOM_MADE;
-}
-
-/* See to it that `want` pages are free, as far as possible. LC_E_GROW asks for memory first. */
+/* Room for the absent keys of a batch: in the namespace, then in the pool. */
 static int make_room(reserve *r, uint32_t want) {
-    lci_handle *h = r->h;
-    int rc = make_quota_room(r, want);
-    uint32_t have = available(h); /* once: the difference must not wrap when somebody scribbles */
-    if (rc != ROOM_MADE || have >= want) return rc;
-    if (lc_load(&h->root->grown) < h->page_count) {
-        r->op->wanted = want - have;
-        return LC_E_GROW;
-    }
-    if (lci_collect(h, &r->t, 256)) return ROOM_AGAIN; /* as for a quota */
-    if (lc_load(&h->root->doomed)) lci_collect_doomed(h, &r->t, 256);
-    for (uint32_t steps = 0; available(h) < want && !r->eviction.exhausted; steps++) {
-        if (r->t.error) return r->t.error;
-        if (steps == 8) return ROOM_AGAIN;
-        lci_evict(h, &r->t, &r->eviction, want - available(h));
-        lci_step(&r->t);
-    }
-    return r->t.error;
+    int rc = lci_make_quota_room(r->h, &r->t, &r->room, lci_ns_id(r->op->ns), want);
+    if (rc == LCI_ROOM_MADE) rc = lci_make_room(r->h, &r->t, &r->room, want);
+    if (rc == LC_E_GROW) r->op->wanted = r->room.wanted;
+    return rc;
 }
 
 static bool stop(reserve *r, uint32_t i, uint32_t why) {
@@ -266,7 +222,7 @@ static void make_chain_room(reserve *r, uint32_t from, uint32_t to) {
         if (r->status[i] != LCI_UNKNOWN) continue;
         uint64_t lo = r->keys[r->start + i].lo;
         if (LC_UNLIKELY(lc_dict_chain(&h->dict, lo) >= LC_CHAIN_MAX))
-            lci_evict_from_chain(h, &r->t, &r->eviction, lo);
+            lci_evict_from_chain(h, &r->t, &r->room.eviction, lo);
     }
 }
 
@@ -276,14 +232,6 @@ static uint32_t parent_of(const reserve *r, uint32_t i) {
     if (at == 0) return LC_NIL;
     uint32_t page = find_locked(r->h, &r->keys[at - 1], &word, &length);
     return page != LC_NIL && lci_ns_of(word) == lci_ns_id(r->op->ns) ? page : LC_NIL;
-}
-
-/* A page that lost its parent is given the one that stands there now. Only a childless page: its
- * new parent cannot hang on it. */
-static void readopt(reserve *r, uint32_t page, uint32_t parent) {
-    const lci_page *p = &r->h->pages[page];
-    if (parent == LC_NIL || parent == page || lc_load(&p->children)) return;
-    if (lci_parent(r->h, p) == LC_NIL) lci_attach_parent(r->h, &r->t, page, parent);
 }
 
 /* Go through a batch in order: each key hangs on the one before it. Returns how many of the taken
@@ -312,7 +260,7 @@ static uint32_t place(reserve *r, uint32_t from, uint32_t to, const uint32_t *pa
             stop(r, i, LCI_WHY_CHAIN);
             break;
         } else if (r->status[i] == LCI_PRESENT) {
-            readopt(r, (uint32_t)r->page[i], parent);
+            lci_readopt(r->h, &r->t, (uint32_t)r->page[i], parent);
         }
         parent = (uint32_t)r->page[i];
         parent_is_new = is_new;
@@ -350,7 +298,7 @@ static int settle_batch(reserve *r, uint32_t from, uint32_t to) {
     if (r->t.error) return r->t.error;
     if (absent) {
         int rc = make_room(r, absent);
-        if (rc != ROOM_MADE) return rc;
+        if (rc != LCI_ROOM_MADE) return rc;
         if (full) make_chain_room(r, from, to);
         keep(r); /* pages freed in this step must not be used again in it */
     }
@@ -370,7 +318,7 @@ static int settle(reserve *r) {
     while (r->op->cursor < rest && !r->op->stopped) {
         uint32_t to = r->op->cursor + LCI_BATCH < rest ? r->op->cursor + LCI_BATCH : rest;
         int rc = settle_batch(r, r->op->cursor, to);
-        if (rc == ROOM_AGAIN) break;
+        if (rc == LCI_ROOM_AGAIN) break;
         if (rc != LC_OK) return rc;
         worked += LCI_BATCH;
         if (worked >= 256 || lcs_lock_wanted(r->h->at)) break;
@@ -432,8 +380,8 @@ LC_API int lci_reserve(lci_handle *h, lci_reserve_op *op, const lc_key *keys, ui
                  .page = page, .status = status};
     if (!op->tick) op->tick = lci_next_tick(h);
     r.tick = op->tick;
-    r.eviction.since = r.tick; /* the same on every call: this chain counts as used by now */
-    r.eviction.by = lci_ns_id(op->ns) + 1;
+    r.room.eviction.by = lci_ns_id(op->ns) + 1;
+    r.room.eviction.since = r.tick; /* the same on every call: this chain counts as used by now */
     if (!op->pinned) {
         touch_chain(&r);
         rc = pin_present(&r);

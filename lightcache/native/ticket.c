@@ -169,7 +169,9 @@ LC_API int lci_ticket_give(lci_handle *h, const int32_t *pages, uint32_t n, uint
     rc = lci_lock(h, &t, LCI_OP_TICKET, wait, deadline);
     if (rc != LC_OK) return rc;
     lci_settle_tickets(h, &t, 256);
-    rc = open_ticket(h, &t, rid, rgen, adopters, expires, ref);
+    for (uint32_t i = 0; i < n; i++) /* row 0 keeps what is pinned, and nothing else */
+        if (!lc_load(&h->mine[pages[i]])) rc = LC_E_OWNER;
+    if (rc == LC_OK) rc = open_ticket(h, &t, rid, rgen, adopters, expires, ref);
     if (rc == LC_OK) {
         rc = fill_ticket(h, &t, &h->tickets[ref->index], pages, n);
         if (rc == LC_E_FULL || t.error == LC_E_PINS) { /* take the half-built ticket back */

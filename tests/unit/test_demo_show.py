@@ -24,6 +24,7 @@ CLEAN = CheckReport(
     writing=0,
     ready=63,
     doomed=0,
+    held=0,
     pins=0,
     quiet=True,
     recovered=0,
