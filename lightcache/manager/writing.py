@@ -51,7 +51,8 @@ class Writer:
 
     def _touch(self, one: Request, space: Space, pages: int) -> None:
         keys = one.host_chain.keys[:pages]
-        self._manager.host.reserve(keys, len(keys), namespace=space.host).release()
+        if self._manager._weights.good(space):
+            self._manager.host.reserve(keys, len(keys), namespace=space.host).release()
 
     def _write(self, one: Request, full: int) -> None:
         wishes = one.wishes

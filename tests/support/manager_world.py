@@ -33,6 +33,7 @@ class Running:
     fetch: Fetch
     told: int = 0
     """Tokens that the manager knows the ids of."""
+    loaded: bool = False
 
 
 @dataclass
@@ -146,11 +147,8 @@ class Engine:
         """Compute up to `count` tokens, of the prompt first; commit. False: no room, or not
         loaded."""
         one = self.running[request]
-        try:
-            if not one.fetch.done():
-                return False
-        except TransferFailed:
-            one.computed = min(one.computed, one.fetch.tokens)
+        if not one.loaded and not self._loaded(one):
+            return False
         one.tokens = one.tokens + (generated if one.computed + count > len(one.tokens) else [])
         end = min(one.computed + count, len(one.tokens))
         if not self._room(request, one, end):
@@ -168,6 +166,14 @@ class Engine:
             one.table[position] = block
         self._expect(one, end)
         return True
+
+    def _loaded(self, one: Running) -> bool:
+        """Whether the fetch is over; what a failed one should have brought is computed."""
+        try:
+            one.loaded = one.fetch.done()
+        except TransferFailed:
+            one.computed, one.loaded = one.fetch.tokens, True
+        return one.loaded
 
     def _room(self, request: int, one: Running, end: int) -> bool:
         missing = -(-end // self.block) - len(one.table)
@@ -237,13 +243,16 @@ class Engine:
         """Nothing runs any more, no copy goes on: nothing may be left of anybody."""
         for request in list(self.running):
             self.end(request, publish=True)
+        self.manager._planner.close()
         self.mover.finish()
         self.manager.poll()
         assert self.manager.in_flight() == 0
         assert self.device.index is not None
+        for index in (self.device.index, self.cache.index):
+            index.evict(1)  # doomed pages go when somebody makes room
         found, host = self.device.index.stats(), self.cache.stats()
         assert found.writing == host.writing == host.held == 0
-        assert found.doomed == host.doomed == 0 or self._collected()
+        assert found.doomed == host.doomed == 0
         if self.blocks is None:
             assert found.held == 0
             assert found.free + found.ready == found.pages
@@ -253,14 +262,6 @@ class Engine:
             report = index.check()
             assert report.clean, report.message
         assert self.blocks is not None or self.device.index.check().pins == 0
-
-    def _collected(self) -> bool:
-        """Doomed pages go when somebody makes room."""
-        assert self.device.index is not None
-        for index in (self.device.index, self.cache.index):
-            index.evict(1)
-            assert index.stats().doomed == 0
-        return True
 
     def close(self) -> None:
         """Everything that `__init__` opened."""
