@@ -27,8 +27,8 @@ from lightcache.errors import (
     WaitTimeout,
 )
 from lightcache.hashing import KeySpec, PageHasher, hash_pages, matchable_pages
-from lightcache.keeping import Oldest
 from lightcache.held import Held, Named
+from lightcache.keeping import Oldest
 from lightcache.layout import KeyStatus
 from lightcache.leases import Lease, LeaseBatch
 from lightcache.namespaces import Namespace

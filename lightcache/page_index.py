@@ -19,8 +19,8 @@ from lightcache._arguments import Keys, Offsets, Pages
 from lightcache._plan_book import PlanBook
 from lightcache.attached import MAX_PAGES, geometry
 from lightcache.errors import ConfigError, LeaseLost, NoSpace, WaitTimeout
-from lightcache.keeping import Keeping
 from lightcache.held_pages import HeldPages
+from lightcache.keeping import Keeping
 from lightcache.leases import Lease, LeaseBatch
 from lightcache.namespaced import Namespaced
 from lightcache.namespaces import Namespace
