@@ -76,6 +76,7 @@ class Attached:
             )
         self.pages = pages
         """Pages of the medium."""
+        self._places = geometry(pages)
         if not segment.readonly:
             segment.join(role, device=device)
         self._core = Core(segment, pages, lock_timeout)

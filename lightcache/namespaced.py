@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 
 from lightcache import _arguments, layout, namespaces
-from lightcache.attached import Attached, geometry
+from lightcache.attached import Attached
 from lightcache.errors import CacheCorrupted, ConfigError, LeaseLost, OutOfPages
 from lightcache.namespaces import Namespace, NamespaceState
 from lightcache.shm.codes import Code, check
+
+_RECORD = ctypes.sizeof(layout.NamespaceRecord)
 
 
 class Namespaced(Attached):
@@ -109,12 +111,9 @@ class Namespaced(Attached):
         return found
 
     def _namespace_record(self, entry: int) -> layout.NamespaceRecord:
-        size = ctypes.sizeof(layout.NamespaceRecord)
         with self._segment.busy():
-            place = self._core.segment.address + geometry(self.pages).namespaces
-            return layout.NamespaceRecord.from_buffer_copy(
-                ctypes.string_at(place + entry * size, size)
-            )
+            at = self._segment.address + self._places.namespaces + entry * _RECORD
+            return layout.NamespaceRecord.from_buffer_copy(ctypes.string_at(at, _RECORD))
 
     def use(self, namespace: Namespace) -> None:
         """From now on calls of this handle without `namespace=` mean this one."""

@@ -316,6 +316,7 @@ class KVCacheManager:
     def release_many(self, requests: Sequence[Hashable], *, publish: bool = True) -> None:
         """`release` for several."""
         with self._lock:
+            ended = []
             for request in requests:
                 self._planner.cancel(request)
                 one = self._requests.pop(request, None)
@@ -324,7 +325,8 @@ class KVCacheManager:
                 self._planner.computed(one)
                 if publish:
                     self._guard.run(partial(self._writer.rest, one), _nothing)
-                self._leaving.add(one)
+                ended.append(one)
+            self._leaving.add(ended)
 
     # ---- keeping order
 

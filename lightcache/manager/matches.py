@@ -17,8 +17,6 @@ class Why(Enum):
     """Why less than what was found is usable."""
 
     NOTHING = "all that was found is usable"
-    LAST_TOKEN = "one token is left to compute: its logits are what the answer begins with"
-    LIMIT = "the caller's limit"
     ITEM = "a multimodal item would have been cut"
     BREAK_EVEN = "computing is faster than loading so few pages"
     WISHES = "the request does not read, or not from this tier"

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from lightcache.layout import KeyStatus
 from lightcache.manager.matches import WritePolicy
@@ -41,48 +42,66 @@ def _name(
     members: list[tuple[int, int]],
     changed: list[Mapping[int, int]],
 ) -> None:
-    blocks, keys, starts = [], [], []
-    offsets = np.zeros(len(members) + 1, np.int64)
-    at = 0
-    for k, (i, full) in enumerate(members):
+    blocks, keys, starts, offsets = [], [], [], [0]
+    for i, full in members:
         one = running[i]
         begin = max(0, one.named - 1)  # the key before the first new one: what that hangs on
         blocks.append(one.table[one.named : full])
         keys.append(one.device_chain.keys[begin:full])
         starts.append(one.named - begin)
-        at += full - begin
-        offsets[k + 1] = at
+        offsets.append(offsets[-1] + full - begin)
     assert space.device is not None
     ours = np.concatenate(blocks)
     theirs, status = manager.device.name_many(
-        ours, np.concatenate(keys), offsets, np.array(starts, np.int64), space.device
+        ours, np.concatenate(keys), np.array(offsets), np.array(starts), space.device
     )
-    if not manager.device.owned:
+    if manager.device.owned:
+        _pin(running, members, status)
+        for at in np.flatnonzero(theirs != ours).tolist():
+            _exchange(manager, running, members, at, int(theirs[at]), changed)
+    if manager.config.write is WritePolicy.BACK:
         for i, full in members:
-            _named(manager, running[i], full)
-        return
-    pinned = (status == KeyStatus.NEW) | (status == KeyStatus.PRESENT)
-    at = 0
+            manager._demotion.note(running[i], running[i].named, full)
+    for i, full in members:
+        running[i].named = full
+
+
+def _pin(
+    running: list[Request],
+    members: list[tuple[int, int]],
+    status: npt.NDArray[np.uint8],
+) -> None:
+    """Those that have a name now are pinned; the others are held as before."""
+    named = (status == KeyStatus.NEW) | (status == KeyStatus.PRESENT)
+    whole, at = bool(named.all()), 0
     for i, full in members:
         one = running[i]
-        end = at + full - one.named
-        part = slice(one.named, full)
-        one.kind[part][pinned[at:end]] = PINNED
-        for k in np.flatnonzero(theirs[at:end] != ours[at:end]).tolist():
-            position = one.named + k
-            if changed[i] is _NOTHING:
-                changed[i] = {}
-            changed[i][position] = int(theirs[at + k])  # type: ignore[index]
-            one.table[position] = theirs[at + k]
+        count = full - one.named
+        if whole:
+            one.kind[one.named : full] = PINNED
+        else:
+            one.kind[one.named : full][named[at : at + count]] = PINNED
+        at += count
+
+
+def _exchange(
+    manager: KVCacheManager,
+    running: list[Request],
+    members: list[tuple[int, int]],
+    at: int,
+    block: int,
+    changed: list[Mapping[int, int]],
+) -> None:
+    """Another block holds what the at-th of those to be named does, and takes its place."""
+    for i, full in members:
+        one = running[i]
+        count = full - one.named
+        if at < count:
+            changed[i] = {**changed[i], one.named + at: block}
+            one.table[one.named + at] = block
             manager._figures.add(duplicates=1)
-        _named(manager, one, full)
-        at = end
-
-
-def _named(manager: KVCacheManager, one: Request, full: int) -> None:
-    if manager.config.write is WritePolicy.BACK:
-        manager._demotion.note(one, one.named, full)
-    one.named = full
+            return
+        at -= count
 
 
 __all__ = ["name_blocks"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,9 +28,13 @@ class Planned:
     wishes: Wishes
     space: Space | None
     """None: the weights are being changed."""
+    limit: int | None
     most: int
     """Tokens that may be reused at most: the limit, and one is left to compute."""
-    limited: bool
+    since: float
+    """When it was first planned."""
+    device_keys: Keys
+    """Of the blocks that may be reused."""
     device: int = 0
     """Tokens found on the device."""
     host_first: int = 0
@@ -38,8 +42,14 @@ class Planned:
     host_pages: int = 0
     reading: Any = None
     """The task that brings pages from storage, if one was begun."""
-    since: float = 0.0
-    """When it was first planned."""
+    on_host: bool = False
+    """Whether anything was asked of the host."""
+    match: PrefixMatch | None = None
+    """What came of it last, and of what."""
+    matched: tuple[int, int] = (0, 0)
+
+
+_NO_KEYS: Keys = np.zeros((0, 2), np.uint64)
 
 
 class Planner:
@@ -63,10 +73,27 @@ class Planner:
         device_tokens: Sequence[int] | None,
     ) -> list[PrefixMatch]:
         """See `KVCacheManager.plan_many`."""
+        now = time.monotonic()
+        spaces: dict[str, Space | None] = {}
         plans = []
         for i, prompt in enumerate(prompts):
-            wish = wishes[i] if wishes is not None else ANY
-            plans.append(self._asked(requests[i], prompt, wish, limits[i] if limits else None))
+            if prompt.tenant not in spaces:
+                spaces[prompt.tenant] = self._space(prompt.tenant)
+            space, wish = spaces[prompt.tenant], wishes[i] if wishes is not None else ANY
+            limit = limits[i] if limits is not None else None
+            known = self._plans.get(requests[i])
+            if (
+                known is None
+                or known.prompt is not prompt
+                or known.space is not space
+                or known.wishes is not wish
+                or known.limit != limit
+            ):
+                known = self._asked(requests[i], prompt, space, wish, limit, known, now)
+            plans.append(known)
+        if self._failed:
+            for request in requests:
+                self._failed.pop(request, None)
         self._look_on_device(requests, plans, device_tokens)
         self._look_on_host(requests, plans)
         return [
@@ -74,26 +101,38 @@ class Planner:
             for i, plan in enumerate(plans)
         ]
 
+    def _space(self, tenant: str) -> Space | None:
+        """None: the weights are being changed."""
+        weights = self._manager._weights
+        space = self._manager._spaces.of(tenant) if weights.open else None
+        return space if space is not None and weights.good(space) else None
+
     def _asked(
-        self, request: Hashable, prompt: Prompt, wishes: Wishes, limit: int | None
+        self,
+        request: Hashable,
+        prompt: Prompt,
+        space: Space | None,
+        wishes: Wishes,
+        limit: int | None,
+        known: Planned | None,
+        now: float,
     ) -> Planned:
         if limit is not None and limit < 0:
             raise ConfigError(f"limit: expected tokens >= 0, found {limit}")
         most = max(0, len(prompt) - 1)
-        limited = limit is not None and limit < most
-        if limited:
-            most = limit or 0
-        weights, space = self._manager._weights, None
-        if weights.open:
-            space = self._manager._spaces.of(prompt.tenant)
-        if not wishes.read or space is None or not weights.good(space):
+        if limit is not None:
+            most = min(most, limit)
+        if not wishes.read or space is None:
             most = 0
-        self._failed.pop(request, None)
-        known = self._plans.get(request)
-        made = Planned(prompt, wishes, space, most, limited)
-        made.since = time.monotonic()
-        if known is not None and known.prompt is prompt:
-            made.reading, made.since = known.reading, known.since
+        keys = _NO_KEYS
+        if space is not None and most and "device" in wishes.tiers:
+            blocks = most // self._manager.device.block_tokens
+            keys = prompt.keys(space.device_spec)[:blocks]
+        made = Planned(prompt, wishes, space, limit, most, now, keys)
+        if known is not None:
+            made.on_host = known.on_host
+            if known.prompt is prompt:
+                made.reading, made.since = known.reading, known.since
         self._plans[request] = made
         return made
 
@@ -104,57 +143,51 @@ class Planner:
         given: Sequence[int] | None,
     ) -> None:
         device = self._manager.device
+        block = device.block_tokens
         if given is not None:
             for plan, tokens in zip(plans, given, strict=True):
-                plan.device = min(tokens, plan.most) // device.block_tokens * device.block_tokens
-            return
-        if device.index is None:
+                plan.device = min(tokens, plan.most) // block * block
             return
         for space, members in _by_space(plans):
-            assert space.device is not None
-            keys, offsets = _joined(
-                [plans[i].prompt.keys(space.device_spec)[: self._blocks(plans[i])] for i in members]
-            )
-            ids = [requests[i] for i in members]
-            ttl = self._ttl(plans, members)
-            counts = device.plan_many(ids, keys, offsets, space.device, ttl)
-            for i, blocks in zip(members, counts.tolist(), strict=True):
-                plans[i].device = blocks * device.block_tokens
-
-    def _blocks(self, plan: Planned) -> int:
-        return (
-            plan.most // self._manager.device.block_tokens if "device" in plan.wishes.tiers else 0
-        )
+            if space.device is None:
+                continue
+            keys, offsets = _joined([plan.device_keys for _, plan in members])
+            ids = [requests[i] for i, _ in members]
+            counts = device.plan_many(ids, keys, offsets, space.device, self._ttl(members))
+            for (_, plan), blocks in zip(members, counts.tolist(), strict=True):
+                plan.device = blocks * block
 
     def _look_on_host(self, requests: Sequence[Hashable], plans: list[Planned]) -> None:
         manager, tokens = self._manager, self._manager.page_tokens
+        absent = 0
         for space, members in _by_space(plans):
-            parts, ids, asked = [], [], []
-            for i in members:
-                plan = plans[i]
+            parts, asked = [], []
+            for i, plan in members:
                 last = plan.most // tokens if "host" in plan.wishes.tiers else 0
-                plan.host_first = plan.device // tokens
+                plan.host_first, plan.host_pages = plan.device // tokens, 0
                 if last > plan.host_first:
-                    asked.append(i)
-                    ids.append(requests[i])
+                    asked.append((i, plan))
                     parts.append(plan.prompt.keys(space.host_spec)[plan.host_first : last])
-                else:
+                elif plan.on_host:
                     manager.host.index.cancel(requests[i])
+                plan.on_host = last > plan.host_first
             if not asked:
                 continue
             keys, offsets = _joined(parts)
+            ids = [requests[i] for i, _ in asked]
             counts = manager.host.index.plan_many(
-                ids, keys, offsets, namespace=space.host, timeout=self._ttl(plans, members)
+                ids, keys, offsets, namespace=space.host, timeout=self._ttl(members)
             )
-            for i, pages, part in zip(asked, counts.tolist(), parts, strict=True):
-                plans[i].host_pages = pages
-                manager._figures.add(absent_pages=len(part) - pages)
+            for (_, plan), pages, part in zip(asked, counts.tolist(), parts, strict=True):
+                plan.host_pages = pages
+                absent += len(part) - pages
                 if pages < len(part):
-                    self._look_in_storage(plans[i], space, pages)
+                    self._look_in_storage(plan, space, pages)
+        manager._figures.add(absent_pages=absent)
 
-    def _ttl(self, plans: list[Planned], members: list[int]) -> float:
+    def _ttl(self, members: list[tuple[int, Planned]]) -> float:
         own = self._manager.config.plan_ttl
-        return max((plans[i].wishes.ttl or own for i in members), default=own)
+        return max((plan.wishes.ttl or own for _, plan in members), default=own)
 
     def _look_in_storage(self, plan: Planned, space: Space, pages: int) -> None:
         """Begin to bring what follows to the host, once for each request."""
@@ -183,30 +216,41 @@ class Planner:
     # ---- what of it can be used
 
     def _match(self, request: Hashable, plan: Planned, device: int, pages: int) -> PrefixMatch:
+        if plan.match is not None and plan.matched == (device, pages):
+            return plan.match
         tokens = self._manager.page_tokens
         end = (plan.host_first + pages) * tokens if pages else 0
         host = max(0, end - device)
-        from_storage = 0
-        pending = False
+        from_storage, pending = 0, False
         if plan.reading is not None:
             from_storage = min(host, int(plan.reading.pages_done) * tokens)
             pending = not plan.reading.finished
-        found = PrefixMatch(len(plan.prompt), device, host - from_storage, from_storage)
-        usable, why, cut = self._usable(plan, found)
-        other = self._other(request, plan, usable)
-        return replace(found, usable=usable, why=why, cut=cut, pending=pending, waits_for=other)
+        usable, why, cut = self._usable(plan, device, device + host)
+        found = PrefixMatch(
+            len(plan.prompt),
+            device,
+            host - from_storage,
+            from_storage,
+            usable,
+            why,
+            cut,
+            pending,
+            self._other(request, plan, usable) if self._computing else None,
+        )
+        if plan.reading is None and not self._computing:
+            plan.match, plan.matched = found, (device, pages)
+        return found
 
     # ---- the same prefix, by two at once
 
     def _other(self, request: Hashable, plan: Planned, usable: int) -> Hashable | None:
         """Who computes the block that this one would compute first."""
-        if not self._computing or plan.space is None:
+        if plan.space is None:
             return None
         at = usable // self._manager.device.block_tokens
-        keys = plan.prompt.keys(plan.space.device_spec)
-        if at >= min(len(keys), self._blocks(plan)):
+        if at >= len(plan.device_keys):
             return None
-        other = self._computing.get(keys[at].tobytes())
+        other = self._computing.get(plan.device_keys[at].tobytes())
         late = time.monotonic() - plan.since >= self._manager.config.wait_limit
         return None if other == request or late else other
 
@@ -223,29 +267,27 @@ class Planner:
                 if self._computing.get(digest := key.tobytes()) == one.id:
                     del self._computing[digest]
 
-    def _usable(self, plan: Planned, found: PrefixMatch) -> tuple[int, Why, Any]:
+    def _usable(self, plan: Planned, device: int, found: int) -> tuple[int, Why, Any]:
         if not plan.wishes.read:
             return 0, Why.WISHES, None
         if plan.space is None:
             return 0, Why.WEIGHTS, None
-        usable, why = found.found, Why.NOTHING
-        if usable > found.device and not self._worth_loading(usable - found.device):
-            usable, why = found.device, Why.BREAK_EVEN
-        cut = plan.prompt.cut_item(usable)
+        usable, why = found, Why.NOTHING
+        if usable > device and not self._worth_loading(usable - device):
+            usable, why = device, Why.BREAK_EVEN
+        cut = plan.prompt.cut_item(usable) if plan.prompt.items else None
         if cut is not None:
-            return self._before(cut.start, found), Why.ITEM, cut
-        if why is Why.NOTHING and usable < found.found:
-            why = Why.LIMIT if plan.limited else Why.LAST_TOKEN
+            return self._before(cut.start, device), Why.ITEM, cut
         return usable, why, None
 
-    def _before(self, position: int, found: PrefixMatch) -> int:
+    def _before(self, position: int, device: int) -> int:
         """The last boundary not beyond a position: of a block on the device, of a page on the
         host."""
-        block = self._manager.device.block_tokens
-        on_device = min(position, found.device) // block * block
-        if position <= found.device:
+        block, tokens = self._manager.device.block_tokens, self._manager.page_tokens
+        on_device = min(position, device) // block * block
+        if position <= device:
             return on_device
-        return max(on_device, position // self._manager.page_tokens * self._manager.page_tokens)
+        return max(on_device, position // tokens * tokens)
 
     def _worth_loading(self, tokens: int) -> bool:
         least = self._manager.config.min_load_tokens
@@ -270,11 +312,11 @@ class Planner:
         manager = self._manager
         hit = host = None
         try:
-            if manager.device.index is not None and self._blocks(plan):
+            if manager.device.index is not None and len(plan.device_keys):
                 hit = manager.device.take(request)
             if plan.host_pages:
                 host = manager.host.index.take(request)
-            else:
+            elif plan.on_host:
                 manager.host.index.cancel(request)
         except BaseException as error:
             for lease in (hit, host):
@@ -304,12 +346,16 @@ class Planner:
             self.cancel(request)
 
 
-def _by_space(plans: list[Planned]) -> list[tuple[Space, list[int]]]:
-    """Positions of plans that may look for anything, by their space: nearly always there is one."""
-    found: dict[int, tuple[Space, list[int]]] = {}
+def _by_space(plans: list[Planned]) -> list[tuple[Space, list[tuple[int, Planned]]]]:
+    """Plans that may look for anything, with their positions, by their space: nearly always there
+    is one."""
+    found: dict[int, tuple[Space, list[tuple[int, Planned]]]] = {}
     for i, plan in enumerate(plans):
         if plan.most and plan.space is not None:
-            found.setdefault(id(plan.space), (plan.space, []))[1].append(i)
+            members = found.get(id(plan.space))
+            if members is None:
+                members = found[id(plan.space)] = (plan.space, [])
+            members[1].append((i, plan))
     return list(found.values())
 
 

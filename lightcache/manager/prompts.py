@@ -65,24 +65,27 @@ class Prompt:
         self.tokens.flags.writeable = False
         self.salt, self.lora, self.items, self.tenant = salt, lora, tuple(items), tenant
         self._check_items()
-        self._keys: list[tuple[KeySpec, Keys]] = []
+        self._keys: list[tuple[KeySpec, PageHasher, Keys]] = []
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def keys(self, spec: KeySpec) -> Keys:
         """Keys of all its complete pages, uint64 of shape (n, 2). Hashed at the first call."""
-        for known, keys in self._keys:
-            if known is spec:
-                return keys
-        keys = self.hasher(spec)[1]
-        self._keys.append((spec, keys))
-        return keys
+        return self._hashed(spec)[2]
 
-    def hasher(self, spec: KeySpec) -> tuple[PageHasher, Keys]:
+    def hasher(self, spec: KeySpec) -> PageHasher:
         """A hasher that has taken in the whole prompt, to go on with what is generated."""
+        return self._hashed(spec)[1].copy()
+
+    def _hashed(self, spec: KeySpec) -> tuple[KeySpec, PageHasher, Keys]:
+        for known in self._keys:
+            if known[0] is spec:
+                return known
         made = PageHasher(spec, salt=self.salt, lora=self.lora)
-        return made, made.update(self.tokens, extra=self._extra(spec.page_tokens))
+        keys = made.update(self.tokens, extra=self._extra(spec.page_tokens))
+        self._keys.append((spec, made, keys))
+        return self._keys[-1]
 
     def cut_item(self, tokens: int) -> Item | None:
         """The item that lies on both sides of a position, if one does."""

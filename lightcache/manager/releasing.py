@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from lightcache.errors import WaitTimeout
 from lightcache.manager.owned import OwnedDevice
 from lightcache.manager.requests import HELD, PINNED, Request
@@ -21,27 +23,26 @@ class Leaving:
         self._manager = manager
         self._going: list[Request] = []
 
-    def add(self, one: Request) -> None:
-        """A request has ended. What was not begun is not begun any more."""
-        for movement in one.movements:
-            movement.cancel()
-        if one.host is not None:
-            one.host.release()
-            one.host = None
-        self._going.append(one)
-        if any(not movement.over for movement in one.movements):
+    def add(self, ended: list[Request]) -> None:
+        """Requests have ended. What was not begun is not begun any more."""
+        for one in ended:
+            for movement in one.movements:
+                movement.cancel()
+            if one.host is not None:
+                one.host.release()
+                one.host = None
+        self._going += ended
+        if any(not movement.over for one in ended for movement in one.movements):
             self._manager._traffic.poll()
         self.poll()
 
     def poll(self) -> None:
         """Give back what no copy touches."""
         with self._manager._lock:
-            going, self._going = self._going, []
-            for one in going:
-                if all(movement.over for movement in one.movements):
-                    self._give_back(one)
-                else:
-                    self._going.append(one)
+            over = [one for one in self._going if all(each.over for each in one.movements)]
+            if over:
+                self._going = [one for one in self._going if one not in over]
+                self._give_back(over)
 
     def wait(self, request: Hashable) -> None:
         """Until a request that has ended holds nothing any more. Blocks, without the lock."""
@@ -56,14 +57,17 @@ class Leaving:
         self._manager._traffic.poll()
         self.poll()
 
-    def _give_back(self, one: Request) -> None:
+    def _give_back(self, over: list[Request]) -> None:
         device = self._manager.device
+        for one in over:
+            if one.hit is not None:
+                one.hit.release()
+                one.hit = None
         if isinstance(device, OwnedDevice) and device.index is not None:
-            device.unpin(one.table[one.kind == PINNED])
-            device.free_blocks(one.table[one.kind == HELD])
-        if one.hit is not None:
-            one.hit.release()
-            one.hit = None
+            tables = np.concatenate([one.table for one in over])
+            kinds = np.concatenate([one.kind for one in over])
+            device.unpin(tables[kinds == PINNED])
+            device.free_blocks(tables[kinds == HELD])
 
 
 __all__ = ["Leaving"]

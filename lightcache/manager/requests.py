@@ -45,15 +45,23 @@ class Chain:
         """The prompt's keys are hashed, if nobody has before."""
         self._prompt, self._spec = prompt, spec
         self.keys: Keys = prompt.keys(spec)
+        """Of all complete pages, shape (n, 2)."""
+        self._room: Keys = self.keys
         self._hasher: PageHasher | None = None
 
-    def extend(self, tokens: Tokens) -> None:
+    def extend(self, tokens: list[int]) -> None:
         """Append what was generated."""
         if self._hasher is None:
-            self._hasher = self._prompt.hasher(self._spec)[0]
+            self._hasher = self._prompt.hasher(self._spec)
         more = self._hasher.update(tokens)
-        if len(more):
-            self.keys = np.concatenate([self.keys, more])
+        if not len(more):
+            return
+        known = len(self.keys)
+        if known + len(more) > len(self._room):  # the prompt's own keys have no room
+            self._room = np.empty((2 * (known + len(more)), 2), np.uint64)
+            self._room[:known] = self.keys
+        self._room[known : known + len(more)] = more
+        self.keys = self._room[: known + len(more)]
 
 
 class NoChain(Chain):
@@ -63,7 +71,7 @@ class NoChain(Chain):
         """Empty, and stays so."""
         self.keys = np.zeros((0, 2), np.uint64)
 
-    def extend(self, tokens: Tokens) -> None:
+    def extend(self, tokens: list[int]) -> None:
         """Nothing."""
 
 
@@ -112,9 +120,10 @@ class Request:
                 f"{total}; give the ids of what was generated as new_tokens="
             )
         if new_tokens is not None and len(new_tokens):
-            self.device_chain.extend(new_tokens)
+            listed = new_tokens if type(new_tokens) is list else np.asarray(new_tokens).tolist()
+            self.device_chain.extend(listed)
             if self.host_chain is not self.device_chain:
-                self.host_chain.extend(new_tokens)
+                self.host_chain.extend(listed)
         self.known, self.total = known, total
 
     def publishable(self) -> int:

@@ -35,9 +35,13 @@ class Writer:
             return
         group, tokens = self._manager.config.write_group, self._manager.page_tokens
         for one in running:
+            if one.total < (one.written + 1) * tokens:
+                continue
             full = one.publishable() // tokens
+            if full <= one.written:
+                continue
             prompt_ends = one.total >= len(one.prompt) > one.written * tokens
-            if full > one.written and (full - one.written >= group or prompt_ends):
+            if full - one.written >= group or prompt_ends:
                 self._write(one, full)
 
     def rest(self, one: Request) -> None:
@@ -93,12 +97,14 @@ class Writer:
         except LightcacheError:
             manager._figures.add(failed_offloads=1)
             return
-        manager._figures.add(no_room_pages=len(new.missing))
-        if not len(new.new):
-            new.release()
-            return
-        slots = slots_of(one.table, block, 0, end * tokens)
-        touched = np.unique(slots[begin * tokens :] // block).astype(np.int32)
+        if end - begin > len(new.pages):
+            manager._figures.add(no_room_pages=len(new.missing))
+            if not len(new.pages):
+                new.release()
+                return
+        slots = np.full(end * tokens, -1, np.int64)
+        slots[begin * tokens :] = slots_of(one.table, block, begin * tokens, end * tokens)
+        touched = one.table[begin * tokens // block : -(-end * tokens // block)]
         one.movements.append(self.launch(new, slots, touched))
 
     def launch(self, new: Reservation, slots: npt.NDArray[np.int64], blocks: Pages) -> Movement:
@@ -108,7 +114,7 @@ class Writer:
             slots: of all tokens of the keys that were reserved, from the first of these on.
             blocks: that are read.
         """
-        manager, pages = self._manager, len(new.new)
+        manager, pages = self._manager, len(new.pages)
 
         def over(ok: bool) -> None:
             if ok:
