@@ -1,4 +1,4 @@
-/* Lists, dicts and rings, whose user dies behind every instruction that has changed the segment:
+/* Lists, dicts, rings and logs, whose user dies behind every instruction that has changed the segment:
  * also in the middle of a message's bytes, which no hook behind a store can see. Whoever recovers
  * from that dies in the same way.
  *
@@ -93,10 +93,10 @@ int main(void) {
     CHECK(sigaction(SIGTRAP, &action, NULL) == 0);
     for (uint32_t i = 0; i < structure_count; i++) {
         steps = second_deaths = 0;
-        bytes = structure_bytes(&structures[i]);
+        bytes = structure_bytes(structures[i]);
         make_room(bytes);
-        uint64_t deaths = structure_play(&structures[i], watch) - second_deaths;
-        printf("%s %llu %llu %llu\n", structures[i].name, (unsigned long long)steps,
+        uint64_t deaths = structure_play(structures[i], watch) - second_deaths;
+        printf("%s %llu %llu %llu\n", structures[i]->name, (unsigned long long)steps,
                (unsigned long long)deaths, (unsigned long long)second_deaths);
     }
     return 0;

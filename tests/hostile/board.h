@@ -19,7 +19,7 @@ typedef struct tally {
 } tally;
 
 #define CODES 24
-enum { LIST_TALLY = MOST_FIELDS - 3, DICT_TALLY, RING_TALLY }; /* beside the index */
+enum { LIST_TALLY = MOST_FIELDS - 4, DICT_TALLY, RING_TALLY, LOG_TALLY }; /* beside the index */
 #define INVARIANTS 64
 
 typedef struct board {

@@ -1,7 +1,7 @@
 /* Damages a small index in every way it can think of, and calls everything on what is left.
  *
  *     hostile seeds FIRST COUNT     cases FIRST .. FIRST + COUNT - 1
- *     hostile structures FIRST COUNT  the same for SharedList, SharedDict, SharedRing
+ *     hostile structures FIRST COUNT  the same for SharedList, Dict, Ring, Log
  *     hostile corpus FILE           cases that have found something once
  *     hostile explain SEED          what a case at rest damages, as a line of the corpus
  *     hostile fields                the names of all fields
@@ -366,6 +366,7 @@ static void print_numbers(void) {
     names[LIST_TALLY] = (field){.name = "SharedList", .role = DERIVED};
     names[DICT_TALLY] = (field){.name = "SharedDict", .role = DERIVED};
     names[RING_TALLY] = (field){.name = "SharedRing", .role = DERIVED};
+    names[LOG_TALLY] = (field){.name = "SharedLog", .role = DERIVED};
     for (uint32_t i = 0; i < MOST_FIELDS; i++) {
         const tally *t = &shared->fields[i];
         if (!names[i].name) continue;

@@ -1,8 +1,10 @@
 #include "structures.h"
 
 #include "board.h"
+#include "log.h"
 #include "operations.h"
 
+#include <fcntl.h>
 #include <pthread.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -10,6 +12,7 @@
 typedef struct lcx_list lcx_list;
 typedef struct lcx_dict lcx_dict;
 typedef struct lcx_ring lcx_ring;
+typedef struct lcx_log lcx_log;
 uint64_t lcx_list_bytes(uint32_t nodes, uint32_t lists);
 void lcx_list_format(uint8_t *base, uint32_t nodes, uint32_t lists);
 lcx_list *lcx_list_open(lcs_attachment *at, uint32_t nodes, uint32_t lists);
@@ -45,12 +48,27 @@ int lcx_ring_pop(lcx_ring *r, uint8_t *out, uint64_t room, uint32_t *lengths, ui
                  int wait, uint64_t deadline);
 int lcx_ring_length(lcx_ring *r);
 int lcx_ring_check(lcx_ring *r, char *text, uint32_t room, int wait, uint64_t deadline);
+uint64_t lcx_log_bytes(uint32_t capacity, uint32_t message);
+lcx_log *lcx_log_open(lcs_attachment *at, uint32_t capacity, uint32_t message);
+int lcx_log_lead(lcx_log *l, int wait, uint64_t deadline);
+int lcx_log_join(lcx_log *l);
+int lcx_log_leave(lcx_log *l, int wait, uint64_t deadline);
+int lcx_log_append(lcx_log *l, const uint8_t *data, uint32_t length);
+int lcx_log_read(lcx_log *l, uint8_t *out, uint64_t room, uint32_t *lengths, uint32_t limit);
+int lcx_log_writer(lcx_log *l);
+int lcx_log_ended(lcx_log *l);
+int64_t lcx_log_behind(lcx_log *l, int64_t *behind);
+int64_t lcx_log_position(lcx_log *l);
+int lcx_log_check(lcx_log *l, char *text, uint32_t room, int wait, uint64_t deadline);
+int lcx_log_free_dead(lcs_attachment *at, uint32_t slot);
 
 #define NODES 24
 #define LISTS 4
 #define KEYS 40
 #define MESSAGE 12
-#define RING_CASES 1 /* of five; none of the corpus's, whose cases stay what they were */
+/* Of ten seeds; none of the corpus's, whose cases stay what they were. */
+#define RING_CASES 1
+#define LOG_CASES 6
 
 typedef struct arena {
     uint8_t *base, *picture;
@@ -59,11 +77,12 @@ typedef struct arena {
     lcx_list *list;
     lcx_dict *dict;
     lcx_ring *ring;
+    lcx_log *log, *reader; /* ours, as the writer, and of somebody who reads */
     rng flips;
     atomic_bool moving;
 } arena;
 
-static arena arenas[3];
+static arena arenas[4];
 
 static uint64_t soon(void) { return lcs_now_ns() + UINT64_C(2000000); }
 
@@ -101,6 +120,35 @@ static void make_ring(arena *a) {
     keep_picture(a);
 }
 
+/* Another client of the arena, whom we see live or die. */
+static lcs_attachment *another(const arena *a, const char *role, int *life) {
+    char path[64];
+    snprintf(path, sizeof path, "/proc/self/fd/%d", a->me->life_fd);
+    *life = open(path, O_RDWR | O_CLOEXEC);
+    NEED(*life >= 0);
+    lcs_attachment *at = lcs_attachment_new(a->base, a->bytes, *life, 0, 0, 0);
+    NEED(at && lcs_slot_claim(at, role, 0) > 0);
+    return at;
+}
+
+/* Half full, with two readers, of which one is dead. */
+static void make_log(arena *a) {
+    uint8_t data[MESSAGE] = "an entry";
+    int life, dead;
+    map(a, lcx_log_bytes(NODES, MESSAGE));
+    a->log = lcx_log_open(a->me, NODES, MESSAGE);
+    a->reader = lcx_log_open(another(a, "reader", &life), NODES, MESSAGE);
+    lcx_log *third = lcx_log_open(another(a, "dead", &dead), NODES, MESSAGE);
+    NEED(a->log && a->reader && third);
+    NEED(lcx_log_lead(a->log, LC_BLOCK, UINT64_MAX) == LC_OK);
+    for (uint32_t i = 0; i < NODES + 12; i++) {
+        if (i == NODES) NEED(lcx_log_join(a->reader) == LC_OK && lcx_log_join(third) == LC_OK);
+        NEED(lcx_log_append(a->log, data, i % (MESSAGE + 1)) == LC_OK);
+    }
+    close(dead);
+    keep_picture(a);
+}
+
 static void make(void) {
     arena *a = &arenas[0], *d = &arenas[1];
     map(a, lcx_list_bytes(NODES, LISTS));
@@ -125,6 +173,7 @@ static void make(void) {
     }
     keep_picture(d);
     make_ring(&arenas[2]);
+    make_log(&arenas[3]);
 }
 
 /* ------------------------------------------------------------------ every call */
@@ -216,13 +265,68 @@ static void use_ring(arena *a, rng *r) {
     }
 }
 
+static void read_log(arena *a, rng *r) {
+    uint8_t data[8 * MESSAGE];
+    uint32_t lengths[8], n = 1 + below(r, 8), bytes = 0;
+    uint64_t room = MESSAGE * (1 + below(r, 8));
+    int rc = lcx_log_read(a->reader, data, room, lengths, n);
+    answer(rc, n, "log read");
+    for (int i = 0; i < rc; bytes += lengths[i++])
+        if (lengths[i] > MESSAGE) finding("log read gave a length", lengths[i]);
+    if (rc > 0 && bytes > room) finding("log read gave more than there was room", bytes);
+}
+
+static void look_at_log(arena *a) {
+    int64_t behind[LCS_SLOTS] = {0}, all = lcx_log_behind(a->log, behind);
+    answer(all < 0 ? (int)all : 0, 0, "log behind");
+    for (uint32_t i = 0; all >= 0 && i < LCS_SLOTS; i++)
+        if (behind[i] < -1 || behind[i] > NODES) finding("log behind gave", behind[i]);
+    all = lcx_log_position(a->reader);
+    answer(all < 0 ? (int)all : 0, 0, "log position");
+    answer(lcx_log_ended(a->reader), 1, "log ended");
+    answer(lcx_log_writer(a->reader), LCS_SLOTS - 1, "log writer");
+}
+
+static void use_log(arena *a, rng *r) {
+    uint8_t data[MESSAGE] = {0};
+    char text[208];
+    lcx_log *one = below(r, 4) ? a->log : a->reader;
+    switch (below(r, 12)) {
+    case 0:
+    case 1:
+    case 2:
+    case 3: answer(lcx_log_append(one, data, below(r, MESSAGE + 1)), 0, "log append"); break;
+    case 4:
+    case 5:
+    case 6: read_log(a, r); break;
+    case 7: look_at_log(a); break;
+    case 8: answer(lcx_log_lead(one, LC_BLOCK, soon()), 0, "log lead"); break;
+    case 9:
+        if (below(r, 2)) answer(lcx_log_leave(one, LC_BLOCK, soon()), 0, "log leave");
+        answer(lcx_log_join(a->reader), 0, "log join");
+        break;
+    case 10: answer(lcx_log_free_dead(a->me, below(r, LCS_SLOTS)), 0, "log free dead"); break;
+    default: answer(lcx_log_check(one, text, sizeof text, LC_BLOCK, soon()), 1, "log check");
+    }
+}
+
 /* ------------------------------------------------------------------ damage */
 
+/* A word of the payload. Most of a log's root is padding: rather a word that says something. */
+static uint64_t any_word(const arena *a, rng *r) {
+    if (!a->log || below(r, 4) == 0) return below(r, a->payload / 4);
+    switch (below(r, 3)) {
+    case 0: return below(r, 3);
+    case 1: return (offsetof(lcx_log_root, cursors) + 64 * below(r, 5)) / 4 + below(r, 2);
+    default: return sizeof(lcx_log_root) / 4 + below(r, (a->payload - sizeof(lcx_log_root)) / 4);
+    }
+}
+
 static void flip_word(arena *a, rng *r) {
-    uint64_t words = a->payload / 4, lock = sizeof(lcs_lock) / 4;
+    uint64_t lock = sizeof(lcs_lock) / 4;
     bool of_lock = below(r, 8) == 0;
     uint64_t at = (of_lock ? LCS_LOCK_OFFSET : LCS_PAYLOAD_OFFSET) / 4;
-    at += below(r, of_lock ? lock : words);
+    at += of_lock ? below(r, lock) : any_word(a, r);
     const uint32_t values[] = {0,       1,          NODES,         NODES - 1, NODES + 1, UINT32_MAX,
                                LISTS,   INT32_MAX,  1u << below(r, 32), below(r, NODES + LISTS)};
     uint32_t old = ((const uint32_t *)a->picture)[at];
@@ -246,7 +350,8 @@ static void judge(arena *a, tally *t) {
     char text[208];
     int rc = a->list   ? lcx_list_check(a->list, text, sizeof text, LC_BLOCK, soon())
              : a->dict ? lcx_dict_check(a->dict, text, sizeof text, LC_BLOCK, soon())
-                       : lcx_ring_check(a->ring, text, sizeof text, LC_BLOCK, soon());
+             : a->ring ? lcx_ring_check(a->ring, text, sizeof text, LC_BLOCK, soon())
+                       : lcx_log_check(a->log, text, sizeof text, LC_BLOCK, soon());
     t->cases++;
     t->named += rc != 0;
     t->unseen += rc == 0;
@@ -256,12 +361,14 @@ void structures_case(uint64_t seed) {
     if (!arenas[0].base) make();
     rng r = {.state = seed * 2 + 1};
     arena *a = &arenas[below(&r, 2)];
-    if (seed % 5 == RING_CASES) a = &arenas[2];
+    if (seed % 10 == RING_CASES) a = &arenas[2];
+    if (seed % 10 == LOG_CASES) a = &arenas[3];
     bool moving = below(&r, 4) == 0;
     pthread_t thread;
     shared->seed = seed;
     shared->cases++;
     memcpy(a->base, a->picture, a->bytes);
+    if (a->log) NEED(lcx_log_lead(a->log, LC_BLOCK, UINT64_MAX) == LC_OK); /* what is its own */
     if (moving) {
         a->flips.state = seed;
         atomic_store(&a->moving, true);
@@ -274,7 +381,8 @@ void structures_case(uint64_t seed) {
     for (int i = 0; i < 24; i++) {
         if (a->list) use_list(a, &r);
         else if (a->dict) use_dict(a, &r);
-        else use_ring(a, &r);
+        else if (a->ring) use_ring(a, &r);
+        else use_log(a, &r);
     }
     if (moving) {
         atomic_store(&a->moving, false);

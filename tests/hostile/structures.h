@@ -1,4 +1,4 @@
-/* SharedList, SharedDict and SharedRing, damaged word by word. */
+/* SharedList, SharedDict, SharedRing and SharedLog, damaged word by word. */
 #ifndef HOSTILE_STRUCTURES_H
 #define HOSTILE_STRUCTURES_H
 

@@ -68,7 +68,7 @@ PROGRAMS = {
     "gaps": Program(HOOKED, ("mutants/gaps*", "mutants/hooks", *WORLD)),
     "meetings": Program(HOOKED, ("mutants/meetings", "mutants/hooks", *WORLD)),
     "structures": Program(
-        HOOKED, ("mutants/structures", "mutants/hooks", "native/structure_calls", *WORLD)
+        HOOKED, ("mutants/structures", "mutants/hooks", "native/structure_*", *WORLD)
     ),
     "stress": Program(TSAN, ("native/stress*", *WORLD)),
 }

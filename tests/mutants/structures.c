@@ -1,4 +1,4 @@
-/* structures: who changes a list, a dict or a ring dies after each of his stores. Whoever takes the
+/* structures: who changes a list, a dict, a ring or a log dies after each of his stores. Whoever takes the
  * lock next finds it as it was before the call, or as it is behind it, and nothing else. */
 #include "structure_calls.h"
 
@@ -22,7 +22,7 @@ static void on_store(const volatile void *word) {
 int main(void) {
     uint32_t deaths = 0;
     after_store = on_store;
-    for (uint32_t i = 0; i < structure_count; i++) deaths += structure_play(&structures[i], watch);
+    for (uint32_t i = 0; i < structure_count; i++) deaths += structure_play(structures[i], watch);
     printf("%u deaths\n", deaths);
     return 0;
 }

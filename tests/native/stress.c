@@ -10,6 +10,7 @@
  * accepts is ordered by acquire and release alone. It says nothing about a fence that is missing
  * or too weak, and none about an order that this machine never shows. Deaths are left out: that a
  * dead client's accesses are over is known from the kernel, which the sanitizer does not see. */
+#include "stress_log.h"
 #include "stress_ring.h"
 #include "world.h"
 
@@ -274,6 +275,7 @@ int main(int argc, char **argv) {
     segment_end(&s);
     printf("%u pages matched, %u made\n", matched, made);
     stress_ring(rounds);
+    stress_log(rounds);
     CHECK(rounds < 100 || (matched > rounds && made > rounds));
     return 0;
 }

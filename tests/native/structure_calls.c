@@ -9,14 +9,8 @@
 #define RECORDS 40
 #define MESSAGES 4
 #define MESSAGE 24
-#define ITEMS (NODES * LISTS + RECORDS)
 
-/* What somebody sees who may take the lock: every list in order, every item by its key, or every
- * message. */
-struct view {
-    int32_t value[ITEMS];
-    uint32_t count;
-};
+_Static_assert(RECORDS <= MOST_SEEN && (NODES + 1) * LISTS <= MOST_SEEN, "what is seen fits");
 
 /* A copy of the segment with one client in it, in which nobody else proves his life. */
 typedef struct copy {
@@ -170,19 +164,21 @@ static void use_ring(void *r, const view *seen) {
     CHECK_EQ(pop_some(r, MESSAGES, sums), MESSAGES);
 }
 
-const calls structures[] = {
-    {"list", format_list, open_list, close_list, look_at_lists, check_list, change_list, NULL, 7},
-    {"dict", format_dict, open_dict, close_dict, look_at_dict, check_dict, change_dict, NULL, 10},
-    {"ring", format_ring, open_ring, close_ring, look_at_ring, check_ring, change_ring, use_ring,
-     10},
-};
+static const calls list = {"list",     format_list, open_list, close_list, look_at_lists,
+                           check_list, change_list, NULL, 7};
+static const calls dict = {"dict",     format_dict, open_dict, close_dict, look_at_dict,
+                           check_dict, change_dict, NULL, 10};
+static const calls ring = {"ring",     format_ring, open_ring, close_ring, look_at_ring,
+                           check_ring, change_ring, use_ring, 10};
+const calls *const structures[] = {&list, &dict, &ring, &log_calls};
 const uint32_t structure_count = sizeof structures / sizeof *structures;
 
 uint64_t structure_bytes(const calls *c) {
-    uint64_t list = lcx_list_bytes(NODES, LISTS), dict = lcx_dict_bytes(RECORDS);
-    return LCS_PAYLOAD_OFFSET + (c == &structures[0]   ? list
-                                 : c == &structures[1] ? dict
-                                                       : lcx_ring_bytes(MESSAGES, MESSAGE));
+    uint64_t payload = c == &list   ? lcx_list_bytes(NODES, LISTS)
+                       : c == &dict ? lcx_dict_bytes(RECORDS)
+                       : c == &ring ? lcx_ring_bytes(MESSAGES, MESSAGE)
+                                    : log_bytes();
+    return LCS_PAYLOAD_OFFSET + payload;
 }
 
 /* ------------------------------------------------------------------ deaths */

@@ -1,4 +1,4 @@
-/* Lists, dicts and rings, each put through some steps by a victim, and what the next holder of the
+/* Lists, dicts, rings and logs, each put through some steps by a victim, and what the next holder of the
  * lock finds when the victim dies on the way: all as it was before the step, or as it is behind it,
  * and nothing else. When it dies is up to the program. */
 #ifndef STRUCTURE_CALLS_H
@@ -6,7 +6,13 @@
 
 #include "world.h"
 
-typedef struct view view;
+/* What somebody sees who may take the lock: every list in order, every item by its key, or every
+ * message or entry. */
+#define MOST_SEEN 80
+typedef struct view {
+    int32_t value[MOST_SEEN];
+    uint32_t count;
+} view;
 
 typedef struct calls { /* one of the structures, on memory that anybody may stand in */
     const char *name;
@@ -20,8 +26,11 @@ typedef struct calls { /* one of the structures, on memory that anybody may stan
     uint32_t steps;
 } calls;
 
-extern const calls structures[];
+extern const calls *const structures[];
 extern const uint32_t structure_count;
+
+extern const calls log_calls; /* structure_log.c */
+uint64_t log_bytes(void);     /* of its payload */
 
 uint64_t structure_bytes(const calls *c); /* of its segment */
 

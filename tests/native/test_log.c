@@ -268,6 +268,7 @@ static void log_notifies_behind_each_change(void) {
     CHECK_EQ(lc_load(&root()->news), news + 2);
     CHECK_EQ(lcx_log_leave(writer.log, BLOCKING), LC_OK); /* nothing to leave */
     CHECK_EQ(lc_load(&root()->news), news + 2);
+    CHECK_EQ(lc_load(&root()->room), room + 2);
     CHECK_EQ(lcx_log_lead(writer.log, BLOCKING), LC_OK);
     CHECK_EQ(lc_load(&root()->news), news + 4);
     tear_down(0);
@@ -484,6 +485,38 @@ static void log_damage_is_named(void) {
     tear_down(2);
 }
 
+/* A cursor in a slot that nobody is in, which only damage leaves, is taken back like a dead one's,
+ * and the slot is claimed as ever. */
+static void log_cursor_without_a_client_holds_nobody_up(void) {
+    set_up(1);
+    uint32_t next = readers[0].c.slot + 1;
+    lc_store(&root()->cursors[next].next, 1);
+    for (uint64_t i = 0; i <= CAPACITY; i++) {
+        CHECK_EQ(append(i), LC_OK);
+        CHECK_EQ(reads(&readers[0], i, 1), 1);
+    }
+    CHECK(!broken());
+    readers[1] = join();
+    CHECK_EQ(readers[1].c.slot, next);
+    tear_down(2);
+}
+
+/* Stamps that fit do not make a cursor sound. */
+static void log_reads_nothing_behind_the_last_entry(void) {
+    set_up(1);
+    for (uint64_t i = 0; i < CAPACITY; i++) CHECK_EQ(append(i), LC_OK);
+    CHECK_EQ(reads(&readers[0], 0, 3), 3);
+    lc_store(&root()->appended, 2);
+    CHECK_EQ(reads(&readers[0], 3, 8), LC_E_CORRUPT);
+    CHECK_EQ(lcx_log_ended(readers[0].log), 0);
+    lc_store(&root()->writer, LCX_LOG_LEFT);
+    CHECK_EQ(lcx_log_ended(readers[0].log), LC_E_CORRUPT);
+    lc_store(&root()->appended, CAPACITY);
+    CHECK_EQ(reads(&readers[0], 3, 8), 2);
+    CHECK_EQ(lcx_log_ended(readers[0].log), 1);
+    tear_down(1);
+}
+
 /* An entry that a reader has still to read is named when it is damaged, even where the next append
  * would be into its slot; one that all have read may look as it likes. */
 static void log_checks_what_is_still_to_be_read(void) {
@@ -631,6 +664,8 @@ const test log_tests[] = {
     TEST(log_roles_wait_for_the_lock_and_entries_do_not),
     TEST(log_role_of_a_dead_heir_is_undone),
     TEST(log_damage_is_named),
+    TEST(log_cursor_without_a_client_holds_nobody_up),
+    TEST(log_reads_nothing_behind_the_last_entry),
     TEST(log_checks_what_is_still_to_be_read),
 #ifdef LC_PAUSE_POINTS
     TEST(log_appends_while_somebody_joins),
