@@ -1,4 +1,4 @@
-"""Lists, dicts and rings whose users are killed while they change them: nothing half done is seen.
+"""Lists, dicts, rings and logs whose users are killed while they change them: nothing half done is seen.
 
 The children use the build with pause points and kill themselves at one, so that every death falls
 between two stores of a critical section.
@@ -16,6 +16,7 @@ from lightcache import shm
 from lightcache.shm import _native, layout, structures
 
 AT_COMMIT, AT_KEY_ODD, AT_KEY_WRITTEN, AT_UNLOCK = 14, 6, 7, 15  # LC_AT_* in lc_base.h
+AT_LOG_WRITTEN, AT_LOG_ANNOUNCED, AT_LOG_COPIED = 25, 26, 27
 HOOK = ctypes.CFUNCTYPE(None, ctypes.c_int)
 
 
@@ -140,3 +141,42 @@ def test_a_ring_survives_its_users(segment_name, pause_library):
         attach = lambda: shm.SharedRing.attach(segment_name)  # noqa: E731
         kill_at_every_point(pause_library, [AT_COMMIT, AT_UNLOCK], attach, steps, verify)
         assert recoveries(ring.segment) == 8, "each death at a commit leaves a log to undo"
+
+
+@pytest.mark.crash
+def test_a_log_survives_its_users(segment_name, pause_library):
+    """A child writes and reads. An entry whose writer died before counting it is not there, one
+    behind it is; a reader that died while joining, or with entries copied, holds nobody up."""
+    with shm.SharedLog.open(segment_name, capacity=64, message_bytes=8) as reader:
+        came = []
+
+        def attach():
+            return [shm.SharedLog.attach(segment_name, writer=writing) for writing in (True, False)]
+
+        def steps(mine, chance):
+            for _ in range(chance.randrange(1, 4)):
+                mine[0].append(b"%d" % mine[0].appended, timeout=0)
+            mine[1].read_many(chance.randrange(1, 4))
+            for one in mine:
+                one.close()
+            mine[:] = attach()
+
+        def read_all():
+            with pytest.raises(shm.Abandoned):
+                while found := reader.read_many(9):
+                    came.extend(map(int, found))
+            assert came == list(range(reader.appended))
+
+        def verify():
+            reader.check()
+            read_all()
+            with shm.SharedLog.attach(segment_name, writer=True) as heir:
+                for _ in range(2 * heir.capacity):
+                    heir.append(b"%d" % heir.appended, timeout=0)
+                    came.append(int(reader.read(timeout=0)))
+                assert [one.slot for one in heir.behind()] == [reader.segment.client.slot]
+            read_all()
+
+        points = [AT_LOG_WRITTEN, AT_LOG_ANNOUNCED, AT_LOG_COPIED, AT_COMMIT, AT_UNLOCK]
+        kill_at_every_point(pause_library, points, attach, steps, verify)
+        assert recoveries(reader.segment) == 8, "each death at a commit leaves a log to undo"
