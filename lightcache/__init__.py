@@ -36,6 +36,7 @@ from lightcache.page_index import PageIndex
 from lightcache.plans import Plans
 from lightcache.pool import HostPool
 from lightcache.reservations import Reservation, Shard
+from lightcache.router import Choice, Router, RouterPolicy, RouterStats
 from lightcache.snapshot import CheckReport, IndexStats
 from lightcache.tickets import ClientId, Ticket, TicketStatus
 from lightcache.transfers import Load, Offload
@@ -47,6 +48,7 @@ __all__ = [
     "Cache",
     "CacheCorrupted",
     "CheckReport",
+    "Choice",
     "ClientId",
     "ConfigError",
     "Detached",
@@ -75,6 +77,9 @@ __all__ = [
     "PermissionDenied",
     "Plans",
     "Reservation",
+    "Router",
+    "RouterPolicy",
+    "RouterStats",
     "Shard",
     "StorageError",
     "Ticket",

@@ -119,6 +119,11 @@ def test_readme(made: list[Any], segment_name: str) -> None:
     assert space["load"].done()
 
 
+def test_router(segment_name: str) -> None:
+    space = run("docs/guides/router.md", segment_name)
+    assert space["choice"].device_pages == 0
+
+
 def test_transformers(made: list[Any], segment_name: str) -> None:
     pytest.importorskip("transformers")
     from support.tiny_models import model, prompt
