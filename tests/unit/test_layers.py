@@ -16,9 +16,17 @@ BELOW = {
     ERRORS: [],
     "lightcache.kernels": [ERRORS],
     "lightcache": ["lightcache.shm", "lightcache.kernels", ERRORS],
-    "lightcache.connectors": ["lightcache", "lightcache.shm", "lightcache.kernels", ERRORS],
+    "lightcache.storage": ["lightcache", "lightcache.shm", ERRORS],
+    "lightcache.connectors": [
+        "lightcache.storage",
+        "lightcache",
+        "lightcache.shm",
+        "lightcache.kernels",
+        ERRORS,
+    ],
     "lightcache.tools": [
         "lightcache.connectors",
+        "lightcache.storage",
         "lightcache",
         "lightcache.shm",
         "lightcache.kernels",
@@ -68,6 +76,7 @@ def test_imports_point_down(module, path):
         "lightcache.kernels.geometry",
         "lightcache.kernels.layouts",
         "lightcache.connectors",
+        "lightcache.storage",
     ],
 )
 def test_import_drags_nothing_in(package):

@@ -1,0 +1,168 @@
+"""What backends have in common: arguments checked, checksums, deadlines, counters."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
+import xxhash
+
+from lightcache import _arguments
+from lightcache.errors import ConfigError
+from lightcache.storage.protocol import (
+    Buffer,
+    Keys,
+    ReadResult,
+    ReadStatus,
+    StorageStats,
+    WriteResult,
+    WriteStatus,
+)
+
+KEY_BYTES = 16
+Clock = Callable[[], float]
+
+
+def check_keys(keys: Keys) -> list[bytes]:
+    """The keys as bytes, 16 each: low word, then high word, little-endian.
+
+    Raises:
+        ConfigError: not a C-contiguous uint64 array of shape (n, 2).
+    """
+    _arguments.keys(keys)
+    whole = keys.astype("<u8", copy=False).tobytes()
+    return [whole[at : at + KEY_BYTES] for at in range(0, len(whole), KEY_BYTES)]
+
+
+def check_batch(
+    keys: Keys, buffers: Sequence[Buffer], page_bytes: int, *, writable: bool
+) -> tuple[list[bytes], list[memoryview]]:
+    """Keys as bytes, and buffers as memoryviews of single bytes, one for each key.
+
+    Raises:
+        ConfigError: keys as in `check_keys`; another number of buffers; one of another size, not
+            contiguous, not of single bytes, or read-only where it is to be written.
+    """
+    names = check_keys(keys)
+    if len(buffers) != len(names):
+        raise ConfigError(f"buffers: expected one for each of {len(names)}, found {len(buffers)}")
+    return names, [_view(i, each, page_bytes, writable) for i, each in enumerate(buffers)]
+
+
+def _view(number: int, buffer: Buffer, page_bytes: int, writable: bool) -> memoryview:
+    try:
+        view = memoryview(cast(Any, buffer))  # for 3.10 no type says that it is a buffer
+        found = f"{view.nbytes} bytes, format {view.format!r}, {view.ndim} dimensions"
+    except TypeError:
+        found = type(buffer).__name__
+    else:
+        flat = view.ndim == 1 and view.itemsize == 1 and view.c_contiguous
+        if flat and view.nbytes == page_bytes:
+            if not (writable and view.readonly):
+                return view if view.format == "B" else view.cast("B")
+            found = "one that is read-only"
+    raise ConfigError(
+        f"buffers: expected contiguous {'writable ' if writable else ''}bytes, {page_bytes} of "
+        f"them, for key {number}, found {found}"
+    )
+
+
+def checksum(key: bytes, page: Buffer | bytes) -> int:
+    """xxh3-64 of a key and the bytes of its page: a page that was filed under another key is as
+    wrong as one whose bytes have changed. Against accidents, not against attackers."""
+    state = xxhash.xxh3_64(key)
+    state.update(cast(Any, page))
+    return int(state.intdigest())
+
+
+class Deadline:
+    """The end of the time of one call."""
+
+    def __init__(self, timeout: float, clock: Clock = time.monotonic) -> None:
+        """Begins now.
+
+        Args:
+            timeout: seconds.
+
+        Raises:
+            ConfigError: no number.
+        """
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float, np.number)):
+            raise ConfigError(f"timeout: expected seconds, found {timeout!r}")
+        if timeout != timeout:
+            raise ConfigError("timeout: expected seconds, found a number that is none (nan)")
+        self.timeout = float(timeout)
+        self._clock = clock
+        self._end = clock() + self.timeout
+
+    @property
+    def left(self) -> float:
+        """Seconds; 0 when it has passed."""
+        return max(0.0, self._end - self._clock())
+
+    @property
+    def passed(self) -> bool:
+        """Whether the time is up."""
+        return self._clock() >= self._end
+
+    @property
+    def reason(self) -> str:
+        """What to say of a key that was not done by then."""
+        return f"timed out: not done within {self.timeout:g} s"
+
+
+class Counters:
+    """Totals of a backend, counted by any thread."""
+
+    def __init__(self) -> None:
+        """All zero."""
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+
+    def read(self, result: ReadResult, *, timed_out: bool = False) -> ReadResult:
+        """Count a result; returns it."""
+        with self._lock:
+            for status in ReadStatus:
+                self._counts[f"reads_{status.name.lower()}"] += result.count(status)
+            self._counts["timeouts"] += timed_out
+        return result
+
+    def write(self, result: WriteResult, *, timed_out: bool = False) -> WriteResult:
+        """Count a result; returns it."""
+        with self._lock:
+            for status in WriteStatus:
+                self._counts[f"writes_{status.name.lower()}"] += result.count(status)
+            self._counts["timeouts"] += timed_out
+        return result
+
+    def failed(self, which: str, keys: int) -> None:
+        """Count the keys of a "reads" or "writes" call that raised."""
+        with self._lock:
+            self._counts[f"{which}_failed"] += keys
+
+    def deleted(self, pages: int) -> int:
+        """Count pages that were removed; returns how many."""
+        with self._lock:
+            self._counts["deletes"] += pages
+        return pages
+
+    def timed_out(self) -> None:
+        """Count a call that raised because its time was up."""
+        with self._lock:
+            self._counts["timeouts"] += 1
+
+    def snapshot(self, pages: int, nbytes: int) -> StorageStats:
+        """All of them, of one instant."""
+        with self._lock:
+            names = [name for name in StorageStats.__dataclass_fields__ if name not in _NOW]
+            counts = {name: self._counts[name] for name in names}
+        return StorageStats(pages=pages, bytes=nbytes, **counts)
+
+
+_NOW = ("pages", "bytes")
+
+__all__ = ["KEY_BYTES", "Clock", "Counters", "Deadline", "check_batch", "check_keys", "checksum"]

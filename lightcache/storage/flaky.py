@@ -1,0 +1,254 @@
+"""A backend that fails on purpose: it stands in front of another one, for tests and drills."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import TypeVar
+
+from lightcache.errors import ConfigError, Detached, StorageError
+from lightcache.storage.arguments import Clock, Counters, Deadline, check_batch, check_keys
+from lightcache.storage.faults import Fault, Operation, Plan, Planner, Rates, Script
+from lightcache.storage.protocol import (
+    Buffer,
+    Keys,
+    ReadResult,
+    ReadStatus,
+    Storage,
+    StorageStats,
+    WriteResult,
+    WriteStatus,
+)
+
+S = TypeVar("S", ReadStatus, WriteStatus)
+
+
+class FlakyStorage(Storage):
+    """Passes every call on to another backend, and lets some of it go wrong: see `Fault`."""
+
+    def __init__(
+        self,
+        inner: Storage,
+        *,
+        rates: Rates | None = None,
+        seed: int = 0,
+        script: Script | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """Owns `inner`, and closes it.
+
+        Args:
+            rates: what goes wrong by chance.
+            seed: of chance.
+            script: for an operation, what goes wrong in its first call, its second, and so on;
+                None: nothing in that one. Behind its end chance decides.
+            sleep: waits for seconds; tests give one that does not.
+            clock: in seconds; goes on while `sleep` waits.
+
+        Raises:
+            ConfigError: see `Planner`.
+        """
+        self.inner = inner
+        self.spec = inner.spec
+        self._planner = Planner(rates or Rates(), seed, script)
+        self._sleep = sleep
+        self._clock = clock
+        self._counters = Counters()
+        self._state = threading.Condition()
+        self._let_go = False
+        self._hanging = 0
+        self._dead = False
+        self._closed = False
+
+    @classmethod
+    def open(cls, options: Mapping[str, str], inner: Storage) -> FlakyStorage:
+        """As in `flaky:read_fail=0.1,corrupt=0.01,seed=3:memory:`; the names are those of `Rates`,
+        and `seed`."""
+        known = {each.name for each in fields(Rates)}
+        if unknown := set(options) - known - {"seed"}:
+            raise ConfigError(
+                f"flaky: expected {sorted(known | {'seed'})}, found {sorted(unknown)}"
+            )
+        try:
+            seed = int(options.get("seed", "0"))
+            rates = {name: float(text) for name, text in options.items() if name != "seed"}
+        except ValueError as error:
+            raise ConfigError(f"flaky: expected numbers: {error}") from None
+        return cls(inner, rates=Rates(**rates), seed=seed)
+
+    # ---- what tests do with it
+
+    @property
+    def hanging(self) -> int:
+        """Calls that hang just now."""
+        with self._state:
+            return self._hanging
+
+    def wait_hanging(self, calls: int = 1, *, timeout: float = 60.0) -> bool:
+        """Wait until so many calls hang; False: they did not in this time, in seconds."""
+        with self._state:
+            return self._state.wait_for(lambda: self._hanging >= calls, timeout)
+
+    def let_go(self) -> None:
+        """Let calls that hang go on, and no later one hang."""
+        with self._state:
+            self._let_go = True
+            self._state.notify_all()
+
+    def revive(self) -> None:
+        """Undo a "die"."""
+        self._dead = False
+
+    # ---- the protocol
+
+    def contains(self, keys: Keys, *, timeout: float) -> int:
+        """See `Storage.contains`."""
+        deadline = self._whole("contains", len(check_keys(keys)), timeout)
+        return self.inner.contains(keys, timeout=deadline.left)
+
+    def read(self, keys: Keys, buffers: Sequence[Buffer], *, timeout: float) -> ReadResult:
+        """See `Storage.read`."""
+        _, views = check_batch(keys, buffers, self.spec.page_bytes, writable=True)
+        self._usable()
+        plan, deadline = self._planner.plan("read", len(keys)), Deadline(timeout, self._clock)
+        reason = ""
+
+        def part(first: int, end: int) -> list[ReadStatus]:
+            nonlocal reason
+            done = self.inner.read(keys[first:end], views[first:end], timeout=_left(deadline))
+            reason = reason or done.reason
+            return list(done.statuses)
+
+        try:
+            if self._late(plan, deadline):
+                late = ReadResult((ReadStatus.FAILED,) * len(keys), deadline.reason)
+                return self._counters.read(late, timed_out=True)
+            statuses = self._in_two(plan, len(keys), part)
+        except StorageError:
+            self._counters.failed("reads", len(keys))
+            raise
+        for key, kind in plan.keys.items():
+            if statuses[key] is ReadStatus.OK or kind == "fail":
+                statuses[key] = _spoil(views[key], kind)
+                reason = reason or f"{kind} on purpose, of key {key}"
+        return self._counters.read(ReadResult(tuple(statuses), reason))
+
+    def write(self, keys: Keys, buffers: Sequence[Buffer], *, timeout: float) -> WriteResult:
+        """See `Storage.write`."""
+        _, views = check_batch(keys, buffers, self.spec.page_bytes, writable=False)
+        self._usable()
+        plan, deadline = self._planner.plan("write", len(keys)), Deadline(timeout, self._clock)
+        reason = ""
+
+        def part(first: int, end: int) -> list[WriteStatus]:
+            nonlocal reason
+            good = [key for key in range(first, end) if key not in plan.keys]
+            chosen = [views[key] for key in good]
+            done = self.inner.write(keys[good], chosen, timeout=_left(deadline))
+            reason = reason or done.reason
+            found = dict(zip(good, done.statuses, strict=True))
+            return [found.get(key, WriteStatus.FAILED) for key in range(first, end)]
+
+        try:
+            if self._late(plan, deadline):
+                late = WriteResult((WriteStatus.FAILED,) * len(keys), deadline.reason)
+                return self._counters.write(late, timed_out=True)
+            statuses = self._in_two(plan, len(keys), part)
+        except StorageError:
+            self._counters.failed("writes", len(keys))
+            raise
+        for key, kind in plan.keys.items():
+            if kind == "refuse":
+                statuses[key] = WriteStatus.REFUSED
+            reason = reason or f"{kind} on purpose, of key {key}"
+        return self._counters.write(WriteResult(tuple(statuses), reason))
+
+    def delete(self, keys: Keys, *, timeout: float) -> int:
+        """See `Storage.delete`."""
+        deadline = self._whole("delete", len(check_keys(keys)), timeout)
+        return self._counters.deleted(self.inner.delete(keys, timeout=deadline.left))
+
+    def clear(self, *, timeout: float) -> int:
+        """See `Storage.clear`."""
+        deadline = self._whole("clear", 0, timeout)
+        return self._counters.deleted(self.inner.clear(timeout=deadline.left))
+
+    def stats(self) -> StorageStats:
+        """See `Storage.stats`; pages and bytes are those of the other backend."""
+        inner = self.inner.stats()
+        return self._counters.snapshot(inner.pages, inner.bytes)
+
+    def close(self) -> None:
+        """See `Storage.close`. What hangs goes on."""
+        self._closed = True
+        self.let_go()
+        self.inner.close()
+
+    # ---- going wrong
+
+    def _usable(self) -> None:
+        if self._closed:
+            raise Detached("this storage was closed; open it again")
+
+    def _whole(self, operation: Operation, keys: int, timeout: float) -> Deadline:
+        """The beginning of a call that succeeds or fails as a whole."""
+        self._usable()
+        plan, deadline = self._planner.plan(operation, keys), Deadline(timeout, self._clock)
+        if self._late(plan, deadline) or deadline.passed:
+            self._counters.timed_out()
+            raise StorageError(f"{operation}: {deadline.reason}; give it more time")
+        self._in_two(plan, keys, lambda first, end: [])
+        return deadline
+
+    def _late(self, plan: Plan, deadline: Deadline) -> bool:
+        """Fail, or wait; whether the time is up then."""
+        if self._dead:
+            raise StorageError("the storage is dead on purpose; revive() it")
+        for fault in plan.call:
+            if fault.kind == "fail":
+                raise StorageError("the storage fails on purpose")
+            if fault.kind == "delay":
+                self._sleep(min(fault.seconds, deadline.left))
+                if deadline.passed:
+                    return True
+        return False
+
+    def _in_two(self, plan: Plan, keys: int, part: Callable[[int, int], list[S]]) -> list[S]:
+        """Do a batch; hang or die in its middle."""
+        stop = next((fault for fault in plan.call if fault.kind in ("hang", "die")), None)
+        if stop is None:
+            return part(0, keys)
+        middle = keys if stop.at is None else min(stop.at, keys)
+        done = part(0, middle)
+        if stop.kind == "die":
+            self._dead = True
+            raise StorageError(f"the storage died on purpose behind {middle} of {keys} keys")
+        self._hang()
+        return done + part(middle, keys)
+
+    def _hang(self) -> None:
+        with self._state:
+            self._hanging += 1
+            self._state.notify_all()
+            self._state.wait_for(lambda: self._let_go)
+            self._hanging -= 1
+
+
+def _left(deadline: Deadline) -> float:
+    """Once a "hang" is over the rest is done, however late: the worst that a backend can do."""
+    return deadline.left or deadline.timeout
+
+
+def _spoil(view: memoryview, kind: str) -> ReadStatus:
+    half = len(view) // 2
+    if kind == "truncate":
+        view[half:] = bytes(len(view) - half)
+    else:
+        view[half] ^= 0xFF
+    return ReadStatus.FAILED if kind == "fail" else ReadStatus.CORRUPT
+
+
+__all__ = ["Fault", "FlakyStorage", "Rates"]

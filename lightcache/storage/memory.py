@@ -1,0 +1,223 @@
+"""Pages kept in the memory of this process: for tests, and as the example of a backend."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from lightcache import _arguments
+from lightcache.errors import ConfigError, Detached, StorageError
+from lightcache.sizes import parse_size
+from lightcache.storage.arguments import Counters, Deadline, check_batch, check_keys, checksum
+from lightcache.storage.protocol import (
+    Buffer,
+    Keys,
+    ReadResult,
+    ReadStatus,
+    Storage,
+    StorageSpec,
+    StorageStats,
+    WriteResult,
+    WriteStatus,
+)
+
+_MOST = 1 << 40
+
+
+@dataclass(frozen=True)
+class _Page:
+    data: bytes
+    checksum: int
+
+
+class MemoryStorage(Storage):
+    """A dict of pages with a bound, and the least recently used one first out. It ends with the
+    process, and is seen by nobody else.
+
+    The lock is held for looking up, never for copying a page or its checksum. A batch is marked as
+    used from its last key to its first, so that of a prefix the end goes first.
+    """
+
+    def __init__(
+        self,
+        spec: StorageSpec,
+        *,
+        pages: int | None = None,
+        capacity: int | str | None = None,
+    ) -> None:
+        """Empty.
+
+        Args:
+            pages: most pages at a time; or
+            capacity: most bytes of pages, as a number or "1GiB"; neither: no bound.
+
+        Raises:
+            ConfigError: both, or no count, or no size.
+        """
+        if pages is not None and capacity is not None:
+            raise ConfigError("give the bound of the memory once: pages= or capacity=")
+        if capacity is not None:
+            pages = parse_size(capacity, "capacity") // spec.page_bytes
+        self.spec = spec
+        self.capacity = _MOST if pages is None else _arguments.count(pages, "pages", 0, _MOST)
+        self._lock = threading.Lock()
+        self._pages: OrderedDict[bytes, _Page] = OrderedDict()  # least recently used first
+        self._counters = Counters()
+        self._closed = False
+
+    @classmethod
+    def open(cls, options: Mapping[str, str], spec: StorageSpec) -> MemoryStorage:
+        """As in `memory:?capacity=1GiB` or `memory:?pages=1000`."""
+        if unknown := set(options) - {"capacity", "pages"}:
+            raise ConfigError(f"memory: expected capacity= or pages=, found {sorted(unknown)}")
+        try:
+            pages = int(options["pages"]) if "pages" in options else None
+        except ValueError:
+            raise ConfigError(f"pages: expected a number, found {options['pages']!r}") from None
+        return cls(spec, pages=pages, capacity=options.get("capacity"))
+
+    def contains(self, keys: Keys, *, timeout: float) -> int:
+        """See `Storage.contains`."""
+        names = check_keys(keys)
+        self._begin(Deadline(timeout), "contains")
+        with self._lock:
+            found = next((i for i, name in enumerate(names) if name not in self._pages), len(names))
+            self._touch(names[:found])
+        return found
+
+    def read(self, keys: Keys, buffers: Sequence[Buffer], *, timeout: float) -> ReadResult:
+        """See `Storage.read`."""
+        names, views = check_batch(keys, buffers, self.spec.page_bytes, writable=True)
+        deadline = Deadline(timeout)
+        with self._lock:
+            self._usable()
+            found = [self._pages.get(name) for name in names]
+            self._touch([name for name in names if name in self._pages])
+        statuses: list[ReadStatus] = []
+        reason = ""
+        for name, view, page in zip(names, views, found, strict=True):
+            status, why = self._read_one(name, view, page, deadline)
+            statuses.append(status)
+            reason = reason or why
+        late = ReadStatus.FAILED in statuses
+        return self._counters.read(ReadResult(tuple(statuses), reason), timed_out=late)
+
+    def _read_one(
+        self, name: bytes, view: memoryview, page: _Page | None, deadline: Deadline
+    ) -> tuple[ReadStatus, str]:
+        if deadline.passed:
+            return ReadStatus.FAILED, deadline.reason
+        if page is None:
+            return ReadStatus.ABSENT, ""
+        if len(page.data) == len(view):
+            view[:] = page.data
+            if checksum(name, view) == page.checksum:
+                return ReadStatus.OK, ""
+        with self._lock:
+            if self._pages.get(name) is page:
+                del self._pages[name]
+        return ReadStatus.CORRUPT, f"corrupt: the checksum of page {name.hex()} is wrong"
+
+    def write(self, keys: Keys, buffers: Sequence[Buffer], *, timeout: float) -> WriteResult:
+        """See `Storage.write`."""
+        names, views = check_batch(keys, buffers, self.spec.page_bytes, writable=False)
+        deadline = Deadline(timeout)
+        batch = set(names)
+        statuses: list[WriteStatus] = []
+        reason = ""
+        self._usable()
+        for name, view in zip(names, views, strict=True):
+            if deadline.passed:
+                statuses.append(WriteStatus.FAILED)
+                reason = reason or deadline.reason
+                continue
+            statuses.append(self._write_one(name, view, batch))
+            if statuses[-1] is WriteStatus.REFUSED:
+                reason = reason or f"refused: {self.capacity} pages are the most it may have"
+        with self._lock:
+            self._touch([name for name in names if name in self._pages])
+        late = WriteStatus.FAILED in statuses
+        return self._counters.write(WriteResult(tuple(statuses), reason), timed_out=late)
+
+    def _write_one(self, name: bytes, view: memoryview, batch: set[bytes]) -> WriteStatus:
+        with self._lock:
+            if name in self._pages:
+                return WriteStatus.PRESENT
+        data = bytes(view)
+        page = _Page(data, checksum(name, data))
+        with self._lock:
+            self._usable()
+            if name in self._pages:  # another thread was faster
+                return WriteStatus.PRESENT
+            while len(self._pages) >= self.capacity:
+                # A batch does not drive out its own beginning: without it the rest is not found.
+                victim = next((each for each in self._pages if each not in batch), None)
+                if victim is None:
+                    return WriteStatus.REFUSED
+                del self._pages[victim]
+            self._pages[name] = page
+        return WriteStatus.STORED
+
+    def delete(self, keys: Keys, *, timeout: float) -> int:
+        """See `Storage.delete`."""
+        names = check_keys(keys)
+        self._begin(Deadline(timeout), "delete")
+        with self._lock:
+            gone = sum(self._pages.pop(name, None) is not None for name in names)
+        return self._counters.deleted(gone)
+
+    def clear(self, *, timeout: float) -> int:
+        """See `Storage.clear`."""
+        self._begin(Deadline(timeout), "clear")
+        with self._lock:
+            gone = len(self._pages)
+            self._pages.clear()
+        return self._counters.deleted(gone)
+
+    def stats(self) -> StorageStats:
+        """See `Storage.stats`."""
+        pages = len(self._pages)
+        return self._counters.snapshot(pages, pages * self.spec.page_bytes)
+
+    def close(self) -> None:
+        """See `Storage.close`. Its pages are gone."""
+        with self._lock:
+            self._closed = True
+            self._pages.clear()
+
+    def damage(self, key: Keys, *, length: int | None = None) -> None:
+        """For tests: change a byte of a stored page, or cut it to `length` bytes.
+
+        Args:
+            key: one row, or an array of one.
+
+        Raises:
+            StorageError: it is not stored.
+        """
+        (name,) = check_keys(key.reshape(1, 2))
+        with self._lock:
+            page = self._pages.get(name)
+            if page is None:
+                raise StorageError(f"damage: there is no page {name.hex()}; store it first")
+            data = bytearray(page.data)
+            data[0] ^= 1
+            self._pages[name] = _Page(bytes(data[:length]), page.checksum)
+
+    def _touch(self, names: Sequence[bytes]) -> None:
+        for name in reversed(names):
+            self._pages.move_to_end(name)
+
+    def _usable(self) -> None:
+        if self._closed:
+            raise Detached("this storage was closed; open it again")
+
+    def _begin(self, deadline: Deadline, what: str) -> None:
+        self._usable()
+        if deadline.passed:
+            self._counters.timed_out()
+            raise StorageError(f"{what}: {deadline.reason}; give it more time")
+
+
+__all__ = ["MemoryStorage"]

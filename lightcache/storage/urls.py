@@ -1,0 +1,144 @@
+"""Backends by URL: `open_storage("memory:?capacity=1GiB", page_bytes=8 << 20)`.
+
+A scheme belongs to what this module knows, to what was registered, or to an entry point of the
+group `lightcache.storage` whose name is the scheme and whose object is an `Opener`:
+
+    [options.entry_points]
+    lightcache.storage =
+        mine = my_package.storage:open_mine
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from urllib.parse import parse_qsl
+
+from lightcache.errors import ConfigError, LightcacheError, StorageError
+from lightcache.storage.flaky import FlakyStorage
+from lightcache.storage.memory import MemoryStorage
+from lightcache.storage.protocol import Storage, StorageSpec
+
+GROUP = "lightcache.storage"
+LATER = ("disk", "redis", "s3", "mooncake")
+"""Schemes that are kept for backends to come."""
+
+Opener = Callable[[str, StorageSpec], Storage]
+"""Opens what stands behind "scheme:" for a spec. Raises ConfigError or StorageError."""
+
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
+
+
+def open_storage(
+    url: str, *, page_bytes: int | None = None, spec: StorageSpec | None = None
+) -> Storage:
+    """Open a backend.
+
+    Args:
+        url: `memory:`, `memory:?capacity=1GiB`, `memory:?pages=1000`,
+            `flaky:read_fail=0.1,corrupt=0.01,seed=3:memory:`, or of a scheme of somebody else's.
+        page_bytes: of a page; or
+        spec: whose pages they are: `StorageSpec.of(cache)`.
+
+    Raises:
+        ConfigError: no such scheme (the message names those there are), or options that it does
+            not have.
+        StorageError: the backend cannot be opened.
+    """
+    if (spec is None) == (page_bytes is None):
+        raise ConfigError("give the size of a page once: page_bytes= or spec=")
+    if spec is None:
+        assert page_bytes is not None
+        spec = StorageSpec(page_bytes)
+    scheme, colon, rest = url.partition(":")
+    if not colon:
+        raise ConfigError(f"storage: expected a URL such as 'memory:', found {url!r}")
+    return _opener(scheme)(rest, spec)
+
+
+def register(scheme: str, opener: Opener) -> None:
+    """Have URLs of a scheme opened by this, in this process. For tests, and for who has no package.
+
+    Raises:
+        ConfigError: no name of a scheme, or one that is taken.
+    """
+    if not _SCHEME.fullmatch(scheme):
+        raise ConfigError(
+            f"scheme: expected a small letter, then small letters, digits and '+.-', found "
+            f"{scheme!r}"
+        )
+    with _lock:
+        if scheme in _openers:
+            raise ConfigError(f"scheme: {scheme!r} is registered already; choose another")
+        _openers[scheme] = opener
+
+
+def schemes() -> list[str]:
+    """All that can be opened now."""
+    with _lock:
+        known = set(_openers)
+    return sorted(known | {found.name for found in entry_points(group=GROUP)})
+
+
+def _opener(scheme: str) -> Opener:
+    with _lock:
+        known = _openers.get(scheme)
+    if known is not None:
+        return known
+    for found in entry_points(group=GROUP, name=scheme):
+        try:
+            opener: Opener = found.load()
+        except Exception as error:  # whatever importing it raises
+            raise StorageError(
+                f"storage: {found.value} of scheme {scheme!r} cannot be imported: {error!r}; "
+                "repair or remove its package"
+            ) from error
+        return opener
+    later = f"{scheme!r} is not there yet; " if scheme in LATER else ""
+    raise ConfigError(
+        f"storage: expected a scheme of {schemes()}, found {scheme!r}; {later}others come with "
+        f"packages that have an entry point {GROUP!r}, or by register()"
+    )
+
+
+def _options(text: str, separator: str) -> dict[str, str]:
+    try:
+        pairs = parse_qsl(text, keep_blank_values=True, strict_parsing=True, separator=separator)
+    except ValueError:
+        raise ConfigError(
+            f"storage: expected options such as name=value{separator}..., found {text!r}"
+        ) from None
+    if len(dict(pairs)) != len(pairs):
+        raise ConfigError(f"storage: expected each option once, found {text!r}")
+    return dict(pairs)
+
+
+def _open_memory(rest: str, spec: StorageSpec) -> Storage:
+    where, _, query = rest.partition("?")
+    if where:
+        raise ConfigError(f"memory: expected 'memory:' or 'memory:?options', found {where!r}")
+    return MemoryStorage.open(_options(query, "&") if query else {}, spec)
+
+
+def _open_flaky(rest: str, spec: StorageSpec) -> Storage:
+    options, colon, inner = rest.partition(":")
+    if not colon or not inner:
+        raise ConfigError(
+            f"flaky: expected options, a colon, and the URL of another backend, as in "
+            f"'flaky:read_fail=0.1,seed=3:memory:', found {rest!r}"
+        )
+    chosen = _options(options, ",") if options else {}
+    backend = open_storage(inner, spec=spec)
+    try:
+        return FlakyStorage.open(chosen, backend)
+    except LightcacheError:
+        backend.close()
+        raise
+
+
+_lock = threading.Lock()
+_openers: dict[str, Opener] = {"memory": _open_memory, "flaky": _open_flaky}
+
+__all__ = ["GROUP", "LATER", "Opener", "open_storage", "register", "schemes"]
