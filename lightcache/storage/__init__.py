@@ -17,7 +17,10 @@ from lightcache.storage.protocol import (
     WriteResult,
     WriteStatus,
 )
+from lightcache.storage.running import TierStats
+from lightcache.storage.tasks import StorageTask, TaskResult, TaskState
 from lightcache.storage.urls import open_storage, register, schemes
+from lightcache.storage.worker import StorageTier
 
 __all__ = [
     "Fault",
@@ -29,6 +32,11 @@ __all__ = [
     "Storage",
     "StorageSpec",
     "StorageStats",
+    "StorageTask",
+    "StorageTier",
+    "TaskResult",
+    "TaskState",
+    "TierStats",
     "WriteResult",
     "WriteStatus",
     "open_storage",

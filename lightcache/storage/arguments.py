@@ -82,19 +82,22 @@ def checksum(key: bytes, page: Buffer | bytes) -> int:
 class Deadline:
     """The end of the time of one call."""
 
-    def __init__(self, timeout: float, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self, timeout: float, clock: Clock = time.monotonic, what: str = "timeout"
+    ) -> None:
         """Begins now.
 
         Args:
             timeout: seconds.
+            what: an error calls it.
 
         Raises:
             ConfigError: no number.
         """
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float, np.number)):
-            raise ConfigError(f"timeout: expected seconds, found {timeout!r}")
+            raise ConfigError(f"{what}: expected seconds, found {timeout!r}")
         if timeout != timeout:
-            raise ConfigError("timeout: expected seconds, found a number that is none (nan)")
+            raise ConfigError(f"{what}: expected seconds, found a number that is none (nan)")
         self.timeout = float(timeout)
         self._clock = clock
         self._end = clock() + self.timeout

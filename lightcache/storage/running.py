@@ -1,0 +1,241 @@
+"""The lower half of a tier: its queue and threads, its calls of the storage, figures, the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal, TypeVar
+
+from lightcache.cache import Cache
+from lightcache.errors import Detached
+from lightcache.storage.arguments import Clock, Deadline
+from lightcache.storage.breaker import Breaker, log
+from lightcache.storage.jobs import Job, checked_contains, checked_statuses
+from lightcache.storage.protocol import Buffer, Keys, ReadResult, Storage, WriteResult
+from lightcache.storage.tasks import StorageTask
+from lightcache.storage.threads import Crew
+
+T = TypeVar("T", bound="RunningTier")
+
+
+@dataclass(frozen=True)
+class TierStats:
+    """Totals of a tier since it was made; in pages unless said otherwise. See `TaskResult`."""
+
+    loaded: int
+    stored: int
+    present: int
+    absent: int
+    failed: int
+    corrupt: int
+    refused: int
+    skipped: int
+    busy: int
+    no_room: int
+    tasks_finished: int
+    """Tasks, as are the following three."""
+    tasks_failed: int
+    queued: int
+    running: int
+    timeouts: int
+    """Calls of the storage that did not return in time."""
+    stuck: int
+    """Of these, such as have not returned yet: each keeps a thread, and its pages."""
+    writing: int
+    """Pages pinned for writes."""
+    state: Literal["closed", "open", "half-open"]
+    """Of the breaker: open means that the storage is not used."""
+
+
+class RunningTier:
+    """A tier without its calls: see `StorageTier`."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        storage: Storage,
+        breaker: Breaker,
+        *,
+        timeout: float,
+        grace: float,
+        clock: Clock,
+    ) -> None:
+        """No threads yet."""
+        self.cache = cache
+        self.storage = storage
+        self.timeout = timeout
+        self.clock = clock
+        self._grace = grace
+        self._breaker = breaker
+        self._page_tokens: int | None = cache.index.segment.config.get("page_tokens")
+        self._crew = Crew(breaker, clock, grace)
+
+    # ---- its threads
+
+    def _begin(self, timeout: float | None) -> Deadline:
+        if self._crew.closing:
+            raise Detached("this storage tier was closed; make another one")
+        self.cache.index.segment.check_usable()
+        return Deadline(self.timeout if timeout is None else timeout, self.clock)
+
+    def _submit(self, job: Job) -> StorageTask:
+        with self._crew.changed:
+            if not self._crew.closing:
+                self._crew.queue.put(job)
+                self._crew.changed.notify_all()
+                return job.task
+        self._crew.finish(job, "the tier was closed", failed=True)
+        return job.task
+
+    def _nothing(
+        self, kind: Literal["read", "write"], pages: int, reason: str = "", **counts: int
+    ) -> StorageTask:
+        """A task that is over before it began."""
+        task = StorageTask(kind, pages, self._page_tokens)
+        task._count(**counts)
+        if "failed" in counts:
+            task._end(reason, failed=True)
+        else:
+            task._say(reason)
+            task._reach(0 if counts else pages)
+            task._end(failed=False)
+        self._tally(**counts)
+        return task
+
+    def _pinned(self) -> int:
+        with self._crew.changed:
+            return sum(job.pinned for job in self._jobs())
+
+    def _jobs(self) -> list[Job]:
+        return [*self._crew.queue.jobs(), *self._crew.running]
+
+    def _tally(self, **counts: int) -> None:
+        self._crew.add(**counts)
+
+    def _let_go(self, job: Job) -> None:
+        with self._crew.changed:
+            self._crew.holding.discard(job)
+        self._crew.let_go(job)
+
+    def _cancel(self, job: Job) -> None:
+        self._crew.abandon(job.give_up)  # first: whoever has it now finds that it is given up
+        with self._crew.changed:
+            queued = self._crew.queue.remove(job)
+            if queued:
+                self._crew.running.add(job)
+            held = job in self._crew.holding
+            self._crew.holding.discard(job)
+        if queued:
+            self._crew.finish(job, "cancelled", failed=True)
+        elif held:
+            self._crew.let_go(job)
+
+    # ---- calls of the storage, in its threads
+
+    def _contains(self, job: Job, keys: Keys) -> int:
+        def run(left: float) -> int:
+            return checked_contains(self.storage.contains(keys, timeout=left), len(keys))
+
+        return self._crew.call(job, "contains", run, lambda found: "")
+
+    def _read(self, job: Job, keys: Keys, buffers: Sequence[Buffer]) -> ReadResult:
+        def run(left: float) -> ReadResult:
+            result = self.storage.read(keys, buffers, timeout=left)
+            checked_statuses("read", result.statuses, len(keys))
+            return result
+
+        return self._crew.call(job, "read", run, _unread)
+
+    def _write(self, job: Job, keys: Keys, buffers: Sequence[Buffer]) -> WriteResult:
+        def run(left: float) -> WriteResult:
+            result = self.storage.write(keys, buffers, timeout=left)
+            checked_statuses("write", result.statuses, len(keys))
+            return result
+
+        return self._crew.call(job, "write", run, _unwritten)
+
+    # ---- looking at it, and the end
+
+    def poll(self) -> None:
+        """Look now for what is overdue. A thread does so by itself, by the real time."""
+        self._crew.poll()
+
+    def stats(self) -> TierStats:
+        """Totals."""
+        crew = self._crew
+        with crew.changed:
+            tally = {name: crew.tally[name] for name in _TALLIES}
+            return TierStats(
+                **tally,
+                queued=len(crew.queue.jobs()),
+                running=len(crew.running),
+                stuck=sum(call.overdue for call in crew.calls),
+                writing=sum(job.pinned for job in self._jobs()),
+                state=self._breaker.state,
+            )
+
+    def close(self, timeout: float = 10.0) -> bool:
+        """Finish what is queued, or cancel what is left then, held pages too. May be called again.
+
+        Args:
+            timeout: seconds for finishing; 0: cancel at once.
+
+        Returns:
+            Whether everything has ended. False: a call of the storage hangs; its pages stay pinned
+            until it returns, and until then the cache cannot be closed (InUse).
+        """
+        with self._crew.changed:
+            self._crew.closing = True
+            self._crew.changed.notify_all()
+            held = list(self._crew.holding)
+        for job in held:
+            self._cancel(job)
+        if not self._crew.wait_idle(timeout):
+            with self._crew.changed:
+                left = self._jobs()
+            for job in left:
+                self._cancel(job)
+            if not self._crew.wait_idle(self._grace):
+                log.warning(
+                    "the storage tier was closed while %d calls of the storage hang; pages stay "
+                    "pinned until they return",
+                    len(self._crew.calls),
+                )
+                return False
+        self._crew.join()
+        return True
+
+    def __enter__(self: T) -> T:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<StorageTier of {self.cache.name!r}, {self._breaker.state}>"
+
+
+def _unread(result: ReadResult) -> str:
+    """A batch of which nothing could be read counts as a failure; absent and corrupt are answers
+    of a storage that works."""
+    names = {status.name for status in result.statuses}
+    return result.reason or "failed" if "FAILED" in names and "OK" not in names else ""
+
+
+def _unwritten(result: WriteResult) -> str:
+    names = {status.name for status in result.statuses}
+    return result.reason or "failed" if "FAILED" in names and len(names) == 1 else ""
+
+
+_TALLIES = (
+    *("loaded", "stored", "present", "absent", "failed", "corrupt", "refused", "skipped", "busy"),
+    *("no_room", "tasks_finished", "tasks_failed", "timeouts"),
+)
+
+__all__ = ["RunningTier", "TierStats"]

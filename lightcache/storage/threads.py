@@ -1,0 +1,269 @@
+"""The threads of a tier: those that call the storage, and one that notices calls that hang.
+
+A call is overdue when it has not returned `grace` seconds behind its time limit. Its task fails
+then, its keys are abandoned, the breaker counts it; the thread is lost until the call returns, and
+the pages with it. All others go on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from lightcache.errors import LightcacheError, StorageError
+from lightcache.storage.breaker import Breaker, log
+from lightcache.storage.jobs import Job, Stopped
+from lightcache.storage.queueing import JobQueue
+
+if TYPE_CHECKING:
+    from lightcache.storage.arguments import Clock
+
+R = TypeVar("R")
+RETRY = 0.5  # seconds until pages that could not be given back (LockTimeout) are tried again
+
+
+class Call:
+    """A call of the backend that is under way."""
+
+    def __init__(self, job: Job, what: str, end: float) -> None:
+        """Begins now; overdue from `end` on, by the tier's clock."""
+        self.job = job
+        self.what = what
+        self.end = end
+        self.overdue = False
+
+
+class Crew:
+    """Owns the queue and the threads. `changed` guards all of it."""
+
+    def __init__(self, breaker: Breaker, clock: Clock, grace: float) -> None:
+        """No threads yet."""
+        self.changed = threading.Condition()
+        self.queue = JobQueue()
+        self.running: set[Job] = set()
+        self.holding: set[Job] = set()
+        """Over, with pages for `StorageTask.publish`."""
+        self.calls: set[Call] = set()
+        self.closing = False
+        self.tally: Counter[str] = Counter()
+        self._owed: list[Job] = []
+        self._breaker = breaker
+        self._clock = clock
+        self._grace = grace
+        self._threads: list[threading.Thread] = []
+
+    def start(self, threads: int) -> None:
+        """Begin to work. Daemons: a call that hangs does not keep the process alive."""
+        names = [("io", self._work)] * threads + [("watch", self._watch)]
+        for name, run in names:
+            thread = threading.Thread(target=run, name=f"lightcache-storage-{name}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    # ---- the threads that call the storage
+
+    def _work(self) -> None:
+        while (job := self._next()) is not None:
+            while self._step(job) and not self._requeue(job):
+                pass
+
+    def _next(self) -> Job | None:
+        with self.changed:
+            while (job := self.queue.pop()) is None:
+                if self.closing:
+                    return None
+                self.changed.wait()
+            self.running.add(job)
+        job.task._start()
+        return job
+
+    def _requeue(self, job: Job) -> bool:
+        """Let reads that wait go before the rest of a write."""
+        with self.changed:
+            if not self.queue.reads or job._given_up:
+                return False
+            self.running.discard(job)
+            self.queue.put_back(job)
+            return True
+
+    def _step(self, job: Job) -> bool:
+        reason, failed = "", False
+        try:
+            job.check()
+            if job.step():
+                return True
+        except Stopped:
+            reason, failed = "cancelled", True
+        except LightcacheError as error:
+            reason, failed = str(error), True
+        except Exception as error:  # ours, then: those of backends became StorageError
+            log.exception("a storage task ended with an error that should not happen")
+            reason, failed = repr(error), True
+        self.finish(job, reason, failed=failed)
+        return False
+
+    def finish(self, job: Job, reason: str, *, failed: bool) -> None:
+        """A job whose call is over ends: what it held goes back, then its waiters are told."""
+        self.let_go(job)
+        self.hold(job)
+        self.tell(job, reason, failed=failed)
+        with self.changed:
+            self.running.discard(job)
+            self.changed.notify_all()
+
+    def hold(self, job: Job) -> None:
+        """Remember that a job has pages for `publish`."""
+        if job.holds:
+            with self.changed:
+                self.holding.add(job)
+            if job._given_up:  # cancelled by somebody who did not see it among these
+                with self.changed:
+                    self.holding.discard(job)
+                self.let_go(job)
+
+    def tell(self, job: Job, reason: str, *, failed: bool) -> None:
+        """End its task, unless that has ended, and add up what it did."""
+        if job.task._end(reason, failed=failed):
+            found = job.task.result
+            names = [name for name in found.__dataclass_fields__ if name in _TALLIED]
+            counts = {name: getattr(found, name) for name in names}
+            self.add(**counts, **{"tasks_failed" if failed else "tasks_finished": 1})
+
+    def add(self, **counts: int) -> None:
+        """Add to the totals."""
+        with self.changed:
+            self.tally.update(counts)
+
+    def let_go(self, job: Job) -> None:
+        """Give back what a job holds; later, if that cannot be done now."""
+        try:
+            job.release()
+        except LightcacheError as error:
+            log.warning("pages of a storage task could not be given back yet: %s", error)
+            with self.changed:
+                self._owed.append(job)
+                self.changed.notify_all()
+
+    # ---- calls
+
+    def call(self, job: Job, what: str, run: Callable[[float], R], bad: Callable[[R], str]) -> R:
+        """Call the backend.
+
+        Args:
+            run: makes the call; it is given the seconds that are left.
+            bad: why its result counts as a failure; empty: it does not.
+
+        Raises:
+            Stopped: it came back too late, or the task was cancelled meanwhile.
+            StorageError: it was not made (no time, disabled), or raised.
+        """
+        left = job.deadline.left
+        if left <= 0.0:
+            raise StorageError(job.deadline.reason)
+        if not self._breaker.allow():
+            raise StorageError(self._breaker.reason)
+        call = Call(job, what, self._clock() + left + self._grace)
+        with self.changed:
+            self.calls.add(call)
+            self.changed.notify_all()
+        error = ""
+        result: R | None = None
+        try:
+            result = run(left)
+            error = bad(result)
+        except Exception as raised:  # a text, as a traceback would keep views of the pool
+            error = f"{what}: {raised if isinstance(raised, LightcacheError) else repr(raised)}"
+        with self.changed:
+            self.calls.discard(call)
+            late = call.overdue
+        if late:
+            raise Stopped
+        if error:
+            self._breaker.failure(error)
+        else:
+            self._breaker.success()
+        job.check()
+        if result is None:
+            raise StorageError(error)
+        return result
+
+    # ---- what hangs, and what waits too long
+
+    def _watch(self) -> None:
+        while True:
+            self.poll()
+            with self.changed:
+                if self.closing and not (self.running or self.queue.jobs() or self._owed):
+                    return
+                self.changed.wait(self._pause())
+
+    def _pause(self) -> float | None:
+        """Seconds until something may be overdue; None: whenever something changes."""
+        now = self._clock()
+        pauses = [call.end - now for call in self.calls if not call.overdue]
+        pauses += [job.deadline.left for job in self.queue.jobs()]
+        pauses += [RETRY] if self._owed else []
+        return max(0.001, min(pauses)) if pauses else None
+
+    def poll(self) -> None:
+        """Fail what is overdue, and try again to give back what could not be given back."""
+        now = self._clock()
+        with self.changed:
+            overdue = [call for call in self.calls if not call.overdue and call.end <= now]
+            for call in overdue:
+                call.overdue = True
+            late = [job for job in self.queue.jobs() if job.deadline.passed]
+            late = [job for job in late if self.queue.remove(job)]
+            self.running.update(late)  # until they are finished: nobody takes us for idle
+            owed, self._owed = self._owed, []
+            self.tally["timeouts"] += len(overdue)
+        for call in overdue:
+            self._give_up_call(call)
+        for job in late:
+            self.finish(job, f"{job.deadline.reason}, all of it in the queue", failed=True)
+        for job in owed:
+            self.let_go(job)
+
+    def _give_up_call(self, call: Call) -> None:
+        reason = f"{call.job.deadline.reason}; the storage's {call.what} hangs"
+        self._breaker.failure(reason)
+        self.abandon(call.job.lose)
+        self.hold(call.job)
+        self.tell(call.job, reason, failed=True)
+
+    def abandon(self, how: Callable[[], None]) -> None:
+        """`give_up` or `lose` a job. What cannot be abandoned now is when it is released."""
+        try:
+            how()
+        except LightcacheError as error:
+            log.warning("keys of a storage task could not be abandoned yet: %s", error)
+
+    # ---- the end
+
+    @property
+    def stuck(self) -> int:
+        """Threads in calls that are overdue."""
+        with self.changed:
+            return sum(call.overdue for call in self.calls)
+
+    def wait_idle(self, timeout: float) -> bool:
+        """Wait until nothing runs and nothing waits; False: not in these seconds."""
+        with self.changed:
+            return self.changed.wait_for(
+                lambda: not (self.running or self.queue.jobs() or self._owed), timeout
+            )
+
+    def join(self) -> None:
+        """Once idle and closing: wait for the threads to end."""
+        for thread in self._threads:
+            thread.join()
+
+
+_TALLIED = (
+    *("loaded", "stored", "present", "absent", "failed", "corrupt", "refused", "skipped", "busy"),
+    "no_room",
+)
+
+__all__ = ["Crew"]

@@ -1,0 +1,261 @@
+"""What other caches can do with storage, row by row of the list: each has a test or more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from support.storing import (
+    PAGE_TOKENS,
+    Recorder,
+    fill,
+    holds,
+    make_cache,
+    nothing_is_held,
+    sound,
+    store,
+    stored,
+)
+
+from lightcache import Cache, ConfigError, WaitTimeout
+from lightcache.storage import (
+    Fault,
+    FlakyStorage,
+    MemoryStorage,
+    StorageSpec,
+    StorageTier,
+    TaskState,
+)
+
+TOKENS = np.arange(1, 12 * PAGE_TOKENS + 1)
+
+
+@pytest.fixture
+def cache(segment_name: str) -> Iterator[Cache]:
+    """Nothing stays held in it."""
+    with make_cache(segment_name) as made:
+        yield made
+        nothing_is_held(made)
+
+
+# ---------------------------------------------------------------- A9
+
+
+def test_a9_pages_are_offloaded_in_groups_of_one_request(cache: Cache) -> None:
+    prompts = {name: cache.hash_pages(TOKENS, salt=name) for name in ("a", "b")}
+    for keys in prompts.values():
+        fill(cache, keys)
+    storage = Recorder(StorageSpec.of(cache))
+    with StorageTier(cache, storage, group=5) as tier:
+        for name, keys in prompts.items():
+            tier.write(keys, name)
+    writes = [
+        batch
+        for (what, _), batch in zip(storage.calls, storage.batches, strict=True)
+        if what == "write"
+    ]
+    assert sorted(len(batch) for batch in writes) == [2, 2, 5, 5, 5, 5]
+    whose = {tuple(row): name for name, keys in prompts.items() for row in keys.tolist()}
+    for batch in writes:
+        assert len({whose[tuple(row)] for row in batch.tolist()}) == 1
+
+
+def test_a9_short_prompts_are_not_written(cache: Cache) -> None:
+    storage = MemoryStorage(StorageSpec.of(cache))
+    with StorageTier(cache, storage, min_tokens=6 * PAGE_TOKENS) as tier:
+        short, long = TOKENS[: 6 * PAGE_TOKENS - 1], TOKENS[: 6 * PAGE_TOKENS]
+        fill(cache, cache.hash_pages(long))
+        assert tier.write_tokens(short).wait(60.0).skipped == 5
+        assert storage.stats().pages == 0
+        assert tier.write_tokens(long).wait(60.0).stored == 6
+
+
+# ---------------------------------------------------------------- A10
+
+
+def test_a10_a_prefix_that_goes_on_in_storage_is_matched_as_one(cache: Cache) -> None:
+    keys = cache.hash_pages(TOKENS)
+    storage = stored(cache, keys)
+    fill(cache, keys[:5])
+    with StorageTier(cache, storage, group=3) as tier, cache.match(keys) as hit:
+        assert len(hit) == 5
+        task = tier.prefetch(keys, len(hit))
+        assert task.wait(60.0).loaded == 7
+        assert task.tokens == 7 * PAGE_TOKENS
+    assert sound(cache, keys) == 12
+
+
+@pytest.mark.parametrize("kind", ["fail", "corrupt", "truncate", "die"])
+def test_a10_a_failed_read_gives_its_pages_back_and_keeps_the_good_prefix(
+    cache: Cache, kind: Any
+) -> None:
+    keys = cache.hash_pages(TOKENS)
+    flaky = FlakyStorage(stored(cache, keys), script={"read": [None, Fault(kind, at=2)]})
+    with StorageTier(cache, flaky, group=4) as tier:
+        result = tier.prefetch(keys).wait(60.0)
+        good = 4 if kind == "die" else 6
+        assert (result.prefix, result.loaded) == (good, good)
+        assert sound(cache, keys) == good
+        assert cache.check().writing == cache.check().pins == 0
+        with cache.reserve(keys, good) as rest:  # the request computes them
+            assert len(rest.pages) == 12 - good
+
+
+def test_a10_the_checksum_is_verified(cache: Cache) -> None:
+    keys = cache.hash_pages(TOKENS)
+    storage = stored(cache, keys)
+    storage.damage(keys[7])
+    with StorageTier(cache, storage) as tier:
+        result = tier.prefetch(keys).wait(60.0)
+        assert (result.loaded, result.corrupt, result.failed) == (7, 1, 0)
+        assert sound(cache, keys) == 7
+        fill(cache, keys)
+        assert tier.write(keys).wait(60.0).stored == 1  # the damaged one, anew
+    assert holds(storage, keys) == 12
+
+
+# ---------------------------------------------------------------- A11
+
+
+def test_a11_task_states(cache: Cache) -> None:
+    keys = cache.hash_pages(TOKENS)
+    flaky = FlakyStorage(stored(cache, keys), script={"read": [Fault("hang", at=1)]})
+    with StorageTier(cache, flaky, threads=1) as tier:
+        first, second = tier.prefetch(keys), tier.prefetch(keys)
+        assert flaky.wait_hanging()
+        assert first.state is TaskState.RUNNING
+        assert second.state is TaskState.NOT_STARTED
+        with pytest.raises(WaitTimeout):
+            first.wait(0.0)
+        second.cancel()
+        assert second.state is TaskState.FAILED
+        flaky.let_go()
+        first.wait(60.0)
+        assert first.state is TaskState.FINISHED
+
+
+@pytest.mark.parametrize("operation", ["contains", "read", "write"])
+@pytest.mark.parametrize("kind", ["hang", "die"])
+def test_a11_no_wait_hangs_when_the_storage_does(cache: Cache, kind: Any, operation: Any) -> None:
+    keys = cache.hash_pages(TOKENS)
+    fill(cache, keys[:6])
+    flaky = FlakyStorage(stored(cache, keys[3:]), script={operation: [Fault(kind, at=1)]})
+    tier = StorageTier(cache, flaky, timeout=0.05, grace=0.0)
+    task = tier.write(keys[:6]) if operation == "write" else tier.prefetch(keys, 6)
+    task.wait()  # with no limit of its own
+    assert task.state is TaskState.FAILED
+    flaky.let_go()
+    assert tier.close()
+
+
+# ---------------------------------------------------------------- B7
+
+
+@pytest.fixture
+def ranks(segment_name: str) -> Iterator[list[Cache]]:
+    """Three, of different hosts: a cache each."""
+    made = [make_cache(f"{segment_name}-rank{rank}") for rank in range(3)]
+    try:
+        yield made
+        for cache in made:
+            nothing_is_held(cache)
+    finally:
+        for cache in made:
+            cache.close()
+
+
+def test_b7_the_shortest_success_of_the_ranks_counts(ranks: list[Cache]) -> None:
+    keys = ranks[0].hash_pages(TOKENS)
+    faults: list[Any] = [None, Fault("fail", at=2), Fault("corrupt", at=3)]  # of the second group
+    tiers = [
+        StorageTier(rank, FlakyStorage(stored(rank, keys), script={"read": [None, fault]}), group=4)
+        for rank, fault in zip(ranks, faults, strict=True)
+    ]
+    tasks = [tier.prefetch(keys, hold=True) for tier in tiers]
+    assert [task.wait(60.0).prefix for task in tasks] == [12, 6, 7]
+    assert [rank.peek(keys) for rank in ranks] == [0, 0, 0]
+    shortest = min(task.result.prefix for task in tasks)
+    for task in tasks:
+        assert task.publish(shortest).wait(60.0).prefix in (0, 2, 6)
+    for rank in ranks:
+        assert sound(rank, keys) == 6
+        assert rank.stats().ready == 6  # what is not used has gone back
+        assert rank.check().writing == rank.check().pins == 0
+    for tier in tiers:
+        assert tier.close()
+
+
+def test_b7_a_rank_that_has_nothing_ends_it_for_all(ranks: list[Cache]) -> None:
+    keys = ranks[0].hash_pages(TOKENS)
+    storages = [stored(ranks[0], keys), MemoryStorage(StorageSpec.of(ranks[1]))]
+    tiers = [StorageTier(*pair) for pair in zip(ranks[:2], storages, strict=True)]
+    tasks = [tier.prefetch(keys, hold=True) for tier in tiers]
+    shortest = min(task.wait(60.0).prefix for task in tasks)
+    assert shortest == 0
+    for task, rank in zip(tasks, ranks[:2], strict=True):
+        task.publish(shortest)
+        assert rank.stats().ready == 0
+        assert rank.check().pins == 0
+    for tier in tiers:
+        assert tier.close()
+
+
+# ---------------------------------------------------------------- B13
+
+
+def test_b13_write_back_from_a_lease(cache: Cache) -> None:
+    keys = cache.hash_pages(TOKENS)
+    storage = MemoryStorage(StorageSpec.of(cache))
+    store(storage, keys[:4])
+    fill(cache, keys)
+    with StorageTier(cache, storage) as tier:
+        with cache.match(keys[:9]) as lease:
+            task = tier.write(keys, "request", lease=lease)
+        result = task.wait(60.0)  # its pins outlive the lease
+        assert (result.pages, result.present, result.stored) == (9, 4, 5)
+    assert holds(storage, keys) == 9
+
+
+def test_b13_write_back_from_tokens_alone(cache: Cache) -> None:
+    fill(cache, cache.hash_pages(TOKENS, salt="tenant"))
+    storage = MemoryStorage(StorageSpec.of(cache))
+    with StorageTier(cache, storage) as tier:
+        longer = np.concatenate((TOKENS, [5, 6, 7]))  # a page that is not complete is none
+        assert tier.write_tokens(longer, "request", salt="tenant").wait(60.0).stored == 12
+        again = tier.write_tokens(TOKENS.tolist(), salt="tenant").wait(60.0)
+        assert (again.present, again.stored) == (12, 0)
+    assert holds(storage, cache.hash_pages(TOKENS, salt="tenant")) == 12
+
+
+def test_b13_salts_tenants_and_weights_stay_apart_in_storage(cache: Cache) -> None:
+    names: list[dict[str, Any]] = [
+        {},
+        {"salt": "tenant"},
+        {"lora": b"adapter"},
+        {"namespace": cache.namespace("v2")},
+        {"namespace": cache.namespace("", "other")},
+    ]
+    storage = MemoryStorage(StorageSpec.of(cache))
+    with StorageTier(cache, storage) as tier:
+        for i, one in enumerate(names):
+            space = {"namespace": one["namespace"]} if "namespace" in one else {}
+            keys = cache.hash_pages(TOKENS, **one)
+            for later in names[i:]:
+                theirs = cache.hash_pages(TOKENS, **later)
+                assert storage.contains(theirs, timeout=60.0) == 0
+            fill(cache, keys, **space)
+            assert tier.write_tokens(TOKENS, **one).wait(60.0).stored == 12
+            cache.evict(96)
+            assert tier.prefetch(keys, **space).wait(60.0).loaded == 12
+            assert sound(cache, keys, **space) == 12
+            cache.evict(96)
+
+
+def test_b13_more_pages_than_keys_are_a_mistake(cache: Cache) -> None:
+    keys = cache.hash_pages(TOKENS)
+    fill(cache, keys)
+    with StorageTier(cache, MemoryStorage(StorageSpec.of(cache))) as tier:
+        with cache.match(keys) as lease, pytest.raises(ConfigError, match="lease"):
+            tier.write(keys[:3], lease=lease)

@@ -1,0 +1,244 @@
+"""StorageTier when calls hang, and when tasks are given up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support.storing import (
+    Recorder,
+    fill,
+    holds,
+    make_cache,
+    nothing_is_held,
+    sound,
+    stored,
+)
+
+from lightcache import Cache, Detached, LockTimeout
+from lightcache.storage import (
+    Fault,
+    FlakyStorage,
+    MemoryStorage,
+    StorageSpec,
+    StorageTier,
+    TaskState,
+)
+from lightcache.storage.conformance import make_keys
+
+FINISHED, FAILED = TaskState.FINISHED, TaskState.FAILED
+KEYS = make_keys(20, seed=3)
+
+
+@pytest.fixture
+def cache(segment_name: str) -> Iterator[Cache]:
+    """Empty in the end: whatever a test does, nothing stays held."""
+    with make_cache(segment_name) as made:
+        yield made
+        nothing_is_held(made)
+
+
+def full(cache: Cache) -> MemoryStorage:
+    return stored(cache, KEYS)
+
+
+def empty(cache: Cache) -> MemoryStorage:
+    return MemoryStorage(StorageSpec.of(cache))
+
+
+# ---------------------------------------------------------------- calls that hang
+
+
+def test_a_read_that_hangs(cache: Cache) -> None:
+    flaky = FlakyStorage(full(cache), script={"read": [None, Fault("hang", at=2)]})
+    tier = StorageTier(cache, flaky, group=4, timeout=0.05, grace=0.0)
+    task = tier.prefetch(KEYS)
+    assert flaky.wait_hanging()
+    result = task.wait(60.0)
+    assert task.state is FAILED
+    assert result.loaded == 4
+    assert "hangs" in result.reasons[0]
+    assert result.reasons[0].startswith("timed out")
+    assert tier.stats().stuck == tier.stats().timeouts == 1
+    # Its keys are nobody's, and its pages not to be had, for it may still write into them.
+    others = make_keys(92, seed=4)
+    with cache.reserve(KEYS[:8].copy(), 4) as mine:
+        assert len(mine.pages) == 4
+        with cache.reserve(others) as more:
+            assert len(more.pages) == 96 - 4 - 8  # 4 are ready and of our chain, 4 hang
+            for page in (*mine.pages.tolist(), *more.pages.tolist()):
+                cache.pool[page][:] = 7
+            flaky.let_go()
+            assert tier.close()
+            for page in (*mine.pages.tolist(), *more.pages.tolist()):
+                assert (cache.pool[page] == 7).all()
+    assert sound(cache, KEYS) == 4
+
+
+def test_a_write_that_hangs_keeps_its_pages_and_one_thread(cache: Cache) -> None:
+    fill(cache, KEYS)
+    flaky = FlakyStorage(empty(cache), script={"write": [Fault("hang", at=1)]})
+    tier = StorageTier(cache, flaky, timeout=0.05, grace=0.0)
+    task = tier.write(KEYS[:8])
+    task.wait(60.0)
+    assert task.state is FAILED
+    assert tier.stats().stuck == 1
+    assert cache.check().pins == 8
+    other = tier.write(KEYS[:10].copy(), timeout=60.0)
+    assert other.wait(60.0).stored >= 9
+    assert not tier.close(0.0)
+    assert cache.check().pins == 8
+    flaky.let_go()
+    assert tier.close()
+    assert cache.check().pins == 0
+
+
+def test_all_threads_hang(cache: Cache) -> None:
+    flaky = FlakyStorage(full(cache), script={"read": [Fault("hang"), Fault("hang")]})
+    tier = StorageTier(cache, flaky, timeout=0.05, grace=0.0, threads=2)
+    tasks = [tier.prefetch(KEYS[:2].copy()), tier.prefetch(KEYS[5:7].copy())]
+    assert flaky.wait_hanging(2)
+    tasks.append(tier.prefetch(KEYS[10:]))
+    tasks.append(tier.write(KEYS))
+    for task in tasks:
+        task.wait(60.0)
+    assert [task.state for task in tasks] == [FAILED, FAILED, FAILED, FINISHED]
+    assert "in the queue" in tasks[2].result.reasons[0]
+    flaky.let_go()
+    assert tier.close()
+
+
+def test_a_call_that_comes_back_late_publishes_nothing(cache: Cache) -> None:
+    now = [0.0]
+    flaky = FlakyStorage(full(cache), script={"read": [Fault("hang", at=1)]})
+    tier = StorageTier(cache, flaky, timeout=10.0, grace=1.0, clock=lambda: now[0])
+    task = tier.prefetch(KEYS[:4])
+    assert flaky.wait_hanging()
+    now[0] = 10.5
+    tier.poll()
+    assert not task.over  # within its grace
+    now[0] = 11.0
+    tier.poll()
+    assert task.state is FAILED
+    flaky.let_go()
+    assert tier.close()
+    assert cache.stats().ready == 0
+    assert task.result.loaded == 0
+    assert tier.stats().stuck == 0
+
+
+# ---------------------------------------------------------------- giving up
+
+
+def test_cancelling(cache: Cache) -> None:
+    fill(cache, KEYS[:4])
+    flaky = FlakyStorage(full(cache), script={"read": [Fault("hang", at=1)]})
+    with StorageTier(cache, flaky, threads=1, group=4) as tier:
+        running = tier.prefetch(KEYS, 4)
+        assert flaky.wait_hanging()
+        queued = tier.write(KEYS[:4])
+        assert queued.state is TaskState.NOT_STARTED
+        assert tier.stats().queued == 1
+        queued.cancel()
+        assert (queued.state, queued.result.reasons) == (FAILED, ("cancelled",))
+        running.cancel()
+        with cache.reserve(KEYS[:8], 4) as mine:  # nobody waits for what was given up
+            assert len(mine.pages) == 4
+        flaky.let_go()
+        assert running.wait(60.0).reasons == ("cancelled",)
+        assert cache.check().pins == 0
+        running.cancel()
+        queued.cancel()
+        assert running.result.loaded == 0
+    assert sound(cache, KEYS) == 4
+
+
+def test_cancelling_a_write_ends_it_behind_the_call(cache: Cache) -> None:
+    fill(cache, KEYS)
+    storage = Recorder(StorageSpec.of(cache))
+    storage.gate.clear()
+    with StorageTier(cache, storage, threads=1, group=4) as tier:
+        task = tier.write(KEYS)
+        assert storage.arrived.acquire(timeout=60.0)
+        task.cancel()
+        storage.gate.set()
+        task.wait(60.0)
+        assert task.state is FAILED
+        assert cache.check().pins == 0
+    assert [n for what, n in storage.calls if what == "write"] == [4]
+
+
+def test_closing_finishes_what_is_queued(cache: Cache) -> None:
+    fill(cache, KEYS)
+    storage = empty(cache)
+    tier = StorageTier(cache, storage, threads=1, group=2)
+    tasks = [tier.write(KEYS[at : at + 5].copy()) for at in (0, 5, 10, 15)]
+    assert tier.close(60.0)
+    assert tier.close()
+    assert [task.state for task in tasks] == [FINISHED] * 4
+    assert holds(storage, KEYS) == 20
+    for call in (lambda: tier.write(KEYS), lambda: tier.prefetch(KEYS)):
+        with pytest.raises(Detached, match="make another one"):
+            call()
+
+
+def test_closing_abandons_what_takes_too_long(cache: Cache, caplog: Any) -> None:
+    fill(cache, KEYS[:4])
+    flaky = FlakyStorage(full(cache), script={"read": [Fault("hang", at=1)]})
+    tier = StorageTier(cache, flaky, threads=1, grace=0.0)
+    running, queued = tier.prefetch(KEYS, 4), tier.write(KEYS[:4])
+    assert flaky.wait_hanging()
+    assert not tier.close(0.0)
+    assert "pages stay pinned" in caplog.text
+    assert (running.state, queued.state) == (TaskState.RUNNING, FAILED)
+    assert cache.peek(KEYS) == 4
+    flaky.let_go()
+    assert running.wait(60.0).reasons == ("cancelled",)
+    assert tier.close()
+
+
+def test_pages_that_could_not_be_given_back_are_tried_again(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    from lightcache.storage.reading import ReadJob
+
+    release = ReadJob.release
+    refused = [LockTimeout("somebody holds it"), LockTimeout("still")]
+
+    def reluctant(job: ReadJob) -> None:
+        if refused:
+            raise refused.pop()
+        release(job)
+
+    monkeypatch.setattr(ReadJob, "release", reluctant)
+    flaky = FlakyStorage(full(cache), script={"read": [Fault("die")]})
+    with StorageTier(cache, flaky) as tier:
+        assert tier.prefetch(KEYS).wait(60.0).loaded == 0
+        while refused:
+            tier.poll()
+        tier.poll()
+    assert not refused
+    assert "could not be given back yet" in caplog.text
+
+
+def test_an_error_of_our_own_ends_the_task(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setattr(cache.index, "reserve", lambda *a, **k: 1 / 0)
+    with StorageTier(cache, full(cache)) as tier:
+        task = tier.prefetch(KEYS)
+        assert "ZeroDivisionError" in task.wait(60.0).reasons[0]
+        assert task.state is FAILED
+        assert "should not happen" in caplog.text
+        monkeypatch.undo()
+        assert tier.prefetch(KEYS).wait(60.0).loaded == 20
+
+
+def test_a_closed_cache_ends_tasks(segment_name: str) -> None:
+    cache = make_cache(segment_name)
+    tier = StorageTier(cache, full(cache))
+    cache.close()
+    with pytest.raises(Detached):
+        tier.prefetch(KEYS)
+    assert tier.close()

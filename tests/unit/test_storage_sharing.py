@@ -1,0 +1,301 @@
+"""StorageTier among others: busy keys, pages held for ranks, engines that cannot wait; chance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.storing import (
+    Recorder,
+    fill,
+    make_cache,
+    nothing_is_held,
+    sound,
+    store,
+    stored,
+)
+
+from lightcache import (
+    Abandoned,
+    Cache,
+    ConfigError,
+)
+from lightcache.storage import (
+    Fault,
+    FlakyStorage,
+    MemoryStorage,
+    Rates,
+    StorageSpec,
+    StorageTier,
+    TaskState,
+)
+from lightcache.storage.conformance import make_keys, pages_of
+
+FINISHED, FAILED = TaskState.FINISHED, TaskState.FAILED
+KEYS = make_keys(20, seed=3)
+
+
+@pytest.fixture
+def cache(segment_name: str) -> Iterator[Cache]:
+    """Empty in the end: whatever a test does, nothing stays held."""
+    with make_cache(segment_name) as made:
+        yield made
+        nothing_is_held(made)
+
+
+def full(cache: Cache) -> MemoryStorage:
+    return stored(cache, KEYS)
+
+
+def empty(cache: Cache) -> MemoryStorage:
+    return MemoryStorage(StorageSpec.of(cache))
+
+
+# ---------------------------------------------------------------- others read, too
+
+
+@pytest.fixture
+def other(cache: Cache) -> Iterator[Cache]:
+    """A second client of the same cache."""
+    with Cache.attach(cache.name, secret=b"a secret of tests", role="other") as made:
+        yield made
+
+
+def test_busy_keys_are_waited_for(cache: Cache, other: Cache) -> None:
+    storage = Recorder(StorageSpec.of(cache))
+    store(storage, KEYS)
+    with StorageTier(cache, storage, group=8, threads=1) as tier:
+        with other.reserve(KEYS[:6], 2) as theirs:
+            task = tier.prefetch(KEYS)
+            while cache.peek(KEYS) < 2:
+                assert not task.over
+            for page, data in zip(theirs.pages.tolist(), pages_of(KEYS[2:6]), strict=True):
+                other.pool[page][:] = data
+            theirs.publish()
+        result = task.wait(60.0)
+        assert (result.loaded, result.present, result.busy, result.prefix) == (16, 4, 0, 20)
+    assert sound(cache, KEYS) == 20
+
+
+def test_busy_keys_that_are_abandoned_are_read(cache: Cache, other: Cache) -> None:
+    with StorageTier(cache, full(cache), group=8) as tier:
+        with other.reserve(KEYS[:6], 2):
+            task = tier.prefetch(KEYS)
+            while cache.peek(KEYS) < 2:
+                assert not task.over
+        result = task.wait(60.0)
+        assert (result.loaded, result.present, result.prefix) == (20, 0, 20)
+
+
+def test_busy_keys_are_skipped(cache: Cache, other: Cache) -> None:
+    with StorageTier(cache, full(cache), group=8, busy="skip") as tier:
+        with other.reserve(KEYS[:6], 2) as theirs:
+            result = tier.prefetch(KEYS).wait(60.0)
+            assert (result.loaded, result.busy, result.prefix) == (16, 4, 2)
+            for page, data in zip(theirs.pages.tolist(), pages_of(KEYS[2:6]), strict=True):
+                other.pool[page][:] = data
+            theirs.publish()
+        assert sound(cache, KEYS) == 20
+
+
+def test_waiting_for_others_has_a_limit(cache: Cache, other: Cache) -> None:
+    with StorageTier(cache, full(cache), group=8) as tier, other.reserve(KEYS[:6], 2):
+        task = tier.prefetch(KEYS, timeout=0.05)
+        result = task.wait(60.0)
+        assert result.prefix == 2
+        assert result.busy == 4
+        assert "somebody else" in result.reasons[0]
+        slow = tier.prefetch(KEYS)
+        assert not slow.over
+        slow.cancel()
+        assert slow.wait(60.0).reasons == ("cancelled",)
+
+
+# ---------------------------------------------------------------- holding
+
+
+def held(cache: Cache, storage: Any = None, **how: Any) -> tuple[StorageTier, Any]:
+    tier = StorageTier(cache, storage or full(cache), group=8, **how)
+    task = tier.prefetch(KEYS, hold=True)
+    task.wait(60.0)
+    assert cache.peek(KEYS) == 0
+    return tier, task
+
+
+@pytest.mark.parametrize("pages", [0, 3, 8, 11, 16, 20])
+def test_publishing_what_all_ranks_have(cache: Cache, pages: int) -> None:
+    tier, task = held(cache)
+    with tier:
+        assert task.result.prefix == 20
+        assert task.result.loaded == 0
+        assert cache.stats().writing == 20
+        rest = task.publish(pages)
+        assert rest.wait(60.0).prefix == rest.result.pages
+        assert sound(cache, KEYS) == pages
+        assert cache.stats().ready == pages
+        assert cache.check().writing == cache.check().pins == 0
+        assert tier.stats().loaded == pages
+        with pytest.raises(ConfigError, match="neither"):
+            task.publish(0)
+
+
+def test_holding_and_giving_back(cache: Cache) -> None:
+    tier, task = held(cache)
+    with tier:
+        task.cancel()
+        assert cache.check().pins == 0
+        assert cache.stats().ready == 0
+        with pytest.raises(ConfigError):
+            task.publish(1)
+    tier, task = held(cache)
+    assert tier.close()
+    assert cache.check().pins == 0
+    tier, task = held(cache)
+    with tier:
+        with pytest.raises(ConfigError, match="pages: expected 0 to 20"):
+            task.publish(21)
+        task.publish(20)
+    assert sound(cache, KEYS) == 20
+
+
+def test_only_what_was_held_can_be_published(cache: Cache) -> None:
+    fill(cache, KEYS[:2])
+    with StorageTier(cache, full(cache)) as tier:
+        for task in (tier.prefetch(KEYS), tier.write(KEYS[:2]), tier.write(KEYS[10:])):
+            task.wait(60.0)
+            with pytest.raises(ConfigError):
+                task.publish(0)
+
+
+def test_what_was_held_before_a_failure_counts(cache: Cache) -> None:
+    flaky = FlakyStorage(full(cache), script={"read": [None, Fault("die", at=1)]})
+    tier, task = held(cache, flaky)
+    with tier:
+        assert task.state is FAILED
+        assert task.result.prefix == 8
+        task.publish(8).wait(60.0)
+    assert sound(cache, KEYS) == 8
+
+
+@pytest.mark.parametrize("publish", [True, False])
+def test_what_was_held_before_a_call_hung(cache: Cache, publish: bool) -> None:
+    flaky = FlakyStorage(full(cache), script={"read": [None, Fault("hang", at=1)]})
+    tier, task = held(cache, flaky, timeout=0.05, grace=0.0)
+    assert task.state is FAILED
+    assert flaky.hanging == 1
+    if publish:
+        task.publish(8).wait(60.0)
+        assert sound(cache, KEYS) == 8
+    else:
+        task.cancel()
+    assert cache.check().pins == 8  # of the group that hangs
+    assert not tier.close(0.0)
+    flaky.let_go()
+    assert tier.close()
+    assert cache.check().pins == 0
+
+
+def test_publishing_in_a_namespace_that_was_cleared(cache: Cache) -> None:
+    space = cache.namespace("v1")
+    with StorageTier(cache, full(cache), group=8) as tier:
+        task = tier.prefetch(KEYS, hold=True, namespace=space)
+        assert task.wait(60.0).prefix == 20
+        cache.clear(space)
+        with pytest.raises(Abandoned):
+            task.publish(20)
+        assert cache.check().pins == 0
+
+
+def test_who_holds_pages_waits_for_nobody(cache: Cache, other: Cache) -> None:
+    with other.reserve(KEYS[:12], 10), StorageTier(cache, full(cache), group=8) as tier:
+        task = tier.prefetch(KEYS, hold=True)
+        result = task.wait(60.0)
+        assert (task.state, result.prefix, result.busy) == (FINISHED, 10, 2)
+        task.publish(10).wait(60.0)
+        assert sound(cache, KEYS) == 10
+
+
+# ---------------------------------------------------------------- when an engine cannot wait
+
+
+def test_taking_what_there_is(cache: Cache) -> None:
+    flaky = FlakyStorage(full(cache), script={"read": [None, Fault("hang", at=1)]})
+    with StorageTier(cache, flaky, group=8, read_policy="best_effort") as tier:
+        task = tier.prefetch(KEYS)
+        assert flaky.wait_hanging()
+        assert task.take().prefix == 8
+        flaky.let_go()
+        assert task.wait(60.0).prefix == 16  # the group at hand, and nothing more
+        assert task.state is FINISHED
+        tier.prefetch(KEYS).take()
+
+
+def test_taking_behind_a_deadline(cache: Cache) -> None:
+    flaky = FlakyStorage(full(cache), script={"read": [Fault("hang", at=1)]})
+    how: Any = {"read_policy": "deadline", "group": 8}
+    with StorageTier(cache, flaky, read_seconds=0.01, **how) as tier:
+        task = tier.prefetch(KEYS)
+        assert task.take().prefix == 0
+        flaky.let_go()
+        assert task.wait(60.0).prefix <= 8
+    with StorageTier(cache, full(cache), read_seconds=60.0, **how) as tier:
+        assert tier.prefetch(KEYS).take().prefix == 20
+
+
+def test_taking_all_of_it(cache: Cache) -> None:
+    fill(cache, KEYS[:1])
+    with StorageTier(cache, full(cache)) as tier:
+        assert tier.prefetch(KEYS).take().prefix == 20
+        assert tier.write(KEYS[:1]).take().prefix == 1
+
+
+# ---------------------------------------------------------------- everything at once
+
+PROMPTS = [make_keys(n, seed=50 + n) for n in (1, 3, 7, 12)]
+Deeds = st.lists(
+    st.tuples(
+        st.sampled_from(["write", "read", "hold", "cancel", "evict", "damage"]),
+        st.integers(0, len(PROMPTS) - 1),
+        st.integers(0, 12),
+    ),
+    max_size=20,
+)
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(deeds=Deeds, seed=st.integers(0, 1000), bad=st.sampled_from([0.0, 0.1, 0.4]))
+def test_whatever_fails_no_page_is_wrong(
+    cache: Cache, deeds: list[Any], seed: int, bad: float
+) -> None:
+    memory = empty(cache)
+    rates = Rates(bad, bad, bad / 2, bad / 2, bad, bad / 2, bad / 4)
+    flaky = FlakyStorage(memory, rates=rates, seed=seed)
+    with StorageTier(cache, flaky, group=4, failures=1000) as tier:
+        tasks: list[Any] = []
+        for deed, which, number in deeds:
+            keys = PROMPTS[which]
+            if deed == "write":
+                fill(cache, keys)
+                tasks.append(tier.write(keys, which))
+            elif deed in ("read", "hold"):
+                tasks.append(tier.prefetch(keys, hold=deed == "hold"))
+            elif deed == "cancel" and tasks:
+                tasks[number % len(tasks)].cancel()
+            elif deed == "evict":
+                cache.evict(number)
+            elif deed == "damage" and memory.contains(keys[:1], timeout=60.0):
+                memory.damage(keys[0])
+            sound(cache, keys)
+        for task in tasks:
+            result = task.wait(60.0)
+            assert 0 <= result.prefix <= result.pages
+        for keys in PROMPTS:
+            sound(cache, keys)
+    assert cache.check().pins == 0
+    nothing_is_held(cache)
+    cache.evict(96)
