@@ -7,15 +7,16 @@ This layer knows nothing of caches. It gives
   what it leaves is found and removed by the others, and never somebody else's.
 - clients: everybody who writes has a slot, and proves to live by a lock that the kernel drops
   however the process ends, also across containers.
-- `SharedList`, `SharedDict`, `SharedRing`, `SharedLog`, `AtomicU32`, `AtomicU64`, `Event`,
-  `RobustLock`: each usable on its own, each with one owner for what is held, each recovering from a
-  killed holder.
+- `SharedList`, `SharedDict`, `SharedRing`, `SharedLog`, `SharedCounters`, `AtomicU32`, `AtomicU64`,
+  `Event`, `RobustLock`: each usable on its own, each with one owner for what is held, each
+  recovering from a killed holder.
 
 Everything that goes wrong is a subclass of `LightcacheError` that says what was expected, what was
 found, and what to do. Importing this package loads no library and reads no environment.
 """
 
 from lightcache.shm.clients import Client, ClientInfo
+from lightcache.shm.counters import SharedCounters
 from lightcache.shm.dicts import SharedDict
 from lightcache.shm.errors import (
     Abandoned,
@@ -72,6 +73,7 @@ __all__ = [
     "RobustLock",
     "Segment",
     "SegmentInfo",
+    "SharedCounters",
     "SharedDict",
     "SharedList",
     "SharedLog",

@@ -52,6 +52,7 @@ class Kind(IntEnum):
     INDEX = 4
     RING = 5
     LOG = 6
+    COUNTERS = 7
 
 
 class Lifetime(IntEnum):

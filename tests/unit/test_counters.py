@@ -1,0 +1,349 @@
+"""SharedCounters: rows that outlive their clients, sums, wrapping, damage; and a node's figures."""
+
+import ctypes
+import gc
+import os
+import random
+import signal
+import sys
+import threading
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from lightcache import Cache, shm
+from lightcache.manager.counters import NodeCounters
+from lightcache.manager.statistics import ManagerStats
+from lightcache.shm import layout
+
+NAMES = ("requests", "tokens")
+TOP = (1 << 64) - 1
+
+
+@pytest.fixture
+def counters(segment_name):
+    with shm.SharedCounters.create(segment_name, names=NAMES) as made:
+        yield made
+
+
+def attach(counters, **how):
+    return shm.SharedCounters.attach(counters.segment.name, **how)
+
+
+def other_end(join, act, end=os._exit):
+    """Run `act` with what `join` gives in another process, which then ends by `end(status)`; gone
+    before returning."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            act(join())
+            status = 0
+        finally:
+            end(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def die(_status):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_counts_are_ones_own_and_the_sum_is_everybodys(counters):
+    assert counters.names == NAMES
+    assert counters.total() == counters.own() == {"requests": 0, "tokens": 0}
+    counters.add(requests=1, tokens=100)
+    counters.add(tokens=28)
+    counters.add()
+    with attach(counters) as other:
+        other.add(requests=5)
+        assert other.own() == {"requests": 5, "tokens": 0}
+        assert other.total() == counters.total() == {"requests": 6, "tokens": 128}
+    assert counters.own() == {"requests": 1, "tokens": 128}
+    assert counters.total() == {"requests": 6, "tokens": 128}, "what has left still counts"
+    counters.check()
+
+
+def test_leaving_gives_the_slot_back(counters):
+    with attach(counters):
+        assert len(counters.segment.clients()) == 2
+    assert len(counters.segment.clients()) == 1
+    other = attach(counters)
+    other.close()
+    assert len(counters.segment.clients()) == 1
+
+
+def test_who_takes_a_slot_goes_on_from_what_its_last_client_counted(counters):
+    slots = []
+    for n in range(1, 4):
+        with attach(counters) as other:
+            slots.append(other.segment.client.slot)
+            assert other.own() == {"requests": 0, "tokens": 0}
+            other.add(requests=n)
+            assert other.own() == {"requests": n, "tokens": 0}
+    assert len(set(slots)) == 1, "the slot was expected to be taken again"
+    assert counters.total()["requests"] == 6
+
+
+@pytest.mark.parametrize("verb", ["attach", "open"])
+def test_what_the_killed_had_counted_stays(counters, verb):
+    """Also when their slots are needed: more processes die than there are slots."""
+
+    def join():
+        if verb == "attach":
+            return attach(counters)
+        return shm.SharedCounters.open(counters.segment.name, names=NAMES)
+
+    for n in range(layout.SLOTS + 6):
+        assert other_end(join, lambda mine: mine.add(requests=1, tokens=7), die) == -9
+        assert counters.total()["requests"] == n + 1
+    assert counters.total()["tokens"] == 7 * (layout.SLOTS + 6)
+    assert counters.own() == {"requests": 0, "tokens": 0}
+    counters.check()
+
+
+def test_a_segment_that_outlives_everybody_goes_on(segment_name):
+    with shm.SharedCounters.open(segment_name, names=NAMES, lifetime="persistent") as first:
+        first.add(tokens=3)
+    with shm.SharedCounters.open(segment_name, names=NAMES, lifetime="persistent") as again:
+        assert again.own()["tokens"] == 0
+        assert again.total()["tokens"] == 3
+    shm.Segment.unlink(segment_name)
+
+
+def test_counters_wrap(counters):
+    counters.add(tokens=TOP)
+    with attach(counters) as other:
+        other.add(tokens=5)
+        assert other.total()["tokens"] == 4
+        counters.add(tokens=TOP)
+        assert counters.own()["tokens"] == TOP - 1
+        assert counters.total()["tokens"] == 3
+    with attach(counters) as successor:
+        successor.add(tokens=TOP)
+        assert successor.own()["tokens"] == TOP
+        assert successor.total()["tokens"] == 2
+
+
+def test_readers_read(counters):
+    counters.add(requests=2)
+    with attach(counters, readonly=True) as reader:
+        assert reader.total()["requests"] == 2
+        assert reader.own() == {"requests": 0, "tokens": 0}
+        reader.check()
+        with pytest.raises(shm.PermissionDenied, match="read-only"):
+            reader.add(requests=1)
+    assert [client.role for client in counters.segment.clients()] == ["counters"]
+
+
+def test_threads_of_one_process_share_a_row(counters):
+    threads = [
+        threading.Thread(target=lambda: [counters.add(requests=1) for _ in range(2000)])
+        for _ in range(4)
+    ]
+    interval = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(1e-6)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        sys.setswitchinterval(interval)
+    assert counters.own()["requests"] == counters.total()["requests"] == 8000
+
+
+def test_a_collection_and_a_signal_may_count_in_the_middle_of_counting(counters):
+    class Forgotten:
+        def __del__(self):
+            counters.add(requests=1)
+
+    previous = signal.signal(signal.SIGALRM, lambda *_: counters.add(requests=1000))
+    thresholds = gc.get_threshold()
+    try:
+        gc.set_threshold(5)
+        for _ in range(500):
+            cycle = [Forgotten()]
+            cycle.append(cycle)
+            del cycle
+            counters.add(requests=1)
+        signal.raise_signal(signal.SIGALRM)
+        gc.collect()
+    finally:
+        gc.set_threshold(*thresholds)
+        signal.signal(signal.SIGALRM, previous)
+    assert counters.own()["requests"] == 500 + 500 + 1000
+
+
+@pytest.mark.parametrize("bad", [-1, 1 << 64, 1.0, True, "1", None])
+def test_bad_counts_count_nothing(counters, bad):
+    with pytest.raises(shm.ConfigError, match="tokens: expected an integer"):
+        counters.add(requests=1, tokens=bad)
+    with pytest.raises(shm.ConfigError, match="no counter 'token'; there are requests, tokens"):
+        counters.add(requests=1, token=1)
+    assert counters.total() == {"requests": 0, "tokens": 0}
+
+
+@pytest.mark.parametrize(
+    "bad", [[], "requests", ["a", "a"], ["a b"], [""], [1], [f"name{i}" for i in range(300)]]
+)
+def test_names_are_checked(segment_name, bad):
+    with pytest.raises(shm.ConfigError):
+        shm.SharedCounters.create(segment_name, names=bad)
+
+
+def test_other_names_are_other_counters(counters):
+    with pytest.raises(shm.LayoutMismatch, match="names"):
+        shm.SharedCounters.open(counters.segment.name, names=("requests", "bytes"))
+    with pytest.raises(shm.InUse):
+        shm.SharedCounters.create(counters.segment.name, names=NAMES)
+    with pytest.raises(shm.LayoutMismatch, match="kind: expected DICT, found COUNTERS"):
+        shm.SharedDict.attach(counters.segment.name)
+    with pytest.raises(shm.NotReady):
+        shm.SharedCounters.attach(counters.segment.name + "-2")
+
+
+def test_the_closed_and_the_forked_say_so(segment_name):
+    counters = shm.SharedCounters.create(segment_name, names=NAMES)
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            for call in (counters.own, counters.total, counters.check, counters.close):
+                with pytest.raises(shm.Detached):
+                    call()
+            with pytest.raises(shm.Detached):
+                counters.add(requests=1)
+            with counters:
+                pass
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    counters.close()
+    counters.close()
+    for call in (counters.own, counters.total, counters.check, lambda: counters.add(tokens=1)):
+        with pytest.raises(shm.Detached):
+            call()
+
+
+def test_nobody_unmaps_what_is_being_added_up(counters, monkeypatch):
+    rows = counters._rows
+    monkeypatch.setattr(counters, "_rows", lambda: [rows(), counters.close()][0])
+    for call in (counters.total, counters.check):
+        with pytest.raises(shm.InUse):
+            call()
+
+
+def store(counters, word, value):
+    at = counters.segment.address + counters.segment.payload_offset + 8 * word
+    ctypes.c_uint64.from_address(at).value = value
+
+
+def test_check_names_what_is_broken(counters, segment_name):
+    store(counters, 1, 9)
+    with pytest.raises(shm.CacheCorrupted, match="1 counters of slot 0 are not zero"):
+        counters.check()
+    store(counters, 1, 0)
+    counters.check()
+    header = layout.SegmentHeader.from_address(counters.segment.address)
+    header.config = header.config.replace(b"tokens", b"others")
+    with pytest.raises(shm.CacheCorrupted, match=r"found .*'others'"):
+        counters.check()
+
+
+@pytest.mark.parametrize(
+    ("config", "what"),
+    [
+        ({}, "found None"),
+        ({"names": "ab"}, "a list of names"),
+        ({"names": []}, "at least one"),
+        ({"names": [[]]}, "identifiers"),
+        ({"names": ["a", "a"]}, "once"),
+        ({"names": [f"n{i}" for i in range(9)]}, "9 counters take 8192 bytes, found 4096"),
+    ],
+)
+def test_a_segment_that_says_what_no_counters_have(segment_name, config, what):
+    with shm.Segment.create(segment_name, 4096, kind=shm.Kind.COUNTERS, config=config) as segment:
+        with pytest.raises(shm.CacheCorrupted, match=what) as kept:
+            shm.SharedCounters.attach(segment_name)
+        segment.close()
+        assert shm.read_segment(segment_name) is None, f"somebody lives in it after {kept.value}"
+
+
+def test_hostile_bytes_give_errors_of_ours_alone(segment_name):
+    """Header, client table and rows overwritten at random, at rest and while attached."""
+    path = Path("/dev/shm") / f"lightcache.{segment_name}"
+    chance = random.Random(int(os.environ.get("LIGHTCACHE_TEST_SEED", "1")))
+    refused = 0
+    for _ in range(150):
+        made = shm.SharedCounters.create(segment_name, names=NAMES, lifetime="persistent")
+        try:
+            with path.open("r+b") as file:
+                for _ in range(chance.randrange(1, 4)):
+                    file.seek(chance.choice([chance.randrange(2200), chance.randrange(1 << 16)]))
+                    file.write(chance.randbytes(chance.choice([1, 4, 40])))
+            for readonly in (False, True):
+                try:
+                    with attach(made, readonly=readonly) as other:
+                        other.total(), other.own(), other.check()
+                        other.add(tokens=1)
+                except shm.LightcacheError:
+                    refused += 1
+            try:
+                made.total(), made.own(), made.add(tokens=1), made.check()
+            except shm.LightcacheError:
+                refused += 1
+        finally:
+            made.close()
+            path.unlink(missing_ok=True)
+    assert refused > 50
+
+
+def test_tools_know_the_kind(counters):
+    info = shm.read_segment(counters.segment.name)
+    assert (info.kind, info.problem, info.clients) == ("counters", None, 1)
+
+
+# ---- a node's figures
+
+
+@pytest.fixture
+def cache(segment_name):
+    how = {"pages": 8, "page_bytes": 4096, "fingerprint": "f", "secret": b"s" * 16}
+    with Cache.create(segment_name, **how) as made:
+        yield made
+
+
+def test_a_nodes_figures(cache):
+    with NodeCounters.open(cache) as ours, NodeCounters.open(cache) as theirs:
+        ours.add(requests=1, prompt_tokens=100, host_tokens=60)
+        theirs.add(requests=2, prompt_tokens=20)
+        assert ours.own() == ManagerStats(requests=1, prompt_tokens=100, host_tokens=60)
+        assert ours.total() == theirs.total()
+        assert ours.total() == ManagerStats(requests=3, prompt_tokens=120, host_tokens=60)
+        assert ours.total().hit_ratio == 0.5
+        for field in fields(ManagerStats):
+            theirs.add(**{field.name: 1})
+        assert theirs.total().errors == theirs.total().loads == 1
+        assert [info.kind for info in shm.list_segments() if info.name == f"{cache.name}.counters"]
+    assert shm.read_segment(f"{cache.name}.counters") is None, "they go with the last"
+
+
+def test_a_reader_of_a_cache_reads_its_figures(cache):
+    with Cache.attach(cache.name, readonly=True) as reader:
+        with pytest.raises(shm.NotReady):
+            NodeCounters.open(reader)
+        with NodeCounters.open(cache) as ours, NodeCounters.open(reader) as theirs:
+            ours.add(errors=4)
+            assert theirs.total().errors == 4
+            with pytest.raises(shm.PermissionDenied):
+                theirs.add(errors=1)
+
+
+def test_figures_are_for_the_group_that_the_cache_is_for(segment_name):
+    how = {"pages": 8, "page_bytes": 4096, "fingerprint": "f", "secret": b"s" * 16}
+    group = os.getgid()
+    with Cache.create(segment_name, **how, group=group) as made, NodeCounters.open(made) as ours:
+        access = ours._counters.segment.stat()
+        assert (access.st_mode & 0o777, access.st_gid) == (0o660, group)
