@@ -132,6 +132,7 @@ class _Findings:
         self.space = word >> layout.NAMESPACE_SHIFT & 0xFF
         self.reservation = (word >> layout.RESERVATION_SHIFT).astype(np.int64) - 1
         self.named = (self.state == PageState.WRITING) | (self.state == PageState.READY)
+        self.kept = word & layout.KEPT != 0
         self.used = np.arange(self.n) < self.fresh
 
     def all(self) -> Iterator[str]:
@@ -179,6 +180,8 @@ class _Findings:
             yield f"free page {page} has the word {int(word[page]):#x}"
         for page in np.flatnonzero((self.state == PageState.WRITING) & (self.reservation < 0))[:3]:
             yield f"page {page} is being written under no reservation"
+        for page in np.flatnonzero(self.kept & (self.state != PageState.READY))[:3]:
+            yield f"page {page} is kept, its word is {int(word[page]):#x}"
         tick = self.c.pages["used"] >> np.uint64(16)
         for page in np.flatnonzero(self.named & (tick > self.c.root["clock"]))[:3]:
             yield f"page {page} was used at {tick[page]}, the clock says {self.c.root['clock']}"
@@ -186,6 +189,7 @@ class _Findings:
         yield from self.count("named", int(self.named.sum()))
         yield from self.count("writing", int((self.named & (self.reservation >= 0)).sum()))
         yield from self.count("doomed", doomed)
+        yield from self.count("kept", int(self.kept.sum()))
 
     def chains(self) -> Iterator[str]:
         pages = self.c.pages
@@ -273,6 +277,7 @@ class _Findings:
             queued += found
         belong = (
             (self.state == PageState.READY)
+            & ~self.kept
             & (self.reservation < 0)
             & (self.c.pages["children"] == 0)
         )
@@ -446,6 +451,13 @@ class _Findings:
         for i in np.flatnonzero((pages > 0) & ~open_)[:3]:
             yield f"namespace {i} was cleared and has {pages[i]} pages"
         yield from self.count("clearing", int((spaces["state"] == _NS_CLEARING).sum()))
+        normal = spaces["state"] == _NS_NORMAL
+        promised = int(spaces["minimum"][normal].sum(dtype=np.uint64))
+        if promised > self.n:
+            yield f"namespaces were promised {promised} pages of {self.n}"
+        above = normal & (spaces["quota"] > 0) & (spaces["minimum"] > spaces["quota"])
+        for i in np.flatnonzero(above)[:3]:
+            yield f"namespace {i} was promised {spaces['minimum'][i]}, of {spaces['quota'][i]}"
 
 
 __all__ = ["Copy", "check", "copy_of"]

@@ -30,6 +30,8 @@ def rich(segment_name: str) -> Iterator[Any]:
         for seed in (1, 2):
             with index.reserve(keys(seed, 6)) as got:
                 got.publish()
+        assert index.keep(keys(1, 6)[:2]) == 2
+        index.namespace("promised", quota=9, minimum=3)
         space = index.namespace("weights", "tenant")
         with index.reserve(keys(3, 4), namespace=space) as got:
             got.publish()
@@ -217,6 +219,13 @@ DAMAGES: dict[str, Any] = {
     "a state of a namespace": put(lambda c: (c.spaces["state"], 9), lambda _: 4),
     "a namespace being cleared": put(lambda c: (c.spaces["state"], 0), lambda _: 2),
     "a namespace with pages is closed": put(lambda c: (c.spaces["state"], 0), lambda _: 3),
+    "the count of kept pages": of_root("kept", up),
+    "kept no more": of_page("word", READY, lambda v: v & ~0x20),
+    "kept and in the queue": of_page("word", READY, lambda v: v | 0x20, -1),
+    "kept and being written": of_page("word", WRITING, lambda v: v | 0x20),
+    "kept and doomed": of_page("word", DOOMED, lambda v: v | 0x20),
+    "more promised than there is": put(lambda c: (c.spaces["minimum"], 0), lambda _: PAGES - 2),
+    "more promised than the quota": put(lambda c: (c.spaces["minimum"], 1), lambda _: 10),
     "a log that nobody left": put(lambda c: (c.lock["log_count"], 0), up),
 }
 

@@ -115,6 +115,22 @@ static void end_quarantine(judge *j, stage *s) {
     }
 }
 
+/* What is kept for good, or promised to somebody, is let go. */
+static void let_go(judge *j, stage *s) {
+    lci_handle *h = s->survivor.h;
+    for (uint32_t page = 0; page < h->page_count; page++) {
+        const lci_page *p = &h->pages[page];
+        uint32_t word = lc_load(&p->word), ns = lci_ns_of(word);
+        lc_key key = {.lo = lc_load(&p->lo), .hi = lc_load(&p->hi)};
+        lci_walk_op op = {0};
+        if (!(word & LCI_KEPT)) continue;
+        MUST(j, lci_keep(h, &key, 1, ns | lc_load(&h->ns[ns].epoch) << 8, 0, &op, LC_BLOCK,
+                         FOREVER) == LC_OK);
+        MUST(j, op.pages == 1);
+    }
+    for (uint32_t ns = 0; ns < LCI_NAMESPACES; ns++) lc_store(&h->ns[ns].minimum, 0);
+}
+
 static void evict_all(judge *j, stage *s) {
     lci_report report;
     uint32_t freed = 0;
@@ -148,6 +164,7 @@ void judge_go_on(judge *j, stage *s) {
     finish_others(j, s);
     end_quarantine(j, s);
     for (uint32_t i = 0; i < h->ticket_count; i++) lc_store(&h->tickets[i].deadline_ns, 1);
+    let_go(j, s);
     evict_all(j, s);
     have_all(j, s, ns);
     evict_all(j, s);

@@ -128,6 +128,7 @@ static void allow_derived(judge *j, lci_handle *h) {
     ALLOW(j, h, r->ticket_used);
     ALLOW(j, h, r->clearing);
     ALLOW(j, h, r->queued);
+    ALLOW(j, h, r->kept);
     ALLOW(j, h, r->occupied);
     ALLOW(j, h, r->event);
     ALLOW(j, h, r->completed);

@@ -89,6 +89,7 @@ static void root_fields(table *t, uint64_t at) {
     ARRAY(lci_root, now, DERIVED, at, 2);
     ARRAY(lci_root, occupied, DERIVED, at, LCI_LEVELS * 2);
     ONE(lci_root, repairing, PROTOCOL, at, 1);
+    ONE(lci_root, kept, DERIVED, at, 1);
     ONE(lci_root, clock, ADVICE, at, 1);
     ONE(lci_root, event, PROTOCOL, at, 1);
     ARRAY(lci_root, completed, PROTOCOL, at, 16);
@@ -145,6 +146,7 @@ static void record_fields(table *t, const lci_geometry *g) {
     ONE(lci_namespace, quota, TRUTH, g->namespaces, n);
     ONE(lci_namespace, cursor, TRUTH, g->namespaces, n);
     ONE(lci_namespace, hand, ADVICE, g->namespaces, n);
+    ONE(lci_namespace, minimum, TRUTH, g->namespaces, n);
     ARRAY(lci_namespace, weights, TRUTH, g->namespaces + sizeof(lci_namespace), LCI_NAME_WORDS);
     ARRAY(lci_namespace, tenant, TRUTH, g->namespaces + sizeof(lci_namespace), LCI_NAME_WORDS);
 }

@@ -105,7 +105,7 @@ typedef struct reserving {
 static void distinct(const int32_t *pages, uint32_t n) {
     for (uint32_t i = 0; i < n; i++)
         for (uint32_t k = 0; k < i; k++)
-            if (pages[i] == pages[k]) finding("reserve handed out a page twice", pages[i]);
+            if (pages[i] == pages[k]) finding("a page was handed out twice", pages[i]);
 }
 
 /* My reservation of the picture, still being written. */
@@ -196,6 +196,86 @@ static int evict(call *c) {
     return rc;
 }
 
+/* ------------------------------------------------------------------ keeping, letting go */
+
+static int keep(call *c) {
+    lc_key keys[MOST_KEYS];
+    uint32_t n = some_keys(c, keys, MOST_KEYS);
+    lci_walk_op op = {0};
+    int rc = sane(lci_keep(c->w->h, keys, n, some_namespace(c), below(c->r, 2) != 0, &op, c->wait,
+                           c->deadline),
+                  "keep");
+    at_most(op.cursor, n, "keep came further than its keys");
+    at_most(op.pages, n, "keep changed more than it was asked for");
+    return rc;
+}
+
+static int drop(call *c) {
+    lc_key keys[MOST_KEYS];
+    uint32_t n = some_keys(c, keys, MOST_KEYS), start = below(c->r, n + 1) / 2;
+    lci_walk_op op = {0};
+    int rc = sane(lci_drop(c->w->h, keys, n, start, some_namespace(c), &op, c->wait, c->deadline),
+                  "drop");
+    at_most(op.pages, n - start, "drop freed more than it was asked for");
+    return rc;
+}
+
+static uint32_t *order_of(const int32_t *pages, uint32_t n) {
+    uint32_t *order = room(4 * (size_t)n);
+    for (uint32_t i = 0; i < n; i++) {
+        uint32_t at = i;
+        for (; at && pages[order[at - 1]] > pages[i]; at--) order[at] = order[at - 1];
+        order[at] = i;
+    }
+    return order;
+}
+
+/* What was listed is copied away, then given up, unless the caller thinks better of it. */
+static int oldest(call *c) {
+    world *w = c->w;
+    uint32_t want = below(c->r, 70), bad = 0, parents[70];
+    lci_lease *lease = room(sizeof *lease + 8 * (size_t)want);
+    int32_t *listed = (int32_t *)(lease + 1), pages[70];
+    lc_key keys[70], again[70];
+    uint8_t done[70] = {0};
+    lci_oldest_op op = {.want = want, .keep_order = below(c->r, 2)};
+    int rc = sane(lci_oldest(w->h, &op, lease, keys, parents, c->wait, c->deadline), "oldest");
+    uint32_t n = lease->held;
+    at_most(n, want, "oldest listed more than it was asked for");
+    in_range(w, listed, n, "oldest listed a page");
+    distinct(listed, n);
+    rc = worse(rc, sane(lci_keys_of(w->h, listed, n, again, &bad), "keys of pages"));
+    at_most(bad, n, "keys of pages refused a page");
+    memcpy(pages, listed, 4 * (size_t)n);
+    uint32_t *order = order_of(pages, n), hits[70];
+    memcpy(hits, listed + want, 4 * (size_t)n);
+    lci_discard_op gone = {0};
+    if (below(c->r, 4))
+        rc = worse(rc, sane(lci_discard(w->h, &gone, lease, pages, below(c->r, 2) ? hits : NULL,
+                                        order, done, n, c->wait, c->deadline),
+                            "discard"));
+    at_most(gone.freed, n, "discard freed more than it was asked for");
+    rc = worse(rc, sane(lci_discard_end(w->h, &gone, pages, done, n), "discard end"));
+    rc = worse(rc, sane(lci_release(w->h, lease), "release"));
+    free(order);
+    free(lease);
+    return rc;
+}
+
+/* Pages that nobody gave us, in no order. */
+static int discard_strange(call *c) {
+    lci_discard_op op = {0};
+    int32_t pages[8];
+    uint8_t done[8] = {0};
+    for (int i = 0; i < 8; i++) pages[i] = (int32_t)below(c->r, c->w->pages + 2);
+    uint32_t *order = order_of(pages, 8);
+    int rc = sane(lci_discard(c->w->h, &op, NULL, pages, NULL, order, done, 8, c->wait, c->deadline),
+                  "discard");
+    rc = worse(rc, sane(lci_discard_end(c->w->h, &op, pages, done, 8), "discard end"));
+    free(order);
+    return rc;
+}
+
 static int grow(call *c) {
     return sane(lci_grow(c->w->h, below(c->r, c->w->pages + 2), c->wait, c->deadline), "grow");
 }
@@ -207,8 +287,10 @@ static int namespaces(call *c) {
     const char *weights = names[below(c->r, 4)];
     lci_ns_ref ref = 0;
     int rc = sane(lci_namespace_find(some_handle(c), weights, "tenant", &ref), "namespace find");
-    return worse(rc, sane(lci_namespace_open(c->w->h, weights, below(c->r, 2) ? "tenant" : "",
-                                             below(c->r, 9), &ref, c->wait, c->deadline),
+    lci_ns_limits limits = {.quota = below(c->r, 9), .minimum = below(c->r, 9)};
+    if (below(c->r, 2)) limits.minimum = UINT32_MAX;
+    return worse(rc, sane(lci_namespace_limits(c->w->h, weights, below(c->r, 2) ? "tenant" : "",
+                                               &limits, &ref, c->wait, c->deadline),
                           "namespace open"));
 }
 
@@ -362,6 +444,10 @@ const operation operations[] = {
     {"publish", publish_open},
     {"abandon", abandon_open},
     {"evict", evict},
+    {"keep", keep},
+    {"drop", drop},
+    {"oldest and discard", oldest},
+    {"discard", discard_strange},
     {"grow", grow},
     {"namespace", namespaces},
     {"clear", clear},

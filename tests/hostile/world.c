@@ -81,6 +81,20 @@ static void fill(world *w, uint32_t run, uint32_t n, lci_ns_ref ns) {
     w->ready[run] = f.made;
 }
 
+static void keep(world *w, uint32_t run, uint32_t n) {
+    lci_walk_op op = {0};
+    lc_key keys[MOST_KEYS];
+    world_keys(keys, run, n);
+    NEED(lci_keep(w->h, keys, n, w->ns[0], 1, &op, LC_BLOCK, FOREVER) == LC_OK && op.pages == n);
+}
+
+static void promise(world *w, uint32_t minimum) {
+    lci_ns_limits limits = {.quota = UINT32_MAX, .minimum = minimum};
+    lci_ns_ref ns;
+    NEED(lci_namespace_limits(w->h, "new", "tenant", &limits, &ns, LC_BLOCK, FOREVER) == LC_OK);
+    NEED(ns == w->ns[1]);
+}
+
 static uint64_t soon(void) { return lcs_now_ns() + UINT64_C(3600) * 1000000000; }
 
 static void give_tickets(world *w) {
@@ -147,6 +161,8 @@ static void populate(world *w) {
     w->open_count = f.made;
     memcpy(w->open_pages, f.fresh, f.made * sizeof f.fresh[0]);
     fill(w, 3, 6, w->ns[0]);
+    keep(w, 1, 3);
+    promise(w, 3);
     give_tickets(w);
     NEED(lci_evict_pages(w->h, 4, &freed, LC_BLOCK, FOREVER) == LC_OK && freed == 4);
     have_a_death(w);

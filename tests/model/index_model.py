@@ -27,6 +27,7 @@ class Space:
     tenant: str
     id: int
     quota: int = 0
+    minimum: int = 0
     open: bool = True
 
 
@@ -41,6 +42,9 @@ class Page:
     tick: int
     state: str = "writing"
     queued_at_most: int = 0
+    kept: bool = False
+    parked: int = 0
+    """It may stand in the queue as if it had been used then."""
 
     @property
     def named(self) -> bool:
@@ -161,10 +165,71 @@ class Model:
         """May go, after everything that hangs on it."""
         return (
             page.state == "ready"
+            and not page.kept
             and page.tick < since
             and not self.pinned(page.number)
             and all(self.removable(child, since) for child in self.children(page))
         )
+
+    def queued(self, page: Page) -> bool:
+        return page.state == "ready" and not page.kept and not self.children(page)
+
+    def in_order(self) -> bool:
+        """Every queued page stands where its tick says."""
+        return not any(page.tick < page.parked for page in self.named())
+
+    def promises(self, by: Space | None) -> bool:
+        """Room that is made for `by` has to leave somebody a minimum."""
+        return any(s.open and s.minimum and s is not by for s in self.spaces)
+
+    def keeps_promises(self, gone: set[Page], by: Space | None) -> None:
+        """After pages have gone to make room."""
+        for space in {page.space for page in gone} - {by}:
+            if self.space_pages(space) < space.minimum:
+                raise Violation(f"{space} has {self.space_pages(space)} pages left")
+
+    def nothing_can_go(self, since: int, by: Space | None) -> None:
+        """All that is left is pinned, kept, used since, or promised to somebody else."""
+        for page in self.named():
+            if not self.queued(page) or not self.removable(page, since):
+                continue
+            if page.space is by or self.space_pages(page.space) > page.space.minimum:
+                raise Violation(f"{page} could have gone")
+
+    # ---- what an engine decides itself
+
+    def drop(self, keys: Sequence[Pair], start: int, space: Space) -> list[Page]:
+        """The pages that go, the end first."""
+        gone: list[Page] = []
+        for key in reversed(keys[start:]) if space.open else []:
+            page = self.by_key.get(key)
+            if page is None and not gone:
+                continue
+            if page is None or page.space is not space:
+                break
+            if not self.queued(page) or self.pinned(page.number):
+                break
+            self.forget(page)
+            gone.append(page)
+        return gone
+
+    def discard(self, pages: Sequence[Page], unwanted: set[int]) -> set[Page]:
+        """The pages that go: nobody pins them any more, and all that hangs on them goes too."""
+        gone: set[Page] = set()
+        while True:
+            more = [
+                page
+                for page in pages
+                if page not in gone
+                and page.number in unwanted
+                and self.queued(page)
+                and not self.pinned(page.number)
+            ]
+            if not more:
+                return gone
+            for page in more:
+                self.forget(page)
+            gone.update(more)
 
     def forget(self, page: Page) -> None:
         """Evict."""
@@ -194,11 +259,7 @@ class Model:
         """
         for _ in range(count):
             while True:
-                leaves = [
-                    p
-                    for p in self.named()
-                    if p.state == "ready" and p.tick < since and not self.children(p)
-                ]
+                leaves = [p for p in self.named() if self.queued(p) and p.tick < since]
                 if not leaves:
                     raise Violation("a page was evicted that could not be")
                 oldest = min(max(p.tick, now) for p in leaves)
@@ -244,7 +305,7 @@ class Model:
         return None
 
     def clear(self, space: Space) -> None:
-        space.open = False
+        space.open, space.minimum = False, 0
         for page in self.named():
             if page.space is space:
                 self.doom(page)

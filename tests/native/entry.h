@@ -109,6 +109,20 @@ int lci_grow(lci_handle *h, uint32_t pages, int wait, uint64_t deadline);
 int lci_namespace_find(lci_handle *h, const char *weights, const char *tenant, lci_ns_ref *out);
 int lci_namespace_open(lci_handle *h, const char *weights, const char *tenant, uint32_t quota,
                        lci_ns_ref *out, int wait, uint64_t deadline);
+int lci_namespace_limits(lci_handle *h, const char *weights, const char *tenant,
+                         lci_ns_limits *limits, lci_ns_ref *out, int wait, uint64_t deadline);
+int lci_keep(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref ref, int keep,
+             lci_walk_op *op, int wait, uint64_t deadline);
+int lci_drop(lci_handle *h, const lc_key *keys, uint32_t n, uint32_t start, lci_ns_ref ref,
+             lci_walk_op *op, int wait, uint64_t deadline);
+int lci_oldest(lci_handle *h, lci_oldest_op *op, lci_lease *lease, lc_key *keys, uint32_t *parents,
+               int wait, uint64_t deadline);
+int lci_discard(lci_handle *h, lci_discard_op *op, lci_lease *lease, const int32_t *pages,
+                const uint32_t *hits, const uint32_t *order, uint8_t *done, uint32_t n, int wait,
+                uint64_t deadline);
+int lci_discard_end(lci_handle *h, lci_discard_op *op, const int32_t *pages, uint8_t *done,
+                    uint32_t n);
+int lci_keys_of(lci_handle *h, const int32_t *pages, uint32_t n, lc_key *keys, uint32_t *bad);
 int lci_ticket_give(lci_handle *h, const int32_t *pages, uint32_t n, uint32_t rid, uint32_t rgen,
                     uint64_t adopters, uint64_t expires, lci_ticket_ref *ref, int wait,
                     uint64_t deadline);

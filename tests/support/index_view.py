@@ -30,6 +30,8 @@ class PageView:
     parent: int
     parent_gen: int
     children: int
+    kept: bool
+    hits: int
 
 
 class IndexView:
@@ -72,6 +74,8 @@ class IndexView:
                 parent=r.parent,
                 parent_gen=r.parent_gen,
                 children=r.children,
+                kept=bool(r.word & layout.KEPT),
+                hits=r.used & 0xFFFF,
             )
             for r in records
         ]

@@ -1,0 +1,163 @@
+/* Keeping pages, letting branches go, listing the oldest and giving them up, minimums. */
+#include "scenes.h"
+
+#define AGAIN(call)                                                       \
+    do {                                                                  \
+        int rc_;                                                          \
+        while ((rc_ = (call)) == LC_E_INTR || rc_ == LC_E_BUSY) continue; \
+        NEED(rc_ >= 0);                                                   \
+    } while (0)
+
+static uint32_t keep(actor *a, uint32_t number, uint32_t n, int kept, lci_ns_ref ns) {
+    lci_walk_op op = {0};
+    lc_key keys[MAX_KEYS];
+    run_keys(keys, number, n);
+    AGAIN(lci_keep(a->h, keys, n, ns, kept, &op, LC_BLOCK, FOREVER));
+    return kept ? op.cursor : op.pages;
+}
+
+static void keep_both(actor *v) {
+    NEED(keep(v, 0, 20, 1, SCENE_NS) == 16);
+    NEED(keep(v, 1, 16, 1, SCENE_NS) == 16);
+}
+SCENE(keep, .pages = 48, .set = two_runs, .act = keep_both)
+
+static void two_kept(stage *s) {
+    two_runs(s);
+    keep_both(&s->survivor);
+}
+static void unkeep_both(actor *v) {
+    NEED(keep(v, 0, 16, 0, SCENE_NS) == 16);
+    NEED(keep(v, 1, 16, 0, SCENE_NS) == 16);
+}
+SCENE(unkeep, .pages = 48, .set = two_kept, .act = unkeep_both)
+
+/* Kept while their reservation waits to be collected, and then collected. */
+static void publish_six(actor *v) {
+    run_reserve(v, &v->writing, 2, 6, 1, SCENE_NS);
+    run_publish(v, &v->writing, 0);
+}
+static void keep_six(actor *v) { NEED(keep(v, 2, 6, 1, SCENE_NS) == 6); }
+static void publish_and_keep_six(actor *v) {
+    publish_six(v);
+    keep_six(v);
+    run_unpin(v, &v->writing);
+}
+static void evict_all(actor *v) { deed_evict(v, (uint32_t)v->pages); }
+SCENE(keep_published, .pages = 48, .set = two_runs, .prepare = publish_six, .act = keep_six)
+SCENE(collect_kept, .pages = 48, .set = two_runs, .prepare = publish_and_keep_six,
+      .act = evict_all, .taken = 32)
+
+static void clear(actor *v) { deed_clear(v, SCENE_NS); }
+SCENE(clear_kept, .pages = 48, .set = two_kept, .act = clear, .taken = 32)
+
+/* ------------------------------------------------------------------ letting go */
+
+static uint32_t drop(actor *a, uint32_t number, uint32_t n, uint32_t start) {
+    lci_walk_op op = {0};
+    lc_key keys[MAX_KEYS];
+    run_keys(keys, number, n);
+    AGAIN(lci_drop(a->h, keys, n, start, SCENE_NS, &op, LC_BLOCK, FOREVER));
+    return op.pages;
+}
+static void drop_twelve(actor *v) { NEED(drop(v, 1, 20, 4) == 12); }
+static void drop_some(actor *v) { drop(v, 1, 16, 0); }
+static void drop_published(actor *v) { NEED(drop(v, 2, 40, 0) == 40); }
+static void publish_forty(actor *v) {
+    run_reserve(v, &v->writing, 2, 40, 1, SCENE_NS);
+    run_publish(v, &v->writing, 0);
+    run_unpin(v, &v->writing);
+}
+SCENE(drop, .pages = 48, .set = two_runs, .act = drop_twelve, .taken = 12)
+SCENE(drop_published, .pages = 48, .prepare = publish_forty, .act = drop_published, .taken = 40)
+
+/* Another client's match counts its pin when a page is marked: the end of the branch, and so all of
+ * it stays. */
+static void one_other(stage *s) {
+    two_runs(s);
+    stage_other(s, 0)->stopped = true;
+}
+static bool pin_marked(stage *s) {
+    lci_handle *h = s->other[0].h;
+    for (uint32_t page = 0; page < h->page_count; page++)
+        if (lci_state_of(lc_load(&h->pages[page].word)) == LCI_EVICTING) {
+            NEED(lci_pin_one(h, page) == LC_OK);
+            return true;
+        }
+    return false;
+}
+SCENE(drop_raced, .pages = 48, .set = one_other, .act = drop_some, .meanwhile = pin_marked)
+
+/* ------------------------------------------------------------------ the oldest */
+
+static void oldest(actor *v, uint32_t want, uint32_t keep_order) {
+    lci_oldest_op op = {.want = want, .keep_order = keep_order};
+    uint32_t parents[MAX_KEYS];
+    memset(&v->held, 0, sizeof v->held);
+    AGAIN(lci_oldest(v->h, &op, &v->held.lease, v->held.keys, parents, LC_BLOCK, FOREVER));
+    NEED(v->held.lease.held == want);
+}
+static void oldest_twenty(actor *v) { oldest(v, 20, 1); }
+static void oldest_as_used(actor *v) { oldest(v, 20, 0); }
+SCENE(oldest, .pages = 48, .set = two_runs, .act = oldest_twenty)
+SCENE(oldest_as_used, .pages = 48, .set = two_runs, .act = oldest_as_used)
+
+static int by_page(const void *a, const void *b, void *pages) {
+    const int32_t *page = pages;
+    return page[*(const uint32_t *)a] - page[*(const uint32_t *)b];
+}
+static uint32_t discard(actor *v) {
+    lci_discard_op op = {0};
+    hold *l = &v->held;
+    uint32_t n = l->lease.held, order[MAX_KEYS], hits[MAX_KEYS];
+    uint8_t done[MAX_KEYS] = {0};
+    int32_t pages[MAX_KEYS];
+    memcpy(pages, l->pages, n * sizeof *pages);
+    memcpy(hits, l->pages + l->lease.capacity, n * sizeof *hits);
+    for (uint32_t i = 0; i < n; i++) order[i] = i;
+    qsort_r(order, n, sizeof *order, by_page, pages);
+    AGAIN(lci_discard(v->h, &op, &l->lease, pages, hits, order, done, n, LC_BLOCK, FOREVER));
+    return op.freed;
+}
+static void discard_twenty(actor *v) { NEED(discard(v) == 20); }
+static void discard_some(actor *v) { discard(v); }
+SCENE(discard, .pages = 48, .set = two_runs, .prepare = oldest_twenty, .act = discard_twenty,
+      .taken = 20)
+SCENE(discard_raced, .pages = 48, .set = one_other, .prepare = oldest_twenty, .act = discard_some,
+      .meanwhile = pin_marked, .taken = 4)
+
+/* Three of them have been matched by another client since, and one is in the middle of a branch. */
+static void matched(stage *s) {
+    hold l;
+    hold_match(&s->survivor, &l, 1, 14, SCENE_NS);
+    hold_release(&s->survivor, &l);
+}
+SCENE(discard_matched, .pages = 48, .set = two_runs, .prepare = oldest_twenty, .ready = matched,
+      .act = discard_some, .taken = 18)
+
+static void end_discard(actor *v) {
+    lci_discard_op op = {.taken = 1};
+    uint8_t done[MAX_KEYS] = {0, 1, 0, 1};
+    hold *l = &v->held;
+    NEED(lci_discard_end(v->h, &op, l->pages, done, l->lease.held) == LC_OK);
+}
+SCENE(discard_end, .pages = 48, .set = two_runs, .prepare = oldest_twenty, .act = end_discard)
+
+/* ------------------------------------------------------------------ minimums */
+
+static void promise(actor *v, uint32_t quota, uint32_t minimum) {
+    lci_ns_limits limits = {.quota = quota, .minimum = minimum};
+    AGAIN(lci_namespace_limits(v->h, "w", "t", &limits, &v->notes->ns, LC_BLOCK, FOREVER));
+}
+static void promised(stage *s) {
+    two_runs(s);
+    promise(&s->survivor, 0, 5);
+    run_fill(&s->survivor, 3, 8, s->notes->ns);
+}
+static void promise_other(actor *v) { promise(v, 9, 7); }
+static void clear_space(actor *v) { deed_clear(v, v->notes->ns); }
+SCENE(open_promised, .pages = 48, .set = two_runs, .act = promise_other)
+SCENE(set_minimum, .pages = 48, .set = promised, .act = promise_other)
+SCENE(evict_promised, .pages = 48, .set = promised, .act = evict_all, .taken = 35)
+SCENE(oldest_promised, .pages = 48, .set = promised, .act = oldest_twenty)
+SCENE(clear_promised, .pages = 48, .set = promised, .act = clear_space, .taken = 8)

@@ -1,0 +1,311 @@
+/* Keeping pages, letting branches go, listing the oldest and giving them up, minimums: what happens
+ * in steps, what happens when somebody else is faster, and what damage comes to. */
+#include "world.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+static segment s;
+static client a, b;
+static prompt p, q;
+static lease l, k;
+static lc_key keys[MAX_KEYS];
+static uint32_t parents[MAX_KEYS];
+
+static void set_up(uint64_t pages) {
+    s = index_make(pages);
+    a = client_join(&s);
+    b = client_join(&s);
+}
+
+static void tear_down(void) {
+    client_leave(&a);
+    client_leave(&b);
+    index_check(&s);
+    segment_end(&s);
+}
+
+static uint32_t keep(const prompt *of, int kept) {
+    lci_walk_op op = {0};
+    CHECK_EQ(lci_keep(a.h, of->keys, of->n, NS, kept, &op, BLOCKING), LC_OK);
+    CHECK_EQ(op.ended, 1);
+    return kept ? op.cursor : op.pages;
+}
+
+static uint32_t drop(const prompt *of, uint32_t start) {
+    lci_walk_op op = {0};
+    CHECK_EQ(lci_drop(a.h, of->keys, of->n, start, NS, &op, BLOCKING), LC_OK);
+    CHECK_EQ(op.ended, 1);
+    return op.pages;
+}
+
+static int oldest(uint32_t want, uint32_t keep_order) {
+    lci_oldest_op op = {.want = want, .keep_order = keep_order};
+    memset(&l, 0, sizeof l);
+    int rc = lci_oldest(a.h, &op, &l.head, keys, parents, BLOCKING);
+    CHECK(rc < 0 || rc == (int)l.head.held);
+    return rc;
+}
+
+static int by_page(const void *x, const void *y) {
+    return l.pages[*(const uint32_t *)x] - l.pages[*(const uint32_t *)y];
+}
+
+/* What `oldest` listed. */
+static uint32_t discard(void) {
+    static uint32_t order[MAX_KEYS], hits[MAX_KEYS];
+    static uint8_t done[MAX_KEYS];
+    lci_discard_op op = {0};
+    uint32_t n = l.head.held;
+    memset(done, 0, sizeof done);
+    memcpy(hits, l.pages + l.head.capacity, n * sizeof *hits);
+    for (uint32_t i = 0; i < n; i++) order[i] = i;
+    qsort(order, n, sizeof *order, by_page);
+    CHECK_EQ(lci_discard(a.h, &op, &l.head, l.pages, hits, order, done, n, BLOCKING), LC_OK);
+    CHECK_EQ(l.head.held, 0);
+    for (uint32_t i = 0; i < n; i++) CHECK_EQ(done[i], 1);
+    return op.freed;
+}
+
+/* ------------------------------------------------------------------ in steps */
+
+static void keep_and_drop_many(void) {
+    set_up(600);
+    prompt_fill(&a, &p, 1, 600);
+    CHECK_EQ(keep(&p, 1), 600);
+    CHECK_EQ(index_counts(&b).kept, 600);
+    CHECK_EQ(drop(&p, 0), 0);
+    CHECK_EQ(keep(&p, 0), 600);
+    CHECK_EQ(keep(&p, 0), 0);
+    CHECK_EQ(index_counts(&b).kept, 0);
+    CHECK_EQ(drop(&p, 100), 500);
+    index_check(&s);
+    CHECK_EQ(peek(&b, &p), 100);
+    tear_down();
+}
+
+/* A call goes on where an earlier one was interrupted, within its keys. */
+static void what_is_interrupted_goes_on(void) {
+    lci_walk_op op = {.cursor = 100};
+    set_up(600);
+    prompt_fill(&a, &p, 1, 400);
+    CHECK_EQ(lci_keep(a.h, p.keys, 400, NS, 1, &op, BLOCKING), LC_OK);
+    CHECK_EQ(op.pages, 300);
+    op = (lci_walk_op){.cursor = 401};
+    CHECK_EQ(lci_keep(a.h, p.keys, 400, NS, 0, &op, BLOCKING), LC_E_RANGE);
+    op = (lci_walk_op){.cursor = 2};
+    CHECK_EQ(lci_drop(a.h, p.keys, 400, 399, NS, &op, BLOCKING), LC_E_RANGE);
+    CHECK_EQ(lci_drop(a.h, p.keys, 400, 401, NS, &op, BLOCKING), LC_E_RANGE);
+    tear_down();
+}
+
+static void oldest_lists_all_and_puts_them_back(void) {
+    set_up(600);
+    for (uint32_t i = 0; i < 600; i++) prompt_fill(&a, &p, i, 1);
+    CHECK_EQ(oldest(550, 1), 550);
+    index_check(&s);
+    for (uint32_t i = 0; i < 550; i++) {
+        lc_key key = prompt_key(i, 0);
+        CHECK(keys[i].lo == key.lo && keys[i].hi == key.hi);
+        CHECK_EQ(parents[i], LC_NIL);
+    }
+    CHECK_EQ(lci_release(a.h, &l.head), LC_OK);
+    for (uint32_t i = 0; i < 600; i += 50) { /* in the order in which they were */
+        CHECK_EQ(evict(&b, 50), 50);
+        prompt_make(&q, i + 49, 1);
+        CHECK_EQ(peek(&b, &q), 0);
+        prompt_make(&q, i + 50, 1);
+        CHECK_EQ(peek(&b, &q), i + 50 < 600);
+    }
+    tear_down();
+}
+
+/* A second list has what the first has not, whoever asks. */
+static void oldest_of_two_clients(void) {
+    lci_oldest_op op = {.want = 30};
+    set_up(64);
+    for (uint32_t i = 0; i < 40; i++) prompt_fill(&a, &p, i, 1);
+    CHECK_EQ(oldest(20, 1), 20);
+    memset(&k, 0, sizeof k);
+    CHECK_EQ(lci_oldest(b.h, &op, &k.head, keys, parents, BLOCKING), 20);
+    for (uint32_t i = 0; i < 20; i++)
+        for (uint32_t j = 0; j < 20; j++) CHECK(l.pages[i] != k.pages[j]);
+    CHECK_EQ(discard(), 20);
+    CHECK_EQ(lci_release(b.h, &k.head), LC_OK);
+    tear_down();
+}
+
+/* ------------------------------------------------------------------ limits and damage */
+
+/* A page whose count stands at its limit and whose bit is missing looks as if nobody pinned it. What
+ * was listed before is the caller's to release. */
+static void oldest_at_the_limit_of_pins(void) {
+    set_up(64);
+    prompt_fill(&a, &q, 1, 1);
+    prompt_fill(&a, &p, 2, 3);
+    collect(&a);
+    lc_store(&a.h->mine[p.page[1]], UINT16_MAX);
+    lc_store(&a.h->pages[p.page[1]].pins, 0);
+    CHECK_EQ(oldest(4, 1), LC_E_PINS);
+    CHECK_EQ(l.head.held, 2);
+    CHECK_EQ(lci_release(a.h, &l.head), LC_OK);
+    lc_store(&a.h->mine[p.page[1]], 0);
+    CHECK_EQ(oldest(4, 1), 4);
+    CHECK_EQ(discard(), 4);
+    tear_down();
+}
+
+static void damage_changes_nothing(void) {
+    lci_walk_op op = {0};
+    uint32_t bad = 7;
+    lc_key key;
+    set_up(64);
+    prompt_fill(&a, &p, 1, 3);
+    collect(&a);
+    lci_page *leaf = &a.h->pages[p.page[2]];
+    uint32_t old = lc_load(&leaf->queue.prev);
+    lc_store(&leaf->queue.prev, 1000);
+    CHECK_EQ(lci_keep(a.h, p.keys, 3, NS, 1, &op, BLOCKING), LC_E_CORRUPT);
+    CHECK_EQ(op.pages + op.cursor, 0);
+    CHECK_EQ(lci_drop(a.h, p.keys, 3, 0, NS, &op, BLOCKING), LC_E_CORRUPT);
+    CHECK_EQ(oldest(3, 1), LC_E_CORRUPT);
+    CHECK_EQ(lci_release(a.h, &l.head), LC_OK);
+    lc_store(&leaf->queue.prev, old);
+    index_check(&s);
+    CHECK_EQ(index_counts(&a).kept, 0);
+    CHECK_EQ(match(&a, &p, &l), 3);
+    lc_store(&leaf->gen, lc_load(&leaf->gen) + 1);
+    CHECK_EQ(lci_keys_of(a.h, &l.pages[2], 1, &key, &bad), LC_E_STALE);
+    lc_store(&leaf->gen, lc_load(&leaf->gen) - 1);
+    CHECK_EQ(bad, 0);
+    CHECK_EQ(lci_keys_of(a.h, &l.pages[2], 1, &key, &bad), LC_OK);
+    CHECK_EQ(lci_release(a.h, &l.head), LC_OK);
+    tear_down();
+}
+
+static void discard_takes_only_pins_that_are_there(void) {
+    lci_discard_op op = {0};
+    uint32_t order[2] = {0, 1};
+    uint8_t done[2] = {0};
+    set_up(64);
+    prompt_fill(&a, &p, 1, 2);
+    CHECK_EQ(match(&a, &p, &l), 2);
+    k.head.held = 1;
+    CHECK_EQ(lci_discard(a.h, &op, &k.head, l.pages, NULL, order, done, 2, BLOCKING), LC_E_TWICE);
+    CHECK_EQ(lci_discard(b.h, &op, NULL, l.pages, NULL, order, done, 2, BLOCKING), LC_E_OWNER);
+    CHECK_EQ(lci_discard_end(b.h, &op, l.pages, done, 2), LC_OK);
+    CHECK_EQ(done[0] + done[1] + op.taken, 0);
+    CHECK_EQ(pins_of(&a, (uint32_t)l.pages[0]), 1);
+    CHECK_EQ(lci_release(a.h, &l.head), LC_OK);
+    tear_down();
+}
+
+/* ------------------------------------------------------------------ somebody is faster */
+
+#ifdef LC_PAUSE_POINTS
+static int at_point;
+static void (*then)(void);
+
+static void once(int point) {
+    if (point != at_point) return;
+    lc_pause_hook = NULL;
+    then();
+}
+
+static void play(int point, void (*what)(void)) {
+    at_point = point;
+    then = what;
+    lc_pause_hook = once;
+}
+
+static uint32_t middle;
+static void pin_middle(void) { CHECK_EQ(lci_pin_one(b.h, middle), LC_OK); }
+
+/* All of a branch is marked when its middle is pinned: what hangs on that goes, it stays, and so
+ * does what it hangs on. */
+static void a_pin_in_the_middle_of_what_is_dropped(void) {
+    set_up(64);
+    prompt_fill(&a, &p, 1, 10);
+    middle = (uint32_t)p.page[5];
+    collect(&a);
+    play(LC_AT_EVICT_MARKED, pin_middle);
+    CHECK_EQ(drop(&p, 0), 4);
+    CHECK(lc_pause_hook == NULL);
+    CHECK_EQ(peek(&b, &p), 6);
+    index_check(&s);
+    CHECK_EQ(lci_unpin_one(b.h, middle), LC_OK);
+    CHECK_EQ(drop(&p, 0), 6);
+    tear_down();
+}
+
+static void a_pin_in_the_middle_of_what_is_discarded(void) {
+    set_up(64);
+    prompt_fill(&a, &p, 1, 10);
+    prompt_fill(&a, &q, 2, 5);
+    middle = (uint32_t)p.page[5];
+    CHECK_EQ(oldest(15, 1), 15);
+    play(LC_AT_EVICT_FENCED, pin_middle);
+    CHECK_EQ(discard(), 4 + 5);
+    CHECK(lc_pause_hook == NULL);
+    CHECK_EQ(peek(&b, &p), 6);
+    CHECK_EQ(lci_unpin_one(b.h, middle), LC_OK);
+    tear_down();
+}
+#endif
+
+/* ------------------------------------------------------------------ minimums */
+
+static int limits(const char *tenant, uint32_t quota, uint32_t minimum, lci_ns_ref *ns) {
+    lci_ns_limits wanted = {.quota = quota, .minimum = minimum};
+    return lci_namespace_limits(a.h, "w", tenant, &wanted, ns, BLOCKING);
+}
+
+static void a_minimum_holds_within_a_step(void) {
+    lci_ns_ref ns;
+    set_up(64);
+    CHECK_EQ(limits("t", 0, 10, &ns), LC_OK);
+    prompt_make(&p, 1, 40); /* one branch: parents follow their children */
+    CHECK_EQ(prompt_reserve(&a, &p, ns, 1), 40);
+    prompt_publish(&a, &p, 0);
+    prompt_unpin(&a, &p);
+    CHECK_EQ(evict(&b, 32), 30);
+    CHECK_EQ(lci_peek1(b.h, p.keys, 40, ns), 10);
+    index_check(&s);
+    prompt_make(&q, 2, 60); /* others have to do without */
+    CHECK_EQ(prompt_reserve(&b, &q, NS, 1), 54);
+    CHECK_EQ(q.op.reason, LCI_WHY_PINNED);
+    prompt_unpin(&b, &q);
+    CHECK_EQ(lci_abandon(b.h, q.op.rid, q.op.gen, BLOCKING), LC_OK);
+    tear_down();
+}
+
+static void minimums_of_all_namespaces_fit(void) {
+    lci_ns_ref one, two;
+    set_up(64);
+    CHECK_EQ(limits("one", 0, 40, &one), LC_OK);
+    CHECK_EQ(limits("two", 0, 25, &two), LC_E_RANGE);
+    CHECK_EQ(limits("two", 20, 21, &two), LC_E_RANGE);
+    CHECK_EQ(limits("two", 20, 20, &two), LC_OK);
+    CHECK_EQ(limits("two", 19, UINT32_MAX, &two), LC_E_RANGE);
+    CHECK_EQ(lc_load(&a.h->ns[lci_ns_id(two)].quota), 20);
+    CHECK_EQ(lci_clear(a.h, one, BLOCKING), LC_OK);
+    CHECK_EQ(limits("two", 0, 64, &two), LC_OK);
+    tear_down();
+}
+
+const test keep_tests[] = {
+    TEST(keep_and_drop_many),
+    TEST(what_is_interrupted_goes_on),
+    TEST(oldest_lists_all_and_puts_them_back),
+    TEST(oldest_of_two_clients),
+    TEST(oldest_at_the_limit_of_pins),
+    TEST(damage_changes_nothing),
+    TEST(discard_takes_only_pins_that_are_there),
+#ifdef LC_PAUSE_POINTS
+    TEST(a_pin_in_the_middle_of_what_is_dropped),
+    TEST(a_pin_in_the_middle_of_what_is_discarded),
+#endif
+    TEST(a_minimum_holds_within_a_step),
+    TEST(minimums_of_all_namespaces_fit),
+    END_OF_TESTS,
+};
