@@ -51,6 +51,22 @@ SCENE(collect_kept, .pages = 48, .set = two_runs, .prepare = publish_and_keep_si
 static void clear(actor *v) { deed_clear(v, SCENE_NS); }
 SCENE(clear_kept, .pages = 48, .set = two_kept, .act = clear, .taken = 32)
 
+/* Half of it is kept before, and the end is being written; nothing of the other run is. */
+static void half_kept(stage *s) {
+    actor *a = &s->survivor, *o = stage_other(s, 0);
+    two_runs(s);
+    NEED(keep(a, 0, 8, 1, SCENE_NS) == 8);
+    run_reserve(o, &o->writing, 0, 18, 1, SCENE_NS);
+}
+static void keep_rest(actor *v) {
+    NEED(keep(v, 0, 18, 1, SCENE_NS) == 16);
+    NEED(keep(v, 1, 16, 0, SCENE_NS) == 0);
+}
+SCENE(keep_rest, .pages = 48, .set = half_kept, .act = keep_rest)
+
+static void repair(actor *v) { NEED(lci_repair(v->h, LC_BLOCK, FOREVER) == LC_OK); }
+SCENE(repair_kept, .pages = 48, .set = two_kept, .act = repair)
+
 /* ------------------------------------------------------------------ letting go */
 
 static uint32_t drop(actor *a, uint32_t number, uint32_t n, uint32_t start) {
@@ -70,6 +86,15 @@ static void publish_forty(actor *v) {
 }
 SCENE(drop, .pages = 48, .set = two_runs, .act = drop_twelve, .taken = 12)
 SCENE(drop_published, .pages = 48, .prepare = publish_forty, .act = drop_published, .taken = 40)
+
+/* Up to a page that somebody pins. */
+static void middle_pinned(stage *s) {
+    actor *o = stage_other(s, 0);
+    two_runs(s);
+    hold_match(o, &o->held, 1, 9, SCENE_NS);
+}
+static void drop_seven(actor *v) { NEED(drop(v, 1, 16, 0) == 7); }
+SCENE(drop_pinned, .pages = 48, .set = middle_pinned, .act = drop_seven, .taken = 7)
 
 /* Another client's match counts its pin when a page is marked: the end of the branch, and so all of
  * it stays. */
@@ -101,6 +126,32 @@ static void oldest_twenty(actor *v) { oldest(v, 20, 1); }
 static void oldest_as_used(actor *v) { oldest(v, 20, 0); }
 SCENE(oldest, .pages = 48, .set = two_runs, .act = oldest_twenty)
 SCENE(oldest_as_used, .pages = 48, .set = two_runs, .act = oldest_as_used)
+
+/* A trunk of eight with two branches, the end of a run pinned by another client, and more asked for
+ * than there is: the trunk follows its second branch, which was reserved together with it. */
+static void branches(stage *s) {
+    static run r;
+    actor *a = &s->survivor, *o = stage_other(s, 0);
+    two_runs(s);
+    run_keys(r.keys, 0, 12);
+    for (uint32_t i = 8; i < 12; i++) r.keys[i] = scene_key(9, i);
+    r.n = 12;
+    r.made = 0;
+    r.op = (lci_reserve_op){.shards = 1, .ns = SCENE_NS};
+    AGAIN(lci_reserve(a->h, &r.op, r.keys, 12, 0, r.page, r.status, LC_BLOCK, FOREVER));
+    for (uint32_t i = 8; i < 12; i++) r.fresh[r.made++] = r.page[i];
+    run_publish(a, &r, 0);
+    run_unpin(a, &r);
+    hold_match(o, &o->held, 1, 16, SCENE_NS);
+}
+static void oldest_all(actor *v) {
+    lci_oldest_op op = {.want = 40, .keep_order = 1};
+    uint32_t parents[MAX_KEYS];
+    memset(&v->held, 0, sizeof v->held);
+    AGAIN(lci_oldest(v->h, &op, &v->held.lease, v->held.keys, parents, LC_BLOCK, FOREVER));
+    NEED(v->held.lease.held == 20);
+}
+SCENE(oldest_branches, .pages = 48, .set = branches, .act = oldest_all)
 
 static int by_page(const void *a, const void *b, void *pages) {
     const int32_t *page = pages;
@@ -135,6 +186,9 @@ static void matched(stage *s) {
 SCENE(discard_matched, .pages = 48, .set = two_runs, .prepare = oldest_twenty, .ready = matched,
       .act = discard_some, .taken = 18)
 
+SCENE(discard_branches, .pages = 48, .set = branches, .prepare = oldest_all,
+      .act = discard_twenty, .taken = 20)
+
 static void end_discard(actor *v) {
     lci_discard_op op = {.taken = 1};
     uint8_t done[MAX_KEYS] = {0, 1, 0, 1};
@@ -160,4 +214,10 @@ SCENE(open_promised, .pages = 48, .set = two_runs, .act = promise_other)
 SCENE(set_minimum, .pages = 48, .set = promised, .act = promise_other)
 SCENE(evict_promised, .pages = 48, .set = promised, .act = evict_all, .taken = 35)
 SCENE(oldest_promised, .pages = 48, .set = promised, .act = oldest_twenty)
+/* Its own pages are no room for others, and room for itself. */
+static void reserve_own(actor *v) {
+    run_reserve(v, &v->writing, 4, 44, 1, v->notes->ns);
+    NEED(v->writing.made == 44);
+}
+SCENE(reserve_promised, .pages = 48, .set = promised, .act = reserve_own, .taken = 36)
 SCENE(clear_promised, .pages = 48, .set = promised, .act = clear_space, .taken = 8)
