@@ -25,6 +25,41 @@ void lci_flag_ended(lci_handle *h, uint32_t rid) {
 
 void lci_notify(lci_handle *h) { lc_event_notify(&h->root->event); }
 
+/* Take a record for pages to be written. False: all are in use. */
+bool lci_open_reservation(lci_handle *h, lc_txn *t, uint32_t shards, lci_ns_ref ns, uint32_t *its_rid,
+                          uint32_t *its_gen) {
+    uint32_t rid = lc_load(&h->root->res_head);
+    if (rid < h->res_count) {
+        lc_txn_set(t, &h->root->res_head, lc_load(&h->res[rid].next_free));
+    } else {
+        rid = lc_load(&h->root->res_fresh);
+        if (rid >= h->res_count) return false;
+        lc_txn_set(t, &h->root->res_fresh, rid + 1);
+    }
+    lci_reservation *res = &h->res[rid];
+    if (lc_load(&res->state) != LCI_RES_FREE) {
+        t->error = LC_E_CORRUPT;
+        return false;
+    }
+    uint32_t gen = lc_load(&res->gen) + 1;
+    lc_txn_set(t, &res->gen, gen);
+    /* Dead until the record is ACTIVE, so not logged. */
+    lc_store(&res->owner, h->at->slot);
+    lc_store(&res->owner_epoch, h->at->epoch);
+    lc_store(&res->shards, shards);
+    lc_store(&res->ns, ns);
+    lc_store(&res->pages.count, 0);
+    lc_store(&res->pages.first, LC_NIL);
+    lc_store(&res->pages.last, LC_NIL);
+    for (uint32_t s = 0; s < shards; s++)
+        lc_store(&res->shard[s], (gen & 0xffffff) << LCI_SHARD_GEN_SHIFT | h->at->slot);
+    lc_txn_set(t, &res->state, LCI_RES_ACTIVE);
+    lc_txn_add(t, &h->root->res_used, 1);
+    *its_rid = rid;
+    *its_gen = gen;
+    return true;
+}
+
 /* A page of a published reservation joins the others. Returns the pages that joined.
  *
  * Its publisher may have died before it came to this page. All shards were written, so the page becomes
@@ -82,7 +117,7 @@ static void free_reservation(lci_handle *h, lc_txn *t, uint32_t rid) {
 }
 
 /* Work off one ended reservation; returns the pages of work. */
-static uint32_t end_reservation(lci_handle *h, lc_txn *t, uint32_t rid, uint32_t budget) {
+uint32_t lci_end_reservation(lci_handle *h, lc_txn *t, uint32_t rid, uint32_t budget) {
     lci_reservation *r = &h->res[rid];
     uint32_t done = 0;
     bool doomed = lc_load(&r->state) == LCI_RES_DOOMED;
@@ -112,7 +147,7 @@ uint32_t lci_collect(lci_handle *h, lc_txn *t, uint32_t budget) {
                 t->error = LC_E_CORRUPT;
                 break;
             }
-            done += end_reservation(h, t, rid, budget - done);
+            done += lci_end_reservation(h, t, rid, budget - done);
             lci_reservation *r = &h->res[rid];
             if (lc_load(&r->state) == LCI_RES_DOOMED || lci_complete(r)) continue; /* not done yet */
             LC_PAUSE(LC_AT_NOT_ENDED);

@@ -398,6 +398,7 @@ bool lci_evict_from_chain(lci_handle *h, lc_txn *t, lci_eviction *e, uint64_t ke
 void lci_evict_page(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t page);
 uint32_t lci_evict_settle(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t *marked, uint32_t n);
 #define LCI_BATCH 32
+#define LCI_HOLD 256 /* pages of work under one hold of the lock */
 #define LCI_HINT 12 /* steps up a prefix, see prefetch_ancestor in evict.c */
 
 /* room.c, under the lock: what one call does to have pages to take, over several holds of it. */
@@ -446,10 +447,16 @@ static inline uint32_t lci_list_most(const lci_handle *h) {
 uint32_t lci_collect(lci_handle *h, lc_txn *t, uint32_t budget);
 uint32_t lci_collect_doomed(lci_handle *h, lc_txn *t, uint32_t budget);
 uint32_t lci_clear_some(lci_handle *h, lc_txn *t, uint32_t budget);
+uint32_t lci_end_reservation(lci_handle *h, lc_txn *t, uint32_t rid, uint32_t budget);
+bool lci_open_reservation(lci_handle *h, lc_txn *t, uint32_t shards, lci_ns_ref ns, uint32_t *rid,
+                          uint32_t *gen);
 bool lci_complete(const lci_reservation *r);
 bool lci_doom_reservation(lci_handle *h, lc_txn *t, uint32_t rid);
 void lci_flag_ended(lci_handle *h, uint32_t rid);
 void lci_notify(lci_handle *h);
+
+/* publish.c: without the lock. */
+int lci_make_ready(lci_handle *h, uint32_t rid, uint32_t ns, const int32_t *pages, uint32_t n);
 
 /* ticket.c, under the lock. */
 uint32_t lci_settle_tickets(lci_handle *h, lc_txn *t, uint32_t budget);

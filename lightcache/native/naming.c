@@ -1,4 +1,9 @@
-/* Names: a page that we hold gets its key and is found from then on; and loses it again. */
+/* Names: a page that we hold gets its key, and is found from then on.
+ *
+ * What lookups have found must not be taken back when we die. So the pages of one hold of the lock
+ * pass through a reservation: WRITING, listed and linked by steps that are undone as usual; then
+ * its one shard is published, as by lci_publish, and then it is collected. Whoever comes after a
+ * death dooms what was not published and goes on with what was. */
 #include "index.h"
 
 typedef struct naming {
@@ -18,7 +23,10 @@ typedef struct naming {
     uint32_t key[LCI_BATCH];
     bool root[LCI_BATCH];
     uint32_t there[LCI_BATCH]; /* and the page under the key; LC_NIL: none of ours */
-    uint32_t merged[LCI_BATCH], merges;
+    uint32_t merged[LCI_BATCH], merges, fresh[LCI_BATCH], news; /* ours that go; that stay */
+    uint32_t rid, gen;       /* what this hold's pages pass through; gen 0: nothing so far */
+    int32_t made[LCI_HOLD]; /* these, of the steps that are over */
+    uint32_t made_count;
 } naming;
 
 /* ------------------------------------------------------------------ which page gets which key */
@@ -125,28 +133,29 @@ static uint32_t parent_of(const naming *k, uint32_t i) {
     return page != LC_NIL && lci_ns_of(word) == lci_ns_id(k->op->ns) ? page : LC_NIL;
 }
 
-/* Fields of a page that is held are dead, and not logged. It stands in its chain before it is
- * READY, and its key before that: see `standing` in lookup.c. */
+/* Fields of a page that is held are dead, and not logged. */
 static void give_name(naming *k, uint32_t page, uint32_t key, uint32_t parent) {
     lci_handle *h = k->h;
     lci_page *p = &h->pages[page];
+    uint32_t ns = lci_ns_id(k->op->ns);
     lc_store(&p->used, k->op->tick << LCI_TICK_SHIFT);
     lc_store(&p->children, 0);
     lc_store(&p->parent, LC_NIL);
     if (parent != LC_NIL) lci_attach_parent(h, &k->t, page, parent);
-    lc_dict_insert(&k->t, &h->dict, page, k->keys[key], lc_load(&p->word));
-    lc_txn_set(&k->t, &p->word, LCI_READY | lci_ns_id(k->op->ns) << LCI_NS_SHIFT);
-    lci_queue_add(h, &k->t, page);
+    lc_dict_insert(&k->t, &h->dict, page, k->keys[key],
+                   LCI_WRITING | ns << LCI_NS_SHIFT | (k->rid + 1) << LCI_RES_SHIFT);
+    k->fresh[k->news++] = page;
 }
 
-/* The key has a page already. */
+/* The key has a page already; one of this call's own counts as ready. */
 static uint8_t met(naming *k, uint32_t i, uint32_t there, uint32_t word, uint32_t parent) {
     lci_handle *h = k->h;
     uint32_t entry = k->op->done + i, state = lci_state_of(word);
     if (lci_ns_of(word) != lci_ns_id(k->op->ns)) return LCI_NO_ROOM;
     k->there[i] = there;
-    if (state == LCI_WRITING) return LCI_BUSY_KEY;
-    if (state != LCI_READY) {
+    bool ours = k->gen && word >> LCI_RES_SHIFT == k->rid + 1;
+    if (state == LCI_WRITING && !ours) return LCI_BUSY_KEY;
+    if (state != LCI_READY && state != LCI_WRITING) {
         k->t.error = LC_E_CORRUPT;
         return LCI_UNKNOWN;
     }
@@ -158,16 +167,34 @@ static uint8_t met(naming *k, uint32_t i, uint32_t there, uint32_t word, uint32_
     return LCI_PRESENT;
 }
 
-/* Pages that the namespace may have yet. */
-static uint32_t allowed(const naming *k) {
-    const lci_namespace *ns = &k->h->ns[lci_ns_id(k->op->ns)];
-    uint32_t quota = lc_load(&ns->quota), used = lc_load(&ns->pages);
-    return !quota ? UINT32_MAX : used < quota ? quota - used : 0;
+/* Is there room for one more? */
+static bool room_for_one(naming *k, uint32_t chain) {
+    lci_handle *h = k->h;
+    const lci_namespace *ns = &h->ns[lci_ns_id(k->op->ns)];
+    uint32_t quota = lc_load(&ns->quota), used = lc_load(&ns->pages) + k->news;
+    k->op->reason = chain >= LC_CHAIN_MAX ? LCI_WHY_CHAIN : LCI_WHY_QUOTA;
+    if (chain >= LC_CHAIN_MAX || (quota && used >= quota)) return false;
+    k->op->reason = LCI_WHY_RESERVATIONS;
+    if (!k->gen && !lci_open_reservation(h, &k->t, 1, k->op->ns, &k->rid, &k->gen)) return false;
+    if (k->news >= lci_list_room(h, &h->res[k->rid].pages)) return false;
+    k->op->reason = 0;
+    return true;
+}
+
+/* In the same step as the pages became WRITING: whoever reaps us finds them listed. */
+static void list_news(naming *k) {
+    lci_handle *h = k->h;
+    if (k->t.error || !k->news) return;
+    if (lci_list_push(h, &k->t, &h->res[k->rid].pages, k->fresh, k->news) != k->news)
+        k->t.error = LC_E_CORRUPT; /* there was room for them */
+    lc_txn_add(&k->t, &h->ns[lci_ns_id(k->op->ns)].pages, k->news);
+    lc_txn_add(&k->t, &h->root->named, k->news);
+    lc_txn_add(&k->t, &h->root->writing, k->news);
+    lc_txn_add(&k->t, &h->root->held, -k->news);
 }
 
 static void settle(naming *k) {
-    uint32_t room = allowed(k), named = 0;
-    k->merges = 0;
+    k->merges = k->news = 0;
     for (uint32_t i = 0; i < k->count && !k->t.error; i++) {
         uint32_t word = 0, length, entry = k->op->done + i, parent = parent_of(k, i);
         uint32_t there = look(k, k->key[i], &word, &length);
@@ -175,26 +202,21 @@ static void settle(naming *k) {
         k->there[i] = LC_NIL;
         if (there != LC_NIL) {
             k->status[entry] = met(k, i, there, word, parent);
-        } else if (length >= LC_CHAIN_MAX || named == room) {
+        } else if (!room_for_one(k, length)) {
             k->status[entry] = LCI_NO_ROOM;
-            k->op->reason = named == room ? LCI_WHY_QUOTA : LCI_WHY_CHAIN;
         } else {
             k->there[i] = (uint32_t)k->pages[entry];
             give_name(k, k->there[i], k->key[i], parent);
             k->status[entry] = LCI_NEW;
-            named++;
         }
     }
-    if (k->t.error || !named) return;
-    lc_txn_add(&k->t, &k->h->ns[lci_ns_id(k->op->ns)].pages, named);
-    lc_txn_add(&k->t, &k->h->root->named, named);
-    lc_txn_add(&k->t, &k->h->root->held, -named);
-    atomic_fetch_add_explicit(&lcs_client_of(k->h->at, k->h->at->slot)->published_pages, named,
-                              memory_order_relaxed);
+    list_news(k);
+    lci_doom_held(k->h, &k->t, k->merged, k->merges, 0);
 }
 
 /* Damage: the step is undone, and what it had pinned goes back by hand. */
 static void take_back(naming *k) {
+    if (!k->made_count) k->gen = 0; /* this step had opened it */
     for (uint32_t i = 0; i < k->count; i++) {
         uint32_t entry = k->op->done + i;
         if (k->status[entry] == LCI_PRESENT) lci_unpin_one(k->h, (uint32_t)k->out[entry]);
@@ -222,12 +244,12 @@ static int name_batch(naming *k) {
     int rc = ours(k);
     if (rc == LC_OK) {
         settle(k);
-        lci_doom_held(h, &k->t, k->merged, k->merges, 0);
         lci_step(&k->t);
         if (k->t.error) {
             take_back(k);
         } else {
             k->op->done += k->count;
+            for (uint32_t i = 0; i < k->news; i++) k->made[k->made_count++] = (int32_t)k->fresh[i];
             lci_let_held_go(h, &k->t, k->merged, k->merges);
         }
         rc = k->t.error;
@@ -236,14 +258,32 @@ static int name_batch(naming *k) {
     return rc;
 }
 
+/* What this hold has named is complete. Also behind a step that failed and is yet to be undone: it
+ * names no page of that. */
+static void publish(naming *k) {
+    lci_handle *h = k->h;
+    if (!k->gen) return;
+    atomic_fetch_or_explicit(&h->res[k->rid].shard[0], LCI_SHARD_DONE, memory_order_seq_cst);
+    int rc = lci_make_ready(h, k->rid, lci_ns_id(k->op->ns), k->made, k->made_count);
+    lci_flag_ended(h, k->rid);
+    if (rc < 0 && !k->t.error) k->t.error = LC_E_CORRUPT;
+    if (!k->t.error) lci_end_reservation(h, &k->t, k->rid, UINT32_MAX);
+    atomic_fetch_add_explicit(&lcs_client_of(h->at, h->at->slot)->published_pages, k->made_count,
+                              memory_order_relaxed);
+}
+
+/* Work under one hold of the lock. */
 static int name_some(naming *k) {
     if (!lci_ns_open(k->h, k->op->ns)) return LC_E_CLEARED;
     int rc = all_ours(k);
+    k->gen = k->made_count = 0;
     seek(k);
-    for (uint32_t work = 0; rc == LC_OK && k->op->done < k->n && work < 256; work += LCI_BATCH) {
+    for (uint32_t work = 0; rc == LC_OK && k->op->done < k->n && work < LCI_HOLD;
+         work += LCI_BATCH) {
         rc = name_batch(k);
         if (lcs_lock_wanted(k->h->at)) break;
     }
+    publish(k);
     return rc == LCI_ROOM_AGAIN ? LC_OK : rc;
 }
 
@@ -269,99 +309,7 @@ LC_API int lci_name(lci_handle *h, lci_held_op *op, const lc_key *keys, const in
         if (rc != LC_OK) return rc;
         rc = name_some(&k);
         int dropped = lci_unlock(h, &k.t);
-        if (rc == LC_OK) rc = dropped;
-        if (rc == LC_OK && op->done < n) rc = lci_again(begun, wait, deadline);
-        if (rc != LC_OK) return rc;
-    }
-    return LC_OK;
-}
-
-/* ------------------------------------------------------------------ unnaming */
-
-static bool pinned_by_others(const lci_handle *h, uint32_t page) {
-    uint64_t bits = lc_load_acquire(&h->pages[page].pins) & ~(UINT64_C(1) << h->at->slot);
-    for (; bits; bits &= bits - 1)
-        if (lc_load_acquire(lci_pin(h, (uint32_t)__builtin_ctzll(bits), page))) return true;
-    return false;
-}
-
-static int may_unname(const lci_handle *h, uint32_t page) {
-    if (page >= h->page_count || !lc_load(&h->mine[page])) return LC_E_OWNER;
-    if (lci_state_of(lc_load_acquire(&h->pages[page].word)) != LCI_READY) return LC_E_OWNER;
-    return pinned_by_others(h, page) ? LC_E_PINS : LC_OK;
-}
-
-/* Off the queue and off its parent, ours; still in its chain. Returns what its word was. What hangs
- * on it has no parent any more. */
-static uint32_t mark(lci_handle *h, lc_txn *t, uint32_t page) {
-    uint32_t word = lc_load_acquire(&h->pages[page].word);
-    if (lci_state_of(word) != LCI_READY) { /* it stands twice among the pages */
-        t->error = LC_E_OWNER;
-        return word;
-    }
-    if (lci_queueable(h, page)) lci_queue_remove(h, t, page);
-    lci_detach_parent(h, t, page);
-    lc_txn_set(t, &h->pages[page].word, lci_held_word(h->at->slot));
-    return word;
-}
-
-static void forget(lci_handle *h, lc_txn *t, uint32_t page, uint32_t word) {
-    lc_dict_unlink(t, &h->dict, page);
-    lc_txn_add(t, &h->ns[lci_ns_of(word)].pages, (uint32_t)-1);
-    if (word >> LCI_RES_SHIFT) lc_txn_add(t, &h->root->writing, (uint32_t)-1);
-    if (word & LCI_KEPT) lc_txn_add(t, &h->root->kept, (uint32_t)-1);
-}
-
-/* A step of unnaming. The caller holds `rows`, so that no thread of ours gives up the pin that the
- * page is held by. */
-static int unname_batch(lci_handle *h, lc_txn *t, lci_held_op *op, const int32_t *pages,
-                        uint32_t n) {
-    uint32_t word[LCI_BATCH];
-    for (uint32_t i = 0; i < n; i++) {
-        op->refused = op->done + i;
-        int rc = may_unname(h, (uint32_t)pages[i]);
-        if (rc != LC_OK) return rc;
-    }
-    for (uint32_t i = 0; i < n && !t->error; i++) {
-        op->refused = op->done + i;
-        word[i] = mark(h, t, (uint32_t)pages[i]);
-    }
-    /* HELD before the pins: whoever pins after this sees it, as in lci_evict. */
-    atomic_thread_fence(memory_order_seq_cst);
-    for (uint32_t i = 0; i < n && !t->error; i++) {
-        op->refused = op->done + i;
-        if (pinned_by_others(h, (uint32_t)pages[i])) t->error = LC_E_PINS;
-    }
-    for (uint32_t i = 0; i < n && !t->error; i++) forget(h, t, (uint32_t)pages[i], word[i]);
-    lc_txn_add(t, &h->root->named, -n);
-    lc_txn_add(t, &h->root->held, n);
-    lci_step(t);
-    if (!t->error) op->done += n;
-    return t->error;
-}
-
-/* Take the names of ready pages that we pin, and nobody else: they are held again. LC_E_OWNER: page
- * `op->refused` is not pinned by us, or not ready. LC_E_PINS: somebody else pins it. Nothing behind
- * `op->done` has changed. LC_E_BUSY, LC_E_INTR: call again with the same `op`. */
-LC_API int lci_unname(lci_handle *h, lci_held_op *op, const int32_t *pages, uint32_t n, int wait,
-                      uint64_t deadline) {
-    lc_txn t;
-    int rc = lcs_usable(h->at);
-    if (rc != LC_OK) return rc;
-    if (h->at->readonly) return LC_E_READONLY;
-    uint64_t begun = lcs_now_ns();
-    while (op->done < n) {
-        rc = lci_lock(h, &t, LCI_OP_UNNAME, wait, deadline);
-        if (rc != LC_OK) return rc;
-        lci_collect(h, &t, 256);
-        rc = t.error;
-        pthread_mutex_lock(&h->at->rows);
-        for (uint32_t work = 0; rc == LC_OK && op->done < n && work < 256; work += LCI_BATCH) {
-            uint32_t left = n - op->done;
-            rc = unname_batch(h, &t, op, pages + op->done, left < LCI_BATCH ? left : LCI_BATCH);
-        }
-        pthread_mutex_unlock(&h->at->rows);
-        int dropped = lci_unlock(h, &t);
+        if (k.made_count) lci_notify(h);
         if (rc == LC_OK) rc = dropped;
         if (rc == LC_OK && op->done < n) rc = lci_again(begun, wait, deadline);
         if (rc != LC_OK) return rc;

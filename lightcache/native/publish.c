@@ -13,7 +13,7 @@ static int refused(const lci_handle *h, uint32_t word, uint32_t gen) {
 
 /* All shards are there: the pages become ready. The caller pins every one of them, so that none
  * can have been used again under the same reservation number. */
-static int make_ready(lci_handle *h, uint32_t rid, uint32_t ns, const int32_t *pages, uint32_t n) {
+int lci_make_ready(lci_handle *h, uint32_t rid, uint32_t ns, const int32_t *pages, uint32_t n) {
     uint32_t writing = LCI_WRITING | ns << LCI_NS_SHIFT | (rid + 1) << LCI_RES_SHIFT;
     uint32_t ready = (writing & ~LCI_STATE_MASK) | LCI_READY;
     int rc = 1;
@@ -64,7 +64,7 @@ LC_API int lci_publish(lci_handle *h, uint32_t rid, uint32_t gen, uint32_t shard
     /* Two last publishers may both find all done, never neither: hence sequential consistency. */
     atomic_thread_fence(memory_order_seq_cst); /* order: shard-fence */
     if (!lci_complete(r)) return lc_load_acquire(&r->gen) == gen ? 0 : outcome(h, pages, n);
-    rc = make_ready(h, rid, lci_ns_id(ns), pages, n);
+    rc = lci_make_ready(h, rid, lci_ns_id(ns), pages, n);
     lci_flag_ended(h, rid);
     lci_notify(h);
     /* Threads of one client may publish at the same time, with nothing between them. */

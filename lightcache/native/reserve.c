@@ -53,41 +53,6 @@ static uint32_t find_locked(const lci_handle *h, const lc_key *key, uint32_t *wo
     return page;
 }
 
-static bool open_reservation(reserve *r) {
-    lci_handle *h = r->h;
-    lc_txn *t = &r->t;
-    uint32_t rid = lc_load(&h->root->res_head);
-    if (rid < h->res_count) {
-        lc_txn_set(t, &h->root->res_head, lc_load(&h->res[rid].next_free));
-    } else {
-        rid = lc_load(&h->root->res_fresh);
-        if (rid >= h->res_count) return false;
-        lc_txn_set(t, &h->root->res_fresh, rid + 1);
-    }
-    lci_reservation *res = &h->res[rid];
-    if (lc_load(&res->state) != LCI_RES_FREE) {
-        t->error = LC_E_CORRUPT;
-        return false;
-    }
-    uint32_t gen = lc_load(&res->gen) + 1;
-    lc_txn_set(t, &res->gen, gen);
-    /* Dead until the record is ACTIVE, so not logged. */
-    lc_store(&res->owner, h->at->slot);
-    lc_store(&res->owner_epoch, h->at->epoch);
-    lc_store(&res->shards, r->op->shards);
-    lc_store(&res->ns, r->op->ns);
-    lc_store(&res->pages.count, 0);
-    lc_store(&res->pages.first, LC_NIL);
-    lc_store(&res->pages.last, LC_NIL);
-    for (uint32_t s = 0; s < r->op->shards; s++)
-        lc_store(&res->shard[s], (gen & 0xffffff) << LCI_SHARD_GEN_SHIFT | h->at->slot);
-    lc_txn_set(t, &res->state, LCI_RES_ACTIVE);
-    lc_txn_add(t, &h->root->res_used, 1);
-    r->op->rid = rid;
-    r->op->gen = gen;
-    return true;
-}
-
 /* Hang a new page on its parent. A parent that is new in this step as well is as dead as the page
  * itself if the step is undone: its count needs no log, and it is on no list. */
 static void hang(reserve *r, lci_page *p, uint32_t parent, bool parent_is_new) {
@@ -209,7 +174,9 @@ static uint32_t take_pages(reserve *r, uint32_t absent, uint32_t *pages, uint32_
     *why = want < absent ? LCI_WHY_QUOTA : LCI_WHY_PINNED;
     if (!want) return 0;
     *why = LCI_WHY_RESERVATIONS;
-    if (!r->op->gen && !open_reservation(r)) return 0;
+    if (!r->op->gen &&
+        !lci_open_reservation(h, &r->t, r->op->shards, r->op->ns, &r->op->rid, &r->op->gen))
+        return 0;
     uint32_t room = lci_list_room(h, &h->res[r->op->rid].pages);
     if (room >= want) *why = want < absent ? LCI_WHY_QUOTA : LCI_WHY_PINNED;
     return lci_take_free(h, &r->t, pages, room < want ? room : want);

@@ -173,7 +173,7 @@ class _Findings:
         word = self.c.pages["word"]
         for page in np.flatnonzero(~self.used & (word != 0))[:3]:
             yield f"page {page} was never used, its word is {int(word[page]):#x}"
-        odd = self.used & ((self.state > PageState.DOOMED) | (self.state == PageState.EVICTING))
+        odd = self.used & ((self.state > PageState.HELD) | (self.state == PageState.EVICTING))
         for page in np.flatnonzero(odd)[:3]:
             yield f"page {page} has state {self.state[page]} outside of a critical section"
         for page in np.flatnonzero(self.used & (self.state == PageState.FREE) & (word != 0))[:3]:
@@ -190,6 +190,20 @@ class _Findings:
         yield from self.count("writing", int((self.named & (self.reservation >= 0)).sum()))
         yield from self.count("doomed", doomed)
         yield from self.count("kept", int(self.kept.sum()))
+        yield from self.held()
+
+    def held(self) -> Iterator[str]:
+        """Pages without a key: each says whose it is, and nothing else, and that one pins it."""
+        held = self.state == PageState.HELD
+        owner = self.space
+        word = owner << layout.NAMESPACE_SHIFT | PageState.HELD
+        nobodys = (owner == 0) | (owner >= shm_layout.SLOTS) | (self.c.pages["word"] != word)
+        for page in np.flatnonzero(held & nobodys)[:3]:
+            yield f"page {page} is held by nobody, its word is {int(self.c.pages['word'][page]):#x}"
+        for page in np.flatnonzero(held & ~nobodys) if self.quiet else ():
+            if not self.c.rows[owner[page], page]:
+                yield f"page {page} is held by slot {owner[page]}, which does not pin it"
+        yield from self.count("held", int(held.sum()))
 
     def chains(self) -> Iterator[str]:
         pages = self.c.pages

@@ -45,9 +45,11 @@ def rich(segment_name: str) -> Iterator[Any]:
         index.reserve(keys(6, 2)).abandon()
         index.evict(1)  # also collects the doomed ones that nobody pins
         assert index.stats().doomed == 4
+        numbers = index.allocate(2)
         yield raw.copy_of(segment_name)
         for held in (writing, lease, pinned):
             held.release()
+        numbers.free()
         ticket.drop()
 
 
@@ -123,11 +125,12 @@ def up(value: int) -> int:
     return value + 1
 
 
-READY, WRITING, FREE, DOOMED = (
+READY, WRITING, FREE, DOOMED, HELD = (
     PageState.READY,
     PageState.WRITING,
     PageState.FREE,
     PageState.DOOMED,
+    PageState.HELD,
 )
 DAMAGES: dict[str, Any] = {
     "a bucket lost its chain": put(lambda c: (c.buckets, 0), lambda _: NIL),
@@ -140,6 +143,13 @@ DAMAGES: dict[str, Any] = {
     "ready became evicting": of_page("word", READY, lambda v: v + 1),
     "a state that is none": of_page("word", READY, lambda v: v | 0xF),
     "writing lost its reservation": of_page("word", WRITING, lambda v: v & 0xFFFF),
+    "held by nobody": of_page("word", HELD, lambda word: word & 0xF),
+    "held by a slot that there is not": of_page("word", HELD, lambda _: 5 | 64 << 8),
+    "held by one who does not pin it": of_page("word", HELD, lambda _: 5 | 7 << 8),
+    "held, with a flag": of_page("word", HELD, lambda word: word | 0x10),
+    "held became free": of_page("word", HELD, lambda _: 0),
+    "free became held": of_page("word", FREE, lambda _: 5 | 1 << 8),
+    "the count of held pages": of_root("held", up),
     "free became doomed": of_page("word", FREE, lambda _: 4),
     "doomed became free": of_page("word", DOOMED, lambda _: 0),
     "another namespace": of_page("word", READY, lambda v: v | 0x700),

@@ -136,7 +136,7 @@ static void evict_all(judge *j, stage *s) {
     uint32_t freed = 0;
     MUST(j, lci_evict_pages(s->survivor.h, (uint32_t)s->pages, &freed, LC_BLOCK, FOREVER) == LC_OK);
     judge_sound(j, s, "after evicting", true, &report);
-    uint32_t left = report.writing + report.ready + report.doomed;
+    uint32_t left = report.writing + report.ready + report.doomed + report.held;
     if (left || report.pins) FOUND(j, "%u pages cannot be had, %u pins", left, report.pins);
 }
 

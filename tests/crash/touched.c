@@ -111,6 +111,15 @@ static void allow_namespaces(judge *j, lci_handle *h) {
     }
 }
 
+/* Pages without a key go with their client. */
+static void allow_held(judge *j, lci_handle *h) {
+    for (uint32_t page = 0; page < h->page_count; page++) {
+        uint32_t word = lc_load(&h->pages[page].word);
+        if (lci_state_of(word) == LCI_HELD && dead_slot(j, lci_ns_of(word)))
+            ALLOW(j, h, h->pages[page].word);
+    }
+}
+
 /* Totals and links: `lci_check` has derived them again. */
 static void allow_derived(judge *j, lci_handle *h) {
     lci_root *r = h->root;
@@ -121,6 +130,7 @@ static void allow_derived(judge *j, lci_handle *h) {
     ALLOW(j, h, r->named);
     ALLOW(j, h, r->writing);
     ALLOW(j, h, r->doomed);
+    ALLOW(j, h, r->held);
     ALLOW(j, h, r->chunk_head);
     ALLOW(j, h, r->chunk_used);
     ALLOW(j, h, r->res_head);
@@ -150,6 +160,7 @@ void judge_reap_touched(judge *j) {
     allow_reservations(j, h);
     allow_tickets(j, h);
     allow_namespaces(j, h);
+    allow_held(j, h);
     allow_derived(j, h);
     compare(j, j->undone, "reaping");
     free(h);
