@@ -58,6 +58,17 @@ int lci_adopt(lci_handle *h, const lci_ticket_ref *ref, uint32_t shard, uint32_t
 int lci_ticket_done(lci_handle *h, const lci_ticket_ref *ref, int ok);
 int lci_ticket_poll(lci_handle *h, const lci_ticket_ref *ref, lci_ticket_status *out);
 int lci_ticket_drop(lci_handle *h, const lci_ticket_ref *ref, int wait, uint64_t deadline);
+int lci_allocate(lci_handle *h, lci_held_op *op, int32_t *pages, uint32_t *gens, uint32_t n,
+                 int wait, uint64_t deadline);
+int lci_free_held(lci_handle *h, lci_held_op *op, const int32_t *pages, const uint32_t *gens,
+                  uint32_t n, int wait, uint64_t deadline);
+int lci_name(lci_handle *h, lci_held_op *op, const lc_key *keys, const int64_t *offsets,
+             const int64_t *starts, uint32_t requests, const int32_t *pages, uint32_t n,
+             int32_t *out, uint8_t *status, int wait, uint64_t deadline);
+int lci_unname(lci_handle *h, lci_held_op *op, const int32_t *pages, uint32_t n, int wait,
+               uint64_t deadline);
+int lci_unpin(lci_handle *h, const int32_t *pages, uint32_t n, uint32_t *refused);
+int lci_may_allocate(lci_handle *h, uint32_t want);
 int lci_reap_slot(lci_handle *h, uint32_t slot, int wait, uint64_t deadline);
 int lci_reap_unjoined(lci_handle *h, uint32_t slot, int wait, uint64_t deadline);
 int lci_leave(lci_handle *h, int wait, uint64_t deadline);

@@ -90,6 +90,7 @@ static void root_fields(table *t, uint64_t at) {
     ARRAY(lci_root, occupied, DERIVED, at, LCI_LEVELS * 2);
     ONE(lci_root, repairing, PROTOCOL, at, 1);
     ONE(lci_root, kept, DERIVED, at, 1);
+    ONE(lci_root, held, DERIVED, at, 1);
     ONE(lci_root, clock, ADVICE, at, 1);
     ONE(lci_root, event, PROTOCOL, at, 1);
     ARRAY(lci_root, completed, PROTOCOL, at, 16);

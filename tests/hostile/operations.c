@@ -335,15 +335,92 @@ static int ticket(call *c) {
     uint32_t n = below(c->r, 71);
     uint64_t expires = lcs_now_ns() + below(c->r, 1000000);
     for (uint32_t i = 0; i < n; i++) pages[i] = (int32_t)(i % (w->pages / 4)); /* all used */
+    bool pinned = below(c->r, 8) != 0; /* else refused */
+    for (uint32_t i = 0; i < n && pinned; i++) lci_pin_one(w->h, (uint32_t)pages[i]);
     int rc = sane(lci_ticket_give(w->h, pages, n, LC_NIL, 0, draw(c->r), expires, &made, c->wait,
                                   c->deadline),
                   "ticket");
+    for (uint32_t i = 0; i < n && pinned; i++) lci_unpin_one(w->h, (uint32_t)pages[i]);
     if (rc == LC_OK) {
         rc = worse(rc, sane(lci_ticket_poll(w->h, &made, &status), "poll"));
         rc = worse(rc, sane(lci_ticket_drop(w->h, &made, c->wait, c->deadline), "drop"));
     }
     rc = worse(rc, sane(lci_ticket_poll(w->reader_h, &w->given, &status), "poll"));
     return worse(rc, sane(lci_ticket_drop(w->h, &w->given, c->wait, c->deadline), "drop"));
+}
+
+/* ------------------------------------------------------------------ pages without a key */
+
+/* Names for pages of ours, as far as they are; and what that says. */
+static int name(call *c, const int32_t *pages, uint32_t n, int32_t *out) {
+    lc_key keys[2 * MOST_KEYS];
+    uint8_t status[MOST_KEYS] = {0};
+    uint32_t cut = below(c->r, n + 1), front = below(c->r, MOST_KEYS);
+    /* Two requests, the first behind `front` keys of a run, the second from another's root. */
+    int64_t offsets[3] = {0, front + cut, front + n}, starts[2] = {front, 0};
+    lci_held_op op = {.ns = some_namespace(c), .flags = below(c->r, 2)};
+    world_keys(keys, below(c->r, 10), front + cut);
+    world_keys(keys + front + cut, below(c->r, 10), n - cut);
+    for (uint32_t i = 0; i < n; i++) out[i] = 0;
+    int rc = sane(lci_name(c->w->h, &op, keys, offsets, starts, 2, pages, n, out, status, c->wait,
+                           c->deadline),
+                  "name");
+    at_most(op.done, n, "name settled more pages than there are");
+    in_range(c->w, out, n, "name handed out a page");
+    for (uint32_t i = 0; i < n; i++)
+        if (status[i] > LCI_NO_ROOM) finding("name gave a status", status[i]);
+    return rc;
+}
+
+static int free_held(call *c, const int32_t *pages, const uint32_t *gens, uint32_t n) {
+    lci_held_op op = {.done = 0};
+    int rc = sane(lci_free_held(c->w->h, &op, pages, gens, n, c->wait, c->deadline), "free");
+    at_most(op.done, n, "free settled more pages than there are");
+    return rc;
+}
+
+static int unname(call *c, const int32_t *pages, uint32_t n) {
+    lci_held_op op = {.done = 0};
+    int rc = sane(lci_unname(c->w->h, &op, pages, n, c->wait, c->deadline), "unname");
+    at_most(op.done, n, "unname settled more pages than there are");
+    return rc;
+}
+
+static int allocate(call *c) {
+    int32_t pages[MOST_KEYS] = {0}, out[MOST_KEYS];
+    uint32_t gens[MOST_KEYS] = {0}, n = below(c->r, MOST_KEYS + 1), refused = 0;
+    lci_held_op op = {.done = 0};
+    if (n > c->w->pages) n = (uint32_t)c->w->pages;
+    at_most(sane(lci_may_allocate(some_handle(c), n), "may allocate"), 1, "may allocate");
+    int rc = 0;
+    for (int i = 0; i < 3; i++) {
+        rc = sane(lci_allocate(c->w->h, &op, pages, gens, n, c->wait, c->deadline), "allocate");
+        if (rc != LC_E_GROW) break;
+        at_most(op.wanted, n, "allocate wants memory for more pages than it was asked for");
+        sane(lci_grow(c->w->h, below(c->r, c->w->pages + 1), c->wait, c->deadline), "grow");
+    }
+    at_most(op.done, n, "allocate took more than it was asked for");
+    in_range(c->w, pages, op.done, "allocate handed out a page");
+    distinct(pages, op.done);
+    if (below(c->r, 2)) rc = worse(rc, name(c, pages, op.done, out));
+    if (below(c->r, 2)) rc = worse(rc, unname(c, pages, op.done));
+    rc = worse(rc, free_held(c, pages, below(c->r, 2) ? gens : NULL, op.done));
+    for (uint32_t i = 0; i < op.done; i++) {
+        int one = sane(lci_unpin(c->w->h, &pages[i], 1, &refused), "unpin");
+        if (one != LC_E_OWNER) rc = worse(rc, one);
+    }
+    return rc;
+}
+
+/* The same with what the picture holds, or has already. */
+static int held_open(call *c) {
+    int32_t out[MOST_KEYS];
+    const int32_t *pages = c->w->held_pages;
+    switch (below(c->r, 3)) {
+    case 0: return name(c, pages, HELD_PAGES, out);
+    case 1: return unname(c, pages, HELD_PAGES);
+    default: return free_held(c, pages, NULL, HELD_PAGES);
+    }
 }
 
 /* ------------------------------------------------------------------ clients */
@@ -454,6 +531,8 @@ const operation operations[] = {
     {"adopt", adopt},
     {"adopt a shard", adopt_shard},
     {"ticket", ticket},
+    {"allocate", allocate},
+    {"held", held_open},
     {"reap", reap},
     {"reap unjoined", reap_unjoined},
     {"visit", visit},

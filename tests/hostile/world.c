@@ -109,9 +109,11 @@ static void give_tickets(world *w) {
     NEED(lci_ticket_give(w->peer_h, lease.rest, 6, LC_NIL, 0, UINT64_C(1) << w->me_slot, soon(),
                          &w->ticket, LC_BLOCK, FOREVER) == LC_OK);
     for (uint32_t i = 6; i < 2 * MOST_KEYS; i++) lease.rest[i] = lease.rest[i % 6];
+    for (uint32_t i = 0; i < 6; i++) NEED(lci_pin_one(w->h, (uint32_t)lease.rest[i]) == LC_OK);
     uint64_t to_peer = UINT64_C(1) << w->peer->slot;
     NEED(lci_ticket_give(w->h, lease.rest, 2 * MOST_KEYS, LC_NIL, 0, to_peer, soon(), &w->given,
                          LC_BLOCK, FOREVER) == LC_OK);
+    for (uint32_t i = 0; i < 6; i++) NEED(lci_unpin_one(w->h, (uint32_t)lease.rest[i]) == LC_OK);
     NEED(lci_release(w->peer_h, &lease.head) == LC_OK); /* a list of three chunks, pages repeated */
     reserve(w->peer_h, &f, 6, 3, 2, w->ns[0]);
     NEED(lci_ticket_give(w->peer_h, f.fresh, f.made, f.op.rid, f.op.gen,
@@ -119,7 +121,13 @@ static void give_tickets(world *w) {
                          FOREVER) == LC_OK);
 }
 
-/* Somebody who died with a lease and a reservation, and before that cleared a namespace whose pages
+static void hold(lci_handle *h, int32_t *pages, uint32_t n) {
+    lci_held_op op = {.done = 0};
+    uint32_t gens[MOST_KEYS];
+    NEED(lci_allocate(h, &op, pages, gens, n, LC_BLOCK, FOREVER) == LC_OK);
+}
+
+/* Somebody who died with a lease, a reservation and pages without a key, and before that cleared a namespace whose pages
  * somebody still pins. */
 static void have_a_death(world *w) {
     lcs_attachment *at = join(w, "dead");
@@ -136,6 +144,7 @@ static void have_a_death(world *w) {
     NEED(lci_match1(h, f.keys, 2, gone, &lease.head) == 2);
     NEED(lci_clear(h, gone, LC_BLOCK, FOREVER) == LC_OK);
     reserve(h, &f, 8, 5, 1, w->ns[0]);
+    hold(h, lease.rest + 2, 2);
     w->dead_slot = at->slot;
     if (w->variant == DEAD_HOLDER) {
         lc_txn t;
@@ -165,6 +174,7 @@ static void populate(world *w) {
     promise(w, 3);
     give_tickets(w);
     NEED(lci_evict_pages(w->h, 4, &freed, LC_BLOCK, FOREVER) == LC_OK && freed == 4);
+    hold(w->h, w->held_pages, HELD_PAGES);
     have_a_death(w);
 }
 

@@ -17,6 +17,7 @@ enum variant {
 };
 
 #define MOST_KEYS 64
+#define HELD_PAGES 3
 #define KEY_RUNS 4
 
 typedef struct world {
@@ -34,6 +35,7 @@ typedef struct world {
     uint32_t ready[KEY_RUNS];  /* keys of each run that are ready in the picture */
     lci_reserve_op open;       /* my reservation, two shards, none published */
     int32_t open_pages[8];
+    int32_t held_pages[HELD_PAGES]; /* mine, without a key */
     uint32_t open_count;
     lci_ticket_ref ticket, shard_ticket; /* for me, by the peer */
     lci_ticket_ref given;                /* by me, for the peer */
