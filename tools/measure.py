@@ -12,7 +12,7 @@ from lightcache.tools import bench as frame
 from lightcache.tools.output import Command, cell, console, emit, fail, json_option, table
 
 TAKES = {
-    "trace": ("policy",),
+    "trace": ("policy", "manager"),
     "only": ("transfer", "serve"),
     **dict.fromkeys(
         ("model", "device", "workers", "prefix_tokens", "requests", "pool", "size"), ("serve",)
@@ -25,7 +25,9 @@ TAKES = {
 @click.argument("name", required=False)
 @click.option("--quick", is_flag=True, help="Few repetitions: to see that it works.")
 @click.option(
-    "--trace", type=click.Path(exists=True, dir_okay=False), help="A request trace, for `policy`."
+    "--trace",
+    type=click.Path(exists=True, dir_okay=False),
+    help="A request trace, for `policy` and `manager`.",
 )
 @click.option("--only", help="Parts to run, such as 2,3, for `transfer` and `serve`.")
 @click.option("--model", help="For `serve`: small, medium, 8b, or a folder with a checkpoint.")

@@ -1,0 +1,235 @@
+"""What a manager costs a scheduler, and what it finds: a step, a trace, and nothing ever hit.
+
+- A step: 64 plans of prompts of 128 pages, a block committed for each of 64 running requests, 8
+  releases, in calls batched over the requests. The same work done as engines do it in process, with
+  dicts, is measured in turns with it. Eight of the plans are new, as many as leave; the others were
+  planned before. Another row has all of them new.
+- The trace: each request is planned, taken, computed and released, without bytes. Its prefixes'
+  hits are compared with an exact LRU of each tier, in process.
+- Nothing is ever hit: what plans and commits of prompts that share nothing take of a step of 64
+  requests, each of which computes one token.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lightcache.cache import Cache
+from lightcache.manager import KVCacheManager, ManagerConfig, NullMover, OwnedDevice, Prompt
+from lightcache.tools.bench import Row, meets
+from lightcache.tools.bench._manager_plain import PlainManager
+from lightcache.tools.bench._manager_trace import CAPACITIES, replay
+from lightcache.tools.bench._timing import median, spread
+from lightcache.tools.bench.policy import read
+
+BLOCK = 16
+PAGES = 128
+RUNNING = 64
+LEAVING = 8
+BLOCKS, HOST = 100_000, 1_000_000
+SECRET = b"a secret of benchmarks"
+DECODE_MS = 20.0
+"""What a step is compared with: tokens of an 8B model on one H200 came every 20 ms
+(docs/benchmarks.md, Serving)."""
+
+
+def rows(quick: bool, trace: str | Path | None = None) -> Iterator[Row]:
+    """See `Benchmark.rows`.
+
+    Args:
+        quick: few steps, a small host, the first 500 requests of the trace.
+        trace: as of `policy`; None: this part is left out.
+    """
+    yield from _steps(quick)
+    if trace is not None:
+        requests = read(Path(trace))[: 500 if quick else None]
+        for pages in CAPACITIES[:2] if quick else CAPACITIES:
+            yield from replay(requests, pages)
+
+
+class Scheduler:
+    """A queue and running requests around a manager, or around what stands for one."""
+
+    def __init__(self, manager: Any, filled: int, seed: int) -> None:
+        """Computes `filled` prompts first: some of what is asked for later was there before."""
+        self.manager = manager
+        self.random = np.random.default_rng(seed)
+        self.numbers = iter(range(1 << 40))
+        self.known = [self.prompt() for _ in range(filled)]
+        for prompt in self.known:
+            self.manager.release_many([self.admit(prompt)])
+        self.running = [self.admit(self.prompt()) for _ in range(RUNNING)]
+        self.tokens = dict.fromkeys(self.running, PAGES * BLOCK)
+        self.queue = [next(self.numbers) for _ in range(RUNNING)]
+        self.asked = {number: self.pick() for number in self.queue}
+
+    def prompt(self) -> Prompt:
+        """Of no known beginning."""
+        return Prompt(self.random.integers(0, 100_000, PAGES * BLOCK))
+
+    def pick(self) -> Prompt:
+        """One that was there before, as most of a chat's are; hashed, as it was when it came."""
+        known = self.known[self.random.integers(len(self.known))] if self.known else self.prompt()
+        self.manager.hashed(known)
+        return known
+
+    def admit(self, prompt: Prompt) -> int:
+        """Run a request as far as its prompt is computed."""
+        number = next(self.numbers)
+        self.manager.plan_many([number], [prompt])
+        self.manager.take(number)
+        self.manager.allocate(number, len(prompt))
+        self.manager.commit_many([number], [len(prompt)], [[]])
+        return number
+
+    def step(self, fresh: bool) -> dict[str, float]:
+        """One step; seconds of its parts. `fresh`: all plans are new."""
+        if fresh:
+            for number in self.queue:
+                self.manager.cancel(number)
+            self.queue = [next(self.numbers) for _ in range(RUNNING)]
+            self.asked = {number: self.pick() for number in self.queue}
+        answers = [self.random.integers(0, 100_000, BLOCK).tolist() for _ in self.running]
+        for number in self.running:
+            self.tokens[number] += BLOCK
+            self.manager.allocate(number, self.tokens[number])
+        totals = [self.tokens[number] for number in self.running]
+        prompts = [self.asked[number] for number in self.queue]
+        gone, self.running = self.running[:LEAVING], self.running[LEAVING:]
+        all_running = gone + self.running
+        taken = {
+            "plan": _seconds(lambda: self.manager.plan_many(self.queue, prompts)),
+            "commit": _seconds(lambda: self.manager.commit_many(all_running, totals, answers)),
+            "release": _seconds(lambda: self.manager.release_many(gone)),
+        }
+        self._follow()
+        return taken
+
+    def _follow(self) -> None:
+        """Others take the place of those that have left, in the queue too."""
+        for number in self.queue[:LEAVING]:
+            self.manager.cancel(number)
+        self.queue = self.queue[LEAVING:] + [next(self.numbers) for _ in range(LEAVING)]
+        self.asked = {number: self.asked.get(number) or self.pick() for number in self.queue}
+        for _ in range(LEAVING):
+            number = self.admit(self.prompt())
+            self.running.append(number)
+            self.tokens[number] = PAGES * BLOCK
+
+
+class Ours(KVCacheManager):
+    """A manager that can be told to hash a prompt ahead, as it is when it comes."""
+
+    def hashed(self, prompt: Prompt) -> None:
+        """See `Scheduler.pick`."""
+        space = self._spaces.of("")
+        prompt.keys(space.host_spec)
+
+
+def _seconds(work: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def _steps(quick: bool) -> Iterator[Row]:
+    host, steps = (20_000, 10) if quick else (HOST, 200)
+    blocks = 20_000 if quick else BLOCKS
+    name = f"bench-manager-{os.getpid()}"
+    with ExitStack() as stack:
+        cache = stack.enter_context(
+            Cache.create(
+                name,
+                pages=host,
+                page_bytes=64,
+                page_tokens=BLOCK,
+                fingerprint="bench",
+                secret=SECRET,
+                role="bench",
+            )
+        )
+        cache.pool.prefault()
+        device = OwnedDevice(f"{name}.device", block_tokens=BLOCK, blocks=blocks)
+        stack.callback(device.close)
+        config = ManagerConfig(min_load_tokens=0, plan_ttl=1e6)
+        ours = Ours(cache, device, NullMover(), config=config)
+        stack.callback(ours.close)
+        filled = blocks // PAGES - 2 * RUNNING
+        schedulers = {
+            "ours": Scheduler(ours, filled, 1),
+            "plain": Scheduler(PlainManager(blocks, host, BLOCK), filled, 1),
+        }
+        for fresh in (False, True):
+            yield from _step_rows(schedulers, steps, fresh, blocks, host)
+        yield from _never_hit(ours, steps)
+
+
+def _step_rows(
+    schedulers: dict[str, Scheduler], steps: int, fresh: bool, blocks: int, host: int
+) -> Iterator[Row]:
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in schedulers}
+    for _ in range(steps):
+        for name, scheduler in schedulers.items():
+            found[name].append(scheduler.step(fresh))
+    what = "all plans new" if fresh else "a step"
+    sums = {
+        name: np.array([sum(step.values()) for step in taken]) * 1e6
+        for name, taken in found.items()
+    }
+    ours, plain = median(sums["ours"]), median(sums["plain"])
+    params = {"blocks": blocks, "host_pages": host, **spread(sums["ours"])}
+    target = None if fresh else "<= 1000"
+    met = None if target is None else meets(ours, target)
+    params["plain_us"] = round(plain, 1)
+    yield Row(what, params, ours, "us", "dicts in process", ours / plain, target, met)
+    for part in ("plan", "commit", "release"):
+        values = [median([step[part] * 1e6 for step in found[name]]) for name in ("ours", "plain")]
+        yield Row(
+            f"{what}: {part}",
+            {"plain_us": round(values[1], 1)},
+            values[0],
+            "us",
+            "dicts in process",
+            values[0] / values[1],
+        )
+
+
+def _never_hit(manager: Ours, steps: int) -> Iterator[Row]:
+    """One token for each of 64 requests; eight new prompts planned, of which nothing is there."""
+    scheduler = Scheduler(manager, 0, 7)
+    taken = []
+    for _ in range(steps):
+        numbers = [next(scheduler.numbers) for _ in range(LEAVING)]
+        prompts = [scheduler.prompt() for _ in numbers]
+        answers = [scheduler.random.integers(0, 100_000, 1).tolist() for _ in scheduler.running]
+        for number in scheduler.running:
+            scheduler.tokens[number] += 1
+            manager.allocate(number, scheduler.tokens[number])
+        totals = [scheduler.tokens[number] for number in scheduler.running]
+
+        begin = time.perf_counter()
+        manager.plan_many(numbers, prompts)
+        manager.commit_many(scheduler.running, totals, answers)
+        taken.append((time.perf_counter() - begin) * 1e6)
+        for number in numbers:
+            manager.cancel(number)
+    manager.release_many(scheduler.running, publish=False)
+    share = median(taken) / (DECODE_MS * 1e3)
+    target = "<= 0.01"
+    yield Row(
+        "nothing ever hit: 8 new prompts hashed and planned, 64 tokens committed",
+        {"decode_ms": DECODE_MS, **spread(taken)},
+        median(taken),
+        "us",
+        f"a decode step of {DECODE_MS:.0f} ms",
+        share,
+        target,
+        meets(share, target),
+    )
