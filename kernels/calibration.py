@@ -46,7 +46,7 @@ DEFAULTS = Thresholds()
 """Measured on one H200."""
 
 _GIVEN_UP = 1.25  # on an idle device: beside a model staging leaves it the multiprocessors
-_LAYERS, _TOTAL = 16, 64 << 20
+_LAYERS, _TOKENS, _TOTAL = 16, 16, 64 << 20
 _SIZES = tuple(1 << power for power in range(17, 24))  # 128 KiB to 8 MiB
 
 
@@ -149,28 +149,54 @@ class _Rig:
     def __init__(self, device: str, page_bytes: int, pages: int, contiguous: bool) -> None:
         import torch
 
-        tokens, row = 16, page_bytes // (2 * _LAYERS * 16)
-        if row < 1:
-            raise ConfigError(f"calibration: a page of {page_bytes} bytes is too small")
-        group = KVGroup.attention(
-            "kv", layers=_LAYERS, heads=1, head_dim=row, dtype_bytes=1, page_tokens=tokens
-        )
-        self.geometry = PageGeometry([group])
-        slots = pages * tokens
-        pool = torch.empty((2 * _LAYERS, slots, row), dtype=torch.uint8, device=device).random_(256)
-        names = [(layer, name) for layer in range(_LAYERS) for name in "kv"]
-        self.planes = DevicePlanes(
-            {
-                ("kv", layer, name): DevicePlane(pool[number].data_ptr(), row, slots)
-                for number, (layer, name) in enumerate(names)
-            },
-            device=device,
-            keep=pool,
-        )
-        shape = (pages, self.geometry.page_bytes)
-        self.memory = _TorchPages(torch.zeros(shape, dtype=torch.uint8, pin_memory=True))
-        order = np.arange(slots) if contiguous else np.random.default_rng(0).permutation(slots)
+        self.geometry = page_geometry(page_bytes)
+        shape = plane_shape(page_bytes, pages)
+        pool = torch.empty(shape, dtype=torch.uint8, device=device).random_(256)
+        addresses = [pool[number].data_ptr() for number in range(shape[0])]
+        self.planes = planes_at(addresses, shape, device, pool)
+        memory = torch.zeros((pages, page_bytes), dtype=torch.uint8, pin_memory=True)
+        self.memory = _TorchPages(memory)
+        order = np.arange(shape[1])
+        if not contiguous:
+            order = np.random.default_rng(0).permutation(order)
         self.move = Move(np.arange(pages), order)
+
+
+def page_geometry(page_bytes: int) -> PageGeometry:
+    """Pages of that size: 16 tokens, 16 layers, K and V.
+
+    Raises:
+        ConfigError: the size is no multiple of 512 bytes.
+    """
+    row = plane_shape(page_bytes, 1)[2]
+    group = KVGroup.attention(
+        "kv", layers=_LAYERS, heads=1, head_dim=row, dtype_bytes=1, page_tokens=_TOKENS
+    )
+    return PageGeometry([group])
+
+
+def plane_shape(page_bytes: int, pages: int) -> tuple[int, int, int]:
+    """(planes, slots, bytes of a slot) for so many of these pages."""
+    row, rest = divmod(page_bytes, 2 * _LAYERS * _TOKENS)
+    if row < 1 or rest:
+        raise ConfigError(
+            f"calibration: expected pages of a multiple of {2 * _LAYERS * _TOKENS} bytes, found "
+            f"{page_bytes}"
+        )
+    return 2 * _LAYERS, pages * _TOKENS, row
+
+
+def planes_at(
+    addresses: list[int], shape: tuple[int, int, int], device: str, keep: Any
+) -> DevicePlanes:
+    """The planes of `plane_shape` at these addresses."""
+    _, slots, row = shape
+    names = [("kv", layer, name) for layer in range(_LAYERS) for name in "kv"]
+    planes = {
+        name: DevicePlane(address, row, slots)
+        for name, address in zip(names, addresses, strict=True)
+    }
+    return DevicePlanes(planes, device=device, keep=keep)
 
 
 class _TorchPages(HostPages):
