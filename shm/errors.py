@@ -62,8 +62,9 @@ class LeaseLost(LightcacheError):
 
 class Abandoned(LightcacheError):
     """The pages waited for will not come: their writer gave up, died, or the namespace was cleared.
+    Or the entries of a log: its writer has left or died, and all that it appended was read.
 
-    Compute them; reserving again makes the caller their writer.
+    Compute them; reserving again makes the caller their writer. A log goes on with another writer.
     """
 
 

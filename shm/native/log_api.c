@@ -43,7 +43,7 @@ static uint32_t mine(const lcx_log *l) {
 /* Does whom this word names live? Who cannot be asked is taken to live. */
 static bool writer_lives(const lcx_log *l, uint32_t word) {
     uint32_t slot = word & LCS_LOCK_SLOT, epoch = word >> LCS_LOCK_EPOCH_SHIFT;
-    if (word == 0 || word == LCX_LOG_LEFT || slot == 0 || slot >= LCS_SLOTS) return false;
+    if (slot == 0 || slot >= LCS_SLOTS) return false; /* nobody, or LCX_LOG_LEFT */
     if ((lc_load(&lcs_client_of(l->at, slot)->epoch) & 0xffffff) != epoch) return false;
     return lcs_slot_alive(l->at, slot) != 0;
 }
@@ -155,7 +155,7 @@ static int append_one(lcx_log *l, const uint8_t *data, uint32_t length) {
     }
     lcx_log_slot *to = lcx_log_slot_of(l, l->next);
     /* Behind the last store of `appended`: `check` believes a stamp until that has moved on. */
-    lc_store_release(&to->stamp, (uint32_t)l->next); /* order: log-stamp */
+    lc_store_release(&to->stamp, (uint32_t)l->next);
     lc_store(&to->length, length);
     memcpy(to->bytes, data, length);
     LC_PAUSE(LC_AT_LOG_WRITTEN);

@@ -12,7 +12,16 @@ import posix_ipc
 
 from lightcache import Cache
 from lightcache.hashing import load_or_create_secret
-from lightcache.shm import Segment, SharedDict, SharedList, SharedRing, layout, names, sweep
+from lightcache.shm import (
+    Segment,
+    SharedDict,
+    SharedList,
+    SharedLog,
+    SharedRing,
+    layout,
+    names,
+    sweep,
+)
 
 SHM = Path("/dev/shm")
 SECRET = b"a secret of the life cycle"
@@ -156,20 +165,23 @@ def alone(at: Site) -> Cache:
 
 
 def structures(at: Site) -> None:
-    """A list, a dict and a ring, made, used and closed."""
+    """A list, a dict, a ring and a log, made, used and closed."""
     with (
         SharedDict.open(f"{at.name}-dict", capacity=64) as table,
         SharedList.open(f"{at.name}-list", nodes=64) as items,
         SharedRing.open(f"{at.name}-ring", capacity=64, message_bytes=64) as ring,
+        SharedLog.open(f"{at.name}-log", capacity=64, message_bytes=64, writer=True) as log,
+        SharedLog.attach(f"{at.name}-log") as reader,
     ):
         table.put(7, 3)
         items.move_back(5)
         assert (table[7], items.snapshot()) == (3, (5,))
         ring.push(b"message", timeout=0)
         assert ring.pop(timeout=0) == b"message"
-        table.check()
-        items.check()
-        ring.check()
+        log.append(b"entry", timeout=0)
+        assert reader.read(timeout=0) == b"entry"
+        for one in (table, items, ring, log):
+            one.check()
 
 
 def secret_file(at: Site) -> Path:

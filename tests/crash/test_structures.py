@@ -1,5 +1,5 @@
-"""Lists, dicts, rings and logs, whose user dies behind every instruction, and who recovers from that as
-well: `structures.c`.
+"""Structures, whose user dies behind every instruction, and who recovers from that as well:
+`structures.c`.
 
 LIGHTCACHE_STEP_BUILDS=all: under every compiler and level; else under two that differ much.
 """
@@ -14,7 +14,9 @@ import pytest
 from crash import run
 
 NATIVE = run.HERE.parent / "native"
-SUPPORT = [NATIVE / f"{name}.c" for name in ("harness", "world", "structure_calls", "structure_log")]
+SUPPORT = [
+    NATIVE / f"{name}.c" for name in ("harness", "world", "structure_calls", "structure_log")
+]
 NAMES = [f"{compiler}-{level}" for compiler in run.COMPILERS for level in run.LEVELS]
 if os.environ.get("LIGHTCACHE_STEP_BUILDS") != "all":
     NAMES = ["gcc-O2", "clang-O0"]

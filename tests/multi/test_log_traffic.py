@@ -1,9 +1,9 @@
 """Writers and readers of one log, in processes of their own; some are killed at random.
 
 Every entry says which it is, who appended it, and then repeats a byte: so it is known whole. Two
-processes want to be the writer; one is, and the other succeeds it when it is killed. A reader writes
-to a file where it began, and then the numbers that it read, whole lines at a time; what it had read
-and not yet written when it was killed is missing at the end of its file, and nowhere else.
+processes want to be the writer; one is, and the other succeeds it when it is killed. A reader
+writes to a file where it began, and then the numbers that it read, whole lines at a time; what it
+had read and not yet written when it was killed is missing at the end of its file, and nowhere else.
 """
 
 import contextlib

@@ -24,6 +24,7 @@ LEFT_OUT = {
     "check.c",
     "check.h",
     "check_records.c",
+    "log_look_api.c",
     "facts.c",
     "facts.h",
     "layout_api.c",

@@ -41,6 +41,7 @@ VARIANTS = [
     ("event", "DEATH"),
     ("lock", ""),
     ("lock", "DEATH"),
+    ("log", ""),
     ("life", ""),
     ("life", "REAPER"),
 ]
@@ -57,6 +58,8 @@ BROKEN = [
     ("lock", "", "NO_TAG"),
     ("lock", "DEATH", "UNBOUNDED"),
     ("lock", "DEATH", "NOT_UNDONE"),
+    ("log", "", "BEGIN_AT_FIRST"),
+    ("log", "", "LIMIT_HIGH"),
     ("life", "", "UNLOGGED_WORD"),
     ("life", "", "UNLOGGED_LINK"),
     ("life", "", "UNLOGGED_LIST"),
