@@ -23,8 +23,7 @@ void lci_let_held_go(lci_handle *h, lc_txn *t, const uint32_t *pages, uint32_t n
     for (uint32_t i = 0; i < n; i++)
         if (lc_load(&h->mine[pages[i]])) lci_unpin_one(h, pages[i]);
     if (!n) return;
-    /* DOOMED before the pins, as in lci_collect_doomed. */
-    atomic_thread_fence(memory_order_seq_cst);
+    /* No fence before the pins: nobody has confirmed one of such a page without the lock. */
     for (uint32_t i = 0; i < n && !t->error; i++)
         if (!lci_pinned(h, &h->pages[pages[i]])) lci_free_doomed(h, t, pages[i]);
     lci_step(t);

@@ -103,6 +103,8 @@ class Model:
         self.capacity = pages
         self.by_key: dict[Pair, Page] = {}
         self.doomed: dict[int, Page] = {}
+        self.held: dict[int, int] = {}
+        """Pages without a key, and the slot of who holds them."""
         self.pins: Counter[tuple[int | str, int]] = Counter()
         self.spaces: list[Space] = [Space("", "", 0)]
         self.writings: list[Writing] = []
@@ -145,7 +147,7 @@ class Model:
 
     def room(self) -> int:
         """Pages that can be handed out without evicting."""
-        return self.capacity - len(self.by_key) - self.pinned_doomed()
+        return self.capacity - len(self.by_key) - len(self.held) - self.pinned_doomed()
 
     # ---- pins
 
@@ -240,6 +242,12 @@ class Model:
         page.state = "doomed"
         del self.by_key[page.key]
         self.doomed[page.number] = page
+
+    def give_back(self, number: int) -> None:
+        """A page without a key is its client's no more."""
+        del self.held[number]
+        if self.pinned(number):
+            self.doomed[number] = Page(number, (0, 0), self.spaces[0], None, 0, "doomed")
 
     def evict_legally(self, gone: set[Page], since: int) -> None:
         """Forget pages in some order from the leaves; each must have been allowed to go."""
@@ -347,4 +355,7 @@ class Model:
         for key in list(self.pins):
             if key[0] == slot:
                 del self.pins[key]
+        for number in [n for n, owner in self.held.items() if owner == slot]:
+            del self.held[number]
+            self.doomed[number] = Page(number, (0, 0), self.spaces[0], None, 0, "doomed")
         self.settle()

@@ -611,6 +611,7 @@ class IndexMachine(RuleBasedStateMachine):
         model = self.model
         assert 0 <= number < model.capacity
         assert model.pins_of(number) == 0, f"page {number} was handed out while pinned"
+        assert number not in model.held, f"page {number} was handed out while it is held"
         owners = [p for p in model.named() if p.number == number]
         assert not owners, f"page {number} was handed out although it is {owners}"
 
@@ -963,7 +964,9 @@ class IndexMachine(RuleBasedStateMachine):
         states = Counter(p.state for p in model.named())
         assert (report.writing, report.ready) == (states["writing"], states["ready"])
         stats = index.stats()
-        assert stats.free + stats.writing + stats.ready + stats.doomed == stats.pages
+        counted = stats.free + stats.writing + stats.ready + stats.doomed + stats.held
+        assert counted == stats.pages
+        assert stats.held == report.held == len(model.held)
         assert stats.doomed == report.doomed >= model.pinned_doomed()
         assert stats.tickets == sum(not t.freed for t in model.handoffs)
         assert stats.kept == sum(p.kept for p in model.named())
@@ -982,6 +985,12 @@ class IndexMachine(RuleBasedStateMachine):
         assert len(named) == len(self.model.by_key)
         for number, found in enumerate(raw):
             page = named.get(number)
+            if number in self.model.held:
+                assert page is None
+                assert found.state is PageState.HELD
+                assert found.namespace == self.model.held[number], "its word says whose it is"
+                self.model.doomed.pop(number, None)
+                continue
             if page is None:
                 assert found.state in (PageState.FREE, PageState.DOOMED)
                 if found.state is PageState.FREE:

@@ -10,15 +10,17 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
+from model.holding import HoldingMachine
 from model.machine import IndexMachine
 
 EXAMPLES = int(os.environ.get("LIGHTCACHE_TEST_EXAMPLES", "300"))
 
 
 @pytest.mark.timeout(60 + 2 * EXAMPLES)  # a tenth of a second each when alone
-def test_index_and_model_agree(segment_name: str) -> None:
+@pytest.mark.parametrize("machine", [IndexMachine, HoldingMachine])
+def test_index_and_model_agree(segment_name: str, machine: type[IndexMachine]) -> None:
     run_state_machine_as_test(
-        lambda: IndexMachine(segment_name),
+        lambda: machine(segment_name),
         settings=settings(
             max_examples=EXAMPLES,
             stateful_step_count=50,
