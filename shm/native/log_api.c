@@ -204,9 +204,8 @@ static int unread(const lcx_log *l, uint64_t *next, uint64_t *count) {
     if (at == 0) return LC_E_OWNER;
     uint64_t appended = lc_load_acquire(&l->root->appended); /* order: log-see */
     *next = at - 1;
-    *count = appended - *next;
-    bool sound = !(at & LCX_LOG_JOINING) && *next <= appended && *count <= l->capacity;
-    return sound ? LC_OK : LC_E_CORRUPT;
+    *count = appended - *next; /* wraps for a cursor above, or of who has not joined to the end */
+    return *count <= l->capacity ? LC_OK : LC_E_CORRUPT;
 }
 
 static int read_some(const lcx_log *l, uint8_t *out, uint64_t room, uint32_t *lengths,
