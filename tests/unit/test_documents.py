@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,25 @@ def test_transformers(made: list[Any], segment_name: str) -> None:
     assert len(made) == 1
     assert space["reused"] == 0
     assert space["cache"].peek(space["cache"].hash_pages(space["output"][0].tolist())) == 4
+
+
+def test_metrics(made: list[Any], segment_name: str) -> None:
+    space = run("docs/guides/metrics.md", segment_name)
+    try:
+        port = space["server"].server_port
+        asked = HTTPConnection("127.0.0.1", port, timeout=60)
+        asked.request("GET", "/metrics")
+        served = asked.getresponse().read().decode()
+        asked.close()
+    finally:
+        space["server"].shutdown()
+        space["server"].server_close()
+        space["thread"].join(60)
+        space["counters"].close()
+    document = (ROOT / "docs/guides/metrics.md").read_text()
+    families = set(re.findall(r"^# TYPE lightcache_(\w+) ", served, re.MULTILINE))
+    assert families == set(re.findall(r"`lightcache_(\w+)`", document))
+    assert f'lightcache_requests_total{{cache="{segment_name}",service="chat"}} 1.0' in served
 
 
 @pytest.mark.parametrize("document", ["README.md", *sorted(DOCUMENTS)])

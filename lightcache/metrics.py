@@ -1,0 +1,238 @@
+"""Figures of a cache for Prometheus (extra: `pip install lightcache[metrics]`).
+
+    prometheus_client.REGISTRY.register(CacheMetrics(cache, counters))
+
+Only this module imports prometheus_client. What is served, and how: docs/guides/metrics.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Protocol, TypeVar
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from lightcache.cache import Cache
+from lightcache.errors import ConfigError, LightcacheError
+from lightcache.manager.device import DeviceTier
+from lightcache.manager.statistics import ManagerStats
+from lightcache.page_index import PageIndex
+from lightcache.shm import ClientInfo, ClientState
+from lightcache.shm.layout import LOCK_OFFSET, LockRecord
+from lightcache.snapshot import IndexStats
+
+_K = TypeVar("_K", bound=tuple[str, ...])
+
+# Fields of `ManagerStats` that are one metric with a label; the others are a metric each.
+_TOKENS = {"device": "device_tokens", "host": "host_tokens", "storage": "storage_tokens"}
+_MOVED = {"load": "loads", "offload": "offloads"}
+_FAILED = {"load": "failed_loads", "offload": "failed_offloads"}
+_PAGES = {"load": "loaded_pages", "offload": "offloaded_pages"}
+_LABELLED = frozenset(
+    name for group in (_TOKENS, _MOVED, _FAILED, _PAGES) for name in group.values()
+)
+
+_SAID = {
+    "requests": "Requests taken.",
+    "hit_requests": "Requests with any token that need not be computed.",
+    "prompt_tokens": "Tokens of all prompts.",
+    "below_break_even": "Tokens found on the host and computed all the same: so few load slower.",
+    "cut_items": "Matches cut back to the start of a multimodal item.",
+    "absent_pages": "Pages looked for on the host and not there; failures are counted apart.",
+    "no_room_pages": "Pages to be written to the host for which there was no room.",
+    "duplicates": "Device blocks whose content another one had already.",
+    "device_evictions": "Device blocks evicted.",
+    "demotions": "Device blocks that went to the host for want of room.",
+    "kept_by_match": "Blocks to be demoted that a request came for meanwhile.",
+    "dropped": "Blocks and pages dropped on request.",
+    "waits": "Requests that waited for another one's prefix.",
+    "errors": "Calls that failed and were answered as a miss.",
+}
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """What is served of one index."""
+
+    stats: IndexStats
+    lock: LockRecord
+    clients: tuple[ClientInfo, ...]
+
+
+class Totals(Protocol):
+    """What a manager's figures are asked of, such as `NodeCounters`."""
+
+    def total(self) -> ManagerStats:
+        """All that was counted so far; every figure only rises."""
+
+
+class CacheMetrics(Collector):
+    """A collector for a registry of prometheus_client. One for each registry and cache.
+
+    Scraping takes no lock of the cache and waits for nobody. A cache that is closed or was replaced
+    is a `lightcache_up` of 0, and never a failed scrape.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        counters: Totals | None = None,
+        device: DeviceTier | PageIndex | None = None,
+        labels: Mapping[str, str] | None = None,
+    ) -> None:
+        """Nothing is read yet.
+
+        Args:
+            cache: read-only will do.
+            counters: the managers' figures; None: they are not served.
+            device: whose blocks are served as those of tier "device"; None: nobody's.
+            labels: for every metric, beside `cache`, the cache's name.
+
+        Raises:
+            ConfigError: a label that the metrics have themselves.
+        """
+        self._cache, self._counters, self._device = cache, counters, device
+        self._labels = {"cache": cache.name, **(labels or {})}
+        own = {"cache", "tier", "state", "role", "direction", "part"} & (labels or {}).keys()
+        if own:
+            raise ConfigError(
+                f"labels: {', '.join(sorted(own))} are the metrics' own; choose other names"
+            )
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics as they are now; those of a part that cannot be read are left out."""
+        read, found = {"host": _read(self._cache.index)}, self._total()
+        device = self._device.index if isinstance(self._device, DeviceTier) else self._device
+        if device is not None:
+            read["device"] = _read(device)
+        up = {(tier,): float(one is not None) for tier, one in read.items()}
+        if self._counters is not None:
+            up["counters",] = float(found is not None)
+        yield self._gauge("up", "Whether this part could be read.", up, "part")
+        tiers = {tier: one for tier, one in read.items() if one is not None}
+        if tiers:
+            yield from self._pages(tiers)
+            yield from self._locks(tiers)
+            yield self._clients(tiers)
+        if found is not None:
+            yield from self._figures(found)
+
+    def _total(self) -> ManagerStats | None:
+        with contextlib.suppress(LightcacheError):
+            return self._counters.total() if self._counters is not None else None
+        return None
+
+    # ---- metrics of one kind
+
+    def _gauge(self, name: str, said: str, values: Mapping[_K, float], *labels: str) -> Metric:
+        """`values` by the values of `labels`."""
+        metric = GaugeMetricFamily(f"lightcache_{name}", said, labels=[*self._labels, *labels])
+        for more, value in values.items():
+            metric.add_metric([*self._labels.values(), *more], value)
+        return metric
+
+    def _counter(self, name: str, said: str, values: Mapping[_K, float], *labels: str) -> Metric:
+        """The same; `_total` is put behind the name."""
+        metric = CounterMetricFamily(f"lightcache_{name}", said, labels=[*self._labels, *labels])
+        for more, value in values.items():
+            metric.add_metric([*self._labels.values(), *more], value)
+        return metric
+
+    # ---- indices: the host's, and the device's
+
+    def _clients(self, tiers: Mapping[str, _Reading]) -> Metric:
+        clients = Counter(
+            (tier, client.role, _life(client))
+            for tier, one in tiers.items()
+            for client in one.clients
+        )
+        said = "Processes that have a slot: alive, dead and not yet reaped, or in quarantine."
+        return self._gauge("clients", said, clients, "tier", "role", "state")
+
+    def _pages(self, tiers: Mapping[str, _Reading]) -> Iterator[Metric]:
+        stats = {tier: one.stats for tier, one in tiers.items()}
+        states = {
+            (tier, state): float(number)
+            for tier, found in stats.items()
+            for state, number in (
+                ("free", found.free),
+                ("writing", found.writing),
+                ("ready", found.ready),
+                ("doomed", found.doomed),
+                ("ungrown", found.pages - found.grown),
+            )
+        }
+        yield self._gauge(
+            "pages", "Pages by state; ungrown: no memory yet.", states, "tier", "state"
+        )
+        for name, field, said in (
+            ("capacity_pages", "pages", "Pages there can be."),
+            ("evictable_pages", "evictable", "Ready pages on which nothing hangs."),
+            ("reservations", "reservations", "Reservations not yet over."),
+            ("tickets", "tickets", "Tickets outstanding."),
+        ):
+            values = {(tier,): float(getattr(found, field)) for tier, found in stats.items()}
+            yield self._gauge(name, said, values, "tier")
+        clocks = {(tier,): float(found.clock) for tier, found in stats.items()}
+        yield self._counter("uses", "Matches and reservations.", clocks, "tier")
+        size = {(): float(self._cache.page_bytes)}
+        yield self._gauge("page_bytes", "Bytes of a page of the host.", size)
+
+    def _locks(self, tiers: Mapping[str, _Reading]) -> Iterator[Metric]:
+        locks = {tier: one.lock for tier, one in tiers.items()}
+        for name, field, unit, said in (
+            ("lock_takings", "acquisitions", 1, "Times that the lock was taken."),
+            ("lock_waits", "contended", 1, "Takings that had to wait."),
+            ("lock_wait_seconds", "wait_ns", 1e-9, "Time spent waiting for the lock."),
+            ("lock_hold_seconds", "hold_ns", 1e-9, "Time that the lock was held."),
+            ("lock_recoveries", "recoveries", 1, "Holders that died and were cleared up behind."),
+            ("lock_undone_words", "undone_words", 1, "Stores of dead holders that were undone."),
+        ):
+            values = {(tier,): getattr(lock, field) * unit for tier, lock in locks.items()}
+            yield self._counter(name, said, values, "tier")
+        longest = {(tier,): lock.hold_max_ns * 1e-9 for tier, lock in locks.items()}
+        yield self._gauge("lock_hold_max_seconds", "Longest that it was held.", longest, "tier")
+
+    # ---- the managers' figures
+
+    def _figures(self, found: ManagerStats) -> Iterator[Metric]:
+        def each(names: Mapping[str, str], unit: int = 1) -> dict[tuple[str, ...], float]:
+            return {(label,): getattr(found, name) * unit for label, name in names.items()}
+
+        hits = "Tokens that were not computed, by where they were found."
+        yield self._counter("hit_tokens", hits, each(_TOKENS), "tier")
+        moved = "Transfers between host and device that went well."
+        yield self._counter("transfers", moved, each(_MOVED), "direction")
+        yield self._counter("failed_transfers", "Those that did not.", each(_FAILED), "direction")
+        yield self._counter("transferred_pages", "Pages moved.", each(_PAGES), "direction")
+        size = each(_PAGES, self._cache.page_bytes)
+        said = "Bytes of the pages moved, those of parts left out included."
+        yield self._counter("transferred_bytes", said, size, "direction")
+        for name in (each.name for each in fields(found)):
+            if name not in _LABELLED:
+                said = _SAID.get(name, f"The managers' {name.replace('_', ' ')}.")
+                yield self._counter(name, said, {(): float(getattr(found, name))})
+
+
+def _read(index: PageIndex) -> _Reading | None:
+    """An index's figures, each of some instant of the call; None: closed, replaced or damaged."""
+    with contextlib.suppress(LightcacheError), index.segment.busy():
+        where = index.segment.address + LOCK_OFFSET
+        lock = LockRecord.from_buffer_copy(ctypes.string_at(where, ctypes.sizeof(LockRecord)))
+        return _Reading(index.stats(), lock, tuple(index.clients()))
+    return None
+
+
+def _life(client: ClientInfo) -> str:
+    if client.state is ClientState.QUARANTINE:
+        return "quarantine"
+    return "alive" if client.alive else "dead"
+
+
+__all__ = ["CacheMetrics", "Totals"]

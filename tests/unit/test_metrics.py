@@ -1,0 +1,236 @@
+"""Figures of a cache as a registry of prometheus_client has them."""
+
+import os
+from dataclasses import fields
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from support.keys import keys
+
+from lightcache import Cache, ConfigError, PageIndex
+from lightcache.manager.counters import NodeCounters
+from lightcache.manager.device import DeviceTier
+from lightcache.manager.statistics import ManagerStats
+from lightcache.metrics import CacheMetrics
+from lightcache.shm.layout import LOCK_OFFSET, LockRecord
+
+PAGES, PAGE_BYTES = 8, 4096
+
+
+@pytest.fixture
+def cache(segment_name):
+    how = {"pages": PAGES, "page_bytes": PAGE_BYTES, "fingerprint": "f", "secret": b"s" * 16}
+    with Cache.create(segment_name, **how, role="engine") as made:
+        made.pool.prefault()
+        yield made
+
+
+def registered(*arguments, **more):
+    registry = CollectorRegistry(auto_describe=True)
+    registry.register(CacheMetrics(*arguments, **more))
+    return registry
+
+
+class Values:
+    """Samples of one scrape: `values(name, label=value)`, with `lightcache_` left out."""
+
+    def __init__(self, registry, cache):
+        self._name = cache.name
+        self.text = generate_latest(registry).decode()
+        families = list(text_string_to_metric_families(self.text))
+        self.samples = {
+            (sample.name, frozenset(sample.labels.items())): sample.value
+            for family in families
+            for sample in family.samples
+        }
+        self.families = {family.name: family for family in families}
+
+    def __call__(self, name, **labels):
+        labels = {"cache": self._name, **labels}
+        return self.samples[f"lightcache_{name}", frozenset(labels.items())]
+
+    def states(self, tier="host"):
+        return {
+            s: self("pages", tier=tier, state=s) for s in ("free", "writing", "ready", "doomed")
+        }
+
+
+def publish(index, *path):
+    with index.reserve(keys(*path)) as reservation:
+        reservation.publish()
+
+
+def test_pages_by_state(cache):
+    registry = registered(cache)
+    publish(cache, 1, 2)
+    with cache.reserve(keys(3)) as writing, cache.match(keys(1, 2)):
+        values = Values(registry, cache)
+        assert values.states() == {"free": 5, "writing": 1, "ready": 2, "doomed": 0}
+        assert values("pages", tier="host", state="ungrown") == 0
+        assert values("capacity_pages", tier="host") == PAGES
+        assert values("evictable_pages", tier="host") == 1, "the prefix is not"
+        assert values("reservations", tier="host") == 1
+        assert values("page_bytes") == PAGE_BYTES
+        assert values("uses_total", tier="host") == cache.stats().clock == 3
+        writing.publish()
+    values = Values(registry, cache)
+    assert values.states() == {"free": 5, "writing": 0, "ready": 3, "doomed": 0}
+    publish(cache, 4)
+    us = [cache.client_id]
+    with cache.match(keys(4)) as lease, lease.ticket(us), lease.ticket(us), lease.ticket(us):
+        cache.clear()
+        values = Values(registry, cache)
+        assert values("tickets", tier="host") == 3
+        assert values.states() == {"free": 7, "writing": 0, "ready": 0, "doomed": 1}
+
+
+def test_pages_without_memory(segment_name):
+    """They are a state of their own: the states add up to the capacity."""
+    with PageIndex.create(segment_name + "-d", pages=9, grown=4) as device:
+        how = {"pages": PAGES, "page_bytes": PAGE_BYTES, "fingerprint": "f", "secret": b"s" * 16}
+        with Cache.create(segment_name, **how, grow=False) as cache:
+            values = Values(registered(cache, device=device), cache)
+            assert values("pages", tier="device", state="ungrown") == 5
+            assert values("pages", tier="device", state="free") == 4
+            for tier in ("host", "device"):
+                ungrown = values("pages", tier=tier, state="ungrown")
+                total = sum(values.states(tier).values()) + ungrown
+                assert total == values("capacity_pages", tier=tier)
+
+
+def test_the_lock(cache):
+    registry = registered(cache)
+    before = Values(registry, cache)
+    publish(cache, 1)
+    values = Values(registry, cache)
+    taken = values("lock_takings_total", tier="host") - before("lock_takings_total", tier="host")
+    assert taken >= 1
+    record = LockRecord.from_address(cache.index.segment.address + LOCK_OFFSET)
+    record.contended, record.recoveries, record.undone_words = 5, 6, 7
+    record.wait_ns, record.hold_ns, record.hold_max_ns = 1_500_000_000, 2_500_000_000, 500_000_000
+    values = Values(registry, cache)
+    assert values("lock_waits_total", tier="host") == 5
+    assert values("lock_recoveries_total", tier="host") == 6
+    assert values("lock_undone_words_total", tier="host") == 7
+    assert values("lock_wait_seconds_total", tier="host") == pytest.approx(1.5)
+    assert values("lock_hold_seconds_total", tier="host") == pytest.approx(2.5)
+    assert values("lock_hold_max_seconds", tier="host") == pytest.approx(0.5)
+
+
+def test_clients_by_role(cache):
+    pid = os.fork()
+    if pid == 0:
+        Cache.attach(cache.name, secret=b"s" * 16, role='wor"ker\n')
+        os.kill(os.getpid(), 9)
+    os.waitpid(pid, 0)
+    registry = registered(cache)
+    with Cache.attach(cache.name, secret=b"s" * 16, role="engine"):
+        values = Values(registry, cache)
+        assert values("clients", tier="host", role="engine", state="alive") == 2
+        assert values("clients", tier="host", role='wor"ker\n', state="dead") == 1
+    cache.reap()
+    values = Values(registry, cache)
+    assert values("clients", tier="host", role="engine", state="alive") == 1
+    assert [name for name, _ in values.samples].count("lightcache_clients") == 1
+
+
+def test_the_managers_figures(cache):
+    with NodeCounters.open(cache) as counters, NodeCounters.open(cache) as others:
+        registry = registered(cache, counters)
+        counters.add(requests=3, hit_requests=2, device_tokens=10, host_tokens=20)
+        others.add(requests=4, storage_tokens=30, prompt_tokens=100, absent_pages=5)
+        counters.add(loads=1, loaded_pages=6, offloads=2, offloaded_pages=7)
+        counters.add(failed_loads=8, failed_offloads=9, device_evictions=11, no_room_pages=12)
+        values = Values(registry, cache)
+        tiers = [values("hit_tokens_total", tier=tier) for tier in ("device", "host", "storage")]
+        assert tiers == [10, 20, 30]
+        assert values("requests_total") == 7
+        assert values("hit_requests_total") == 2
+        assert values("prompt_tokens_total") == 100
+        assert values("device_evictions_total") == 11
+        for direction, over, pages, failed in (("load", 1, 6, 8), ("offload", 2, 7, 9)):
+            assert values("transfers_total", direction=direction) == over
+            assert values("failed_transfers_total", direction=direction) == failed
+            assert values("transferred_pages_total", direction=direction) == pages
+            assert values("transferred_bytes_total", direction=direction) == pages * PAGE_BYTES
+        assert (values("absent_pages_total"), values("no_room_pages_total")) == (5, 12)
+        values.families["lightcache_absent_pages"].documentation.index("failures are counted apart")
+
+
+def test_every_figure_is_served(cache):
+    """Also one that a later release counts: each raised alone moves some sample."""
+    with NodeCounters.open(cache) as counters:
+        registry = registered(cache, counters)
+        for field in fields(ManagerStats):
+            before = Values(registry, cache).samples
+            counters.add(**{field.name: 1})
+            after = Values(registry, cache).samples
+            moved = {name for name, _ in after if before[name, _] != after[name, _]}
+            assert moved, field.name
+
+
+def test_names_are_as_prometheus_wants_them(cache):
+    with NodeCounters.open(cache) as counters:
+        values = Values(registered(cache, counters, device=cache.index), cache)
+        assert len(values.families) > 30
+        for family in values.families.values():
+            assert family.name.startswith("lightcache_")
+            assert family.documentation.endswith(".")
+            assert family.type in ("counter", "gauge")
+            for sample in family.samples:
+                assert sample.name.endswith("_total") == (family.type == "counter")
+
+
+def test_labels(cache):
+    values = Values(registered(cache, labels={"model": "llama"}), cache)
+    assert values("up", part="host", model="llama") == 1
+    assert all(("model", "llama") in labels for _, labels in values.samples)
+    with pytest.raises(ConfigError, match="labels: role, tier"):
+        CacheMetrics(cache, labels={"tier": "x", "role": "y", "model": "z"})
+
+
+def test_a_reader_serves_them(cache):
+    with Cache.attach(cache.name, readonly=True) as reader:
+        assert Values(registered(reader), reader)("capacity_pages", tier="host") == PAGES
+
+
+def test_a_part_that_is_gone_leaves_the_others(segment_name):
+    how = {"pages": PAGES, "page_bytes": PAGE_BYTES, "fingerprint": "f", "secret": b"s" * 16}
+    cache = Cache.create(segment_name, **how)
+    counters = NodeCounters.open(cache)
+    device = DeviceTier(segment_name + "-d", block_tokens=16, blocks=5)
+    registry = registered(cache, counters, device)
+    parts = ("host", "device", "counters")
+
+    def up():
+        values = Values(registry, cache)
+        return values, [values.samples.get(key(part)) for part in parts]
+
+    def key(part):
+        return "lightcache_up", frozenset({"cache": segment_name, "part": part}.items())
+
+    values, found = up()
+    assert found == [1, 1, 1]
+    assert values("capacity_pages", tier="device") == 5
+    device.index.close()
+    values, found = up()
+    assert found == [1, 0, 1]
+    device.index = None
+    values, found = up()
+    assert found == [1, None, 1], "how many blocks there are is not known: no fault"
+    assert values("capacity_pages", tier="host") == PAGES
+    counters.close()
+    values, found = up()
+    assert found == [1, None, 0]
+    assert "requests_total" not in values.text
+    cache.close()
+    values, found = up()
+    assert found == [0, None, 0]
+    assert len(values.samples) == 2
+
+
+def test_two_of_them_in_one_registry_are_refused(cache):
+    registry = registered(cache)
+    with pytest.raises(ValueError, match="Duplicated"):
+        registry.register(CacheMetrics(cache))
