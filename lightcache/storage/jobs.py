@@ -38,6 +38,8 @@ class Job:
         """Jobs of one request stand together in the queue."""
         self.stopping = False
         """Begin nothing more; what was done counts."""
+        self.kept: Deadline | None = None
+        """Of a job that holds pages: until when it waits for `publish`."""
         self._lock = threading.RLock()
         self._given_up = False
         task._job = self

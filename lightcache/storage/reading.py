@@ -8,6 +8,7 @@ second way of filling pages.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 from lightcache import _arguments
@@ -59,8 +60,8 @@ class ReadJob(Job):
         at = max(self._start, cache.peek(self._keys, namespace=self._namespace))
         task._count(present=at - self._start)
         task._reach(at - self._start)
-        found = self.tier._contains(self, self._keys[at:])
-        end = at + found
+        rest = self._keys[at:]
+        end = at + (self.tier._contains(self, rest) if len(rest) else 0)
         task._count(absent=len(self._keys) - end)
         while at < end and not self.stopping:
             group_end = min(at + self.tier.group, end)
@@ -85,12 +86,9 @@ class ReadJob(Job):
             elif (good := self._read(reservation)) < len(reservation.new):
                 end = int(reservation.new[good])
             else:
+                end = self._with_room(end, reservation)
                 self._publish(first, end, reservation)
                 loaded += good
-                if len(reservation.missing):
-                    self.task._count(no_room=len(reservation.missing))
-                    self.task._say(f"no room in the cache: {reservation.why}")
-                    end = int(reservation.missing[0])
                 busy = busy[busy < end]
                 self._let_go()
                 if not len(busy) or self.tier.busy == "skip":
@@ -130,6 +128,14 @@ class ReadJob(Job):
         self.task._say(result.reason)
         return result.prefix
 
+    def _with_room(self, end: int, reservation: Reservation) -> int:
+        missing = reservation.missing  # no page in front of these is
+        if not len(missing):
+            return end
+        self.task._count(no_room=len(missing))
+        self.task._say(f"no room in the cache: {reservation.why}")
+        return int(missing[0])
+
     def _publish(self, first: int, end: int, reservation: Reservation) -> None:
         with self._lock:
             self.check()
@@ -166,10 +172,8 @@ class ReadJob(Job):
         if policy == "wait":
             self.task.wait()
         elif policy == "deadline":
-            try:
+            with contextlib.suppress(WaitTimeout):
                 self.task.wait(self._soft.left)
-            except WaitTimeout:
-                self.stopping = True
         self.stopping = True
 
     def _abandon(self) -> None:

@@ -10,15 +10,13 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from lightcache.errors import LightcacheError, StorageError
+from lightcache.storage.arguments import Clock, Deadline
 from lightcache.storage.breaker import Breaker, log
 from lightcache.storage.jobs import Job, Stopped
 from lightcache.storage.queueing import JobQueue
-
-if TYPE_CHECKING:
-    from lightcache.storage.arguments import Clock
 
 R = TypeVar("R")
 RETRY = 0.5  # seconds until pages that could not be given back (LockTimeout) are tried again
@@ -117,7 +115,9 @@ class Crew:
         """Remember that a job has pages for `publish`."""
         if job.holds:
             with self.changed:
+                job.kept = Deadline(job.tier.timeout, self._clock)
                 self.holding.add(job)
+                self.changed.notify_all()
             if job._given_up:  # cancelled by somebody who did not see it among these
                 with self.changed:
                     self.holding.discard(job)
@@ -204,6 +204,7 @@ class Crew:
         now = self._clock()
         pauses = [call.end - now for call in self.calls if not call.overdue]
         pauses += [job.deadline.left for job in self.queue.jobs()]
+        pauses += [job.kept.left for job in self.holding if job.kept is not None]
         pauses += [RETRY] if self._owed else []
         return max(0.001, min(pauses)) if pauses else None
 
@@ -218,12 +219,17 @@ class Crew:
             late = [job for job in late if self.queue.remove(job)]
             self.running.update(late)  # until they are finished: nobody takes us for idle
             owed, self._owed = self._owed, []
+            kept = [job for job in self.holding if job.kept is not None and job.kept.passed]
+            self.holding.difference_update(kept)
             self.tally["timeouts"] += len(overdue)
         for call in overdue:
             self._give_up_call(call)
         for job in late:
             self.finish(job, f"{job.deadline.reason}, all of it in the queue", failed=True)
-        for job in owed:
+        for job in kept:
+            job.task._say("nobody published what was held, so it was given back")
+            self.abandon(job.give_up)
+        for job in (*kept, *owed):
             self.let_go(job)
 
     def _give_up_call(self, call: Call) -> None:

@@ -12,6 +12,7 @@ from lightcache.errors import ConfigError, LayoutMismatch
 from lightcache.hashing import Tokens
 from lightcache.leases import Lease
 from lightcache.namespaces import Namespace
+from lightcache.shm.codes import Code, check
 from lightcache.storage.admission import SeenKeys
 from lightcache.storage.arguments import Clock, Deadline
 from lightcache.storage.breaker import Breaker
@@ -79,7 +80,10 @@ class StorageTier(RunningTier):
         Raises:
             ConfigError: an argument out of range; `min_tokens` for a cache without page_tokens.
             LayoutMismatch: the storage was opened for pages of another size or fingerprint.
+            PermissionDenied: the cache is attached read-only.
         """
+        if cache.index.readonly:
+            check(Code.READONLY, "use a storage tier")
         _fitting(cache, storage)
         for name, value, choices in (
             ("read_policy", read_policy, get_args(ReadPolicy)),
@@ -219,7 +223,8 @@ class StorageTier(RunningTier):
             start: first key that the cache does not have, usually `len(lease)`.
             hold: make nothing ready: `StorageTask.publish` does that, or `cancel` gives the pages
                 back. For ranks that agree on how many pages all of them could read. Until then
-                others see these keys as being written. One process of each cache does this.
+                others see these keys as being written, but for no longer than the tier's `timeout`
+                behind the end of the task. One process of each cache does this.
             timeout: seconds; None: the tier's.
 
         Raises:

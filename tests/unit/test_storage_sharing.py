@@ -161,6 +161,56 @@ def test_holding_and_giving_back(cache: Cache) -> None:
     assert sound(cache, KEYS) == 20
 
 
+def test_what_nobody_publishes_goes_back_by_itself(cache: Cache) -> None:
+    now = [0.0]
+    tier, task = held(cache, timeout=10.0, clock=lambda: now[0])
+    with tier:
+        now[0] = 9.0
+        tier.poll()
+        assert cache.stats().writing == 20
+        now[0] = 10.0
+        tier.poll()
+        assert cache.check().pins == cache.stats().ready == 0
+        assert "nobody published" in task.result.reasons[0]
+        with pytest.raises(ConfigError):
+            task.publish(20)
+
+
+def test_what_nobody_publishes_goes_back_by_real_time(cache: Cache, wait_until: Any) -> None:
+    tier, _ = held(cache, timeout=1.0)
+    with tier:
+        wait_until(lambda: cache.stats().writing == 0, "the pages that were held")
+
+
+def test_holding_in_a_cache_that_is_full(cache: Cache) -> None:
+    storage = Recorder(StorageSpec.of(cache))
+    store(storage, KEYS)
+    most = make_keys(84, seed=5)
+    fill(cache, most)
+    with cache.match(most) as lease:
+        assert len(lease) == 84
+        tier, task = held(cache, storage)
+        with tier:
+            assert (task.result.prefix, task.result.no_room) == (12, 4)
+            storage.calls.clear()
+            assert task.publish(12).over  # nothing is read again
+            assert storage.calls == []
+            assert sound(cache, KEYS) == 12
+
+
+def test_cancelling_just_before_pages_are_held(cache: Cache) -> None:
+    class Overtaken(set[Any]):
+        def add(self, job: Any) -> None:
+            job.give_up()  # as `cancel` does, which then looks here and does not find it
+            super().add(job)
+
+    with StorageTier(cache, full(cache)) as tier:
+        tier._crew.holding = Overtaken()
+        tier.prefetch(KEYS, hold=True).wait(60.0)
+        assert cache.check().pins == 0
+        assert not tier._crew.holding
+
+
 def test_only_what_was_held_can_be_published(cache: Cache) -> None:
     fill(cache, KEYS[:2])
     with StorageTier(cache, full(cache)) as tier:

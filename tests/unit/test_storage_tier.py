@@ -20,7 +20,7 @@ from support.storing import (
     stored,
 )
 
-from lightcache import Cache, ConfigError, LayoutMismatch, WaitTimeout
+from lightcache import Cache, ConfigError, LayoutMismatch, PermissionDenied, WaitTimeout
 from lightcache.storage import (
     MemoryStorage,
     StorageSpec,
@@ -124,7 +124,7 @@ def test_nothing_to_do(cache: Cache) -> None:
         result = tier.write(KEYS).wait()
         assert (result.skipped, result.reasons) == (20, ("nothing of it is in the cache",))
         assert tier.prefetch(KEYS).wait().absent == 20
-    assert [name for name, n in storage.calls if n] == ["contains"]
+    assert storage.calls == [("contains", 20)]
 
 
 # ---------------------------------------------------------------- what is worth writing
@@ -247,6 +247,12 @@ def test_a_storage_for_other_pages(cache: Cache) -> None:
     with pytest.raises(ConfigError, match="expected a Storage"):
         StorageTier(cache, {})  # type: ignore[arg-type]
     StorageTier(cache, MemoryStorage(StorageSpec(4096))).close()
+
+
+def test_a_cache_that_is_attached_read_only(cache: Cache) -> None:
+    with Cache.attach(cache.name, readonly=True, secret=b"a secret of tests") as reader:
+        with pytest.raises(PermissionDenied):
+            StorageTier(reader, empty(cache))
 
 
 def test_bad_calls(cache: Cache) -> None:
