@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -273,8 +272,11 @@ def test_pages_that_fail_one_by_one_are_no_failure_of_the_storage(cache: Cache) 
             tier.prefetch(KEYS, 1).wait(60.0)
         assert tier.stats().state == "closed"
     all_fail: Any = {"read": [Fault("delay", seconds=60.0)]}
-    slow = FlakyStorage(full(cache), script=all_fail, sleep=threading.Event().wait)
-    with StorageTier(cache, slow, failures=1, timeout=0.05, grace=60.0) as tier:
+    now = [0.0]
+    how: Any = {"clock": lambda: now[0]}
+    sleep = lambda seconds: now.__setitem__(0, now[0] + seconds)  # noqa: E731
+    slow = FlakyStorage(full(cache), script=all_fail, sleep=sleep, **how)
+    with StorageTier(cache, slow, failures=1, timeout=10.0, grace=60.0, **how) as tier:
         result = tier.prefetch(KEYS, 1).wait(60.0)
         assert result.failed == 16
         assert result.reasons[0].startswith("timed out")

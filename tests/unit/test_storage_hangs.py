@@ -51,10 +51,13 @@ def empty(cache: Cache) -> MemoryStorage:
 
 
 def test_a_read_that_hangs(cache: Cache) -> None:
+    now = [0.0]
     flaky = FlakyStorage(full(cache), script={"read": [None, Fault("hang", at=2)]})
-    tier = StorageTier(cache, flaky, group=4, timeout=0.05, grace=0.0)
+    tier = StorageTier(cache, flaky, group=4, timeout=10.0, grace=0.0, clock=lambda: now[0])
     task = tier.prefetch(KEYS)
     assert flaky.wait_hanging()
+    now[0] = 10.0
+    tier.poll()
     result = task.wait(60.0)
     assert task.state is FAILED
     assert result.loaded == 4
@@ -79,9 +82,12 @@ def test_a_read_that_hangs(cache: Cache) -> None:
 def test_a_write_that_hangs_keeps_its_pages_and_one_thread(cache: Cache) -> None:
     fill(cache, KEYS)
     flaky = FlakyStorage(empty(cache), script={"write": [Fault("hang", at=1)]})
-    tier = StorageTier(cache, flaky, timeout=0.05, grace=0.0)
+    now = [0.0]
+    tier = StorageTier(cache, flaky, timeout=10.0, grace=0.0, clock=lambda: now[0])
     task = tier.write(KEYS[:8])
-    task.wait(60.0)
+    assert flaky.wait_hanging()
+    now[0] = 10.0
+    tier.poll()
     assert task.state is FAILED
     assert tier.stats().stuck == 1
     assert cache.check().pins == 8
@@ -96,13 +102,14 @@ def test_a_write_that_hangs_keeps_its_pages_and_one_thread(cache: Cache) -> None
 
 def test_all_threads_hang(cache: Cache) -> None:
     flaky = FlakyStorage(full(cache), script={"read": [Fault("hang"), Fault("hang")]})
-    tier = StorageTier(cache, flaky, timeout=0.05, grace=0.0, threads=2)
+    now = [0.0]
+    tier = StorageTier(cache, flaky, timeout=10.0, grace=0.0, clock=lambda: now[0], threads=2)
     tasks = [tier.prefetch(KEYS[:2].copy()), tier.prefetch(KEYS[5:7].copy())]
     assert flaky.wait_hanging(2)
     tasks.append(tier.prefetch(KEYS[10:]))
     tasks.append(tier.write(KEYS))
-    for task in tasks:
-        task.wait(60.0)
+    now[0] = 10.0
+    tier.poll()
     assert [task.state for task in tasks] == [FAILED, FAILED, FAILED, FINISHED]
     assert "in the queue" in tasks[2].result.reasons[0]
     flaky.let_go()

@@ -102,8 +102,13 @@ def test_busy_keys_are_skipped(cache: Cache, other: Cache) -> None:
 
 
 def test_waiting_for_others_has_a_limit(cache: Cache, other: Cache) -> None:
-    with StorageTier(cache, full(cache), group=8) as tier, other.reserve(KEYS[:6], 2):
-        task = tier.prefetch(KEYS, timeout=0.05)
+    now = [0.0]
+    tier = StorageTier(cache, full(cache), group=8, clock=lambda: now[0])
+    with tier, other.reserve(KEYS[:6], 2):
+        task = tier.prefetch(KEYS, timeout=10.0)
+        while cache.peek(KEYS) < 2:
+            assert not task.over
+        now[0] = 10.0
         result = task.wait(60.0)
         assert result.prefix == 2
         assert result.busy == 4
@@ -233,9 +238,14 @@ def test_what_was_held_before_a_failure_counts(cache: Cache) -> None:
 @pytest.mark.parametrize("publish", [True, False])
 def test_what_was_held_before_a_call_hung(cache: Cache, publish: bool) -> None:
     flaky = FlakyStorage(full(cache), script={"read": [None, Fault("hang", at=1)]})
-    tier, task = held(cache, flaky, timeout=0.05, grace=0.0)
+    now = [0.0]
+    how: Any = {"timeout": 10.0, "grace": 0.0, "clock": lambda: now[0]}
+    tier = StorageTier(cache, flaky, group=8, **how)
+    task = tier.prefetch(KEYS, hold=True)
+    assert flaky.wait_hanging()
+    now[0] = 10.0
+    tier.poll()
     assert task.state is FAILED
-    assert flaky.hanging == 1
     if publish:
         task.publish(8).wait(60.0)
         assert sound(cache, KEYS) == 8
