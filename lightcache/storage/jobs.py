@@ -154,7 +154,6 @@ class WriteJob(Job):
     def release(self) -> None:
         """See `Job`."""
         with self._lock:
-            self._pinned = 0
             self._lease.__exit__(None, None, None)
 
 

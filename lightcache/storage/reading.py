@@ -16,7 +16,7 @@ from lightcache.errors import ConfigError, LightcacheError, WaitTimeout
 from lightcache.namespaces import Namespace
 from lightcache.reservations import Positions, Reservation
 from lightcache.storage.arguments import Deadline
-from lightcache.storage.jobs import Job, Stopped
+from lightcache.storage.jobs import Job
 from lightcache.storage.protocol import Keys, ReadStatus
 from lightcache.storage.tasks import StorageTask
 
@@ -47,7 +47,6 @@ class ReadJob(Job):
         self._hold = hold
         self._soft = Deadline(tier.read_seconds, tier.clock)
         self._reservation: Reservation | None = None
-        self._lost = False
         self._calling = False
         """The storage has the pages of the reservation."""
         self._held: list[tuple[int, int, Reservation]] = []
@@ -194,14 +193,8 @@ class ReadJob(Job):
     def lose(self) -> None:
         """See `Job`."""
         with self._lock:
-            self._lost = True
             if self._reservation is not None:
                 self._reservation._give_up()
-
-    def check(self) -> None:
-        """See `Job`."""
-        if self._given_up or self._lost:
-            raise Stopped
 
     @property
     def holds(self) -> bool:

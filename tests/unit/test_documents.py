@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.fake_driver import FakeDriver
+from support.storing import fill, make_cache
 
 import lightcache
 from lightcache import Cache
@@ -153,6 +154,14 @@ def test_metrics(made: list[Any], segment_name: str) -> None:
     families = set(re.findall(r"^# TYPE lightcache_(\w+) ", served, re.MULTILINE))
     assert families == set(re.findall(r"`lightcache_(\w+)`", document))
     assert f'lightcache_requests_total{{cache="{segment_name}",service="chat"}} 1.0' in served
+def test_storage(made: list[Any], segment_name: str) -> None:
+    with make_cache(segment_name) as cache:
+        keys = cache.hash_pages(list(range(1, 200)))
+        fill(cache, keys)
+        space = run("docs/guides/storage.md", segment_name, cache=cache, keys=keys)
+        assert space["task"].result.prefix == space["shortest"] == len(keys) == 12
+        assert space["tier"].stats().stored == 12
+        space["test_my_storage"](space["CHECKS"][0])
 
 
 @pytest.mark.parametrize("document", ["README.md", *sorted(DOCUMENTS)])

@@ -243,7 +243,18 @@ def test_a_storage_that_goes_on_failing_is_left_alone(cache: Cache, caplog: Any)
     assert "storage is disabled after 3 failures" in warnings[0].getMessage()
 
 
-def test_one_probe_at_a_time_and_a_hanging_one_fails(cache: Cache) -> None:
+def test_failures_count_in_a_row(cache: Cache) -> None:
+    fail = Fault("fail")
+    flaky = FlakyStorage(empty(cache), script={"contains": [fail, fail, None, fail, fail, fail]})
+    with StorageTier(cache, flaky, failures=3) as tier:
+        for _ in range(5):
+            tier.prefetch(KEYS).wait(60.0)
+            assert tier.stats().state == "closed"
+        tier.prefetch(KEYS).wait(60.0)
+        assert tier.stats().state == "open"
+
+
+def test_one_probe_at_a_time_and_a_hanging_one_fails(cache: Cache, wait_until: Any) -> None:
     now = [0.0]
     script: Any = {"contains": [Fault("fail"), Fault("hang")]}
     flaky = FlakyStorage(full(cache), script=script)
@@ -260,6 +271,8 @@ def test_one_probe_at_a_time_and_a_hanging_one_fails(cache: Cache) -> None:
         assert probe.state is FAILED
         assert tier.stats().state == "open"
         flaky.let_go()
+        wait_until(lambda: tier.stats().running == 0, "the probe to come back")
+        assert tier.stats().state == "open"  # too late to count
         now[0] = 20.0
         assert tier.prefetch(KEYS).wait(60.0).loaded == 20
 

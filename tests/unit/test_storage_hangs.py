@@ -13,6 +13,7 @@ from support.storing import (
     make_cache,
     nothing_is_held,
     sound,
+    store,
     stored,
 )
 
@@ -116,6 +117,18 @@ def test_all_threads_hang(cache: Cache) -> None:
     assert tier.close()
 
 
+def test_waiting_in_the_queue_has_a_limit(cache: Cache) -> None:
+    flaky = FlakyStorage(full(cache), script={"read": [Fault("hang")]})
+    with StorageTier(cache, flaky, threads=1) as tier:
+        running = tier.prefetch(KEYS)
+        assert flaky.wait_hanging()
+        queued = tier.prefetch(KEYS, timeout=0.05)
+        assert "in the queue" in queued.wait(60.0).reasons[0]
+        assert queued.state is FAILED
+        flaky.let_go()
+        assert running.wait(60.0).loaded == 20
+
+
 def test_a_call_that_comes_back_late_publishes_nothing(cache: Cache) -> None:
     now = [0.0]
     flaky = FlakyStorage(full(cache), script={"read": [Fault("hang", at=1)]})
@@ -174,6 +187,45 @@ def test_cancelling_a_write_ends_it_behind_the_call(cache: Cache) -> None:
         assert task.state is FAILED
         assert cache.check().pins == 0
     assert [n for what, n in storage.calls if what == "write"] == [4]
+
+
+@pytest.mark.parametrize("hold", [True, False])
+def test_cancelling_between_reading_and_publishing(cache: Cache, hold: bool) -> None:
+    with StorageTier(cache, full(cache)) as tier:
+        read: Any = tier._read
+
+        def cancelling(job: Any, *arguments: Any) -> Any:
+            result = read(job, *arguments)
+            job.cancel()
+            return result
+
+        tier._read = cancelling  # type: ignore[method-assign]
+        task = tier.prefetch(KEYS, hold=hold)
+        assert task.wait(60.0).reasons == ("cancelled",)
+        assert cache.check().pins == 0
+        assert cache.stats().ready == 0
+
+
+def test_cancelling_while_pages_are_reserved(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = Recorder(StorageSpec.of(cache))
+    store(storage, KEYS)
+    reserve = cache.index.reserve
+    with StorageTier(cache, storage) as tier:
+        storage.closed_gate_for = "contains"
+        storage.gate.clear()
+        task = tier.prefetch(KEYS)
+
+        def cancelling(*arguments: Any, **how: Any) -> Any:
+            made = reserve(*arguments, **how)
+            task.cancel()
+            return made
+
+        monkeypatch.setattr(cache.index, "reserve", cancelling)
+        storage.gate.set()
+        assert task.wait(60.0).reasons == ("cancelled",)
+        assert [what for what, _ in storage.calls] == ["write", "contains"]
+        assert cache.check().pins == 0
+        monkeypatch.undo()
 
 
 def test_closing_finishes_what_is_queued(cache: Cache) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from lightcache.storage import (
     TaskState,
 )
 from lightcache.storage.conformance import make_keys
+from lightcache.storage.queueing import JobQueue
 
 FINISHED, FAILED = TaskState.FINISHED, TaskState.FAILED
 KEYS = make_keys(20, seed=3)
@@ -85,6 +87,20 @@ def test_what_is_stored_is_not_written_again(cache: Cache) -> None:
     assert storage.calls == [
         *[("contains", 5), ("write", 5), ("contains", 9), ("write", 4), ("contains", 9)]
     ]
+
+
+def test_a_backend_cannot_write_to_what_it_is_to_store(cache: Cache) -> None:
+    seen: list[bool] = []
+
+    class Curious(MemoryStorage):
+        def write(self, keys: Any, buffers: Any, *, timeout: float) -> Any:
+            seen.extend(memoryview(each).readonly for each in buffers)
+            return super().write(keys, buffers, timeout=timeout)
+
+    fill(cache, KEYS[:3])
+    with StorageTier(cache, Curious(StorageSpec.of(cache))) as tier:
+        assert tier.write(KEYS[:3]).wait().stored == 3
+    assert seen == [True] * 3
 
 
 def test_only_what_the_cache_lacks_is_read(cache: Cache) -> None:
@@ -197,6 +213,20 @@ def test_calls_have_pages_of_one_request_and_reads_go_first(cache: Cache) -> Non
     ]
     for batch in storage.batches:
         assert len({any((key == row).all() for row in KEYS[10:13]) for key in batch}) == 1
+
+
+def test_a_write_that_was_put_back_is_next() -> None:
+    def job(kind: str, request: object) -> Any:
+        return SimpleNamespace(task=SimpleNamespace(kind=kind), request=request)
+
+    queue = JobQueue()
+    waiting, begun, read = job("write", "a"), job("write", "b"), job("read", None)
+    queue.put(waiting)
+    queue.put_back(begun)
+    queue.put(read)
+    assert sorted(map(id, queue.jobs())) == sorted(map(id, (waiting, begun, read)))
+    assert [queue.pop() for _ in range(4)] == [read, begun, waiting, None]
+    assert not queue.remove(begun)
 
 
 def test_a_task_waits_with_a_limit(cache: Cache) -> None:
