@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightcache.errors import ConfigError
 from lightcache.manager.prompts import Prompt
 
 if TYPE_CHECKING:
     from lightcache.manager.manager import KVCacheManager
+    from lightcache.storage.tasks import StorageTask
+    from lightcache.storage.worker import StorageTier
 
 
 def keep(manager: KVCacheManager, prompt: Prompt, kept: bool) -> dict[str, int]:
@@ -43,7 +45,7 @@ def drop(manager: KVCacheManager, prompt: Prompt, start: int) -> dict[str, int]:
     return _tokens(manager, gone)
 
 
-def prefetch(manager: KVCacheManager, prompt: Prompt, storage: Any) -> Any:
+def prefetch(manager: KVCacheManager, prompt: Prompt, storage: StorageTier | None) -> StorageTask:
     """Bring what storage has of a prompt to the host; its task."""
     if storage is None:
         raise ConfigError("prefetch: the manager has no storage; make it with storage=")

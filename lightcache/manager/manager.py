@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,6 +34,11 @@ from lightcache.manager.traffic import Traffic
 from lightcache.manager.weights import Weights, WeightsState
 from lightcache.manager.writing import Writer
 
+if TYPE_CHECKING:
+    from lightcache.costs import Costs
+    from lightcache.storage.tasks import StorageTask
+    from lightcache.storage.worker import StorageTier
+
 
 class KVCacheManager:
     """What a scheduler holds. One for each engine, or for each data-parallel rank of one; all of a
@@ -51,8 +56,8 @@ class KVCacheManager:
         mover: Mover,
         *,
         config: ManagerConfig | None = None,
-        costs: Any = None,
-        storage: Any = None,
+        costs: Costs | None = None,
+        storage: StorageTier | None = None,
         weights: str = "",
     ) -> None:
         """Everything stays the caller's to close, after the manager.
@@ -141,12 +146,16 @@ class KVCacheManager:
             self._planner.cancel(request)
 
     def take(self, request: Hashable) -> PrefixMatch:
-        """Begin a request: what was planned is its own from now on, and what has come since.
+        """Begin a request: what was planned is its own from now on, and what has come since. If
+        storage is being read for it, waits as the tier's `read_policy` says.
 
         Raises:
             LeaseLost: it was not planned, or its plan's time is over; plan it again.
             ConfigError: it runs already.
         """
+        reading = self._planner.reading(request)
+        if reading is not None:
+            reading.take()  # may wait; others go on
         with self._lock:
             if request in self._requests:
                 raise ConfigError(f"take: the request {request!r} runs already; release it first")
@@ -323,6 +332,7 @@ class KVCacheManager:
                 if one is None:
                     continue
                 self._planner.computed(one)
+                one.stored = publish
                 if publish:
                     self._guard.run(partial(self._writer.rest, one), _nothing)
                 ended.append(one)
@@ -411,7 +421,7 @@ class KVCacheManager:
         with self._lock:
             return hints.drop(self, prompt, start)
 
-    def prefetch(self, prompt: Prompt) -> Any:
+    def prefetch(self, prompt: Prompt) -> StorageTask:
         """Bring what storage has of a prompt to the host, before anybody asks. Returns its task."""
         with self._lock:
             return hints.prefetch(self, prompt, self._storage)

@@ -17,7 +17,10 @@ from lightcache.manager.prompts import Prompt
 from lightcache.manager.requests import Request, Space
 
 if TYPE_CHECKING:
+    from lightcache.costs import Costs
     from lightcache.manager.manager import KVCacheManager
+    from lightcache.storage.tasks import StorageTask
+    from lightcache.storage.worker import StorageTier
 
 
 @dataclass(eq=False)
@@ -40,7 +43,7 @@ class Planned:
     host_first: int = 0
     """Number of the first host page that is planned."""
     host_pages: int = 0
-    reading: Any = None
+    reading: StorageTask | None = None
     """The task that brings pages from storage, if one was begun."""
     on_host: bool = False
     """Whether anything was asked of the host."""
@@ -55,7 +58,9 @@ _NO_KEYS: Keys = np.zeros((0, 2), np.uint64)
 class Planner:
     """The plans of one manager. Its lock is around every call."""
 
-    def __init__(self, manager: KVCacheManager, costs: Any, storage: Any) -> None:
+    def __init__(
+        self, manager: KVCacheManager, costs: Costs | None, storage: StorageTier | None
+    ) -> None:
         """Nothing is planned yet."""
         self._manager, self._costs, self._storage = manager, costs, storage
         self._plans: dict[Hashable, Planned] = {}
@@ -224,7 +229,7 @@ class Planner:
         from_storage, pending = 0, False
         if plan.reading is not None:
             from_storage = min(host, int(plan.reading.pages_done) * tokens)
-            pending = not plan.reading.finished
+            pending = not plan.reading.over
         usable, why, cut = self._usable(plan, device, device + host)
         found = PrefixMatch(
             len(plan.prompt),
@@ -298,6 +303,11 @@ class Planner:
 
     # ---- taking
 
+    def reading(self, request: Hashable) -> StorageTask | None:
+        """What brings pages from storage for a plan; None: nothing does."""
+        plan = self._plans.get(request)
+        return plan.reading if plan is not None else None
+
     def take(self, request: Hashable) -> tuple[Planned, PrefixMatch, Lease | None, Lease | None]:
         """The plan, what can be used of it, and its pins on the device and the host.
 
@@ -314,10 +324,8 @@ class Planner:
         try:
             if manager.device.index is not None and len(plan.device_keys):
                 hit = manager.device.take(request)
-            if plan.host_pages:
+            if plan.on_host:
                 host = manager.host.index.take(request)
-            elif plan.on_host:
-                manager.host.index.cancel(request)
         except BaseException as error:
             for lease in (hit, host):
                 if lease is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -60,6 +61,7 @@ class Leaving:
     def _give_back(self, over: list[Request]) -> None:
         device = self._manager.device
         for one in over:
+            self._manager._guard.run(partial(self._manager._writer.store, one), _nothing)
             if one.hit is not None:
                 one.hit.release()
                 one.hit = None
@@ -68,6 +70,10 @@ class Leaving:
             kinds = np.concatenate([one.kind for one in over])
             device.unpin(tables[kinds == PINNED])
             device.free_blocks(tables[kinds == HELD])
+
+
+def _nothing() -> None:
+    pass
 
 
 __all__ = ["Leaving"]

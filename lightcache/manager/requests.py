@@ -106,6 +106,8 @@ class Request:
     total: int = 0
     """Tokens that are computed and accepted."""
     movements: list[Movement] = field(default_factory=list)
+    stored: bool = True
+    """Whether it goes to storage when it ends: not if it was aborted."""
 
     def note(self, total: int, new_tokens: Tokens | None) -> None:
         """More tokens are computed.

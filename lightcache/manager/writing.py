@@ -53,6 +53,17 @@ class Writer:
         elif one.space is not None and one.wishes.read:
             self._touch(one, one.space, max(full, one.written))
 
+    def store(self, one: Request) -> None:
+        """A request has ended and its copies are over: what the host has of it goes to storage. The
+        tier has rules of its own for what is worth it."""
+        storage, wishes, space = self._manager._storage, one.wishes, one.space
+        if storage is None or space is None or not wishes.write or "storage" not in wishes.tiers:
+            return
+        pages = one.publishable() // self._manager.page_tokens
+        if pages and one.stored and self._manager._weights.good(space):
+            keys = one.host_chain.keys[:pages]
+            storage.write(keys, one.id, tokens=one.total, namespace=space.host)
+
     def _touch(self, one: Request, space: Space, pages: int) -> None:
         keys = one.host_chain.keys[:pages]
         if self._manager._weights.good(space):

@@ -154,6 +154,8 @@ def test_metrics(made: list[Any], segment_name: str) -> None:
     families = set(re.findall(r"^# TYPE lightcache_(\w+) ", served, re.MULTILINE))
     assert families == set(re.findall(r"`lightcache_(\w+)`", document))
     assert f'lightcache_requests_total{{cache="{segment_name}",service="chat"}} 1.0' in served
+
+
 def test_storage(made: list[Any], segment_name: str) -> None:
     with make_cache(segment_name) as cache:
         keys = cache.hash_pages(list(range(1, 200)))

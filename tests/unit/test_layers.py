@@ -17,7 +17,15 @@ BELOW = {
     "lightcache.kernels": [ERRORS],
     "lightcache": ["lightcache.shm", "lightcache.kernels", ERRORS],
     "lightcache.storage": ["lightcache", "lightcache.shm", ERRORS],
+    "lightcache.manager": [
+        "lightcache.storage",
+        "lightcache",
+        "lightcache.shm",
+        "lightcache.kernels",
+        ERRORS,
+    ],
     "lightcache.connectors": [
+        "lightcache.manager",
         "lightcache.storage",
         "lightcache",
         "lightcache.shm",
@@ -26,6 +34,7 @@ BELOW = {
     ],
     "lightcache.tools": [
         "lightcache.connectors",
+        "lightcache.manager",
         "lightcache.storage",
         "lightcache",
         "lightcache.shm",
@@ -76,6 +85,7 @@ def test_imports_point_down(module, path):
         "lightcache.kernels.geometry",
         "lightcache.kernels.layouts",
         "lightcache.connectors",
+        "lightcache.manager",
         "lightcache.storage",
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from lightcache.manager import (
     Wishes,
     WritePolicy,
 )
+from lightcache.storage import StorageSpec, StorageTier, open_storage
 
 SECRET = b"a secret of tests"
 
@@ -40,6 +42,7 @@ class World:
         page: int = 4,
         pages: int = 32,
         cache: Cache | None = None,
+        storage: Any = None,
         **config: Any,
     ) -> None:
         self.own = cache is None
@@ -56,8 +59,13 @@ class World:
         self.device = kind(f"{name}.device", block_tokens=block, blocks=blocks)
         self.mover = StampedMover(self.cache, self.store)
         try:
+            self.tier = None if storage is None else StorageTier(self.cache, storage(self.cache))
             self.manager = KVCacheManager(
-                self.cache, self.device, self.mover, config=ManagerConfig(**config)
+                self.cache,
+                self.device,
+                self.mover,
+                config=ManagerConfig(**config),
+                storage=self.tier,
             )
         except BaseException:
             self.device.close()
@@ -68,6 +76,8 @@ class World:
         self.mover.finish()
         self.manager.close()
         self.device.close()
+        if self.tier is not None:
+            assert self.tier.close()
         if self.own:
             self.cache.close()
 
@@ -469,3 +479,42 @@ def test_fail_open(worlds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     manager.enable()
     world.run("d", tokens(18))
     assert world.run("e", tokens(18)).device == 16
+
+
+def memory(cache: Cache) -> Any:
+    """A storage in memory for this cache's pages."""
+    return open_storage("memory:?capacity=1MiB", spec=StorageSpec.of(cache))
+
+
+def test_what_the_host_lost_comes_from_storage(worlds: Any) -> None:
+    world = worlds(storage=memory)
+    prompt = Prompt(tokens(18))
+    world.run("a", prompt)
+    keys = prompt.keys(world.cache.key_spec())
+    while world.tier.storage.contains(keys, timeout=60) < 4:  # written behind the release
+        assert world.tier.stats().refused == 0
+    world.device.index.evict(32)
+    while world.cache.stats().ready:
+        world.cache.evict(32)  # the tier lets go of its pins a little later
+    match = world.manager.plan("b", prompt)
+    assert match.pending
+    assert world.manager.take("b") == replace(match, storage=16, usable=16, pending=False)
+    table = world.manager.allocate("b", 18)
+    world.manager.fetch("b").wait(60)
+    assert (world.store.read(table, 0, 16) == stamps_of(prompt.tokens)[:16]).all()
+    world.manager.release("b")
+    assert world.manager.stats().storage_tokens == 16
+
+
+def test_an_aborted_request_is_not_stored(worlds: Any) -> None:
+    world = worlds(storage=memory)
+    world.run("a", tokens(18), keep=True)
+    world.manager.release("a", publish=False)
+    assert world.tier.stats().stored == 0
+
+
+def test_prefetch_without_a_request(worlds: Any) -> None:
+    world = worlds(storage=memory)
+    assert world.manager.prefetch(Prompt(tokens(18))).wait(60).absent == 4
+    with pytest.raises(ConfigError, match="storage"):
+        worlds().manager.prefetch(Prompt(tokens(18)))
