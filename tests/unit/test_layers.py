@@ -24,6 +24,7 @@ BELOW = {
         "lightcache.kernels",
         ERRORS,
     ],
+    "lightcache.metrics": ["lightcache.manager", "lightcache", "lightcache.shm", ERRORS],
     "lightcache.connectors": [
         "lightcache.manager",
         "lightcache.storage",
@@ -34,6 +35,7 @@ BELOW = {
     ],
     "lightcache.tools": [
         "lightcache.connectors",
+        "lightcache.metrics",
         "lightcache.manager",
         "lightcache.storage",
         "lightcache",

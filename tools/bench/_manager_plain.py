@@ -89,7 +89,7 @@ class PlainManager:
     def __init__(self, blocks: int, pages: int, block_tokens: int) -> None:
         """Empty."""
         self.device, self.host, self.block = Tier(blocks), Tier(pages), block_tokens
-        self.plans: dict[Hashable, tuple[Prompt, list[int]]] = {}
+        self.plans: dict[Hashable, tuple[Prompt, list[bytes]]] = {}
         self.requests: dict[Hashable, Request] = {}
         self.hashes: dict[int, list[bytes]] = {}
 
