@@ -129,7 +129,7 @@ class Keeping(Attached):
         in pages, those kept before included.
 
         Nothing bounds what may be kept: a pool that is kept whole takes in nothing more. Takes the
-        lock, for 256 pages at a time; about 30 ns a page. After an error the beginning may be kept.
+        lock, for 256 pages at a time; about 20 ns a page. After an error the beginning may be kept.
 
         Raises:
             ConfigError: keys of another shape, dtype or layout.
@@ -158,7 +158,7 @@ class Keeping(Attached):
         Stops at the first that is pinned, kept, being written, or has something else hanging on it.
         Keys at the end whose pages are gone already are passed over. Returns how many pages went.
 
-        Takes the lock, for 256 pages at a time; about 100 ns a page. A namespace's `minimum` does
+        Takes the lock, for 256 pages at a time; about 50 ns a page. A namespace's `minimum` does
         not count here.
 
         Raises:
@@ -181,7 +181,7 @@ class Keeping(Attached):
         is listed when its children are gone: call again after `discard`. What is pinned, kept or
         promised to a namespace is left out, and counts as just used, as when eviction meets it.
 
-        Takes the lock, for 256 pages of work at a time; about 150 ns a page.
+        Takes the lock, for 256 pages of work at a time; 100 to 250 ns a page.
 
         Args:
             n: 0 to 4,096.
@@ -217,7 +217,7 @@ class Keeping(Attached):
         upward. Stay: those that somebody else pins, that were matched since `oldest` listed them,
         that are kept, and on which something else hangs. Returns how many went.
 
-        Takes the lock, for 256 pages at a time; about 150 ns a page. A namespace's `minimum` does
+        Takes the lock, for 256 pages at a time; about 250 ns a page. A namespace's `minimum` does
         not count here. In whatever order they stand, all are looked at.
 
         Args:
@@ -259,7 +259,7 @@ class Keeping(Attached):
         return int(going.progress.freed)
 
     def keys_of(self, pages: Pages) -> Keys:
-        """The keys of ready pages that we pin, uint64 of shape (n, 2). No lock; about 5 ns a page.
+        """The keys of ready pages that we pin, uint64 of shape (n, 2). No lock; about 20 ns a page.
 
         Raises:
             LeaseLost: one of them is not pinned by this client, or has no key: it is being

@@ -88,6 +88,7 @@ def _totals(found: Facts) -> RenderableType:
         *((name, f"{found[name]:,}  {percent(found[name], found['pages'])}") for name in states),
         ("accounting", holds),
         ("evictable", found["evictable"]),
+        ("kept", found["kept"]),
         ("outstanding", f"{found['reservations']} reservations, {found['tickets']} tickets"),
         ("hit rate", f"{percent(found['hit_pages'], looked)} of {looked:,} pages looked up"),
     ]

@@ -110,6 +110,7 @@ def totals(image: Image) -> Facts:
         "never_used": max(0, grown - used),
         **{name: number for name, number in state.items() if name != "free"},
         "evictable": root.queued,
+        "kept": root.kept,
         "accounting_holds": bool(equal and used == root.fresh and grown == root.grown),
         "ticket_pins": int(rows(image)[0].sum(dtype=np.int64)),
         "reservations": root.res_used,

@@ -44,4 +44,5 @@ def _page(found: npt.NDArray[Any], pins: npt.NDArray[np.uint16], page: int) -> F
         "parent": parent if valid else None,
         "children": int(record["children"]),
         "reservation": reservation - 1 if reservation else None,
+        "kept": bool(word & layout.KEPT),
     }

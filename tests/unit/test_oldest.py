@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from support.interrupts import interrupt
 from support.keys import keys, prompt
 
 from lightcache import (
@@ -312,3 +315,23 @@ def test_rights(index: PageIndex, segment_name: str) -> None:
             reader.discard(np.zeros(1, np.int32))
         with pytest.raises(PermissionDenied):
             reader.keys_of(np.zeros(1, np.int32))
+
+
+def test_an_interrupt_anywhere_leaks_nothing(index: PageIndex) -> None:
+    keep = 6
+    for at in itertools.count():
+        path(index, *range(1, keep + 1))
+
+        def list_and_discard() -> None:
+            with index.oldest(keep) as found:
+                index.discard(found)
+
+        interrupted = interrupt(list_and_discard, at)
+        gc.collect()
+        report = index.check()
+        assert report.clean, f"place {at}: {report.message}"
+        assert report.pins == 0, f"place {at}: {report.pins} pins are left"
+        if not interrupted:
+            break
+    assert at > 20
+    assert index.peek(keys(1)) == 0

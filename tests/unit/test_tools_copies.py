@@ -136,7 +136,8 @@ def test_dump_of_a_quiet_cache(run: Run, made: str) -> None:
 def test_dump_shows_who_holds_what(run: Run, made: str) -> None:
     with Cache.attach(made, secret=SECRET, role="[red]\x1b[31m", grow=False) as cache:
         keys = cache.hash_pages(np.arange(100))
-        tenant = cache.namespace("v2", "acme", quota=9)
+        tenant = cache.namespace("v2", "acme", quota=9, minimum=3)
+        assert cache.index.keep(keys[:2]) == 2
         with cache.match(keys) as lease, cache.reserve(cache.hash_pages(np.arange(7, 107))) as new:
             ticket = lease.ticket([cache.client_id], timeout=60.0)
             found = load(run, made)
@@ -153,9 +154,12 @@ def test_dump_shows_who_holds_what(run: Run, made: str) -> None:
     (shown_ticket,) = found["tickets"]
     assert (shown_ticket["pages"], shown_ticket["adopters"]) == (6, [client["slot"]])
     assert found["totals"]["ticket_pins"] == 6
-    assert {"v2"} == {
-        entry["weights"] for entry in found["namespaces"] if entry["tenant"] == "acme"
-    }
+    (space,) = (entry for entry in found["namespaces"] if entry["tenant"] == "acme")
+    assert (space["weights"], space["quota"], space["minimum"]) == ("v2", 9, 3)
+    assert found["totals"]["kept"] == 2
+    assert [page["kept"] for page in pages["pages"]] == [True, True] + [False] * 5
+    for word in ("kept", "minimum"):
+        assert word in shown
     assert tenant.id in [entry["namespace"] for entry in found["namespaces"]]
     assert (pages["in_use"], pages["shown"], len(pages["pages"])) == (12, 7, 7)
     first = pages["pages"][0]
