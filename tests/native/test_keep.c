@@ -200,6 +200,21 @@ static void discard_takes_only_pins_that_are_there(void) {
     tear_down();
 }
 
+/* Half of a branch: on each page hangs another, on the last one what is not among them. All pins are
+ * given back all the same. */
+static void discard_of_what_others_hang_on(void) {
+    set_up(64);
+    prompt_fill(&a, &p, 1, 10);
+    p.n = 5;
+    memset(&l, 0, sizeof l);
+    CHECK_EQ(match(&a, &p, &l), 5);
+    memset(l.pages + l.head.capacity, 0, 5 * sizeof(uint32_t));
+    CHECK_EQ(discard(), 0);
+    for (uint32_t i = 0; i < 5; i++) CHECK_EQ(pins_of(&a, (uint32_t)l.pages[i]), 0);
+    CHECK_EQ(evict(&b, 20), 10);
+    tear_down();
+}
+
 /* ------------------------------------------------------------------ somebody is faster */
 
 #ifdef LC_PAUSE_POINTS
@@ -301,6 +316,7 @@ const test keep_tests[] = {
     TEST(oldest_at_the_limit_of_pins),
     TEST(damage_changes_nothing),
     TEST(discard_takes_only_pins_that_are_there),
+    TEST(discard_of_what_others_hang_on),
 #ifdef LC_PAUSE_POINTS
     TEST(a_pin_in_the_middle_of_what_is_dropped),
     TEST(a_pin_in_the_middle_of_what_is_discarded),
