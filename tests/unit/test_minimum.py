@@ -111,6 +111,7 @@ def test_it_ends_with_clear(index: PageIndex) -> None:
     mine = index.namespace("w", minimum=PAGES)
     put(index, 1, 4, mine)
     index.clear(mine)
+    assert record(index, mine).minimum == 0
     assert put(index, 2, PAGES) == PAGES
     again = index.namespace("w")
     assert record(index, again).minimum == 0

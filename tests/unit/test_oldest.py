@@ -80,6 +80,17 @@ def test_the_parent_of_two_is_listed_behind_both(index: PageIndex) -> None:
         assert found.parent.tolist() == [2, 2, 3, -1]
 
 
+def test_the_parent_of_one_that_is_pinned_is_not_listed(
+    index: PageIndex, segment_name: str
+) -> None:
+    path(index, 1, 2, 3)
+    path(index, 1, 2, 4, start=2)
+    with PageIndex.attach(segment_name) as other, other.reserve(keys(1, 2, 4), 2):
+        index.match(keys(1, 2, 3)).release()
+        with index.oldest(PAGES) as found:
+            assert names(found, (1,), (1, 2), (1, 2, 3)) == [(1, 2, 3)]
+
+
 def test_a_parent_that_was_used_later_waits(index: PageIndex) -> None:
     path(index, 1, 2)
     index.match(keys(1)).release()
