@@ -29,6 +29,8 @@ import lightcache
 from lightcache import (
     Abandoned,
     Cache,
+    InUse,
+    KeyStatus,
     Lease,
     LeaseLost,
     LockTimeout,
@@ -185,6 +187,7 @@ class Mix:
     ticket: int = 6
     team: int = 6
     evict: int = 3
+    allocate: int = 10
     clear: int = 1
     wait: int = 5
     release: int = 20
@@ -194,7 +197,18 @@ class Mix:
 
 
 CALM = Mix()
-STORM = Mix(match=15, reserve=35, team=14, evict=15, clear=4, wait=1, check=0, reap=4, impatient=4)
+STORM = Mix(
+    match=15,
+    reserve=35,
+    team=14,
+    evict=15,
+    allocate=15,
+    clear=4,
+    wait=1,
+    check=0,
+    reap=4,
+    impatient=4,
+)
 
 
 class Worker:
@@ -379,6 +393,43 @@ class Worker:
         pages = np.concatenate([got.pages, got.present_pages])
         held = np.concatenate([new, keys[got.present]])
         return self.hold(pages, held, got.release, "published")
+
+    def do_allocate(self) -> None:
+        """Pages without a key: written, then named, or not; some lose their names again."""
+        space, keys = self.pick()
+        index = self.cache.index
+        keys = keys[: self.chance.randint(1, 8)]
+        try:
+            held = index.allocate(len(keys))
+        except OutOfPages:
+            return self.count("out of pages")
+        with held:
+            self.write(held.pages, keys, slice(0, SLICES), "allocate")
+            if self.chance.random() < 0.3:
+                return self.count("freed", len(held))
+            try:
+                named = index.name_pages(held.pages, keys, namespace=space)
+            except Abandoned:  # cleared meanwhile
+                return self.forget(space)
+        pinned = (named.status == KeyStatus.NEW) | (named.status == KeyStatus.PRESENT)
+        pages, keys = named.pages[pinned], keys[pinned]
+        self.count("named", int((named.status == KeyStatus.NEW).sum()))
+        unread = len(pages) and not self.board.holds[self.number, pages[-1]]  # by ourselves
+        if unread and self.chance.random() < 0.3:
+            return self.unname(pages, keys)
+        return self.hold(pages, keys, lambda: index.unpin(pages), "named")
+
+    def unname(self, pages: Any, keys: Keys) -> None:
+        """Take the last page's name, if nobody else uses it: then it is ours to write."""
+        index, last = self.cache.index, pages[-1:]
+        try:
+            index.unname(last)
+        except (InUse, LeaseLost):  # or cleared meanwhile
+            return self.hold(pages, keys, lambda: index.unpin(pages), "named")
+        self.count("unnamed")
+        self.write(last, keys[-1:], slice(0, SLICES), "unname")
+        index.free(last)
+        return index.unpin(pages[:-1])
 
     def do_evict(self) -> None:
         self.count("evicted", self.cache.evict(self.chance.randint(1, 8)))
