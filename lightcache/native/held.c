@@ -82,7 +82,7 @@ LC_API int lci_free_held(lci_handle *h, lci_held_op *op, const int32_t *pages,
         rc = lci_lock(h, &t, LCI_OP_FREE, wait, deadline);
         if (rc != LC_OK) return rc;
         rc = gens ? LC_OK : all_ours(h, op, pages, n);
-        for (uint32_t work = 0; rc == LC_OK && op->done < n && work < 256; work += LCI_BATCH) {
+        for (uint32_t work = 0; rc == LC_OK && op->done < n && work < LCI_HOLD; work += LCI_BATCH) {
             uint32_t count = batch(n - op->done);
             rc = free_batch(h, &t, op, pages + op->done, gens ? gens + op->done : NULL, count);
             if (rc == LC_OK) op->done += count;
@@ -168,11 +168,12 @@ static bool too_many(const taking *k) {
 /* Work under one hold of the lock. */
 static int take_some(taking *k) {
     lci_handle *h = k->h;
-    uint32_t ended = lci_collect(h, &k->t, 256);
+    uint32_t ended = lci_collect(h, &k->t, LCI_HOLD);
     if (lc_load(&h->root->ticket_used)) lci_settle_tickets(h, &k->t, 256);
     if (k->t.error) return k->t.error;
-    if (!ended && too_many(k)) return LC_E_FULL;
-    for (uint32_t work = 0; k->op->done < k->n && work < 256; work += LCI_BATCH) {
+    if (ended >= LCI_HOLD) return LC_OK; /* more may have ended that still counts as written */
+    if (too_many(k)) return LC_E_FULL;
+    for (uint32_t work = 0; k->op->done < k->n && work < LCI_HOLD; work += LCI_BATCH) {
         int rc = take_batch(k);
         if (rc == LCI_ROOM_AGAIN) return LC_OK;
         if (rc != LC_OK) return rc;
@@ -183,7 +184,7 @@ static int take_some(taking *k) {
 
 /* From the end: `done` says at every instant what is ours. */
 static int give_some(taking *k) {
-    for (uint32_t work = 0; k->op->done && work < 256; work += LCI_BATCH) {
+    for (uint32_t work = 0; k->op->done && work < LCI_HOLD; work += LCI_BATCH) {
         uint32_t n = batch(k->op->done), from = k->op->done - n;
         int rc = free_batch(k->h, &k->t, k->op, k->out + from, NULL, n);
         if (rc != LC_OK) return rc;
@@ -295,7 +296,7 @@ int lci_reap_pages(lci_handle *h, uint32_t slot, int wait, uint64_t deadline) {
         int rc = lci_lock(h, &t, LCI_OP_REAP, wait, deadline);
         if (rc != LC_OK) return rc;
         uint32_t doomed = 0, looked = 0;
-        for (; page < end && doomed < 256 && looked < LCI_WINDOW && !t.error; page++, looked++) {
+        for (; page < end && doomed < LCI_HOLD && looked < LCI_WINDOW && !t.error; page++, looked++) {
             if (!of_slot(h, page, slot)) continue;
             lci_doom_held(h, &t, &page, 1, LCI_UNWRITTEN);
             if (++doomed % LCI_BATCH == 0) lci_step(&t);

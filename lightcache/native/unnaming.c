@@ -24,6 +24,7 @@ static uint32_t mark(lci_handle *h, lc_txn *t, uint32_t page) {
     }
     if (lci_queueable(h, page)) lci_queue_remove(h, t, page);
     lci_detach_parent(h, t, page);
+    LC_PAUSE(LC_AT_EVICT_CHOSEN);
     lc_txn_set(t, &h->pages[page].word, lci_held_word(h->at->slot));
     return word;
 }
@@ -79,7 +80,7 @@ LC_API int lci_unname(lci_handle *h, lci_held_op *op, const int32_t *pages, uint
         lci_collect(h, &t, 256);
         rc = t.error;
         pthread_mutex_lock(&h->at->rows);
-        for (uint32_t work = 0; rc == LC_OK && op->done < n && work < 256; work += LCI_BATCH) {
+        for (uint32_t work = 0; rc == LC_OK && op->done < n && work < LCI_HOLD; work += LCI_BATCH) {
             uint32_t left = n - op->done;
             rc = unname_batch(h, &t, op, pages + op->done, left < LCI_BATCH ? left : LCI_BATCH);
         }

@@ -60,6 +60,7 @@ int lci_name(lci_handle *h, lci_held_op *op, const lc_key *keys, const int64_t *
              int32_t *out, uint8_t *status, int wait, uint64_t deadline);
 int lci_unname(lci_handle *h, lci_held_op *op, const int32_t *pages, uint32_t n, int wait,
                uint64_t deadline);
+int lci_unpin(lci_handle *h, const int32_t *pages, uint32_t n, uint32_t *refused);
 int lci_reap_slot(lci_handle *h, uint32_t slot, int wait, uint64_t deadline);
 int lci_reap_unjoined(lci_handle *h, uint32_t slot, int wait, uint64_t deadline);
 int lci_leave(lci_handle *h, int wait, uint64_t deadline);

@@ -269,6 +269,57 @@ static void held_calls_are_refused(void) {
     tear_down();
 }
 
+static void held_pages_are_looked_at_before_any_is_named(void) {
+    set_up(64);
+    CHECK_EQ(allocate(&a, 40), LC_OK);
+    prompt_make(&p, 1, 40);
+    int32_t kept = pages[35];
+    pages[35] = 63;
+    CHECK_EQ(name(&a, &p, 0, 0), LC_E_OWNER);
+    CHECK_EQ(op.refused, 35);
+    CHECK_EQ(op.done, 0);
+    CHECK_EQ(unname(&b, &kept, 1), LC_E_OWNER);
+    pages[35] = kept;
+    lc_store(&a.h->mine[kept], 0); /* held, and its pin was given away */
+    CHECK_EQ(name(&a, &p, 0, 0), LC_E_OWNER);
+    CHECK_EQ(op.refused, 35);
+    CHECK_EQ(op.done, 32);
+    lc_store(&a.h->mine[kept], 1);
+    index_check(&s);
+    tear_down();
+}
+
+/* What hangs on what: nothing on another namespace's page, and nothing where it hung before. */
+static void held_pages_forget_their_parents(void) {
+    lci_ns_ref other;
+    uint32_t refused;
+    set_up(64);
+    CHECK_EQ(lci_namespace_open(a.h, "other", "", 0, &other, BLOCKING), LC_OK);
+    prompt_make(&p, 1, 2);
+    CHECK_EQ(allocate(&a, 2), LC_OK);
+    CHECK_EQ(name(&a, &p, 0, 0), LC_OK);
+    CHECK_EQ(lci_tick(&a.h->pages[pages[1]]), op.tick);
+    CHECK_EQ(lci_parent(a.h, &a.h->pages[pages[1]]), pages[0]);
+    CHECK_EQ(unname(&a, pages + 1, 1), LC_OK);
+    int64_t offsets[2] = {0, 2}, starts[1] = {1};
+    op = (lci_held_op){.ns = other};
+    CHECK_EQ(lci_name(a.h, &op, p.keys, offsets, starts, 1, pages + 1, 1, out, status, BLOCKING),
+             LC_OK);
+    CHECK_EQ(status[0], LCI_NEW);
+    CHECK_EQ(lci_parent(a.h, &a.h->pages[pages[1]]), LC_NIL);
+    index_check(&s);
+    CHECK_EQ(lci_unpin(a.h, pages, 2, &refused), LC_OK);
+    CHECK_EQ(unname(&a, pages, 1), LC_E_OWNER); /* ready, and not pinned by us */
+    CHECK_EQ(allocate(&a, 1), LC_OK);
+    CHECK_EQ(name(&a, &p, 1, 0), LC_OK); /* equal digests, another namespace */
+    CHECK_EQ(status[0], LCI_NO_ROOM);
+    p.n = 1;
+    CHECK_EQ(name(&a, &p, 0, 0), LC_OK);
+    CHECK_EQ(status[0], LCI_PRESENT);
+    CHECK_EQ(lci_tick(&a.h->pages[out[0]]), op.tick); /* as used now */
+    tear_down();
+}
+
 static void held_again_by_unnaming(void) {
     set_up(600);
     prompt_make(&p, 1, 500);
@@ -290,6 +341,31 @@ static void held_again_by_unnaming(void) {
     CHECK_EQ(peek(&b, &p), 500);
     tear_down();
 }
+
+#ifdef LC_PAUSE_POINTS
+/* Found and pinned behind the first look at the pins. */
+static void match_now(int point) {
+    if (point != LC_AT_EVICT_CHOSEN) return;
+    lc_pause_hook = NULL;
+    CHECK_EQ(match(&b, &p, &l), 3);
+}
+
+static void held_pages_pinned_while_they_lose_their_names(void) {
+    set_up(64);
+    prompt_make(&p, 1, 3);
+    CHECK_EQ(allocate(&a, 3), LC_OK);
+    CHECK_EQ(name(&a, &p, 0, 0), LC_OK);
+    lc_pause_hook = match_now;
+    CHECK_EQ(unname(&a, pages, 3), LC_E_PINS);
+    CHECK(!lc_pause_hook);
+    CHECK_EQ(peek(&b, &p), 3);
+    CHECK_EQ(index_counts(&a).held, 0);
+    index_check(&s);
+    CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
+    CHECK_EQ(unname(&a, pages, 3), LC_OK);
+    tear_down();
+}
+#endif
 
 /* Unpublished pages and those of a reservation that nobody has collected. */
 static void held_pages_that_were_reserved(void) {
@@ -483,7 +559,12 @@ const test held_tests[] = {
     TEST(held_pages_stay_without_room),
     TEST(held_pages_under_too_many_pins),
     TEST(held_calls_are_refused),
+    TEST(held_pages_are_looked_at_before_any_is_named),
+    TEST(held_pages_forget_their_parents),
     TEST(held_again_by_unnaming),
+#ifdef LC_PAUSE_POINTS
+    TEST(held_pages_pinned_while_they_lose_their_names),
+#endif
     TEST(held_pages_that_were_reserved),
     TEST(held_pages_pinned_twice_are_doomed),
     TEST(held_pages_of_the_dead_are_doomed),

@@ -28,7 +28,8 @@ static void give_back(actor *a, uint32_t n, const uint32_t *gens) {
 }
 
 /* Content first: all of it, for it is ready from the instant of its naming. */
-static void name(actor *a, uint32_t number, uint32_t start, uint32_t n, uint32_t flags) {
+static void name_in(actor *a, lci_ns_ref ns, uint32_t number, uint32_t start, uint32_t n,
+                    uint32_t flags) {
     lc_key keys[MAX_KEYS];
     int64_t offsets[2] = {0, n}, starts[1] = {start};
     int rc;
@@ -37,12 +38,16 @@ static void name(actor *a, uint32_t number, uint32_t start, uint32_t n, uint32_t
         for (uint32_t w = 0; w < STAMP_WORDS; w++)
             a->stamps[(uint32_t)kept.pages[i - start] * STAMP_WORDS + w] =
                 stamp_of(keys[i].lo, keys[i].hi, w);
-    kept.op = (lci_held_op){.ns = SCENE_NS, .flags = flags};
+    kept.op = (lci_held_op){.ns = ns, .flags = flags};
     do {
         rc = lci_name(a->h, &kept.op, keys, offsets, starts, 1, kept.pages, n - start, kept.out,
                       kept.status, LC_BLOCK, FOREVER);
     } while (again(rc));
     NEED(rc == LC_OK);
+}
+
+static void name(actor *a, uint32_t number, uint32_t start, uint32_t n, uint32_t flags) {
+    name_in(a, SCENE_NS, number, start, n, flags);
 }
 
 static void unname(actor *a, uint32_t n, int expected) {
@@ -148,10 +153,33 @@ static void name_busy(actor *v) {
 }
 SCENE(name_busy, .pages = 48, .set = other_writes, .prepare = six, .act = name_busy, .made = 4)
 
+/* A namespace at its quota pays with its own. */
+static void space_at_quota(stage *s) {
+    two_runs(s);
+    NEED(lci_namespace_open(s->survivor.h, "w", "t", 7, &s->notes->ns, LC_BLOCK, FOREVER) == LC_OK);
+    run_fill(&s->survivor, 3, 7, s->notes->ns);
+}
+static void name_quota(actor *v) { name_in(v, v->notes->ns, 4, 0, 6, 0); }
+SCENE(name_quota, .pages = 48, .set = space_at_quota, .prepare = six, .act = name_quota,
+      .taken = 6, .made = 6)
+
 static void named(actor *v) {
     six(v);
     name_six(v);
 }
+static void unpin_six(actor *v) {
+    uint32_t refused;
+    NEED(lci_unpin(v->h, kept.pages, 6, &refused) == LC_OK);
+}
+SCENE(unpin_named, .pages = 48, .set = two_runs, .prepare = named, .act = unpin_six)
+
+/* The rest of what was taken: three have been named since. */
+static void half_named(actor *v) {
+    six(v);
+    name(v, 2, 0, 3, 0);
+}
+static void free_rest(actor *v) { give_back(v, 6, kept.gens); }
+SCENE(let_go_rest, .pages = 48, .set = two_runs, .prepare = half_named, .act = free_rest)
 static void unname_six(actor *v) { unname(v, 6, LC_OK); }
 SCENE(unname, .pages = 48, .set = two_runs, .prepare = named, .act = unname_six, .taken = 6)
 
