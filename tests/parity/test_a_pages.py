@@ -1,0 +1,345 @@
+"""Parity with CPU caches beside an engine, rows A1 to A5: pages, keys, lookups, allocation."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.keys import array, chain, prompt
+from support.scripts import with_support
+
+from lightcache import Cache, NoSpace, PageIndex, hashing, pool_object, shm
+from lightcache.kernels.geometry import KVGroup, PageGeometry
+from lightcache.shm.layout import LOCK_OFFSET, LockRecord
+
+SECRET = b"a secret of tests"
+Script = Callable[..., Any]
+
+
+def geometry_of(tokens: int) -> PageGeometry:
+    """Of a model of two layers."""
+    shape = {"layers": 2, "heads": 2, "head_dim": 8, "dtype_bytes": 2, "page_tokens": tokens}
+    return PageGeometry([KVGroup.attention("kv", **shape)])
+
+
+def create(name: str, geometry: PageGeometry, **capacity: Any) -> Cache:
+    """A cache for pages of this geometry."""
+    return Cache.create(
+        name,
+        page_bytes=geometry.page_bytes,
+        page_tokens=geometry.page_tokens,
+        fingerprint=f"model {geometry.fingerprint()}",
+        secret=SECRET,
+        **capacity,
+    )
+
+
+@pytest.fixture
+def index(segment_name: str) -> Iterator[PageIndex]:
+    """Of 12 pages."""
+    with PageIndex.create(segment_name, pages=12, role="test") as made:
+        yield made
+
+
+def put(index: PageIndex, name: int, pages: int) -> Any:
+    """Publish the pages of a prompt; its keys."""
+    keys = prompt(name, pages)
+    with index.reserve(keys) as new:
+        assert not len(new.missing)
+        new.publish()
+    return keys
+
+
+# ---------------------------------------------------------------- A1
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 16, 528, 800, 3584, 16384])
+def test_a1_page_pool_of_a_given_size(segment_name: str, tokens: int) -> None:
+    """A page has any number of tokens; how many there are follows from size and geometry."""
+    geometry = geometry_of(tokens)
+    size = 5 * geometry.page_bytes + geometry.page_bytes - 1
+    with create(segment_name, geometry, size=size) as cache:
+        assert cache.pages == 5
+        assert cache.page_bytes == geometry.page_bytes >= geometry.used_bytes
+        assert geometry.used_bytes == tokens * 2 * 2 * 2 * 8 * 2, "layers, K and V, heads, bytes"
+        assert cache.pool.array.shape == (5, geometry.page_bytes)
+        keys = cache.hash_pages(np.arange(2 * tokens))
+        assert len(keys) == 2
+        with cache.reserve(keys) as new:
+            for page in new.pages.tolist():
+                cache.pool[page][:] = page + 1
+            new.publish()
+        with cache.match(keys) as hit:
+            assert hit.tokens == 2 * tokens
+            assert all((cache.pool[page] == page + 1).all() for page in hit.pages.tolist())
+
+
+def test_a1_sizes_as_people_write_them(segment_name: str) -> None:
+    geometry = geometry_of(16)
+    for size, pages in (("1MiB", 512), (1 << 20, 512), ("0.5 MiB", 256), ("1MB", 488)):
+        with create(segment_name, geometry, size=size) as cache:
+            assert cache.pages == pages
+
+
+def test_a1_a_pool_that_does_not_fit_is_refused_before_its_memory_is_touched(
+    segment_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    touched: list[Any] = []
+    monkeypatch.setattr(pool_object, "_furnish", lambda *given: touched.append(given))
+    geometry, folder = geometry_of(16384), os.statvfs("/dev/shm")
+    size = 2 * folder.f_frsize * folder.f_blocks
+    with pytest.raises(NoSpace, match=r"the pool needs .* found .*smaller"):
+        create(segment_name, geometry, size=size)
+    assert not touched
+    assert not [path for path in Path("/dev/shm").iterdir() if segment_name in path.name]
+
+
+# ---------------------------------------------------------------- A2
+
+
+def test_a2_any_process_queries_list_dict_and_lock(segment_name: str, script: Script) -> None:
+    """The status of pages in a list and a dict; another process reads and changes both."""
+    with (
+        shm.SharedList.create(f"{segment_name}-l", nodes=8, lists=2) as lru,
+        shm.SharedDict.create(f"{segment_name}-d", capacity=8) as pages,
+    ):
+        for page in range(4):
+            lru.push_back(page, 0)
+            pages[page << 64 | page] = page
+        script(
+            """
+import sys
+from lightcache import shm
+name = sys.argv[1]
+with shm.SharedList.attach(name + "-l") as lru, shm.SharedDict.attach(name + "-d") as d:
+    assert list(lru.snapshot(0)) == [0, 1, 2, 3]
+    assert d.get(2 << 64 | 2) == 2 and d.get(9) is None
+    lru.move_back(0, 1)
+    assert d.pop(0) == 0
+""",
+            segment_name,
+        )
+        assert [list(lru.snapshot(which)) for which in range(2)] == [[1, 2, 3], [0]]
+        assert sorted(value for _, value in pages.items()) == [1, 2, 3]
+        lru.check()
+        pages.check()
+
+
+def test_a2_any_process_queries_the_index(index: PageIndex, script: Script) -> None:
+    put(index, 1, 4)
+    with index.reserve(prompt(2, 2)):
+        script(
+            with_support(
+                """
+import numpy as np
+from lightcache import PageIndex
+from support.keys import prompt
+with PageIndex.attach(sys.argv[1], readonly=True) as reader:
+    found = reader.stats()
+    assert (found.ready, found.writing, found.free) == (4, 2, 6), found
+    keys = np.concatenate([prompt(1, 6), prompt(2, 2), prompt(3, 1)])
+    assert reader.peek_many(keys, np.array([0, 6, 8, 9])).tolist() == [4, 0, 0]
+"""
+            ),
+            index.name,
+        )
+
+
+class Counted:
+    """The core's calls, counted."""
+
+    def __init__(self, library: Any) -> None:
+        self._library, self.calls = library, 0
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._library, name)
+
+        def counted(*arguments: Any) -> Any:
+            self.calls += 1
+            return call(*arguments)
+
+        return counted
+
+
+def takings(index: PageIndex) -> int:
+    """How often the lock was taken."""
+    return int(LockRecord.from_address(index.segment.address + LOCK_OFFSET).acquisitions)
+
+
+def test_a2_a_batch_is_one_call_of_the_core(
+    index: PageIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looking up takes no lock at all, and reserving takes it once, for all pages of a batch."""
+    for name in range(3):
+        put(index, name, 3)
+    keys = np.concatenate([prompt(name, 3) for name in range(3)])
+    counted = Counted(index._quick)
+    monkeypatch.setattr(index, "_quick", counted)
+    before = takings(index)
+    assert index.peek_many(keys, np.array([0, 3, 6, 9])).tolist() == [3, 3, 3]
+    assert counted.calls == 1
+    batch = index.match_many(keys, np.array([0, 3, 6, 9]))
+    assert batch.counts.tolist() == [3, 3, 3]
+    assert counted.calls == 2
+    batch.release()
+    assert takings(index) == before
+    with index.reserve(prompt(9, 12)) as new:
+        assert len(new.new) == 12, "all else was evicted for it"
+        assert takings(index) == before + 1
+
+
+# ---------------------------------------------------------------- A3
+
+
+@pytest.mark.parametrize(("tokens", "pages"), [(0, 0), (1, 0), (16, 0), (17, 1), (48, 2), (49, 3)])
+def test_a3_chained_keys_leave_a_token(segment_name: str, tokens: int, pages: int) -> None:
+    with create(segment_name, geometry_of(16), pages=4) as cache:
+        assert len(cache.hash_pages(np.arange(tokens), leave_one=True)) == pages
+        assert hashing.matchable_pages(tokens, 16) == pages
+
+
+def test_a3_a_key_names_its_whole_prefix(segment_name: str) -> None:
+    with create(segment_name, geometry_of(16), pages=4) as cache:
+        tokens = np.arange(64)
+        keys = cache.hash_pages(tokens)
+        assert (cache.hash_pages(tokens[:40]) == keys[:2]).all()
+        tokens[20] += 1
+        other = cache.hash_pages(tokens)
+        assert (other == keys).all(axis=1).tolist() == [True, False, False, False]
+
+
+def test_a3_one_conversion_one_pass(segment_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens become an array once, and each of them is hashed once, whatever the length."""
+    converted: list[int] = []
+    hashed: list[int] = []
+    canonical, digest = hashing._canonical, hashing._digest_rows
+
+    def convert(tokens: Any) -> Any:
+        converted.append(len(tokens))
+        return canonical(tokens)
+
+    def rows(state: Any, given: list[bytes]) -> Any:
+        hashed.append(sum(map(len, given)))
+        return digest(state, given)
+
+    with create(segment_name, geometry_of(16), pages=4) as cache:
+        monkeypatch.setattr(hashing, "_canonical", convert)
+        monkeypatch.setattr(hashing, "_digest_rows", rows)
+        cache.hash_pages(list(range(1000)), leave_one=True)
+    assert converted == [1000]
+    assert hashed == [62 * 16 * 4], "the 62 full pages, four bytes a token"
+
+
+# ---------------------------------------------------------------- A4
+
+
+def test_a4_a_query_takes_a_reference_and_marks_use(index: PageIndex) -> None:
+    older, newer = put(index, 1, 6), put(index, 2, 6)
+    with index.match(older) as hit:
+        assert len(hit) == 6
+        assert index.check().pins == 6
+        assert index.evict(12) == 6, "what is referenced stays"
+        assert (index.peek(older), index.peek(newer)) == (6, 0)
+    assert index.check().pins == 0
+    newer = put(index, 2, 6)
+    index.match(older).release()
+    with index.reserve(prompt(3, 3)) as new:
+        assert len(new.new) == 3
+        assert (index.peek(older), index.peek(newer)) == (6, 3), "use was marked"
+
+
+def test_a4_only_complete_pages_are_reported(index: PageIndex) -> None:
+    keys = prompt(1, 5)
+    with index.reserve(keys[:2]) as first:
+        first.publish()
+    with index.reserve(keys, shards=2) as rest:
+        rest.publish(0)
+        assert (index.peek(keys), len(index.match(keys))) == (2, 2)
+        rest.publish(1)
+        assert (index.peek(keys), len(index.match(keys))) == (5, 5)
+
+
+def test_a4_pins_die_with_their_client(index: PageIndex, script: Script) -> None:
+    keys = put(index, 1, 5)
+    script(
+        with_support(
+            """
+import os, signal
+from lightcache import PageIndex
+from support.keys import prompt
+index = PageIndex.attach(sys.argv[1])
+leases = [index.match(prompt(1, 5)) for _ in range(3)]
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+        ),
+        index.name,
+        status=-signal.SIGKILL,
+    )
+    assert index.check().pins == 15
+    assert index.evict(12) == 0
+    assert index.reap() == 1
+    assert index.check().pins == 0
+    assert index.evict(12) == 5
+    assert index.peek(keys) == 0
+
+
+# ---------------------------------------------------------------- A5
+
+
+def test_a5_what_is_there_is_reused_and_what_is_being_written_is_recognised(
+    index: PageIndex,
+) -> None:
+    keys = prompt(1, 6)
+    with index.reserve(keys[:2]) as first:
+        first.publish()
+        ready = first.pages.tolist()
+    with PageIndex.attach(index.name) as other, other.reserve(keys[:4]) as writing:
+        assert writing.present_pages.tolist() == ready
+        with index.reserve(keys) as ours:
+            assert ours.present.tolist() == [0, 1]
+            assert ours.present_pages.tolist() == ready
+            assert ours.busy.tolist() == [2, 3]
+            assert ours.new.tolist() == [4, 5]
+            assert not set(ours.pages.tolist()) & {*ready, *writing.pages.tolist()}
+
+
+def test_a5_the_rest_evicts_the_least_recently_used(index: PageIndex) -> None:
+    oldest, middle, newest = (put(index, name, 4) for name in (1, 2, 3))
+    index.match(oldest).release()
+    with index.reserve(prompt(4, 6)) as new:
+        assert len(new.new) == 6
+        assert [index.peek(keys) for keys in (middle, newest, oldest)] == [0, 2, 4]
+
+
+def test_a5_partial_success(index: PageIndex) -> None:
+    held, free = put(index, 1, 5), put(index, 2, 4)
+    with index.match(held), index.reserve(prompt(3, 9)) as new:
+        assert new.new.tolist() == list(range(7)), "three never used, four evicted"
+        assert new.missing.tolist() == [7, 8]
+        assert "pinned" in new.why
+        new.publish()
+    assert (index.peek(prompt(3, 9)), index.peek(held), index.peek(free)) == (7, 5, 0)
+
+
+def test_a5_a_prefix_is_never_evicted_before_its_suffix(index: PageIndex) -> None:
+    """Of three prompts with a common prefix, used in any order, one page after the other goes: what
+    is left always is whole prefixes."""
+    paths = [(1, 2, 3, 4), (1, 2, 5, 6), (1, 7, 8)]
+    for path in paths:
+        with index.reserve(array(chain(path))) as new:
+            new.publish()
+    index.match(array(chain(paths[0]))[:1]).release()  # the root last: its use alone is fresh
+    index.match(array(chain(paths[1]))).release()
+    nodes = {path[: i + 1] for path in paths for i in range(len(path))}
+    assert index.stats().ready == len(nodes) == 8
+    for left in range(7, -1, -1):
+        assert index.evict(1) == 1
+        reachable = {path[: i + 1] for path in paths for i in range(index.peek(array(chain(path))))}
+        assert len(reachable) == index.stats().ready == left, "a page without its prefix was left"
+        if left:
+            assert (1,) in reachable, "the root goes last"
