@@ -62,6 +62,7 @@ SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "lci_ticket_done": (INT, (ADDRESS, ADDRESS, INT)),
     "lci_ticket_poll": (INT, (ADDRESS, ADDRESS, ADDRESS)),
     "lci_ticket_drop": (INT, (ADDRESS, ADDRESS, *LOCKED)),
+    "lci_ticket_revoke": (INT, (ADDRESS, ADDRESS, *LOCKED)),
     "lci_adopt": (
         INT,
         (ADDRESS, ADDRESS, U32, ADDRESS, ADDRESS, U32, ADDRESS, ADDRESS, *LOCKED),

@@ -94,9 +94,22 @@ class Ticket:
         Raises:
             LeaseLost: dropped before.
         """
+        self._drop("lci_ticket_drop")
+
+    def revoke(self) -> None:
+        """Drop it, and let nobody adopt it from this instant on: what it pins is free as soon as
+        those have let go who did. For a ticket that was never sent, or whose purpose has failed.
+        Takes the lock; once.
+
+        Raises:
+            LeaseLost: dropped or revoked before.
+        """
+        self._drop("lci_ticket_revoke")
+
+    def _drop(self, call: str) -> None:
         if self._dropped:
             raise LeaseLost("drop: this ticket was dropped before")
-        code = self._index._locked("lci_ticket_drop", ctypes.byref(self._ref), what="drop a ticket")
+        code = self._index._locked(call, ctypes.byref(self._ref), what="drop a ticket")
         if code not in (Code.OWNER, Code.STALE):  # an interrupt came after the drop: it is done
             check(code, "drop a ticket")
         self._dropped = True

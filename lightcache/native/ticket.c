@@ -309,9 +309,16 @@ LC_API int lci_ticket_poll(lci_handle *h, const lci_ticket_ref *ref, lci_ticket_
     return lc_load_acquire(&k->gen) == ref->gen ? LC_OK : LC_E_STALE;
 }
 
-/* The giver needs the ticket no more. Adopters keep what they adopted; nobody adopts any more once
- * it has been freed. */
-LC_API int lci_ticket_drop(lci_handle *h, const lci_ticket_ref *ref, int wait, uint64_t deadline) {
+/* Who has not adopted is not to come any more: failed, as by a deadline that has passed. Not logged:
+ * others set their bits here without the lock, and what is left of a revoking that died is undone by
+ * nobody, for the giver is dead and its ticket dropped with it. */
+static void refuse_adopters(lci_ticket *k) {
+    for (int w = 0; w < 2; w++)
+        atomic_fetch_or(&k->failed[w], lc_load(&k->adopters[w]) & ~lc_load(&k->adopted[w]));
+}
+
+static int end_ticket(lci_handle *h, const lci_ticket_ref *ref, bool revoke, int wait,
+                      uint64_t deadline) {
     lc_txn t;
     int rc = lcs_usable(h->at);
     if (rc != LC_OK) return rc;
@@ -321,10 +328,24 @@ LC_API int lci_ticket_drop(lci_handle *h, const lci_ticket_ref *ref, int wait, u
     if (k && (lc_load(&k->giver) != h->at->slot || lc_load(&k->state) != LCI_TICKET_OPEN))
         rc = LC_E_OWNER;
     if (rc == LC_OK) {
+        if (revoke) refuse_adopters(k);
         lc_txn_set(&t, &k->state, LCI_TICKET_DROPPED);
         lci_step(&t);
         lci_settle_tickets(h, &t, 256);
     }
     int dropped = lci_unlock(h, &t);
     return dropped != LC_OK ? dropped : rc;
+}
+
+/* The giver needs the ticket no more. Adopters keep what they adopted; nobody adopts any more once
+ * it has been freed. */
+LC_API int lci_ticket_drop(lci_handle *h, const lci_ticket_ref *ref, int wait, uint64_t deadline) {
+    return end_ticket(h, ref, false, wait, deadline);
+}
+
+/* The same, and nobody adopts it any more from this instant on: its pins go as soon as those are
+ * done who have adopted it. */
+LC_API int lci_ticket_revoke(lci_handle *h, const lci_ticket_ref *ref, int wait,
+                             uint64_t deadline) {
+    return end_ticket(h, ref, true, wait, deadline);
 }

@@ -69,6 +69,7 @@ int lci_unname(lci_handle *h, lci_held_op *op, const int32_t *pages, uint32_t n,
                uint64_t deadline);
 int lci_unpin(lci_handle *h, const int32_t *pages, uint32_t n, uint32_t *refused);
 int lci_may_allocate(lci_handle *h, uint32_t want);
+int lci_ticket_revoke(lci_handle *h, const lci_ticket_ref *ref, int wait, uint64_t deadline);
 int lci_reap_slot(lci_handle *h, uint32_t slot, int wait, uint64_t deadline);
 int lci_reap_unjoined(lci_handle *h, uint32_t slot, int wait, uint64_t deadline);
 int lci_leave(lci_handle *h, int wait, uint64_t deadline);

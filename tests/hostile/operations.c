@@ -343,7 +343,10 @@ static int ticket(call *c) {
     for (uint32_t i = 0; i < n && pinned; i++) lci_unpin_one(w->h, (uint32_t)pages[i]);
     if (rc == LC_OK) {
         rc = worse(rc, sane(lci_ticket_poll(w->h, &made, &status), "poll"));
-        rc = worse(rc, sane(lci_ticket_drop(w->h, &made, c->wait, c->deadline), "drop"));
+        if (below(c->r, 2))
+            rc = worse(rc, sane(lci_ticket_drop(w->h, &made, c->wait, c->deadline), "drop"));
+        else
+            rc = worse(rc, sane(lci_ticket_revoke(w->h, &made, c->wait, c->deadline), "revoke"));
     }
     rc = worse(rc, sane(lci_ticket_poll(w->reader_h, &w->given, &status), "poll"));
     return worse(rc, sane(lci_ticket_drop(w->h, &w->given, c->wait, c->deadline), "drop"));

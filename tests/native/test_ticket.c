@@ -96,6 +96,27 @@ static void ticket_dropped_before_it_was_adopted(void) {
     tear_down();
 }
 
+static void ticket_revoked(void) {
+    set_up();
+    CHECK_EQ(match(&a, &p, &l), 100);
+    CHECK_EQ(give(&l, bit(&b) | bit(&c), FOREVER), LC_OK);
+    CHECK_EQ(adopt(&b, 0, &m), 100);
+    CHECK_EQ(lci_ticket_revoke(b.h, &ref, BLOCKING), LC_E_OWNER);
+    CHECK_EQ(lci_ticket_revoke(a.h, &ref, BLOCKING), LC_OK);
+    CHECK_EQ(lci_ticket_revoke(a.h, &ref, BLOCKING), LC_E_OWNER);
+    CHECK_EQ(poll().failed, bit(&c));
+    lease other;
+    CHECK_EQ(adopt(&c, 0, &other), LC_E_TIMEOUT);
+    CHECK_EQ(lci_release(a.h, &l.head), LC_OK);
+    CHECK_EQ(lci_release(b.h, &m.head), LC_OK);
+    CHECK_EQ(evict(&c, 300), 100); /* it pins nothing any more */
+    CHECK_EQ(index_counts(&a).tickets, 1);
+    CHECK_EQ(lci_ticket_done(b.h, &ref, 1), LC_OK);
+    collect(&c);
+    CHECK_EQ(index_counts(&a).tickets, 0);
+    tear_down();
+}
+
 static void ticket_ends_at_its_deadline(void) {
     set_up();
     CHECK_EQ(match(&a, &p, &l), 100);
@@ -283,6 +304,7 @@ static void ticket_notices_damage(void) {
 const test ticket_tests[] = {
     TEST(ticket_of_a_lease),
     TEST(ticket_dropped_before_it_was_adopted),
+    TEST(ticket_revoked),
     TEST(ticket_ends_at_its_deadline),
     TEST(ticket_of_a_reservation_carries_its_shards),
     TEST(ticket_of_a_reservation_that_ended),

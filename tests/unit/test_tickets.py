@@ -53,6 +53,20 @@ def pins(index: PageIndex) -> int:
     return report.pins
 
 
+def test_a_revoked_ticket_is_nobodys(segment_name: str) -> None:
+    with PageIndex.create(segment_name, pages=4) as index:
+        with PageIndex.attach(segment_name) as other:
+            ticket = index.allocate(1).ticket([other.client_id])  # the pages are freed at once
+            assert index.stats().doomed == 1
+            ticket.revoke()
+            with pytest.raises(LeaseLost):
+                other.adopt(bytes(ticket))
+            with pytest.raises(LeaseLost, match="before"):
+                ticket.revoke()
+            index.evict(1)
+            assert (index.stats().doomed, index.stats().free) == (0, 4)
+
+
 def test_a_lease_is_handed_on(giver: PageIndex, taker: PageIndex) -> None:
     with give(giver, taker) as ticket:
         assert pins(giver) == 2, "pinned by the ticket alone"

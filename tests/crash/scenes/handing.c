@@ -43,6 +43,11 @@ static void drop(actor *v) {
 SCENE(give_second, .pages = 48, .set = one_other, .prepare = give_other, .act = give_again)
 SCENE(drop_early, .pages = 48, .set = one_other, .prepare = give_other, .act = drop)
 
+static void revoke(actor *v) {
+    NEED(lci_ticket_revoke(v->h, &v->notes->ticket, LC_BLOCK, FOREVER) == LC_OK);
+}
+SCENE(revoke, .pages = 48, .set = one_other, .prepare = give_other, .act = revoke)
+
 /* As many tickets as can be counted hold the tenth page: the one half built is taken back. That so
  * many are missing is the damage that is repaired in the end. */
 static void tenth_at_limit(stage *s) {
