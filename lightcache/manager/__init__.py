@@ -3,30 +3,42 @@
 
 from lightcache.manager.attached import AttachedDevice
 from lightcache.manager.fetching import Fetch
+from lightcache.manager.following import Follower
+from lightcache.manager.leading import Leader, Ordered
 from lightcache.manager.manager import KVCacheManager
 from lightcache.manager.matches import ManagerConfig, PrefixMatch, Why, Wishes, WritePolicy
-from lightcache.manager.movers import EngineMover, Mover, Moving, NullMover
+from lightcache.manager.movers import EngineMover, Mover, Moving, NullMover, RankMover
+from lightcache.manager.orders import Decisions
 from lightcache.manager.owned import OwnedDevice
 from lightcache.manager.prompts import Item, Prompt
+from lightcache.manager.starting import RollCall, Stage, wait_for_ranks
 from lightcache.manager.statistics import ManagerStats
 from lightcache.manager.weights import WeightsState
 
 __all__ = [
     "AttachedDevice",
+    "Decisions",
     "EngineMover",
     "Fetch",
+    "Follower",
     "Item",
     "KVCacheManager",
+    "Leader",
     "ManagerConfig",
     "ManagerStats",
     "Mover",
     "Moving",
     "NullMover",
+    "Ordered",
     "OwnedDevice",
     "PrefixMatch",
     "Prompt",
+    "RankMover",
+    "RollCall",
+    "Stage",
     "WeightsState",
     "Why",
     "Wishes",
     "WritePolicy",
+    "wait_for_ranks",
 ]

@@ -115,6 +115,7 @@ class Demotion:
             new = manager.host.reserve(
                 origin.host_keys,
                 before,
+                shards=manager.mover.shards,
                 namespace=origin.space.host,
                 timeout=manager.config.time_limit,
             )

@@ -57,13 +57,26 @@ class Fetch:
     def wait_on(self, stream: Any = None) -> None:
         """Let a stream of the device wait for it (None: the current one), not this thread: with an
         engine of this process. See `Transfer.wait_on`."""
-        if self._movement is None or self._movement.over:
-            return
-        transfer = getattr(self._movement.moving, "transfer", None)
-        if transfer is None:
-            self._movement.wait()
-        else:
-            transfer.wait_on(stream)
+        if self._movement is not None:
+            wait_on(self._movement, stream)
+
+    @property
+    def number(self) -> int | None:
+        """Of a copy that ranks make: as `Decisions` call it. None: there is none."""
+        moving = None if self._movement is None else self._movement.moving
+        return getattr(moving, "number", None)
+
+
+def wait_on(movement: Movement, stream: Any) -> None:
+    """Let a stream of the device wait for a copy, or this thread where no engine of ours makes
+    it."""
+    if movement.over:
+        return
+    transfer = getattr(movement.moving, "transfer", None)
+    if transfer is None:
+        movement.wait()
+    else:
+        transfer.wait_on(stream)
 
 
 def begin_fetch(manager: KVCacheManager, one: Request) -> Fetch:
@@ -104,4 +117,4 @@ def begin_fetch(manager: KVCacheManager, one: Request) -> Fetch:
     return Fetch(one, movement)
 
 
-__all__ = ["Fetch", "begin_fetch"]
+__all__ = ["Fetch", "begin_fetch", "wait_on"]

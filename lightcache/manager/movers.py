@@ -7,9 +7,10 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from lightcache.kernels.transfer import Engine
+from lightcache.held import Held
+from lightcache.kernels.transfer import Engine, Move
 from lightcache.leases import Lease
-from lightcache.reservations import Reservation
+from lightcache.reservations import Reservation, Shard
 from lightcache.transfers import Load, Offload
 
 Slots = npt.NDArray[np.int64]
@@ -30,8 +31,13 @@ class Moving(Protocol):
 
 
 class Mover(Protocol):
-    """Moves pages between the host pool and the device. What it is given is its own from then on,
-    unless it raises."""
+    """Moves pages between the host pool and the device. What `load` and `offload` are given is
+    their own from then on, unless they raise."""
+
+    @property
+    def shards(self) -> int:
+        """Parts of every page that are written apart, one for each rank: what is to be offloaded
+        is reserved with so many."""
 
     def load(self, lease: Lease, slots: Slots, first: int) -> Moving:
         """Host to device: `slots[i]` is the place of token `first + i` of the lease's pages, -1
@@ -41,9 +47,30 @@ class Mover(Protocol):
         """Device to host: publishes the reservation's new pages when they are written. `slots` are
         those of all tokens of the keys that were reserved, from the first of these on."""
 
+    def save(self, held: Held, slots: Slots) -> Moving:
+        """Device to pages without a key, which stay the caller's and must be held until it is
+        over: `slots[i]` is the place of their token i. There may be fewer than the pages hold."""
+
+
+class RankMover(Protocol):
+    """How one rank moves its share of every page, on orders. What `load` and `offload` are given
+    is their own from then on, unless they raise."""
+
+    def load(self, lease: Lease, slots: Slots, first: int) -> Moving:
+        """As `Mover.load`."""
+
+    def offload(self, new: Shard, slots: Slots) -> Moving:
+        """Device to host: publishes the shard when it is written, and releases it if that fails.
+        `slots` are those of its pages alone, one behind the other."""
+
+    def save(self, held: Lease, slots: Slots) -> Moving:
+        """As `Mover.save`."""
+
 
 class EngineMover:
-    """An engine of this process: `Cache.engine`."""
+    """An engine of this process: `Cache.engine`. It is a `RankMover` as well."""
+
+    shards = 1
 
     def __init__(self, engine: Engine, **how: Any) -> None:
         """Args:
@@ -57,9 +84,13 @@ class EngineMover:
         """See `Mover`. Waits for nothing; the stream that computes has to: `Fetch.wait_on`."""
         return Load(self.engine, lease, slots, first=first, **self._how)
 
-    def offload(self, new: Reservation, slots: Slots) -> Moving:
-        """See `Mover`."""
+    def offload(self, new: Reservation | Shard, slots: Slots) -> Moving:
+        """See `Mover`, and `RankMover`."""
         return Offload(self.engine, new, slots, **self._how)
+
+    def save(self, held: Held | Lease, slots: Slots) -> Moving:
+        """See `Mover`."""
+        return self.engine.offload(Move(held.pages, slots), **self._how)
 
 
 class _Over:
@@ -75,6 +106,8 @@ class _Over:
 class NullMover:
     """Moves nothing and says it did: for a scheduler's own measurements, and for simulations."""
 
+    shards = 1
+
     def load(self, lease: Lease, slots: Slots, first: int) -> Moving:
         """See `Mover`."""
         del slots, first
@@ -88,5 +121,10 @@ class NullMover:
             new.publish()
         return _Over()
 
+    def save(self, held: Held, slots: Slots) -> Moving:
+        """See `Mover`."""
+        del held, slots
+        return _Over()
 
-__all__ = ["EngineMover", "Mover", "Moving", "NullMover"]
+
+__all__ = ["EngineMover", "Mover", "Moving", "NullMover", "RankMover", "Slots"]

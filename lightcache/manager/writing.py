@@ -102,6 +102,7 @@ class Writer:
             new = manager.host.reserve(
                 one.host_chain.keys[:end],  # from the root: all of it counts as used
                 begin,
+                shards=manager.mover.shards,
                 namespace=space.host,
                 timeout=manager.config.time_limit,
             )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightcache import Cache, Lease, Reservation
+from lightcache import Cache, Held, Lease, Reservation
 from lightcache.errors import TransferFailed, WaitTimeout
 
 Stamps = npt.NDArray[np.uint64]
@@ -49,9 +49,9 @@ class StampedDevice:
 class StampedMoving:
     """One copy. It reads and writes when it is finished, the latest moment at which it may."""
 
-    def __init__(self, mover: StampedMover, held: Lease | Reservation, slots: Any) -> None:
+    def __init__(self, mover: StampedMover, held: Lease | Reservation | Held, slots: Any) -> None:
         self.mover, self.held, self.slots = mover, held, np.asarray(slots)
-        self.over = self.failed = False
+        self.over = self.failed = self.saves = False
 
     def done(self) -> bool:
         """See `Moving`."""
@@ -71,6 +71,8 @@ class StampedMoving:
 class StampedMover:
     """Copies between a StampedDevice and the host pages, now or when told to."""
 
+    shards = 1
+
     def __init__(self, cache: Cache, device: StampedDevice) -> None:
         self.cache, self.device = cache, device
         self.going: deque[StampedMoving] = deque()
@@ -87,6 +89,12 @@ class StampedMover:
         """See `Mover`."""
         return self._begin(StampedMoving(self, new, slots))
 
+    def save(self, held: Any, slots: Any) -> StampedMoving:
+        """See `Mover`."""
+        moving = StampedMoving(self, held, slots)
+        moving.saves = True
+        return self._begin(moving)
+
     def _begin(self, moving: StampedMoving) -> StampedMoving:
         self.going.append(moving)
         if self.at_once:
@@ -99,7 +107,9 @@ class StampedMover:
             moving = self.going.popleft()
             moving.failed = self.fail_next > 0
             self.fail_next -= moving.failed
-            if isinstance(moving.held, Lease):
+            if moving.saves:
+                self._save(moving)
+            elif isinstance(moving.held, Lease):
                 self._load(moving)
             else:
                 self._offload(moving)
@@ -121,6 +131,13 @@ class StampedMover:
                 self.device.slots[slots[wanted]] = self._page(page)[wanted]
         self.loads += 1
         moving.held.release()
+
+    def _save(self, moving: StampedMoving) -> None:
+        tokens = self.cache.index.page_tokens
+        for i, page in enumerate(moving.held.pages.tolist()):
+            slots = moving.slots[i * tokens : (i + 1) * tokens]
+            if not moving.failed:
+                self._page(page)[: len(slots)] = self.device.slots[slots]
 
     def _offload(self, moving: StampedMoving) -> None:
         new = moving.held

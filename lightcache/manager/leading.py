@@ -1,0 +1,380 @@
+"""Leader: the scheduler's side of ranks that copy and compute but decide nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from lightcache import layout
+from lightcache._keeper import Keeper
+from lightcache.errors import ConfigError, LightcacheError, LockTimeout, TransferFailed, WaitTimeout
+from lightcache.held import Held
+from lightcache.leases import Lease
+from lightcache.manager.movers import Slots
+from lightcache.manager.orders import Decisions, Kind, Order, append, check_entries
+from lightcache.page_index import PageIndex
+from lightcache.reservations import Reservation
+from lightcache.shm import Event, SharedLog
+from lightcache.tickets import ClientId, Ticket, TicketStatus
+
+_LOOK_FOR_THE_DEAD = 0.05  # seconds between two looks at who lives, while copies go on
+
+Give = Callable[[list[ClientId]], Ticket]
+
+
+class Ordered:
+    """One copy that all ranks make, each of its share: a `Moving`. It is over when every rank has
+    given its verdict or is dead; until then any of them may read or write its blocks."""
+
+    def __init__(self, leader: Leader, number: int, index: PageIndex, ticket: Ticket) -> None:
+        """For `Leader`."""
+        self._leader, self._index, self._ticket = leader, index, ticket
+        self._ranks = leader.ranks
+        self._keeper: Keeper | None = None
+        self._given_up = False
+        self._over = False
+        self._why = ""
+        self.number = number
+        """As ranks and `Decisions` call it."""
+
+    def done(self) -> bool:
+        """Whether it is over, and what it held given back. Does not block; takes the lock when it
+        ends.
+
+        Raises:
+            TransferFailed: it is over, and failed; names the rank.
+        """
+        over = self._look()
+        if self._why:
+            raise TransferFailed(f"copy {self.number}: {self._why}; compute these tokens instead")
+        return over
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until it is over.
+
+        Args:
+            timeout: seconds; None: as long as it takes.
+
+        Raises:
+            WaitTimeout: it goes on; says which ranks have not finished. Wait again.
+            TransferFailed: as `done`.
+        """
+        if not self._look():
+            # Every verdict notifies the index's event; a death does not, hence its looking again.
+            event = Event(self._index.segment, layout.RootRecord.event.offset)
+            try:
+                event.wait_for(self._look, timeout)
+            except WaitTimeout:
+                raise WaitTimeout(
+                    f"copy {self.number}: ranks {self.unfinished()} have not finished after "
+                    f"{timeout} s; wait again, or kill the one that hangs"
+                ) from None
+        self.done()
+
+    def unfinished(self) -> list[int]:
+        """Ranks that have given no verdict, as far as was looked. No lock."""
+        if self._over:
+            return []
+        status = self._ticket.poll()
+        left = status.adopters - status.done - status.failed
+        return [rank for rank, client in enumerate(self._ranks) if client.slot in left]
+
+    def _look(self) -> bool:
+        with self._leader._lock:
+            if self._over:
+                return True
+            try:
+                status = self._settled()
+                if status is None:
+                    self._leader._look_for_the_dead(self._index)
+                    return False
+                return self._end(self._judged(status))
+            except LockTimeout:
+                return False  # somebody is slow: what it holds is given back at the next look
+            except LightcacheError as error:
+                return self._end(f"its ticket is lost ({error})")
+
+    def _settled(self) -> TicketStatus | None:
+        """What became of it; None: some rank may still copy.
+
+        A rank that failed has abandoned the reservation, and one that comes too late can no more
+        adopt it, nor say so. So once we have abandoned it too, only those that have adopted are
+        waited for: nobody joins them.
+        """
+        status = self._ticket.poll()
+        if status.failed and self._keeper is not None and not self._given_up:
+            self._keeper.abort()
+            self._given_up = self._writes
+            status = self._ticket.poll()
+        left = status.adopters - status.done - status.failed
+        if self._given_up:
+            left &= status.adopted
+        return None if left else status
+
+    @property
+    def _writes(self) -> bool:
+        return self._keeper is not None and isinstance(self._keeper._held, Reservation)
+
+    def _judged(self, status: TicketStatus) -> str:
+        """Why it failed; empty: it went well."""
+        bad = [rank for rank, one in enumerate(self._ranks) if one.slot in status.failed]
+        if not bad:
+            return ""
+        living = _living(self._index)
+        said = [
+            f"rank {rank} (client slot {self._ranks[rank].slot}) "
+            + self._what_it_did(self._ranks[rank], status, living)
+            for rank in bad
+        ]
+        return ", ".join(said)
+
+    @staticmethod
+    def _what_it_did(client: ClientId, status: TicketStatus, living: set[ClientId]) -> str:
+        if client not in living:
+            return "died"
+        return "failed" if client.slot in status.adopted else "did not begin in time"
+
+    def _end(self, why: str) -> bool:
+        """Give everything back. LockTimeout: call again."""
+        if not self._ticket._dropped and not self._index._unusable():
+            self._ticket.revoke()  # of those who have not adopted, nobody comes any more
+        keeper = self._keeper
+        if keeper is not None:
+            if not why and isinstance(keeper._held, Reservation):
+                keeper._held._ready = True  # the last rank's publishing made it so
+            keeper.over(False)  # we publish nothing ourselves
+        self._why, self._over = why, True
+        self._leader._ended(self)
+        return True
+
+
+class Leader:
+    """A `Mover` whose copies are made by the ranks of this engine, each in its own process, of its
+    own share of every page: rank i writes shard i. It tells them through a log, which they follow
+    (`Follower`), and hands them pages by tickets. No collective operation, no answer but the
+    ticket's verdict.
+
+    Threads may share it.
+    """
+
+    def __init__(
+        self,
+        log: SharedLog,
+        ranks: Sequence[ClientId],
+        *,
+        append_timeout: float = 10.0,
+        adopt_timeout: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Orders nothing yet. The log stays the caller's to close.
+
+        Args:
+            log: attached as its writer.
+            ranks: the ranks' clients of the host cache, in order; see `wait_for_ranks`.
+            append_timeout: seconds that an order may wait for a rank that does not read.
+            adopt_timeout: seconds in which a rank must begin with an order; then it has failed.
+            clock: in seconds.
+
+        Raises:
+            ConfigError: no ranks, more than 63, one named twice, or a log that is only read.
+        """
+        if not log.is_writer:
+            raise ConfigError("log: expected one that was attached with writer=True")
+        check_entries(log)
+        self.log = log
+        self._lock = threading.RLock()
+        self._append_timeout, self._adopt_timeout = append_timeout, adopt_timeout
+        self._clock = clock
+        self._looked = clock()
+        self._number = 0
+        self._going: dict[int, Ordered] = {}
+        self._completed: list[int] = []
+        self._failed: list[int] = []
+        self.ranks: tuple[ClientId, ...] = ()
+        """Who adopts what is ordered now."""
+        self._set_ranks(ranks)
+
+    def _set_ranks(self, ranks: Sequence[ClientId]) -> None:
+        found = tuple(ClientId(*one) for one in ranks)
+        slots = {one.slot for one in found}
+        if not 1 <= len(found) < layout.SHARDS or len(slots) != len(found):
+            raise ConfigError(
+                f"ranks: expected 1 to {layout.SHARDS - 1} clients, each once, found {list(found)}"
+            )
+        self.ranks = found
+
+    @property
+    def shards(self) -> int:
+        """Parts of every page, one for each rank."""
+        return len(self.ranks)
+
+    def replace(self, rank: int, client: ClientId) -> None:
+        """Another process is this rank from now on; see `wait_for_ranks`. What was ordered of its
+        predecessor has failed with that.
+
+        Raises:
+            ConfigError: no such rank, or this client is another rank.
+        """
+        with self._lock:
+            if not 0 <= rank < len(self.ranks):
+                raise ConfigError(f"rank: expected 0 to {len(self.ranks) - 1}, found {rank!r}")
+            self._set_ranks([*self.ranks[:rank], client, *self.ranks[rank + 1 :]])
+
+    # ---- copies
+
+    def load(self, lease: Lease, slots: Slots, first: int) -> Ordered:
+        """See `Mover`: every rank loads its share.
+
+        Raises:
+            TransferFailed: a rank is gone, or does not read the log.
+            OutOfPages: too many tickets are outstanding.
+            LockTimeout, Detached. The lease is the caller's still.
+        """
+        return self._order(
+            lease._index,
+            lambda ranks: lease.ticket(ranks, timeout=self._adopt_timeout),
+            Keeper(lease),
+            (Kind.LOAD, slots, first),
+        )
+
+    def offload(self, new: Reservation, slots: Slots) -> Ordered:
+        """See `Mover`: every rank writes its shard; the last one makes the pages ready.
+
+        Raises:
+            ConfigError: the reservation has not as many shards as there are ranks.
+            Otherwise as `load`.
+        """
+        if new.shards != self.shards:
+            raise ConfigError(
+                f"offload: expected a reservation of {self.shards} shards, one for each rank, "
+                f"found {new.shards}"
+            )
+        tokens = new._index.page_tokens
+        rows = np.ascontiguousarray(slots, np.int64)
+        of_new = rows[: len(rows) // tokens * tokens].reshape(-1, tokens)[new.new].reshape(-1)
+        return self._order(
+            new._index,
+            lambda ranks: new.ticket(ranks, timeout=self._adopt_timeout),
+            Keeper(new),
+            (Kind.OFFLOAD, of_new, 0),
+        )
+
+    def save(self, held: Held, slots: Slots) -> Ordered:
+        """See `Mover`: every rank writes its share of pages without a key, which stay the
+        caller's. Raises as `load`."""
+        return self._order(
+            held._index,
+            lambda ranks: held.ticket(ranks, timeout=self._adopt_timeout),
+            None,
+            (Kind.SAVE, slots, 0),
+        )
+
+    def _order(
+        self, index: PageIndex, give: Give, keeper: Keeper | None, what: tuple[Kind, Slots, int]
+    ) -> Ordered:
+        kind, slots, first = what
+        with self._lock:
+            ticket = self._ticket(index, give)
+            self._number += 1
+            made = Ordered(self, self._number, index, ticket)
+            order = Order(kind, made.number, bytes(ticket), slots, first)
+            # From here on ranks may copy: an interrupt leaves it among those that go on, with its
+            # pages, and `poll` sees to it.
+            self._going[made.number] = made
+            if keeper is not None:
+                keeper._take()
+                made._keeper = keeper
+            try:
+                append(self.log, order, self._append_timeout)
+            except LightcacheError as error:  # no rank has read all of it, or will
+                del self._going[made.number]
+                if keeper is not None:
+                    made._keeper = None
+                    keeper._hand_back()
+                ticket.revoke()
+                raise TransferFailed(f"copy {made.number}: was not ordered: {error}") from error
+            return made
+
+    def _ticket(self, index: PageIndex, give: Give) -> Ticket:
+        try:
+            return give(list(self.ranks))
+        except ConfigError as error:
+            living = _living(index)
+            gone = [rank for rank, one in enumerate(self.ranks) if one not in living]
+            if not gone:
+                raise
+            raise TransferFailed(
+                f"ranks {gone} have died or left; start others, and `replace` them"
+            ) from error
+
+    # ---- steps
+
+    def step(self, decisions: Decisions) -> Decisions:
+        """Tell the ranks what this step decided. They do what was ordered before it first. Blocks
+        while one of them is a whole log behind.
+
+        Args:
+            decisions: numbers of copies that ended since the last step are added to it here.
+
+        Returns:
+            What was written: what every rank's `Follower.step` returns.
+
+        Raises:
+            WaitTimeout: a living rank did not read for `append_timeout` seconds; names it. Nothing
+                was decided; the same step may be told again.
+        """
+        with self._lock:
+            self.poll()
+            told = replace(
+                decisions,
+                completed=(*decisions.completed, *self._completed),
+                failed=(*decisions.failed, *self._failed),
+            )
+            append(self.log, told, self._append_timeout)
+            self._completed, self._failed = [], []
+            return told
+
+    def poll(self) -> int:
+        """Notice what is over, and who has died. Returns copies that go on. Does not block."""
+        with self._lock:
+            for one in list(self._going.values()):
+                one._look()
+            return len(self._going)
+
+    def in_flight(self) -> tuple[int, ...]:
+        """Copies that go on, for each rank: ordered, and without its verdict. No lock of the
+        cache."""
+        counts = [0] * len(self.ranks)
+        with self._lock:
+            for one in self._going.values():
+                with contextlib.suppress(LightcacheError):
+                    for rank in one.unfinished():
+                        counts[rank] += one._ranks[rank] == self.ranks[rank]
+        return tuple(counts)
+
+    def _ended(self, one: Ordered) -> None:
+        self._going.pop(one.number, None)
+        (self._failed if one._why else self._completed).append(one.number)
+
+    def _look_for_the_dead(self, index: PageIndex) -> None:
+        """Reap when a rank that is waited for has died: nobody else might. About 60 us, so not at
+        every look."""
+        now = self._clock()
+        if now - self._looked < _LOOK_FOR_THE_DEAD:
+            return
+        self._looked = now
+        waited_for = {client for one in self._going.values() for client in one._ranks}
+        if not waited_for <= _living(index):
+            index.reap()
+
+
+def _living(index: PageIndex) -> set[ClientId]:
+    return {ClientId(one.slot, one.epoch) for one in index.clients() if one.alive}
+
+
+__all__ = ["Leader", "Ordered"]

@@ -1,0 +1,262 @@
+"""What a leader writes into its log for the ranks: orders to copy, and what a step decided.
+
+A message is a head, JSON and bytes. One that is longer than an entry of the log goes in several;
+each entry says whether a message begins or ends in it, so that who joined in the middle of one, or
+lost its writer there, goes on with the next."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lightcache._arguments import count
+from lightcache.errors import CacheCorrupted, ConfigError, LayoutMismatch
+from lightcache.shm import SharedLog
+from lightcache.tickets import TICKET_BYTES
+
+Slots = npt.NDArray[np.int64]
+RequestId = int | str
+"""What travels of a request; the same value on the other side."""
+
+VERSION = 1
+_PART = struct.Struct("<BB")  # version, flags
+_BEGINS, _ENDS = 1, 2
+_HEAD = struct.Struct("<BI")  # kind, bytes of JSON
+LEAST_ENTRY = 16
+"""Bytes that an entry of the log must have room for."""
+
+
+class Kind(IntEnum):
+    """Of a message."""
+
+    LOAD = 1
+    OFFLOAD = 2
+    SAVE = 3
+    """Into pages without a key."""
+    STEP = 4
+    ROLL_CALL = 5
+    """Says nothing: who has read it was ready to."""
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """What one step of a scheduler decided: every rank does just this, and asks nobody."""
+
+    step: int
+    """Its number."""
+    lengths: Mapping[RequestId, tuple[int, int]] = field(default_factory=dict)
+    """Of requests that begin: tokens that the device has, and tokens that need not be computed."""
+    extra: bytes = b""
+    """Whatever the engine sends along: block tables, or what changed of them."""
+    completed: tuple[int, ...] = ()
+    """Numbers of the copies that are over since the last step, on every rank."""
+    failed: tuple[int, ...] = ()
+    """Numbers of those that failed on one rank at least, so on all: their tokens are computed."""
+    releases: tuple[RequestId, ...] = ()
+    """Requests that have ended."""
+
+    def __post_init__(self) -> None:
+        count(self.step, "step", 0, 1 << 62)
+        for request in (*self.lengths, *self.releases):
+            if type(request) not in (int, str):
+                raise ConfigError(
+                    f"request ids that travel: expected int or str, found {request!r}; send a "
+                    "number of your own instead"
+                )
+        if not isinstance(self.extra, bytes):
+            raise ConfigError(f"extra: expected bytes, found {type(self.extra).__name__}")
+
+
+@dataclass(frozen=True, eq=False)
+class Order:
+    """One copy that every rank is to make of its own share."""
+
+    kind: Kind
+    number: int
+    """Counts a leader's orders, from 1 on."""
+    ticket: bytes
+    slots: Slots
+    """Of every token of the ticket's pages from `first` on; -1 leaves one out."""
+    first: int = 0
+
+
+Message = Order | Decisions | None
+"""None: a roll call."""
+
+
+# ---- messages as bytes
+
+
+def encode(message: Message) -> bytes:
+    """A message as it travels.
+
+    Raises:
+        ConfigError: something in it is neither a number nor text, or slots are no row of integers.
+    """
+    if message is None:
+        return _packed(Kind.ROLL_CALL, {}, b"")
+    if isinstance(message, Order):
+        said: dict[str, Any] = {"n": message.number, "f": message.first}
+        return _packed(message.kind, said, message.ticket + _runs(message.slots))
+    lengths = [[one, int(have), int(use)] for one, (have, use) in message.lengths.items()]
+    said = {
+        "n": message.step,
+        "l": lengths,
+        "c": list(message.completed),
+        "f": list(message.failed),
+        "r": list(message.releases),
+    }
+    return _packed(Kind.STEP, said, message.extra)
+
+
+def decode(data: bytes) -> Message:
+    """What `encode` was given.
+
+    Raises:
+        CacheCorrupted: it is nothing that `encode` makes.
+    """
+    try:
+        kind, size = _HEAD.unpack_from(data)
+        said: Any = json.loads(data[_HEAD.size : _HEAD.size + size])
+        rest = data[_HEAD.size + size :]
+        if Kind(kind) is Kind.ROLL_CALL:
+            return None
+        if Kind(kind) is not Kind.STEP:
+            ticket, runs = rest[:TICKET_BYTES], rest[TICKET_BYTES:]
+            return Order(Kind(kind), int(said["n"]), ticket, _slots(runs), int(said["f"]))
+        return Decisions(
+            int(said["n"]),
+            {one: (int(have), int(use)) for one, have, use in said["l"]},
+            rest,
+            tuple(int(one) for one in said["c"]),
+            tuple(int(one) for one in said["f"]),
+            tuple(said["r"]),
+        )
+    except (ValueError, KeyError, TypeError, struct.error) as error:
+        raise CacheCorrupted(
+            f"a leader's message of {len(data)} bytes makes no sense ({error}); is its log written "
+            "to by something else?"
+        ) from error
+
+
+def _packed(kind: Kind, said: dict[str, Any], rest: bytes) -> bytes:
+    text = json.dumps(said, separators=(",", ":")).encode()
+    return _HEAD.pack(kind, len(text)) + text + rest
+
+
+def _runs(slots: Slots) -> bytes:
+    """Slots as runs that go up by one, or stay -1: a block is one of them, 12 bytes."""
+    array = np.ascontiguousarray(slots)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ConfigError(f"slots: expected one row of integers, found {array.dtype} {array.shape}")
+    wide = array.astype(np.int64)
+    goes_on = np.diff(wide) == (wide[:-1] >= 0)
+    begins = np.flatnonzero(np.concatenate([np.ones(min(1, len(wide)), np.bool_), ~goes_on]))
+    lengths = np.diff(np.append(begins, len(wide))).astype(np.uint32)
+    starts = wide[begins]
+    return struct.pack("<I", len(starts)) + starts.tobytes() + lengths.tobytes()
+
+
+def _slots(data: bytes) -> Slots:
+    (n,) = struct.unpack_from("<I", data)
+    if len(data) != 4 + 12 * n:
+        raise ValueError(f"{n} runs of slots in {len(data)} bytes")
+    starts = np.frombuffer(data, np.int64, n, 4)
+    lengths = np.frombuffer(data, np.uint32, n, 4 + 8 * n).astype(np.int64)
+    ends = np.cumsum(lengths)
+    within = np.arange(int(ends[-1]) if n else 0) - np.repeat(ends - lengths, lengths)
+    first = np.repeat(starts, lengths)
+    found: Slots = np.where(first < 0, first, first + within)
+    return found
+
+
+# ---- messages in entries
+
+
+def check_entries(log: SharedLog) -> None:
+    """Raises ConfigError: the log's entries are too short for messages."""
+    if log.message_bytes < LEAST_ENTRY:
+        raise ConfigError(
+            f"log: expected entries of {LEAST_ENTRY} bytes at least, found {log.message_bytes}; "
+            "make it with larger ones, a kilobyte is good"
+        )
+
+
+def parts_of(message: bytes, entry_bytes: int) -> list[bytes]:
+    """A message as entries of a log."""
+    room = entry_bytes - _PART.size
+    cuts = range(0, max(1, len(message)), room)
+    last = cuts[-1]
+    return [
+        _PART.pack(VERSION, (_BEGINS if at == 0 else 0) | (_ENDS if at == last else 0))
+        + message[at : at + room]
+        for at in cuts
+    ]
+
+
+class Joiner:
+    """Makes messages of entries again."""
+
+    def __init__(self) -> None:
+        """Waits for a message to begin."""
+        self._parts: list[bytes] | None = None
+
+    def take(self, entry: bytes) -> bytes | None:
+        """The message that ends with this entry; None: there is more to come, or it began before
+        we read.
+
+        Raises:
+            LayoutMismatch: written by another release.
+            CacheCorrupted: not written by a leader.
+        """
+        if len(entry) < _PART.size:
+            raise CacheCorrupted(f"an entry of {len(entry)} bytes is not a leader's")
+        version, flags = _PART.unpack_from(entry)
+        if version != VERSION:
+            raise LayoutMismatch(
+                f"the leader writes version {version} of its log, this process reads {VERSION}; "
+                "run the same release everywhere"
+            )
+        if flags & _BEGINS:
+            self._parts = []
+        if self._parts is None:
+            return None
+        self._parts.append(entry[_PART.size :])
+        if not flags & _ENDS:
+            return None
+        parts, self._parts = self._parts, None
+        return b"".join(parts)
+
+
+def append(log: SharedLog, message: Message, timeout: float) -> None:
+    """Append a message. Blocks while a living reader is too far behind, for each entry.
+
+    Raises:
+        WaitTimeout: a reader was; what was appended of it is ignored by all.
+        PermissionDenied: not the log's writer.
+    """
+    for part in parts_of(encode(message), log.message_bytes):
+        log.append(part, timeout)
+
+
+__all__ = [
+    "LEAST_ENTRY",
+    "Decisions",
+    "Joiner",
+    "Kind",
+    "Message",
+    "Order",
+    "RequestId",
+    "append",
+    "check_entries",
+    "decode",
+    "encode",
+    "parts_of",
+]

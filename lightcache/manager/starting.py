@@ -1,0 +1,218 @@
+"""Starting: a scheduler waits until its ranks are ready to copy, and no longer than that.
+
+A rank attaches to the cache, registers its memory, joins the log and reads it. So nothing has to be
+written for the handshake: the scheduler appends a roll call for each reader that it has not seen
+before, and a rank is ready when it has read one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import time
+from collections.abc import Mapping, Sequence
+from enum import Enum
+
+from lightcache.cache import Cache
+from lightcache.errors import Abandoned, ConfigError, WaitTimeout
+from lightcache.manager.orders import append, check_entries
+from lightcache.shm import ClientInfo, SharedLog
+from lightcache.tickets import ClientId
+
+_NAP = 0.01  # seconds between two looks
+
+_Process = tuple[int, int, int]
+
+
+class Stage(Enum):
+    """How far a rank has come."""
+
+    ABSENT = "has not attached to the cache"
+    ATTACHED = "is attached to the cache and has not joined the log: registering its memory?"
+    JOINED = "has joined the log and has not called ready()"
+    READY = "is ready"
+
+
+class RollCall:
+    """Ranks that start. `wait_for_ranks` is all that most need; a scheduler that goes on serving
+    while a rank is replaced calls `look` in between."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        log: SharedLog,
+        names: Sequence[str],
+        *,
+        watch: Mapping[str, int] | None = None,
+    ) -> None:
+        """Looks for nobody yet; see `wait_for_ranks`."""
+        if len(set(names)) != len(names) or not all(type(name) is str and name for name in names):
+            raise ConfigError(f"names: expected roles, each once, found {list(names)}")
+        if not log.is_writer:
+            raise ConfigError("log: expected one that was attached with writer=True")
+        check_entries(log)
+        self._cache, self._log, self._names = cache, log, tuple(names)
+        self._watched: dict[str, int | None] = {}
+        for name, pid in (watch or {}).items():
+            if name not in self._names:
+                self.close()
+                raise ConfigError(f"watch: expected some of {list(names)}, found {name!r}")
+            self._watched[name] = _opened(pid)
+        self._seen: dict[str, ClientId] = {}
+        self._called: dict[tuple[int, int], int] = {}
+        """For each reader the number of an entry that it must have read."""
+
+    def look(self) -> dict[str, Stage]:
+        """How far each has come. Does not block.
+
+        Raises:
+            Abandoned: one has died while starting, or left; names it.
+        """
+        found = {}
+        attached = self._attached()
+        readers = self._readers({_process(one) for one in attached.values()})
+        for name in self._names:
+            one = attached.get(name)
+            self._check_life(name, one)
+            if one is None:
+                found[name] = Stage.ABSENT
+                continue
+            self._seen[name] = ClientId(one.slot, one.epoch)
+            # Several ranks of one process have a reader each: which is whose does not matter, as
+            # long as all of them are counted.
+            mine = readers.get(_process(one), [])
+            read = mine.pop() if mine else None
+            if read is None:
+                found[name] = Stage.ATTACHED
+            else:
+                found[name] = Stage.READY if read else Stage.JOINED
+        return found
+
+    def clients(self) -> list[ClientId]:
+        """The ranks, in the order of their names: for `Leader`, when all are ready."""
+        return [self._seen[name] for name in self._names]
+
+    def close(self) -> None:
+        """Give back what `watch` needed."""
+        for fd in self._watched.values():
+            if fd is not None:
+                os.close(fd)
+        self._watched.clear()
+
+    def _attached(self) -> dict[str, ClientInfo]:
+        """By role; the living before the dead."""
+        found: dict[str, ClientInfo] = {}
+        for one in self._cache.clients():
+            if one.role in self._names and (one.role not in found or one.alive):
+                found[one.role] = one
+        return found
+
+    def _check_life(self, name: str, one: ClientInfo | None) -> None:
+        before = self._seen.get(name)
+        if one is not None and not one.alive:
+            raise Abandoned(
+                f"start: {name} (pid {one.pid}) has died while starting; see its own messages"
+            )
+        if before is not None and (one is None or ClientId(one.slot, one.epoch) != before):
+            raise Abandoned(f"start: {name} had attached, and has died or left since")
+        if name in self._watched and _ended(self._watched[name]):
+            raise Abandoned(
+                f"start: the process of {name} has ended while starting; see its own messages"
+            )
+
+    def _readers(self, wanted: set[_Process]) -> dict[_Process, list[bool]]:
+        """For each of these processes its readers, by whether they have read a roll call, unread
+        ones first. Calls the roll for those that are new."""
+        log = self._log
+        appended = log.appended  # before the others: it can only make a reader look less far
+        behind = {one.slot: one.behind for one in log.behind()}
+        found: dict[_Process, list[bool]] = {}
+        fresh = []
+        for one in log.segment.clients():
+            if one.slot not in behind or not one.alive or _process(one) not in wanted:
+                continue
+            key = one.slot, one.epoch
+            if key not in self._called:
+                fresh.append(key)
+            read = appended - behind[one.slot] > self._called.get(key, appended)
+            found.setdefault(_process(one), []).append(read)
+        if fresh:
+            self._call(fresh)
+        return {process: sorted(each) for process, each in found.items()}
+
+    def _call(self, fresh: list[tuple[int, int]]) -> None:
+        number = self._log.appended
+        with contextlib.suppress(WaitTimeout):  # full: somebody has one to read still
+            append(self._log, None, 0)
+            self._called.update(dict.fromkeys(fresh, number))
+
+
+def wait_for_ranks(
+    cache: Cache,
+    log: SharedLog,
+    names: Sequence[str],
+    timeout: float | None = None,
+    *,
+    watch: Mapping[str, int] | None = None,
+) -> list[ClientId]:
+    """Wait until every rank has attached to the cache, registered its memory, joined the log and
+    said so (`Follower.ready`). Blocks. Nobody else may append to the log meanwhile.
+
+    Args:
+        cache: the host cache. What died in it under one of these names counts as a rank that died
+            while starting: if there were ranks before, `reap` before you start others.
+        log: attached as its writer.
+        names: the roles that ranks attach with, f"rank {i}", in order.
+        timeout: seconds; None: no limit.
+        watch: name -> process id, in our PID namespace, of ranks whose processes we know: one that
+            ends before it attaches is noticed, too.
+
+    Returns:
+        The ranks' clients, in order: for `Leader`.
+
+    Raises:
+        Abandoned: a rank has died or left, at once; names it.
+        WaitTimeout: names those that are missing, and how far each has come.
+        ConfigError: names that are no roles, or a log that is only read.
+    """
+    end = None if timeout is None else time.monotonic() + timeout
+    roll = RollCall(cache, log, names, watch=watch)
+    try:
+        while True:
+            stages = roll.look()
+            if all(stage is Stage.READY for stage in stages.values()):
+                return roll.clients()
+            left = _NAP if end is None else min(_NAP, end - time.monotonic())
+            if left <= 0:
+                missing = "; ".join(
+                    f"{name} {stage.value}"
+                    for name, stage in stages.items()
+                    if stage is not Stage.READY
+                )
+                raise WaitTimeout(f"start: not all ranks are ready after {timeout} s: {missing}")
+            time.sleep(left)
+    finally:
+        roll.close()
+
+
+def _process(one: ClientInfo) -> _Process:
+    return one.pidns, one.pid, one.start_ticks
+
+
+def _opened(pid: int) -> int | None:
+    """A descriptor of a process; None: it has ended."""
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+
+
+def _ended(fd: int | None) -> bool:
+    if fd is None:
+        return True
+    poller = select.poll()  # select.select refuses high numbers
+    poller.register(fd, select.POLLIN)
+    return bool(poller.poll(0))
+
+
+__all__ = ["RollCall", "Stage", "wait_for_ranks"]

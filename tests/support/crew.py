@@ -1,0 +1,100 @@
+"""A leader and its ranks in one process: each rank has a client, a device and a mover of its
+own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from support.keys import prompt
+from support.shard_mover import SECRET, ShardMover, open_sharded
+from support.stamped import StampedDevice, Stamps, stamps_of
+
+from lightcache import Cache, Reservation
+from lightcache.manager import Decisions, Follower, Leader, Ordered
+from lightcache.shm import SharedLog
+
+PAGE = 4
+
+
+class Rank:
+    """One rank."""
+
+    def __init__(self, cache_name: str, log_name: str, rank: int, slots: int = 256) -> None:
+        self.cache = Cache.attach(cache_name, secret=SECRET, role=f"rank {rank}")
+        self.log = SharedLog.attach(log_name)
+        self.device = StampedDevice(slots // PAGE, PAGE)
+        self.mover = ShardMover(self.cache, self.device, rank)
+        self.follower = Follower(self.log, self.cache, self.mover, rank)
+        self.rank = rank
+
+    def compute(self, tokens: Any, slots: Any) -> None:
+        """Have computed the KV of these tokens."""
+        self.device.slots[slots] = self.stamps(tokens)
+
+    def stamps(self, tokens: Any) -> Stamps:
+        """What this rank computes of tokens."""
+        return stamps_of(tokens, self.rank)
+
+    def close(self) -> None:
+        """Leave."""
+        self.mover.finish()
+        self.follower.close()
+        self.log.close()
+        self.cache.close()
+
+
+class Crew:
+    """A host cache, a log, a leader, and ranks."""
+
+    def __init__(
+        self, name: str, ranks: int = 3, *, pages: int = 16, capacity: int = 64, **how: Any
+    ) -> None:
+        self.name, self.log_name = name, f"{name}.log"
+        self.cache = open_sharded(name, pages, PAGE, ranks)
+        self.log = SharedLog.create(self.log_name, capacity=capacity, message_bytes=64)
+        self.ranks = [Rank(name, self.log_name, rank) for rank in range(ranks)]
+        self.leader = Leader(self.log, [each.cache.client_id for each in self.ranks], **how)
+        self.steps = 0
+
+    def reserve(self, number: int, pages: int) -> Reservation:
+        """Pages of a prompt, to be written by all ranks."""
+        return self.cache.reserve(prompt(number, pages), shards=len(self.ranks))
+
+    def step(self, ranks: list[Rank] | None = None, **what: Any) -> Decisions:
+        """One step: everybody is told the same."""
+        told = self.leader.step(Decisions(self.steps, **what))
+        self.steps += 1
+        for each in self.ranks if ranks is None else ranks:
+            assert each.follower.step(60) == told
+        return told
+
+    def poll(self) -> None:
+        """All ranks look what is over."""
+        for each in self.ranks:
+            each.follower.poll()
+
+    def settled(self, wait_until: Callable[..., None] | None = None) -> None:
+        """Nothing goes on: nothing may be left of anybody."""
+        assert self.leader.poll() == 0
+        assert self.leader.in_flight() == (0,) * len(self.leader.ranks)
+        self.cache.reap()
+        self.cache.evict(1)  # collects what was doomed
+        found = self.cache.stats()
+        assert (found.writing, found.doomed, found.held) == (0, 0, 0), found
+        report = self.cache.check()
+        assert report.clean, report.message
+        assert report.pins == 0
+
+    def ended(self, made: Ordered) -> bool:
+        """Let everybody go on until a copy is over."""
+        self.poll()
+        return made.done()
+
+    def close(self) -> None:
+        """Leave."""
+        for each in self.ranks:
+            each.close()
+        self.leader.poll()
+        self.log.close()
+        self.cache.close()
