@@ -4,6 +4,7 @@
 from lightcache.manager.attached import AttachedDevice
 from lightcache.manager.fetching import Fetch
 from lightcache.manager.following import Follower
+from lightcache.manager.handover import HandOver, hand_over
 from lightcache.manager.leading import Leader, Ordered
 from lightcache.manager.manager import KVCacheManager
 from lightcache.manager.matches import ManagerConfig, PrefixMatch, Why, Wishes, WritePolicy
@@ -11,6 +12,7 @@ from lightcache.manager.movers import EngineMover, Mover, Moving, NullMover, Ran
 from lightcache.manager.orders import Decisions
 from lightcache.manager.owned import OwnedDevice
 from lightcache.manager.prompts import Item, Prompt
+from lightcache.manager.receiving import Received, receive
 from lightcache.manager.starting import RollCall, Stage, wait_for_ranks
 from lightcache.manager.statistics import ManagerStats
 from lightcache.manager.weights import WeightsState
@@ -21,6 +23,7 @@ __all__ = [
     "EngineMover",
     "Fetch",
     "Follower",
+    "HandOver",
     "Item",
     "KVCacheManager",
     "Leader",
@@ -34,11 +37,14 @@ __all__ = [
     "PrefixMatch",
     "Prompt",
     "RankMover",
+    "Received",
     "RollCall",
     "Stage",
     "WeightsState",
     "Why",
     "Wishes",
     "WritePolicy",
+    "hand_over",
+    "receive",
     "wait_for_ranks",
 ]
