@@ -272,7 +272,7 @@ LC_API int lci_namespace_open(lci_handle *h, const char *weights, const char *te
 
 /* Pages of reservations that are published and that nobody has collected yet: ready for everybody,
  * but still counted as being written. */
-static uint32_t uncollected(const lci_handle *h) {
+uint32_t lci_uncollected(const lci_handle *h) {
     uint32_t pages = 0;
     for (uint32_t w = 0; w < 16; w++) {
         uint64_t bits = lc_load_acquire(&h->root->completed[w]);
@@ -290,7 +290,7 @@ LC_API int lci_count(lci_handle *h, lci_counts *out) {
     int rc = lcs_usable(h->at);
     if (rc != LC_OK) return rc;
     const lci_root *r = h->root;
-    uint32_t writing = lc_load(&r->writing), published = uncollected(h);
+    uint32_t writing = lc_load(&r->writing), published = lci_uncollected(h);
     *out = (lci_counts){
         .pages = h->page_count,
         .grown = lc_load(&r->grown),

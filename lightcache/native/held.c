@@ -270,6 +270,8 @@ LC_API int lci_may_allocate(lci_handle *h, uint32_t want) {
     uint64_t grown = lc_load(&r->grown), named = lc_load(&r->named), writing = lc_load(&r->writing);
     if (grown < h->page_count) have += h->page_count - grown;
     if (have >= want) return 1;
+    uint64_t published = lci_uncollected(h);  /* whoever makes room collects them first */
+    writing = writing > published ? writing - published : 0;
     have += named > writing ? named - writing : 0;
     for (uint32_t page = 0; page < h->page_count && have >= want; page++)
         if (lc_load(&h->mine[page]) && lci_state_of(lc_load(&h->pages[page].word)) == LCI_READY)

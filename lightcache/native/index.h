@@ -411,6 +411,7 @@ typedef struct lci_room {
  * done its share and the next goes on. */
 enum { LCI_ROOM_MADE = 0, LCI_ROOM_AGAIN = 1 };
 uint32_t lci_available(const lci_handle *h);
+uint32_t lci_uncollected(const lci_handle *h); /* attach.c, without the lock */
 int lci_make_quota_room(lci_handle *h, lc_txn *t, lci_room *room, uint32_t id, uint32_t want);
 int lci_make_room(lci_handle *h, lc_txn *t, lci_room *room, uint32_t want);
 
