@@ -14,7 +14,7 @@ from lightcache.manager.owned import OwnedDevice
 from lightcache.manager.prompts import Item, Prompt
 from lightcache.manager.receiving import Received, receive
 from lightcache.manager.starting import RollCall, Stage, wait_for_ranks
-from lightcache.manager.statistics import ManagerStats
+from lightcache.manager.statistics import Gauges, ManagerStats, Room
 from lightcache.manager.weights import WeightsState
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "EngineMover",
     "Fetch",
     "Follower",
+    "Gauges",
     "HandOver",
     "Item",
     "KVCacheManager",
@@ -39,6 +40,7 @@ __all__ = [
     "RankMover",
     "Received",
     "RollCall",
+    "Room",
     "Stage",
     "WeightsState",
     "Why",

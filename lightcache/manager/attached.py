@@ -12,6 +12,7 @@ from lightcache._arguments import Keys, Offsets, Pages
 from lightcache.errors import ConfigError
 from lightcache.layout import KeyStatus
 from lightcache.manager.device import DeviceTier
+from lightcache.manager.statistics import Room
 from lightcache.namespaces import Namespace
 
 
@@ -33,6 +34,26 @@ class AttachedDevice(DeviceTier):
         """Blocks with the content of another that bears the name: their key."""
         self._heirs: dict[tuple[bytes, Namespace], list[int]] = {}
         """The same by key."""
+        self._lives: npt.NDArray[np.int64] = np.zeros(self.index.pages, np.int64)
+        """Of each block, how often its content has changed."""
+
+    def room(self) -> Room:
+        """See `DeviceTier`. Free are those without a name; the engine may use them."""
+        if self.index is None:
+            return Room(0, 0, 0)
+        free = int((self._named < 0).sum()) - len(self._doubles)
+        return Room(self.blocks, free, free)
+
+    def named(self, blocks: Pages) -> Pages:
+        """Those of these blocks that lookups find."""
+        self._check(blocks)
+        found: Pages = blocks[self._named[blocks] >= 0]
+        return found
+
+    def lives(self, blocks: Pages) -> npt.NDArray[np.int64]:
+        """Of each block a number that is another as soon as it holds something else."""
+        found: npt.NDArray[np.int64] = self._lives[blocks]
+        return found
 
     def plan_many(
         self, ids: Sequence[Hashable], keys: Keys, offsets: Offsets, space: Namespace, ttl: float
@@ -55,6 +76,12 @@ class AttachedDevice(DeviceTier):
         assert self.index is not None
         self._check(blocks)
         self.evicted(blocks)
+        return self._name(blocks, keys, offsets, starts, space)
+
+    def _name(
+        self, blocks: Pages, keys: Keys, offsets: Offsets, starts: Any, space: Namespace
+    ) -> tuple[Pages, Any]:
+        assert self.index is not None
         named = self.index.name_many(blocks, keys, offsets, starts, merge=False, namespace=space)
         self._named[blocks[named.status == KeyStatus.NEW]] = space.id
         present = np.flatnonzero(named.status == KeyStatus.PRESENT)
@@ -79,6 +106,7 @@ class AttachedDevice(DeviceTier):
         if self.index is None or not len(numbers):
             return 0
         self._check(numbers)
+        self._lives[numbers] += 1
         if self._doubles:
             for block in numbers.tolist():
                 self._forget_double(block)
@@ -90,7 +118,7 @@ class AttachedDevice(DeviceTier):
         self._named[named] = -1
         for block, key, space in bequeathed:
             one = np.array([block], np.int32)
-            self.name_many(one, key, np.array([0, 1]), np.zeros(1, np.int64), space)
+            self._name(one, key, np.array([0, 1]), np.zeros(1, np.int64), space)
         return len(named)
 
     def _clear(self, space: Namespace) -> None:

@@ -7,15 +7,16 @@ writing back."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lightcache._arguments import Keys, Pages
 from lightcache.errors import LightcacheError
 from lightcache.leases import Lease
+from lightcache.manager.attached import AttachedDevice
 from lightcache.manager.owned import OwnedDevice
-from lightcache.manager.requests import Request, Space
+from lightcache.manager.requests import HELD, Request, Space
 from lightcache.manager.traffic import Movement
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ class Origin:
     blocks: Pages
     offset: int
     """Where it begins, in tokens of the first of them."""
+    lives: Any = None
+    """Attached devices: of each of the blocks, what says that it is the same still. Of an owned
+    one prefixes stay as long as what hangs on them, so the last block's key says it for all."""
 
 
 @dataclass(eq=False)
@@ -50,8 +54,8 @@ class Demotion:
     def __init__(self, manager: KVCacheManager) -> None:
         """Nothing is on its way."""
         self._manager = manager
-        self._origins: dict[int, list[Origin]] = {}
-        """By the last block of each."""
+        self._origins: dict[int, dict[bytes, Origin]] = {}
+        """By the last block of each, and the host page's key."""
         self._groups: list[Group] = []
 
     @property
@@ -63,20 +67,29 @@ class Demotion:
         """Blocks [begin, end) of a request's table got their names."""
         tokens, block = self._manager.page_tokens, self._manager.device.block_tokens
         assert one.space is not None
+        device = self._manager.device
         for page in range(begin * block // tokens, end * block // tokens):
             # The page's last token lies in this block; a page may be a part of one.
             first, last = page * tokens // block, ((page + 1) * tokens - 1) // block
+            if device.owned and (one.kind[first : last + 1] == HELD).any():
+                continue  # without a name it is gone as soon as the request is
             made = Origin(
                 one.space,
                 one.device_chain.keys[last].tobytes(),
                 one.host_chain.keys[max(0, page - 1) : page + 1],
                 one.table[first : last + 1].copy(),
                 page * tokens % block,
+                self._lives(one.table[first : last + 1]),
             )
-            known = self._origins.setdefault(int(made.blocks[-1]), [])
-            if known and known[0].device_key != made.device_key:
+            known = self._origins.setdefault(int(made.blocks[-1]), {})
+            if known and next(iter(known.values())).device_key != made.device_key:
                 known.clear()
-            known.append(made)
+            # The same key in the same block once more: what it hangs on may lie elsewhere by now.
+            known[made.host_keys[-1].tobytes()] = made
+
+    def _lives(self, blocks: Pages) -> Any:
+        device = self._manager.device
+        return device.lives(blocks) if isinstance(device, AttachedDevice) else None
 
     def demote(self, n: int) -> int:
         """Begin to write back up to n blocks, those that eviction would take next. They are free
@@ -99,9 +112,11 @@ class Demotion:
         """
         begun = []
         for i in range(len(blocks) - 1, -1, -1):  # prefixes first: host pages hang on each other
-            for origin in self._origins.pop(int(blocks[i]), ()):
+            for origin in self._origins.pop(int(blocks[i]), {}).values():
                 movement = None
-                if origin.device_key == keys[i].tobytes():
+                lives = self._lives(origin.blocks)
+                same = lives is None or (lives == origin.lives).all()
+                if same and origin.device_key == keys[i].tobytes():
                     movement = self._write(origin)
                 if movement is not None:
                     begun.append(movement)
@@ -154,6 +169,7 @@ class Demotion:
         for group in self._groups:
             group.lease.release()
         self._groups.clear()
+        self._origins.clear()
 
 
 __all__ = ["Demotion"]

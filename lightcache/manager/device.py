@@ -17,6 +17,7 @@ import numpy as np
 from lightcache import _arguments
 from lightcache._arguments import Keys, Offsets, Pages
 from lightcache.leases import Lease
+from lightcache.manager.statistics import Room
 from lightcache.namespaces import Namespace
 from lightcache.page_index import PageIndex
 
@@ -90,12 +91,24 @@ class DeviceTier:
 
     def clear_weights(self, weights: str) -> None:
         """Forget a version: nothing of it is found or accepted any more."""
-        for key in [key for key in self._spaces if key[0] == weights]:
-            self._clear(self._spaces.pop(key))
+        for known, tenant in list(self._spaces):
+            if known == weights:
+                self.clear_tenant(weights, tenant)
+
+    def clear_tenant(self, weights: str, tenant: str) -> None:
+        """The same for one of its tenants."""
+        space = self._spaces.get((weights, tenant))
+        if space is not None:
+            self._clear(space)
+            del self._spaces[weights, tenant]  # behind it: what failed is cleared again
 
     def _clear(self, space: Namespace) -> None:
         if self.index is not None:
             self.index.clear(space)
+
+    def room(self) -> Room:
+        """Blocks that there are, that are free, and that could be had."""
+        return room_of(self.index)
 
     def close(self) -> None:
         """Leave the index; it ends with its last client."""
@@ -128,4 +141,19 @@ class DeviceTier:
         raise NotImplementedError
 
 
-__all__ = ["NONE", "DeviceTier"]
+def room_of(index: PageIndex | None) -> Room:
+    """Room in an index; none if there is none. No lock; when little of it is free, some 20 times 1
+    to 2 ns a page."""
+    if index is None:
+        return Room(0, 0, 0)
+    least, most = 0, index.pages
+    while least < most:
+        middle = (least + most + 1) // 2
+        if index.can_allocate(middle):
+            least = middle
+        else:
+            most = middle - 1
+    return Room(index.pages, index.stats().free, least)
+
+
+__all__ = ["NONE", "DeviceTier", "room_of"]

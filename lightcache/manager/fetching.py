@@ -18,15 +18,19 @@ class Fetch:
     """The load of one request's prefix. Until it is over its blocks hold nothing that counts; if it
     fails, compute these tokens: `tokens` says from where."""
 
-    def __init__(self, request: Request, movement: Movement | None) -> None:
-        """For `KVCacheManager.fetch`."""
-        self._request, self._movement = request, movement
+    def __init__(self, request: Request, movement: Movement | None, without: int) -> None:
+        """For `KVCacheManager.fetch`.
+
+        Args:
+            without: tokens that are usable if it fails.
+        """
+        self._request, self._movement, self._without = request, movement, without
 
     @property
     def tokens(self) -> int:
         """Leading tokens that need not be computed, as far as is known: all usable ones while it
         goes on or after it went well, those of the device if it failed."""
-        return self._request.match.usable if not self.failed else self._request.match.device
+        return self._request.match.usable if not self.failed else self._without
 
     @property
     def failed(self) -> bool:
@@ -83,10 +87,12 @@ def begin_fetch(manager: KVCacheManager, one: Request) -> Fetch:
     """See `KVCacheManager.fetch`."""
     lease, one.host = one.host, None
     match, tokens = one.match, manager.page_tokens
+    without = manager._planner.without_host(one.prompt, match)
     if lease is None or match.load <= 0:
         if lease is not None:
             lease.release()
-        return Fetch(one, None)
+        one.fetched = True
+        return Fetch(one, one.loading, without)
     block = manager.device.block_tokens
     if len(one.table) * block < match.usable:
         one.host = lease
@@ -114,7 +120,8 @@ def begin_fetch(manager: KVCacheManager, one: Request) -> Fetch:
 
     movement = manager._traffic.begin(blocks, lambda: mover.load(lease, slots, 0), over, give_back)
     one.movements.append(movement)
-    return Fetch(one, movement)
+    one.loading, one.fetched = movement, True
+    return Fetch(one, movement, without)
 
 
 __all__ = ["Fetch", "begin_fetch", "wait_on"]

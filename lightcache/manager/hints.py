@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightcache.errors import ConfigError
+from lightcache.errors import Abandoned, ConfigError
 from lightcache.manager.prompts import Prompt
 
 if TYPE_CHECKING:
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 def keep(manager: KVCacheManager, prompt: Prompt, kept: bool) -> dict[str, int]:
     """Tokens of a prefix that are kept from now on, or no more, by tier."""
-    space = manager._spaces.of(prompt.tenant)
+    space = manager._weights.space_of(prompt.tenant)
+    if space is None:
+        return {"host": 0, "device": 0}
     host, device = manager.host.index, manager.device
     verb = host.keep if kept else host.unkeep
     found = {"host": verb(prompt.keys(space.host_spec), namespace=space.host), "device": 0}
@@ -30,7 +32,9 @@ def drop(manager: KVCacheManager, prompt: Prompt, start: int) -> dict[str, int]:
     uses them."""
     if start < 0:
         raise ConfigError(f"start: expected a token's position, found {start}")
-    space = manager._spaces.of(prompt.tenant)
+    space = manager._weights.space_of(prompt.tenant)
+    if space is None:
+        return {"host": 0, "device": 0}
     device = manager.device
     first = -(-start // manager.page_tokens)
     keys = prompt.keys(space.host_spec)
@@ -49,7 +53,9 @@ def prefetch(manager: KVCacheManager, prompt: Prompt, storage: StorageTier | Non
     """Bring what storage has of a prompt to the host; its task."""
     if storage is None:
         raise ConfigError("prefetch: the manager has no storage; make it with storage=")
-    space = manager._spaces.of(prompt.tenant)
+    space = manager._weights.space_of(prompt.tenant)
+    if space is None:
+        raise Abandoned("prefetch: the weights are being changed; ask again behind finish_update")
     keys = prompt.keys(space.host_spec)
     there = manager.host.peek(keys, namespace=space.host)
     return storage.prefetch(keys, there, namespace=space.host)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +12,13 @@ import numpy as np
 
 from lightcache._arguments import Pages
 from lightcache.cache import Cache
-from lightcache.errors import ConfigError, LeaseLost
+from lightcache.errors import ConfigError, InUse, LeaseLost, OutOfPages
 from lightcache.hashing import Tokens
 from lightcache.leases import Lease
 from lightcache.manager import hints
 from lightcache.manager.attached import AttachedDevice
 from lightcache.manager.demoting import Demotion
-from lightcache.manager.device import DeviceTier
+from lightcache.manager.device import DeviceTier, room_of
 from lightcache.manager.fetching import Fetch, begin_fetch
 from lightcache.manager.guard import Guard
 from lightcache.manager.matches import ANY, ManagerConfig, PrefixMatch, Why, Wishes
@@ -29,7 +30,7 @@ from lightcache.manager.prompts import Prompt
 from lightcache.manager.releasing import Leaving
 from lightcache.manager.requests import HELD, LEASED, Chain, NoChain, Request
 from lightcache.manager.spaces import Spaces
-from lightcache.manager.statistics import Figures, ManagerStats
+from lightcache.manager.statistics import Figures, Gauges, ManagerStats, Recent
 from lightcache.manager.traffic import Traffic
 from lightcache.manager.weights import Weights, WeightsState
 from lightcache.manager.writing import Writer
@@ -85,6 +86,7 @@ class KVCacheManager:
             )
         self._lock = threading.RLock()
         self._figures = Figures()
+        self._recent = Recent(self.config.window)
         self._guard = Guard(self.config.failures, self._figures)
         self._traffic = Traffic(self._lock)
         self._spaces = Spaces(host, device, weights)
@@ -161,7 +163,9 @@ class KVCacheManager:
                 raise ConfigError(f"take: the request {request!r} runs already; release it first")
             made = self._guard.run(lambda: self._taken(request), lambda: self._missed(request))
             self._requests[request] = made
-            self._count_taken(made.match)
+            made.counted = self._counted(made.match)
+            self._figures.add(**made.counted)
+            self._recent.add(made.counted)
             return made.match
 
     def _missed(self, request: Hashable) -> Request:
@@ -216,9 +220,9 @@ class KVCacheManager:
             made.written += len(host)
         return made
 
-    def _count_taken(self, match: PrefixMatch) -> None:
+    def _counted(self, match: PrefixMatch) -> Figures:
         from_host = min(max(0, match.usable - match.device), match.host)
-        self._figures.add(
+        return Figures(
             requests=1,
             hit_requests=int(match.usable > 0),
             prompt_tokens=match.tokens,
@@ -236,19 +240,65 @@ class KVCacheManager:
         whole table, int32.
 
         Raises:
-            OutOfPages: so many cannot be had. Nothing changed; preempt somebody, or wait.
+            OutOfPages: so many cannot be had. Nothing changed; preempt somebody, or wait, or
+                `forgo` what the host has and ask for fewer.
             LeaseLost: no such request.
         """
         with self._lock:
             device = self._owned("allocate")
             one = self._request(request)
-            blocks = -(-tokens // device.block_tokens) + self.config.reserve_blocks
-            missing = blocks - len(one.table)
+            needed = -(-tokens // device.block_tokens)
+            missing = needed + self.config.reserve_blocks - len(one.table)
             if missing > 0:
-                fresh = device.allocate(missing)
+                try:
+                    fresh = device.allocate(missing)
+                except OutOfPages:
+                    if not 0 < needed <= len(one.table):
+                        raise
+                    return one.table  # this is what the reserve is for
                 one.table = np.concatenate([one.table, fresh])
                 one.kind = np.concatenate([one.kind, np.full(missing, HELD, np.uint8)])
             return one.table
+
+    def can_allocate(self, blocks: int, *, evict: bool = False) -> bool:
+        """Owned devices: whether so many blocks could be had now. Advisory unless `evict`.
+
+        Args:
+            evict: free them now, those unused for longest first; what they held is dropped
+                (`demote` writes it to the host).
+        """
+        with self._lock:
+            device = self._owned("can_allocate")
+            free = device.free
+            found = device.can_allocate(blocks, evict=evict)
+            if evict:
+                self._figures.add(device_evictions=max(0, device.free - free))
+            return found
+
+    def forgo(self, request: Hashable) -> PrefixMatch:
+        """Instead of `fetch`, when there is no room for what it would bring: the host's pages go
+        back, the device's part stays, the rest is computed. Returns what is usable now.
+
+        Raises:
+            ConfigError: it was fetched already.
+            LeaseLost: no such request.
+        """
+        with self._lock:
+            one = self._request(request)
+            if one.fetched:
+                raise ConfigError(f"forgo {request!r}: it was fetched already; release it instead")
+            if one.host is not None:
+                one.host.release()
+                one.host = None
+            usable = self._planner.without_host(one.prompt, one.match)
+            if usable == one.match.usable:
+                return one.match
+            one.match = replace(one.match, usable=usable, why=Why.FORGONE)
+            found = self._counted(one.match)
+            found.subtract(one.counted)
+            self._figures.update(found)
+            self._recent.change(one.counted, **found)
+            return one.match
 
     def fetch(self, request: Hashable, table: Pages | None = None) -> Fetch:
         """Bring what was found on the host to the device. Returns at once.
@@ -264,7 +314,7 @@ class KVCacheManager:
             one = self._request(request)
             if table is not None:
                 one.table = np.ascontiguousarray(table, np.int32)
-            return self._guard.run(lambda: begin_fetch(self, one), lambda: Fetch(one, None))
+            return self._guard.run(lambda: begin_fetch(self, one), lambda: Fetch(one, None, 0))
 
     def commit(
         self,
@@ -299,6 +349,8 @@ class KVCacheManager:
         """`commit` for a whole batch in one call."""
         with self._lock:
             running = [self._request(request) for request in requests]
+            if any(one.is_loading for one in running):
+                self._traffic.poll()
             for i, one in enumerate(running):
                 one.note(totals[i], new_tokens[i] if new_tokens is not None else None)
                 if tables is not None:
@@ -334,9 +386,15 @@ class KVCacheManager:
                 self._planner.computed(one)
                 one.stored = publish
                 if publish:
-                    self._guard.run(partial(self._writer.rest, one), _nothing)
+                    self._guard.run(partial(self._publish_rest, one), _nothing)
                 ended.append(one)
             self._leaving.add(ended)
+
+    def _publish_rest(self, one: Request) -> None:
+        if one.loading is not None:  # perhaps it was going on at the last commit
+            self._traffic.poll()
+            name_blocks(self, [one])
+        self._writer.rest(one)
 
     # ---- keeping order
 
@@ -397,10 +455,30 @@ class KVCacheManager:
         that no copy touches them. Returns how many pages are on their way."""
         with self._lock:
             index = self.device.index
-            named = np.ascontiguousarray(blocks, np.int32)
-            if index is None or not len(named):
+            if index is None or not isinstance(self.device, AttachedDevice):
                 return 0
+            named = self.device.named(np.ascontiguousarray(blocks, np.int32))
             return len(self._demotion.write(named, index.keys_of(named)))
+
+    def set_blocks(self, blocks: int) -> None:
+        """The engine has found out how many device blocks fit, or has changed it: the device's
+        index begins empty. Plans are forgotten; the host keeps what it has.
+
+        Raises:
+            InUse: a request runs, or a copy goes on; release, and wait for it.
+            ConfigError: not 1 to 40 million.
+        """
+        with self._lock:
+            self.poll()
+            copies = self._traffic.in_flight + self._traffic.queued
+            if self._requests or self._leaving.going or copies:
+                raise InUse(
+                    f"set_blocks: {len(self._requests)} requests run, and {copies} copies go on "
+                    "or wait; release, resume, and wait for them first"
+                )
+            self._planner.close()
+            self._demotion.close()
+            self.device.set_blocks(blocks)
 
     # ---- prefixes, whoever runs
 
@@ -503,7 +581,25 @@ class KVCacheManager:
         with self._lock:
             found = self._figures.snapshot()
             self._figures.clear()
+            self._recent.clear()
             return found
+
+    def recent_stats(self) -> ManagerStats:
+        """The same of the last `config.window` requests: what they asked and found, no more."""
+        with self._lock:
+            return self._recent.snapshot()
+
+    def gauges(self) -> Gauges:
+        """How things stand now: room in each tier, requests, transfers. No lock of others."""
+        with self._lock:
+            return Gauges(
+                device=self.device.room(),
+                host=room_of(self.host.index),
+                running=len(self._requests),
+                leaving=self._leaving.going,
+                transfers=self._traffic.in_flight,
+                queued=self._traffic.queued,
+            )
 
     def close(self, timeout: float | None = 10.0) -> None:
         """Wait for the copies, give back everything. The caches stay the caller's.

@@ -22,6 +22,7 @@ class Why(Enum):
     WISHES = "the request does not read, or not from this tier"
     WEIGHTS = "the weights are being changed, or another process has cleared their version"
     DISABLED = "the manager has disabled itself"
+    FORGONE = "there was no room to load it: `KVCacheManager.forgo`"
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,8 @@ class ManagerConfig:
     """What a request does whose prefix another is computing: "compute" it too, or "wait"."""
     wait_limit: float = 5.0
     """Seconds that a request waits so; then it computes."""
+    window: int = 1000
+    """Requests that `KVCacheManager.recent_stats` looks back on."""
 
     def __post_init__(self) -> None:
         if type(self.write) is not WritePolicy:
@@ -137,6 +140,7 @@ class ManagerConfig:
         count(self.seen, "seen", 1, 1 << 10)
         count(self.reserve_blocks, "reserve_blocks", 0, 1 << 20)
         count(self.failures, "failures", 1, 1 << 20)
+        count(self.window, "window", 1, 1 << 20)
         for name in ("plan_ttl", "time_limit", "wait_limit"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}: expected seconds > 0, found {getattr(self, name)!r}")

@@ -29,10 +29,7 @@ class OwnedDevice(DeviceTier):
     @property
     def available(self) -> int:
         """Blocks that an allocation may have: free, or to be evicted. Advisory."""
-        if self.index is None:
-            return 0
-        found = self.index.stats()
-        return found.free + found.evictable
+        return self.room().available
 
     def plan_many(
         self, ids: Sequence[Hashable], keys: Keys, offsets: Offsets, space: Namespace, ttl: float
@@ -64,9 +61,19 @@ class OwnedDevice(DeviceTier):
             raise OutOfPages(f"allocate: {n} blocks were asked for, the device has {self.blocks}")
         return self.index.allocate(n).detach() if n else NONE
 
-    def can_allocate(self, n: int) -> bool:
-        """Whether n blocks could be had now, evicting if need be. Advisory, no lock."""
-        return self.index is not None and self.index.can_allocate(n)
+    def can_allocate(self, n: int, *, evict: bool = False) -> bool:
+        """Whether n blocks could be had now, evicting if need be. Advisory, no lock.
+
+        Args:
+            evict: do evict what is missing: then they are free, and the answer is no advice.
+                Takes the lock.
+        """
+        if self.index is None or not self.index.can_allocate(n):
+            return False
+        if evict and self.free < n:
+            self.index.evict(n - self.free)
+            return self.free >= n
+        return True
 
     def free_blocks(self, blocks: Pages) -> None:
         """Give back blocks without a key.

@@ -83,7 +83,7 @@ class Planner:
         plans = []
         for i, prompt in enumerate(prompts):
             if prompt.tenant not in spaces:
-                spaces[prompt.tenant] = self._space(prompt.tenant)
+                spaces[prompt.tenant] = self._manager._weights.space_of(prompt.tenant)
             space, wish = spaces[prompt.tenant], wishes[i] if wishes is not None else ANY
             limit = limits[i] if limits is not None else None
             known = self._plans.get(requests[i])
@@ -105,12 +105,6 @@ class Planner:
             self._match(requests[i], plan, plan.device, plan.host_pages)
             for i, plan in enumerate(plans)
         ]
-
-    def _space(self, tenant: str) -> Space | None:
-        """None: the weights are being changed."""
-        weights = self._manager._weights
-        space = self._manager._spaces.of(tenant) if weights.open else None
-        return space if space is not None and weights.good(space) else None
 
     def _asked(
         self,
@@ -136,10 +130,19 @@ class Planner:
         made = Planned(prompt, wishes, space, limit, most, now, keys)
         if known is not None:
             made.on_host = known.on_host
-            if known.prompt is prompt:
+            if known.prompt is prompt and known.space is space:
                 made.reading, made.since = known.reading, known.since
+            elif known.reading is not None:
+                known.reading.cancel()
+        if not most:
+            self._let_go(request)  # what was planned before
+            made.on_host = False
         self._plans[request] = made
         return made
+
+    def _let_go(self, request: Hashable) -> None:
+        self._manager.device.cancel(request)
+        self._manager.host.index.cancel(request)
 
     def _look_on_device(
         self,
@@ -281,9 +284,22 @@ class Planner:
         if usable > device and not self._worth_loading(usable - device):
             usable, why = device, Why.BREAK_EVEN
         cut = plan.prompt.cut_item(usable) if plan.prompt.items else None
-        if cut is not None:
-            return self._before(cut.start, device), Why.ITEM, cut
-        return usable, why, None
+        if cut is None:
+            return usable, why, None
+        usable = self._uncut(plan.prompt, usable, device)
+        if device < usable and not self._worth_loading(usable - device):
+            usable = self._uncut(plan.prompt, device, device)
+        return usable, Why.ITEM, cut
+
+    def without_host(self, prompt: Prompt, match: PrefixMatch) -> int:
+        """Tokens that are usable of a match if nothing is loaded."""
+        return self._uncut(prompt, min(match.usable, match.device), match.device)
+
+    def _uncut(self, prompt: Prompt, usable: int, device: int) -> int:
+        """The last boundary that cuts no item. The one before an item may lie in another."""
+        while (cut := prompt.cut_item(usable)) is not None:
+            usable = self._before(cut.start, device)
+        return usable
 
     def _before(self, position: int, device: int) -> int:
         """The last boundary not beyond a position: of a block on the device, of a page on the
@@ -320,6 +336,10 @@ class Planner:
         if plan is None:
             raise LeaseLost(f"take: the request {request!r} was not planned; plan it first")
         manager = self._manager
+        if plan.space is None or not manager._weights.good(plan.space):
+            self.cancel(request)
+            plan.space = plan.reading = None  # it runs without
+            return plan, self._match(request, plan, 0, 0), None, None
         hit = host = None
         try:
             if manager.device.index is not None and len(plan.device_keys):
@@ -345,8 +365,7 @@ class Planner:
         plan = self._plans.pop(request, None)
         if plan is not None and plan.reading is not None:
             plan.reading.cancel()
-        self._manager.device.cancel(request)
-        self._manager.host.index.cancel(request)
+        self._let_go(request)
 
     def close(self) -> None:
         """Forget all of them."""

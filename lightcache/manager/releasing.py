@@ -11,6 +11,7 @@ import numpy as np
 from lightcache.errors import WaitTimeout
 from lightcache.manager.owned import OwnedDevice
 from lightcache.manager.requests import HELD, PINNED, Request
+from lightcache.manager.traffic import State
 
 if TYPE_CHECKING:
     from lightcache.manager.manager import KVCacheManager
@@ -24,11 +25,18 @@ class Leaving:
         self._manager = manager
         self._going: list[Request] = []
 
+    @property
+    def going(self) -> int:
+        """Requests that have ended and hold something still."""
+        return len(self._going)
+
     def add(self, ended: list[Request]) -> None:
-        """Requests have ended. What was not begun is not begun any more."""
+        """Requests have ended. What was not begun is not begun any more, but for what they
+        publish."""
         for one in ended:
             for movement in one.movements:
-                movement.cancel()
+                if movement is one.loading or not one.stored:
+                    movement.cancel()
             if one.host is not None:
                 one.host.release()
                 one.host = None
@@ -46,7 +54,11 @@ class Leaving:
                 self._give_back(over)
 
     def wait(self, request: Hashable) -> None:
-        """Until a request that has ended holds nothing any more. Blocks, without the lock."""
+        """Until a request that has ended holds nothing any more. Blocks, without the lock.
+
+        Raises:
+            WaitTimeout: transfers are paused, and some of it waits for them.
+        """
         movements = [
             movement for one in self._going if one.id == request for movement in one.movements
         ]
@@ -57,6 +69,11 @@ class Leaving:
                 continue
         self._manager._traffic.poll()
         self.poll()
+        if any(movement.state is State.QUEUED for movement in movements):
+            raise WaitTimeout(
+                f"release {request!r}: transfers are paused, and what it publishes waits for them; "
+                "resume the manager"
+            )
 
     def _give_back(self, over: list[Request]) -> None:
         device = self._manager.device

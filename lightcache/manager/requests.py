@@ -16,6 +16,7 @@ from lightcache.leases import Lease
 from lightcache.manager.device import NONE
 from lightcache.manager.matches import PrefixMatch, Wishes
 from lightcache.manager.prompts import Prompt
+from lightcache.manager.statistics import Figures
 from lightcache.namespaces import Namespace
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ class Space:
     host_spec: KeySpec
     device_spec: KeySpec
     """The same object where both tiers have pages of one size."""
+    era: int = 0
+    """Which update of the weights it belongs to: a version may be served again under its name."""
 
 
 class Chain:
@@ -106,6 +109,13 @@ class Request:
     total: int = 0
     """Tokens that are computed and accepted."""
     movements: list[Movement] = field(default_factory=list)
+    """Copies that touch its blocks, those of writing included."""
+    loading: Movement | None = None
+    """Of these, the one that brings what the host had."""
+    fetched: bool = False
+    """`fetch` was called."""
+    counted: Figures = field(default_factory=Figures)
+    """What it adds to the manager's figures."""
     stored: bool = True
     """Whether it goes to storage when it ends: not if it was aborted."""
 
@@ -128,11 +138,19 @@ class Request:
                 self.host_chain.extend(listed)
         self.known, self.total = known, total
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether a part of its blocks may not be filled yet, as far as was looked."""
+        return self.loading is not None and not self.loading.over
+
     def publishable(self) -> int:
-        """Tokens that may be shared."""
+        """Tokens that may be shared: computed, and not on their way to the device still."""
         if self.space is None:
             return 0
-        return self.total if self.wishes.output else min(self.total, len(self.prompt))
+        total = self.total if self.wishes.output else min(self.total, len(self.prompt))
+        if self.is_loading:
+            return min(total, self.match.device)
+        return total
 
 
 def slots_of(table: Pages, block_tokens: int, begin: int, end: int) -> npt.NDArray[np.int64]:

@@ -16,17 +16,28 @@ class Spaces:
     what runs, and finds and accepts nothing once it was cleared."""
 
     def __init__(self, host: Cache, device: DeviceTier, weights: str) -> None:
-        """Nothing is opened yet."""
+        """Opens the version's namespace on the host.
+
+        Raises:
+            ConfigError: no text.
+            OutOfPages, LockTimeout: as `PageIndex.namespace`.
+        """
         if not isinstance(weights, str):
             raise ConfigError(f"weights: expected a version as text, found {weights!r}")
         self._host, self._device = host, device
-        self.weights = weights
+        self._index = device.index
+        self.weights, self.era = weights, 0
+        self.anchor = host.namespace(weights, "")
+        """Says whether the version is good, for all tenants: it is cleared last."""
         self._known: dict[str, Space] = {}
 
     def of(self, tenant: str) -> Space:
         """A tenant's, under the present weights."""
+        if self._index is not self._device.index:  # the number of blocks is known, or another
+            self._index = self._device.index
+            self._known.clear()
         found = self._known.get(tenant)
-        if found is None or (found.device is None) != (self._device.index is None):
+        if found is None:
             found = self._known[tenant] = self._made(tenant)
         return found
 
@@ -41,15 +52,30 @@ class Spaces:
             self._device.space(self.weights, tenant) if self._device.index is not None else None,
             spec,
             spec if spec.page_tokens == blocks else replace(spec, page_tokens=blocks),
+            self.era,
         )
 
     def known(self) -> list[Space]:
         """Those that requests have had so far."""
         return list(self._known.values())
 
+    def forget(self, space: Space) -> bool:
+        """A tenant's was cleared: the next request opens it again, empty. False: that was done
+        before, and there may be another by now."""
+        if self._known.get(space.tenant) is not space:
+            return False
+        del self._known[space.tenant]
+        return True
+
     def switch(self, weights: str) -> None:
-        """From now on requests get spaces of another version."""
+        """From now on requests get spaces of another version.
+
+        Raises:
+            As `__init__`: nothing has changed then.
+        """
+        self.anchor = self._host.namespace(weights, "")
         self.weights = weights
+        self.era += 1
         self._known.clear()
 
 

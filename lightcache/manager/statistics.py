@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, fields
 
 
@@ -53,10 +53,44 @@ class ManagerStats:
     """Calls that failed and were answered as a miss."""
 
     @property
+    def request_ratio(self) -> float:
+        """Requests with any hit of all requests, 0 to 1."""
+        return self.hit_requests / self.requests if self.requests else 0.0
+
+    @property
     def hit_ratio(self) -> float:
         """Reused tokens of all prompts' tokens, 0 to 1."""
         reused = self.device_tokens + self.host_tokens + self.storage_tokens
         return reused / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+@dataclass(frozen=True)
+class Room:
+    """Of one tier, in blocks or pages."""
+
+    most: int
+    """There are; 0: not known yet."""
+    free: int
+    """Nothing is in them, and nobody has them."""
+    available: int
+    """Free, or to be evicted for whoever asks. Advisory."""
+
+
+@dataclass(frozen=True)
+class Gauges:
+    """How things stand now."""
+
+    device: Room
+    """Of an attached device: free are the blocks without a name, and nothing is evicted by us."""
+    host: Room
+    running: int
+    """Requests that were taken and not released."""
+    leaving: int
+    """Released, and a copy touches their blocks still."""
+    transfers: int
+    """That go on."""
+    queued: int
+    """Transfers that wait for `resume`."""
 
 
 NAMES = frozenset(each.name for each in fields(ManagerStats))
@@ -76,4 +110,40 @@ class Figures(Counter[str]):
         return ManagerStats(**self)
 
 
-__all__ = ["Figures", "ManagerStats"]
+class Recent:
+    """What the last requests found. Takes no longer for a long window than for a short one."""
+
+    def __init__(self, most: int) -> None:
+        """Nobody was counted.
+
+        Args:
+            most: requests of the window.
+        """
+        self._most = most
+        self._each: deque[Figures] = deque()
+        self._sum = Figures()
+
+    def add(self, counts: Figures) -> None:
+        """One more request; the oldest goes."""
+        self._each.append(counts)
+        self._sum.update(counts)
+        if len(self._each) > self._most:
+            self._sum.subtract(self._each.popleft())
+
+    def change(self, counts: Figures, **by: int) -> None:
+        """A request that was added found something else in the end."""
+        if any(each is counts for each in self._each):
+            self._sum.update(by)
+        counts.update(by)
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self._each.clear()
+        self._sum.clear()
+
+    def snapshot(self) -> ManagerStats:
+        """As they are now: figures of requests alone."""
+        return self._sum.snapshot()
+
+
+__all__ = ["Figures", "Gauges", "ManagerStats", "Recent", "Room"]

@@ -35,62 +35,111 @@ _SEEN = {
 
 class Weights:
     """The version that one manager serves. The namespaces of the host cache are what says, to every
-    process, whether a version is still good: a manager looks before each plan and commit."""
+    process, whether a version is still good: a manager looks before each plan, take and commit.
+
+    A version has a namespace for each tenant, and any process may open one more at any moment. What
+    speaks for all of them is the anchor, the namespace without a tenant: `begin` clears it behind
+    the others, and then looks once more for what was opened meanwhile; who opens one looks at the
+    anchor behind that. So one of the two sees the other."""
 
     def __init__(self, manager: KVCacheManager) -> None:
         """Normal."""
         self._manager = manager
-        self._updating = False
+        self._updating = self._begun = False
+        self._ours = True
+        """Whether the version was good when we began to update it."""
         self._gone = WeightsState.NORMAL
         """What another process did to our version."""
 
-    @property
-    def open(self) -> bool:
-        """Whether, as far as was looked, the version is good."""
-        return not self._updating and self._gone is WeightsState.NORMAL
-
     def state(self) -> WeightsState:
-        """Looked up in shared memory; about a microsecond for each tenant."""
+        """Looked up in shared memory; about a microsecond."""
         if self._updating:
             return WeightsState.UPDATING
-        for space in self._manager._spaces.known():
-            if not self.good(space):
-                break
+        self._look()
         return self._gone
+
+    def space_of(self, tenant: str) -> Space | None:
+        """Where a tenant's tokens may be found and published; None: nowhere, the version is gone or
+        going. A tenant that was cleared alone begins again, empty."""
+        spaces = self._manager._spaces
+        for _ in range(2):
+            if self._updating or not self._look():
+                return None
+            space = spaces.of(tenant)
+            if self.good(space):
+                return space
+        return None
 
     def good(self, space: Space) -> bool:
         """Whether anything of a space may be found or published. If another process has cleared
-        it, our device forgets its version, and nothing is opened again before an update: who
+        our version, our device forgets it, and nothing is opened again before an update: who
         cleared knows of other weights."""
-        if self._updating or space.weights != self._manager._spaces.weights:
+        manager = self._manager
+        if self._updating or space.era != manager._spaces.era or not self._look():
             return False
-        found = _SEEN[self._manager.host.index.namespace_state(space.host)]
-        if found is WeightsState.NORMAL:
-            return self._gone is WeightsState.NORMAL
-        if self._gone is WeightsState.NORMAL:
-            self._manager.device.clear_weights(space.weights)
-        self._gone = found
+        if manager.host.index.namespace_state(space.host) is NamespaceState.NORMAL:
+            return True
+        if manager._spaces.forget(space):
+            manager.device.clear_tenant(space.weights, space.tenant)
         return False
 
+    def _look(self) -> bool:
+        """Whether our version is good."""
+        found = _SEEN[self._manager.host.index.namespace_state(self._manager._spaces.anchor)]
+        if found is self._gone:
+            return found is WeightsState.NORMAL
+        first = self._gone is WeightsState.NORMAL
+        self._gone = found
+        if first:
+            self._forget()
+        return False
+
+    def _forget(self) -> None:
+        """Another process has cleared our version. A tenant that it did not see is one of ours, if
+        it died on its way."""
+        manager = self._manager
+        for space in manager._spaces.known():
+            manager.host.clear(space.host)
+        manager.device.clear_weights(manager._spaces.weights)
+
     def begin(self) -> None:
-        """From here on nothing of the version is found or published, in any tier and process."""
-        manager, version = self._manager, self._manager._spaces.weights
-        self._updating = True
-        for space in manager.host.index.namespaces():
-            if space.weights == version:
-                manager.host.clear(space)
-        manager.device.clear_weights(version)
+        """From here on nothing of the version is found or published, in any tier and process. An
+        error leaves it begun and not done: call it again."""
+        if self._begun:
+            return
+        if not self._updating:
+            self._ours = self._look()
+            self._updating = True
+        if self._ours:
+            self._clear(self._manager._spaces.weights)
+            self._manager.device.clear_weights(self._manager._spaces.weights)
+        else:
+            self._forget()  # and not what others serve under this name by now
+        self._begun = True
+
+    def _clear(self, version: str) -> None:
+        host, anchor = self._manager.host, self._manager._spaces.anchor
+        for space in host.index.namespaces():
+            if space.weights == version and space != anchor:
+                host.clear(space)
+        host.clear(anchor)
+        for space in host.index.namespaces():  # opened by who did not see the anchor's end
+            if space.weights == version and space.tenant:
+                host.clear(space)
 
     def finish(self, version: str) -> None:
         """Serve another version, or the same name again, which begins empty.
 
         Raises:
-            ConfigError: not begun.
+            ConfigError: not begun, or `begin` was not done.
+            OutOfPages, LockTimeout: as `PageIndex.namespace`; call it again.
         """
-        if not self._updating:
+        if not self._begun:
             raise ConfigError("finish_update: no update was begun; call begin_update first")
+        self._manager.device.clear_weights(self._manager._spaces.weights)
         self._manager._spaces.switch(version)
-        self._updating, self._gone = False, WeightsState.NORMAL
+        self._updating = self._begun = False
+        self._gone = WeightsState.NORMAL
 
 
 __all__ = ["Weights", "WeightsState"]

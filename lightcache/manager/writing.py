@@ -38,10 +38,9 @@ class Writer:
             if one.total < (one.written + 1) * tokens:
                 continue
             full = one.publishable() // tokens
-            if full <= one.written:
-                continue
-            prompt_ends = one.total >= len(one.prompt) > one.written * tokens
-            if full - one.written >= group or prompt_ends:
+            prompt = len(one.prompt)
+            prompt_ends = one.total >= prompt and one.written < prompt // tokens
+            if full > one.written and (full - one.written >= group or prompt_ends):
                 self._write(one, full)
 
     def rest(self, one: Request) -> None:

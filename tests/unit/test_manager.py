@@ -8,16 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.stamped import TOKEN_BYTES, StampedDevice, StampedMover, stamps_of
+from support.manager_case import World, tokens
+from support.stamped import StampedDevice, stamps_of
 
 from lightcache import Cache
 from lightcache.errors import ConfigError, LeaseLost, OutOfPages, TransferFailed, WaitTimeout
 from lightcache.manager import (
-    AttachedDevice,
     Item,
-    KVCacheManager,
-    ManagerConfig,
-    OwnedDevice,
     Prompt,
     WeightsState,
     Why,
@@ -25,78 +22,6 @@ from lightcache.manager import (
     WritePolicy,
 )
 from lightcache.storage import StorageSpec, StorageTier, open_storage
-
-SECRET = b"a secret of tests"
-
-
-class World:
-    """A cache, a device, a manager."""
-
-    def __init__(
-        self,
-        name: str,
-        *,
-        owned: bool = True,
-        blocks: int = 32,
-        block: int = 4,
-        page: int = 4,
-        pages: int = 32,
-        cache: Cache | None = None,
-        storage: Any = None,
-        **config: Any,
-    ) -> None:
-        self.own = cache is None
-        self.cache = cache or Cache.open(
-            name,
-            pages=pages,
-            page_bytes=page * TOKEN_BYTES,
-            page_tokens=page,
-            fingerprint="stamped",
-            secret=SECRET,
-        )
-        self.store = StampedDevice(blocks, block)
-        kind = OwnedDevice if owned else AttachedDevice
-        self.device = kind(f"{name}.device", block_tokens=block, blocks=blocks)
-        self.mover = StampedMover(self.cache, self.store)
-        try:
-            self.tier = None if storage is None else StorageTier(self.cache, storage(self.cache))
-            self.manager = KVCacheManager(
-                self.cache,
-                self.device,
-                self.mover,
-                config=ManagerConfig(**config),
-                storage=self.tier,
-            )
-        except BaseException:
-            self.device.close()
-            self.cache.close()
-            raise
-
-    def close(self) -> None:
-        self.mover.finish()
-        self.manager.close()
-        self.device.close()
-        if self.tier is not None:
-            assert self.tier.close()
-        if self.own:
-            self.cache.close()
-
-    def run(self, request: Any, tokens: Any, *, keep: bool = False, **how: Any) -> Any:
-        """A whole request: everything that is not found is computed. Returns its match."""
-        prompt = tokens if isinstance(tokens, Prompt) else Prompt(tokens)
-        manager = self.manager
-        manager.plan(request, prompt, **how)
-        match = manager.take(request)
-        table = manager.allocate(request, len(prompt))
-        fetch = manager.fetch(request)
-        fetch.wait()
-        stamps = stamps_of(prompt.tokens)
-        assert (self.store.read(table, 0, match.usable) == stamps[: match.usable]).all()
-        self.store.write(table, match.usable, stamps[match.usable :])
-        manager.commit(request, len(prompt))
-        if not keep:
-            manager.release(request)
-        return match
 
 
 @pytest.fixture
@@ -110,10 +35,6 @@ def worlds(segment_name: str) -> Iterator[Any]:
     yield make
     for world in reversed(made):
         world.close()
-
-
-def tokens(n: int, seed: int = 0) -> Any:
-    return np.random.default_rng(seed).integers(0, 1000, n)
 
 
 def test_a_second_request_finds_the_first_ones_blocks(worlds: Any) -> None:
@@ -481,9 +402,9 @@ def test_fail_open(worlds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert world.run("e", tokens(18)).device == 16
 
 
-def memory(cache: Cache) -> Any:
-    """A storage in memory for this cache's pages."""
-    return open_storage("memory:?capacity=1MiB", spec=StorageSpec.of(cache))
+def memory(cache: Cache) -> StorageTier:
+    """Storage in memory for this cache's pages; it ends with its world."""
+    return StorageTier(cache, open_storage("memory:?capacity=1MiB", spec=StorageSpec.of(cache)))
 
 
 def test_what_the_host_lost_comes_from_storage(worlds: Any) -> None:
@@ -491,8 +412,10 @@ def test_what_the_host_lost_comes_from_storage(worlds: Any) -> None:
     prompt = Prompt(tokens(18))
     world.run("a", prompt)
     keys = prompt.keys(world.cache.key_spec())
-    while world.tier.storage.contains(keys, timeout=60) < 4:  # written behind the release
-        assert world.tier.stats().refused == 0
+    while (
+        world.manager._storage.storage.contains(keys, timeout=60) < 4
+    ):  # written behind the release
+        assert world.manager._storage.stats().refused == 0
     world.device.index.evict(32)
     while world.cache.stats().ready:
         world.cache.evict(32)  # the tier lets go of its pins a little later
@@ -510,7 +433,7 @@ def test_an_aborted_request_is_not_stored(worlds: Any) -> None:
     world = worlds(storage=memory)
     world.run("a", tokens(18), keep=True)
     world.manager.release("a", publish=False)
-    assert world.tier.stats().stored == 0
+    assert world.manager._storage.stats().stored == 0
 
 
 def test_prefetch_without_a_request(worlds: Any) -> None:

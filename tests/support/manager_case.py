@@ -1,0 +1,220 @@
+"""A cache, a device of arrays and a manager, call by call; and a storage of one dict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from support.stamped import TOKEN_BYTES, StampedDevice, StampedMover, stamps_of
+
+from lightcache import Cache
+from lightcache.manager import (
+    AttachedDevice,
+    KVCacheManager,
+    ManagerConfig,
+    OwnedDevice,
+    PrefixMatch,
+    Prompt,
+)
+
+SECRET = b"a secret of tests"
+
+
+def tokens(n: int, seed: int = 0) -> Any:
+    """n token ids."""
+    return np.random.default_rng(seed).integers(0, 1000, n)
+
+
+class World:
+    """A cache, a device, a manager."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        owned: bool = True,
+        blocks: int | None = 32,
+        block: int = 4,
+        page: int = 4,
+        pages: int = 32,
+        cache: Cache | None = None,
+        costs: Any = None,
+        storage: Any = None,
+        weights: str = "",
+        **config: Any,
+    ) -> None:
+        """Opens everything; `close` closes it.
+
+        Args:
+            blocks: of the device; None: said later.
+            cache: the host's; None: one of its own.
+            config: of the manager.
+        """
+        self.own = cache is None
+        self.cache = cache or open_cache(name, pages, page)
+        self.store = StampedDevice(blocks or 0, block)
+        kind = OwnedDevice if owned else AttachedDevice
+        self.device = kind(f"{name}.device", block_tokens=block, blocks=blocks)
+        self.mover = StampedMover(self.cache, self.store)
+        try:
+            self.manager = KVCacheManager(
+                self.cache,
+                self.device,
+                self.mover,
+                config=ManagerConfig(**config),
+                costs=costs,
+                storage=storage(self.cache) if storage else None,
+                weights=weights,
+            )
+        except BaseException:
+            self.device.close()
+            self.cache.close()
+            raise
+
+    @property
+    def index(self) -> Any:
+        """Of the device."""
+        assert self.device.index is not None
+        return self.device.index
+
+    def close(self) -> None:
+        """Everything that `__init__` opened."""
+        self.mover.finish()
+        self.manager.close()
+        self.device.close()
+        close = getattr(self.manager._storage, "close", None)
+        assert close is None or close() is not False
+        if self.own:
+            self.cache.close()
+
+    def start(self, request: Any, what: Any, **how: Any) -> PrefixMatch:
+        """Plan, take, allocate, fetch; without waiting."""
+        prompt = what if isinstance(what, Prompt) else Prompt(what)
+        self.manager.plan(request, prompt, **how)
+        match = self.manager.take(request)
+        self.manager.allocate(request, len(prompt))
+        self.manager.fetch(request)
+        return match
+
+    def compute(self, request: Any, every: Any, begin: int, end: int) -> Any:
+        """Compute tokens [begin, end) of a sequence, and commit them."""
+        known = len(self.manager._request(request).prompt)
+        table = self.manager.allocate(request, end)
+        self.store.write(table, begin, stamps_of(every)[begin:end])
+        fresh = np.asarray(every)[max(begin, known) : end]
+        return self.manager.commit(request, end, new_tokens=fresh)
+
+    def run(self, request: Any, what: Any, *, keep: bool = False, **how: Any) -> PrefixMatch:
+        """A whole request: everything that is not found is computed. Returns its match."""
+        prompt = what if isinstance(what, Prompt) else Prompt(what)
+        manager = self.manager
+        manager.plan(request, prompt, **how)
+        match = manager.take(request)
+        table = manager.allocate(request, len(prompt))
+        fetch = manager.fetch(request)
+        fetch.wait()
+        stamps = stamps_of(prompt.tokens)
+        assert (self.store.read(table, 0, match.usable) == stamps[: match.usable]).all()
+        self.store.write(table, match.usable, stamps[match.usable :])
+        manager.commit(request, len(prompt))
+        if not keep:
+            manager.release(request)
+        return match
+
+    def content(self, request: Any, end: int) -> Any:
+        """Stamps that a request's table has."""
+        return self.store.read(self.manager._request(request).table, 0, end)
+
+    def nothing_left(self) -> None:
+        """No request runs: nobody may have anything."""
+        self.mover.finish()
+        self.manager.poll()
+        found = self.manager.gauges()
+        assert (found.running, found.leaving, found.transfers, found.queued) == (0, 0, 0, 0)
+        for index in (self.device.index, self.cache.index):
+            if index is None:
+                continue
+            stats = index.stats()
+            index.allocate(stats.free + stats.doomed).free()  # doomed ones go for room
+            report, stats = index.check(), index.stats()
+            assert report.clean, report.message
+            assert (stats.writing, stats.doomed) == (0, 0)
+            assert not index.plans.pages
+            if index is self.cache.index or self.device.owned:
+                assert (report.pins, stats.held) == (0, 0)
+
+
+def open_cache(name: str, pages: int, page: int) -> Cache:
+    """A host cache whose pages hold a stamp for each token."""
+    return Cache.open(
+        name,
+        pages=pages,
+        page_bytes=page * TOKEN_BYTES,
+        page_tokens=page,
+        fingerprint="stamped",
+        secret=SECRET,
+    )
+
+
+class Shelf:
+    """A storage of pages in a dict, as a manager sees one: reads when it is told to."""
+
+    def __init__(self, cache: Cache) -> None:
+        """Empty."""
+        self.cache = cache
+        self.pages: dict[bytes, bytes] = {}
+        self.tasks: list[Reading] = []
+
+    def store(self, prompt: Prompt) -> None:
+        """Everything of a prompt."""
+        spec = self.cache.key_spec()
+        words = stamps_of(prompt.tokens)
+        for i, key in enumerate(prompt.keys(spec)):
+            part = words[i * spec.page_tokens : (i + 1) * spec.page_tokens]
+            self.pages[key.tobytes()] = part.tobytes()
+
+    def prefetch(self, keys: Any, start: int, *, namespace: Any) -> Reading:
+        """See `Planner`."""
+        self.tasks.append(Reading(self, keys, start, namespace))
+        return self.tasks[-1]
+
+
+class Reading:
+    """One prefetch."""
+
+    def __init__(self, shelf: Shelf, keys: Any, start: int, namespace: Any) -> None:
+        self.shelf, self.keys, self.start, self.namespace = shelf, keys, start, namespace
+        self.pages_done = 0
+        self.finished = self.cancelled = False
+
+    def go_on(self) -> None:
+        """Bring everything to the host."""
+        shelf, end = self.shelf, self.start
+        while end < len(self.keys) and self.keys[end].tobytes() in shelf.pages:
+            end += 1
+        cache = shelf.cache
+        with cache.reserve(self.keys[:end], self.start, namespace=self.namespace) as new:
+            for position, page in zip(new.new.tolist(), new.pages.tolist(), strict=True):
+                view = memoryview(cache.pool[page]).cast("B")
+                view[:] = shelf.pages[self.keys[position].tobytes()]
+            new.publish()
+            self.pages_done = end - self.start
+        self.finished = True
+
+    def cancel(self) -> None:
+        """Nobody wants it any more."""
+        self.cancelled = True
+
+
+def made_worlds(name: str) -> Iterator[Callable[..., World]]:
+    """For a fixture: `make(**how)` makes a World, and all of them are closed."""
+    made: list[World] = []
+
+    def make(**how: Any) -> World:
+        made.append(World(f"{name}.{len(made)}", **how))
+        return made[-1]
+
+    yield make
+    for world in reversed(made):
+        world.close()
