@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import json
 import os
 import random
 import signal
@@ -11,11 +12,13 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from lightcache import Cache, shm
 from lightcache.manager.counters import NodeCounters
 from lightcache.manager.statistics import ManagerStats
 from lightcache.shm import layout
+from lightcache.tools.cli import group
 
 NAMES = ("requests", "tokens")
 TOP = (1 << 64) - 1
@@ -303,6 +306,11 @@ def test_hostile_bytes_give_errors_of_ours_alone(segment_name):
 def test_tools_know_the_kind(counters):
     info = shm.read_segment(counters.segment.name)
     assert (info.kind, info.problem, info.clients) == ("counters", None, 1)
+    shown = CliRunner().invoke(group, ["dump", counters.segment.name, "--json"])
+    assert json.loads(shown.output)["segment"]["kind"] == "counters"
+    checked = CliRunner().invoke(group, ["check", counters.segment.name])
+    assert checked.exit_code == 2
+    assert "does not hold an index" in checked.output
 
 
 # ---- a node's figures
