@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from support.stamped import TOKEN_BYTES, StampedDevice, StampedMover, Stamps, stamps_of
+from support.manager_case import open_cache
+from support.stamped import StampedDevice, StampedMover, Stamps, stamps_of
 
 from lightcache import Cache
 from lightcache.errors import OutOfPages, TransferFailed
 from lightcache.manager import AttachedDevice, Fetch, KVCacheManager, ManagerConfig, OwnedDevice
 from lightcache.manager import Prompt as ManagerPrompt
-
-SECRET = b"a secret of tests"
 
 
 @dataclass
@@ -270,15 +269,3 @@ class Engine:
         self.device.close()
         if self.closes:
             self.cache.close()
-
-
-def open_cache(name: str, pages: int, page: int) -> Cache:
-    """A host cache whose pages hold a stamp for each token."""
-    return Cache.open(
-        name,
-        pages=pages,
-        page_bytes=page * TOKEN_BYTES,
-        page_tokens=page,
-        fingerprint="stamped",
-        secret=SECRET,
-    )
