@@ -210,14 +210,14 @@ def test_a17_of_n_samples_of_one_prompt_one_offloads(worlds: Any, late: bool) ->
     world.mover.at_once = not late
     prompt = Prompt(tokens(18))
     hashed: list[int] = []
-    original = Prompt.hasher
+    original = Prompt._extra
 
-    def counted(self: Prompt, spec: Any) -> Any:
+    def counted(self: Prompt, page_tokens: int) -> Any:
         hashed.append(1)
-        return original(self, spec)
+        return original(self, page_tokens)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Prompt, "hasher", counted)
+        patch.setattr(Prompt, "_extra", counted)
         for request in range(6):
             world.start(request, prompt)
     assert len(hashed) == 1  # one Prompt, one pass over its tokens
