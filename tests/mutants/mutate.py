@@ -139,14 +139,14 @@ NO_STEP = re.compile(
 # What a step that is part of an expression leaves behind when it is skipped.
 SKIPPED = {
     **dict.fromkeys(["lci_collect", "lci_collect_doomed", "lci_clear_some", "unpin_ticket"], "0u"),
-    **dict.fromkeys(["end_reservation", "clear_row", "lc_txn_undo", "mark_list"], "0"),
+    **dict.fromkeys(["lci_end_reservation", "clear_row", "lc_txn_undo", "mark_list"], "0"),
     **dict.fromkeys(["recover", "reap_records", "lci_rebuild", "lcs_byte_lock"], "LC_OK"),
     **dict.fromkeys(["take_shard", "may_adopt", "refused", "lci_pin_one"], "LC_OK"),
     **dict.fromkeys(["lci_unpin_one", "lcs_byte_unlock", "pin_present"], "LC_OK"),
     **dict.fromkeys(["owner_dead", "lcs_thread_gone", "lci_doom_reservation", "lci_doom"], "false"),
     **dict.fromkeys(["lci_complete", "lci_ns_open", "lci_pinned", "may_be_written"], "false"),
     **dict.fromkeys(["sound", "is_mine", "named"], "true"),
-    **dict.fromkeys(["lcs_slot_alive", "adopt_page", "make_ready"], "1"),
+    **dict.fromkeys(["lcs_slot_alive", "adopt_page", "lci_make_ready"], "1"),
     **dict.fromkeys(["lci_parent", "parent_of", "lc_list_remove"], "LC_NIL"),
     "copies": "COPIES_OVER",
     "free_slot": "LC_OK",
