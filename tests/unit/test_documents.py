@@ -121,6 +121,12 @@ def test_readme(made: list[Any], segment_name: str) -> None:
     assert space["load"].done()
 
 
+def test_integration(made: list[Any], segment_name: str) -> None:
+    space = run("docs/integration.md", segment_name, np=np)
+    assert len(made) == 1
+    assert space["match"].host == 320  # what the first manager wrote, the second one loads
+
+
 def test_router(segment_name: str) -> None:
     space = run("docs/guides/router.md", segment_name)
     assert space["choice"].device_pages == 0
