@@ -179,6 +179,7 @@ class Traffic:
             give_back: what it holds if it never begins.
         """
         made = Movement(self, blocks, call, over, give_back)
+        self._count(blocks, 1)  # a queued copy reads or writes what is in them then
         if self.paused:
             self._queued.append(made)
         else:
@@ -186,7 +187,6 @@ class Traffic:
         return made
 
     def _launch(self, movement: Movement) -> None:
-        self._count(movement.blocks, 1)
         self._running.append(movement)
         movement._start()
         if movement.state is _RUNNING:
@@ -211,6 +211,7 @@ class Traffic:
     def forget(self, movement: Movement) -> None:
         """A queued movement is not wanted any more."""
         self._queued.remove(movement)
+        self._count(movement.blocks, -1)
 
     def poll(self) -> int:
         """Begin what waits, if not paused; notice what is over. Returns how many go on."""
@@ -223,28 +224,34 @@ class Traffic:
             return len(self._running)
 
     def busy(self, blocks: Pages) -> npt.NDArray[np.bool_]:
-        """Which of these blocks a copy reads or writes, as far as was looked."""
+        """Which of these blocks a copy reads or writes, or will when transfers are resumed, as far
+        as was looked."""
         found = np.zeros(len(blocks), np.bool_)
         known = blocks < len(self._touching)
         found[known] = self._touching[blocks[known]] > 0
         return found
 
     def touching(self, blocks: Pages | None) -> list[Movement]:
-        """Movements that touch any of these blocks; None: all that go on."""
+        """Movements that touch any of these blocks, or will; None: all that go on."""
         with self.lock:
             if blocks is None:
                 return list(self._running)
-            wanted = set(blocks.tolist())
-            return [each for each in self._running if not wanted.isdisjoint(each.blocks.tolist())]
+            wanted, every = set(blocks.tolist()), [*self._running, *self._queued]
+            return [each for each in every if not wanted.isdisjoint(each.blocks.tolist())]
 
     def wait(self, blocks: Pages | None, timeout: float | None) -> None:
         """Until no copy touches these blocks; None: until none goes on. Blocks, without the lock.
 
         Raises:
-            WaitTimeout: some go on; says which.
+            WaitTimeout: some go on, or wait for `resume`; says which.
         """
         end = None if timeout is None else self._clock() + timeout
         for movement in self.touching(blocks):
+            if movement.state is State.QUEUED:
+                raise WaitTimeout(
+                    f"wait: transfers are paused, and one will touch blocks "
+                    f"{movement.blocks[:8].tolist()}; resume the manager first"
+                )
             try:
                 movement.block(None if end is None else max(0.0, end - self._clock()))
             except WaitTimeout:

@@ -402,6 +402,25 @@ def test_fail_open(worlds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert world.run("e", tokens(18)).device == 16
 
 
+def test_a_queued_copy_touches_its_blocks(worlds: Any) -> None:
+    world = worlds(owned=False, write=WritePolicy.BACK)
+    manager, prompt = world.manager, Prompt(tokens(9))
+    table = np.array([1, 2, 3], np.int32)
+    manager.plan("a", prompt, device_tokens=0)
+    manager.take("a")
+    world.store.write(table, 0, stamps_of(prompt.tokens))
+    manager.commit("a", 9, table=table)
+    manager.release("a")
+    manager.pause()
+    assert manager.evicting([1, 2]) == 2
+    assert manager.in_flight([1, 2, 3]).tolist() == [True, True, False]
+    with pytest.raises(WaitTimeout, match="resume"):
+        manager.wait_blocks([1])
+    manager.resume()
+    assert not manager.in_flight([1, 2]).any()
+    assert manager.stats().offloaded_pages == 2
+
+
 def memory(cache: Cache) -> StorageTier:
     """Storage in memory for this cache's pages; it ends with its world."""
     return StorageTier(cache, open_storage("memory:?capacity=1MiB", spec=StorageSpec.of(cache)))
@@ -411,11 +430,9 @@ def test_what_the_host_lost_comes_from_storage(worlds: Any) -> None:
     world = worlds(storage=memory)
     prompt = Prompt(tokens(18))
     world.run("a", prompt)
-    keys = prompt.keys(world.cache.key_spec())
-    while (
-        world.manager._storage.storage.contains(keys, timeout=60) < 4
-    ):  # written behind the release
-        assert world.manager._storage.stats().refused == 0
+    keys, tier = prompt.keys(world.cache.key_spec()), world.manager._storage
+    while tier.storage.contains(keys, timeout=60) < 4:  # written behind the release
+        assert tier.stats().refused == 0
     world.device.index.evict(32)
     while world.cache.stats().ready:
         world.cache.evict(32)  # the tier lets go of its pins a little later
