@@ -15,8 +15,17 @@ from support.stamped import StampedDevice, StampedMover, Stamps, stamps_of
 
 from lightcache import Cache
 from lightcache.errors import OutOfPages, TransferFailed
-from lightcache.manager import AttachedDevice, Fetch, KVCacheManager, ManagerConfig, OwnedDevice
+from lightcache.manager import (
+    AttachedDevice,
+    Fetch,
+    KVCacheManager,
+    ManagerConfig,
+    OwnedDevice,
+    Wishes,
+    WritePolicy,
+)
 from lightcache.manager import Prompt as ManagerPrompt
+from lightcache.manager.matches import ANY
 
 
 @dataclass
@@ -61,6 +70,10 @@ class Blocks:
         if len(self.free) < n:
             return None
         taken, self.free = self.free[:n], self.free[n:]
+        back = manager.config.write is WritePolicy.BACK
+        if back and manager.evicting(taken) and manager.in_flight(taken).any():
+            self.waiting.append(taken)
+            return None
         manager.evicted(taken)
         return taken
 
@@ -94,23 +107,40 @@ class Engine:
         self.block = block
         self.running: dict[int, Running] = {}
         self.weights = 0
+        self.forgo_next = False
 
     def seed(self) -> int:
         """Stamps of other weights are others."""
         return self.weights * 7919
 
-    def stamps(self, tokens: Any) -> Stamps:
-        """What the model computes of these tokens."""
-        return stamps_of(tokens, self.seed())
+    def stamps(self, prompt: ManagerPrompt, tokens: Any = None) -> Stamps:
+        """What the model computes of a prompt, and perhaps more: with another item in the same
+        place something else."""
+        every = np.array(prompt.tokens if tokens is None else tokens, np.int64)
+        for item in prompt.items:
+            every[item.start : item.end] += 1000 * (1 + item.digest[0])
+        return stamps_of(every, self.seed())
 
-    def begin(self, request: int, prompt: ManagerPrompt) -> bool:
-        """Plan, take, allocate, fetch. False: no room, and nothing is left of it."""
+    def begin(
+        self, request: int, prompt: ManagerPrompt, wishes: Wishes = ANY, *, planned: bool = False
+    ) -> bool:
+        """Plan, take, allocate, fetch. False: no room, and nothing is left of it.
+
+        Args:
+            planned: that was done before, perhaps long ago.
+        """
         manager = self.manager
-        manager.plan(request, prompt)
+        if not planned:
+            manager.plan(request, prompt, wishes=wishes)
         match = manager.take(request)
         assert match.usable < len(prompt)
+        assert wishes.read or not match.usable
+        assert prompt.cut_item(match.usable) is None
         if self.blocks is not None:
-            return self._begin_attached(request, prompt, match.usable)
+            return self._begin_attached(request, prompt, wishes)
+        if self.forgo_next and match.load:
+            match, self.forgo_next = manager.forgo(request), False
+            assert not match.load
         try:
             table = manager.allocate(request, len(prompt))
         except OutOfPages:
@@ -123,12 +153,12 @@ class Engine:
         )
         return True
 
-    def _begin_attached(self, request: int, prompt: ManagerPrompt, usable: int) -> bool:
+    def _begin_attached(self, request: int, prompt: ManagerPrompt, wishes: Wishes) -> bool:
         """This engine does not look for prefixes on its device: all of them come from the host."""
         assert self.blocks is not None
         manager = self.manager
         manager.release(request, publish=False)
-        match = manager.plan(request, prompt, device_tokens=0)
+        match = manager.plan(request, prompt, wishes=wishes, device_tokens=0)
         taken = self.blocks.allocate(-(-len(prompt) // self.block), manager)
         if taken is None:
             manager.cancel(request)
@@ -152,7 +182,8 @@ class Engine:
         end = min(one.computed + count, len(one.tokens))
         if not self._room(request, one, end):
             return False
-        self.store.write(one.table, one.computed, self.stamps(one.tokens)[one.computed : end])
+        stamps = self.stamps(one.prompt, one.tokens)
+        self.store.write(one.table, one.computed, stamps[one.computed : end])
         self._expect(one, end)
         one.computed = end
         fresh = one.tokens[one.told : end] if end > one.told else []
@@ -192,7 +223,7 @@ class Engine:
 
     def _expect(self, one: Running, end: int) -> None:
         found = self.store.read(one.table, 0, end)
-        wanted = self.stamps(one.tokens[:end])
+        wanted = self.stamps(one.prompt, one.tokens)[:end]
         wrong = np.flatnonzero(found != wanted)
         assert not len(wrong), f"token {wrong[0]} of {end} has another prefix's stamp"
 
@@ -219,7 +250,7 @@ class Engine:
         """Every page of the prefix that the host has holds its tokens' stamps. Returns its
         pages."""
         space = self.manager._spaces.of(prompt.tenant)
-        wanted = self.stamps(prompt.tokens)
+        wanted = self.stamps(prompt)
         tokens = self.cache.index.page_tokens
         with self.cache.match(prompt.keys(space.host_spec), namespace=space.host) as lease:
             for i, page in enumerate(lease.pages.tolist()):
@@ -232,7 +263,7 @@ class Engine:
         index, space = self.device.index, self.manager._spaces.of(prompt.tenant)
         if self.blocks is not None or index is None:
             return 0
-        wanted = self.stamps(prompt.tokens)
+        wanted = self.stamps(prompt)
         with index.match(prompt.keys(space.device_spec), namespace=space.device) as lease:
             found = self.store.read(lease.pages, 0, len(lease) * self.block)
             assert (found == wanted[: len(found)]).all()
@@ -240,6 +271,7 @@ class Engine:
 
     def settle(self) -> None:
         """Nothing runs any more, no copy goes on: nothing may be left of anybody."""
+        self.manager.resume()
         for request in list(self.running):
             self.end(request, publish=True)
         self.manager._planner.close()
