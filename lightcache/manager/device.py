@@ -16,10 +16,12 @@ import numpy as np
 
 from lightcache import _arguments
 from lightcache._arguments import Keys, Offsets, Pages
+from lightcache.errors import InUse
 from lightcache.leases import Lease
 from lightcache.manager.statistics import Room
 from lightcache.namespaces import Namespace
 from lightcache.page_index import PageIndex
+from lightcache.shm import Segment
 
 NONE: Pages = np.zeros(0, np.int32)
 
@@ -63,20 +65,29 @@ class DeviceTier:
 
     def set_blocks(self, blocks: int) -> None:
         """The engine has found out how many blocks fit, or has changed it: the index begins empty.
+        One that a dead process has left is removed: what its blocks held went with it. A router
+        that still looks into that finds it retired.
 
         Raises:
             ConfigError: not 1 to 40 million.
-            InUse: another process owns an index of that name.
+            InUse: another process lives in an index of that name.
         """
         self.close()
-        self.index = PageIndex.create(
+        try:
+            self.index = self._create(blocks)
+        except InUse:
+            _remove_orphan(self.name)
+            self.index = self._create(blocks)
+        self._began()
+
+    def _create(self, blocks: int) -> PageIndex:
+        return PageIndex.create(
             self.name,
             pages=blocks,
             role=self._role,
             config={"block_tokens": self.block_tokens},
             lock_timeout=self._lock_timeout,
         )
-        self._began()
 
     def _began(self) -> None:
         """A new, empty index."""
@@ -139,6 +150,21 @@ class DeviceTier:
         """Say that blocks hold the KV of these keys; see `PageIndex.name_many`. Returns the block
         that stands for each key, and a status for each."""
         raise NotImplementedError
+
+
+def _remove_orphan(name: str) -> None:
+    """Remove an index without a living client, whoever reads in it.
+
+    Raises:
+        InUse: it has one.
+    """
+    try:
+        Segment.unlink(name)
+    except InUse:
+        with PageIndex.attach(name, readonly=True) as left:
+            if any(client.alive for client in left.clients()):
+                raise
+        Segment.unlink(name, force=True)
 
 
 def room_of(index: PageIndex | None) -> Room:

@@ -11,10 +11,20 @@ import pytest
 from support.manager_case import World, tokens
 from support.stamped import StampedDevice, stamps_of
 
-from lightcache import Cache
-from lightcache.errors import ConfigError, LeaseLost, OutOfPages, TransferFailed, WaitTimeout
+from lightcache import Cache, PageIndex
+from lightcache.errors import (
+    ConfigError,
+    Detached,
+    InUse,
+    LeaseLost,
+    OutOfPages,
+    TransferFailed,
+    WaitTimeout,
+)
 from lightcache.manager import (
+    AttachedDevice,
     Item,
+    OwnedDevice,
     Prompt,
     WeightsState,
     Why,
@@ -419,6 +429,26 @@ def test_a_queued_copy_touches_its_blocks(worlds: Any) -> None:
     manager.resume()
     assert not manager.in_flight([1, 2]).any()
     assert manager.stats().offloaded_pages == 2
+
+
+def test_a_dead_processs_device_is_made_again(segment_name: str, script: Any) -> None:
+    script(
+        "import os, sys\n"
+        "from lightcache.manager import OwnedDevice\n"
+        "device = OwnedDevice(sys.argv[1], block_tokens=4, blocks=8)\n"
+        "device.allocate(3)\n"
+        "os.kill(os.getpid(), 9)\n",
+        segment_name,
+        status=-9,
+    )
+    with PageIndex.attach(segment_name, readonly=True) as router:
+        device = OwnedDevice(segment_name, block_tokens=4, blocks=16)
+        assert device.free == 16
+        with pytest.raises(Detached):
+            router.stats()
+        with pytest.raises(InUse):
+            AttachedDevice(segment_name, block_tokens=4, blocks=16)
+        device.close()
 
 
 def memory(cache: Cache) -> StorageTier:
