@@ -146,7 +146,7 @@ def _tail(one: Request, begin: int) -> Any:
     hasher = one.host_chain._hasher
     if hasher is None or hasher.pages * hasher.spec.page_tokens != begin:
         return one.prompt.tokens[:0]
-    return hasher._tail[: one.total - begin]
+    return np.frombuffer(hasher._tail, "<u4")[: one.total - begin]
 
 
 def mark_of(prompt: Prompt, space: Space, keys: Keys, tail: Any) -> bytes:
