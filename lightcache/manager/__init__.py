@@ -2,6 +2,7 @@
 `KVCacheManager`."""
 
 from lightcache.manager.attached import AttachedDevice
+from lightcache.manager.counters import NodeCounters
 from lightcache.manager.fetching import Fetch
 from lightcache.manager.following import Follower
 from lightcache.manager.handover import HandOver, hand_over
@@ -32,6 +33,7 @@ __all__ = [
     "ManagerStats",
     "Mover",
     "Moving",
+    "NodeCounters",
     "NullMover",
     "Ordered",
     "OwnedDevice",

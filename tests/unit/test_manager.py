@@ -24,6 +24,7 @@ from lightcache.errors import (
 from lightcache.manager import (
     AttachedDevice,
     Item,
+    NodeCounters,
     OwnedDevice,
     Prompt,
     WeightsState,
@@ -488,3 +489,22 @@ def test_prefetch_without_a_request(worlds: Any) -> None:
     assert world.manager.prefetch(Prompt(tokens(18))).wait(60).absent == 4
     with pytest.raises(ConfigError, match="storage"):
         worlds().manager.prefetch(Prompt(tokens(18)))
+
+
+def test_figures_of_the_node(worlds: Any, segment_name: str) -> None:
+    first = worlds()
+    with NodeCounters.open(first.cache) as counters, NodeCounters.open(first.cache) as others:
+        first.manager._counters = counters
+        second = worlds(cache=first.cache)
+        second.manager._counters = others
+        first.run("a", tokens(18))
+        first.manager.reset_stats()
+        second.run("b", tokens(18))
+        found = first.manager.node_stats()
+        assert found.requests == 1  # the other's next step tells of its own
+        second.manager.poll()
+        found = first.manager.node_stats()
+        assert (found.requests, found.host_tokens, found.offloaded_pages) == (2, 16, 4)
+        first.manager._counters = second.manager._counters = None
+    with pytest.raises(ConfigError, match="counters"):
+        first.manager.node_stats()
