@@ -362,6 +362,32 @@ def test_a_leader_that_leaves(crews: Any) -> None:
     crew.settled()
 
 
+def test_a_verdict_is_given_while_nothing_is_told(
+    crews: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crew = crews(ranks=1)
+    rank = crew.ranks[0]
+    write(crew)
+    crew.step()
+    rank.mover.at_once = False
+    reads, read = Event(), rank.log.read
+
+    def reading(timeout: float | None) -> bytes:
+        if rank.follower.in_flight and len(rank.log) == 0:
+            reads.set()
+        return read(timeout)
+
+    monkeypatch.setattr(rank.log, "read", reading)
+    made = crew.leader.load(crew.cache.match(prompt(1, 2)), SLOTS, 0)
+    with ThreadPoolExecutor(1) as thread:
+        told = thread.submit(rank.follower.step, 60)
+        assert reads.wait(60)
+        rank.mover.finish()
+        made.wait(60)
+        crew.leader.step(Decisions(1))
+        assert made.number in told.result(60).completed
+
+
 class Endless:
     """A copy that is never over."""
 
