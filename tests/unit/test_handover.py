@@ -50,7 +50,7 @@ class Node:
 
     def check(self, prompt: Prompt, found: Any) -> None:
         table = self.decode.manager._requests[2].table
-        stamps = self.decode.stamps(prompt.tokens)[: found.tokens]
+        stamps = self.decode.stamps(prompt)[: found.tokens]
         assert (self.decode.store.read(table, 0, found.tokens) == stamps).all()
 
     def settle(self) -> None:
