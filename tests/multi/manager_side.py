@@ -93,8 +93,10 @@ class Side:
             life.end()
         engine.mover.finish()
         engine.mover.at_once, engine.mover.fail_next = True, 0
+        engine.forgo_next = False
         engine.manager.poll()
         getattr(self, "stage_" + stage.partition(":")[0])(stage)
+        raise SystemExit(f"{stage}: it was not reached")
 
     def _found(self) -> Prompt:
         """A prompt of which the device has a part, and the host more."""
