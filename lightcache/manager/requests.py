@@ -37,8 +37,6 @@ class Space:
     host_spec: KeySpec
     device_spec: KeySpec
     """The same object where both tiers have pages of one size."""
-    era: int = 0
-    """Which update of the weights it belongs to: a version may be served again under its name."""
 
 
 class Chain:

@@ -26,7 +26,7 @@ class Spaces:
             raise ConfigError(f"weights: expected a version as text, found {weights!r}")
         self._host, self._device = host, device
         self._index = device.index
-        self.weights, self.era = weights, 0
+        self.weights = weights
         self.anchor = host.namespace(weights, "")
         """Says whether the version is good, for all tenants: it is cleared last."""
         self._known: dict[str, Space] = {}
@@ -52,7 +52,6 @@ class Spaces:
             self._device.space(self.weights, tenant) if self._device.index is not None else None,
             spec,
             spec if spec.page_tokens == blocks else replace(spec, page_tokens=blocks),
-            self.era,
         )
 
     def known(self) -> list[Space]:
@@ -75,7 +74,6 @@ class Spaces:
         """
         self.anchor = self._host.namespace(weights, "")
         self.weights = weights
-        self.era += 1
         self._known.clear()
 
 

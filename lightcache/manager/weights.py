@@ -75,7 +75,7 @@ class Weights:
         our version, our device forgets it, and nothing is opened again before an update: who
         cleared knows of other weights."""
         manager = self._manager
-        if self._updating or space.era != manager._spaces.era or not self._look():
+        if self._updating or not self._look():
             return False
         if manager.host.index.namespace_state(space.host) is NamespaceState.NORMAL:
             return True
