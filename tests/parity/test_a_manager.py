@@ -160,9 +160,9 @@ def test_a15_who_does_not_read_holds_nothing_and_still_writes(worlds: Any) -> No
 
 
 def test_a15_a_plan_that_nobody_takes_lets_go_by_itself(worlds: Any, wait_until: Any) -> None:
-    world = worlds(plan_ttl=0.02)
+    world = worlds()
     world.run("a", tokens(18))
-    world.manager.plan("b", Prompt(tokens(18)))
+    world.manager.plan("b", Prompt(tokens(18)), wishes=Wishes(ttl=0.001))
     wait_until(lambda: world.index.plans.pages == 0, "the plan's end on the device")
     with pytest.raises(LeaseLost):
         world.manager.take("b")

@@ -10,7 +10,7 @@ import pytest
 from support.manager_case import Shelf, World, made_worlds, tokens
 from support.stamped import stamps_of
 
-from lightcache.errors import ConfigError, InUse, LeaseLost, OutOfPages
+from lightcache.errors import ConfigError, InUse, LeaseLost, LockTimeout, OutOfPages
 from lightcache.manager import Item, Prompt, WeightsState, Why, Wishes, WritePolicy
 from lightcache.namespaces import NamespaceState
 
@@ -758,6 +758,70 @@ def test_b14_a_tenant_alone_is_cleared_and_begins_empty(worlds: Any) -> None:
     assert world.run("e", mine).device == 16
     assert world.run("f", other).device == 16
     world.nothing_left()
+
+
+def test_b14_a_tenant_that_comes_in_the_middle_of_the_beginning(worlds: Any) -> None:
+    one = worlds()
+    two = worlds(cache=one.cache)
+    prompt = Prompt(tokens(18), tenant="new")
+    clear = one.cache.clear
+
+    def late(space: Any) -> None:
+        if not space.tenant:  # all that was listed is cleared, and the anchor is not yet
+            two.run("a", prompt)
+            assert one.cache.stats().ready == 4
+        clear(space)
+
+    one.cache.clear = late
+    one.manager.begin_update()
+    one.cache.clear = clear
+    assert one.cache.stats().ready == 0
+    assert [each.tenant for each in one.cache.index.namespaces()] == [""]
+    assert two.manager.plan("b", prompt).found == 0
+
+
+def test_b14_a_tenant_that_is_opened_right_behind_the_beginning(worlds: Any) -> None:
+    one = worlds()
+    two = worlds(cache=one.cache)
+    opened = two.manager._spaces.of
+
+    def late(tenant: str) -> Any:  # it has seen that the version is good
+        one.manager.begin_update()
+        return opened(tenant)
+
+    two.manager._spaces.of = late
+    assert two.run("a", Prompt(tokens(18), tenant="new")).why is Why.WEIGHTS
+    assert one.cache.stats().ready == 0
+    assert [each.tenant for each in one.cache.index.namespaces()] == [""]
+
+
+def test_b14_who_begins_behind_one_that_got_stuck_clears_all(worlds: Any) -> None:
+    one = worlds(weights="1")
+    two = worlds(cache=one.cache, weights="1")
+    for tenant in ("x", "y"):
+        one.run("a", Prompt(tokens(18), tenant=tenant))
+    clear, calls = one.cache.clear, []
+
+    def stuck(space: Any) -> None:
+        calls.append(space)
+        if len(calls) == 2:
+            raise LockTimeout("arranged")
+        clear(space)
+
+    one.cache.clear = stuck
+    with pytest.raises(LockTimeout):
+        one.manager.begin_update()
+    with pytest.raises(ConfigError, match="begin_update"):
+        one.manager.finish_update("1")  # it is not done
+    assert one.cache.stats().ready == 4
+    one.cache.clear = clear
+    two.manager.begin_update()
+    assert one.cache.stats().ready == 0
+    assert not [each for each in one.cache.index.namespaces() if each.weights == "1"]
+    one.manager.begin_update()
+    for world in (one, two):
+        world.manager.finish_update("1")
+        assert world.run("b", Prompt(tokens(18), tenant="x")).device == 0
 
 
 @pytest.mark.parametrize("wait", [True, False], ids=["waited for", "run out"])

@@ -62,6 +62,8 @@ class Life:
         """The beginning of one that was there, with another end."""
         choose = self.random
         base = base or choose.choice(self.known)
+        if choose.random() < 0.15:
+            return self.remember(self.other_items(base))
         cut = choose.randrange(len(base) + 1)
         while (item := base.cut_item(cut)) is not None:
             cut = item.start
@@ -70,9 +72,18 @@ class Life:
         if choose.random() < 0.3 and cut < len(tokens):
             begin = choose.randrange(cut, len(tokens))
             end = choose.randrange(begin + 1, len(tokens) + 1)
-            items.append(Item(begin, end, bytes([choose.randrange(3)])))
+            # One or two, side by side.
+            middle = choose.randrange(begin + 1, end + 1)
+            for first, last in ((begin, middle), (middle, end)):
+                if first < last:
+                    items.append(Item(first, last, bytes([choose.randrange(3)])))
         tenant = base.tenant if cut else choose.choice(["", "", "t"])
         return self.remember(Prompt(tokens, items=items, tenant=tenant))
+
+    def other_items(self, base: Prompt) -> Prompt:
+        """The same tokens, and what stands for them is another."""
+        items = [Item(each.start, each.end, bytes([each.digest[0] ^ 1])) for each in base.items]
+        return Prompt(base.tokens, items=items, tenant=base.tenant)
 
     def remember(self, prompt: Prompt) -> Prompt:
         """It may be asked for again."""

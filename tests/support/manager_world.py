@@ -142,7 +142,7 @@ class Engine:
             match, self.forgo_next = manager.forgo(request), False
             assert not match.load
         try:
-            table = manager.allocate(request, len(prompt))
+            table = manager.allocate(request, len(prompt)).copy()
         except OutOfPages:
             manager.release(request, publish=False)
             return False
@@ -211,7 +211,7 @@ class Engine:
             return True
         if self.blocks is None:
             try:
-                one.table = self.manager.allocate(request, end)
+                one.table = self.manager.allocate(request, end).copy()
             except OutOfPages:
                 return False
             return True

@@ -452,6 +452,48 @@ def test_a_dead_processs_device_is_made_again(segment_name: str, script: Any) ->
         device.close()
 
 
+def steered(world: World, first: int, second: int) -> Any:
+    """Evict everything; the next two blocks that are allocated are these, in this order. Returns
+    the others, which nobody gets until they are freed."""
+    world.index.evict(32)
+    every = world.device.allocate(32)
+    pair = np.array([first, second], np.int32)
+    for order in (pair, pair[::-1].copy()):
+        world.device.free_blocks(order)
+        found = world.device.allocate(2)
+        if (found == pair).all():
+            world.device.free_blocks(order)
+            return np.setdiff1d(every, pair)
+    pytest.fail("no order of freeing gives these blocks in this order")
+
+
+def right_on_host(world: World, prompt: Prompt) -> int:
+    """Whatever the host has of a prompt is right; pages of eight tokens."""
+    with world.cache.match(prompt.keys(world.cache.key_spec())) as lease:
+        for i, page in enumerate(lease.pages.tolist()):
+            found = np.frombuffer(bytes(memoryview(world.cache.pool[page])), np.uint64)
+            assert (found == stamps_of(prompt.tokens)[8 * i : 8 * i + 8]).all()
+        return len(lease)
+
+
+@pytest.mark.parametrize("again", ["the same prompt", "another one"])
+def test_write_back_of_blocks_that_were_something_else(worlds: Any, again: str) -> None:
+    """Pages of two blocks. The second block is named twice, and the first lies elsewhere by now; or
+    it is the first of another page."""
+    world = worlds(write=WritePolicy.BACK, page=8)
+    one, other = Prompt(tokens(8)), Prompt(tokens(8, 1))
+    for first, second, prompt in (
+        [(5, 6, one), (9, 6, one)] if again == "the same prompt" else [(5, 6, one), (6, 5, other)]
+    ):
+        spare = steered(world, first, second)
+        world.run("a", prompt)
+        world.device.free_blocks(spare)
+    if again == "the same prompt":
+        world.store.slots[5 * 4 : 6 * 4] = 0xBAD
+    assert world.manager.demote(2) + world.manager.demote(2) == 2
+    assert right_on_host(world, one) + right_on_host(world, other) == 1
+
+
 def memory(cache: Cache) -> StorageTier:
     """Storage in memory for this cache's pages; it ends with its world."""
     return StorageTier(cache, open_storage("memory:?capacity=1MiB", spec=StorageSpec.of(cache)))
