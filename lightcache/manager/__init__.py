@@ -6,10 +6,11 @@ from lightcache.manager.counters import NodeCounters
 from lightcache.manager.fetching import Fetch
 from lightcache.manager.following import Follower
 from lightcache.manager.handover import HandOver, hand_over
-from lightcache.manager.leading import Leader, Ordered
+from lightcache.manager.leading import Leader
 from lightcache.manager.manager import KVCacheManager
 from lightcache.manager.matches import ManagerConfig, PrefixMatch, Why, Wishes, WritePolicy
 from lightcache.manager.movers import EngineMover, Mover, Moving, NullMover, RankMover
+from lightcache.manager.ordered import Ordered
 from lightcache.manager.orders import Decisions
 from lightcache.manager.owned import OwnedDevice
 from lightcache.manager.prompts import Item, Prompt

@@ -279,10 +279,13 @@ def test_a_rank_is_killed_and_another_takes_its_place(made: Any, kind: str, stag
     scheduler = made(3, (victim, kind, stage))
     others = doom(scheduler, victim, kind)
     assert scheduler.line(victim) == {"stopped": stage}
+    (made_of_it,) = scheduler.leader._going.values()
     scheduler.sides[victim].kill()
     scheduler.sides[victim].wait(60)
     while scheduler.leader.poll():  # it sees for itself that somebody has died
         pass
+    with pytest.raises(TransferFailed, match=rf"rank {victim} .* died"):
+        made_of_it.done()
     before = scheduler.manager.stats()
     scheduler.manager.poll()
     after = scheduler.manager.stats()

@@ -23,6 +23,7 @@ from lightcache.manager import (
     ManagerConfig,
     OwnedDevice,
     Prompt,
+    WritePolicy,
     hand_over,
     receive,
     wait_for_ranks,
@@ -89,6 +90,20 @@ def test_a6_a_page_is_ready_when_the_last_rank_has_written_it(
         each.follower.poll()
     assert crew.cache.peek(keys) == 4
     assert manager.poll() == 0
+
+
+def test_a6_what_is_written_back_is_every_ranks(crew: Crew) -> None:
+    device = OwnedDevice(f"{crew.name}.device", block_tokens=PAGE, blocks=16)
+    config = ManagerConfig(write=WritePolicy.BACK)
+    with KVCacheManager(crew.cache, device, crew.leader, config=config) as manager:
+        compute(crew, manager, "a")
+        assert crew.cache.stats().ready == 0
+        assert manager.demote(4) == 4
+        crew.step()
+        manager.poll()
+        assert crew.cache.stats().ready == 4
+        assert manager.stats().demotions == 4
+    device.close()
 
 
 # ---------------------------------------------------------------- B7

@@ -62,6 +62,7 @@ class Node:
         for engine in (self.prefill, self.decode):
             engine.settle()
         assert self.cache.check().pins == 0
+        assert self.cache.stats().tickets == 0
 
     def close(self) -> None:
         self.decode.close()
@@ -192,6 +193,15 @@ def test_pages_that_do_not_come_are_computed(nodes: Any) -> None:
     node.settle()
 
 
+def test_pages_that_were_evicted_meanwhile(nodes: Any) -> None:
+    node, given = nodes(), prompt(21)
+    node.compute(given)
+    handed = node.hand()
+    node.cache.evict(2)
+    assert node.receive(longer(given), handed).tokens == 0
+    node.settle()
+
+
 def test_no_room_for_the_partial_page(nodes: Any) -> None:
     node, given = nodes(write=WritePolicy.BACK), prompt(21)
     node.compute(given)
@@ -305,6 +315,8 @@ def test_out_of_blocks_leaves_nothing(nodes: Any) -> None:
     held = node.decode.device.index.allocate(30)
     with pytest.raises(OutOfPages):
         receive(node.decode.manager, 2, longer(given), handed)
+    assert not node.decode.manager._requests
+    assert node.cache.check().pins == 0
     held.free()
     node.settle()
 

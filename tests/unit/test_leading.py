@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -313,7 +315,7 @@ def test_nobody_reads_the_log(crews: Any) -> None:
         assert each.follower.step(60).step == 1
     crew.steps = 2
     told = crew.step()
-    assert told.step == 2
+    assert (told.step, told.failed) == (2, ())
     assert crew.leader.poll() == 0
     crew.settled()
 
@@ -367,8 +369,6 @@ def test_a_verdict_is_given_while_nothing_is_told(
 ) -> None:
     crew = crews(ranks=1)
     rank = crew.ranks[0]
-    write(crew)
-    crew.step()
     rank.mover.at_once = False
     reads, read = Event(), rank.log.read
 
@@ -378,14 +378,14 @@ def test_a_verdict_is_given_while_nothing_is_told(
         return read(timeout)
 
     monkeypatch.setattr(rank.log, "read", reading)
-    made = crew.leader.load(crew.cache.match(prompt(1, 2)), SLOTS, 0)
+    made = write(crew)
     with ThreadPoolExecutor(1) as thread:
         told = thread.submit(rank.follower.step, 60)
         assert reads.wait(60)
         rank.mover.finish()
         made.wait(60)
-        crew.leader.step(Decisions(1))
-        assert made.number in told.result(60).completed
+        crew.leader.step(Decisions(0))
+        assert told.result(60).completed == (made.number,)
 
 
 class Endless:

@@ -42,6 +42,13 @@ def test_an_order_arrives_as_it_was(given: Any, ticket: bytes, kind: Kind) -> No
     assert found.slots.tolist() == given.tolist()
 
 
+def test_what_is_left_out_is_not_joined_with_slot_0() -> None:
+    given = np.array([-1, 0, 1, -1, -1, 3], np.int64)
+    found = decode(encode(Order(Kind.LOAD, 1, bytes(16), given, 0)))
+    assert isinstance(found, Order)
+    assert found.slots.tolist() == given.tolist()
+
+
 def test_a_block_is_one_run() -> None:
     blocks = np.array([5, 9, 6], np.int64)[:, None] * 64 + np.arange(64)
     ticket = bytes(16)

@@ -17,6 +17,7 @@ from support.shard_mover import open_sharded
 from lightcache import Cache
 from lightcache.errors import Abandoned, ConfigError, WaitTimeout
 from lightcache.manager import Decisions, Leader, RollCall, Stage, wait_for_ranks
+from lightcache.manager.orders import append
 from lightcache.shm import SharedLog
 
 NAMES = ["rank 0", "rank 1"]
@@ -92,6 +93,15 @@ def test_a_rank_that_joins_later_is_called_too(place: Place) -> None:
     assert set(roll.look().values()) == {Stage.READY}
 
 
+def test_what_others_are_told_is_not_for_a_rank_that_starts(place: Place) -> None:
+    rank = place.attach(0)
+    append(place.log, Decisions(3), 0)
+    with pytest.raises(WaitTimeout):
+        rank.follower.ready(0)
+    append(place.log, None, 0)
+    rank.follower.ready(0)
+
+
 def test_a_call_is_nothing_to_those_that_run(place: Place) -> None:
     zero = place.attach(0)
     roll = RollCall(place.cache, place.log, NAMES[:1])
@@ -140,6 +150,10 @@ def test_a_rank_that_dies_is_named_at_once(place: Place, tmp_path: Any) -> None:
         assert process.wait(60) == -signal.SIGKILL
         with pytest.raises(Abandoned, match=f"rank 1 .pid {process.pid}. has died"):
             roll.look()
+        # Another one in a slot behind the dead one's.
+        with Cache.attach(place.cache.name, secret=b"a secret of tests", role="rank 1"):
+            again = RollCall(place.cache, place.log, NAMES)
+            assert again.look()["rank 1"] is Stage.ATTACHED
         place.cache.reap()
         with pytest.raises(Abandoned, match="rank 1 had attached"):
             roll.look()
