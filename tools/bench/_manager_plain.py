@@ -2,6 +2,10 @@
 
 The same interface as far as `bench manager` calls it. Blocks of the device and pages of the host
 each have a dict from key to number, reference counts, and a queue of those that nobody uses.
+
+It does less than a manager: a plan pins nothing, so what it found may be gone when the request is
+taken, and does not count as a use; nor does what a request that ends, or goes on writing, has on
+the host already. Nothing is shared, nobody's death is survived, no weights are looked at.
 """
 
 from __future__ import annotations
@@ -91,14 +95,15 @@ class PlainManager:
         self.device, self.host, self.block = Tier(blocks), Tier(pages), block_tokens
         self.plans: dict[Hashable, tuple[Prompt, list[bytes]]] = {}
         self.requests: dict[Hashable, Request] = {}
-        self.hashes: dict[int, list[bytes]] = {}
+        self.hashes: dict[Prompt, list[bytes]] = {}
+        """By the prompt itself, so it stays: another one may have its `id` when it is gone."""
 
     def hashed(self, prompt: Prompt) -> list[bytes]:
         """Its keys, as bytes."""
-        found = self.hashes.get(id(prompt))
+        found = self.hashes.get(prompt)
         if found is None:
             found = [key.tobytes() for key in prompt.keys(SPEC)]
-            self.hashes[id(prompt)] = found
+            self.hashes[prompt] = found
         return found
 
     def plan_many(self, requests: Sequence[Hashable], prompts: Sequence[Prompt]) -> list[int]:
