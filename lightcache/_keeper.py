@@ -104,7 +104,7 @@ class Keeper:
         if isinstance(held, Shard):
             return held._publish()
         assert isinstance(held, Reservation)
-        if not held._publish_one(0):
+        if not held._publish_one(0, held.pages):
             raise LeaseLost("publish: the reservation's shard was adopted by another client")
         return held._ready
 

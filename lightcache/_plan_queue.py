@@ -25,11 +25,19 @@ class Queue:
     begins: Offsets
     ends: Offsets
     asked: list[Asked]
+    limited: bool
+    """Whether there may be keys behind `ends[i]` that are not asked for."""
 
     def keys_of(self, i: int) -> Keys:
         """Request i's, copied: a plan must not keep the keys of a whole queue alive."""
         found: Keys = self.keys[self.begins[i] : self.ends[i]].copy()
         return found
+
+    def part(self, which: list[int]) -> tuple[Keys, Offsets]:
+        """The keys of some requests, one behind the other, and their offsets."""
+        if len(which) == len(self.ids) and not self.limited and which == sorted(which):
+            return self.keys, np.append(self.begins, len(self.keys))
+        return gathered(self.keys, self.begins[which], self.ends[which])
 
 
 def queue_of(
@@ -60,7 +68,8 @@ def queue_of(
     # A record of 16 bytes becomes one `bytes`, at a third of what a list of two integers costs. A
     # request without keys gets somebody's: it may count as changed, and is matched in no time.
     lasts = keys[ends - 1].view("V16").ravel().tolist() if n else [b""] * len(names)
-    return Queue(names, keys, begins, ends, list(zip(counts, lasts, itertools.repeat(ref))))
+    asked = list(zip(counts, lasts, itertools.repeat(ref)))
+    return Queue(names, keys, begins, ends, asked, limit is not None)
 
 
 def gathered(keys: Keys, begins: Offsets, ends: Offsets) -> tuple[Keys, Offsets]:

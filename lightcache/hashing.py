@@ -27,6 +27,7 @@ import operator
 import os
 import stat
 import struct
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -45,9 +46,12 @@ Tokens: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
 
 FORMAT = b"lightcache key 1"  # changes whenever any byte of what is hashed does
 MARK = 0xFFFF_FFFF  # starts an extra; so it is the one u32 that is no token
+_MARK_BYTES = struct.pack("<I", MARK)
 SECRET_BYTES = 32
 _MIN_SECRET, _MAX_SECRET = 16, 1024
 _FEW = 64  # tokens that are cheaper packed one by one than as an array
+# How many of them are packed; a format that is given as text is looked up at each call.
+_PACKED = [struct.Struct(f"<{n}I").pack for n in range(_FEW + 1)]
 _NO_KEYS: Keys = np.empty((0, 2), np.uint64)
 
 
@@ -233,24 +237,31 @@ class PageHasher:
             ConfigError: tokens cannot be encoded, or an extra is for a page that already has its
                 key. The hasher is then unchanged.
         """
-        few = _few(tokens) if extra is None and not self._pending else None
-        if few is not None and len(self._tail) + len(few) < 2 * self._row:
-            return self._append(few)
+        if extra is None and type(tokens) is list and len(tokens) <= _FEW:
+            return _keys_of(self.append(tokens))
         canonical = _canonical(tokens)
         blocks = _blocks(extra, self._pages)
         return self._extend(canonical, blocks)
 
-    def _append(self, tokens: bytes) -> Keys:
-        """Tokens that complete one page at most."""
-        data = self._tail + tokens
+    def append(self, tokens: list[int]) -> list[bytes]:
+        """`update` for what is generated step by step: each key as the 16 bytes that it has in an
+        array of keys. Half a microsecond where a few tokens complete no page, else 1 us.
+
+        Raises:
+            ConfigError: as `update`.
+        """
+        few = _few(tokens) if not self._pending else None
+        if few is None or len(self._tail) + len(few) >= 2 * self._row:
+            return [key.tobytes() for key in self._extend(_canonical(tokens), {})]
+        data = self._tail + few
         if len(data) < self._row:
             self._tail = data
-            return _NO_KEYS
+            return []
         self._state.update(data[: self._row])
         digest = self._state.digest()
         self._tail = data[self._row :]
         self._pages += 1
-        return np.frombuffer(digest[8:16] + digest[:8], ">u8").astype(np.uint64).reshape(1, 2)
+        return [_key_bytes(digest)]
 
     def _extend(self, tokens: NDArray[np.uint32], blocks: dict[int, bytes]) -> Keys:
         if self._tail:
@@ -384,15 +395,29 @@ def _canonical(tokens: Tokens) -> NDArray[np.uint32]:
     return unsigned.astype("<u4", copy=False)
 
 
-def _few(tokens: Tokens) -> bytes | None:
-    """A short list of tokens as little-endian u32; None: it is none, or not sound."""
-    if type(tokens) is not list or len(tokens) > _FEW or (tokens and type(tokens[0]) is bool):
+def _few(tokens: list[int]) -> bytes | None:
+    """A short list of tokens as little-endian u32; None: it is long, or may not be sound."""
+    if len(tokens) > _FEW or (tokens and type(tokens[0]) is bool):
         return None
     try:
-        found = struct.pack(f"<{len(tokens)}I", *tokens)
+        found = _PACKED[len(tokens)](*tokens)
     except struct.error:
         return None  # said in full by `_canonical`
-    return None if MARK in tokens else found
+    return None if _MARK_BYTES in found else found  # perhaps one only across two tokens
+
+
+def _key_bytes(digest: bytes) -> bytes:
+    """A key as it lies in memory: the words (low, high) of the digest's first 128 bits."""
+    if sys.byteorder == "little":
+        return digest[15::-1]
+    return digest[8:16] + digest[:8]
+
+
+def _keys_of(digests: list[bytes]) -> Keys:
+    """Keys that are given as bytes."""
+    if not digests:
+        return _NO_KEYS
+    return np.frombuffer(bytearray().join(digests), np.uint64).reshape(-1, 2)
 
 
 def _blocks(extra: Mapping[int, bytes] | None, first: int) -> dict[int, bytes]:
@@ -407,7 +432,7 @@ def _blocks(extra: Mapping[int, bytes] | None, first: int) -> dict[int, bytes]:
             raise ConfigError(
                 f"extra for page {page}: expected one without a key, {first} or later"
             )
-        blocks[page] = struct.pack("<I", MARK) + _sized(_as_bytes("extra", data))
+        blocks[page] = _MARK_BYTES + _sized(_as_bytes("extra", data))
     return blocks
 
 

@@ -162,7 +162,7 @@ class PageIndex(Namespaced, Ticketing, HeldPages, Keeping, Planning):
         _arguments.count(start, "start", 0, n)
         _arguments.count(shards, "shards", 1, layout.SHARDS)
         reservation = Reservation(self, n, start, shards, self._ref(namespace))
-        arguments = reserve_arguments(reservation, keys)
+        arguments = reserve_arguments(reservation, where, n)
         try:
             code = self._locked("lci_reserve", *arguments, what="reserve", timeout=timeout)
             while code == Code.GROW:
@@ -172,7 +172,6 @@ class PageIndex(Namespaced, Ticketing, HeldPages, Keeping, Planning):
         except BaseException:
             reservation.__exit__(None, None, None)
             raise
-        del where
         return reservation
 
     def reserve_many(

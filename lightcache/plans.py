@@ -259,6 +259,8 @@ class Planning(Attached):
 
     def _grown(self, queue: Queue, same: Offsets, counts: Pages, space: Namespace) -> list[int]:
         """Which of the known plans have to be matched again, by one look at the edges of all."""
+        if not len(same):
+            return []
         pages = counts[same].astype(np.int64)
         begins = queue.begins[same] + np.maximum(pages - 1, 0)
         ends = np.minimum(queue.begins[same] + pages + 1, queue.ends[same])
@@ -271,7 +273,7 @@ class Planning(Attached):
         """A lease for each of these requests, from one call of the core."""
         if not which:
             return []
-        keys, bounds = gathered(queue.keys, queue.begins[which], queue.ends[which])
+        keys, bounds = queue.part(which)
         return self._whole.match_many(keys, bounds, namespace=space).split()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ from lightcache.layout import KeyStatus
 from lightcache.shm.codes import Code, check
 
 if TYPE_CHECKING:
-    from lightcache._arguments import Keys, Pages
+    from lightcache._arguments import Pages
     from lightcache.leases import Lease
     from lightcache.page_index import PageIndex
     from lightcache.tickets import ClientId, Ticket
@@ -62,15 +62,18 @@ class Reservation:
         self._done = False
 
     def _where(self, status: KeyStatus) -> Positions:
-        return np.flatnonzero(self._status == status) + self._start
+        return np.flatnonzero(self._status == int(status)) + self._start
 
     def _pages_of(self, status: KeyStatus) -> Pages:
-        found: Pages = self._page[self._status == status]
+        found: Pages = self._page[self._status == int(status)]
         return found
 
     @property
     def pages(self) -> Pages:
         """The pages to write, int32, in the order of their keys; pinned until the end."""
+        if self._progress.made == len(self._page):
+            every: Pages = self._page.copy()
+            return every
         return self._pages_of(KeyStatus.NEW)
 
     @property
@@ -128,21 +131,22 @@ class Reservation:
         if self._done:
             raise Abandoned("publish: this reservation has ended; reserve again and write again")
         if shard is not None:
-            if not self._publish_one(_arguments.count(shard, "shard", 0, self.shards - 1)):
+            shard = _arguments.count(shard, "shard", 0, self.shards - 1)
+            if not self._publish_one(shard, self.pages):
                 raise LeaseLost(f"publish: shard {shard} belongs to the client that adopted it")
             return self._ready
         left = [each for each in range(self.shards) if each not in self._published]
-        if not [each for each in left if self._publish_one(each)]:
+        pages = self.pages
+        if not [each for each in left if self._publish_one(each, pages)]:
             raise LeaseLost("publish: every shard was published before, or adopted by others")
         return self._ready
 
-    def _publish_one(self, shard: int) -> bool:
+    def _publish_one(self, shard: int, pages: Pages) -> bool:
         """False: it belongs to somebody else."""
         if self._progress.gen == 0:  # nothing was new
             self._published.add(shard)
             self._ready = True
             return True
-        pages = self.pages
         code = self._index._quick.lci_publish(
             self._index._handle,
             self._progress.rid,
@@ -335,9 +339,8 @@ class Shard:
             self._end()
 
 
-def reserve_arguments(reservation: Reservation, keys: Keys) -> tuple[object, ...]:
-    """What lci_reserve takes between the handle and (wait, deadline)."""
-    where, n = _arguments.keys(keys)
+def reserve_arguments(reservation: Reservation, where: Any, n: int) -> tuple[object, ...]:
+    """What lci_reserve takes between the handle and (wait, deadline); `where` are the n keys."""
     return (
         ctypes.byref(reservation._progress),
         where,

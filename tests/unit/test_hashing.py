@@ -144,6 +144,21 @@ def test_token_by_token():
     np.testing.assert_array_equal(np.concatenate(parts), every_page(spec(), range(21)))
 
 
+@pytest.mark.parametrize("algorithm", ["xxh3_128", "blake2b", "sha256"])
+def test_appended_tokens_get_the_keys_of_the_whole_as_bytes(algorithm):
+    one = spec(algorithm=algorithm)
+    hasher, whole = PageHasher(one), list(range(21))
+    parts = [whole[:3], whole[3:4], whole[4:9], [], whole[9:]]
+    packed = [key for part in parts for key in hasher.append(part)]
+    assert packed == [key.tobytes() for key in every_page(one, whole)]
+
+
+def test_the_mark_across_two_tokens_is_none():
+    tokens = [0xFFFF_0000, 0x0000_FFFF, 1, 2]
+    keys = PageHasher(spec()).update(tokens)
+    np.testing.assert_array_equal(keys, every_page(spec(), np.array(tokens)))
+
+
 def test_the_tail_is_a_copy():
     tokens = np.arange(6, dtype=np.uint32)
     hasher = PageHasher(spec())

@@ -191,6 +191,16 @@ def test_a_queue_of_old_new_and_changed_requests(index: PageIndex) -> None:
     assert [len(index.take(name)) for name in ("new", "a", "b")] == [1, 1, 1]
 
 
+def test_a_queue_where_all_are_new_or_have_grown(index: PageIndex) -> None:
+    fill(index, 1, 1)
+    index.plan("old", prompt(1, 3))
+    fill(index, 1, 2)
+    fill(index, 2, 3)
+    asked = np.concatenate([prompt(2, 3), prompt(1, 3)])
+    assert index.plan_many(["new", "old"], asked, np.array([0, 3, 6])).tolist() == [3, 2]
+    assert [len(index.take(name)) for name in ("new", "old")] == [3, 2]
+
+
 def test_a_plan_does_not_keep_a_queue_of_keys_alive(index: PageIndex) -> None:
     index.plan_many(["a", "b"], np.concatenate([prompt(1, 2), prompt(2, 2)]), np.array([0, 2, 4]))
     index.plan("c", np.concatenate([prompt(1, 2), prompt(2, 2)])[:2])
