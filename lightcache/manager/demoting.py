@@ -71,7 +71,7 @@ class Demotion:
         for page in range(begin * block // tokens, end * block // tokens):
             # The page's last token lies in this block; a page may be a part of one.
             first, last = page * tokens // block, ((page + 1) * tokens - 1) // block
-            if device.owned and (one.kind[first : last + 1] == HELD).any():
+            if device.owned and HELD in one.kind[first : last + 1]:
                 continue  # without a name it is gone as soon as the request is
             made = Origin(
                 one.space,

@@ -23,7 +23,8 @@ from lightcache.manager.matches import ANY, ManagerConfig, PrefixMatch, Why, Wis
 from lightcache.manager.movers import Mover
 from lightcache.manager.naming import name_blocks
 from lightcache.manager.owned import OwnedDevice
-from lightcache.manager.planning import Planned, Planner
+from lightcache.manager.planned import Planned
+from lightcache.manager.planning import Planner
 from lightcache.manager.prompts import Prompt
 from lightcache.manager.releasing import Leaving
 from lightcache.manager.requests import HELD, LEASED, Chain, NoChain, Request
@@ -31,7 +32,7 @@ from lightcache.manager.spaces import Spaces
 from lightcache.manager.statistics import Figures, Recent
 from lightcache.manager.traffic import Traffic
 from lightcache.manager.upkeep import Upkeep
-from lightcache.manager.weights import Weights
+from lightcache.manager.weights import Look, Weights
 from lightcache.manager.writing import Writer
 
 if TYPE_CHECKING:
@@ -214,7 +215,7 @@ class KVCacheManager(Upkeep):
         blocks = min(match.device, match.usable) // self.device.block_tokens
         if hit is not None:
             made.table = hit.pages[:blocks].copy()
-            made.kind = np.full(blocks, LEASED, np.uint8)
+            made.kind = bytearray([LEASED]) * blocks
         made.named = blocks
         before = made.host_chain.keys[: planned.host_first]
         made.written = self.host.peek(before, namespace=space.host)
@@ -259,7 +260,7 @@ class KVCacheManager(Upkeep):
                         raise
                     return one.table  # this is what the reserve is for
                 one.table = np.concatenate([one.table, fresh])
-                one.kind = np.concatenate([one.kind, np.full(missing, HELD, np.uint8)])
+                one.kind += bytes([HELD]) * missing
             return one.table
 
     def can_allocate(self, blocks: int, *, evict: bool = False) -> bool:
@@ -350,8 +351,9 @@ class KVCacheManager(Upkeep):
     ) -> list[Mapping[int, int]]:
         """`commit` for a whole batch in one call."""
         with self._lock:
-            running = [self._request(request) for request in requests]
-            if any(one.is_loading for one in running):
+            known = self._requests
+            running = [known.get(request) or self._request(request) for request in requests]
+            if any(one.loading is not None and one.is_loading for one in running):
                 self._traffic.poll()
             for i, one in enumerate(running):
                 one.note(totals[i], new_tokens[i] if new_tokens is not None else None)
@@ -360,8 +362,9 @@ class KVCacheManager(Upkeep):
             return self._guard.run(lambda: self._committed(running), lambda: [{}] * len(running))
 
     def _committed(self, running: list[Request]) -> list[Mapping[int, int]]:
-        changed = name_blocks(self, running)
-        self._writer.due(running)
+        look = Look(self._weights)
+        changed = name_blocks(self, running, look)
+        self._writer.due(running, look)
         return changed
 
     def release(self, request: Hashable, *, publish: bool = True, wait: bool = False) -> None:
@@ -383,20 +386,23 @@ class KVCacheManager(Upkeep):
             for request in requests:
                 self._planner.cancel(request)
                 one = self._requests.pop(request, None)
-                if one is None:
-                    continue
-                self._planner.computed(one)
-                one.stored = publish
-                if publish:
-                    self._guard.run(partial(self._publish_rest, one), _nothing)
-                ended.append(one)
-            self._leaving.add(ended)
+                if one is not None:
+                    one.stored = publish
+                    self._planner.computed(one)
+                    ended.append(one)
+            try:
+                if publish and ended:
+                    self._guard.run(partial(self._publish_rest, ended), _nothing)
+            finally:
+                self._leaving.add(ended)
 
-    def _publish_rest(self, one: Request) -> None:
-        if one.loading is not None:  # perhaps it was going on at the last commit
+    def _publish_rest(self, ended: list[Request]) -> None:
+        look = Look(self._weights)
+        late = [one for one in ended if one.loading is not None]
+        if late:  # perhaps it was going on at the last commit
             self._traffic.poll()
-            name_blocks(self, [one])
-        self._writer.rest(one)
+            name_blocks(self, late, look)
+        self._writer.rest(ended, look)
 
     # ---- the end
 

@@ -115,7 +115,7 @@ class ManagerConfig:
     seen: int = 2
     """SELECTIVE: the time at which a page is asked for and then written."""
     plan_ttl: float = 10.0
-    """Seconds that a plan holds what it found."""
+    """Seconds that a plan holds what it found; at least half of them after each call of `plan`."""
     reserve_blocks: int = 0
     """Decode reserve: blocks that a running request has beyond its tokens."""
     min_load_tokens: int | None = None

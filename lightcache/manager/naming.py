@@ -10,27 +10,35 @@ import numpy.typing as npt
 
 from lightcache.layout import KeyStatus
 from lightcache.manager.matches import WritePolicy
-from lightcache.manager.requests import PINNED, Request, Space
+from lightcache.manager.requests import HELD, PINNED, Request, Space
 
 if TYPE_CHECKING:
     from lightcache.manager.manager import KVCacheManager
+    from lightcache.manager.weights import Look
 
 _NOTHING: Mapping[int, int] = {}
+# As plain numbers: numpy takes members of an enum for objects first.
+_NEW, _PRESENT = int(KeyStatus.NEW), int(KeyStatus.PRESENT)
 
 
-def name_blocks(manager: KVCacheManager, running: list[Request]) -> list[Mapping[int, int]]:
+def name_blocks(
+    manager: KVCacheManager, running: list[Request], look: Look
+) -> list[Mapping[int, int]]:
     """Name what is full and has no name yet, in one call for each space. Returns for each request
     the blocks that others hold already: position -> block."""
     changed = [_NOTHING] * len(running)
-    by_space: dict[int, tuple[Space, list[tuple[int, int]]]] = {}
+    by_space: dict[Space, list[tuple[int, int]]] = {}
     block = manager.device.block_tokens
     for i, one in enumerate(running):
+        if one.total < (one.named + 1) * block:
+            continue  # nearly always, while single tokens are generated
         full = min(one.publishable() // block, len(one.table))
-        space, wanted = one.space, one.wishes.write and "device" in one.wishes.tiers
+        space, wishes = one.space, one.wishes
+        wanted = wishes.write and "device" in wishes.tiers
         if full > one.named and wanted and space is not None and space.device is not None:
-            by_space.setdefault(id(space), (space, []))[1].append((i, full))
-    for space, members in by_space.values():
-        if manager._weights.good(space):
+            by_space.setdefault(space, []).append((i, full))
+    for space, members in by_space.items():
+        if look.good(space):
             _name(manager, space, running, members, changed)
     return changed
 
@@ -42,18 +50,19 @@ def _name(
     members: list[tuple[int, int]],
     changed: list[Mapping[int, int]],
 ) -> None:
-    blocks, keys, starts, offsets = [], [], [], [0]
+    blocks, packed, starts, offsets = [], [], [], [0]
     for i, full in members:
-        one = running[i]
-        begin = max(0, one.named - 1)  # the key before the first new one: what that hangs on
-        blocks.append(one.table[one.named : full])
-        keys.append(one.device_chain.keys[begin:full])
-        starts.append(one.named - begin)
+        one, first = running[i], running[i].named
+        begin = first - 1 if first else 0  # the key before the first new one: what that hangs on
+        blocks.append(one.table[first:full])
+        packed.append(one.device_chain.packed(begin, full))
+        starts.append(first - begin)
         offsets.append(offsets[-1] + full - begin)
     assert space.device is not None
     ours = np.concatenate(blocks)
+    keys = np.frombuffer(bytearray().join(packed), np.uint64).reshape(-1, 2)
     theirs, status = manager.device.name_many(
-        ours, np.concatenate(keys), np.array(offsets), np.array(starts), space.device
+        ours, keys, np.array(offsets), np.array(starts), space.device
     )
     if manager.device.owned:
         _pin(running, members, status)
@@ -72,15 +81,12 @@ def _pin(
     status: npt.NDArray[np.uint8],
 ) -> None:
     """Those that have a name now are pinned; the others are held as before."""
-    named = (status == KeyStatus.NEW) | (status == KeyStatus.PRESENT)
-    whole, at = bool(named.all()), 0
+    named = (status == _NEW) | (status == _PRESENT)
+    kinds, at = np.where(named, np.uint8(PINNED), np.uint8(HELD)).tobytes(), 0
     for i, full in members:
         one = running[i]
         count = full - one.named
-        if whole:
-            one.kind[one.named : full] = PINNED
-        else:
-            one.kind[one.named : full][named[at : at + count]] = PINNED
+        one.kind[one.named : full] = kinds[at : at + count]
         at += count
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from lightcache._arguments import Keys, Offsets
+from lightcache._arguments import Keys
 from lightcache.errors import ConfigError, Detached, LeaseLost
 from lightcache.leases import Lease
 from lightcache.manager.matches import ANY, PrefixMatch, Why, Wishes
+from lightcache.manager.planned import NO_KEYS, Planned, Waiting, by_space, joined, there
 from lightcache.manager.prompts import Prompt
 from lightcache.manager.requests import Request, Space
 
@@ -21,38 +19,6 @@ if TYPE_CHECKING:
     from lightcache.manager.manager import KVCacheManager
     from lightcache.storage.tasks import StorageTask
     from lightcache.storage.worker import StorageTier
-
-
-@dataclass(eq=False)
-class Planned:
-    """A plan: what was asked, and where the host's part begins."""
-
-    prompt: Prompt
-    wishes: Wishes
-    space: Space | None
-    """None: the weights are being changed."""
-    limit: int | None
-    most: int
-    """Tokens that may be reused at most: the limit, and one is left to compute."""
-    since: float
-    """When it was first planned."""
-    device_keys: Keys
-    """Of the blocks that may be reused."""
-    device: int = 0
-    """Tokens found on the device."""
-    host_first: int = 0
-    """Number of the first host page that is planned."""
-    host_pages: int = 0
-    reading: StorageTask | None = None
-    """The task that brings pages from storage, if one was begun."""
-    on_host: bool = False
-    """Whether anything was asked of the host."""
-    match: PrefixMatch | None = None
-    """What came of it last, and of what."""
-    matched: tuple[int, int] = (0, 0)
-
-
-_NO_KEYS: Keys = np.zeros((0, 2), np.uint64)
 
 
 class Planner:
@@ -68,6 +34,8 @@ class Planner:
         """Of requests whose last plan failed: what they asked."""
         self._computing: dict[bytes, Hashable] = {}
         """Keys of blocks that running requests will have computed; with "wait" only."""
+        self._index = manager.device.index
+        """What the device's blocks are pinned in: another one has none of these pins."""
 
     def plan(
         self,
@@ -79,14 +47,66 @@ class Planner:
     ) -> list[PrefixMatch]:
         """See `KVCacheManager.plan_many`."""
         now = time.monotonic()
+        plans = self._known(requests, prompts, wishes, limits, now)
+        if self._failed:
+            for request in requests:
+                self._failed.pop(request, None)
+        due = plans if device_tokens is not None else self._due(plans, now)
+        self._look_on_device(due, device_tokens)
+        self._look_on_host(due)
+        if device_tokens is None:
+            for _, plan in due:
+                self._settle(plan, now)
+        absent = sum([plan.absent for _, plan in plans])
+        if absent:
+            self._manager._figures.add(absent_pages=absent)
+        return [self._match(request, plan, plan.device, plan.host_pages) for request, plan in plans]
+
+    def _due(self, plans: list[Waiting], now: float) -> list[Waiting]:
+        """Those that have to be looked at. What a plan has found is pinned, so while its time is
+        not half over only more can be found: and then the key behind it is there. What another
+        process does to the weights was seen by `_space`."""
+        settled = [plan for _, plan in plans if plan.settled > now]
+        if not settled:
+            return plans
+        host, device = self._manager.host.index, self._manager.device.index
+        host.peek(NO_KEYS)  # raises if it was closed, or disabled by an operator
+        for space in {plan.space for plan in settled}:
+            assert space is not None
+            assert space.device is not None
+            assert device is not None
+            members = [plan for plan in settled if plan.space is space]
+            on_device = [plan for plan in members if plan.next_device]
+            on_host = [plan for plan in members if plan.next_host]
+            for i in there(device, [plan.next_device for plan in on_device], space.device):
+                on_device[i].settled = 0.0
+            for i in there(host, [plan.next_host for plan in on_host], space.host):
+                on_host[i].settled = 0.0
+        return [entry for entry in plans if entry[1].settled <= now]
+
+    def _known(
+        self,
+        requests: Sequence[Hashable],
+        prompts: Sequence[Prompt],
+        wishes: Sequence[Wishes] | None,
+        limits: Sequence[int | None] | None,
+        now: float,
+    ) -> list[Waiting]:
+        """The plan of each request: the one that it has, if it asks for the same as before."""
+        if self._index is not self._manager.device.index:
+            self._index = self._manager.device.index
+            for plan in self._plans.values():
+                plan.settled = 0.0
         spaces: dict[str, Space | None] = {}
         plans = []
-        for i, prompt in enumerate(prompts):
-            if prompt.tenant not in spaces:
-                spaces[prompt.tenant] = self._manager._weights.space_of(prompt.tenant)
-            space, wish = spaces[prompt.tenant], wishes[i] if wishes is not None else ANY
+        for i, (request, prompt) in enumerate(zip(requests, prompts, strict=True)):
+            tenant = prompt.tenant
+            if tenant not in spaces:
+                spaces[tenant] = self._manager._weights.space_of(tenant)
+            space = spaces[tenant]
+            wish = wishes[i] if wishes is not None else ANY
             limit = limits[i] if limits is not None else None
-            known = self._plans.get(requests[i])
+            known = self._plans.get(request)
             if (
                 known is None
                 or known.prompt is not prompt
@@ -94,17 +114,23 @@ class Planner:
                 or known.wishes is not wish
                 or known.limit != limit
             ):
-                known = self._asked(requests[i], prompt, space, wish, limit, known, now)
-            plans.append(known)
-        if self._failed:
-            for request in requests:
-                self._failed.pop(request, None)
-        self._look_on_device(requests, plans, device_tokens)
-        self._look_on_host(requests, plans)
-        return [
-            self._match(requests[i], plan, plan.device, plan.host_pages)
-            for i, plan in enumerate(plans)
-        ]
+                known = self._asked(request, prompt, space, wish, limit, known, now)
+            plans.append((request, known))
+        return plans
+
+    def _settle(self, plan: Planned, now: float) -> None:
+        """Note what has to appear before more of a plan can be found."""
+        manager, space = self._manager, plan.space
+        plan.settled = 0.0
+        if space is None or space.device is None or not plan.most or not manager.device.owned:
+            return  # nothing was looked for; or an engine may evict what was found
+        block = plan.device // manager.device.block_tokens
+        page = plan.host_first + plan.host_pages
+        plan.next_device = plan.device_keys[block : block + 1].tobytes()
+        plan.next_host = b""
+        if plan.absent:
+            plan.next_host = plan.prompt.keys(space.host_spec)[page].tobytes()
+        plan.settled = now + (plan.wishes.ttl or manager.config.plan_ttl) / 2
 
     def _asked(
         self,
@@ -123,7 +149,7 @@ class Planner:
             most = min(most, limit)
         if not wishes.read or space is None:
             most = 0
-        keys = _NO_KEYS
+        keys = NO_KEYS
         if space is not None and most and "device" in wishes.tiers:
             blocks = most // self._manager.device.block_tokens
             keys = prompt.keys(space.device_spec)[:blocks]
@@ -144,56 +170,51 @@ class Planner:
         self._manager.device.cancel(request)
         self._manager.host.index.cancel(request)
 
-    def _look_on_device(
-        self,
-        requests: Sequence[Hashable],
-        plans: list[Planned],
-        given: Sequence[int] | None,
-    ) -> None:
+    def _look_on_device(self, plans: list[Waiting], given: Sequence[int] | None) -> None:
         device = self._manager.device
         block = device.block_tokens
         if given is not None:
-            for plan, tokens in zip(plans, given, strict=True):
+            for (_, plan), tokens in zip(plans, given, strict=True):
                 plan.device = min(tokens, plan.most) // block * block
+                plan.settled = 0.0  # nothing is pinned
             return
-        for space, members in _by_space(plans):
+        for space, members in by_space(plans):
             if space.device is None:
                 continue
-            keys, offsets = _joined([plan.device_keys for _, plan in members])
-            ids = [requests[i] for i, _ in members]
+            keys, offsets = joined([plan.device_keys for _, plan in members])
+            ids = [request for request, _ in members]
             counts = device.plan_many(ids, keys, offsets, space.device, self._ttl(members))
             for (_, plan), blocks in zip(members, counts.tolist(), strict=True):
                 plan.device = blocks * block
 
-    def _look_on_host(self, requests: Sequence[Hashable], plans: list[Planned]) -> None:
+    def _look_on_host(self, plans: list[Waiting]) -> None:
         manager, tokens = self._manager, self._manager.page_tokens
-        absent = 0
-        for space, members in _by_space(plans):
-            parts, asked = [], []
-            for i, plan in members:
+        for space, members in by_space(plans):
+            parts: list[Keys] = []
+            asked: list[Waiting] = []
+            for request, plan in members:
                 last = plan.most // tokens if "host" in plan.wishes.tiers else 0
-                plan.host_first, plan.host_pages = plan.device // tokens, 0
+                plan.host_first, plan.host_pages, plan.absent = plan.device // tokens, 0, 0
                 if last > plan.host_first:
-                    asked.append((i, plan))
+                    asked.append((request, plan))
                     parts.append(plan.prompt.keys(space.host_spec)[plan.host_first : last])
                 elif plan.on_host:
-                    manager.host.index.cancel(requests[i])
+                    manager.host.index.cancel(request)
                 plan.on_host = last > plan.host_first
             if not asked:
                 continue
-            keys, offsets = _joined(parts)
-            ids = [requests[i] for i, _ in asked]
+            keys, offsets = joined(parts)
+            ids = [request for request, _ in asked]
             counts = manager.host.index.plan_many(
                 ids, keys, offsets, namespace=space.host, timeout=self._ttl(members)
             )
             for (_, plan), pages, part in zip(asked, counts.tolist(), parts, strict=True):
                 plan.host_pages = pages
-                absent += len(part) - pages
-                if pages < len(part):
+                plan.absent = len(part) - pages
+                if plan.absent:
                     self._look_in_storage(plan, space, pages)
-        manager._figures.add(absent_pages=absent)
 
-    def _ttl(self, members: list[tuple[int, Planned]]) -> float:
+    def _ttl(self, members: list[Waiting]) -> float:
         own = self._manager.config.plan_ttl
         return max((plan.wishes.ttl or own for _, plan in members), default=own)
 
@@ -216,7 +237,8 @@ class Planner:
         Raises:
             LeaseLost: it was not planned.
         """
-        planned, failed = self._plans.pop(request, None), self._failed.pop(request, None)
+        # The plan stays until the request ends: `cancel` gives back what it has pinned.
+        planned, failed = self._plans.get(request), self._failed.pop(request, None)
         if planned is None and failed is None:
             raise LeaseLost(f"take: the request {request!r} was not planned; plan it first")
         return failed if failed is not None else planned.prompt  # type: ignore[union-attr]
@@ -363,7 +385,9 @@ class Planner:
         """Forget a plan."""
         self._failed.pop(request, None)
         plan = self._plans.pop(request, None)
-        if plan is not None and plan.reading is not None:
+        if plan is None:
+            return
+        if plan.reading is not None:
             plan.reading.cancel()
         self._let_go(request)
 
@@ -373,24 +397,4 @@ class Planner:
             self.cancel(request)
 
 
-def _by_space(plans: list[Planned]) -> list[tuple[Space, list[tuple[int, Planned]]]]:
-    """Plans that may look for anything, with their positions, by their space: nearly always there
-    is one."""
-    found: dict[int, tuple[Space, list[tuple[int, Planned]]]] = {}
-    for i, plan in enumerate(plans):
-        if plan.most and plan.space is not None:
-            members = found.get(id(plan.space))
-            if members is None:
-                members = found[id(plan.space)] = (plan.space, [])
-            members[1].append((i, plan))
-    return list(found.values())
-
-
-def _joined(parts: list[Keys]) -> tuple[Keys, Offsets]:
-    """Keys of many requests in one array."""
-    offsets = np.zeros(len(parts) + 1, np.int64)
-    np.cumsum([len(part) for part in parts], out=offsets[1:])
-    return np.concatenate(parts) if parts else np.zeros((0, 2), np.uint64), offsets
-
-
-__all__ = ["Planned", "Planner"]
+__all__ = ["Planner"]

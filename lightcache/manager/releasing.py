@@ -48,9 +48,13 @@ class Leaving:
     def poll(self) -> None:
         """Give back what no copy touches."""
         with self._manager._lock:
-            over = [one for one in self._going if all(each.over for each in one.movements)]
+            over: list[Request] = []
+            still: list[Request] = []
+            for one in self._going:
+                busy = one.movements and any(not each.over for each in one.movements)
+                (still if busy else over).append(one)
             if over:
-                self._going = [one for one in self._going if one not in over]
+                self._going = still
                 self._give_back(over)
 
     def wait(self, request: Hashable) -> None:
@@ -84,7 +88,7 @@ class Leaving:
                 one.hit = None
         if isinstance(device, OwnedDevice) and device.index is not None:
             tables = np.concatenate([one.table for one in over])
-            kinds = np.concatenate([one.kind for one in over])
+            kinds = np.frombuffer(b"".join([one.kind for one in over]), np.uint8)
             device.unpin(tables[kinds == PINNED])
             device.free_blocks(tables[kinds == HELD])
 

@@ -45,24 +45,38 @@ class Chain:
     def __init__(self, prompt: Prompt, spec: KeySpec) -> None:
         """The prompt's keys are hashed, if nobody has before."""
         self._prompt, self._spec = prompt, spec
-        self.keys: Keys = prompt.keys(spec)
-        """Of all complete pages, shape (n, 2)."""
-        self._room: Keys = self.keys
+        self._known: Keys = prompt.keys(spec)
+        self._room: Keys = self._known
+        self._more: list[bytes] = []
+        """What comes behind `_known`: an array is made of it when one is asked for."""
         self._hasher: PageHasher | None = None
+
+    @property
+    def keys(self) -> Keys:
+        """Of all complete pages, shape (n, 2)."""
+        if self._more:
+            known = len(self._known)
+            count = known + len(self._more)
+            if count > len(self._room):  # the prompt's own keys have no room
+                self._room = np.empty((2 * count, 2), np.uint64)
+                self._room[:known] = self._known
+            self._room[known:count] = np.frombuffer(b"".join(self._more), np.uint64).reshape(-1, 2)
+            self._known, self._more = self._room[:count], []
+        return self._known
+
+    def packed(self, begin: int, end: int) -> bytes:
+        """The bytes of keys [begin, end): at little cost where they were made lately."""
+        known = len(self._known)
+        if begin >= known:
+            return b"".join(self._more[begin - known : end - known])
+        before = self._known[begin:end].tobytes()
+        return b"".join([before, *self._more[: end - known]]) if end > known else before
 
     def extend(self, tokens: list[int]) -> None:
         """Append what was generated."""
         if self._hasher is None:
             self._hasher = self._prompt.hasher(self._spec)
-        more = self._hasher.update(tokens)
-        if not len(more):
-            return
-        known = len(self.keys)
-        if known + len(more) > len(self._room):  # the prompt's own keys have no room
-            self._room = np.empty((2 * (known + len(more)), 2), np.uint64)
-            self._room[:known] = self.keys
-        self._room[known : known + len(more)] = more
-        self.keys = self._room[: known + len(more)]
+        self._more += self._hasher.append(tokens)
 
 
 class NoChain(Chain):
@@ -70,7 +84,8 @@ class NoChain(Chain):
 
     def __init__(self) -> None:
         """Empty, and stays so."""
-        self.keys = np.zeros((0, 2), np.uint64)
+        self._known = np.zeros((0, 2), np.uint64)
+        self._more = []
 
     def extend(self, tokens: list[int]) -> None:
         """Nothing."""
@@ -96,7 +111,7 @@ class Request:
     """Number of the first of them in the host's keys."""
     table: Pages = field(default_factory=lambda: NONE)
     """Device blocks, in order of their tokens."""
-    kind: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
+    kind: bytearray = field(default_factory=bytearray)
     """HELD, PINNED or LEASED, for each block of the table."""
     named: int = 0
     """Leading blocks that were given names, or tried to."""
@@ -123,13 +138,14 @@ class Request:
         Raises:
             ConfigError: fewer than before, or more than are known.
         """
-        known = self.known + (0 if new_tokens is None else len(new_tokens))
+        count = 0 if new_tokens is None else len(new_tokens)
+        known = self.known + count
         if not self.total <= total <= known:
             raise ConfigError(
                 f"commit {self.id!r}: expected {self.total} to {known} computed tokens, found "
                 f"{total}; give the ids of what was generated as new_tokens="
             )
-        if new_tokens is not None and len(new_tokens):
+        if new_tokens is not None and count:
             listed = new_tokens if type(new_tokens) is list else np.asarray(new_tokens).tolist()
             self.device_chain.extend(listed)
             if self.host_chain is not self.device_chain:
@@ -153,9 +169,10 @@ class Request:
 
 def slots_of(table: Pages, block_tokens: int, begin: int, end: int) -> npt.NDArray[np.int64]:
     """Device slots of tokens [begin, end) by a block table."""
-    tokens = np.arange(begin, end)
-    found: npt.NDArray[np.int64] = table[tokens // block_tokens] * np.int64(block_tokens)
-    return found + tokens % block_tokens
+    first = begin // block_tokens
+    starts = table[first : -(-end // block_tokens)].astype(np.int64) * block_tokens
+    slots: npt.NDArray[np.int64] = np.add.outer(starts, np.arange(block_tokens)).reshape(-1)
+    return slots[begin - first * block_tokens : end - first * block_tokens]
 
 
 __all__ = ["HELD", "LEASED", "PINNED", "Chain", "NoChain", "Request", "Space", "slots_of"]

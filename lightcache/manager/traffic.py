@@ -48,6 +48,8 @@ class Movement:
         self._traffic, self._begin, self._over, self._give_back = traffic, begin, over, give_back
         self.blocks = blocks
         """Device blocks that it reads or writes."""
+        self.counted = False
+        """Whether `Traffic.busy` knows of them."""
         self.state = _QUEUED
         self.moving: Moving | None = None
         self.error: LightcacheError | None = None
@@ -179,8 +181,8 @@ class Traffic:
             give_back: what it holds if it never begins.
         """
         made = Movement(self, blocks, call, over, give_back)
-        self._count(blocks, 1)  # a queued copy reads or writes what is in them then
         if self.paused:
+            self._touch(made)  # a queued copy reads or writes what is in them then
             self._queued.append(made)
         else:
             self._launch(made)
@@ -188,9 +190,18 @@ class Traffic:
 
     def _launch(self, movement: Movement) -> None:
         self._running.append(movement)
-        movement._start()
-        if movement.state is _RUNNING:
-            movement._look()  # some take no time at all
+        try:
+            movement._start()
+            if movement.state is _RUNNING:
+                movement._look()  # some take no time at all, and are never counted
+        finally:  # after an interrupt, too: who knows what was begun
+            if not movement.over:
+                self._touch(movement)
+
+    def _touch(self, movement: Movement) -> None:
+        if not movement.counted:
+            self._count(movement.blocks, 1)
+            movement.counted = True
 
     def _count(self, blocks: Pages, change: int) -> None:
         if not len(blocks):
@@ -205,7 +216,8 @@ class Traffic:
     def landed(self, movement: Movement) -> None:
         """A movement is over."""
         self._running.remove(movement)
-        self._count(movement.blocks, -1)
+        if movement.counted:
+            self._count(movement.blocks, -1)
         self.failed += movement.state is _FAILED
 
     def forget(self, movement: Movement) -> None:

@@ -33,6 +33,23 @@ _SEEN = {
 }
 
 
+class Look:
+    """The spaces as one call of a manager finds them: each is looked up when it is first asked for,
+    and once."""
+
+    def __init__(self, weights: Weights) -> None:
+        """Nothing was looked up."""
+        self._weights = weights
+        self._found: dict[Space, bool] = {}
+
+    def good(self, space: Space) -> bool:
+        """See `Weights.good`."""
+        found = self._found.get(space)
+        if found is None:
+            found = self._found[space] = self._weights.good(space)
+        return found
+
+
 class Weights:
     """The version that one manager serves. The namespaces of the host cache are what says, to every
     process, whether a version is still good: a manager looks before each plan, take and commit.
@@ -142,4 +159,4 @@ class Weights:
         self._gone = WeightsState.NORMAL
 
 
-__all__ = ["Weights", "WeightsState"]
+__all__ = ["Look", "Weights", "WeightsState"]

@@ -17,6 +17,7 @@ from lightcache.reservations import Reservation
 
 if TYPE_CHECKING:
     from lightcache.manager.manager import KVCacheManager
+    from lightcache.manager.weights import Look
 
 _SEEN = 1 << 16  # pages that SELECTIVE remembers
 
@@ -29,28 +30,41 @@ class Writer:
         self._manager = manager
         self._seen: OrderedDict[bytes, int] = OrderedDict()
 
-    def due(self, running: list[Request]) -> None:
+    def due(self, running: list[Request], look: Look) -> None:
         """After a commit: pages of those that have enough of them, or whose prompt is complete."""
         if self._manager.config.write is WritePolicy.BACK:
             return
         group, tokens = self._manager.config.write_group, self._manager.page_tokens
         for one in running:
-            if one.total < (one.written + 1) * tokens:
+            begin = one.written * tokens
+            if one.total < begin + tokens:
+                continue
+            # Few, and none of its prompt: nearly always, while tokens are generated.
+            if one.total < begin + group * tokens and begin >= len(one.prompt):
                 continue
             full = one.publishable() // tokens
+            if full <= one.written:
+                continue
             prompt = len(one.prompt)
             prompt_ends = one.total >= prompt and one.written < prompt // tokens
-            if full > one.written and (full - one.written >= group or prompt_ends):
-                self._write(one, full)
+            if full - one.written >= group or prompt_ends:
+                self._write(one, full, look)
 
-    def rest(self, one: Request) -> None:
-        """A request ends: what of it is not written yet. What the host has of it counts as used,
+    def rest(self, ended: list[Request], look: Look) -> None:
+        """Requests end: what of them is not written yet. What the host has of them counts as used,
         also where the device had it: else the host would let go of what the device will ask for."""
-        full = one.publishable() // self._manager.page_tokens
-        if self._manager.config.write is not WritePolicy.BACK and full > one.written:
-            self._write(one, full)
-        elif one.space is not None and one.wishes.read:
-            self._touch(one, one.space, max(full, one.written))
+        used: dict[Space, list[Keys]] = {}
+        for one in ended:
+            full = one.publishable() // self._manager.page_tokens
+            if self._manager.config.write is not WritePolicy.BACK and full > one.written:
+                self._write(one, full, look)
+            elif one.space is not None and one.wishes.read:
+                keys = one.host_chain.keys[: max(full, one.written)]
+                used.setdefault(one.space, []).append(keys)
+        for space, parts in used.items():
+            if look.good(space):
+                keys = np.concatenate(parts)  # nothing is reserved: their order means nothing
+                self._manager.host.reserve(keys, len(keys), namespace=space.host).release()
 
     def store(self, one: Request) -> None:
         """A request has ended and its copies are over: what the host has of it goes to storage. The
@@ -63,12 +77,7 @@ class Writer:
             keys = one.host_chain.keys[:pages]
             storage.write(keys, one.id, tokens=one.total, namespace=space.host)
 
-    def _touch(self, one: Request, space: Space, pages: int) -> None:
-        keys = one.host_chain.keys[:pages]
-        if self._manager._weights.good(space):
-            self._manager.host.reserve(keys, len(keys), namespace=space.host).release()
-
-    def _write(self, one: Request, full: int) -> None:
+    def _write(self, one: Request, full: int, look: Look) -> None:
         wishes = one.wishes
         if not wishes.write or "host" not in wishes.tiers or wishes.priority < 0:
             return
@@ -76,7 +85,7 @@ class Writer:
         if self._manager.config.write is WritePolicy.SELECTIVE:
             end = begin + self._asked_for(one.host_chain.keys[begin:full])
         one.written = full
-        if end > begin and one.space is not None and self._manager._weights.good(one.space):
+        if end > begin and one.space is not None and look.good(one.space):
             self._offload(one, one.space, begin, end)
 
     def _asked_for(self, keys: Keys) -> int:
@@ -108,15 +117,18 @@ class Writer:
         except LightcacheError:
             manager._figures.add(failed_offloads=1)
             return
-        if end - begin > len(new.pages):
+        pages = len(new.pages)
+        if end - begin > pages:
             manager._figures.add(no_room_pages=len(new.missing))
-            if not len(new.pages):
+            if not pages:
                 new.release()
                 return
         slots = np.full(end * tokens, -1, np.int64)
         slots[begin * tokens :] = slots_of(one.table, block, begin * tokens, end * tokens)
         touched = one.table[begin * tokens // block : -(-end * tokens // block)]
-        one.movements.append(self.launch(new, slots, touched))
+        movement = self.launch(new, slots, touched)
+        if not movement.over:  # what is over holds nothing up
+            one.movements.append(movement)
 
     def launch(self, new: Reservation, slots: npt.NDArray[np.int64], blocks: Pages) -> Movement:
         """Begin to write a reservation's new pages. It is the movement's from now on.

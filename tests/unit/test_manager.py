@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -32,6 +33,8 @@ from lightcache.manager import (
     Wishes,
     WritePolicy,
 )
+from lightcache.manager.requests import slots_of
+from lightcache.shm.layout import SegmentHeader
 from lightcache.storage import StorageSpec, StorageTier, open_storage
 
 
@@ -46,6 +49,12 @@ def worlds(segment_name: str) -> Iterator[Any]:
     yield make
     for world in reversed(made):
         world.close()
+
+
+def disable(index: Any, value: int) -> None:
+    """An operator's switch."""
+    at = index.segment.address + SegmentHeader.disabled.offset
+    ctypes.c_uint32.from_address(at).value = value
 
 
 def test_a_second_request_finds_the_first_ones_blocks(worlds: Any) -> None:
@@ -225,6 +234,7 @@ def test_release_waits_for_the_copy(worlds: Any) -> None:
     assert world.device.free == 27  # four named, and one without a key that the copy may not touch
     with pytest.raises(WaitTimeout):
         manager.wait_blocks(timeout=0)
+    assert manager.in_flight([0, 1, 2]).any()
     manager.wait_blocks()
     assert manager.poll() == 0
     assert world.device.free == 28
@@ -360,6 +370,151 @@ def test_the_number_of_blocks_comes_late(worlds: Any) -> None:
     world.mover.device = world.store
     world.run("b", tokens(18))
     assert world.run("c", tokens(18)).device == 16
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, index: Any) -> list[int]:
+    """Requests of each `plan_many` of an index."""
+    calls: list[int] = []
+    plan_many = index.plan_many
+
+    def plan(ids: Any, *arguments: Any, **how: Any) -> Any:
+        calls.append(len(ids))
+        return plan_many(ids, *arguments, **how)
+
+    monkeypatch.setattr(index, "plan_many", plan)
+    return calls
+
+
+def test_what_is_pinned_is_not_looked_at_before_half_of_its_time(
+    worlds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = worlds(plan_ttl=8.0)
+    world.run("a", tokens(18))
+    prompt = Prompt([*tokens(18), *range(8)])
+    now = [100.0]
+    monkeypatch.setattr("lightcache.manager.planning.time.monotonic", lambda: now[0])
+    calls = counted(monkeypatch, world.device.index)
+    looked = []
+    for seconds in (0, 3.9, 0.2, 3.7, 0.4):
+        now[0] += seconds
+        assert world.manager.plan("b", prompt).usable == 16
+        looked.append(len(calls))
+    assert looked == [1, 1, 2, 2, 3]
+    assert world.manager.take("b").usable == 16
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_a_plan_grows_as_soon_as_there_is_more(worlds: Any, tier: str) -> None:
+    world = worlds()
+    prompt = tokens(34)
+    world.run("a", prompt[:18])
+    waiting = Prompt(prompt)
+    for _ in range(2):
+        assert world.manager.plan("b", waiting).usable == 16
+    world.run("c", prompt, wishes=Wishes(tiers=frozenset({tier})))
+    match = world.manager.plan("b", waiting)
+    assert (match.device, match.host) == ((32, 0) if tier == "device" else (16, 16))
+
+
+def test_absent_pages_are_counted_by_every_plan(worlds: Any) -> None:
+    world = worlds()
+    for _ in range(3):
+        world.manager.plan("a", Prompt(tokens(18)))
+    prompt = Prompt(tokens(18))
+    for _ in range(3):
+        world.manager.plan("a", prompt)
+    assert world.manager.stats().absent_pages == 6 * 4
+
+
+def test_blocks_that_get_no_name_are_given_back(worlds: Any) -> None:
+    world = worlds()
+    world.device.index.namespace("", "", quota=2)
+    world.run("a", tokens(18), keep=True)
+    world.manager.release("a")
+    assert world.device.free == 30
+    assert world.manager.plan("b", Prompt(tokens(18))).device == 8
+    world.manager.cancel("b")
+    report = world.device.index.check()
+    assert report.clean
+    assert report.pins == 0
+
+
+def test_a_request_whose_plan_was_not_taken_gives_it_back(
+    worlds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lightcache.errors import CacheCorrupted
+
+    world = worlds(failures=1)
+    world.run("a", tokens(18))
+    world.manager.plan("b", Prompt(tokens(18)))
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise CacheCorrupted("arranged")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.cache.index, "plan_many", broken)
+        world.manager.plan("c", Prompt(tokens(18, 1)))
+    assert world.manager.disabled
+    assert world.manager.take("b").usable == 0
+    assert world.device.index.plans.pages == 4
+    world.manager.release("b")
+    assert world.device.index.plans.pages == 0
+
+
+@pytest.mark.parametrize(("block", "begin", "end"), [(4, 4, 12), (8, 4, 12), (8, 4, 8), (4, 3, 3)])
+def test_slots_of_a_table(block: int, begin: int, end: int) -> None:
+    table = np.array([5, 0, 7], np.int32)
+    wanted = [int(table[i // block]) * block + i % block for i in range(begin, end)]
+    assert slots_of(table, block, begin, end).tolist() == wanted
+
+
+def test_a_plan_of_pinned_blocks_hears_of_the_end(worlds: Any, segment_name: str) -> None:
+    world = worlds()
+    other = World(f"{segment_name}.other", cache=world.cache)
+    prompt = Prompt(tokens(18))
+    try:
+        world.run("a", prompt)
+        assert world.manager.plan("b", prompt).device == 16
+        other.manager.begin_update()
+        match = world.manager.plan("b", prompt)
+        assert (match.found, match.why) == (0, Why.WEIGHTS)
+        world.manager.cancel("b")
+    finally:
+        other.close()
+
+
+def test_a_plan_of_pinned_blocks_hears_of_an_operator(worlds: Any) -> None:
+    world = worlds()
+    prompt = Prompt(tokens(18))
+    world.run("a", prompt)
+    assert world.manager.plan("b", prompt).device == 16
+    disable(world.cache.index, 1)
+    assert world.manager.plan("b", prompt).why is Why.DISABLED
+    disable(world.cache.index, 0)
+    assert world.manager.plan("b", prompt).device == 16
+
+
+def test_a_plan_of_pinned_blocks_hears_of_another_device(worlds: Any) -> None:
+    world = worlds()
+    prompt = Prompt(tokens(18))
+    world.run("a", prompt)
+    assert world.manager.plan("b", prompt).device == 16
+    world.device.set_blocks(16)
+    match = world.manager.plan("b", prompt)
+    assert (match.device, match.host) == (0, 16)
+
+
+def test_requests_that_end_together_count_as_used_on_the_host(worlds: Any) -> None:
+    world = worlds(pages=12)
+    prompts = [Prompt(tokens(18, seed)) for seed in range(3)]
+    for name, prompt in zip("abc", prompts, strict=True):
+        world.run(name, prompt)
+    for name in (0, 1):
+        world.run(name, prompts[name], keep=True)
+    world.manager.release_many([0, 1])
+    world.cache.index.evict(4)
+    there = [world.cache.peek(prompt.keys(world.cache.key_spec())) for prompt in prompts]
+    assert there == [4, 4, 0]
 
 
 def test_keep_and_drop(worlds: Any) -> None:

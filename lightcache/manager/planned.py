@@ -1,0 +1,92 @@
+"""What is known of a request that waits, and its keys gathered for a call."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lightcache._arguments import Keys, Offsets
+from lightcache.manager.matches import PrefixMatch, Wishes
+from lightcache.manager.prompts import Prompt
+from lightcache.manager.requests import Space
+from lightcache.namespaces import Namespace
+from lightcache.page_index import PageIndex
+
+NO_KEYS: Keys = np.zeros((0, 2), np.uint64)
+
+
+@dataclass(eq=False)
+class Planned:
+    """A plan: what was asked, and where the host's part begins."""
+
+    prompt: Prompt
+    wishes: Wishes
+    space: Space | None
+    """None: the weights are being changed."""
+    limit: int | None
+    most: int
+    """Tokens that may be reused at most: the limit, and one is left to compute."""
+    since: float
+    """When it was first planned."""
+    device_keys: Keys
+    """Of the blocks that may be reused."""
+    device: int = 0
+    """Tokens found on the device."""
+    host_first: int = 0
+    """Number of the first host page that is planned."""
+    host_pages: int = 0
+    reading: Any = None
+    """The task that brings pages from storage, if one was begun."""
+    on_host: bool = False
+    """Whether anything was asked of the host."""
+    match: PrefixMatch | None = None
+    """What came of it last, and of what."""
+    matched: tuple[int, int] = (0, 0)
+    absent: int = 0
+    """Host pages that were looked for and not there."""
+    settled: float = 0.0
+    """Until when what was found stays pinned for certain, so that only more can be found."""
+    next_device: bytes = b""
+    """The key of the first block that was not there; empty: all were."""
+    next_host: bytes = b""
+    """The same of the host's pages."""
+
+
+Waiting = tuple[Hashable, Planned]
+"""A request, and its plan."""
+
+
+def by_space(plans: list[Waiting]) -> list[tuple[Space, list[Waiting]]]:
+    """Plans that may look for anything, by their space: nearly always there is one."""
+    found: dict[Space, list[Waiting]] = {}
+    for entry in plans:
+        plan = entry[1]
+        if plan.most and plan.space is not None:
+            members = found.get(plan.space)
+            if members is None:
+                members = found[plan.space] = []
+            members.append(entry)
+    return list(found.items())
+
+
+def there(index: PageIndex, packed: list[bytes], space: Namespace) -> list[int]:
+    """Which of these keys, each for itself, are there."""
+    if not packed:
+        return []
+    keys = np.frombuffer(bytearray().join(packed), np.uint64).reshape(-1, 2)
+    found = index.peek_many(keys, np.arange(len(packed) + 1), namespace=space)
+    where: list[int] = np.flatnonzero(found).tolist()
+    return where
+
+
+def joined(parts: list[Keys]) -> tuple[Keys, Offsets]:
+    """Keys of many requests in one array."""
+    offsets = np.zeros(len(parts) + 1, np.int64)
+    np.cumsum([len(part) for part in parts], out=offsets[1:])
+    return np.concatenate(parts) if parts else np.zeros((0, 2), np.uint64), offsets
+
+
+__all__ = ["NO_KEYS", "Planned", "Waiting", "by_space", "joined", "there"]
