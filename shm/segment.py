@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -311,15 +311,13 @@ class Segment:
         """
         return self._hold.view(offset, nbytes, self)
 
-    @contextlib.contextmanager
-    def busy(self) -> Iterator[None]:
+    def busy(self) -> contextlib.AbstractContextManager[None]:
         """For the time of a call that lets the GIL go: until it ends, `close` raises InUse.
 
         Raises:
             Detached: closed, retired, or a forked child.
         """
-        with self._hold.used():
-            yield
+        return self._hold.used()
 
     # ---- state
 
