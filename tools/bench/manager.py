@@ -47,7 +47,8 @@ def rows(quick: bool, trace: str | Path | None = None) -> Iterator[Row]:
     """See `Benchmark.rows`.
 
     Args:
-        quick: few steps, a small host, the first 500 requests of the trace.
+        quick: few steps, the first 500 requests of the trace, and small tiers: there the two sides
+            soon find different prompts, since only ours count what waits as used.
         trace: as of `policy`; None: this part is left out.
     """
     yield from _steps(quick)
