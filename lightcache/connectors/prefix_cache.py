@@ -185,23 +185,33 @@ class PrefixCache(DynamicCache):
             self._load, self._awaited = None, set()
 
     def allocate(self, pages: ModelPages, tokens: int) -> None:
-        """Give every layer tensors for so many restored tokens, with nothing in them yet."""
+        """Give every layer tensors for so many restored tokens more, with nothing in these yet."""
         planes = pages.geometry.group(GROUP).planes
+        self.settle()
+        before = self.held
         for layer in self.layers:
             # Heads of a token together, as in a page: copies of whole pages instead of rows. The
             # first `update` joins them with new tokens into tensors of the usual order anyway.
             keys, values = (
                 torch.empty(
-                    (1, tokens, plane.heads, plane.row_bytes // pages.dtype.itemsize),
+                    (1, before + tokens, plane.heads, plane.row_bytes // pages.dtype.itemsize),
                     dtype=pages.dtype,
                     device=pages.device,
                 ).transpose(1, 2)
                 for plane in planes
             )
-            # Initialised with no tokens, then given the tensors themselves: nothing is copied.
-            layer.update(keys[:, :, :0], values[:, :, :0])
+            if before:
+                keys[:, :, :before], values[:, :, :before] = layer.keys, layer.values
+            else:
+                # Initialised with no tokens, then given the tensors themselves: nothing is copied.
+                layer.update(keys[:, :, :0], values[:, :, :0])
             layer.keys, layer.values = keys, values
-        self._reused = tokens
+        self._reused += tokens
+
+    def withdraw(self, tokens: int) -> None:
+        """Undo `allocate`: nothing is going to be loaded there."""
+        super().crop(-tokens)
+        self._reused -= tokens
 
 
 def _one_row(rows: int) -> None:

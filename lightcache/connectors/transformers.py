@@ -177,27 +177,60 @@ class Connector:
     def _restore(
         self, lease: Lease, ids: TokenIds | None, window: int | None = None
     ) -> PrefixCache:
+        past = PrefixCache(self._config, ids)
+        load = self.load(past, lease, window=window)
+        if window is None:
+            with contextlib.suppress(TransferFailed):  # `done` says it, and gives the lease back
+                load.transfer.wait_on()
+            load.done()
+        return past
+
+    def empty(self) -> PrefixCache:
+        """A cache with nothing in it, to `load` into or to begin with. Its tokens are not known:
+        save it with `offload`."""
+        return PrefixCache(self._config)
+
+    def load(self, past: PrefixCache, lease: Lease, *, window: int | None = None) -> Load:
+        """Begin to load the pages of a lease behind what a cache holds, and take the lease over as
+        `Load` does. Blocks for pages that are not pinned yet, and copies what `past` holds to where
+        there is room for all.
+
+        With `window` the layers wait by themselves, as in `restore`. Without, it is for the caller
+        to wait (`done`, `wait`, `transfer.wait_on`) before anything reads the tensors.
+
+        Args:
+            past: of `empty`, `restore` or `prefix`, with the tokens before the lease's pages.
+            lease: of this cache; it may be empty.
+            window: see `restore`.
+
+        Raises:
+            ConfigError: no PrefixCache, no lease, or not from this cache object; a window below 1.
+            LeaseLost: released before.
+            TransferFailed: an earlier copy into `past` failed.
+            Detached: closed.
+        """
         self._check_open()
         self.engine.poll()
+        if not isinstance(past, PrefixCache):
+            raise ConfigError(f"past: expected a PrefixCache, found {type(past).__name__}")
         if not isinstance(lease, Lease):
             raise ConfigError(f"lease: expected a Lease, found {type(lease).__name__}")
         self._check_ours(lease)
-        past = PrefixCache(self._config, ids)
+        before = past.held
         tokens = len(lease.pages) * self.pages.geometry.page_tokens
         if not tokens:
-            lease.release()
-            return past
+            return Load(self.engine, lease, np.arange(0))
         past.allocate(self.pages, tokens)
-        self._wait_for(lease.pages)
-        planes = self.planes(past)
-        load = Load(self.engine, lease, np.arange(tokens), planes=planes, window=window)
+        try:
+            self._wait_for(lease.pages)
+            slots = np.arange(before, before + tokens)
+            load = Load(self.engine, lease, slots, planes=self.planes(past), window=window)
+        except BaseException:
+            past.withdraw(tokens)
+            raise
         if window is not None:
             past.expect(load)
-            return past
-        with contextlib.suppress(TransferFailed):  # `done` says it, and gives the lease back
-            load.transfer.wait_on()
-        load.done()
-        return past
+        return load
 
     def offload(
         self,

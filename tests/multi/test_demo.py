@@ -96,6 +96,21 @@ def test_all_of_it_holds() -> None:
 
 @pytest.mark.slow
 @pytest.mark.crash
+@pytest.mark.parametrize("routing", ["random", "prefix"])
+def test_it_holds_however_turns_are_routed(routing: str) -> None:
+    with started("--json", "--routing", routing) as process:
+        out, _ = process.communicate()
+    assert process.returncode == 0, out
+    facts = json.loads(out)
+    assert facts["problems"] == []
+    assert facts["killed"]["doomed_pages"] >= 1
+    assert facts["hit_tokens"]["host"] > 0
+    assert (facts["hit_tokens"].get("device", 0) > 0) == (routing == "prefix")
+    assert left(process.pid) == []
+
+
+@pytest.mark.slow
+@pytest.mark.crash
 def test_a_killed_worker_is_replaced() -> None:
     """Killed at any moment, not where it was arranged."""
     with started("--no-kill") as process:

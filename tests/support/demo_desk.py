@@ -11,10 +11,14 @@ from typing import Any
 import numpy as np
 
 import lightcache
+from lightcache.manager import AttachedDevice, KVCacheManager, ManagerStats, NullMover, Prompt
+from lightcache.manager.movers import Moving
 from lightcache.tools.demo.messages import Answer, Hello, Lost, Mailbox, Recovered, Request, Served
 from lightcache.tools.demo.models import ModelChoice
 from lightcache.tools.demo.router import Router
+from lightcache.tools.demo.seats import Seats
 from lightcache.tools.demo.settings import SECRET, Settings
+from lightcache.tools.demo.workload import Turn
 
 PAGE_BYTES = 4096
 PAGE_TOKENS = 4
@@ -85,6 +89,23 @@ def assert_nothing_is_held(cache: lightcache.Cache) -> None:
     assert (stats.reservations, stats.doomed) == (0, 0)
 
 
+class PlayedMover:
+    """Copies nothing to the device, and writes to each page its position in the prompt."""
+
+    def __init__(self, cache: lightcache.Cache) -> None:
+        self.cache = cache
+
+    def load(self, lease: lightcache.Lease, slots: Any, first: int) -> Moving:
+        """See `Mover`."""
+        return NullMover().load(lease, slots, first)
+
+    def offload(self, new: lightcache.Reservation, slots: Any) -> Moving:
+        """See `Mover`."""
+        for page, position in zip(new.pages.tolist(), new.new.tolist(), strict=True):
+            self.cache.pool[page][:] = position
+        return NullMover().offload(new, slots)
+
+
 class FakeWorker:
     """A worker without a model: it answers what the test says."""
 
@@ -92,54 +113,67 @@ class FakeWorker:
         self.settings, self.number, self.life = settings, number, life
         self.inbox = stack.enter_context(Mailbox(settings.worker_ring(number, life)))
         self.cache: Any = open_cache(settings, number, life)
+        self.seats = Seats(settings.kept, PAGES)
+        self._own = stack.enter_context(ExitStack())
+        name = device = None
         if self.cache is not None:
-            stack.callback(self.cache.close)
-        client = tuple(self.cache.client_id) if self.cache else (0, 0)
-        name = self.cache.name if self.cache else None
-        self.hello = Hello(number, life, os.getpid(), client, name)  # type: ignore[arg-type]
+            self._own.callback(self.cache.close)
+            name, device = self.cache.name, settings.device_index(number, life)
+            tier = AttachedDevice(
+                device, block_tokens=settings.page_tokens, blocks=self.seats.blocks
+            )
+            self._own.callback(tier.close)
+            mover = PlayedMover(self.cache)
+            self.manager = self._own.enter_context(KVCacheManager(self.cache, tier, mover))
+        self.hello = Hello(number, life, os.getpid(), name, device)
 
     def request(self) -> Any:
         """The next request, or None."""
         return self.inbox.receive(0)
 
-    def load(self, request: Request) -> list[int]:
-        """Adopt the lease, give the verdict, and return its pages."""
-        if not request.lease:
-            return []
-        ticket = bytes.fromhex(request.lease)
-        with self.cache.adopt(ticket) as lease:
-            pages: list[int] = lease.pages.tolist()
-        self.cache.done(ticket)
-        return pages
+    def die(self) -> None:
+        """Be gone, as far as one can within a process that lives."""
+        self._own.close()
 
-    def store(self, request: Request) -> list[int]:
-        """Adopt the shard, write it, publish it, and return its pages."""
-        if not request.shard:
-            return []
-        with self.cache.adopt(bytes.fromhex(request.shard), shard=0) as shard:
-            pages: list[int] = shard.pages.tolist()
-            for page, position in zip(pages, request.positions, strict=True):
-                self.cache.pool[page][:] = position
-            assert shard.publish()
-        return pages
+    def through(self, request: Request, answer: Any) -> ManagerStats:
+        """Take a request through the cache, as a worker does."""
+        seat, total = self.seats.take(request.tokens), len(request.tokens) + len(answer) - 1
+        there = len(seat.tokens)
+        self.manager.plan(request.number, Prompt(request.tokens), device_tokens=there)
+        self.manager.take(request.number)
+        table = seat.table(total // self.settings.page_tokens + 1)
+        self.manager.fetch(request.number, table)
+        self.manager.commit(request.number, len(request.tokens), table=table)
+        self.manager.commit(request.number, total, new_tokens=answer[:-1], table=table)
+        self.manager.release(request.number, wait=True)
+        seat.tokens = np.concatenate([request.tokens, answer[:-1]])
+        gone = self.seats.leave(seat)
+        if gone is not None:
+            self.manager.evicted(gone.table(PAGES))
+        found: ManagerStats = self.manager.reset_stats()
+        return found
 
     def answer(self, request: Request) -> Answer:
         """Do all of it. The answer depends on the prompt alone."""
-        loaded, stored = self.load(request), self.store(request)
         start = int(request.tokens.sum())
-        tokens = [(start + at) % VOCABULARY for at in range(request.answer_tokens)]
+        tokens = np.array(
+            [(start + at) % VOCABULARY for at in range(request.answer_tokens)], np.int32
+        )
+        cached = request.cached and self.cache is not None
+        stats = self.through(request, tokens) if cached else ManagerStats()
         return Answer(
             number=request.number,
             worker=self.number,
             life=self.life,
-            tokens=np.array(tokens, np.int32),
+            tokens=tokens,
             logprobs=[-0.5] * len(tokens),
-            reused={"host": len(loaded) * self.settings.page_tokens},
-            loaded_bytes=len(loaded) * PAGE_BYTES,
-            stored_bytes=len(stored) * PAGE_BYTES,
+            reused={"host": stats.host_tokens, "device": stats.device_tokens},
+            loaded_bytes=stats.loaded_pages * PAGE_BYTES,
+            stored_bytes=stats.offloaded_pages * PAGE_BYTES,
             first_s=0.25,
             steps_s=[0.5] * (len(tokens) - 1),
             total_s=2.0,
+            lookup_s=0.125 if cached else None,
             baseline_s=None,
         )
 
@@ -168,11 +202,13 @@ class Desk:
         self.tell(worker.hello)
         return worker
 
-    def begin(self) -> None:
-        """All workers come, and the first turns are routed."""
+    def begin(self) -> list[Turn]:
+        """All workers come, and the first turns, which are returned, are routed."""
         for number in range(self.settings.workers):
             self.arrive(number)
-        self.router.route(self.router.workload.begin())
+        turns = self.router.workload.begin()
+        self.router.route(turns)
+        return turns
 
     def dispatch(self) -> None:
         """Whoever is free gets something to do."""

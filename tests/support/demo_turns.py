@@ -14,7 +14,7 @@ from lightcache.tools.demo.workload import Turn
 
 def hello(worker: int, life: int) -> Hello:
     """Of a worker without a cache."""
-    return Hello(worker, life, 1, (0, 0), None)
+    return Hello(worker, life, 1, None, None)
 
 
 def served(number: int, **changes: Any) -> Served:
@@ -36,6 +36,7 @@ def served(number: int, **changes: Any) -> Served:
         first_s=0.01,
         steps_s=[0.001],
         total_s=0.02,
+        lookup_s=0.001,
         baseline_s=0.05,
         tokens=np.arange(101, dtype=np.int32),
     )
@@ -61,6 +62,7 @@ def answered(settings: Settings, turn: Turn, **figures: Any) -> Served:
         first_s=0.1 if turn.turn == 0 else 0.01,
         steps_s=[0.002] * (turn.answer_tokens - 1),
         total_s=0.2,
+        lookup_s=None,
         baseline_s=None,
     )
     return replace(plain, **figures)

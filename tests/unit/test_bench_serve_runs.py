@@ -100,7 +100,7 @@ def test_a_run(segment_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
                 opened[worker, life] = cache
                 names[worker, life] = cache.name
                 stack.callback(cache.close)
-                return Hello(worker, life, 1, (1, 1), cache.name)
+                return Hello(worker, life, 1, cache.name, None)
 
             return say
 
@@ -145,7 +145,7 @@ def test_a_check_that_finds_something(segment_name: str, monkeypatch: pytest.Mon
             cache = open_cache(asked, 0, 0)
             assert cache is not None
             stack.callback(cache.close)
-            return Hello(0, 0, 1, (1, 1), cache.name)
+            return Hello(0, 0, 1, cache.name, None)
 
         monkeypatch.setattr(_serve_runs, "Stage", Told(hello, hello, Finished(0, 1.0, 0.0)))
         with pytest.raises(CacheCorrupted, match="page 3 is in no chain"):

@@ -324,3 +324,61 @@ def test_bad_caches(cache: Cache, connector: lct.Connector, llama: Any, kind: st
         assert held(cache) == (2, 2), "still the caller's"
         connector.offload(computed(llama, ids), new).wait()
     assert cache.peek(keys_of(cache, ids)) == 2
+
+
+# ---- loading behind what a cache holds
+
+
+@pytest.mark.parametrize("window", [None, 1])
+@pytest.mark.parametrize("before", [0, 16, 32])
+def test_pages_behind_what_is_there(
+    cache: Cache, connector: lct.Connector, llama: Any, before: int, window: int | None
+) -> None:
+    ids = prompt(70)
+    save(connector, llama, ids)
+    keys, past = keys_of(cache, ids), connector.empty()
+    if before:
+        with torch.no_grad():
+            llama(ids[:, :before], past_key_values=past)
+    load = connector.load(past, cache.match(keys[before // PAGE :]), window=window)
+    if window is None:
+        load.wait()
+    assert (past.held, past.reused) == (64, 64 - before)
+    assert_same(answer(llama, ids, past), answer(llama, ids))
+    while connector.engine.poll():
+        pass
+    assert held(cache) == (0, 0)
+
+
+def test_loads_one_behind_the_other(cache: Cache, connector: lct.Connector, llama: Any) -> None:
+    """The second waits for the layers of the first before it moves their tensors."""
+    ids = prompt(70)
+    save(connector, llama, ids)
+    keys, past = keys_of(cache, ids), connector.empty()
+    connector.load(past, cache.match(keys[:1]), window=1)
+    connector.load(past, cache.match(keys[1:]), window=1)
+    assert_same(answer(llama, ids, past), answer(llama, ids))
+    while connector.engine.poll():
+        pass
+    assert held(cache) == (0, 0)
+
+
+def test_a_load_that_is_refused_leaves_the_cache_as_it_was(
+    cache: Cache, connector: lct.Connector, llama: Any
+) -> None:
+    ids = prompt(40)
+    save(connector, llama, ids)
+    past = connector.empty()
+    with torch.no_grad():
+        llama(ids[:, :PAGE], past_key_values=past)
+    with cache.match(keys_of(cache, ids)[1:]) as lease, pytest.raises(ConfigError):
+        connector.load(past, lease, window=0)
+    assert (past.held, past.reused) == (PAGE, 0)
+    assert_same(answer(llama, ids, past), answer(llama, ids))
+    plain, before = computed(llama, ids), past.held
+    said = "past: expected a PrefixCache, found DynamicCache"
+    with cache.match(keys_of(cache, ids)) as lease, pytest.raises(ConfigError, match=said):
+        connector.load(plain, lease)
+    connector.load(past, cache.match(keys_of(cache, ids)[:0])).wait()
+    assert past.held == before
+    assert held(cache) == (0, 0)

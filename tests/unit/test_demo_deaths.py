@@ -17,7 +17,8 @@ from support.demo_desk import (
 )
 from support.scripts import with_support
 
-from lightcache.shm import list_segments
+from lightcache.manager import Prompt
+from lightcache.shm import list_segments, sweep
 from lightcache.tools.demo.messages import Hello, Lost, Request
 
 MakeDesk = Callable[..., Desk]
@@ -32,7 +33,7 @@ def make_desk(segment_name: str) -> Iterator[MakeDesk]:
 def test_lost_before_its_first_request(make_desk: MakeDesk) -> None:
     desk = make_desk()
     desk.begin()
-    desk.workers[0].cache.close()
+    desk.workers[0].die()
     found = desk.lost(0)
     assert (found.worker, found.number, found.doomed) == (0, None, 0)
     done = _answered_by(desk, 1, turns=2)
@@ -76,7 +77,7 @@ def test_two_deaths_in_a_row(make_desk: MakeDesk) -> None:
     desk = make_desk(workers=1)
     desk.begin()
     desk.dispatch()
-    desk.workers[0].cache.close()
+    desk.workers[0].die()
     assert desk.lost(0).number == 0
     desk.tell(Lost(0, 1, 0.0))
     desk.collect()
@@ -88,25 +89,28 @@ def test_two_deaths_in_a_row(make_desk: MakeDesk) -> None:
     assert_nothing_is_held(desk.workers[0].cache)
 
 
-@pytest.mark.parametrize("adopted", [False, True])
-def test_lost_with_a_request(make_desk: MakeDesk, adopted: bool) -> None:
-    """It leaves with its request unread, or when it has just loaded."""
+@pytest.mark.parametrize("taken", [False, True])
+def test_lost_with_a_request(make_desk: MakeDesk, taken: bool) -> None:
+    """It leaves with its request unread, or when it has just pinned what there is."""
     desk = make_desk(workload={**WORKLOAD, "users": 1})
     desk.begin()
     desk.dispatch()
     desk.tell(desk.workers[0].answer(desk.workers[0].request()))
     desk.dispatch()
-    if adopted:
-        assert desk.workers[1].load(desk.workers[1].request())
-    desk.workers[1].cache.close()
+    if taken:
+        manager, prompt = desk.workers[1].manager, Prompt(desk.workers[1].request().tokens)
+        assert manager.plan(1, prompt).host
+        manager.take(1)
+        assert desk.workers[0].cache.check().pins
+    desk.workers[1].die()
     found = desk.lost(1)
     assert (found.worker, found.number) == (1, 1)
     assert found.seconds >= 0
     assert_nothing_is_held(desk.workers[0].cache)
     ((_, request),) = _answered_by(desk, 0, turns=1)
     assert request.number == 1, "the same turn, from another worker"
-    assert request.lease
     assert desk.served[-1].attempts == 2
+    assert desk.served[-1].reused["host"]
     desk.arrive(1, 1)
     desk.serve_all()
     assert [turn.attempts for turn in desk.served] == [1, 2, 1]
@@ -117,7 +121,7 @@ def test_an_answer_before_the_death_counts(make_desk: MakeDesk) -> None:
     desk.begin()
     desk.dispatch()
     desk.outbox.send(desk.workers[0].answer(desk.workers[0].request()))
-    desk.workers[0].cache.close()
+    desk.workers[0].die()
     desk.outbox.send(Lost(0, 0, 0.0))
     desk.router.handle()
     desk.router.handle()
@@ -126,20 +130,17 @@ def test_an_answer_before_the_death_counts(make_desk: MakeDesk) -> None:
     assert desk.recovered[0].number is None
 
 
-def test_dead_when_its_ticket_is_given_twice(make_desk: MakeDesk) -> None:
-    """The router learns it from the cache before anybody tells it, and again of the successor."""
+def test_dead_when_it_is_asked(make_desk: MakeDesk) -> None:
+    """The request goes to nobody; it is asked again when somebody says so."""
     desk = make_desk(workload={**WORKLOAD, "users": 1}, workers=1)
     desk.begin()
     for life in (0, 1):
-        desk.workers[0].cache.close()
+        desk.workers[0].die()
         desk.dispatch()
-        assert desk.workers[0].request() is None
-        assert desk.router.peers[0].going is None
         desk.dispatch()  # nothing more is tried with it
         assert desk.router.attempts == {0: life + 1}
-        assert desk.lost(0).number is None
+        assert desk.lost(0).number == 0
         desk.arrive(0, life + 1)
-    assert_nothing_is_held(desk.workers[0].cache)
     desk.serve_all()
     assert [turn.attempts for turn in desk.served] == [3, 1, 1]
     assert {turn.life for turn in desk.served} == {2}
@@ -161,7 +162,7 @@ def test_a_private_pool_ends_with_its_worker(make_desk: MakeDesk) -> None:
     desk.begin()
     desk.dispatch()
     name = desk.workers[0].cache.name
-    desk.workers[0].cache.close()
+    desk.workers[0].die()
     assert desk.lost(0).number == 0
     assert name not in [info.name for info in list_segments()]
     assert list(desk.router.caches) == [desk.workers[1].cache.name]
@@ -174,32 +175,60 @@ def test_a_private_pool_ends_with_its_worker(make_desk: MakeDesk) -> None:
 
 
 def test_the_turn_to_hold(make_desk: MakeDesk) -> None:
-    desk = make_desk(hold_at=3)
+    desk = make_desk(hold_at=3, workers=1)
+    desk.begin()
+    holds = [request.hold for _, request in desk.serve_all()]
+    assert holds == [False] * 3 + [True] * 3, "the first one from there on, if it writes anything"
+
+
+def test_one_that_writes_nothing_is_not_killed(make_desk: MakeDesk) -> None:
+    """It answers; then the next turn is held, until somebody is."""
+    desk = make_desk(hold_at=0, workers=1, workload={**WORKLOAD, "users": 1})
     desk.begin()
     holds = [(request.number, request.hold) for _, request in desk.serve_all()]
-    assert sum(hold for _, hold in holds) == 1
-    assert [hold for _, hold in holds].index(True) >= 3
+    assert holds == [(0, True), (1, True), (2, True)]
+
+
+def test_two_are_never_held_at_once(make_desk: MakeDesk) -> None:
+    desk = make_desk(hold_at=0)
+    desk.begin()
+    desk.dispatch()
+    assert [worker.request().hold for worker in desk.workers] == [True, False]
+
+
+def test_what_goes_past_the_cache_is_not_held(make_desk: MakeDesk) -> None:
+    desk = make_desk(hold_at=0, alternate=True)
+    desk.begin()
+    assert all(request.cached or not request.hold for _, request in desk.serve_all())
 
 
 def test_a_turn_asked_again_is_not_held(make_desk: MakeDesk) -> None:
     """The one to be killed is the next turn's worker: this death was another one."""
     desk = make_desk(hold_at=0, workers=1, workload={**WORKLOAD, "users": 1})
     desk.begin()
-    desk.workers[0].cache.close()
-    desk.dispatch()  # not even asked: it has died before
+    desk.workers[0].die()
+    desk.router.held = True  # so this one is not the arranged one
+    desk.dispatch()
+    desk.router.held = False
     desk.lost(0)
     desk.arrive(0, 1)
     holds = [(request.number, request.hold) for _, request in desk.serve_all()]
-    assert holds == [(0, False), (1, True), (2, False)]
+    assert holds == [(0, False), (1, True), (2, True)]
 
 
-_ADOPTS_AND_DIES = with_support("""
+_WRITES_AND_DIES = with_support("""
 import os, signal, sys
 from contextlib import ExitStack
-from support.demo_desk import WAIT, FakeWorker
-from lightcache.tools.demo.messages import Holding, Mailbox
+from support.demo_desk import WAIT, FakeWorker, PlayedMover
+from lightcache.tools.demo.messages import Mailbox
 from lightcache.tools.demo.settings import Settings
 
+def die(self, new, slots):
+    self.cache.pool[new.pages[0]][:] = 1
+    print(len(new.pages), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+PlayedMover.offload = die
 settings = Settings.from_json(sys.argv[1])
 worker = FakeWorker(settings, 1, 0, ExitStack())
 with Mailbox(settings.router_ring) as router:
@@ -207,10 +236,7 @@ with Mailbox(settings.router_ring) as router:
 request = worker.inbox.receive(WAIT)
 if request is None:
     os._exit(3)
-lease = worker.cache.adopt(bytes.fromhex(request.lease)) if request.lease else None
-shard = worker.cache.adopt(bytes.fromhex(request.shard), shard=0)
-worker.cache.pool[shard.pages[0]][:] = 1
-os.kill(os.getpid(), signal.SIGKILL)
+worker.answer(request)
 """)
 
 
@@ -219,7 +245,10 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_killed_while_it_writes(make_desk: MakeDesk, pool: str) -> None:
     """A real process, killed with SIGKILL: its pages are doomed, and free again."""
     desk = make_desk(pool=pool, workload={**WORKLOAD, "users": 2})
-    child = subprocess.Popen([sys.executable, "-c", _ADOPTS_AND_DIES, desk.settings.to_json()])
+    child = subprocess.Popen(
+        [sys.executable, "-c", _WRITES_AND_DIES, desk.settings.to_json()], stdout=subprocess.PIPE
+    )
+    assert child.stdout is not None
     try:
         desk.arrive(0)
         message = desk.inbox.receive(WAIT)
@@ -231,18 +260,16 @@ def test_killed_while_it_writes(make_desk: MakeDesk, pool: str) -> None:
             desk.tell(desk.workers[0].answer(desk.workers[0].request()))
         desk.router.dispatch(1)
         assert child.wait(WAIT) == -9
+        written = int(child.stdout.read())
     finally:
         child.kill()
         child.wait()
-    going = desk.router.peers[1].going
-    assert going is not None
-    assert going.new is not None
-    written = going.new.pages.tolist()
+        child.stdout.close()
     desk.tell(Lost(1, 0, 0.0))
     desk.collect()
     found = desk.recovered[0]
     assert (found.worker, found.number, found.clients) == (1, 1, 1)
-    assert found.doomed == len(written) >= 1
+    assert found.doomed == written >= 1
     assert_nothing_is_held(desk.workers[0].cache)
     desk.arrive(1, 1)
     desk.serve_all()
@@ -250,3 +277,5 @@ def test_killed_while_it_writes(make_desk: MakeDesk, pool: str) -> None:
     assert [turn.number for turn in again] == [1]
     for worker in desk.workers:
         assert_nothing_is_held(worker.cache)
+    (gone,) = sweep(prefix=f"{desk.settings.run}-")
+    assert gone.endswith(desk.settings.device_index(1, 0)), "nobody else was in there"

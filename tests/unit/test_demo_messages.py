@@ -50,6 +50,7 @@ _FIGURES = {
     "first_s": _SECONDS,
     "steps_s": _ROW,
     "total_s": _SECONDS,
+    "lookup_s": st.none() | _SECONDS,
     "baseline_s": st.none() | _SECONDS,
 }
 _FIELDS: dict[type[Message], dict[str, st.SearchStrategy[Any]]] = {
@@ -57,15 +58,12 @@ _FIELDS: dict[type[Message], dict[str, st.SearchStrategy[Any]]] = {
         "worker": _WHOLE,
         "life": _WHOLE,
         "pid": _WHOLE,
-        "client": st.tuples(_WHOLE, _WHOLE),
         "cache": st.none() | st.text(max_size=9),
+        "device": st.none() | st.text(max_size=9),
     },
     Request: {
         "number": _WHOLE,
         "answer_tokens": _WHOLE,
-        "lease": st.binary(max_size=16).map(bytes.hex),
-        "shard": st.binary(max_size=16).map(bytes.hex),
-        "positions": st.lists(_WHOLE, max_size=4),
         "sent": _SECONDS,
         "cached": st.booleans(),
         "baseline": st.booleans(),
@@ -138,10 +136,6 @@ def test_no_number_survives() -> None:
     found = decode(encode(Verified(1, False, math.nan)))
     assert math.isnan(found.difference)
     assert decode(encode(Verified(1, False, math.inf))).difference == math.inf
-
-
-def test_a_client_is_a_pair_again() -> None:
-    assert decode(encode(Hello(1, 0, 7, (3, 9), None))).client == (3, 9)
 
 
 def test_tokens_of_another_type_are_converted() -> None:

@@ -20,7 +20,7 @@ from support.demo_desk import (
     settings_of,
 )
 
-from lightcache.tools.demo.messages import Finished, Mailbox
+from lightcache.tools.demo.messages import Finished, Mailbox, Request
 from lightcache.tools.demo.router import Router, body
 from lightcache.tools.demo.settings import Settings
 
@@ -36,71 +36,33 @@ def make_desk(segment_name: str) -> Iterator[MakeDesk]:
 # ---- what a worker is asked
 
 
-def test_a_request_has_what_is_missing(make_desk: MakeDesk) -> None:
+def test_a_request(make_desk: MakeDesk) -> None:
     desk = make_desk()
-    desk.begin()
+    (turn, _) = desk.begin()
     desk.dispatch()
     worker = desk.workers[0]
     request = worker.request()
-    assert request.lease == ""
-    assert request.positions == list(range(len(request.tokens) // PAGE_TOKENS))
+    assert request.tokens.tolist() == turn.tokens.tolist()
+    assert (request.number, request.answer_tokens) == (turn.number, turn.answer_tokens)
     assert (request.cached, request.baseline, request.hold) == (True, True, False)
-    answer = worker.answer(request)
-    assert answer.stored_bytes == len(request.positions) * PAGE_BYTES
     keys = worker.cache.hash_pages(request.tokens)
-    assert worker.cache.peek(keys) == len(keys), "the worker has published all of them"
-    desk.tell(answer)
+    desk.tell(worker.answer(request))
     with worker.cache.match(keys) as lease:
         found = [int(worker.cache.pool[page][0]) for page in lease.pages]
-    assert found == request.positions, "each page was written at the position of its key"
+    assert found == list(range(len(request.tokens) // PAGE_TOKENS))
 
 
 def test_the_next_turn_loads_and_writes_the_rest(make_desk: MakeDesk) -> None:
     desk = make_desk(workload={**WORKLOAD, "users": 1})
     desk.begin()
-    desk.dispatch()
-    first = desk.workers[0].request()
-    desk.tell(desk.workers[0].answer(first))
-    desk.dispatch()
-    second = desk.workers[1].request()
-    known = len(first.tokens) // PAGE_TOKENS
-    assert second.positions == list(range(known, len(second.tokens) // PAGE_TOKENS))
-    pages = desk.workers[1].load(second)
-    assert len(pages) == known
-    assert [int(desk.workers[1].cache.pool[page][0]) for page in pages] == first.positions
-
-
-def test_a_token_is_left_to_compute(make_desk: MakeDesk) -> None:
-    """A prompt that is known to its end is not loaded to its end."""
-    workload = {
-        "kind": "prompts",
-        "seed": 1,
-        "count": 1,
-        "prefix_tokens": 2 * PAGE_TOKENS,
-        "new_tokens": PAGE_TOKENS,
-        "answer_tokens": 1,
-        "vocabulary": 9,
-    }
-    desk = make_desk(workers=1, workload=workload)
-    (turn,) = desk.router.workload.begin()
-    worker = desk.arrive(0)
-    keys = worker.cache.hash_pages(turn.tokens)
-    worker.cache.reserve(keys).publish()
-    desk.router.route([turn])
-    desk.dispatch()
-    request = worker.request()
-    assert len(worker.load(request)) == len(keys) - 1
-    assert (request.shard, request.positions) == ("", []), "the last page is there as well"
-
-
-def test_a_pool_that_is_full_asks_for_less(make_desk: MakeDesk) -> None:
-    desk = make_desk(size=2 * PAGE_BYTES, workers=1)
-    desk.begin()
-    desk.dispatch()
-    request = desk.workers[0].request()
-    assert request.positions == [0, 1]
-    desk.tell(desk.workers[0].answer(request))
-    assert_nothing_is_held(desk.workers[0].cache)
+    done = desk.serve_all()
+    known = 0
+    for turn, (_, request) in zip(desk.served, done, strict=True):
+        assert turn.reused == {"host": known * PAGE_TOKENS, "device": 0}
+        assert turn.loaded_bytes == known * PAGE_BYTES
+        after = (len(request.tokens) + request.answer_tokens - 1) // PAGE_TOKENS
+        assert turn.stored_bytes == (after - known) * PAGE_BYTES
+        known = after
 
 
 def test_all_of_it(make_desk: MakeDesk) -> None:
@@ -119,15 +81,6 @@ def test_all_of_it(make_desk: MakeDesk) -> None:
         assert turn.waited_s >= 0
         assert (turn.first_s, turn.total_s, turn.steps_s) == (0.25, 2.0, [0.5, 0.5])
         assert turn.turn == 0 or turn.reused["host"] >= WORKLOAD["system_tokens"] // 4 * 4
-
-
-def test_nothing_is_held_between_turns(make_desk: MakeDesk) -> None:
-    """Seventy turns, more than the smallest cache has records of tickets."""
-    desk = make_desk(workload={**WORKLOAD, "users": 10, "turns": 7})
-    desk.begin()
-    assert len(desk.serve_all()) == 70
-    assert desk.workers[0].cache.stats().tickets == 0
-    assert_nothing_is_held(desk.workers[0].cache)
 
 
 # ---- who is asked
@@ -162,6 +115,59 @@ def test_random_routing_has_a_seed(segment_name: str) -> None:
     assert any(one == two for one, two in pairwise(first))
 
 
+def prefix(desk: Desk) -> list[tuple[int, Request]]:
+    """All turns, one after the other: a worker answers before the next turn is routed."""
+    desk.begin()
+    return desk.serve_all()
+
+
+def test_prefix_routing_stays_where_the_cache_is(make_desk: MakeDesk) -> None:
+    desk = make_desk(routing="prefix", kept=4, workload={**WORKLOAD, "turns": 4})
+    prefix(desk)
+    at: dict[int, set[int]] = {}
+    for turn in desk.served:
+        at.setdefault(turn.conversation, set()).add(turn.worker)
+        assert turn.turn == 0 or turn.reused["device"] > turn.prompt / 2
+    assert all(len(workers) == 1 for workers in at.values())
+    assert {worker for workers in at.values() for worker in workers} == {0, 1}, "load counts too"
+
+
+def test_prefix_routing_weighs_load(make_desk: MakeDesk) -> None:
+    """Whoever has the prefix is at work: what waits there is more than what would be saved."""
+    workload = {**WORKLOAD, "users": 1, "turns": 4}
+    desk = make_desk(routing="prefix", kept=4, workload=workload)
+    desk.begin()
+    first = next(peer for peer in desk.router.peers if peer.waiting)
+    desk.dispatch()
+    worker = desk.workers[first.number]
+    desk.tell(worker.answer(worker.request()))
+    (turn,) = first.waiting
+    desk.router.prefixes._costs[turn.number] = 1000.0
+    assert desk.router.cheapest(turn, desk.router.peers) is not first
+    desk.router.prefixes._costs[turn.number] = 0.0
+    assert desk.router.cheapest(turn, desk.router.peers) is first
+
+
+@pytest.mark.parametrize("pool", ["private", "none"])
+def test_prefix_routing_over_other_pools(make_desk: MakeDesk, pool: str) -> None:
+    desk = make_desk(routing="prefix", kept=4, pool=pool, workload={**WORKLOAD, "users": 3})
+    assert len(prefix(desk)) == 9
+    assert {turn.worker for turn in desk.served} == {0, 1}
+
+
+def test_prefix_routing_looks_at_a_successor(make_desk: MakeDesk) -> None:
+    desk = make_desk(routing="prefix", kept=4, workload={**WORKLOAD, "users": 4, "turns": 4})
+    desk.begin()
+    desk.dispatch()
+    desk.tell(desk.workers[1].answer(desk.workers[1].request()))
+    desk.workers[0].die()
+    desk.lost(0)
+    assert desk.router.prefixes._router is not None
+    desk.arrive(0, 1)
+    desk.serve_all()
+    assert any(turn.life == 1 and turn.reused["device"] for turn in desk.served)
+
+
 def test_one_turn_at_a_time(make_desk: MakeDesk) -> None:
     desk = make_desk(workers=1)
     desk.begin()
@@ -177,8 +183,6 @@ def test_every_other_turn_goes_past_the_cache(make_desk: MakeDesk) -> None:
     done = desk.serve_all()
     for _, request in done:
         assert request.cached == (request.number // 2 % 2 == 0)
-        if not request.cached:
-            assert (request.lease, request.shard, request.positions) == ("", "", [])
     assert {(turn.number, turn.cached) for turn in desk.served} == {
         (request.number, request.cached) for _, request in done
     }
@@ -191,7 +195,6 @@ def test_without_a_pool(make_desk: MakeDesk) -> None:
     desk = make_desk(pool="none")
     desk.begin()
     done = desk.serve_all()
-    assert all((one.lease, one.shard, one.positions) == ("", "", []) for _, one in done)
     assert len(done) == len(desk.served) == 6
     assert not desk.router.caches
     assert not desk.router.lookups
@@ -200,11 +203,11 @@ def test_without_a_pool(make_desk: MakeDesk) -> None:
 def test_private_pools(make_desk: MakeDesk) -> None:
     desk = make_desk(pool="private", workload={**WORKLOAD, "users": 1, "turns": 4})
     desk.begin()
-    done = desk.serve_all()
+    desk.serve_all()
     assert len(desk.router.caches) == 2
     assert desk.workers[0].cache.name != desk.workers[1].cache.name
-    leases = [request.lease != "" for _, request in done]
-    assert leases == [False, False, True, True], "each finds only what itself has computed"
+    found = [turn.reused["host"] > 0 for turn in desk.served]
+    assert found == [False, False, True, True], "each finds only what itself has computed"
     for worker in desk.workers:
         assert_nothing_is_held(worker.cache)
 
@@ -244,7 +247,7 @@ def test_run(segment_name: str) -> None:
     assert isinstance(told[-1], Finished)
     assert told[-1].turns == 6
     assert told[-1].seconds > 0
-    assert told[-1].lookup_us > 0
+    assert told[-1].lookup_us == 125_000.0
     assert sorted(turn.number for turn in told[:-1]) == list(range(6))
 
 

@@ -40,6 +40,7 @@ PLAIN: dict[str, Any] = {
     [
         {},
         {"hold_at": 3, "baseline": False, "alternate": True, "pool": "none", "routing": "random"},
+        {"routing": "prefix", "kept": 4},
         {"devices": ("cuda:0", "cuda:1"), "workers": 2, "threads": 7, "seed": -1},
         {"model": ModelChoice("/a folder", "8b", 3, "cuda:1", "bfloat16"), "pool": "private"},
         {"workload": {"kind": "prompts", **PLAIN, "chains": 2}},
@@ -65,8 +66,10 @@ def test_names_of_a_run() -> None:
     rings = [shared.router_ring, shared.report_ring, shared.reference_ring]
     rings += [shared.worker_ring(worker, life) for worker in range(3) for life in range(3)]
     private = replace(shared, pool="private")
-    caches = [private.cache(worker, life) for worker in range(3) for life in range(3)]
-    names = [*rings, *caches, shared.cache(0, 0)]
+    lives = [(worker, life) for worker in range(3) for life in range(3)]
+    caches = [private.cache(worker, life) for worker, life in lives]
+    devices = [private.device_index(worker, life) for worker, life in lives]
+    names = [*rings, *caches, *devices, shared.cache(0, 0)]
     assert len(set(names)) == len(names)
     assert all(name is not None and name.startswith("run-1-") for name in names)
     assert shared.cache(0, 0) == shared.cache(1, 4)

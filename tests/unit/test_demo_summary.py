@@ -46,7 +46,7 @@ def outcome(**changes: Any) -> Outcome:
         ],
         holding=Holding(2, 0, 0, 3, 6),
         recovered=[Recovered(0, 2, 6, 1, 0.004)],
-        successors=[Hello(0, 1, 77, (3, 4), "demo-cache")],
+        successors=[Hello(0, 1, 77, "demo-cache", "demo-device")],
         successor_s=2.5,
         lookup_us=41.5,
         check=CLEAN,
@@ -151,7 +151,7 @@ def test_the_summary() -> None:
             "prompt tokens  400, of which 192 (48%) came from the host tier",
             "first token    10 ms with the cache, 50 ms from nothing: 5.0 times as fast "
             "(medians of 3 reused turns)",
-            "lookup         42 us a prompt, in the router's own process (median)",
+            "lookup         42 us to hash, find and pin what there is (median)",
             "moved          3.0 MiB loaded, 2.0 MiB offloaded",
             "killed         worker 0, with 3 of 6 pages of turn 2 copied: 6 pages doomed, usable "
             "again 4 ms after the signal; its successor was ready after 2.5 s",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -15,21 +16,36 @@ from support.tiny_models import SIZES  # noqa: E402
 
 from lightcache.tools.demo import models  # noqa: E402
 from lightcache.tools.demo.generate import compare  # noqa: E402
-from lightcache.tools.demo.messages import Mailbox  # noqa: E402
+from lightcache.tools.demo.messages import Mailbox, Request  # noqa: E402
 from lightcache.tools.demo.models import ModelChoice  # noqa: E402
 from lightcache.tools.demo.worker import Worker  # noqa: E402
 
 _SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
-def test_turns_of_two_workers(segment_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("changes", "tiers"),
+    [
+        ({}, {"host"}),
+        ({"kept": 2}, {"host", "device"}),
+        ({"kept": 3, "routing": "prefix"}, {"host", "device"}),
+        ({"pool": "private"}, {"host"}),
+        ({"pool": "none"}, {"host"}),
+    ],
+)
+def test_turns_of_two_workers(
+    segment_name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    tiers: set[str],
+) -> None:
     """Every answer is that of a model without a cache, and no turn leaves anything behind."""
     tiny = {name: SIZES[name] for name in (*_SHAPE, "num_key_value_heads")}
     made_up = {"vocab_size": 128, "head_dim": 8}
     monkeypatch.setattr(models, "SIZES", {**models.SIZES, "tiny": {**tiny, **made_up}})
     workload = {**WORKLOAD, "turns": 4, "vocabulary": 128}
     settings = settings_of(
-        segment_name, model=ModelChoice(size="tiny"), workload=workload, size=4 << 20
+        segment_name, model=ModelChoice(size="tiny"), workload=workload, size=4 << 20, **changes
     )
     with ExitStack() as stack:
         desk = Desk(settings, stack)
@@ -54,8 +70,52 @@ def test_turns_of_two_workers(segment_name: str, monkeypatch: pytest.MonkeyPatch
             assert equal
             assert difference < 1e-4
             assert turn.baseline_s is not None
-            assert turn.turn == 0 or turn.reused["host"] >= 16
-        cache = workers[0][0].cache
-        report, stats = cache.check(), cache.stats()
-        assert report.clean, report.message
-        assert (report.pins, stats.tickets, stats.writing) == (0, 0, 0)
+            if settings.pool == "shared":
+                assert turn.turn == 0 or sum(turn.reused.values()) >= 16
+            assert turn.reused.keys() <= tiers
+        assert {tier for turn in desk.served for tier in turn.reused} == tiers
+        assert (settings.pool == "none") == (not any(turn.stored_bytes for turn in desk.served))
+        for worker, _ in workers:
+            if worker.cache is not None:
+                report, stats = worker.cache.check(), worker.cache.stats()
+                assert report.clean, report.message
+                assert (report.pins, stats.writing) == (0, 0)
+
+
+def test_some_from_the_device_and_some_from_the_host(
+    segment_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A conversation that comes back goes on in its seat, behind what another worker computed."""
+    tiny = {name: SIZES[name] for name in (*_SHAPE, "num_key_value_heads")}
+    made_up = {"vocab_size": 128, "head_dim": 8}
+    monkeypatch.setattr(models, "SIZES", {**models.SIZES, "tiny": {**tiny, **made_up}})
+    settings = settings_of(segment_name, model=ModelChoice(size="tiny"), size=4 << 20, kept=1)
+    with ExitStack() as stack:
+        report = stack.enter_context(Mailbox(settings.report_ring))
+        one, other = (Worker(settings, number, 0, report, stack) for number in (0, 1))
+        tokens, found = np.arange(20, dtype=np.int32), []
+        for number, worker in enumerate((one, other, one, one)):
+            asked = Request(number, 2, 0.0, True, False, False, tokens=tokens)
+            found.append(worker.serve(asked))
+            equal, difference = compare(
+                one.model,
+                len(tokens),
+                np.concatenate([tokens, found[-1].tokens]),
+                found[-1].logprobs,
+            )
+            assert equal
+            assert difference < 1e-4
+            tokens = np.concatenate([tokens, found[-1].tokens, tokens[:8]])
+        assert [each.reused for each in found] == [
+            {"host": 0},
+            {"host": 20},
+            {"host": 8, "device": 20},
+            {"host": 0, "device": 40},
+        ]
+        page_bytes = one.cache.page_bytes
+        assert [each.loaded_bytes // page_bytes for each in found] == [0, 5, 2, 0]
+        index = one.manager.device.index
+        assert index.stats().ready == len(one.seats._left[0].tokens) // 4
+        past = one.serve(Request(9, 2, 0.0, True, False, False, tokens=tokens[::-1].copy()))
+        assert past.reused == {"host": 0}
+        assert index.stats().ready == len(tokens) // 4, "the other one has left its blocks"

@@ -17,6 +17,7 @@ from lightcache.errors import ConfigError
 from lightcache.tools.output import BROKEN, OK, Command, console, emit, json_option
 
 _SVG_WIDTH = 112
+_KEPT = 4  # caches of former requests that a worker keeps, so that there is something to route by
 
 
 @click.command(cls=Command)
@@ -62,6 +63,13 @@ _SVG_WIDTH = 112
     help="How many of the trace.",
 )
 @click.option(
+    "--routing",
+    default="another",
+    show_default=True,
+    type=click.Choice(["another", "random", "prefix"]),
+    help="Who gets a turn: never the worker of the turn before, any, or who has most of it cached.",
+)
+@click.option(
     "--kill/--no-kill",
     default=True,
     show_default=True,
@@ -73,9 +81,9 @@ _SVG_WIDTH = 112
 def demo(ctx: click.Context, /, svg: str | None, as_json: bool, **asked: Any) -> None:
     """A router and model workers serve conversations out of one cache.
 
-    Each turn of a conversation goes to another worker. Halfway, a worker is killed in the middle of
-    an offload. At the end the cache is checked, and some turns are computed again from nothing.
-    Exit status 0: all of it held.
+    Each turn of a conversation goes to another worker, unless --routing says otherwise. Halfway, a
+    worker is killed in the middle of an offload. At the end the cache is checked, and some turns
+    are computed again from nothing. Exit status 0: all of it held.
     """
     from lightcache.tools.demo.report import Report
     from lightcache.tools.demo.show import Show
@@ -113,6 +121,7 @@ def _settings(
     scale: float,
     requests: int,
     page_tokens: int,
+    routing: str,
     kill: bool,
 ) -> Any:
     """What is asked for, checked before any process is started."""
@@ -158,6 +167,8 @@ def _settings(
         workers=workers,
         devices=(device,),
         threads=max(1, len(os.sched_getaffinity(0)) // workers),
+        routing=routing,  # type: ignore[arg-type]
+        kept=_KEPT if routing == "prefix" else 0,  # elsewhere all that is reused was shared
         seed=seed,
     )
     total = settings.make_workload().total  # whatever is wrong with it is said now

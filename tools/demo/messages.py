@@ -46,36 +46,26 @@ class Hello(Message):
     life: int
     """0 for the first of this number, 1 for its successor."""
     pid: int
-    client: tuple[int, int]
-    """Its `ClientId` in its cache; (0, 0) without one."""
     cache: str | None
     """Name of its cache."""
-
-    def __post_init__(self) -> None:
-        """JSON has lists only."""
-        object.__setattr__(self, "client", tuple(self.client))
+    device: str | None
+    """Name of the index of its device's blocks."""
 
 
 @dataclass(frozen=True)
 class Request(Message):
-    """Router to worker: a prompt (`tokens`), and what the cache has for it."""
+    """Router to worker: a prompt (`tokens`)."""
 
     number: int
     answer_tokens: int
-    lease: str
-    """Hexadecimal digits of the ticket for the pages to load; empty: none."""
-    shard: str
-    """Of the ticket for the pages to write."""
-    positions: list[int]
-    """Of the pages to write, in the prompt's keys."""
     sent: float
     """Seconds, `time.monotonic()`: one clock for all processes."""
     cached: bool
-    """Whether the pages of the answer shall be kept as well."""
+    """Whether it goes through the cache."""
     baseline: bool
     """Compute the first token from nothing as well, afterwards, to compare."""
     hold: bool
-    """Stop in the middle of the offload, and wait to be killed."""
+    """Stop in the middle of the first offload, if there is one, and wait to be killed."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +87,8 @@ class Answer(Message):
     """Between tokens."""
     total_s: float
     """From `Request.sent` until all is published."""
+    lookup_s: float | None
+    """Finding what there is of the prompt, and pinning it; None: it went past the cache."""
     baseline_s: float | None
     """To the first token, computed from nothing in the same process."""
 
@@ -160,7 +152,7 @@ class Finished(Message):
     seconds: float
     """From the first request to the last answer."""
     lookup_us: float
-    """The median of finding a prompt's pages, in microseconds."""
+    """The median of `Answer.lookup_s`, in microseconds."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The router: owns the turns, finds their prefixes, and hands both to workers by tickets.
+"""The router: owns the turns, and hands each to a worker, which finds in the cache what it can.
 
 It needs nothing but the core: neither torch nor a model.
 """
@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 import lightcache
-from lightcache.errors import ConfigError
 from lightcache.tools.demo import life
 from lightcache.tools.demo.messages import (
     Answer,
@@ -29,42 +28,37 @@ from lightcache.tools.demo.messages import (
     Request,
     Served,
 )
+from lightcache.tools.demo.prefixes import Prefixes
 from lightcache.tools.demo.settings import SECRET, Settings
 from lightcache.tools.demo.workload import Turn
-
-_ADOPT = 600.0  # seconds that a worker may take to adopt; a dead one is noticed at once
 
 
 @dataclass
 class Going:
-    """A turn that a worker is at, and what is pinned for it."""
+    """A turn that a worker is at."""
 
     turn: Turn
-    waited_s: float = 0.0
-    lease: lightcache.Lease | None = None
-    new: lightcache.Reservation | None = None
-    tickets: list[lightcache.Ticket] = field(default_factory=list)
-
-    def give_back(self) -> None:
-        """Everything: what the worker has adopted is its own."""
-        for ticket in self.tickets:
-            ticket.drop()
-        if self.new is not None:
-            self.new.release()
-        if self.lease is not None:
-            self.lease.release()
+    waited_s: float
+    hold: bool
+    """Whether its worker is to be killed in the middle of it."""
 
 
 @dataclass
 class Peer:
     """A worker as the router sees it."""
 
+    number: int
     life: int = -1
     inbox: Mailbox | None = None
-    client: Any = None
     cache: lightcache.Cache | None = None
+    device: str | None = None
     going: Going | None = None
     waiting: deque[Turn] = field(default_factory=deque)
+
+    @property
+    def turns(self) -> list[Turn]:
+        """What it has to do, and is at."""
+        return [*self.waiting, *([self.going.turn] if self.going is not None else [])]
 
 
 class Router:
@@ -80,7 +74,7 @@ class Router:
         """
         self.settings, self.inbox, self.report, self.stack = settings, inbox, report, stack
         self.workload = settings.make_workload()
-        self.peers = [Peer() for _ in range(settings.workers)]
+        self.peers = [Peer(number) for number in range(settings.workers)]
         self.caches: dict[str, lightcache.Cache] = {}
         self.attempts: dict[int, int] = {}
         self.asked: dict[int, float] = {}
@@ -88,6 +82,7 @@ class Router:
         self.held = settings.hold_at is None
         self.lookups: list[float] = []
         self.random = random.Random(settings.seed)
+        self.prefixes = stack.enter_context(Prefixes(settings))
         self.handlers: dict[type, Callable[[Any], None]] = {
             Hello: self.on_hello,
             Answer: self.on_answer,
@@ -116,10 +111,13 @@ class Router:
 
     def route(self, turns: list[Turn]) -> None:
         """Choose a worker for each: never the one of the turn before, though a dead one's successor
-        is waited for; or any that lives."""
+        is waited for; or any that lives; or the one of these at which it costs least."""
         for turn in turns:
+            living = self.living()
             if self.settings.routing == "random":
-                chosen = self.random.choice(self.living() or self.peers)
+                chosen = self.random.choice(living or self.peers)
+            elif self.settings.routing == "prefix" and living:
+                chosen = self.cheapest(turn, living)
             else:
                 chosen = self.peers[(turn.conversation + turn.turn) % len(self.peers)]
             self.asked[turn.number] = time.monotonic()
@@ -128,6 +126,15 @@ class Router:
     def living(self) -> list[Peer]:
         """Workers that are ready, or at work."""
         return [peer for peer in self.peers if peer.inbox is not None]
+
+    def cheapest(self, turn: Turn, living: list[Peer]) -> Peer:
+        """By what each device and the host have of the prompt, and by what waits there."""
+        cache = living[0].cache
+        if cache is None:
+            return min(living, key=lambda peer: len(peer.turns))
+        waiting = {peer.number: [each.number for each in peer.turns] for peer in living}
+        keys = cache.hash_pages(turn.tokens)
+        return self.peers[self.prefixes.choose(turn.number, keys, waiting)]
 
     def cached(self, turn: Turn) -> bool:
         """Whether a turn goes through the cache. With one prompt at a time for each worker, every
@@ -141,27 +148,17 @@ class Router:
             return
         turn = peer.waiting.popleft()
         attempt = self.attempts[turn.number] = self.attempts.get(turn.number, 0) + 1
-        sent = time.monotonic()
-        peer.going = self.prepare(peer, turn)
-        peer.going.waited_s = sent - self.asked[turn.number]
-        new = peer.going.new
-        try:
-            lease, shard = self.tickets(peer)
-        except ConfigError:  # it has died just now: `Lost` will follow
-            self.forget(peer)
-            return
         # Not a turn that is asked again: its first death would be taken for the one arranged.
         due = not self.held and self.answered >= (self.settings.hold_at or 0)
-        hold = due and shard != "" and attempt == 1
+        hold = due and self.cached(turn) and attempt == 1
         self.held |= hold
+        sent = time.monotonic()
+        peer.going = Going(turn, sent - self.asked[turn.number], hold)
         peer.inbox.send(
             Request(
                 number=turn.number,
                 tokens=turn.tokens,
                 answer_tokens=turn.answer_tokens,
-                lease=lease,
-                shard=shard,
-                positions=new.new.tolist() if new is not None and shard else [],
                 sent=sent,
                 cached=self.cached(turn),
                 baseline=self.settings.baseline,
@@ -169,56 +166,29 @@ class Router:
             )
         )
 
-    def forget(self, peer: Peer) -> None:
-        """A worker is gone: give back what was pinned for it, and ask its turn again."""
-        going, peer.going, peer.inbox = peer.going, None, None
-        if going is not None:
-            going.give_back()
-            peer.waiting.appendleft(going.turn)
-
-    def prepare(self, peer: Peer, turn: Turn) -> Going:
-        """Pin what is there of a prompt, and reserve pages for what is not."""
-        cache = peer.cache
-        if cache is None or not self.cached(turn):
-            return Going(turn)
-        keys = cache.hash_pages(turn.tokens)
-        # At least one token is left to compute: its logits are what the answer begins with.
-        usable = lightcache.matchable_pages(len(turn.tokens), self.settings.page_tokens)
-        began = time.perf_counter()
-        lease = cache.match(keys[:usable])
-        self.lookups.append(time.perf_counter() - began)
-        new = cache.reserve(keys, start=len(lease))
-        return Going(turn, lease=lease, new=new)
-
-    def tickets(self, peer: Peer) -> tuple[str, str]:
-        """What a worker adopts its pages with: those to load, and those to write."""
-        going = peer.going
-        assert going is not None
-        lease, shard = "", ""
-        if going.lease is not None and len(going.lease):
-            going.tickets.append(going.lease.ticket([peer.client], timeout=_ADOPT))
-            lease = bytes(going.tickets[-1]).hex()
-        if going.new is not None and len(going.new.new):
-            going.tickets.append(going.new.ticket([peer.client], timeout=_ADOPT))
-            shard = bytes(going.tickets[-1]).hex()
-        return lease, shard
-
     # ---- what they say
 
     def on_hello(self, hello: Hello) -> None:
         """A worker is ready, the first of its number or the successor of a dead one."""
         peer = self.peers[hello.worker]
-        peer.life = hello.life
+        peer.life, peer.device = hello.life, hello.device
         peer.inbox = self.stack.enter_context(
             Mailbox(self.settings.worker_ring(hello.worker, hello.life))
         )
-        peer.client = lightcache.ClientId(*hello.client)
         if hello.cache is not None:
             if hello.cache not in self.caches:
                 self.caches[hello.cache] = self.stack.enter_context(
                     lightcache.Cache.attach(hello.cache, secret=SECRET, role="router", grow=False)
                 )
             peer.cache = self.caches[hello.cache]
+        self.look_at_devices()
+
+    def look_at_devices(self) -> None:
+        """Of those that live, from now on: a successor has an index of its own."""
+        if self.settings.routing == "prefix":
+            devices = {peer.number: peer.device for peer in self.living()}
+            host = self.living()[0].cache if self.settings.pool == "shared" else None
+            self.prefixes.look_at(host, devices)
 
     def on_answer(self, answer: Answer) -> None:
         """A turn is over; what it makes possible is routed."""
@@ -226,7 +196,10 @@ class Router:
         going, peer.going = peer.going, None
         assert going is not None
         assert going.turn.number == answer.number
-        going.give_back()
+        if going.hold:  # it had nothing to write: another one, then
+            self.held = False
+        if answer.lookup_s is not None:
+            self.lookups.append(answer.lookup_s)
         self.answered += 1
         self.report.send(self.served(going, answer))
         self.route(self.workload.answered(answer.number, answer.tokens.tolist()))
@@ -255,7 +228,8 @@ class Router:
         clients = doomed = 0
         if peer.cache is not None:
             clients = peer.cache.reap()
-            # What it was writing is nobody's: no key leads to it, our own pins hold it still.
+            # What it was writing is nobody's, and no key leads to it. Only who finds no other room
+            # in a pool that has all of its memory takes such pages, so they are there still.
             doomed = peer.cache.stats().doomed
         self.forget(peer)
         self.spread(peer)
@@ -265,6 +239,12 @@ class Router:
             peer.cache = None
         seconds = time.monotonic() - lost.at
         self.report.send(Recovered(lost.worker, number, doomed, clients, seconds))
+
+    def forget(self, peer: Peer) -> None:
+        """A worker is gone: its turn is asked again."""
+        going, peer.going, peer.inbox = peer.going, None, None
+        if going is not None:
+            peer.waiting.appendleft(going.turn)
 
     def spread(self, dead: Peer) -> None:
         """Give what a dead worker was to do to the living; without any, its successor does it."""

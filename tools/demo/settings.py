@@ -21,7 +21,7 @@ WORKLOADS: dict[str, Callable[..., Workload]] = {
     "prompts": Prompts,
 }
 Pool = Literal["shared", "private", "none"]
-Routing = Literal["another", "random"]
+Routing = Literal["another", "random", "prefix"]
 
 
 def run_name(kind: str) -> str:
@@ -51,6 +51,10 @@ class Settings:
     """Of the processor, for each worker."""
     pool: Pool = "shared"
     routing: Routing = "another"
+    """another: never the worker of the turn before; random: any; prefix: the one at which the turn
+    costs least, by what is cached where and by what waits there."""
+    kept: int = 0
+    """Transformers caches that each worker keeps on its device when their requests are over."""
     seed: int = 0
     baseline: bool = True
     alternate: bool = False
@@ -59,7 +63,8 @@ class Settings:
     """Workers are ready when all of a pool has its memory and is pinned, not as soon as they can
     begin: for figures."""
     hold_at: int | None = None
-    """The worker that is given this turn, or the next one that is long enough, is killed at it."""
+    """The worker that is given this turn, or the next one that writes any pages, is killed at
+    it."""
 
     @property
     def router_ring(self) -> str:
@@ -86,6 +91,10 @@ class Settings:
         if self.pool == "none":
             return None
         return f"{self.run}-cache" if self.pool == "shared" else f"{self.run}-{worker}-{life}-cache"
+
+    def device_index(self, worker: int, life: int) -> str:
+        """The name of the index of a worker's device blocks."""
+        return f"{self.run}-{worker}-{life}-device"
 
     @property
     def cache_size(self) -> int:

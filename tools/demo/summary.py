@@ -107,7 +107,7 @@ class Outcome:
             ("turns", f"{len(self.turns)} answered in {self.seconds:.0f} s"),
             ("prompt tokens", f"{prompt:,}, of which {tiers or 'none was reused'}"),
             ("first token", self._first_token()),
-            ("lookup", f"{self.lookup_us:.0f} us a prompt, in the router's own process (median)"),
+            ("lookup", f"{self.lookup_us:.0f} us to hash, find and pin what there is (median)"),
             ("moved", f"{loaded / 2**20:,.1f} MiB loaded, {stored / 2**20:,.1f} MiB offloaded"),
         ]
         if self.wanted_kill:

@@ -1,11 +1,10 @@
-"""A worker: has the model, and computes what the cache does not have."""
+"""A worker: has the model, finds what the cache has of a prompt, and computes the rest."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -16,13 +15,17 @@ from transformers import DynamicCache
 import lightcache
 from lightcache.connectors import transformers as connector
 from lightcache.kernels import Move
+from lightcache.manager import AttachedDevice, KVCacheManager, ManagerStats, PrefixMatch, Prompt
 from lightcache.tools.demo import life
 from lightcache.tools.demo.devices import resolve
 from lightcache.tools.demo.generate import Generated, generate
 from lightcache.tools.demo.messages import Answer, Hello, Holding, Mailbox, Request
 from lightcache.tools.demo.models import build
+from lightcache.tools.demo.mover import CacheMover
+from lightcache.tools.demo.seats import Seat, Seats
 from lightcache.tools.demo.settings import SECRET, Settings
 
+_BLOCKS = 1024  # numbers for each request, though the pool may be smaller: some 200 KiB
 _WINDOWS = 8  # parts that a restored prefix arrives in, by layers
 
 
@@ -41,108 +44,122 @@ class Worker:
         self.settings, self.number, self.life, self.report = settings, number, lives, report
         self.model = build(replace(settings.model, device=resolve(settings.device(number), number)))
         self.cache: Any = None
-        self.connector: Any = None
-        self.window = max(1, int(self.model.config.num_hidden_layers) // _WINDOWS)
+        self.manager: Any = None
         name = settings.cache(number, lives)
         if name is not None:
-            self.cache = stack.enter_context(
-                connector.open_cache(
-                    name,
-                    self.model,
-                    page_tokens=settings.page_tokens,
-                    size=settings.cache_size,
-                    secret=SECRET,
-                    role=f"worker {number}",
-                )
+            self._open(name, stack)
+
+    def _open(self, name: str, stack: ExitStack) -> None:
+        """The cache, who moves its pages, the index of the device, and the manager of them all."""
+        settings = self.settings
+        self.cache = stack.enter_context(
+            connector.open_cache(
+                name,
+                self.model,
+                page_tokens=settings.page_tokens,
+                size=settings.cache_size,
+                secret=SECRET,
+                role=f"worker {self.number}",
             )
-            self.connector = stack.enter_context(connector.Connector(self.cache, self.model))
+        )
+        joined = connector.Connector(self.cache, self.model)
+        self.connector: Any = stack.enter_context(joined)
+        if settings.settled:
+            self.cache.pool.prefault()
+        if self.connector.pinned is not None:
             if settings.settled:
-                self.cache.pool.prefault()
-            if self.connector.pinned is not None:
-                if settings.settled:
-                    self.connector.pinned.wait()
-                self.connector.engine.warm()  # else the first hit would wait for the compiler
+                self.connector.pinned.wait()
+            self.connector.engine.warm()  # else the first hit would wait for the compiler
+        window = max(1, int(self.model.config.num_hidden_layers) // _WINDOWS)
+        self.mover = CacheMover(self.connector, window)
+        longest = -(-int(self.model.config.max_position_embeddings) // settings.page_tokens)
+        self.seats = Seats(settings.kept, min(longest, max(self.cache.index.pages, _BLOCKS)))
+        device = AttachedDevice(
+            settings.device_index(self.number, self.life),
+            block_tokens=settings.page_tokens,
+            blocks=self.seats.blocks,
+            role=f"worker {self.number}",
+        )
+        stack.callback(device.close)
+        self.manager = stack.enter_context(KVCacheManager(self.cache, device, self.mover))
 
     def hello(self) -> Hello:
         """Who this is."""
-        client = tuple(self.cache.client_id) if self.cache else (0, 0)
         name = self.cache.name if self.cache else None
-        return Hello(self.number, self.life, os.getpid(), client, name)
+        device = self.manager.device.name if self.manager else None
+        return Hello(self.number, self.life, os.getpid(), name, device)
 
     def serve(self, request: Request) -> Answer:
         """Answer a request. Blocks until all of it is published."""
-        past, loaded = self._restored(request)
-        reused = past.get_seq_length()
-        with self._offloading(request, past) as begin:
-            found = generate(self.model, request.tokens, past, request.answer_tokens, begin)
-        if request.lease:  # loaded, long ago; without a verdict the ticket's record is never free
-            self.cache.done(bytes.fromhex(request.lease))
-        stored = self._stored(request) + self._save_answer(request, found, past)
+        if self.manager is None or not request.cached:
+            past = DynamicCache(config=self.model.config)
+            found = generate(self.model, request.tokens, past, request.answer_tokens)
+            return self._answer(request, found, None, ManagerStats())
+        seat = self.seats.take(request.tokens)
+        there = min(len(seat.tokens), seat.most * self.settings.page_tokens)
+        before = time.perf_counter()
+        self.manager.plan(request.number, Prompt(request.tokens), device_tokens=there)
+        match = self.manager.take(request.number)  # what there is, on the device and the host: ours
+        lookup = time.perf_counter() - before
+        found = self._computed(request, seat, match)
+        return self._answer(request, found, lookup, self.manager.reset_stats())
+
+    def _computed(self, request: Request, seat: Seat, match: PrefixMatch) -> Generated:
+        """Load what was found and compute the rest, the new pages on their way to the host as soon
+        as the prompt is computed. What the answer has filled follows in the end; its last token is
+        left out, whose keys and values were never computed."""
+        manager, number, prompt = self.manager, request.number, request.tokens
+        total = len(prompt) + request.answer_tokens - 1
+        table = seat.table(-(-total // self.settings.page_tokens))
+        if seat.past is None:
+            seat.past = self.connector.empty()
+        beyond = seat.past.held - match.device
+        if beyond:  # of a block that is not whole: it is loaded with its page, or computed
+            seat.past.crop(-beyond)
+        self.mover.past, self.mover.hold = seat.past, None
+        if request.hold:
+            self.mover.hold = lambda new: self._hold(request, new)
+        manager.fetch(number, table)
+        found = generate(
+            self.model,
+            prompt,
+            seat.past,
+            request.answer_tokens,
+            lambda: manager.commit(number, len(prompt), table=table),
+        )
+        answer = np.array(found.tokens[:-1], np.int32)
+        manager.commit(number, total, new_tokens=answer, table=table)
+        manager.release(number, wait=True)
+        seat.tokens = np.concatenate([prompt, answer])
+        gone = self.seats.leave(seat)
+        if gone is not None:
+            manager.evicted(gone.table(-(-len(gone.tokens) // self.settings.page_tokens)))
+        return found
+
+    def _answer(
+        self, request: Request, found: Generated, lookup: float | None, stats: ManagerStats
+    ) -> Answer:
+        """Args:
+        stats: of this request alone.
+        """
         total = time.monotonic() - request.sent
+        tiers = {"device": stats.device_tokens, "storage": stats.storage_tokens}
+        page_bytes = int(self.cache.page_bytes) if self.cache is not None else 0
         return Answer(
             number=request.number,
             worker=self.number,
             life=self.life,
             tokens=np.array(found.tokens, np.int32),
             logprobs=found.logprobs,
-            reused={"host": reused},
-            loaded_bytes=loaded,
-            stored_bytes=stored,
+            reused={"host": stats.host_tokens, **{tier: n for tier, n in tiers.items() if n}},
+            loaded_bytes=stats.loaded_pages * page_bytes,
+            stored_bytes=stats.offloaded_pages * page_bytes,
             first_s=found.first_at - request.sent,
             steps_s=found.steps_s,
             total_s=total,
+            lookup_s=lookup,
             baseline_s=self._from_nothing(request) if request.baseline else None,
         )
-
-    def _restored(self, request: Request) -> tuple[Any, int]:
-        """A transformers cache with what our cache has of the prompt; bytes that were loaded."""
-        if not request.lease:
-            return DynamicCache(config=self.model.config), 0
-        lease = self.cache.adopt(bytes.fromhex(request.lease))
-        nbytes = len(lease) * self.cache.page_bytes
-        # The first layers compute while the others' pages are still on their way.
-        return self.connector.restore(lease, window=self.window), nbytes
-
-    @contextmanager
-    def _offloading(self, request: Request, past: Any) -> Iterator[Any]:
-        """Write the new pages of the prompt: from its first token on, while the answer is computed;
-        leaving waits until they are published."""
-        if not request.shard:
-            yield lambda: None
-            return
-        shard = self.cache.adopt(bytes.fromhex(request.shard), shard=0)
-        begun: list[lightcache.Offload] = []
-
-        def begin() -> None:
-            if request.hold:
-                self._hold(request, past, shard)
-            begun.append(self.connector.offload(past, shard, positions=request.positions))
-
-        with shard:  # until the offload takes it over
-            yield begin
-            for offload in begun:
-                offload.wait()
-
-    def _stored(self, request: Request) -> int:
-        return len(request.positions) * int(self.cache.page_bytes) if request.shard else 0
-
-    def _save_answer(self, request: Request, found: Generated, past: Any) -> int:
-        """The pages that the answer has filled: nobody reserved them for us, so we do. The last
-        token is left out, its keys and values were never computed."""
-        if self.cache is None or not request.cached:
-            return 0
-        known = np.concatenate([request.tokens, np.array(found.tokens[:-1], np.int32)])
-        keys = self.cache.hash_pages(known)
-        before = len(request.tokens) // self.settings.page_tokens
-        if len(keys) == before:
-            return 0
-        new = self.cache.reserve(keys, start=before)
-        nbytes = len(new.new) * int(self.cache.page_bytes)
-        if nbytes:
-            self.connector.offload(past, new).wait()
-        else:
-            new.release()
-        return nbytes
 
     def _from_nothing(self, request: Request) -> float:
         """Seconds to the first token without a cache."""
@@ -150,19 +167,19 @@ class Worker:
         empty = DynamicCache(config=self.model.config)
         return generate(self.model, request.tokens, empty, 1).first_at - started
 
-    def _hold(self, request: Request, past: Any, shard: lightcache.Shard) -> None:
+    def _hold(self, request: Request, new: lightcache.Reservation) -> None:
         """Copy half of the pages, then wait to be killed: the middle of an offload."""
         tokens = self.settings.page_tokens
-        half = max(1, len(shard.pages) // 2)
+        half = max(1, len(new.pages) // 2)
         slots = [
             position * tokens + token
-            for position in request.positions[:half]
+            for position in new.new[:half].tolist()
             for token in range(tokens)
         ]
-        planes = self.connector.planes(past)
+        planes = self.connector.planes(self.mover.past)
         engine = self.connector.engine
-        engine.offload(Move(shard.pages[:half], slots), planes=planes).wait()
-        self.report.send(Holding(request.number, self.number, self.life, half, len(shard.pages)))
+        engine.offload(Move(new.pages[:half], slots), planes=planes).wait()
+        self.report.send(Holding(request.number, self.number, self.life, half, len(new.pages)))
         while not life.orphaned(self.settings):
             time.sleep(0.1)
         raise life.Leave
