@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
-from lightcache import Lease, Load, Offload, Reservation
+from lightcache import Held, Lease, Load, Offload, Reservation
 from lightcache.connectors.transformers import Connector
+from lightcache.errors import ConfigError
 from lightcache.manager.movers import Slots
 
 
 class CacheMover:
     """A `Mover` for caches that are not paged. A token's place is its position in the cache of the
     request that is being served, so of slots nothing is needed."""
+
+    shards = 1
 
     def __init__(self, connector: Connector, window: int) -> None:
         """Args:
@@ -35,3 +38,8 @@ class CacheMover:
         if self.hold is not None:
             self.hold(new)
         return self._connector.offload(self.past, new)
+
+    def save(self, held: Held, slots: Slots) -> NoReturn:
+        """See `Mover`: a demo hands nothing over."""
+        del held, slots
+        raise ConfigError("save: a cache of transformers is not handed over; its pages are")

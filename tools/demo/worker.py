@@ -69,7 +69,8 @@ class Worker:
         if self.connector.pinned is not None:
             if settings.settled:
                 self.connector.pinned.wait()
-            self.connector.engine.warm()  # else the first hit would wait for the compiler
+            engine: Any = self.connector.engine
+            engine.warm()  # else the first hit would wait for the compiler
         window = max(1, int(self.model.config.num_hidden_layers) // _WINDOWS)
         self.mover = CacheMover(self.connector, window)
         longest = -(-int(self.model.config.max_position_embeddings) // settings.page_tokens)
