@@ -350,12 +350,27 @@ def test_pages_behind_what_is_there(
     assert held(cache) == (0, 0)
 
 
-def test_loads_one_behind_the_other(cache: Cache, connector: lct.Connector, llama: Any) -> None:
+def test_loads_one_behind_the_other(
+    cache: Cache,
+    connector: lct.Connector,
+    llama: Any,
+    gate: Gate,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The second waits for the layers of the first before it moves their tensors."""
     ids = prompt(70)
+    gate.opened.set()
     save(connector, llama, ids)
+    gate.opened.clear()
     keys, past = keys_of(cache, ids), connector.empty()
     connector.load(past, cache.match(keys[:1]), window=1)
+    settle = past.settle
+
+    def waits() -> None:
+        gate.opened.set()  # nothing arrives before somebody waits for it
+        settle()
+
+    monkeypatch.setattr(past, "settle", waits)
     connector.load(past, cache.match(keys[1:]), window=1)
     assert_same(answer(llama, ids, past), answer(llama, ids))
     while connector.engine.poll():

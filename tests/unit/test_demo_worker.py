@@ -95,7 +95,7 @@ def test_some_from_the_device_and_some_from_the_host(
         one, other = (Worker(settings, number, 0, report, stack) for number in (0, 1))
         tokens, found = np.arange(20, dtype=np.int32), []
         for number, worker in enumerate((one, other, one, one)):
-            asked = Request(number, 2, 0.0, True, False, False, tokens=tokens)
+            asked = Request(number, 6, 0.0, True, False, False, tokens=tokens)
             found.append(worker.serve(asked))
             equal, difference = compare(
                 one.model,
@@ -108,12 +108,13 @@ def test_some_from_the_device_and_some_from_the_host(
             tokens = np.concatenate([tokens, found[-1].tokens, tokens[:8]])
         assert [each.reused for each in found] == [
             {"host": 0},
-            {"host": 20},
-            {"host": 8, "device": 20},
-            {"host": 0, "device": 40},
+            {"host": 24},
+            {"host": 12, "device": 24},
+            {"host": 0, "device": 52},
         ]
         page_bytes = one.cache.page_bytes
-        assert [each.loaded_bytes // page_bytes for each in found] == [0, 5, 2, 0]
+        assert [each.loaded_bytes // page_bytes for each in found] == [0, 6, 3, 0]
+        assert [each.stored_bytes // page_bytes for each in found] == [6, 3, 4, 3]
         index = one.manager.device.index
         assert index.stats().ready == len(one.seats._left[0].tokens) // 4
         past = one.serve(Request(9, 2, 0.0, True, False, False, tokens=tokens[::-1].copy()))

@@ -44,6 +44,7 @@ class Worker:
         self.settings, self.number, self.life, self.report = settings, number, lives, report
         self.model = build(replace(settings.model, device=resolve(settings.device(number), number)))
         self.cache: Any = None
+        self.connector: Any = None
         self.manager: Any = None
         name = settings.cache(number, lives)
         if name is not None:
@@ -62,8 +63,7 @@ class Worker:
                 role=f"worker {self.number}",
             )
         )
-        joined = connector.Connector(self.cache, self.model)
-        self.connector: Any = stack.enter_context(joined)
+        self.connector = stack.enter_context(connector.Connector(self.cache, self.model))
         if settings.settled:
             self.cache.pool.prefault()
         if self.connector.pinned is not None:
