@@ -74,8 +74,8 @@ class Wishes:
     tiers: frozenset[str] = TIERS
     """Where it may read from and be written to."""
     priority: int = 0
-    """0: as everybody. Above: what it uses is used a second time when it ends, so it goes later.
-    Below: what it computed is not written to the host."""
+    """0: as everybody. 1: its pages go to the host as each fills, under SELECTIVE at first sight,
+    too. -1: what it computed does not go to the host."""
     ttl: float | None = None
     """Seconds until what is planned for it is let go; None: the manager's."""
     output: bool = True

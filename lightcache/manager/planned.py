@@ -45,6 +45,8 @@ class Planned:
     match: PrefixMatch | None = None
     """What came of it last, and of what."""
     matched: tuple[int, int] = (0, 0)
+    waited: bool = False
+    """Whether it was told to wait for another request."""
     absent: int = 0
     """Host pages that were looked for and not there."""
     settled: float = 0.0

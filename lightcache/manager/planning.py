@@ -246,7 +246,7 @@ class Planner:
     # ---- what of it can be used
 
     def _match(self, request: Hashable, plan: Planned, device: int, pages: int) -> PrefixMatch:
-        if plan.match is not None and plan.matched == (device, pages):
+        if plan.match is not None and plan.matched == (device, pages) and not self._computing:
             return plan.match
         tokens = self._manager.page_tokens
         end = (plan.host_first + pages) * tokens if pages else 0
@@ -282,7 +282,12 @@ class Planner:
             return None
         other = self._computing.get(plan.device_keys[at].tobytes())
         late = time.monotonic() - plan.since >= self._manager.config.wait_limit
-        return None if other == request or late else other
+        if other is None or other == request or late:
+            return None
+        if not plan.waited:
+            plan.waited = True
+            self._manager._figures.add(waits=1)
+        return other
 
     def computes(self, one: Request) -> None:
         """A request begins to compute what it has not."""

@@ -39,15 +39,17 @@ class Writer:
             begin = one.written * tokens
             if one.total < begin + tokens:
                 continue
+            urgent = one.wishes.priority > 0
             # Few, and none of its prompt: nearly always, while tokens are generated.
-            if one.total < begin + group * tokens and begin >= len(one.prompt):
+            few = one.total < begin + group * tokens and begin >= len(one.prompt)
+            if few and not urgent:
                 continue
             full = one.publishable() // tokens
             if full <= one.written:
                 continue
             prompt = len(one.prompt)
             prompt_ends = one.total >= prompt and one.written < prompt // tokens
-            if full - one.written >= group or prompt_ends:
+            if full - one.written >= group or prompt_ends or urgent:
                 self._write(one, full, look)
 
     def rest(self, ended: list[Request], look: Look) -> None:
@@ -82,7 +84,7 @@ class Writer:
         if not wishes.write or "host" not in wishes.tiers or wishes.priority < 0:
             return
         begin, end = one.written, full
-        if self._manager.config.write is WritePolicy.SELECTIVE:
+        if self._manager.config.write is WritePolicy.SELECTIVE and wishes.priority <= 0:
             end = begin + self._asked_for(one.host_chain.keys[begin:full])
         one.written = full
         if end > begin and one.space is not None and look.good(one.space):

@@ -705,3 +705,29 @@ def test_figures_of_the_node(worlds: Any, segment_name: str) -> None:
         first.manager._counters = second.manager._counters = None
     with pytest.raises(ConfigError, match="counters"):
         first.manager.node_stats()
+
+
+def test_priority(worlds: Any) -> None:
+    world = worlds(write=WritePolicy.SELECTIVE, write_group=8)
+    world.run("low", tokens(18), wishes=Wishes(priority=-1))
+    world.run("usual", tokens(18))
+    assert world.mover.offloads == 0
+    answer = np.concatenate([tokens(8, 2), tokens(4, 3)])
+    world.start("high", answer[:8], wishes=Wishes(priority=1))
+    world.compute("high", answer, 0, 8)
+    assert world.manager.stats().offloaded_pages == 2
+    world.compute("high", answer, 8, 12)  # a page of its answer, alone
+    assert world.manager.stats().offloaded_pages == 3
+    world.manager.release("high")
+
+
+def test_a_plan_of_before_learns_who_computes_the_same(worlds: Any) -> None:
+    world = worlds(same_prefix="wait")
+    manager, prompt = world.manager, Prompt(tokens(18))
+    assert manager.plan("b", prompt).waits_for is None
+    manager.plan("a", prompt)
+    manager.take("a")
+    assert manager.plan("b", prompt).waits_for == "a"
+    assert manager.plan("b", prompt).waits_for == "a"
+    assert manager.stats().waits == 1
+    manager.release("a")
