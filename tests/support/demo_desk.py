@@ -92,6 +92,8 @@ def assert_nothing_is_held(cache: lightcache.Cache) -> None:
 class PlayedMover:
     """Copies nothing to the device, and writes to each page its position in the prompt."""
 
+    shards = 1
+
     def __init__(self, cache: lightcache.Cache) -> None:
         self.cache = cache
 
