@@ -303,6 +303,7 @@ LC_API int lci_name(lci_handle *h, lci_held_op *op, const lc_key *keys, const in
     if (!sound(&k)) return LC_E_RANGE;
     if (!op->tick) op->tick = lci_next_tick(h);
     k.room.eviction.since = op->tick;
+    k.room.eviction.by = lci_ns_id(op->ns) + 1;
     uint64_t begun = lcs_now_ns();
     while (op->done < n) {
         rc = lci_lock(h, &k.t, LCI_OP_NAME, wait, deadline);

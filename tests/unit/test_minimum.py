@@ -157,3 +157,15 @@ def test_a_damaged_promise_is_named_and_forgotten(index: PageIndex) -> None:
         index.repair()
         assert index.check().clean
         assert record(index, mine).minimum == 0
+
+
+def test_naming_takes_its_own_promised_pages(index: PageIndex) -> None:
+    """At its quota, all of which it was promised: it may give up its own for newer ones."""
+    mine = index.namespace("w", quota=4, minimum=4)
+    put(index, 1, 4, mine)
+    held = index.allocate(2)
+    named = index.name_pages(held.detach(), prompt(2, 2), namespace=mine)
+    assert named.status.tolist() == [layout.KeyStatus.NEW] * 2
+    assert index.peek(prompt(2, 2), namespace=mine) == 2
+    assert index.stats().ready == 4
+    index.unpin(named.pages)
