@@ -213,9 +213,9 @@ def test_a_failing_part_is_a_row(bench: Bench, capsys: pytest.CaptureFixture[str
 
 
 def test_parts() -> None:
-    assert transfer.parts(None) == list(range(1, 11))
+    assert transfer.parts(None) == list(range(1, 12))
     assert transfer.parts("3, 2,3") == [2, 3]
-    for wrong in ("", "0", "11", "two", "2-3"):
+    for wrong in ("", "0", "12", "two", "2-3"):
         with pytest.raises(ConfigError, match=r"expected parts such as 2,3 of 1 \(copy engine\)"):
             transfer.parts(wrong)
 

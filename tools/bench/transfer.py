@@ -24,6 +24,7 @@ from lightcache.tools.bench import (
     _gpu_many,
     _gpu_pinning,
     _gpu_rates,
+    _gpu_states,
 )
 from lightcache.tools.bench._gpu_rig import Bench
 
@@ -40,6 +41,7 @@ PARTS: dict[int, Part] = {
     8: _gpu_alternatives.alternatives,
     9: _gpu_pinning.pinning,
     10: _gpu_many.several_devices,
+    11: _gpu_states.state_copies,
 }
 WITHOUT_DEVICE = (1, 2, 5, 6, 7)
 

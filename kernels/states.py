@@ -1,0 +1,237 @@
+"""StateCopier: recurrent states from slot to slot of one device, all requests of a step at once.
+
+    copier = StateCopier(geometry, planes)
+    copy = copier.copy(sources, targets)    # on the current stream; a source of -1 sets to zero
+    ...
+    if copy.done(): ...                     # now the sources may change
+
+A checkpoint never changes: a request that continues from one gets a copy of it in a slot of its
+own, in front of the step that reads it and on the same stream, so that nothing waits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lightcache.kernels.device import CudaDevice
+from lightcache.kernels.geometry import PageGeometry, Share
+from lightcache.kernels.options import check_planes, size_of
+from lightcache.kernels.planes import DevicePlanes
+from lightcache.kernels.state_runs import Table, state_runs, tiles_of, word_of
+from lightcache.shm.errors import ConfigError
+
+Slots = Sequence[int] | npt.NDArray[np.integer[Any]]
+Pairs = npt.NDArray[np.int64]
+
+ZERO = -1
+"""As a source: the target is set to zero."""
+TILE = 1024  # 16 KiB of 16-byte accesses for 256 threads: four in flight for each
+WARPS = 8
+PROGRAMS = 16  # for each multiprocessor
+_ROOM = 256  # pairs of a buffer at first
+
+
+class StateCopy:
+    """Copies that were enqueued. What they read must stay as it is until they are over."""
+
+    def __init__(self, event: Any = None) -> None:
+        """For `StateCopier`: an event behind them; None: they are over."""
+        self._event = event
+
+    def done(self) -> bool:
+        """Whether they are over. Does not block."""
+        if self._event is not None and self._event.query():
+            self._event = None
+        return self._event is None
+
+    def wait(self) -> None:
+        """Until they are over. Blocks."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+
+
+class StateCopier:
+    """Copies states of one rank between slots. Thread-safe; calls enqueue and return."""
+
+    def __init__(
+        self,
+        geometry: PageGeometry,
+        planes: DevicePlanes,
+        *,
+        share: Share | None = None,
+        programs: int | None = None,
+        device: Any = None,
+    ) -> None:
+        """Find where a state's bytes are.
+
+        Args:
+            geometry: of `KVGroup.state` groups.
+            planes: where the engine keeps its states: on a GPU, or on the CPU, where copies are
+                over when `copy` returns.
+            share: what this rank holds; None: everything. See `PageGeometry.share`.
+            programs: of the kernel, at most.
+            device: for tests; None: the GPU that the planes are on.
+
+        Raises:
+            ConfigError: no states, planes that are missing, or a device there is none of.
+        """
+        check_planes(planes)
+        share = geometry.share() if share is None else share
+        self._keep = planes
+        self._runs = state_runs(share, planes)
+        self.nbytes = int(self._runs[:, 2].sum())
+        """Bytes of one state of this rank."""
+        found = [planes.find(geometry, cell).slots for cell in share.cells]
+        self.slots = min(found, default=0)
+        """Slots that every plane has: 0 to slots - 1."""
+        self._side: _Kernel | _Host = _Host(self._runs)
+        if planes.device != "cpu" or device is not None:
+            used = CudaDevice(planes.device) if device is None else device
+            count = size_of(programs, "programs", PROGRAMS * used.processors)
+            self._side = _Kernel(self._runs, used, count)
+
+    def copy(self, sources: Slots, targets: Slots) -> StateCopy:
+        """Copy state `sources[i]` to slot `targets[i]`, for all i in one launch on the current
+        stream. Reads what is there when the stream gets to it.
+
+        Args:
+            sources: slots; `ZERO` (-1): zeros. One may be read several times.
+            targets: slots, each once, and none that is read in the same call.
+
+        Raises:
+            ConfigError: slots out of range, not as many of both, a target twice or read as well; or
+                the current stream is being captured.
+        """
+        pairs = self._checked(sources, targets)
+        if not len(pairs) or not self.nbytes:
+            return StateCopy()
+        return self._side.copy(pairs)
+
+    def _checked(self, sources: Slots, targets: Slots) -> Pairs:
+        read, written = _numbers(sources, "sources"), _numbers(targets, "targets")
+        if len(read) != len(written):
+            raise ConfigError(
+                f"expected as many sources as targets, found {len(read)} and {len(written)}"
+            )
+        for name, slots, least in (("sources", read, ZERO), ("targets", written, 0)):
+            wrong = (slots < least) | (slots >= self.slots)
+            if wrong.any():
+                raise ConfigError(
+                    f"{name}: expected slots {least} to {self.slots - 1}, found {slots[wrong][0]}"
+                )
+        if len(set(written.tolist())) != len(written):
+            raise ConfigError("targets: a slot is written twice; name each once")
+        both = set(written.tolist()) & set(read.tolist())
+        if both:
+            raise ConfigError(
+                f"slot {min(both)} is read and written in one call, in no order; copy in two calls"
+            )
+        return np.stack([read, written], axis=1)
+
+
+def _numbers(slots: Slots, name: str) -> npt.NDArray[np.int64]:
+    found = np.asarray(slots)
+    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+        raise ConfigError(
+            f"{name}: expected slots as integers of shape (n,), found {found.dtype} {found.shape}"
+        )
+    return found.astype(np.int64)
+
+
+class _Buffer:
+    """Pairs on their way to the device."""
+
+    def __init__(self, device: Any, room: int) -> None:
+        self.host, self.there = device.words(2 * room)
+        self.room = room
+        self.event: Any = None
+
+    def free(self) -> bool:
+        return self.event is None or bool(self.event.query())
+
+
+class _Kernel:
+    """On a GPU."""
+
+    def __init__(self, runs: Table, device: Any, programs: int) -> None:
+        self._device, self._programs = device, programs
+        self._word = word_of(runs) if len(runs) else 1
+        table = tiles_of(runs, TILE * self._word)
+        self._count = len(table)
+        with device.guard():
+            host, self._tiles = device.words(max(1, table.size))
+            host[: table.size] = _tensor(table.reshape(-1))
+            self._tiles.copy_(host)
+        self._lock = threading.Lock()
+        self._buffers: list[_Buffer] = []
+
+    def copy(self, pairs: Pairs) -> StateCopy:
+        from lightcache.kernels.state_copy import copy_states
+
+        items = len(pairs) * self._count
+        if items >= 1 << 31:
+            raise ConfigError(
+                f"copy: expected fewer than {(1 << 31) // self._count} states, found {len(pairs)}"
+            )
+        with self._lock, self._device.guard():
+            stream = self._device.current()
+            buffer = self._buffer(len(pairs))
+            buffer.host[: pairs.size] = _tensor(pairs.reshape(-1))
+            part = buffer.there[: pairs.size]
+            buffer.event = self._device.event()
+            try:
+                part.copy_(buffer.host[: pairs.size], non_blocking=True)
+                copy_states[(min(self._programs, items),)](
+                    self._tiles,
+                    part,
+                    self._count,
+                    len(pairs),
+                    WORD=self._word,
+                    TILE=TILE,
+                    num_warps=WARPS,
+                )
+            finally:  # also when the launch was refused: the buffer may be on its way
+                buffer.event.record(stream)
+            return StateCopy(buffer.event)
+
+    def _buffer(self, pairs: int) -> _Buffer:
+        """One that no copy reads any more; a new one rather than wait."""
+        for buffer in self._buffers:
+            if buffer.room >= pairs and buffer.free():
+                return buffer
+        made = _Buffer(self._device, max(_ROOM, pairs))
+        self._buffers.append(made)
+        return made
+
+
+class _Host:
+    """In host memory, at once."""
+
+    def __init__(self, runs: Table) -> None:
+        self._runs = [tuple(run) for run in runs.tolist()]
+
+    def copy(self, pairs: Pairs) -> StateCopy:
+        for source, target in pairs.tolist():
+            for address, distance, nbytes in self._runs:
+                at = address + target * distance
+                if source == ZERO:
+                    ctypes.memset(at, 0, nbytes)
+                else:
+                    ctypes.memmove(at, address + source * distance, nbytes)
+        return StateCopy()
+
+
+def _tensor(array: npt.NDArray[np.int64]) -> Any:
+    import torch
+
+    return torch.from_numpy(np.ascontiguousarray(array))
+
+
+__all__ = ["ZERO", "Slots", "StateCopier", "StateCopy"]
