@@ -33,8 +33,8 @@ ZERO = -1
 """As a source: the target is set to zero."""
 TILE = 1024  # 16 KiB of 16-byte accesses for 256 threads: four in flight for each
 WARPS = 8
-PROGRAMS = 16  # for each multiprocessor
 _ROOM = 256  # pairs of a buffer at first
+_MOST_ITEMS = (1 << 31) - 1  # tiles of a launch: counted in 32 bits
 
 
 class StateCopy:
@@ -76,7 +76,8 @@ class StateCopier:
             planes: where the engine keeps its states: on a GPU, or on the CPU, where copies are
                 over when `copy` returns.
             share: what this rank holds; None: everything. See `PageGeometry.share`.
-            programs: of the kernel, at most.
+            programs: of the kernel, at most. None: one for each 16 KiB, which is fastest; fewer
+                leave multiprocessors to others.
             device: for tests; None: the GPU that the planes are on.
 
         Raises:
@@ -94,8 +95,7 @@ class StateCopier:
         self._side: _Kernel | _Host = _Host(self._runs)
         if planes.device != "cpu" or device is not None:
             used = CudaDevice(planes.device) if device is None else device
-            count = size_of(programs, "programs", PROGRAMS * used.processors)
-            self._side = _Kernel(self._runs, used, count)
+            self._side = _Kernel(self._runs, used, size_of(programs, "programs", _MOST_ITEMS))
 
     def copy(self, sources: Slots, targets: Slots) -> StateCopy:
         """Copy state `sources[i]` to slot `targets[i]`, for all i in one launch on the current
@@ -176,10 +176,9 @@ class _Kernel:
         from lightcache.kernels.state_copy import copy_states
 
         items = len(pairs) * self._count
-        if items >= 1 << 31:
-            raise ConfigError(
-                f"copy: expected fewer than {(1 << 31) // self._count} states, found {len(pairs)}"
-            )
+        if items > _MOST_ITEMS:
+            most = _MOST_ITEMS // self._count
+            raise ConfigError(f"copy: expected at most {most} states, found {len(pairs)}")
         with self._lock, self._device.guard():
             stream = self._device.current()
             buffer = self._buffer(len(pairs))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ LAYERS, HEADS, CHANNELS = 36, 32, 8192
 REQUESTS = 64
 TARGET = ">= 0.90"
 _WARM = 3
+_BUSY = 5_000_000  # cycles, some 3 ms
 
 
 class States:
@@ -77,6 +79,8 @@ def _copies(bench: Bench, ranks: int) -> Iterator[Row]:
     }
     seconds = _interleaved(gpu, cases, bench.rounds)
     base, name = seconds["one copy of as many bytes"], f"TP {ranks}" if ranks > 1 else "whole"
+    took = _enqueuing(gpu, one_launch, bench.rounds)
+    yield Row(f"enqueue one launch, {name}", {"states": REQUESTS, **spread(took)}, median(took))
     for what, samples in seconds.items():
         rates = [nbytes / each / 1e9 for each in samples]
         ratio = float(np.median([b / s for b, s in zip(base, samples, strict=True)]))
@@ -94,14 +98,27 @@ def _copies(bench: Bench, ranks: int) -> Iterator[Row]:
         )
 
 
+def _enqueuing(gpu: Gpu, call: Callable[[], Any], rounds: int) -> list[float]:
+    """Microseconds of the processor for a call."""
+    found = []
+    for _ in range(rounds):
+        gpu.synchronize()
+        begin = perf_counter()
+        call()
+        found.append((perf_counter() - begin) * 1e6)
+    return found
+
+
 def _interleaved(
     gpu: Gpu, cases: dict[str, Callable[[], Any]], rounds: int
 ) -> dict[str, list[float]]:
-    """Seconds of each case, the cases in turns; the first rounds are not counted."""
+    """Seconds of each case on the device, the cases in turns; the first rounds are not counted. The
+    device is kept busy until all is enqueued, as it is by the step before."""
     found: dict[str, list[float]] = {name: [] for name in cases}
     for turn in range(_WARM + rounds):
         for name, call in cases.items():
             begin, end = gpu.event(), gpu.event()
+            gpu.torch.cuda._sleep(_BUSY)
             begin.record()
             call()
             end.record()
