@@ -24,6 +24,7 @@ from lightcache.kernels.geometry import (
 )
 from lightcache.kernels.memory import HostPages
 from lightcache.kernels.planes import DevicePlane, DevicePlanes, join
+from lightcache.kernels.states import StateCopier, StateCopy
 from lightcache.kernels.tensors import Shard
 from lightcache.kernels.transfer import Move, Transfer
 
@@ -38,6 +39,8 @@ __all__ = [
     "Rule",
     "Shard",
     "Share",
+    "StateCopier",
+    "StateCopy",
     "Transfer",
     "join",
     "point",
