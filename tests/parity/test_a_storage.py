@@ -10,6 +10,8 @@ import pytest
 from support.storing import (
     PAGE_TOKENS,
     Recorder,
+    cache,
+    empty,
     fill,
     holds,
     make_cache,
@@ -31,13 +33,7 @@ from lightcache.storage import (
 
 TOKENS = np.arange(1, 12 * PAGE_TOKENS + 1)
 
-
-@pytest.fixture
-def cache(segment_name: str) -> Iterator[Cache]:
-    """Nothing stays held in it."""
-    with make_cache(segment_name) as made:
-        yield made
-        nothing_is_held(made)
+__all__ = ["cache"]
 
 
 # ---------------------------------------------------------------- A9
@@ -63,7 +59,7 @@ def test_a9_pages_are_offloaded_in_groups_of_one_request(cache: Cache) -> None:
 
 
 def test_a9_short_prompts_are_not_written(cache: Cache) -> None:
-    storage = MemoryStorage(StorageSpec.of(cache))
+    storage = empty(cache)
     with StorageTier(cache, storage, min_tokens=6 * PAGE_TOKENS) as tier:
         short, long = TOKENS[: 6 * PAGE_TOKENS - 1], TOKENS[: 6 * PAGE_TOKENS]
         fill(cache, cache.hash_pages(long))
@@ -207,7 +203,7 @@ def test_b7_a_rank_that_has_nothing_ends_it_for_all(ranks: list[Cache]) -> None:
 
 def test_b13_write_back_from_a_lease(cache: Cache) -> None:
     keys = cache.hash_pages(TOKENS)
-    storage = MemoryStorage(StorageSpec.of(cache))
+    storage = empty(cache)
     store(storage, keys[:4])
     fill(cache, keys)
     with StorageTier(cache, storage) as tier:
@@ -220,7 +216,7 @@ def test_b13_write_back_from_a_lease(cache: Cache) -> None:
 
 def test_b13_write_back_from_tokens_alone(cache: Cache) -> None:
     fill(cache, cache.hash_pages(TOKENS, salt="tenant"))
-    storage = MemoryStorage(StorageSpec.of(cache))
+    storage = empty(cache)
     with StorageTier(cache, storage) as tier:
         longer = np.concatenate((TOKENS, [5, 6, 7]))  # a page that is not complete is none
         assert tier.write_tokens(longer, "request", salt="tenant").wait(60.0).stored == 12
@@ -237,7 +233,7 @@ def test_b13_salts_tenants_and_weights_stay_apart_in_storage(cache: Cache) -> No
         {"namespace": cache.namespace("v2")},
         {"namespace": cache.namespace("", "other")},
     ]
-    storage = MemoryStorage(StorageSpec.of(cache))
+    storage = empty(cache)
     with StorageTier(cache, storage) as tier:
         for i, one in enumerate(names):
             space = {"namespace": one["namespace"]} if "namespace" in one else {}
@@ -256,6 +252,6 @@ def test_b13_salts_tenants_and_weights_stay_apart_in_storage(cache: Cache) -> No
 def test_b13_more_pages_than_keys_are_a_mistake(cache: Cache) -> None:
     keys = cache.hash_pages(TOKENS)
     fill(cache, keys)
-    with StorageTier(cache, MemoryStorage(StorageSpec.of(cache))) as tier:
+    with StorageTier(cache, empty(cache)) as tier:
         with cache.match(keys) as lease, pytest.raises(ConfigError, match="lease"):
             tier.write(keys[:3], lease=lease)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 
 from lightcache import Cache
 from lightcache.storage import MemoryStorage, ReadStatus, Storage, StorageSpec
@@ -13,6 +15,7 @@ from lightcache.storage.conformance import make_keys, pages_of
 
 SECRET = b"a secret of tests"
 PAGE_BYTES, PAGE_TOKENS = 4096, 16
+KEYS = make_keys(20, seed=3)
 
 
 def make_cache(name: str, pages: int = 96, **how: Any) -> Cache:
@@ -26,6 +29,14 @@ def make_cache(name: str, pages: int = 96, **how: Any) -> Cache:
         **how,
     }
     return Cache.create(name, **given)
+
+
+@pytest.fixture
+def cache(segment_name: str) -> Iterator[Cache]:
+    """Empty in the end: whatever a test does, nothing stays held."""
+    with make_cache(segment_name) as made:
+        yield made
+        nothing_is_held(made)
 
 
 def fill(cache: Cache, keys: Any, **how: Any) -> None:
@@ -46,6 +57,16 @@ def stored(cache: Cache, keys: Any) -> MemoryStorage:
     made = MemoryStorage(StorageSpec.of(cache))
     store(made, keys)
     return made
+
+
+def full(cache: Cache) -> MemoryStorage:
+    """One that has KEYS."""
+    return stored(cache, KEYS)
+
+
+def empty(cache: Cache) -> MemoryStorage:
+    """One that has nothing."""
+    return MemoryStorage(StorageSpec.of(cache))
 
 
 def sound(cache: Cache, keys: Any, **how: Any) -> int:

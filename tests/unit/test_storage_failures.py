@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from support.storing import (
+    KEYS,
+    cache,
+    empty,
     fill,
+    full,
     holds,
-    make_cache,
-    nothing_is_held,
     sound,
     stored,
 )
@@ -27,23 +28,8 @@ from lightcache.storage import (
 from lightcache.storage.conformance import make_keys
 
 FINISHED, FAILED = TaskState.FINISHED, TaskState.FAILED
-KEYS = make_keys(20, seed=3)
 
-
-@pytest.fixture
-def cache(segment_name: str) -> Iterator[Cache]:
-    """Empty in the end: whatever a test does, nothing stays held."""
-    with make_cache(segment_name) as made:
-        yield made
-        nothing_is_held(made)
-
-
-def full(cache: Cache) -> MemoryStorage:
-    return stored(cache, KEYS)
-
-
-def empty(cache: Cache) -> MemoryStorage:
-    return MemoryStorage(StorageSpec.of(cache))
+__all__ = ["cache"]
 
 
 # ---------------------------------------------------------------- bad pages

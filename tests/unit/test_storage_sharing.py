@@ -9,13 +9,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.storing import (
+    KEYS,
     Recorder,
+    cache,
+    empty,
     fill,
-    make_cache,
+    full,
     nothing_is_held,
     sound,
     store,
-    stored,
 )
 
 from lightcache import (
@@ -26,7 +28,6 @@ from lightcache import (
 from lightcache.storage import (
     Fault,
     FlakyStorage,
-    MemoryStorage,
     Rates,
     StorageSpec,
     StorageTier,
@@ -35,23 +36,8 @@ from lightcache.storage import (
 from lightcache.storage.conformance import make_keys, pages_of
 
 FINISHED, FAILED = TaskState.FINISHED, TaskState.FAILED
-KEYS = make_keys(20, seed=3)
 
-
-@pytest.fixture
-def cache(segment_name: str) -> Iterator[Cache]:
-    """Empty in the end: whatever a test does, nothing stays held."""
-    with make_cache(segment_name) as made:
-        yield made
-        nothing_is_held(made)
-
-
-def full(cache: Cache) -> MemoryStorage:
-    return stored(cache, KEYS)
-
-
-def empty(cache: Cache) -> MemoryStorage:
-    return MemoryStorage(StorageSpec.of(cache))
+__all__ = ["cache"]
 
 
 # ---------------------------------------------------------------- others read, too

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from support.storing import (
+    KEYS,
     PAGE_TOKENS,
     Recorder,
+    cache,
+    empty,
     fill,
+    full,
     holds,
     make_cache,
-    nothing_is_held,
     sound,
     store,
-    stored,
 )
 
 from lightcache import Cache, ConfigError, LayoutMismatch, PermissionDenied, WaitTimeout
@@ -32,23 +33,8 @@ from lightcache.storage.conformance import make_keys
 from lightcache.storage.queueing import JobQueue
 
 FINISHED, FAILED = TaskState.FINISHED, TaskState.FAILED
-KEYS = make_keys(20, seed=3)
 
-
-@pytest.fixture
-def cache(segment_name: str) -> Iterator[Cache]:
-    """Empty in the end: whatever a test does, nothing stays held."""
-    with make_cache(segment_name) as made:
-        yield made
-        nothing_is_held(made)
-
-
-def full(cache: Cache) -> MemoryStorage:
-    return stored(cache, KEYS)
-
-
-def empty(cache: Cache) -> MemoryStorage:
-    return MemoryStorage(StorageSpec.of(cache))
+__all__ = ["cache"]
 
 
 # ---------------------------------------------------------------- it works
