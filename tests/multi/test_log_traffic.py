@@ -7,35 +7,17 @@ had read and not yet written when it was killed is missing at the end of its fil
 """
 
 import contextlib
-import os
 import random
-import signal
 import time
-from pathlib import Path
+from functools import partial
 
 import pytest
+from support.traffic import DEADLINE, ROUNDS, SECONDS, SEED, Storm, ended_well, spawn
 
 from lightcache import shm
 
-SEED = int(os.environ.get("LIGHTCACHE_TEST_SEED", "1"))
-SECONDS = float(os.environ.get("LIGHTCACHE_STORM_SECONDS", "5"))
-ROUND = 5.0  # seconds of one storm
-DEADLINE = 60.0
 BATCH = 5  # entries read at once
 BYTES = 64
-
-
-def spawn(body):
-    """Run `body` in a child, which exits 1 if it raises."""
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            body()
-            status = 0
-        finally:
-            os._exit(status)
-    return pid
 
 
 def entry(number, who, length):
@@ -57,7 +39,7 @@ def lead(name):
         time.sleep(0.001)  # not to wait: not to take all of the processor
 
 
-def write(name, who, count=1 << 60, seed=0):
+def write(name, who, seed=0, count=1 << 60):
     """Append until there are `count` entries, or be killed."""
     chance = random.Random(seed)
     with lead(name) as log:
@@ -98,67 +80,33 @@ def test_every_reader_reads_what_was_appended_in_order(segment_name, tmp_path, c
     count, paths = 1500, [tmp_path / f"reader{i}" for i in range(3)]
     with shm.SharedLog.open(segment_name, capacity=capacity, message_bytes=BYTES) as mine:
         readers = [spawn(lambda p=p: read(segment_name, p, SEED)) for p in paths]
-        writer = spawn(lambda: write(segment_name, 0, count, SEED))
+        writer = spawn(lambda: write(segment_name, 0, SEED, count))
         for number in range(count):
             assert number_of(mine.read(timeout=DEADLINE)) == number
-        assert os.waitstatus_to_exitcode(os.waitpid(writer, 0)[1]) == 0
+        ended_well(writer)
         mine.check()
         with pytest.raises(shm.Abandoned):
             mine.read(timeout=DEADLINE)
         with shm.SharedLog.attach(segment_name, writer=True) as log:
             log.append(b"end", timeout=DEADLINE)
             for pid in readers:
-                assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+                ended_well(pid)
     for path in paths:
         begin = int(path.read_text().split("\n")[0])
         assert check_file(path) == count - begin
 
 
-class Storm:
-    """Two who want to write and three who read, each replaced when it was killed."""
-
-    def __init__(self, name: str, folder: Path, seed: int) -> None:
-        self.name, self.folder, self.seed = name, folder, seed
-        self.chance = random.Random(seed)
-        self.started = 0
-        self.paths: list[Path] = []
-        self.living: dict[int, bool] = {}  # pid: does it write?
-
-    def start(self, writing: bool) -> None:
-        who = self.started
-        self.started += 1
-        if writing:
-            body = lambda: write(self.name, who, seed=self.seed + who)  # noqa: E731
-        else:
-            path = self.folder / f"reader{who}"
-            path.touch()
-            self.paths.append(path)
-            body = lambda: read(self.name, path, self.seed + who)  # noqa: E731
-        self.living[spawn(body)] = writing
-
-    def kill(self, pid: int) -> bool:
-        os.kill(pid, signal.SIGKILL)
-        _, status = os.waitpid(pid, 0)
-        assert os.WIFSIGNALED(status), "it had ended by itself"
-        assert os.WTERMSIG(status) == signal.SIGKILL
-        return self.living.pop(pid)
-
-    def run(self, seconds: float, most: int) -> int:
-        """Kill and replace for so long; how often."""
-        end, kills = time.monotonic() + seconds, 0
-        while time.monotonic() < end and self.started < most:
-            time.sleep(self.chance.uniform(0.01, 0.06))
-            self.start(self.kill(self.chance.choice(list(self.living))))
-            kills += 1
-        return kills
-
-
 @pytest.mark.crash
 @pytest.mark.timeout(2 * SECONDS + 300)
-@pytest.mark.parametrize("number", range(max(1, round(SECONDS / ROUND))))
+@pytest.mark.parametrize("number", ROUNDS)
 def test_writers_and_readers_are_killed(segment_name, tmp_path, number):
     """One reader lives through all of it and misses nothing."""
-    storm, whole = Storm(segment_name, tmp_path, 1000 * SEED + number), tmp_path / "whole"
+    fill, drain, whole = (
+        partial(write, segment_name),
+        partial(read, segment_name),
+        tmp_path / "whole",
+    )
+    storm = Storm(tmp_path, 1000 * SEED + number, fill, drain)
     with shm.SharedLog.open(segment_name, capacity=8, message_bytes=BYTES) as mine:
         survivor = spawn(lambda: read(segment_name, whole))
         while not whole.exists() or not whole.read_text():  # it begins at the first entry
@@ -167,13 +115,12 @@ def test_writers_and_readers_are_killed(segment_name, tmp_path, number):
         mine.close()  # or it would hold the writers up
         for writing in (True, True, False, False, False):
             storm.start(writing)
-        kills = storm.run(min(SECONDS, ROUND), most=8000)
-        for pid in [pid for pid, writing in storm.living.items() if writing]:
-            storm.kill(pid)
+        kills = storm.run()
+        storm.stop_filling()
         with lead(segment_name) as log:
             log.append(b"end", timeout=DEADLINE)  # nobody blocks behind the dead
             for pid in [survivor, *storm.living]:
-                assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+                ended_well(pid)
             log.check()
             total = log.appended
         watcher.check()

@@ -6,38 +6,19 @@ more may be there than it has noted. A consumer appends what it was given to a f
 a time; what it had popped and not yet written when it was killed is lost.
 """
 
-import os
 import random
-import signal
-import time
 from collections import Counter
-from pathlib import Path
+from functools import partial
 
 import pytest
+from support.traffic import DEADLINE, ROUNDS, SECONDS, SEED, Storm, ended_well, spawn
 
 from lightcache import shm
 
-SEED = int(os.environ.get("LIGHTCACHE_TEST_SEED", "1"))
-SECONDS = float(os.environ.get("LIGHTCACHE_STORM_SECONDS", "5"))
-ROUND = 5.0  # seconds of one storm: what came in it is kept in memory, a million messages or so
-DEADLINE = 60.0
 BATCH = 5  # messages popped at once, and at most lost with one consumer
 
 
-def spawn(body):
-    """Run `body` in a child, which exits 1 if it raises."""
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            body()
-            status = 0
-        finally:
-            os._exit(status)
-    return pid
-
-
-def produce(name, notes, who, count=1 << 60, seed=0):
+def produce(name, notes, who, seed=0, count=1 << 60):
     """Push `who i` for i from 0 on, alone or several at once."""
     chance = random.Random(seed)
     with shm.SharedRing.attach(name) as ring, shm.Segment.attach(notes) as segment:
@@ -96,14 +77,14 @@ def test_nothing_is_lost_or_doubled_or_out_of_order(segment_name, notes, tmp_pat
     with shm.SharedRing.create(segment_name, capacity=capacity, message_bytes=24) as ring:
         eaters = [spawn(lambda p=p: consume(segment_name, p, SEED)) for p in paths]
         makers = [
-            spawn(lambda w=w: produce(segment_name, notes.name, w, each, SEED + w))
+            spawn(lambda w=w: produce(segment_name, notes.name, w, SEED + w, each))
             for w in range(producers)
         ]
         for pid in makers:
-            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+            ended_well(pid)
         for _ in eaters:  # one by one: who pops several messages would take the other's as well
             ring.push(b"end", timeout=DEADLINE)
-            assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+            ended_well()
         ring.check()
         assert len(ring) == 0
     files = received(paths)
@@ -113,59 +94,20 @@ def test_nothing_is_lost_or_doubled_or_out_of_order(segment_name, notes, tmp_pat
     ]
 
 
-class Storm:
-    """Producers and consumers, each replaced when it was killed."""
-
-    def __init__(self, name: str, notes: shm.Segment, folder: Path, seed: int) -> None:
-        self.name, self.notes, self.folder, self.seed = name, notes, folder, seed
-        self.chance = random.Random(seed)
-        self.started = 0
-        self.paths: list[Path] = []
-        self.living: dict[int, bool] = {}  # pid: is it a producer?
-
-    def start(self, producing: bool) -> None:
-        who = self.started
-        self.started += 1
-        if producing:
-            body = lambda: produce(self.name, self.notes.name, who, seed=self.seed + who)  # noqa: E731
-        else:
-            path = self.folder / f"consumer{who}"
-            path.touch()
-            self.paths.append(path)
-            body = lambda: consume(self.name, path, self.seed + who)  # noqa: E731
-        self.living[spawn(body)] = producing
-
-    def kill(self, pid: int) -> bool:
-        os.kill(pid, signal.SIGKILL)
-        _, status = os.waitpid(pid, 0)
-        assert os.WTERMSIG(status) == signal.SIGKILL, "it had ended by itself"
-        return self.living.pop(pid)
-
-    def run(self, seconds: float, most: int) -> int:
-        """Kill and replace for so long; how often."""
-        end, kills = time.monotonic() + seconds, 0
-        while time.monotonic() < end and self.started < most:
-            time.sleep(self.chance.uniform(0.01, 0.06))
-            self.start(self.kill(self.chance.choice(list(self.living))))
-            kills += 1
-        return kills
-
-
 @pytest.mark.crash
 @pytest.mark.timeout(2 * SECONDS + 300)
-@pytest.mark.parametrize("number", range(max(1, round(SECONDS / ROUND))))
+@pytest.mark.parametrize("number", ROUNDS)
 def test_producers_and_consumers_are_killed(segment_name, notes, tmp_path, number):
-    storm = Storm(segment_name, notes, tmp_path, 1000 * SEED + number)
+    fill, drain = partial(produce, segment_name, notes.name), partial(consume, segment_name)
+    storm = Storm(tmp_path, 1000 * SEED + number, fill, drain)
     with shm.SharedRing.create(segment_name, capacity=8, message_bytes=24) as ring:
         for producing in (True, True, False, False):
             storm.start(producing)
-        kills = storm.run(min(SECONDS, ROUND), most=8000)
-        for pid in [pid for pid, producing in storm.living.items() if producing]:
-            storm.kill(pid)
+        kills = storm.run()
+        storm.stop_filling()
         for _ in range(len(storm.living)):
             ring.push(b"end", timeout=DEADLINE)  # nobody blocks behind the dead
-            _, status = os.wait()
-            assert os.waitstatus_to_exitcode(status) == 0
+            ended_well()
         ring.check()
     files = received(storm.paths)
     returned = [shm.AtomicU64(notes, 8 * who).load() for who in range(storm.started)]
