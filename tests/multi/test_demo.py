@@ -111,6 +111,22 @@ def test_it_holds_however_turns_are_routed(routing: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.crash
+def test_a_pool_that_is_too_small_has_storage_behind_it() -> None:
+    """One worker, who has all of what is in its memory."""
+    small = ("--workers", "1", "--size", "5MiB", "--storage", "memory:", "--no-kill")
+    with started("--json", *small) as process:
+        out, _ = process.communicate()
+    assert process.returncode == 0, out
+    facts = json.loads(out)
+    assert facts["problems"] == []
+    assert facts["hit_tokens"]["storage"] > 0
+    assert facts["hit_tokens"]["host"] > 0
+    assert facts["verified_turns"] == facts["reused_turns"]
+    assert left(process.pid) == []
+
+
+@pytest.mark.slow
+@pytest.mark.crash
 def test_a_killed_worker_is_replaced() -> None:
     """Killed at any moment, not where it was arranged."""
     with started("--no-kill") as process:
@@ -227,6 +243,9 @@ def test_two_at_once() -> None:
         (["--trace", "/nowhere"], "/nowhere"),
         (["--size", "lots"], "lots"),
         (["--svg", "/nowhere/x.svg"], "/nowhere/x.svg"),
+        (["--storage", "hamster"], "expected a URL such as 'memory:', found 'hamster'"),
+        (["--storage", "redis://there"], "'redis' is not there yet"),
+        (["--storage", "memory:?pages=few"], "pages: expected a number, found 'few'"),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], words: str) -> None:
@@ -237,4 +256,5 @@ def test_bad_input_is_one_line(arguments: list[str], words: str) -> None:
     assert last.startswith("error: ")
     assert words in last
     assert "Traceback" not in out
+    assert "starting" not in out
     assert left(process.pid) == []

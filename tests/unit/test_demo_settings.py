@@ -40,7 +40,7 @@ PLAIN: dict[str, Any] = {
     [
         {},
         {"hold_at": 3, "baseline": False, "alternate": True, "pool": "none", "routing": "random"},
-        {"routing": "prefix", "kept": 4},
+        {"routing": "prefix", "kept": 4, "storage": "memory:?capacity=1GiB"},
         {"devices": ("cuda:0", "cuda:1"), "workers": 2, "threads": 7, "seed": -1},
         {"model": ModelChoice("/a folder", "8b", 3, "cuda:1", "bfloat16"), "pool": "private"},
         {"workload": {"kind": "prompts", **PLAIN, "chains": 2}},

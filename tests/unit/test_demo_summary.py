@@ -182,6 +182,18 @@ def test_the_summary() -> None:
             "50 (50%) came from the disk",
             "none",
         ),
+        (
+            {"storage": "mine://me:password@there", "turns": [served(0, reused={"storage": 1500})]},
+            "storage        1,500 tokens that the host had evicted came from mine:\n",
+            "password",
+        ),
+        (
+            {"storage": "memory:"},
+            "nothing came from memory:, the host had all that was asked for; give --size less",
+            "the storage tier",
+        ),
+        ({"storage": "memory:"}, "and to read what storage has (median)", "pin what there is ("),
+        ({}, "lookup ", "storage"),
     ],
 )
 def test_what_is_said_otherwise(changes: dict[str, Any], has: str, lacks: str) -> None:
@@ -254,6 +266,19 @@ def test_a_sample_has_what_was_asked_twice() -> None:
     assert [turn.number for turn in sample(turns, 1)] == [5]
     again = [served(number, attempts=2) for number in range(9)]
     assert [turn.number for turn in sample(again, 4)] == [0, 1, 2, 3]
+
+
+def test_half_of_a_sample_is_what_storage_gave() -> None:
+    both = {"host": 16, "storage": 16}
+    turns = [
+        served(number, reused=both if number in (3, 9, 15) else {"host": 16})
+        for number in range(20)
+    ]
+    assert [turn.number for turn in sample(turns, 4)] == [3, 9, 0, 10]
+    assert [turn.number for turn in sample(turns, 8)] == [3, 9, 15, 0, 4, 7, 12, 16]
+    assert [turn.number for turn in sample(turns[2:4], 4)] == [3, 2]
+    stored = [served(number, reused=both) for number in range(8)]
+    assert [turn.number for turn in sample(stored, 4)] == [0, 2, 4, 6]
 
 
 def test_a_sample_has_only_what_was_reused() -> None:

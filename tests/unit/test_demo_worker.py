@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -23,6 +24,13 @@ from lightcache.tools.demo.worker import Worker  # noqa: E402
 _SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
+def tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the demo know a model "tiny"."""
+    tiny = {name: SIZES[name] for name in (*_SHAPE, "num_key_value_heads")}
+    made_up = {"vocab_size": 128, "head_dim": 8}
+    monkeypatch.setattr(models, "SIZES", {**models.SIZES, "tiny": {**tiny, **made_up}})
+
+
 @pytest.mark.parametrize(
     ("changes", "tiers"),
     [
@@ -40,9 +48,7 @@ def test_turns_of_two_workers(
     tiers: set[str],
 ) -> None:
     """Every answer is that of a model without a cache, and no turn leaves anything behind."""
-    tiny = {name: SIZES[name] for name in (*_SHAPE, "num_key_value_heads")}
-    made_up = {"vocab_size": 128, "head_dim": 8}
-    monkeypatch.setattr(models, "SIZES", {**models.SIZES, "tiny": {**tiny, **made_up}})
+    tiny_model(monkeypatch)
     workload = {**WORKLOAD, "turns": 4, "vocabulary": 128}
     settings = settings_of(
         segment_name, model=ModelChoice(size="tiny"), workload=workload, size=4 << 20, **changes
@@ -86,9 +92,7 @@ def test_some_from_the_device_and_some_from_the_host(
     segment_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A conversation that comes back goes on in its seat, behind what another worker computed."""
-    tiny = {name: SIZES[name] for name in (*_SHAPE, "num_key_value_heads")}
-    made_up = {"vocab_size": 128, "head_dim": 8}
-    monkeypatch.setattr(models, "SIZES", {**models.SIZES, "tiny": {**tiny, **made_up}})
+    tiny_model(monkeypatch)
     settings = settings_of(segment_name, model=ModelChoice(size="tiny"), size=4 << 20, kept=1)
     with ExitStack() as stack:
         report = stack.enter_context(Mailbox(settings.report_ring))
@@ -120,3 +124,33 @@ def test_some_from_the_device_and_some_from_the_host(
         past = one.serve(Request(9, 2, 0.0, True, False, False, tokens=tokens[::-1].copy()))
         assert past.reused == {"host": 0}
         assert index.stats().ready == len(tokens) // 4, "the other one has left its blocks"
+
+
+@pytest.mark.parametrize(("url", "pages"), [("memory:", 4), ("flaky:read_fail=1:memory:", 0)])
+def test_what_the_host_has_evicted_comes_from_storage(
+    segment_name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    wait_until: Callable[[Callable[[], bool], str], None],
+    url: str,
+    pages: int,
+) -> None:
+    """And from a storage that fails nothing does: then it is computed."""
+    tiny_model(monkeypatch)
+    settings = settings_of(segment_name, model=ModelChoice(size="tiny"), size=4 << 20, storage=url)
+    with ExitStack() as stack:
+        report = stack.enter_context(Mailbox(settings.report_ring))
+        worker = Worker(settings, 0, 0, report, stack)
+        tier: Any = worker.storage
+        tokens, found = np.arange(20, dtype=np.int32), []
+        for number in (0, 1):
+            found.append(worker.serve(Request(number, 2, 0.0, True, False, False, tokens=tokens)))
+            wait_until(lambda: not tier.stats().running + tier.stats().queued, "it is written")
+            worker.cache.evict(worker.cache.pages)
+        assert found[1].tokens.tolist() == found[0].tokens.tolist()
+        answers = np.concatenate([tokens, found[1].tokens])
+        equal, difference = compare(worker.model, len(tokens), answers, found[1].logprobs)
+        assert equal
+        assert difference < 1e-4
+        loaded = {"storage": pages * settings.page_tokens} if pages else {}
+        assert found[1].reused == {"host": 0, **loaded}
+        assert (tier.stats().loaded, tier.stats().failed) == (pages, 4 - pages)

@@ -41,6 +41,13 @@ _KEPT = 4  # caches of former requests that a worker keeps, so that there is som
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, or such as cuda:0.")
 @click.option("--size", default="32MiB", show_default=True, help="Host memory for pages.")
 @click.option(
+    "--storage",
+    metavar="URL",
+    help="Where each worker writes pages when a request ends, and reads back what the host has "
+    "evicted, as memory: or memory:?capacity=1GiB. Of memory: each worker has its own. Something "
+    "is evicted with such as --size 8MiB.",
+)
+@click.option(
     "--page-tokens",
     default=16,
     show_default=True,
@@ -114,6 +121,7 @@ def _settings(
     device: str,
     seed: int,
     size: str,
+    storage: str | None,
     workers: int,
     users: int,
     turns: int,
@@ -127,6 +135,7 @@ def _settings(
     """What is asked for, checked before any process is started."""
     from lightcache.shm.sweep import sweep
     from lightcache.sizes import parse_size
+    from lightcache.storage import open_storage
     from lightcache.tools.demo import machine, models
     from lightcache.tools.demo.settings import Settings, run_name
 
@@ -139,6 +148,8 @@ def _settings(
     )
     facts = models.preflight(choice)
     nbytes = parse_size(size)
+    if storage is not None:  # whatever is wrong with it is said now: each worker opens it again
+        open_storage(storage, page_bytes=4096).close()
     sweep(prefix="demo-")  # what demos left whose every process was killed: it may be in the way
     machine.preflight(nbytes)
     if trace is not None:
@@ -168,6 +179,7 @@ def _settings(
         devices=(device,),
         threads=max(1, len(os.sched_getaffinity(0)) // workers),
         routing=routing,  # type: ignore[arg-type]
+        storage=storage,
         kept=_KEPT if routing == "prefix" else 0,  # elsewhere all that is reused was shared
         seed=seed,
     )

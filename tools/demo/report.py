@@ -36,6 +36,7 @@ class Report:
         self.outcome = Outcome(
             wanted_turns=settings.make_workload().total,
             wanted_kill=settings.hold_at is not None,
+            storage=settings.storage,
         )
         self.stage = Stage(settings)
         self.caches: dict[str, lightcache.Cache] = {}

@@ -53,6 +53,9 @@ class Settings:
     routing: Routing = "another"
     """another: never the worker of the turn before; random: any; prefix: the one at which the turn
     costs least, by what is cached where and by what waits there."""
+    storage: str | None = None
+    """URL of what each worker's manager writes to when a request ends, and reads from what the
+    host has evicted; None: nothing."""
     kept: int = 0
     """Transformers caches that each worker keeps on its device when their requests are over."""
     seed: int = 0

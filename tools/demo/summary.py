@@ -24,6 +24,8 @@ class Outcome:
 
     wanted_turns: int
     wanted_kill: bool
+    storage: str | None = None
+    """Its URL, if there was one behind the host."""
     turns: list[Served] = field(default_factory=list)
     holding: Holding | None = None
     recovered: list[Recovered] = field(default_factory=list)
@@ -107,9 +109,11 @@ class Outcome:
             ("turns", f"{len(self.turns)} answered in {self.seconds:.0f} s"),
             ("prompt tokens", f"{prompt:,}, of which {tiers or 'none was reused'}"),
             ("first token", self._first_token()),
-            ("lookup", f"{self.lookup_us:.0f} us to hash, find and pin what there is (median)"),
+            ("lookup", self._lookup()),
             ("moved", f"{loaded / 2**20:,.1f} MiB loaded, {stored / 2**20:,.1f} MiB offloaded"),
         ]
+        if self.storage is not None:
+            lines.append(("storage", self._stored(self.storage)))
         if self.wanted_kill:
             lines.append(("killed", self._killed()))
         if self.check is not None:
@@ -145,6 +149,19 @@ class Outcome:
             f"{milliseconds(with_cache)} with the cache, {milliseconds(without)} from nothing: "
             f"{without / with_cache:.1f} times as fast (medians of {len(self.reused)} reused turns)"
         )
+
+    def _lookup(self) -> str:
+        reading = ", and to read what storage has" if self.storage is not None else ""
+        return f"{self.lookup_us:.0f} us to hash, find and pin what there is{reading} (median)"
+
+    def _stored(self, url: str) -> str:
+        scheme = f"{url.partition(':')[0]}:"  # not all of it: there may be a password in it
+        count = self.hits().get("storage", 0)
+        if count == 0:
+            return (
+                f"nothing came from {scheme}, the host had all that was asked for; give --size less"
+            )
+        return f"{count:,} tokens that the host had evicted came from {scheme}"
 
     def _killed(self) -> str:
         held, found = self.holding, self.recovery
@@ -222,11 +239,19 @@ class Outcome:
 
 
 def sample(turns: Sequence[Served], count: int) -> list[Served]:
-    """Reused turns to compute again: those that were asked twice, and others evenly spread."""
+    """Reused turns to compute again: those that were asked twice, and others evenly spread, half of
+    them such as storage gave something to."""
     reused = [turn for turn in turns if sum(turn.reused.values())]
-    again = [turn for turn in reused if turn.attempts > 1]
+    again = [turn for turn in reused if turn.attempts > 1][:count]
     rest = [turn for turn in reused if turn.attempts == 1]
-    room = max(0, count - len(again))
-    step = max(1.0, len(rest) / room) if room else 1.0
-    chosen = [rest[int(at * step)] for at in range(min(room, len(rest)))]
-    return again[:count] + chosen
+    stored = [turn for turn in rest if turn.reused.get("storage")]
+    others = [turn for turn in rest if not turn.reused.get("storage")]
+    room = count - len(again)
+    some = _spread(stored, max(room // 2, room - len(others)))
+    return again + some + _spread(others, room - len(some))
+
+
+def _spread(turns: list[Served], count: int) -> list[Served]:
+    """So many of them, or all."""
+    count = min(count, len(turns))
+    return [turns[int(at * (len(turns) / count))] for at in range(count)]

@@ -16,6 +16,7 @@ import lightcache
 from lightcache.connectors import transformers as connector
 from lightcache.kernels import Move
 from lightcache.manager import AttachedDevice, KVCacheManager, ManagerStats, PrefixMatch, Prompt
+from lightcache.storage import StorageSpec, StorageTier, open_storage
 from lightcache.tools.demo import life
 from lightcache.tools.demo.devices import resolve
 from lightcache.tools.demo.generate import Generated, generate
@@ -46,6 +47,7 @@ class Worker:
         self.cache: Any = None
         self.connector: Any = None
         self.manager: Any = None
+        self.storage: StorageTier | None = None
         name = settings.cache(number, lives)
         if name is not None:
             self._open(name, stack)
@@ -82,7 +84,15 @@ class Worker:
             role=f"worker {self.number}",
         )
         stack.callback(device.close)
-        self.manager = stack.enter_context(KVCacheManager(self.cache, device, self.mover))
+        if settings.storage is not None:
+            backend = open_storage(settings.storage, spec=StorageSpec.of(self.cache))
+            stack.enter_context(backend)
+            # One request at a time: what it has may all be pinned until it is written.
+            tier = StorageTier(self.cache, backend, write_pages=self.cache.pages)
+            self.storage = stack.enter_context(tier)
+        self.manager = stack.enter_context(
+            KVCacheManager(self.cache, device, self.mover, storage=self.storage)
+        )
 
     def hello(self) -> Hello:
         """Who this is."""
