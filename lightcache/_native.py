@@ -43,6 +43,7 @@ SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "lci_reserve": (INT, (ADDRESS, ADDRESS, ADDRESS, U32, U32, ADDRESS, ADDRESS, *LOCKED)),
     "lci_abandon": (INT, (ADDRESS, U32, U32, *LOCKED)),
     "lci_evict_pages": (INT, (ADDRESS, U32, ADDRESS, *LOCKED)),
+    "lci_take_evicted": (INT, (ADDRESS, ADDRESS)),
     "lci_clear": (INT, (ADDRESS, U32, *LOCKED)),
     "lci_grow": (INT, (ADDRESS, U32, *LOCKED)),
     "lci_namespace_find": (INT, (ADDRESS, TEXT, TEXT, ADDRESS)),

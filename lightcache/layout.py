@@ -49,6 +49,17 @@ class KeyStatus(IntEnum):
     NO_ROOM = 4
 
 
+class Cause(IntEnum):
+    """Why pages were evicted."""
+
+    ASKED = 0
+    ROOM = 1
+    QUOTA = 2
+    DROPPED = 3
+    DISCARDED = 4
+    CLEARED = 5
+
+
 class Operation(IntEnum):
     """What the holder of the lock is doing, for people."""
 
@@ -425,6 +436,7 @@ CONSTANTS: Mapping[str, int] = {
     "LCI_LEVELS": LEVELS,
     "LCI_DIGITS": DIGITS,
     "LCI_LISTS": LISTS,
+    "LCI_CAUSES": len(Cause),
     "LC_CHAIN_MAX": CHAIN_MAX,
     "LC_NIL": NIL,
 }

@@ -258,6 +258,13 @@ class PageIndex(Namespaced, Ticketing, HeldPages, Keeping, Planning):
         check(self._locked("lci_evict_pages", n, ctypes.byref(freed), what="evict"), "evict")
         return freed.value
 
+    def _take_evicted(self) -> dict[layout.Cause, int]:
+        """Pages that went by calls of this handle since this was asked last, by cause: so nothing
+        is counted twice, whoever asks. No lock; also when closed."""
+        pages = (ctypes.c_uint64 * len(layout.Cause))()
+        self._quick.lci_take_evicted(self._handle, pages)
+        return dict(zip(layout.Cause, pages, strict=True))
+
     # ---- keeping order
 
     def reap(self) -> int:

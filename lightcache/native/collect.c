@@ -214,7 +214,7 @@ static lci_namespace *being_cleared(lci_handle *h) {
 
 uint32_t lci_clear_some(lci_handle *h, lc_txn *t, uint32_t budget) {
     lci_namespace *ns = being_cleared(h);
-    uint32_t looked = 0;
+    uint32_t looked = 0, cleared = 0;
     if (!ns) {
         t->error = LC_E_CORRUPT;
         return 0;
@@ -224,10 +224,12 @@ uint32_t lci_clear_some(lci_handle *h, lc_txn *t, uint32_t budget) {
     uint32_t at = lc_load(&ns->cursor);
     for (; at < end && looked < budget && !t->error; at++, looked++) {
         uint32_t word = lc_load(&h->pages[at].word);
-        if (lci_ns_of(word) == id && lci_state_of(word) != LCI_FREE) lci_doom(h, t, at);
+        if (lci_ns_of(word) == id && lci_state_of(word) != LCI_FREE)
+            cleared += lci_doom(h, t, at) && lci_state_of(word) == LCI_READY;
         /* After a death the cursor stands before these pages: looking again dooms nothing. */
         if (t->count > LCS_LOG_ENTRIES / 2) lci_step(t);
     }
+    lci_count_evicted(h, LCI_CLEARED, cleared);
     lc_txn_set(t, &ns->cursor, at);
     if (at >= end) {
         lc_txn_set(t, &ns->state, LCI_NS_CLEARED);

@@ -94,6 +94,7 @@ uint32_t lci_evict_settle(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t *m
     }
     finish(h, t, marked, freed);
     if (freed) lc_raise(&lcs_client_of(h->at, h->at->slot)->evicted_pages, freed);
+    lci_count_evicted(h, e->cause, freed);
     return freed;
 }
 
@@ -161,10 +162,19 @@ bool lci_evict_from_chain(lci_handle *h, lc_txn *t, lci_eviction *e, uint64_t ke
     uint32_t at = lc_load(&h->dict.buckets[lc_bucket(&h->dict, key_lo)]);
     for (int hops = 0; hops <= LC_CHAIN_MAX && at < h->page_count; hops++) {
         if (may_go(h, e, at)) {
+            e->cause = LCI_FOR_ROOM;
             lci_evict_page(h, t, e, at);
             return lci_evict_settle(h, t, e, &at, 1) == 1;
         }
         at = lc_load(&h->pages[at].next);
     }
     return false;
+}
+
+/* Pages that this handle has evicted since the last such call, by cause. No lock: what others count
+ * meanwhile is in the next one. */
+LC_API int lci_take_evicted(lci_handle *h, uint64_t *pages) {
+    for (int cause = 0; cause < LCI_CAUSES; cause++)
+        pages[cause] = atomic_exchange_explicit(&h->evicted[cause], 0, memory_order_relaxed);
+    return LC_OK;
 }

@@ -161,6 +161,12 @@ typedef struct lci_geometry {
     uint64_t root, heads, namespaces, reservation, ticket, chunk, bucket, page, rows, row_stride, end;
 } lci_geometry;
 
+/* Why a page was evicted. CLEARED: its namespace was, and we came by to take its name. */
+enum {
+    LCI_ASKED = 0, LCI_FOR_ROOM = 1, LCI_FOR_QUOTA = 2, LCI_DROPPED = 3, LCI_DISCARDED = 4,
+    LCI_CLEARED = 5, LCI_CAUSES = 6
+};
+
 typedef struct lci_handle {
     lcs_attachment *at;
     lci_root *root;
@@ -178,6 +184,7 @@ typedef struct lci_handle {
     lc_lists lists;
     uint64_t log_begin, log_end;
     lci_geometry geometry;
+    _Atomic uint64_t evicted[LCI_CAUSES]; /* pages, by us, since lci_take_evicted */
 } lci_handle;
 
 /* The first word that the log may name: what stands before it is written once. */
@@ -370,6 +377,7 @@ typedef struct lci_eviction {
     uint32_t moved; /* pages that were queued older than they are and have been put right */
     bool exhausted; /* nothing can be evicted any more */
     uint32_t by;    /* for whom, a namespace + 1; 0: for nobody's sake */
+    uint32_t cause; /* LCI_ASKED and so on, for the counts */
     const uint32_t *going; /* only listing: pages of each namespace that are listed; else NULL */
 } lci_eviction;
 
@@ -397,6 +405,10 @@ bool lci_evict_from_chain(lci_handle *h, lc_txn *t, lci_eviction *e, uint64_t ke
  * are free now and returns their number. */
 void lci_evict_page(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t page);
 uint32_t lci_evict_settle(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t *marked, uint32_t n);
+/* Count pages that went, in this process alone: advice, and lost with it. */
+static inline void lci_count_evicted(lci_handle *h, uint32_t cause, uint32_t pages) {
+    atomic_fetch_add_explicit(&h->evicted[cause], pages, memory_order_relaxed);
+}
 #define LCI_BATCH 32
 #define LCI_HOLD 256 /* pages of work under one hold of the lock */
 #define LCI_HINT 12 /* steps up a prefix, see prefetch_ancestor in evict.c */

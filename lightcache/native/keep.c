@@ -126,7 +126,7 @@ LC_API int lci_drop(lci_handle *h, const lc_key *keys, uint32_t n, uint32_t star
     if (h->at->readonly) return LC_E_READONLY;
     if (start > n || op->cursor > n - start) return LC_E_RANGE;
     drop d = {.h = h, .op = op, .keys = keys, .n = n, .start = start, .ns = lci_ns_id(ref)};
-    d.eviction.since = lci_next_tick(h);
+    d.eviction = (lci_eviction){.since = lci_next_tick(h), .cause = LCI_DROPPED};
     uint64_t begun = lcs_now_ns();
     while (!op->ended) {
         rc = lci_lock(h, &d.t, LCI_OP_EVICT, wait, deadline);

@@ -249,7 +249,7 @@ LC_API int lci_discard(lci_handle *h, lci_discard_op *op, lci_lease *lease, cons
     if (h->at->readonly) return LC_E_READONLY;
     discard d = {.h = h, .op = op, .page = pages, .hits = hits, .order = order, .done = done,
                  .n = n};
-    d.eviction.since = lci_next_tick(h);
+    d.eviction = (lci_eviction){.since = lci_next_tick(h), .cause = LCI_DISCARDED};
     if (!op->taken) rc = take_pins(&d, lease);
     uint64_t begun = lcs_now_ns();
     for (bool more = rc == LC_OK && n; more;) {

@@ -11,6 +11,7 @@ uint32_t lci_available(const lci_handle *h) {
 int lci_make_quota_room(lci_handle *h, lc_txn *t, lci_room *room, uint32_t id, uint32_t want) {
     const lci_namespace *ns = &h->ns[id];
     uint32_t quota = lc_load(&ns->quota);
+    room->eviction.cause = LCI_FOR_QUOTA;
     while (quota && lc_load(&ns->pages) + want > quota && room->looked < h->page_count) {
         /* Nothing of a prefix can go before all of it has been taken in. */
         if (lci_collect(h, t, 256)) return LCI_ROOM_AGAIN;
@@ -38,6 +39,7 @@ int lci_make_room(lci_handle *h, lc_txn *t, lci_room *room, uint32_t want) {
     }
     if (lci_collect(h, t, 256)) return LCI_ROOM_AGAIN; /* as for a quota */
     if (lc_load(&h->root->doomed)) lci_collect_doomed(h, t, 256);
+    room->eviction.cause = LCI_FOR_ROOM;
     for (uint32_t steps = 0; lci_available(h) < want && !room->eviction.exhausted; steps++) {
         if (t->error) return t->error;
         if (steps == 8) return LCI_ROOM_AGAIN;

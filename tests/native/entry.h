@@ -104,6 +104,7 @@ int lci_publish(lci_handle *h, uint32_t rid, uint32_t gen, uint32_t shard, const
 int lci_wait(lci_handle *h, const lc_key *keys, uint32_t n, uint64_t deadline);
 int lci_abandon(lci_handle *h, uint32_t rid, uint32_t gen, int wait, uint64_t deadline);
 int lci_evict_pages(lci_handle *h, uint32_t want, uint32_t *freed, int wait, uint64_t deadline);
+int lci_take_evicted(lci_handle *h, uint64_t *pages);
 int lci_clear(lci_handle *h, lci_ns_ref ref, int wait, uint64_t deadline);
 int lci_grow(lci_handle *h, uint32_t pages, int wait, uint64_t deadline);
 int lci_namespace_find(lci_handle *h, const char *weights, const char *tenant, lci_ns_ref *out);

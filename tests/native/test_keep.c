@@ -308,6 +308,65 @@ static void minimums_of_all_namespaces_fit(void) {
     tear_down();
 }
 
+/* ------------------------------------------------------------------ counting */
+
+static bool evicted(client *c, uint32_t cause, uint32_t pages) {
+    uint64_t found[LCI_CAUSES];
+    CHECK_EQ(lci_take_evicted(c->h, found), LC_OK);
+    for (uint32_t i = 0; i < LCI_CAUSES; i++)
+        if (found[i] != (i == cause ? pages : 0)) return false;
+    return true;
+}
+
+/* For whoever made them go, once, under the cause. */
+static void evictions_are_counted_by_cause(void) {
+    lci_ns_ref small;
+    set_up(100);
+    prompt_fill(&a, &p, 1, 60);
+    prompt_fill(&b, &q, 2, 60);
+    CHECK(evicted(&b, LCI_FOR_ROOM, 20));
+    CHECK(evicted(&b, LCI_FOR_ROOM, 0)); /* taken before */
+    CHECK_EQ(evict(&a, 10), 10);
+    CHECK(evicted(&a, LCI_ASKED, 10));
+    CHECK_EQ(drop(&q, 50), 10);
+    CHECK(evicted(&a, LCI_DROPPED, 10));
+    CHECK_EQ(oldest(5, 1), 5);
+    CHECK_EQ(discard(), 5);
+    CHECK(evicted(&a, LCI_DISCARDED, 5));
+    CHECK_EQ(lci_namespace_open(a.h, "w", "small", 4, &small, BLOCKING), LC_OK);
+    for (uint32_t i = 0; i < 6; i++) {
+        prompt_make(&p, 10 + i, 1);
+        CHECK_EQ(prompt_reserve(&a, &p, small, 1), 1);
+        prompt_publish(&a, &p, 0);
+        prompt_unpin(&a, &p);
+    }
+    CHECK(evicted(&a, LCI_FOR_QUOTA, 2));
+    prompt_make(&p, 20, 1); /* that is being written is not evicted, it never was ready */
+    CHECK_EQ(prompt_reserve(&b, &p, small, 1), 1);
+    CHECK(evicted(&b, LCI_FOR_QUOTA, 1));
+    CHECK_EQ(lci_clear(a.h, small, BLOCKING), LC_OK);
+    CHECK(evicted(&a, LCI_CLEARED, 3));
+    prompt_unpin(&b, &p);
+    CHECK(evicted(&b, LCI_CLEARED, 0));
+    tear_down();
+}
+
+static void room_in_a_chain_counts_as_room(void) {
+    set_up(100);
+    p.n = LC_CHAIN_MAX;
+    for (uint32_t i = 0; i < LC_CHAIN_MAX; i++) p.keys[i] = crowded_key(3, i);
+    CHECK_EQ(prompt_reserve(&a, &p, NS, 1), LC_CHAIN_MAX);
+    prompt_publish(&a, &p, 0);
+    prompt_unpin(&a, &p);
+    q.n = 1;
+    q.keys[0] = crowded_key(3, LC_CHAIN_MAX);
+    CHECK_EQ(prompt_reserve(&a, &q, NS, 1), 1);
+    CHECK(evicted(&a, LCI_FOR_ROOM, 1));
+    prompt_publish(&a, &q, 0);
+    prompt_unpin(&a, &q);
+    tear_down();
+}
+
 const test keep_tests[] = {
     TEST(keep_and_drop_many),
     TEST(what_is_interrupted_goes_on),
@@ -323,5 +382,7 @@ const test keep_tests[] = {
 #endif
     TEST(a_minimum_holds_within_a_step),
     TEST(minimums_of_all_namespaces_fit),
+    TEST(evictions_are_counted_by_cause),
+    TEST(room_in_a_chain_counts_as_room),
     END_OF_TESTS,
 };
