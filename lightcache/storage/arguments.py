@@ -153,6 +153,11 @@ class Counters:
             self._counts["deletes"] += pages
         return pages
 
+    def evicted(self, pages: int = 1) -> None:
+        """Count pages that made room for others."""
+        with self._lock:
+            self._counts["evicted"] += pages
+
     def timed_out(self) -> None:
         """Count a call that raised because its time was up."""
         with self._lock:

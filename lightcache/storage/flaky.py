@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TypeVar
 
 from lightcache.errors import ConfigError, Detached, StorageError
@@ -177,9 +177,10 @@ class FlakyStorage(Storage):
         return self._counters.deleted(self.inner.clear(timeout=deadline.left))
 
     def stats(self) -> StorageStats:
-        """See `Storage.stats`; pages and bytes are those of the other backend."""
+        """See `Storage.stats`; pages, bytes and what was evicted are those of the other backend."""
         inner = self.inner.stats()
-        return self._counters.snapshot(inner.pages, inner.bytes)
+        ours = self._counters.snapshot(inner.pages, inner.bytes)
+        return replace(ours, evicted=inner.evicted)
 
     def close(self) -> None:
         """See `Storage.close`. What hangs goes on."""

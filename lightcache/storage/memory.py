@@ -157,6 +157,7 @@ class MemoryStorage(Storage):
                 if victim is None:
                     return WriteStatus.REFUSED
                 del self._pages[victim]
+                self._counters.evicted()
             self._pages[name] = page
         return WriteStatus.STORED
 

@@ -114,6 +114,8 @@ class StorageStats:
     """Pages removed by `delete` and `clear`; not those that made room for others."""
     timeouts: int
     """Calls that did not end in the time they were given."""
+    evicted: int = 0
+    """Pages that the backend let go of to make room for others, as far as it knows."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -12,7 +14,15 @@ from lightcache.errors import Detached
 from lightcache.storage.arguments import Clock, Deadline
 from lightcache.storage.breaker import Breaker, log
 from lightcache.storage.jobs import Job, checked_contains, checked_statuses
-from lightcache.storage.protocol import Buffer, Keys, ReadResult, Storage, WriteResult
+from lightcache.storage.protocol import (
+    Buffer,
+    Keys,
+    ReadResult,
+    ReadStatus,
+    Storage,
+    WriteResult,
+    WriteStatus,
+)
 from lightcache.storage.tasks import StorageTask
 from lightcache.storage.threads import Crew
 
@@ -44,6 +54,12 @@ class TierStats:
     """Of these, such as have not returned yet: each keeps a thread, and its pages."""
     writing: int
     """Pages pinned for writes."""
+    read_bytes: int
+    """That calls of the storage brought, whatever became of the pages; of late ones, too."""
+    written_bytes: int
+    """That it has stored."""
+    evicted: int
+    """Pages that the storage let go of to make room, as of our last write; see `StorageStats`."""
     state: Literal["closed", "open", "half-open"]
     """Of the breaker: open means that the storage is not used."""
 
@@ -70,6 +86,7 @@ class RunningTier:
         self._breaker = breaker
         self._page_tokens: int | None = cache.index.segment.config.get("page_tokens")
         self._crew = Crew(breaker, clock, grace)
+        self._taken: Counter[str] = Counter()
 
     # ---- its threads
 
@@ -143,6 +160,7 @@ class RunningTier:
         def run(left: float) -> ReadResult:
             result = self.storage.read(keys, buffers, timeout=left)
             checked_statuses("read", result.statuses, len(keys))
+            self._tally(read_bytes=result.count(ReadStatus.OK) * self.cache.page_bytes)
             return result
 
         return self._crew.call(job, "read", run, _unread)
@@ -151,9 +169,18 @@ class RunningTier:
         def run(left: float) -> WriteResult:
             result = self.storage.write(keys, buffers, timeout=left)
             checked_statuses("write", result.statuses, len(keys))
+            self._tally(written_bytes=result.count(WriteStatus.STORED) * self.cache.page_bytes)
+            self._note_evicted()
             return result
 
         return self._crew.call(job, "write", run, _unwritten)
+
+    def _note_evicted(self) -> None:
+        """Ask the storage, in the thread that has written: nobody else waits if it takes long."""
+        with contextlib.suppress(Exception):  # its figures are no reason to call a write failed
+            found = self.storage.stats().evicted
+            with self._crew.changed:
+                self._crew.tally["evicted"] = max(found, self._crew.tally["evicted"])
 
     # ---- looking at it, and the end
 
@@ -174,6 +201,14 @@ class RunningTier:
                 writing=sum(job.pinned for job in self._jobs()),
                 state=self._breaker.state,
             )
+
+    def _take_figures(self) -> Counter[str]:
+        """Of `_TAKEN`, what came since this was asked last: so nothing is counted twice, whoever
+        asks."""
+        with self._crew.changed:
+            now = Counter({name: self._crew.tally[name] for name in _TAKEN})
+            more, self._taken = now - self._taken, now
+            return more
 
     def close(self, timeout: float = 10.0) -> bool:
         """Finish what is queued, or cancel what is left then, held pages too. May be called again.
@@ -236,6 +271,8 @@ def _unwritten(result: WriteResult) -> str:
 _TALLIES = (
     *("loaded", "stored", "present", "absent", "failed", "corrupt", "refused", "skipped", "busy"),
     *("no_room", "tasks_finished", "tasks_failed", "timeouts"),
+    *("read_bytes", "written_bytes", "evicted"),
 )
+_TAKEN = ("read_bytes", "written_bytes", "evicted")
 
 __all__ = ["RunningTier", "TierStats"]
