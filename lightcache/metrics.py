@@ -34,9 +34,20 @@ _TOKENS = {"device": "device_tokens", "host": "host_tokens", "storage": "storage
 _MOVED = {"load": "loads", "offload": "offloads"}
 _FAILED = {"load": "failed_loads", "offload": "failed_offloads"}
 _PAGES = {"load": "loaded_pages", "offload": "offloaded_pages"}
+_BYTES = {"load": "loaded_bytes", "offload": "offloaded_bytes"}
+_STORED = {"read": "storage_read_bytes", "write": "storage_written_bytes"}
+# As these are named: TIER_evicted_CAUSE.
+_EVICTED = {
+    (tier, cause): each.name
+    for each in fields(ManagerStats)
+    for tier, evicted, cause in [each.name.partition("_evicted_")]
+    if evicted
+}
 _LABELLED = frozenset(
-    name for group in (_TOKENS, _MOVED, _FAILED, _PAGES) for name in group.values()
-)
+    name for group in (_TOKENS, _MOVED, _FAILED, _PAGES, _BYTES, _STORED) for name in group.values()
+) | frozenset(_EVICTED.values())
+
+_OWN = frozenset({"cache", "tier", "state", "role", "direction", "part", "cause"})
 
 _SAID = {
     "requests": "Requests taken.",
@@ -47,10 +58,9 @@ _SAID = {
     "absent_pages": "Pages looked for on the host and not there; failures are counted apart.",
     "no_room_pages": "Pages to be written to the host for which there was no room.",
     "duplicates": "Device blocks whose content another one had already.",
-    "device_evictions": "Device blocks evicted.",
-    "demotions": "Device blocks that went to the host for want of room.",
+    "demotions": "Device blocks evicted for low_water or demote that the host has.",
+    "demotions_lost": "Device blocks evicted for low_water or demote that the host has not.",
     "kept_by_match": "Blocks to be demoted that a request came for meanwhile.",
-    "dropped": "Blocks and pages dropped on request.",
     "waits": "Requests that waited for another one's prefix.",
     "errors": "Calls that failed and were answered as a miss.",
 }
@@ -99,7 +109,7 @@ class CacheMetrics(Collector):
         """
         self._cache, self._counters, self._device = cache, counters, device
         self._labels = {"cache": cache.name, **(labels or {})}
-        own = {"cache", "tier", "state", "role", "direction", "part"} & (labels or {}).keys()
+        own = _OWN & (labels or {}).keys()
         if own:
             raise ConfigError(
                 f"labels: {', '.join(sorted(own))} are the metrics' own; choose other names"
@@ -202,8 +212,8 @@ class CacheMetrics(Collector):
     # ---- the managers' figures
 
     def _figures(self, found: ManagerStats) -> Iterator[Metric]:
-        def each(names: Mapping[str, str], unit: int = 1) -> dict[tuple[str, ...], float]:
-            return {(label,): getattr(found, name) * unit for label, name in names.items()}
+        def each(names: Mapping[str, str]) -> dict[tuple[str, ...], float]:
+            return {(label,): float(getattr(found, name)) for label, name in names.items()}
 
         hits = "Tokens that were not computed, by where they were found."
         yield self._counter("hit_tokens", hits, each(_TOKENS), "tier")
@@ -211,9 +221,13 @@ class CacheMetrics(Collector):
         yield self._counter("transfers", moved, each(_MOVED), "direction")
         yield self._counter("failed_transfers", "Those that did not.", each(_FAILED), "direction")
         yield self._counter("transferred_pages", "Pages moved.", each(_PAGES), "direction")
-        size = each(_PAGES, self._cache.page_bytes)
-        said = "Bytes of the pages moved, those of parts left out included."
-        yield self._counter("transferred_bytes", said, size, "direction")
+        said = "Bytes moved between host and device; of a page moved in part, that part."
+        yield self._counter("transferred_bytes", said, each(_BYTES), "direction")
+        said = "Bytes of pages that storage brought, and that it stored."
+        yield self._counter("storage_bytes", said, each(_STORED), "direction")
+        gone = {labels: float(getattr(found, name)) for labels, name in _EVICTED.items()}
+        said = "Blocks of the device, pages of the host and of storage that were evicted, by cause."
+        yield self._counter("evictions", said, gone, "tier", "cause")
         for name in (each.name for each in fields(found)):
             if name not in _LABELLED:
                 said = _SAID.get(name, f"The managers' {name.replace('_', ' ')}.")

@@ -54,6 +54,11 @@ class _InFlight(Generic[Held]):
     transfer: Transfer
     """The copy: `wait_on(stream)`, `wait_layer(layer, stream)`, `nbytes`."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it moves: of the engine's share, and of the tokens that are not left out."""
+        return self.transfer.nbytes
+
     def _begin(self, engine: Engine, held: Held, verb: str, move: Move, how: Any) -> None:
         settle()
         self._keeper = Keeper(held)

@@ -116,6 +116,7 @@ class AttachedDevice(DeviceTier):
         bequeathed = self._bequeathed(named)
         self.index.unname(named)
         self._named[named] = -1
+        self._evicted["engine"] += len(named)
         for block, key, space in bequeathed:
             one = np.array([block], np.int32)
             self._name(one, key, np.array([0, 1]), np.zeros(1, np.int64), space)
@@ -131,6 +132,7 @@ class AttachedDevice(DeviceTier):
         if len(named):
             self.index.unname(named)
             self._named[named] = -1
+            self._evicted["clear"] += len(named)
         self.index.clear(space)
 
     def _bequeathed(self, blocks: Pages) -> list[tuple[int, Keys, Namespace]]:

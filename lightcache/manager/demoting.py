@@ -21,6 +21,7 @@ from lightcache.manager.traffic import Movement
 
 if TYPE_CHECKING:
     from lightcache.manager.manager import KVCacheManager
+    from lightcache.page_index import PageIndex
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,12 +41,27 @@ class Origin:
     one prefixes stay as long as what hangs on them, so the last block's key says it for all."""
 
 
+@dataclass(frozen=True, eq=False)
+class Home:
+    """Where the host has a block's content, if it has it."""
+
+    space: Space
+    device_key: Keys
+    """As long as this is the block's, shape (1, 2)."""
+    host_key: Keys
+    """Of the page in which the block ends, shape (1, 2)."""
+
+
 @dataclass(eq=False)
 class Group:
     """Blocks on their way out, pinned until their copies are over."""
 
     lease: Lease
     movements: list[Movement]
+    homes: dict[int, Home]
+    """Of those that lie in a page of the host, by their numbers."""
+    cause: str
+    """"low_water" or "demote"."""
 
 
 class Demotion:
@@ -56,6 +72,8 @@ class Demotion:
         self._manager = manager
         self._origins: dict[int, dict[bytes, Origin]] = {}
         """By the last block of each, and the host page's key."""
+        self._homes: dict[int, Home] = {}
+        """Owned devices, by block. A stale one is known by its key."""
         self._groups: list[Group] = []
 
     @property
@@ -86,21 +104,33 @@ class Demotion:
                 known.clear()
             # The same key in the same block once more: what it hangs on may lie elsewhere by now.
             known[made.host_keys[-1].tobytes()] = made
+            if device.owned:
+                own = made.host_keys[-1:].copy()
+                for at in range(first, last + 1):
+                    key = one.device_chain.keys[at : at + 1].copy()
+                    home = Home(one.space, key, own)
+                    self._homes[int(one.table[at])] = home
 
     def _lives(self, blocks: Pages) -> Any:
         device = self._manager.device
         return device.lives(blocks) if isinstance(device, AttachedDevice) else None
 
-    def demote(self, n: int) -> int:
+    def demote(self, n: int, cause: str) -> int:
         """Begin to write back up to n blocks, those that eviction would take next. They are free
         when that is over, but for those that somebody came for. Returns how many are on their
-        way."""
+        way.
+
+        Args:
+            cause: under which they are counted: "low_water" or "demote".
+        """
         device = self._manager.device
         if not isinstance(device, OwnedDevice) or device.index is None or n < 1:
             return 0
         oldest = device.index.oldest(min(n, 4096))
         blocks = oldest.pages.copy()
-        self._groups.append(Group(oldest.lease, self.write(blocks, oldest.keys)))
+        homes = self._homes_of(blocks, oldest.keys)
+        movements = self.write(blocks, oldest.keys)
+        self._groups.append(Group(oldest.lease, movements, homes, cause))
         self.poll()
         return len(blocks)
 
@@ -110,22 +140,30 @@ class Demotion:
         Args:
             keys: that the device has them under.
         """
-        begun = []
+        begun: list[Movement] = []
+        refused: set[bytes] = set()
         for i in range(len(blocks) - 1, -1, -1):  # prefixes first: host pages hang on each other
             for origin in self._origins.pop(int(blocks[i]), {}).values():
-                movement = None
                 lives = self._lives(origin.blocks)
                 same = lives is None or (lives == origin.lives).all()
                 if same and origin.device_key == keys[i].tobytes():
-                    movement = self._write(origin)
-                if movement is not None:
-                    begun.append(movement)
+                    self._write(origin, begun, refused)
         return begun
 
-    def _write(self, origin: Origin) -> Movement | None:
-        """None: the host has it already, or no room for it."""
+    def _write(self, origin: Origin, begun: list[Movement], refused: set[bytes]) -> None:
+        """Unless the host has it already, or no room for it.
+
+        Args:
+            refused: keys of pages that there was no room for. What hangs on one of them would
+                never be found, and drive out what is.
+        """
         manager = self._manager
         before = len(origin.host_keys) - 1
+        own = origin.host_keys[before].tobytes()
+        if before and origin.host_keys[0].tobytes() in refused:
+            refused.add(own)
+            manager._figures.add(no_room_pages=1)
+            return
         try:
             new = manager.host.reserve(
                 origin.host_keys,
@@ -135,12 +173,15 @@ class Demotion:
                 timeout=manager.config.time_limit,
             )
         except LightcacheError:
-            return None
-        if not len(new.new):
-            manager._figures.add(no_room_pages=len(new.missing))
-            new.release()
-            return None
-        return manager._writer.launch(new, self._slots(origin, before), origin.blocks)
+            refused.add(own)
+            return
+        if len(new.new):
+            begun.append(manager._writer.launch(new, self._slots(origin, before), origin.blocks))
+            return
+        if len(new.missing):
+            refused.add(own)
+        manager._figures.add(no_room_pages=len(new.missing))
+        new.release()
 
     def _slots(self, origin: Origin, before: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         tokens, block = self._manager.page_tokens, self._manager.device.block_tokens
@@ -159,10 +200,35 @@ class Demotion:
             n = len(group.lease)
             assert device.index is not None
             gone = device.index.discard(group.lease)
+            there = min(gone, self._on_host(group, device.index))
             self._manager._figures.add(
-                demotions=gone, kept_by_match=n - gone, device_evictions=gone
+                demotions=there,
+                demotions_lost=gone - there,
+                kept_by_match=n - gone,
+                **{f"device_evicted_{group.cause}": gone},
             )
         self._groups = left
+
+    def _homes_of(self, blocks: Pages, keys: Keys) -> dict[int, Home]:
+        """Of those of these blocks that lie in a page of the host."""
+        found = {}
+        for block, key in zip(blocks.tolist(), keys, strict=True):
+            home = self._homes.get(block)
+            if home is not None and (home.device_key == key).all():
+                found[block] = home
+        return found
+
+    def _on_host(self, group: Group, index: PageIndex) -> int:
+        """Blocks of a group that the device has given up and the host has. It is asked, so that
+        what was there before counts, and what did not get there does not."""
+        there, host = 0, self._manager.host
+        for block, home in group.homes.items():
+            if index.peek(home.device_key, namespace=home.space.device):
+                continue  # it stayed
+            if self._homes.get(block) is home:
+                del self._homes[block]
+            there += host.peek(home.host_key, namespace=home.space.host)
+        return there
 
     def close(self) -> None:
         """Keep what is on its way where it is."""
@@ -170,6 +236,7 @@ class Demotion:
             group.lease.release()
         self._groups.clear()
         self._origins.clear()
+        self._homes.clear()
 
 
 __all__ = ["Demotion"]

@@ -9,6 +9,7 @@ It is a `PageIndex` whose pages are block numbers. Routers read it from any proc
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -52,6 +53,7 @@ class DeviceTier:
         self.name = name
         self.block_tokens = _arguments.count(block_tokens, "block_tokens", 1, 1 << 20)
         self._role, self._lock_timeout = role, lock_timeout
+        self._evicted: Counter[str] = Counter()
         self.index: PageIndex | None = None
         """None until the number of blocks is known: then nothing is found on the device."""
         self._spaces: dict[tuple[str, str], Namespace] = {}
@@ -117,6 +119,16 @@ class DeviceTier:
         if self.index is not None:
             self.index.clear(space)
 
+    def take_evicted(self) -> Counter[str]:
+        """Blocks that went since this was asked last, by cause: "room", "drop", "clear", and
+        "engine" where that evicts. Those that were demoted are not among them."""
+        self._count_evicted()
+        found, self._evicted = self._evicted, Counter()
+        return found
+
+    def _count_evicted(self) -> None:
+        """Whoever else counts gives it away now."""
+
     def room(self) -> Room:
         """Blocks that there are, that are free, and that could be had."""
         return room_of(self.index)
@@ -124,6 +136,7 @@ class DeviceTier:
     def close(self) -> None:
         """Leave the index; it ends with its last client."""
         if self.index is not None:
+            self._count_evicted()
             self.index.close()
             self.index = None
             self._spaces.clear()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lightcache.errors import ConfigError
+from lightcache.manager.gathering import moved_bytes
 from lightcache.manager.requests import Request, slots_of
 from lightcache.manager.traffic import Movement, State
 
@@ -108,9 +109,10 @@ def begin_fetch(manager: KVCacheManager, one: Request) -> Fetch:
     pages = len(lease)
     figures, mover = manager._figures, manager.mover
 
-    def over(ok: bool) -> None:
+    def over(ok: bool, nbytes: int | None) -> None:
         if ok:
-            figures.add(loads=1, loaded_pages=pages)
+            moved = moved_bytes(manager.host, match.usable - first, nbytes)
+            figures.add(loads=1, loaded_pages=pages, loaded_bytes=moved)
         else:
             figures.add(failed_loads=1)
 

@@ -71,6 +71,9 @@ class Follower:
         self._going: list[_Copy] = []
         self.failures = 0
         """Copies of this rank that failed."""
+        self.loaded_bytes = self.offloaded_bytes = 0
+        """That copies of this rank have moved, of its share alone; the manager's figures are those
+        of all ranks together. Counted where the mover says how many: `Moving`."""
         self.last_error: Exception | None = None
         """Why the last of them did, or why an order was not for us."""
 
@@ -220,10 +223,19 @@ class Follower:
             self._failed(error)
             ok = False
         self._going.remove(copy)
+        if ok:
+            self._count(copy)
         if copy.held is not None:
             copy.held._let_go()
         if copy.order.kind is not Kind.OFFLOAD:  # a shard gives its verdict when it is published
             self._tell(copy.order, ok)
+
+    def _count(self, copy: _Copy) -> None:
+        moved: int = getattr(copy.moving, "nbytes", 0)
+        if copy.order.kind is Kind.LOAD:
+            self.loaded_bytes += moved
+        else:
+            self.offloaded_bytes += moved
 
     def _wait(self, copy: _Copy, timeout: float | None) -> None:
         try:

@@ -27,6 +27,7 @@ from lightcache.errors import (
     TransferFailed,
 )
 from lightcache.held import Held
+from lightcache.manager.gathering import moved_bytes
 from lightcache.manager.prompts import Prompt
 from lightcache.manager.requests import Request, Space, slots_of
 from lightcache.manager.traffic import Movement
@@ -166,8 +167,8 @@ def mark_of(prompt: Prompt, space: Space, keys: Keys, tail: Any) -> bytes:
 class _Saving:
     """The copy of a partly filled page into one without a key, and that page."""
 
-    def __init__(self, manager: KVCacheManager, held: Held) -> None:
-        self._manager, self._held = manager, held
+    def __init__(self, manager: KVCacheManager, held: Held, tokens: int) -> None:
+        self._manager, self._held, self._tokens = manager, held, tokens
         self._given_up = False
         self._movement: Movement | None = None
 
@@ -182,7 +183,7 @@ class _Saving:
         except LightcacheError:
             manager._figures.add(no_room_pages=1)
             return None
-        made = cls(manager, held)
+        made = cls(manager, held, n)
         slots = slots_of(one.table, block, begin, begin + n)
         blocks = np.unique(slots // block).astype(np.int32)
         made._movement = manager._traffic.begin(
@@ -211,8 +212,13 @@ class _Saving:
                     self._free()
         return found
 
-    def _over(self, ok: bool) -> None:
-        self._manager._figures.add(failed_offloads=int(not ok))
+    def _over(self, ok: bool, nbytes: int | None) -> None:
+        figures = self._manager._figures
+        if ok:
+            moved = moved_bytes(self._manager.host, self._tokens, nbytes)
+            figures.add(offloads=1, offloaded_pages=1, offloaded_bytes=moved)
+        else:
+            figures.add(failed_offloads=1)
         if self._given_up:
             self._free()
 

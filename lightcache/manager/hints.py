@@ -45,7 +45,6 @@ def drop(manager: KVCacheManager, prompt: Prompt, start: int) -> dict[str, int]:
     keys = prompt.keys(space.device_spec)
     if device.owned and device.index is not None and first < len(keys):
         gone["device"] = device.index.drop(keys, start=first, namespace=space.device)
-    manager._figures.add(dropped=sum(gone.values()))
     return _tokens(manager, gone)
 
 

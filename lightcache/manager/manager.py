@@ -272,11 +272,7 @@ class KVCacheManager(Upkeep):
         """
         with self._lock:
             device = self._owned("can_allocate")
-            free = device.free
-            found = device.can_allocate(blocks, evict=evict)
-            if evict:
-                self._figures.add(device_evictions=max(0, device.free - free))
-            return found
+            return device.can_allocate(blocks, evict=evict)
 
     def forgo(self, request: Hashable) -> PrefixMatch:
         """Instead of `fetch`, when there is no room for what it would bring: the host's pages go
@@ -421,6 +417,7 @@ class KVCacheManager(Upkeep):
         self._traffic.wait(None, timeout)
         self._leaving.poll()
         with self._lock:
+            self._demotion.poll()
             self._tell()
 
     def __enter__(self) -> KVCacheManager:

@@ -17,7 +17,8 @@ Slots = npt.NDArray[np.int64]
 
 
 class Moving(Protocol):
-    """A copy under way that holds its host pages until it is over."""
+    """A copy under way that holds its host pages until it is over. One that knows how many bytes it
+    moves says so as `nbytes`; of others that is reckoned from their tokens."""
 
     def done(self) -> bool:
         """Whether it is over. Does not block.

@@ -7,9 +7,19 @@ from typing import Any
 
 from lightcache._arguments import Keys, Offsets, Pages
 from lightcache.errors import ConfigError, OutOfPages
+from lightcache.layout import Cause
 from lightcache.leases import Lease
 from lightcache.manager.device import NONE, DeviceTier
 from lightcache.namespaces import Namespace
+
+# `PageIndex.discard` is how blocks are demoted: `Demotion` counts them, and knows for whom.
+_EVICTED = {
+    Cause.ASKED: "room",
+    Cause.ROOM: "room",
+    Cause.QUOTA: "room",
+    Cause.DROPPED: "drop",
+    Cause.CLEARED: "clear",
+}
 
 
 class OwnedDevice(DeviceTier):
@@ -20,6 +30,13 @@ class OwnedDevice(DeviceTier):
 
     def _began(self) -> None:
         pass
+
+    def _count_evicted(self) -> None:
+        if self.index is None:
+            return
+        for cause, blocks in self.index._take_evicted().items():
+            if blocks and cause in _EVICTED:
+                self._evicted[_EVICTED[cause]] += blocks
 
     @property
     def free(self) -> int:

@@ -13,6 +13,7 @@ from lightcache._arguments import Pages, count
 from lightcache.errors import LightcacheError, TransferFailed
 from lightcache.leases import Lease
 from lightcache.manager.fetching import Fetch, wait_on
+from lightcache.manager.gathering import moved_bytes
 from lightcache.manager.handover import HandOver, mark_of
 from lightcache.manager.owned import OwnedDevice
 from lightcache.manager.prompts import Prompt
@@ -181,12 +182,20 @@ class _Adopted:
         blocks = np.unique(slots[:n] // block).astype(np.int32)
         self._lease = None
 
+        def over(ok: bool, nbytes: int | None) -> None:
+            if ok:
+                moved = moved_bytes(manager.host, n, nbytes)
+                manager._figures.add(loads=1, loaded_pages=1, loaded_bytes=moved)
+            else:
+                manager._figures.add(failed_loads=1)
+            self._tell(ok)
+
         def give_back() -> None:
             if not lease._released:
                 lease.release()
 
         movement = manager._traffic.begin(
-            blocks, lambda: manager.mover.load(lease, slots, 0), self._tell, give_back
+            blocks, lambda: manager.mover.load(lease, slots, 0), over, give_back
         )
         one.movements.append(movement)
         return movement, n

@@ -29,8 +29,18 @@ class ManagerStats:
     loads: int = 0
     """Transfers to the device that were over."""
     loaded_pages: int = 0
+    """That these read, some of them only in part."""
+    loaded_bytes: int = 0
+    """That they moved: of a page that was loaded in part, that part. Of copies that ranks make, all
+    ranks' shares together, what several of them load counted once."""
     offloads: int = 0
     offloaded_pages: int = 0
+    offloaded_bytes: int = 0
+    """As `loaded_bytes`."""
+    storage_read_bytes: int = 0
+    """Brought by our storage tier's calls, whatever became of the pages."""
+    storage_written_bytes: int = 0
+    """Stored by them."""
     failed_loads: int = 0
     failed_offloads: int = 0
     absent_pages: int = 0
@@ -39,18 +49,59 @@ class ManagerStats:
     """Pages that were to be written to the host and found no room."""
     duplicates: int = 0
     """Device blocks whose content another one had already."""
-    device_evictions: int = 0
-    """Blocks that the engine, or we for want of room, evicted."""
+    device_evicted_room: int = 0
+    """Blocks evicted because `allocate` needed room, or `can_allocate` with `evict`. Like those
+    below: whatever other tiers have of them."""
+    device_evicted_low_water: int = 0
+    """Blocks that made way ahead of need: `ManagerConfig.low_water`."""
+    device_evicted_demote: int = 0
+    """Blocks evicted by `KVCacheManager.demote`."""
+    device_evicted_drop: int = 0
+    """Blocks evicted by `drop`."""
+    device_evicted_clear: int = 0
+    """Blocks whose weights or tenant were cleared."""
+    device_evicted_engine: int = 0
+    """Blocks that the engine of an attached device evicted or overwrote."""
+    host_evicted_room: int = 0
+    """Pages evicted because this process needed room: for what it wrote, or read from storage."""
+    host_evicted_quota: int = 0
+    """Pages that a tenant at its quota gave up for its own new ones."""
+    host_evicted_drop: int = 0
+    """Pages evicted by `drop`."""
+    host_evicted_clear: int = 0
+    """Pages whose weights or tenant were cleared, taken away by this process."""
+    host_evicted_asked: int = 0
+    """Pages evicted by calls of the cache itself: `evict`, `discard`."""
+    storage_evicted_room: int = 0
+    """Pages that the storage let go of to make room, if it says so."""
     demotions: int = 0
-    """Blocks that went from the device to the host for want of room."""
+    """Of the blocks evicted for low water or by `demote`, those that the host had then: written
+    back, or there before."""
+    demotions_lost: int = 0
+    """The others of these: the host had no room, a copy failed, they filled no page of it, or were
+    not to go there: `Wishes`."""
     kept_by_match: int = 0
     """Of those to be demoted, blocks that a request came for meanwhile."""
-    dropped: int = 0
-    """Blocks and pages evicted by `drop`."""
     waits: int = 0
     """Requests that waited for another one's prefix."""
     errors: int = 0
     """Calls that failed and were answered as a miss."""
+
+    @property
+    def device_evictions(self) -> int:
+        """Blocks that the engine, or we for want of room, evicted: without `drop` and clears."""
+        ours = self.device_evicted_room + self.device_evicted_low_water + self.device_evicted_demote
+        return ours + self.device_evicted_engine
+
+    @property
+    def host_evictions(self) -> int:
+        """Pages that this process evicted for want of room, in the pool or in a tenant's quota."""
+        return self.host_evicted_room + self.host_evicted_quota
+
+    @property
+    def dropped(self) -> int:
+        """Blocks and pages evicted by `drop`."""
+        return self.device_evicted_drop + self.host_evicted_drop
 
     @property
     def request_ratio(self) -> float:

@@ -32,6 +32,9 @@ class State(Enum):
 _QUEUED, _RUNNING, _DONE, _FAILED = State.QUEUED, State.RUNNING, State.DONE, State.FAILED
 
 
+Over = Callable[[bool, "int | None"], None]
+
+
 class Movement:
     """One copy, asked for. Its blocks are in flight until it is over, whatever becomes of the
     request: nothing cuts a copy off."""
@@ -41,7 +44,7 @@ class Movement:
         traffic: Traffic,
         blocks: Pages,
         begin: Callable[[], Moving],
-        over: Callable[[bool], None],
+        over: Over,
         give_back: Callable[[], None],
     ) -> None:
         """For `Traffic.begin`."""
@@ -103,7 +106,7 @@ class Movement:
                 self._traffic.forget(self)
                 self.state = State.CANCELLED
                 self._give_back()
-                self._over(False)
+                self._over(False, None)
 
     def _raise(self) -> None:
         if self.state is _FAILED:
@@ -134,7 +137,7 @@ class Movement:
     def _end(self, state: State) -> None:
         self.state = state
         self._traffic.landed(self)
-        self._over(state is _DONE)
+        self._over(state is _DONE, getattr(self.moving, "nbytes", None))
 
 
 class Traffic:
@@ -169,7 +172,7 @@ class Traffic:
         self,
         blocks: Pages,
         call: Callable[[], Moving],
-        over: Callable[[bool], None],
+        over: Over,
         give_back: Callable[[], None],
     ) -> Movement:
         """Begin a copy, or queue it while paused.
@@ -177,7 +180,8 @@ class Traffic:
         Args:
             blocks: that it touches.
             call: begins it. An error of ours that it raises fails the movement.
-            over: told once whether it went well.
+            over: told once whether it went well, and how many bytes it moved; None: who moved them
+                does not say.
             give_back: what it holds if it never begins.
         """
         made = Movement(self, blocks, call, over, give_back)

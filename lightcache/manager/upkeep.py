@@ -16,6 +16,7 @@ from lightcache.errors import ConfigError, InUse
 from lightcache.manager import hints
 from lightcache.manager.attached import AttachedDevice
 from lightcache.manager.device import DeviceTier, room_of
+from lightcache.manager.gathering import gather
 from lightcache.manager.matches import ManagerConfig
 from lightcache.manager.owned import OwnedDevice
 from lightcache.manager.prompts import Prompt
@@ -84,6 +85,7 @@ class Upkeep:
     def _tell(self) -> None:
         """Add to the node's counters what we have counted since."""
         self._tell_at = time.monotonic() + TELL
+        gather(self._whole)
         more = {name: n - self._told[name] for name, n in self._figures.items()}
         more = {name: n for name, n in more.items() if n > 0}
         if self._counters is not None and more:
@@ -96,7 +98,7 @@ class Upkeep:
             wanted = int(self.config.low_water * device.blocks)
             missing = wanted - device.free - self._demotion.going
             if missing > 0:
-                self._demotion.demote(missing)
+                self._demotion.demote(missing, "low_water")
 
     def in_flight(self, blocks: Pages | Sequence[int] | None = None) -> Any:
         """Which of these device blocks a copy reads or writes: bool of their shape. None: how many
@@ -127,9 +129,7 @@ class Upkeep:
         with self._lock:
             if not isinstance(self.device, AttachedDevice):
                 raise ConfigError("evicted: an owned device evicts by itself; see `drop`")
-            gone = self.device.evicted(blocks)
-            self._figures.add(device_evictions=gone)
-            return gone
+            return self.device.evicted(blocks)
 
     def evicting(self, blocks: Pages | Sequence[int]) -> int:
         """Attached devices, with write-back: these blocks are going to be evicted. Begins to write
@@ -190,7 +190,7 @@ class Upkeep:
         """Owned devices: begin to write back so many blocks, those unused for longest, and free
         them. Returns how many are on their way."""
         with self._lock:
-            return self._demotion.demote(blocks)
+            return self._demotion.demote(blocks, "demote")
 
     # ---- weights
 
@@ -256,6 +256,7 @@ class Upkeep:
     def stats(self) -> ManagerStats:
         """This process's figures."""
         with self._lock:
+            gather(self._whole)
             return self._figures.snapshot()
 
     def node_stats(self) -> ManagerStats:
@@ -274,6 +275,7 @@ class Upkeep:
     def reset_stats(self) -> ManagerStats:
         """The figures so far; counting begins anew."""
         with self._lock:
+            gather(self._whole)
             found = self._figures.snapshot()
             self._tell()  # the node's total goes on
             self._figures.clear()

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from lightcache._arguments import Keys, Pages
 from lightcache.errors import LightcacheError
+from lightcache.manager.gathering import moved_bytes
 from lightcache.manager.matches import WritePolicy
 from lightcache.manager.requests import Request, Space, slots_of
 from lightcache.manager.traffic import Movement
@@ -141,9 +142,10 @@ class Writer:
         """
         manager, pages = self._manager, len(new.pages)
 
-        def over(ok: bool) -> None:
+        def over(ok: bool, nbytes: int | None) -> None:
             if ok:
-                manager._figures.add(offloads=1, offloaded_pages=pages)
+                moved = moved_bytes(manager.host, pages * manager.page_tokens, nbytes)
+                manager._figures.add(offloads=1, offloaded_pages=pages, offloaded_bytes=moved)
             else:
                 manager._figures.add(failed_offloads=1)
 

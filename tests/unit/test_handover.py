@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.manager_world import Engine, open_cache
+from support.stamped import TOKEN_BYTES
 
 from lightcache import Cache
 from lightcache.errors import (
@@ -103,6 +104,16 @@ def test_everything_arrives(nodes: Any, block: int, n: int) -> None:
     assert found.done()
     assert found.tokens == n
     assert not found.failed
+    node.settle()
+
+
+def test_of_the_partial_page_its_tokens_are_counted(nodes: Any) -> None:
+    node, given = nodes(), prompt(21)
+    node.compute(given)
+    assert node.receive(longer(given), node.hand()).tokens == 21
+    sent, received = node.prefill.manager.stats(), node.decode.manager.stats()
+    assert (sent.offloaded_pages, sent.offloaded_bytes) == (3, 21 * TOKEN_BYTES)
+    assert (received.loaded_pages, received.loaded_bytes) == (3, 21 * TOKEN_BYTES)
     node.settle()
 
 

@@ -141,21 +141,44 @@ def test_the_managers_figures(cache):
         counters.add(requests=3, hit_requests=2, device_tokens=10, host_tokens=20)
         others.add(requests=4, storage_tokens=30, prompt_tokens=100, absent_pages=5)
         counters.add(loads=1, loaded_pages=6, offloads=2, offloaded_pages=7)
-        counters.add(failed_loads=8, failed_offloads=9, device_evictions=11, no_room_pages=12)
+        counters.add(loaded_bytes=60, offloaded_bytes=70, failed_loads=8, failed_offloads=9)
+        counters.add(storage_read_bytes=80, storage_written_bytes=90, no_room_pages=12)
         values = Values(registry, cache)
         tiers = [values("hit_tokens_total", tier=tier) for tier in ("device", "host", "storage")]
         assert tiers == [10, 20, 30]
         assert values("requests_total") == 7
         assert values("hit_requests_total") == 2
         assert values("prompt_tokens_total") == 100
-        assert values("device_evictions_total") == 11
         for direction, over, pages, failed in (("load", 1, 6, 8), ("offload", 2, 7, 9)):
             assert values("transfers_total", direction=direction) == over
             assert values("failed_transfers_total", direction=direction) == failed
             assert values("transferred_pages_total", direction=direction) == pages
-            assert values("transferred_bytes_total", direction=direction) == pages * PAGE_BYTES
+            assert values("transferred_bytes_total", direction=direction) == pages * 10
+        assert values("storage_bytes_total", direction="read") == 80
+        assert values("storage_bytes_total", direction="write") == 90
         assert (values("absent_pages_total"), values("no_room_pages_total")) == (5, 12)
         values.families["lightcache_absent_pages"].documentation.index("failures are counted apart")
+
+
+CAUSES = {
+    "device": ("room", "low_water", "demote", "drop", "clear", "engine"),
+    "host": ("room", "quota", "drop", "clear", "asked"),
+    "storage": ("room",),
+}
+
+
+def test_evictions_by_tier_and_cause(cache):
+    with NodeCounters.open(cache) as counters, NodeCounters.open(cache) as others:
+        registry = registered(cache, counters)
+        each = [(tier, cause) for tier, causes in CAUSES.items() for cause in causes]
+        for number, (tier, cause) in enumerate(each):
+            counters.add(**{f"{tier}_evicted_{cause}": 1 << number})
+            others.add(**{f"{tier}_evicted_{cause}": 1})
+        values = Values(registry, cache)
+        for number, (tier, cause) in enumerate(each):
+            assert values("evictions_total", tier=tier, cause=cause) == (1 << number) + 1
+        served = [labels for name, labels in values.samples if name == "lightcache_evictions_total"]
+        assert len(served) == len(each)
 
 
 def test_every_figure_is_served(cache):
