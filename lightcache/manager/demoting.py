@@ -83,6 +83,8 @@ class Demotion:
 
     def note(self, one: Request, begin: int, end: int) -> None:
         """Blocks [begin, end) of a request's table got their names."""
+        if "host" not in one.wishes.tiers or one.wishes.priority < 0:
+            return
         tokens, block = self._manager.page_tokens, self._manager.device.block_tokens
         assert one.space is not None
         device = self._manager.device

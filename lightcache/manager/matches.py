@@ -74,8 +74,13 @@ class Wishes:
     tiers: frozenset[str] = TIERS
     """Where it may read from and be written to."""
     priority: int = 0
-    """0: as everybody. 1: its pages go to the host as each fills, under SELECTIVE at first sight,
-    too. -1: what it computed does not go to the host."""
+    """When its pages are written, and no more. 0: as everybody's. 1: they go to the host as each
+    fills, under SELECTIVE at first sight, too; under BACK as everybody's. -1: what it computed does
+    not go to the host.
+
+    It does not change what is evicted first: on the device and on the host that is what was unused
+    for longest, whoever had it. `KVCacheManager.keep` spares a prompt, `drop` gives one up at once,
+    and a tenant's quota and minimum say how much it may have and has for sure."""
     ttl: float | None = None
     """Seconds until what is planned for it is let go; None: the manager's."""
     output: bool = True
