@@ -17,6 +17,7 @@ import numpy as np
 
 from lightcache import _arguments
 from lightcache._arguments import Keys, Offsets, Pages
+from lightcache.attached import MAX_PAGES
 from lightcache.errors import InUse
 from lightcache.leases import Lease
 from lightcache.manager.statistics import Room
@@ -74,6 +75,7 @@ class DeviceTier:
             ConfigError: not 1 to 40 million.
             InUse: another process lives in an index of that name.
         """
+        _arguments.count(blocks, "blocks", 1, MAX_PAGES)  # before the old one is gone
         self.close()
         try:
             self.index = self._create(blocks)

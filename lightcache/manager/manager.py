@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightcache._arguments import Pages
+from lightcache._arguments import Pages, count
 from lightcache.cache import Cache
-from lightcache.errors import ConfigError, LeaseLost, OutOfPages
+from lightcache.errors import ConfigError, Detached, LeaseLost, OutOfPages
 from lightcache.hashing import Tokens
 from lightcache.leases import Lease
+from lightcache.manager.checks import check_commits, check_parts, check_plans, check_table
 from lightcache.manager.demoting import Demotion
 from lightcache.manager.device import DeviceTier
 from lightcache.manager.fetching import Fetch, begin_fetch
@@ -75,9 +76,10 @@ class KVCacheManager(Upkeep):
             counters: of the node, which our figures are added to; None: they stay our own.
 
         Raises:
-            ConfigError: page sizes that do not fit each other.
+            ConfigError: page sizes that do not fit each other, or something else than it says.
         """
-        self.config = config or ManagerConfig()
+        self.config = ManagerConfig() if config is None else config
+        check_parts(host, device, self.config)
         self.host, self.device, self.mover = host, device, mover
         self.page_tokens = host.index.page_tokens
         big, small = sorted((self.page_tokens, device.block_tokens), reverse=True)
@@ -100,6 +102,7 @@ class KVCacheManager(Upkeep):
         self._writer = Writer(self)
         self._leaving = Leaving(self)
         self._demotion = Demotion(self)
+        self._closed = False
 
     # ---- finding
 
@@ -120,6 +123,10 @@ class KVCacheManager(Upkeep):
             limit: most tokens to reuse, for example where prompt log-probabilities are wanted from
                 there on, or for draft layers.
             device_tokens: attached devices: what the engine found itself; None: look in the mirror.
+
+        Raises:
+            ConfigError: an argument is not what it should be; says which.
+            Detached: the manager is closed.
         """
         return self.plan_many(
             [request],
@@ -138,8 +145,17 @@ class KVCacheManager(Upkeep):
         limits: Sequence[int | None] | None = None,
         device_tokens: Sequence[int] | None = None,
     ) -> list[PrefixMatch]:
-        """`plan` for a whole queue in one call."""
+        """`plan` for a whole queue in one call. A refused call changes nothing.
+
+        Raises:
+            ConfigError: something is wrong with one of them, or they are not as many; says which.
+            Detached: the manager is closed.
+        """
         with self._lock:
+            self._open("plan")
+            check_plans(requests, prompts, wishes, limits, device_tokens)
+            if device_tokens is not None and self.device.owned:
+                raise ConfigError("device_tokens: an owned device knows what it has; leave it out")
             return self._guard.run(
                 lambda: self._planner.plan(requests, prompts, wishes, limits, device_tokens),
                 lambda: self._planner.missed(requests, prompts),
@@ -250,7 +266,7 @@ class KVCacheManager(Upkeep):
         with self._lock:
             device = self._owned("allocate")
             one = self._request(request)
-            needed = -(-tokens // device.block_tokens)
+            needed = -(-count(tokens, "tokens", 0, 1 << 62) // device.block_tokens)
             missing = needed + self.config.reserve_blocks - len(one.table)
             if missing > 0:
                 try:
@@ -306,13 +322,13 @@ class KVCacheManager(Upkeep):
             table: attached devices: the request's blocks, for `match.usable` tokens at least.
 
         Raises:
-            ConfigError: the table is too short.
+            ConfigError: the table is too short, or no table of blocks.
             LeaseLost: no such request.
         """
         with self._lock:
             one = self._request(request)
             if table is not None:
-                one.table = np.ascontiguousarray(table, np.int32)
+                one.table = check_table(self.device, one, table, one.match.usable)
             return self._guard.run(lambda: begin_fetch(self, one), lambda: Fetch(one, None, 0))
 
     def commit(
@@ -345,12 +361,19 @@ class KVCacheManager(Upkeep):
         new_tokens: Sequence[Tokens | None] | None = None,
         tables: Sequence[Pages] | None = None,
     ) -> list[Mapping[int, int]]:
-        """`commit` for a whole batch in one call."""
+        """`commit` for a whole batch in one call, of different requests. All of it is looked at
+        first: a refused call changes nothing.
+
+        Raises:
+            ConfigError: something is wrong with one of them, or they are not as many; says which.
+            LeaseLost: no such request.
+        """
         with self._lock:
             known = self._requests
             running = [known.get(request) or self._request(request) for request in requests]
             if any(one.loading is not None and one.is_loading for one in running):
                 self._traffic.poll()
+            tables = check_commits(self.device, running, totals, new_tokens, tables)
             for i, one in enumerate(running):
                 one.note(totals[i], new_tokens[i] if new_tokens is not None else None)
                 if tables is not None:
@@ -403,12 +426,14 @@ class KVCacheManager(Upkeep):
     # ---- the end
 
     def close(self, timeout: float | None = 10.0) -> None:
-        """Wait for the copies, give back everything. The caches stay the caller's.
+        """Wait for the copies, give back everything. The caches stay the caller's. Nothing is
+        planned any more, and so nothing runs. Harmless when that was done before.
 
         Raises:
             WaitTimeout: a copy goes on; call again.
         """
         with self._lock:
+            self._closed = True
             self.release_many(list(self._requests), publish=False)
             self._planner.close()
             self._demotion.close()
@@ -433,6 +458,10 @@ class KVCacheManager(Upkeep):
         if found is None:
             raise LeaseLost(f"there is no running request {request!r}; plan and take it first")
         return found
+
+    def _open(self, what: str) -> None:
+        if self._closed:
+            raise Detached(f"{what}: the manager is closed; make another one")
 
     def _owned(self, what: str) -> OwnedDevice:
         if not isinstance(self.device, OwnedDevice):

@@ -52,15 +52,27 @@ class Prompt:
             tenant: whose namespace its pages belong to, see `PageIndex.namespace`.
 
         Raises:
-            ConfigError: tokens that are none, or items out of order or out of the prompt.
+            ConfigError: tokens that are none, items out of order or out of the prompt, or
+                something else than it says.
         """
-        array = np.asarray(tokens)
+        try:
+            array = np.asarray(tokens)
+        except ValueError as error:
+            raise ConfigError(f"tokens: expected one row of integers: {error}") from None
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
             raise ConfigError(
                 f"tokens: expected one row of integers, found {array.dtype} {array.shape}"
             )
         if array.size and (int(array.min()) < 0 or int(array.max()) >= (1 << 32) - 1):
             raise ConfigError("tokens: expected ids of 0 to 2**32 - 2")
+        for what, given, kinds in (
+            ("salt", salt, (str, bytes)),
+            ("lora", lora, (bytes,)),
+            ("tenant", tenant, (str,)),
+        ):
+            if not isinstance(given, kinds):
+                wanted = " or ".join(kind.__name__ for kind in kinds)
+                raise ConfigError(f"{what}: expected {wanted}, found {given!r}")
         self.tokens: TokenIds = array.astype(np.uint32)  # our own: keys must not change later
         self.tokens.flags.writeable = False
         self.salt, self.lora, self.items, self.tenant = salt, lora, tuple(items), tenant

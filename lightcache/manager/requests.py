@@ -132,25 +132,29 @@ class Request:
     stored: bool = True
     """Whether it goes to storage when it ends: not if it was aborted."""
 
-    def note(self, total: int, new_tokens: Tokens | None) -> None:
-        """More tokens are computed.
+    def check(self, total: int, count: int) -> None:
+        """Whether so many tokens may be computed, `count` of them newly known.
 
         Raises:
             ConfigError: fewer than before, or more than are known.
         """
-        count = 0 if new_tokens is None else len(new_tokens)
-        known = self.known + count
-        if not self.total <= total <= known:
+        if type(total) is not int and not isinstance(total, np.integer):
+            raise ConfigError(f"commit {self.id!r}: expected a number of tokens, found {total!r}")
+        if not self.total <= total <= self.known + count:
             raise ConfigError(
-                f"commit {self.id!r}: expected {self.total} to {known} computed tokens, found "
-                f"{total}; give the ids of what was generated as new_tokens="
+                f"commit {self.id!r}: expected {self.total} to {self.known + count} computed "
+                f"tokens, found {total}; give the ids of what was generated as new_tokens="
             )
+
+    def note(self, total: int, new_tokens: Tokens | None) -> None:
+        """More tokens are computed: what `check` has let pass."""
+        count = 0 if new_tokens is None else len(new_tokens)
         if new_tokens is not None and count:
             listed = new_tokens if type(new_tokens) is list else np.asarray(new_tokens).tolist()
             self.device_chain.extend(listed)
             if self.host_chain is not self.device_chain:
                 self.host_chain.extend(listed)
-        self.known, self.total = known, total
+        self.known, self.total = self.known + count, total
 
     @property
     def is_loading(self) -> bool:

@@ -242,8 +242,8 @@ class Traffic:
     def busy(self, blocks: Pages) -> npt.NDArray[np.bool_]:
         """Which of these blocks a copy reads or writes, or will when transfers are resumed, as far
         as was looked."""
-        found = np.zeros(len(blocks), np.bool_)
-        known = blocks < len(self._touching)
+        found = np.zeros(blocks.shape, np.bool_)
+        known = (blocks >= 0) & (blocks < len(self._touching))
         found[known] = self._touching[blocks[known]] > 0
         return found
 

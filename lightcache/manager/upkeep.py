@@ -8,13 +8,13 @@ from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
-
-from lightcache._arguments import Pages
+from lightcache._arguments import Pages, count
+from lightcache.attached import MAX_PAGES
 from lightcache.cache import Cache
 from lightcache.errors import ConfigError, InUse
 from lightcache.manager import hints
 from lightcache.manager.attached import AttachedDevice
+from lightcache.manager.checks import numbers_of
 from lightcache.manager.device import DeviceTier, room_of
 from lightcache.manager.gathering import gather
 from lightcache.manager.matches import ManagerConfig
@@ -101,13 +101,17 @@ class Upkeep:
                 self._demotion.demote(missing, "low_water")
 
     def in_flight(self, blocks: Pages | Sequence[int] | None = None) -> Any:
-        """Which of these device blocks a copy reads or writes: bool of their shape. None: how many
-        transfers go on."""
+        """Which of these device blocks a copy reads or writes: bool of their shape; none does of
+        what is no block, as the -1 that pads a table. None: how many transfers go on.
+
+        Raises:
+            ConfigError: no block numbers.
+        """
         with self._lock:
             self._traffic.poll()
             if blocks is None:
                 return self._traffic.in_flight
-            return self._traffic.busy(np.ascontiguousarray(blocks, np.int32))
+            return self._traffic.busy(numbers_of(blocks))
 
     def wait_blocks(
         self, blocks: Pages | Sequence[int] | None = None, timeout: float | None = None
@@ -118,9 +122,7 @@ class Upkeep:
         Raises:
             WaitTimeout: a copy still does.
         """
-        self._traffic.wait(
-            None if blocks is None else np.ascontiguousarray(blocks, np.int32), timeout
-        )
+        self._traffic.wait(None if blocks is None else numbers_of(blocks).reshape(-1), timeout)
         self._leaving.poll()
 
     def evicted(self, blocks: Pages | Sequence[int]) -> int:
@@ -129,7 +131,7 @@ class Upkeep:
         with self._lock:
             if not isinstance(self.device, AttachedDevice):
                 raise ConfigError("evicted: an owned device evicts by itself; see `drop`")
-            return self.device.evicted(blocks)
+            return self.device.evicted(numbers_of(blocks))
 
     def evicting(self, blocks: Pages | Sequence[int]) -> int:
         """Attached devices, with write-back: these blocks are going to be evicted. Begins to write
@@ -139,7 +141,7 @@ class Upkeep:
             index = self.device.index
             if index is None or not isinstance(self.device, AttachedDevice):
                 return 0
-            named = self.device.named(np.ascontiguousarray(blocks, np.int32))
+            named = self.device.named(numbers_of(blocks))
             return len(self._demotion.write(named, index.keys_of(named)))
 
     def set_blocks(self, blocks: int) -> None:
@@ -158,6 +160,7 @@ class Upkeep:
                     f"set_blocks: {len(self._requests)} requests run, and {copies} copies go on "
                     "or wait; release, resume, and wait for them first"
                 )
+            count(blocks, "blocks", 1, MAX_PAGES)  # before anything is forgotten
             self._planner.close()
             self._demotion.close()
             self.device.set_blocks(blocks)
@@ -168,6 +171,7 @@ class Upkeep:
         """Never evict what there is of a prompt, on the host and on an owned device, until
         `unkeep`, or until its weights go. Returns the tokens kept, by tier."""
         with self._lock:
+            self._whole._open("keep")
             return hints.keep(self._whole, prompt, True)
 
     def unkeep(self, prompt: Prompt) -> Mapping[str, int]:
@@ -190,7 +194,7 @@ class Upkeep:
         """Owned devices: begin to write back so many blocks, those unused for longest, and free
         them. Returns how many are on their way."""
         with self._lock:
-            return self._demotion.demote(blocks, "demote")
+            return self._demotion.demote(count(blocks, "blocks", -(1 << 62), 1 << 62), "demote")
 
     # ---- weights
 

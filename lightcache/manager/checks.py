@@ -1,0 +1,183 @@
+"""What callers hand in, looked at before anything is done with it: a refused call changes
+nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+
+from lightcache._arguments import Pages, pages
+from lightcache.cache import Cache
+from lightcache.errors import ConfigError
+from lightcache.hashing import Tokens, _canonical, _few
+from lightcache.manager.device import DeviceTier
+from lightcache.manager.matches import ManagerConfig, Wishes
+from lightcache.manager.prompts import Prompt
+from lightcache.manager.requests import Request
+
+
+def check_parts(host: Any, device: Any, config: Any) -> None:
+    """What a manager is made of.
+
+    Raises:
+        ConfigError: something else.
+    """
+    for what, found, kind in (
+        ("host", host, Cache),
+        ("device", device, DeviceTier),
+        ("config", config, ManagerConfig),
+    ):
+        if not isinstance(found, kind):
+            raise ConfigError(f"{what}: expected a {kind.__name__}, found {found!r}")
+
+
+def check_plans(
+    requests: Sequence[Hashable],
+    prompts: Sequence[Prompt],
+    wishes: Sequence[Wishes] | None,
+    limits: Sequence[int | None] | None,
+    device_tokens: Sequence[int] | None,
+) -> None:
+    """What is to be planned. About 0.1 us a request: a queue is planned in every step.
+
+    Raises:
+        ConfigError: says which of the arguments is wrong, and why.
+    """
+    n = len(requests)
+    check_ids(requests, "plan")
+    for what, given in (
+        ("prompts", prompts),
+        ("wishes", wishes),
+        ("limits", limits),
+        ("device_tokens", device_tokens),
+    ):
+        if given is not None and len(given) != n:
+            raise ConfigError(f"{what}: expected one for each of {n} requests, found {len(given)}")
+    _check_all(prompts, Prompt, "prompts: expected a Prompt for each request")
+    _check_all(wishes or (), Wishes, "wishes: expected Wishes for each request")
+    for what, numbers in (("limit", limits), ("device_tokens", device_tokens)):
+        if numbers is None or set(map(type, numbers)) == {type(None)}:
+            continue
+        for one in numbers:
+            whole = isinstance(one, (int, np.integer)) or (one is None and what == "limit")
+            if not whole or (one is not None and one < 0):
+                raise ConfigError(f"{what}: expected tokens >= 0, found {one!r}")
+
+
+def check_ids(requests: Sequence[Hashable], call: str) -> None:
+    """Ids of the requests of one call.
+
+    Raises:
+        ConfigError: one is named twice, or cannot be looked up.
+    """
+    try:
+        different = len(set(requests))
+    except TypeError as error:
+        raise ConfigError(f"{call}: a request's id has to be hashable: {error}") from None
+    if different != len(requests):
+        raise ConfigError(f"{call}: one of the requests is named twice; name each once")
+
+
+def _check_all(given: Sequence[Any], kind: type, expected: str) -> None:
+    if set(map(type, given)) <= {kind}:
+        return
+    for one in given:
+        if not isinstance(one, kind):
+            raise ConfigError(f"{expected}, found {type(one).__name__} {one!r}"[:200])
+
+
+def check_commits(
+    device: DeviceTier,
+    running: list[Request],
+    totals: Sequence[int],
+    new_tokens: Sequence[Tokens | None] | None,
+    tables: Sequence[Pages] | None,
+) -> Sequence[Pages] | None:
+    """What is to be committed; returns the tables as they can be used. About 0.4 us a request.
+
+    Raises:
+        ConfigError: says which request's arguments are wrong, and why.
+    """
+    n = len(running)
+    if len(set(map(id, running))) != n:
+        raise ConfigError("commit: one of the requests is named twice; name each once")
+    for what, given in (("totals", totals), ("new_tokens", new_tokens), ("tables", tables)):
+        if given is not None and len(given) != n:
+            raise ConfigError(f"{what}: expected one for each of {n} requests, found {len(given)}")
+    for i, one in enumerate(running):
+        count = 0
+        if new_tokens is not None and new_tokens[i] is not None:
+            count = _check_tokens(one, new_tokens[i])
+        one.check(totals[i], count)
+    if tables is not None:
+        return [
+            check_table(device, one, table, total)
+            for one, table, total in zip(running, tables, totals, strict=True)
+        ]
+    if not device.owned and device.index is not None:
+        for one, total in zip(running, totals, strict=True):
+            if total and not len(one.table):
+                raise ConfigError(
+                    f"commit {one.id!r}: the engine owns the blocks; give the request's as table="
+                )
+    return None
+
+
+def _check_tokens(one: Request, tokens: Any) -> int:
+    """How many there are."""
+    try:
+        if not (type(tokens) is list and _few(tokens) is not None):
+            return len(_canonical(tokens))
+    except ConfigError as error:
+        raise ConfigError(f"commit {one.id!r}: new_tokens: {error}") from None
+    return len(tokens)
+
+
+def check_table(device: DeviceTier, one: Request, table: Any, total: int) -> Pages:
+    """A request's blocks, of an attached device. Those that are of no use now are not looked at.
+
+    Raises:
+        ConfigError: no row of block numbers, or of an owned device, which knows them.
+    """
+    if device.owned:
+        raise ConfigError(
+            f"table of {one.id!r}: blocks of an owned device are those that `allocate` returned; "
+            "leave the table out"
+        )
+    found = pages(table)
+    fresh = found[one.named : total // device.block_tokens]
+    if device.index is not None and len(fresh):  # seldom, while single tokens are generated
+        least, most = int(fresh.min()), int(fresh.max())
+        if not 0 <= least <= most < device.blocks:
+            raise ConfigError(
+                f"table of {one.id!r}: expected blocks of 0 to {device.blocks - 1}, found {least} "
+                f"to {most}"
+            )
+    return found
+
+
+def numbers_of(blocks: Any) -> Pages:
+    """Block numbers from whatever sequence; negative ones are let through.
+
+    Raises:
+        ConfigError: no integers.
+    """
+    try:
+        found = np.asarray(blocks)
+    except ValueError as error:
+        raise ConfigError(f"blocks: expected block numbers: {error}") from None
+    if found.size and found.dtype.kind not in "iu":
+        raise ConfigError(f"blocks: expected block numbers, found {found.dtype} {found.shape}")
+    return np.ascontiguousarray(found, np.int32)
+
+
+__all__ = [
+    "check_commits",
+    "check_ids",
+    "check_parts",
+    "check_plans",
+    "check_table",
+    "numbers_of",
+]
