@@ -57,13 +57,16 @@ def check_plans(
             raise ConfigError(f"{what}: expected one for each of {n} requests, found {len(given)}")
     _check_all(prompts, Prompt, "prompts: expected a Prompt for each request")
     _check_all(wishes or (), Wishes, "wishes: expected Wishes for each request")
-    for what, numbers in (("limit", limits), ("device_tokens", device_tokens)):
-        if numbers is None or set(map(type, numbers)) == {type(None)}:
+    _check_numbers("limit", limits, or_none=True)
+    _check_numbers("device_tokens", device_tokens)
+
+
+def _check_numbers(what: str, numbers: Any, *, or_none: bool = False) -> None:
+    for one in () if numbers is None else numbers:
+        if one is None and or_none:
             continue
-        for one in numbers:
-            whole = isinstance(one, (int, np.integer)) or (one is None and what == "limit")
-            if not whole or (one is not None and one < 0):
-                raise ConfigError(f"{what}: expected tokens >= 0, found {one!r}")
+        if not isinstance(one, (int, np.integer)) or one < 0:
+            raise ConfigError(f"{what}: expected tokens >= 0, found {one!r}")
 
 
 def check_ids(requests: Sequence[Hashable], call: str) -> None:

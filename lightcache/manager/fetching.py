@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lightcache.errors import ConfigError
+from lightcache.errors import ConfigError, TransferFailed
 from lightcache.manager.gathering import moved_bytes
 from lightcache.manager.requests import Request, slots_of
 from lightcache.manager.traffic import Movement, State
@@ -26,6 +26,7 @@ class Fetch:
             without: tokens that are usable if it fails.
         """
         self._request, self._movement, self._without = request, movement, without
+        self._lost = movement is None and request.match.load > 0
 
     @property
     def tokens(self) -> int:
@@ -36,17 +37,22 @@ class Fetch:
     @property
     def failed(self) -> bool:
         """Whether it is over, and failed."""
-        return self._movement is not None and self._movement.state in (
-            State.FAILED,
-            State.CANCELLED,
-        )
+        if self._movement is None:
+            return self._lost
+        return self._movement.state in (State.FAILED, State.CANCELLED)
 
     def done(self) -> bool:
         """Whether it is over. Does not block.
 
         Raises:
-            TransferFailed: it failed; nothing is leaked.
+            TransferFailed: it failed, or the manager has disabled itself before it began; nothing
+                is leaked.
         """
+        if self._lost:
+            raise TransferFailed(
+                f"fetch {self._request.id!r}: the manager has disabled itself, nothing was loaded; "
+                "compute these tokens instead"
+            )
         return self._movement is None or self._movement.done()
 
     def wait(self, timeout: float | None = None) -> None:
@@ -58,12 +64,16 @@ class Fetch:
         """
         if self._movement is not None:
             self._movement.wait(timeout)
+        else:
+            self.done()
 
     def wait_on(self, stream: Any = None) -> None:
         """Let a stream of the device wait for it (None: the current one), not this thread: with an
         engine of this process. See `Transfer.wait_on`."""
         if self._movement is not None:
             wait_on(self._movement, stream)
+        else:
+            self.done()
 
     @property
     def number(self) -> int | None:
@@ -126,4 +136,11 @@ def begin_fetch(manager: KVCacheManager, one: Request) -> Fetch:
     return Fetch(one, movement, without)
 
 
-__all__ = ["Fetch", "begin_fetch", "wait_on"]
+def no_fetch(manager: KVCacheManager, one: Request) -> Fetch:
+    """The cache is not asked: what was found there is not loaded."""
+    one.let_go_of_host()
+    one.fetched = True
+    return Fetch(one, one.loading, manager._planner.without_host(one.prompt, one.match))
+
+
+__all__ = ["Fetch", "begin_fetch", "no_fetch", "wait_on"]

@@ -19,9 +19,13 @@ _CALLERS = (ConfigError, LeaseLost, OutOfPages, WaitTimeout)
 class Guard:
     """Turns our errors into misses; disables the manager after so many, one behind the other."""
 
-    def __init__(self, failures: int, figures: Figures) -> None:
-        """Enabled."""
-        self._most, self._figures = failures, figures
+    def __init__(self, failures: int, figures: Figures, let_go: Callable[[], None]) -> None:
+        """Enabled.
+
+        Args:
+            let_go: gives back what is not needed without the cache; called when it is disabled.
+        """
+        self._most, self._figures, self._let_go = failures, figures, let_go
         self._behind = 0
         self.disabled = False
         """Nothing is asked of the cache any more. `enable` ends it."""
@@ -56,6 +60,7 @@ class Guard:
                 self._behind,
                 error,
             )
+            self._let_go()
 
 
 __all__ = ["Guard"]

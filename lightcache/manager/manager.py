@@ -18,7 +18,7 @@ from lightcache.leases import Lease
 from lightcache.manager.checks import check_commits, check_parts, check_plans, check_table
 from lightcache.manager.demoting import Demotion
 from lightcache.manager.device import DeviceTier
-from lightcache.manager.fetching import Fetch, begin_fetch
+from lightcache.manager.fetching import Fetch, begin_fetch, no_fetch
 from lightcache.manager.guard import Guard
 from lightcache.manager.matches import ANY, ManagerConfig, PrefixMatch, Why, Wishes
 from lightcache.manager.movers import Mover
@@ -92,7 +92,7 @@ class KVCacheManager(Upkeep):
         self._figures = Figures()
         self._counters, self._told, self._tell_at = counters, Figures(), 0.0
         self._recent = Recent(self.config.window)
-        self._guard = Guard(self.config.failures, self._figures)
+        self._guard = Guard(self.config.failures, self._figures, self._let_go)
         self._traffic = Traffic(self._lock)
         self._spaces = Spaces(host, device, weights)
         self._weights = Weights(self)
@@ -180,7 +180,10 @@ class KVCacheManager(Upkeep):
         with self._lock:
             if request in self._requests:
                 raise ConfigError(f"take: the request {request!r} runs already; release it first")
-            made = self._guard.run(lambda: self._taken(request), lambda: self._missed(request))
+            if self._planner.failed(request):  # it was counted then
+                made = self._missed(request)
+            else:
+                made = self._guard.run(lambda: self._taken(request), lambda: self._missed(request))
             self._requests[request] = made
             made.counted = self._counted(made.match)
             self._figures.add(**made.counted)
@@ -302,9 +305,7 @@ class KVCacheManager(Upkeep):
             one = self._request(request)
             if one.fetched:
                 raise ConfigError(f"forgo {request!r}: it was fetched already; release it instead")
-            if one.host is not None:
-                one.host.release()
-                one.host = None
+            one.let_go_of_host()
             usable = self._planner.without_host(one.prompt, one.match)
             if usable == one.match.usable:
                 return one.match
@@ -327,9 +328,14 @@ class KVCacheManager(Upkeep):
         """
         with self._lock:
             one = self._request(request)
+            before = one.table
             if table is not None:
                 one.table = check_table(self.device, one, table, one.match.usable)
-            return self._guard.run(lambda: begin_fetch(self, one), lambda: Fetch(one, None, 0))
+            try:
+                return self._guard.run(lambda: begin_fetch(self, one), lambda: no_fetch(self, one))
+            except ConfigError:
+                one.table = before
+                raise
 
     def commit(
         self,
@@ -458,6 +464,12 @@ class KVCacheManager(Upkeep):
         if found is None:
             raise LeaseLost(f"there is no running request {request!r}; plan and take it first")
         return found
+
+    def _let_go(self) -> None:
+        """We are disabled: what is pinned and not needed goes."""
+        self._planner.let_go()
+        for one in self._requests.values():
+            one.let_go_of_host()
 
     def _open(self, what: str) -> None:
         if self._closed:

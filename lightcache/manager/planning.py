@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightcache._arguments import Keys
-from lightcache.errors import ConfigError, Detached, LeaseLost
+from lightcache.errors import ConfigError, Detached, LeaseLost, LightcacheError
 from lightcache.leases import Lease
 from lightcache.manager.matches import ANY, PrefixMatch, Why, Wishes
 from lightcache.manager.planned import NO_KEYS, Planned, Waiting, by_space, joined, there
@@ -167,8 +168,9 @@ class Planner:
         return made
 
     def _let_go(self, request: Hashable) -> None:
-        self._manager.device.cancel(request)
-        self._manager.host.index.cancel(request)
+        for tier in (self._manager.device, self._manager.host.index):
+            with contextlib.suppress(Detached):  # closed: nothing is pinned any more
+                tier.cancel(request)
 
     def _look_on_device(self, plans: list[Waiting], given: Sequence[int] | None) -> None:
         device = self._manager.device
@@ -226,21 +228,26 @@ class Planner:
         keys = plan.prompt.keys(space.host_spec)[:last]
         plan.reading = self._storage.prefetch(keys, plan.host_first + pages, namespace=space.host)
 
+    def failed(self, request: Hashable) -> bool:
+        """Whether the last plan of a request failed, or was let go of."""
+        return request in self._failed
+
     def missed(self, requests: Sequence[Hashable], prompts: Sequence[Prompt]) -> list[PrefixMatch]:
         """Nothing is found; what was asked is known to `prompt_of`."""
         self._failed.update(zip(requests, prompts, strict=True))
         return [PrefixMatch(len(prompt), why=Why.DISABLED) for prompt in prompts]
 
     def prompt_of(self, request: Hashable) -> Prompt:
-        """What a request asked whose plan failed.
+        """What a request asked whose plan failed, or cannot be taken. The plan goes.
 
         Raises:
             LeaseLost: it was not planned.
         """
-        # The plan stays until the request ends: `cancel` gives back what it has pinned.
         planned, failed = self._plans.get(request), self._failed.pop(request, None)
         if planned is None and failed is None:
             raise LeaseLost(f"take: the request {request!r} was not planned; plan it first")
+        with contextlib.suppress(LightcacheError):  # then its pins go at the plan's time limit
+            self.cancel(request)
         return failed if failed is not None else planned.prompt  # type: ignore[union-attr]
 
     # ---- what of it can be used
@@ -357,8 +364,6 @@ class Planner:
         Raises:
             LeaseLost: there is none, or its time is over.
         """
-        if request in self._failed:
-            raise Detached(f"take: planning {request!r} failed")
         plan = self._plans.get(request)
         if plan is None:
             raise LeaseLost(f"take: the request {request!r} was not planned; plan it first")
@@ -395,6 +400,14 @@ class Planner:
         if plan.reading is not None:
             plan.reading.cancel()
         self._let_go(request)
+
+    def let_go(self) -> None:
+        """The cache is not asked any more: nothing stays pinned. Who was planned may begin, and
+        finds nothing."""
+        for request, plan in list(self._plans.items()):
+            with contextlib.suppress(LightcacheError):
+                self.cancel(request)
+            self._failed[request] = plan.prompt
 
     def close(self) -> None:
         """Forget all of them."""

@@ -37,9 +37,7 @@ class Leaving:
             for movement in one.movements:
                 if movement is one.loading or not one.stored:
                     movement.cancel()
-            if one.host is not None:
-                one.host.release()
-                one.host = None
+            one.let_go_of_host()
         self._going += ended
         if any(not movement.over for one in ended for movement in one.movements):
             self._manager._traffic.poll()
@@ -84,7 +82,7 @@ class Leaving:
         for one in over:
             self._manager._guard.run(partial(self._manager._writer.store, one), _nothing)
             if one.hit is not None:
-                one.hit.release()
+                one.hit._let_go()
                 one.hit = None
         if isinstance(device, OwnedDevice) and device.index is not None:
             tables = np.concatenate([one.table for one in over])

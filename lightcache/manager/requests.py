@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -132,7 +132,7 @@ class Request:
     stored: bool = True
     """Whether it goes to storage when it ends: not if it was aborted."""
 
-    def check(self, total: int, count: int) -> None:
+    def check(self, total: Any, count: int) -> None:
         """Whether so many tokens may be computed, `count` of them newly known.
 
         Raises:
@@ -155,6 +155,13 @@ class Request:
             if self.host_chain is not self.device_chain:
                 self.host_chain.extend(listed)
         self.known, self.total = self.known + count, total
+
+    def let_go_of_host(self) -> None:
+        """What was found on the host and is not on its way is not wanted. Harmless twice, and if
+        the cache was closed."""
+        lease, self.host = self.host, None
+        if lease is not None:
+            lease._let_go()
 
     @property
     def is_loading(self) -> bool:

@@ -456,7 +456,7 @@ def test_a_request_whose_plan_was_not_taken_gives_it_back(
         world.manager.plan("c", Prompt(tokens(18, 1)))
     assert world.manager.disabled
     assert world.manager.take("b").usable == 0
-    assert world.device.index.plans.pages == 4
+    assert world.device.index.plans.pages == 0
     world.manager.release("b")
     assert world.device.index.plans.pages == 0
 

@@ -1,0 +1,163 @@
+"""A manager that has disabled itself, or whose cache is gone: it finds nothing, says so, and holds
+nothing that it does not need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from support.manager_case import World, made_worlds, tokens
+from support.stamped import stamps_of
+
+from lightcache.errors import CacheCorrupted, Detached, TransferFailed
+from lightcache.manager import Prompt, Why
+
+
+@pytest.fixture
+def worlds(segment_name: str) -> Iterator[Callable[..., World]]:
+    yield from made_worlds(segment_name)
+
+
+def broken(*_: Any, **__: Any) -> Any:
+    raise CacheCorrupted("arranged")
+
+
+def disable(world: World) -> None:
+    """By failures at a place that holds nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world.manager._planner, "plan", broken)
+        while not world.manager.disabled:
+            world.manager.plan("nobody", Prompt(tokens(3)))
+    world.manager.cancel("nobody")
+
+
+def pins(world: World) -> tuple[int, int]:
+    """On the device, and on the host."""
+    return world.index.check().pins, world.cache.check().pins
+
+
+def halved(world: World) -> Prompt:
+    """A prompt of which the device has 8 tokens, and the host 8 more."""
+    prompt = Prompt(tokens(18))
+    world.run("first", prompt)
+    world.manager.can_allocate(30, evict=True)
+    assert world.manager.plan("look", prompt).device == 8
+    world.manager.cancel("look")
+    return prompt
+
+
+def test_what_waits_is_let_go_and_may_begin(worlds: Any) -> None:
+    world = worlds()
+    prompt = halved(world)
+    world.manager.plan("a", prompt)
+    assert pins(world) != (0, 0)
+    disable(world)
+    assert pins(world) == (0, 0)
+    match = world.manager.take("a")
+    assert (match.usable, match.why) == (0, Why.DISABLED)
+    world.manager.enable()
+    assert world.run("b", prompt).usable == 16
+    world.manager.release("a")
+    world.nothing_left()
+
+
+def test_taking_one_that_could_not_be_let_go_then(
+    worlds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = worlds()
+    prompt = halved(world)
+    world.manager.plan("a", prompt)
+    monkeypatch.setattr(world.manager._planner, "let_go", lambda: None)
+    disable(world)
+    assert pins(world) != (0, 0)
+    assert world.manager.take("a").usable == 0
+    assert pins(world) == (0, 0)  # and not only when it is released
+    world.manager.release("a")
+    world.nothing_left()
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["disabled", "enabled again"])
+def test_a_request_that_was_taken_before_does_not_believe_in_its_load(
+    worlds: Any, again: bool
+) -> None:
+    world = worlds()
+    prompt = halved(world)
+    world.manager.plan("a", prompt)
+    assert world.manager.take("a").usable == 16
+    disable(world)
+    assert world.cache.check().pins == 0  # its blocks on the device stay: it needs them
+    if again:
+        world.manager.enable()
+    table = world.manager.allocate("a", 18)
+    fetch = world.manager.fetch("a")
+    assert (fetch.tokens, fetch.failed) == (8, True)
+    for call in (fetch.done, fetch.wait, fetch.wait_on):
+        with pytest.raises(TransferFailed, match="disabled itself"):
+            call()
+    stamps = stamps_of(prompt.tokens)
+    assert (world.content("a", 8) == stamps[:8]).all()
+    world.store.write(table, 8, stamps[8:])
+    world.manager.commit("a", 18)
+    world.manager.release("a")
+    world.manager.enable()
+    assert world.run("b", prompt).usable == 16
+    world.nothing_left()
+
+
+def test_planning_that_failed_is_counted_once(worlds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = worlds(failures=3)
+    with monkeypatch.context() as patch:
+        patch.setattr(world.cache.index, "plan_many", broken)
+        world.manager.plan("a", Prompt(tokens(18)))
+    assert world.manager.take("a").why is Why.DISABLED
+    assert world.manager.stats().errors == 1
+    world.manager.release("a")
+    world.nothing_left()
+
+
+def test_a_cache_that_is_closed_under_its_manager(worlds: Any) -> None:
+    world = worlds()
+    manager, prompt = world.manager, halved(world)
+    manager.plan("waits", prompt)
+    manager.plan("runs", prompt)
+    manager.take("runs")
+    manager.allocate("runs", 18)
+    world.cache.close()
+    assert manager.plan("late", prompt).why is Why.DISABLED
+    assert manager.take("waits").usable == 0
+    assert manager.fetch("runs").tokens == 8
+    assert manager.commit("runs", 18) == {}
+    for request in ("late", "waits", "runs"):
+        manager.release(request)
+    assert world.index.check().pins == 0
+    assert world.device.free == 30
+    manager.close()
+
+
+def test_a_device_that_is_closed_under_its_manager(worlds: Any) -> None:
+    world = worlds()
+    manager, prompt = world.manager, halved(world)
+    manager.plan("waits", prompt)
+    manager.plan("runs", prompt)
+    manager.take("runs")
+    world.device.close()
+    for request in ("waits", "runs"):
+        manager.release(request)
+    assert world.cache.check().pins == 0
+
+
+def test_a_closed_manager_begins_nothing(worlds: Any) -> None:
+    world = worlds()
+    prompt = halved(world)
+    world.manager.plan("a", prompt)
+    world.manager.close()
+    assert pins(world) == (0, 0)
+    for call in (world.manager.plan, lambda _, what: world.manager.keep(what)):
+        with pytest.raises(Detached, match="the manager is closed"):
+            call("a", prompt)
+    world.manager.cancel("a")
+    world.manager.release("a")
+    world.manager.poll()
+    world.manager.close()
+    assert pins(world) == (0, 0)

@@ -1,0 +1,270 @@
+"""What a KVCacheManager answers to calls that make no sense: an error that says why, and nothing
+has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from support.manager_case import World, made_worlds, tokens
+
+from lightcache.errors import ConfigError, LeaseLost, LightcacheError, OutOfPages
+from lightcache.manager import KVCacheManager, Prompt, Wishes
+
+PROMPT = Prompt(tokens(18))
+TABLE = np.array([3, 9, 4, 1, 7], np.int32)
+
+
+@pytest.fixture
+def worlds(segment_name: str) -> Iterator[Callable[..., World]]:
+    yield from made_worlds(segment_name)
+
+
+def picture(world: World) -> Any:
+    """All that a refused call might have changed."""
+    manager = world.manager
+    return (
+        manager.gauges(),
+        manager.stats(),
+        world.index.check().pins if world.device.owned else 0,
+        world.cache.check().pins,
+        {one: plan.prompt for one, plan in manager._planner._plans.items()},
+        {
+            one.id: (one.total, one.known, one.table.tolist(), len(one.device_chain.keys))
+            for one in manager._requests.values()
+        },
+    )
+
+
+def refused(world: World, call: Callable[[], Any], error: type[LightcacheError], says: str) -> None:
+    before = picture(world)
+    with pytest.raises(error, match=says):
+        call()
+    assert picture(world) == before
+
+
+# ---- prompts
+
+
+@pytest.mark.parametrize("what", [[1.0, 2.0], ["a"], [[1, 2], [3]], None, [True], [1 << 70], [-1]])
+def test_tokens_that_are_none(what: Any) -> None:
+    with pytest.raises(ConfigError, match="tokens: expected"):
+        Prompt(what)
+
+
+@pytest.mark.parametrize("what", [{"salt": 3}, {"lora": "name"}, {"tenant": 3}, {"tenant": None}])
+def test_what_else_a_prompt_is_given(what: Any) -> None:
+    with pytest.raises(ConfigError, match=next(iter(what))):
+        Prompt([1, 2], **what)
+
+
+@pytest.mark.parametrize("n", [0, 1])
+def test_prompts_of_nearly_nothing(worlds: Any, n: int) -> None:
+    world = worlds()
+    for request in "ab":
+        assert world.run(request, tokens(n)).usable == 0
+    world.nothing_left()
+
+
+# ---- planning
+
+PLANS = {
+    "prompts": lambda m: m.plan_many("ab", [PROMPT]),
+    "wishes: expected one": lambda m: m.plan_many("ab", [PROMPT] * 2, wishes=[Wishes()]),
+    "limits": lambda m: m.plan_many("ab", [PROMPT] * 2, limits=[3]),
+    "named twice": lambda m: m.plan_many("cc", [PROMPT] * 2),
+    "hashable": lambda m: m.plan([1], PROMPT),
+    "prompts: expected a Prompt": lambda m: m.plan("c", [1, 2, 3]),
+    "wishes: expected Wishes": lambda m: m.plan("c", PROMPT, wishes=None),
+    "limit: expected tokens": lambda m: m.plan_many("cd", [PROMPT] * 2, limits=[3, -1]),
+    "found 1.5": lambda m: m.plan_many("cd", [PROMPT] * 2, limits=[None, 1.5]),
+    "owned": lambda m: m.plan("c", PROMPT, device_tokens=4),
+}
+
+
+@pytest.mark.parametrize("says", PLANS)
+def test_plans(worlds: Any, says: str) -> None:
+    world = worlds()
+    world.run("first", PROMPT)
+    world.manager.plan("a", PROMPT)
+    refused(world, lambda: PLANS[says](world.manager), ConfigError, says)
+    assert world.manager.take("a").usable == 16
+    world.manager.release("a")
+    world.nothing_left()
+
+
+@pytest.mark.parametrize("given", [[4], [4, -4], [4, 4.0], [4, None]])
+def test_plans_of_what_an_engine_found_itself(worlds: Any, given: Any) -> None:
+    world = worlds(owned=False)
+
+    def call() -> Any:
+        return world.manager.plan_many("ab", [PROMPT] * 2, device_tokens=given)
+
+    refused(world, call, ConfigError, "device_tokens")
+
+
+# ---- allocating
+
+
+@pytest.mark.parametrize("n", [-1, 3.5, "3", None])
+def test_no_number_of_tokens(worlds: Any, n: Any) -> None:
+    world = worlds()
+    world.start("a", PROMPT)
+    refused(world, lambda: world.manager.allocate("a", n), ConfigError, "tokens: expected")
+
+
+def test_more_than_there_is(worlds: Any) -> None:
+    world = worlds()
+    world.start("a", PROMPT)
+    refused(world, lambda: world.manager.allocate("a", 10**9), OutOfPages, "the device has 32")
+
+
+@pytest.mark.parametrize("n", [0, -1, "x", 1 << 40])
+def test_no_number_of_blocks(worlds: Any, n: Any) -> None:
+    world = worlds()
+    world.run("a", PROMPT)
+    world.manager.plan("b", PROMPT)
+    refused(world, lambda: world.manager.set_blocks(n), ConfigError, "blocks: expected")
+    assert world.manager.take("b").device == 16
+    world.manager.release("b")
+
+
+# ---- committing
+
+NEW = [[8, 9], [7]]
+COMMITS = {
+    "found 100": lambda m: m.commit_many("ab", [20, 100], NEW),
+    "expected 18 to 19": lambda m: m.commit_many("ab", [20, 3], NEW),
+    "number of tokens": lambda m: m.commit_many("ab", [20, 18.0], NEW),
+    "'b': new_tokens: token": lambda m: m.commit_many("ab", [20, 19], [[8, 9], [-1]]),
+    "'b': new_tokens: tokens must be": lambda m: m.commit_many("ab", [20, 19], [[8, 9], [7.0]]),
+    "have one dimension": lambda m: m.commit_many("ab", [20, 19], [[8, 9], 5]),
+    "totals": lambda m: m.commit_many("ab", [20], NEW),
+    "new_tokens: expected": lambda m: m.commit_many("ab", [20, 19], [[8, 9]]),
+    "named twice": lambda m: m.commit_many("aa", [20, 20], NEW),
+    "leave the table out": lambda m: m.commit_many("ab", [20, 19], NEW, [TABLE, TABLE]),
+}
+
+
+@pytest.mark.parametrize("says", COMMITS)
+def test_commits_of_which_one_is_wrong(worlds: Any, says: str) -> None:
+    world = worlds()
+    for request in "ab":
+        world.start(request, Prompt(tokens(18, ord(request))))
+        world.compute(request, tokens(18, ord(request)), 0, 18)
+    refused(world, lambda: COMMITS[says](world.manager), ConfigError, says)
+    refused(world, lambda: world.manager.commit_many("ax", [20, 1], NEW), LeaseLost, "'x'")
+    world.manager.allocate("a", 20)
+    world.manager.commit_many("ab", [20, 19], NEW)  # as if nothing had been
+    for request in "ab":
+        world.manager.release(request)
+    found = world.manager.plan("c", Prompt(np.concatenate([tokens(18, ord("a")), [8, 9, 1]])))
+    assert found.device == 20
+    world.manager.cancel("c")
+    world.nothing_left()
+
+
+WRONG_TABLES = {
+    "give the request's as table=": None,
+    "pages: expected": [TABLE.astype(float)],
+    "found int64": [[TABLE.tolist()]],
+    "tables": [TABLE, TABLE],
+    "found -1 to 9": [np.array([3, 9, 4, -1, 7], np.int32)],
+    "found 3 to 500": [np.array([3, 9, 4, 500, 7], np.int32)],
+}
+
+
+@pytest.mark.parametrize("says", WRONG_TABLES)
+def test_tables_of_an_attached_device(worlds: Any, says: str) -> None:
+    world = worlds(owned=False)
+    manager = world.manager
+    manager.plan("a", PROMPT)
+    manager.take("a")
+    tables = WRONG_TABLES[says]
+
+    def call() -> Any:
+        return manager.commit_many(["a"], [18], tables=tables)
+
+    refused(world, call, ConfigError, says)
+    manager.commit("a", 18, table=TABLE.tolist())
+    manager.release("a")
+    assert manager.plan("b", PROMPT).device == 16
+
+
+@pytest.mark.parametrize("table", [[1.5, 2], [-1] * 5, [100] * 5, [1, 2]])
+def test_tables_to_load_into(worlds: Any, table: Any) -> None:
+    world = worlds(owned=False)
+    manager = world.manager
+    manager.plan("a", PROMPT)
+    manager.take("a")
+    manager.commit("a", 18, table=TABLE)
+    manager.release("a")
+    manager.plan("b", PROMPT, device_tokens=0)
+    manager.take("b")
+    refused(world, lambda: manager.fetch("b", table), ConfigError, "expected")
+    assert manager.fetch("b", [11, 12, 13, 14, 15]).tokens == 16
+    manager.release("b")
+
+
+# ---- out of turn
+
+
+def test_out_of_turn(worlds: Any) -> None:
+    world = worlds()
+    manager = world.manager
+    refused(world, lambda: manager.take("a"), LeaseLost, "plan it first")
+    world.run("a", PROMPT, keep=True)
+    refused(world, lambda: manager.take("a"), ConfigError, "runs already")
+    refused(world, lambda: manager.forgo("a"), ConfigError, "fetched already")
+    manager.release("a")
+    manager.release("a")
+    for call in (
+        lambda: manager.allocate("a", 18),
+        lambda: manager.fetch("a"),
+        lambda: manager.forgo("a"),
+        lambda: manager.commit("a", 18),
+    ):
+        refused(world, call, LeaseLost, "no running request 'a'")
+    world.nothing_left()
+
+
+# ---- blocks
+
+
+def test_blocks_that_are_none(worlds: Any) -> None:
+    manager = worlds(owned=False).manager
+    for wrong in ("x", [1.5], [[1, 2], [3]]):
+        for call in (manager.in_flight, manager.wait_blocks, manager.evicted, manager.evicting):
+            with pytest.raises(ConfigError, match="blocks: expected"):
+                call(wrong)
+    with pytest.raises(ConfigError, match="blocks: expected"):
+        manager.demote("x")
+
+
+def test_a_padded_table_is_looked_at(worlds: Any) -> None:
+    world = worlds()
+    world.start("a", PROMPT)
+    world.mover.at_once = False
+    world.compute("a", PROMPT.tokens, 0, 18)
+    table = world.manager.allocate("a", 18)
+    padded = np.full((2, 8), -1, np.int32)
+    padded[0, :5] = table
+    expected = np.zeros((2, 8), bool)
+    expected[0, :4] = True
+    assert (world.manager.in_flight(padded) == expected).all()
+    world.manager.wait_blocks(padded)
+    assert not world.manager.in_flight(padded).any()
+
+
+# ---- made of something else
+
+
+@pytest.mark.parametrize("what", ["host", "device", "config"])
+def test_a_manager_of_something_else(worlds: Any, what: str) -> None:
+    world = worlds()
+    parts = {"host": world.cache, "device": world.device, "mover": world.mover, "config": None}
+    parts[what] = {"a": 1}
+    with pytest.raises(ConfigError, match=f"{what}: expected a"):
+        KVCacheManager(**parts)
