@@ -117,6 +117,10 @@ class Request:
     """Leading blocks that were given names, or tried to."""
     written: int = 0
     """Leading host pages that are there, on their way, or were tried."""
+    left_to_others: int = 0
+    """Up to here others were writing some of its host pages; 0: none."""
+    failed_then: int = 0
+    """Copies that had failed when that was seen."""
     known: int = 0
     """Tokens whose ids are known: the prompt's and those reported."""
     total: int = 0

@@ -30,6 +30,8 @@ class Writer:
         """Nothing is written yet."""
         self._manager = manager
         self._seen: OrderedDict[bytes, int] = OrderedDict()
+        self._failed = 0
+        """Copies of ours that failed, or never began."""
 
     def due(self, running: list[Request], look: Look) -> None:
         """After a commit: pages of those that have enough of them, or whose prompt is complete."""
@@ -37,6 +39,8 @@ class Writer:
             return
         group, tokens = self._manager.config.write_group, self._manager.page_tokens
         for one in running:
+            if one.left_to_others and one.failed_then != self._failed:
+                self._take_over(one, look)
             begin = one.written * tokens
             if one.total < begin + tokens:
                 continue
@@ -58,6 +62,8 @@ class Writer:
         also where the device had it: else the host would let go of what the device will ask for."""
         used: dict[Space, list[Keys]] = {}
         for one in ended:
+            if one.left_to_others:  # who fails in another process does not say so
+                self._take_over(one, look)
             full = one.publishable() // self._manager.page_tokens
             if self._manager.config.write is not WritePolicy.BACK and full > one.written:
                 self._write(one, full, look)
@@ -68,6 +74,17 @@ class Writer:
             if look.good(space):
                 keys = np.concatenate(parts)  # nothing is reserved: their order means nothing
                 self._manager.host.reserve(keys, len(keys), namespace=space.host).release()
+
+    def _take_over(self, one: Request, look: Look) -> None:
+        """Others were writing pages of this request, and may have failed: what is not there, and
+        nobody writes any more, is written now. Of n samples whose copies all fail each has tried
+        once."""
+        end, one.left_to_others = one.left_to_others, 0
+        if one.space is None or not look.good(one.space):
+            return
+        begin = self._manager.host.peek(one.host_chain.keys[:end], namespace=one.space.host)
+        if begin < end:
+            self._offload(one, one.space, begin, end)
 
     def store(self, one: Request) -> None:
         """A request has ended and its copies are over: what the host has of it goes to storage. The
@@ -120,6 +137,8 @@ class Writer:
         except LightcacheError:
             manager._figures.add(failed_offloads=1)
             return
+        if len(new.busy):
+            one.left_to_others, one.failed_then = int(new.busy[-1]) + 1, self._failed
         pages = len(new.pages)
         if end - begin > pages:
             manager._figures.add(no_room_pages=len(new.missing))
@@ -147,6 +166,7 @@ class Writer:
                 moved = moved_bytes(manager.host, pages * manager.page_tokens, nbytes)
                 manager._figures.add(offloads=1, offloaded_pages=pages, offloaded_bytes=moved)
             else:
+                self._failed += 1
                 manager._figures.add(failed_offloads=1)
 
         def give_back() -> None:

@@ -11,7 +11,7 @@ from support.manager_case import Shelf, World, made_worlds, tokens
 from support.stamped import stamps_of
 
 from lightcache.errors import ConfigError, LeaseLost, OutOfPages
-from lightcache.manager import Item, Prompt, Why, Wishes
+from lightcache.manager import Item, Prompt, Why, Wishes, WritePolicy
 
 
 @pytest.fixture
@@ -250,6 +250,92 @@ def test_a17_another_goes_on_where_the_one_that_wrote_was_aborted(worlds: Any) -
     world.manager.release("b")
     world.manager.resume()
     assert world.manager.stats().offloaded_pages == 4
+    world.nothing_left()
+
+
+def a_copy_goes_on(world: World, prompt: Prompt, samples: str) -> None:
+    """All samples have computed the prompt; the first of them is writing it."""
+    world.mover.at_once = False
+    for request in samples:
+        world.start(request, prompt)
+    for request in samples:
+        world.compute(request, prompt.tokens, 0, len(prompt))
+    assert len(world.mover.going) == 1
+    world.mover.at_once = True
+
+
+@pytest.mark.parametrize("goes_on", ["computing", "ending", "beginning"])
+def test_a17_another_takes_over_when_the_copy_fails(worlds: Any, goes_on: str) -> None:
+    world = worlds()
+    prompt = Prompt(tokens(18))
+    a_copy_goes_on(world, prompt, "a" if goes_on == "beginning" else "abc")
+    world.mover.fail_next = 1
+    world.mover.finish()
+    world.manager.poll()
+    assert world.cache.stats().ready == 0
+    if goes_on == "computing":
+        more = np.concatenate([prompt.tokens, [7]])
+        for request in "bc":
+            world.compute(request, more, 18, 19)
+    elif goes_on == "ending":
+        world.manager.release("b")
+    else:
+        world.run("d", prompt)
+    assert world.cache.stats().ready == 4
+    found = world.manager.stats()
+    assert (found.failed_offloads, found.offloads, found.offloaded_pages) == (1, 1, 4)
+    for request in "abc":
+        world.manager.release(request)
+    assert world.manager.stats().offloaded_pages == 4
+    world.nothing_left()
+
+
+def test_a17_another_takes_over_what_was_queued_and_aborted(worlds: Any) -> None:
+    world = worlds()
+    prompt = Prompt(tokens(18))
+    world.manager.pause()
+    for request in "ab":
+        world.start(request, prompt)
+    for request in "ab":
+        world.compute(request, prompt.tokens, 0, 18)
+    world.manager.release("a", publish=False)
+    world.compute("b", np.concatenate([prompt.tokens, [7]]), 18, 19)
+    world.manager.resume()
+    assert world.cache.stats().ready == 4
+    world.manager.release("b")
+    world.nothing_left()
+
+
+def test_a17_when_all_copies_fail_each_sample_tries_once(worlds: Any) -> None:
+    world = worlds()
+    every = tokens(18)
+    a_copy_goes_on(world, Prompt(every), "abc")
+    world.mover.fail_next = 100
+    world.mover.finish()
+    for _ in range(5):
+        world.manager.poll()
+        every = np.concatenate([every, [7]])
+        for request in "abc":
+            world.compute(request, every, len(every) - 1, len(every))
+    assert world.manager.stats().failed_offloads == 3
+    world.mover.fail_next = 0
+    for request in "abc":
+        world.manager.release(request)
+    world.nothing_left()
+
+
+def test_a17_what_was_asked_for_once_is_not_written_with_it(worlds: Any) -> None:
+    world = worlds(write=WritePolicy.SELECTIVE)
+    prompt = Prompt(tokens(18))
+    world.run("first", prompt)
+    a_copy_goes_on(world, prompt, "ab")
+    world.compute("b", np.concatenate([prompt.tokens, tokens(7, 3)]), 18, 25)
+    world.mover.fail_next = 1
+    world.mover.finish()
+    world.manager.poll()
+    world.manager.release("b")
+    assert world.cache.stats().ready == 4  # and not what "b" alone has generated
+    world.manager.release("a")
     world.nothing_left()
 
 
