@@ -926,6 +926,31 @@ def test_b18_the_number_of_blocks_changes_after_profiling(worlds: Any, owned: bo
     assert manager.stats().host_tokens == (32 if owned else 0)  # the host kept what it had
 
 
+@pytest.mark.parametrize("updating", [False, True], ids=["serving", "updating"])
+def test_b18_tenants_find_their_own_in_the_new_blocks(worlds: Any, updating: bool) -> None:
+    world = worlds()
+    left, right = (Prompt(tokens(18), tenant=each) for each in ("left", "right"))
+    for prompt in (left, right):
+        world.run("first", prompt)
+    if updating:
+        world.manager.begin_update()
+    world.manager.set_blocks(32)
+    if updating:
+        world.manager.finish_update("2")
+    for prompt in (right, left):  # the new index meets them in another order
+        assert world.run("a", prompt).device == 0
+        assert (on_device(world, prompt), on_host(world, prompt)) == (16, 4)
+        assert world.run("b", prompt).device == 16
+    assert world.manager.keep(left) == {"host": 16, "device": 16}
+    world.manager.unkeep(left)
+    assert world.manager.drop(right) == {"host": 16, "device": 16}
+    assert (on_device(world, right), on_device(world, left)) == (0, 16)
+    world.manager.begin_update()
+    world.manager.finish_update("3")
+    assert world.index.stats().ready == 0
+    world.nothing_left()
+
+
 def test_b18_not_while_requests_run(worlds: Any) -> None:
     world = worlds()
     world.mover.at_once = False
