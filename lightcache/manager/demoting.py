@@ -17,7 +17,7 @@ from lightcache.leases import Lease
 from lightcache.manager.attached import AttachedDevice
 from lightcache.manager.owned import OwnedDevice
 from lightcache.manager.requests import HELD, Request, Space
-from lightcache.manager.traffic import Movement
+from lightcache.manager.traffic import Movement, State
 
 if TYPE_CHECKING:
     from lightcache.manager.manager import KVCacheManager
@@ -61,7 +61,9 @@ class Group:
     homes: dict[int, Home]
     """Of those that lie in a page of the host, by their numbers."""
     cause: str
-    """"low_water" or "demote"."""
+    """"room", "low_water" or "demote"."""
+    stay: bool
+    """The host did not answer: not all of it is written, so the blocks are not given up."""
 
 
 class Demotion:
@@ -83,16 +85,18 @@ class Demotion:
 
     def note(self, one: Request, begin: int, end: int) -> None:
         """Blocks [begin, end) of a request's table got their names."""
-        if "host" not in one.wishes.tiers or one.wishes.priority < 0:
-            return
         tokens, block = self._manager.page_tokens, self._manager.device.block_tokens
         assert one.space is not None
-        device = self._manager.device
+        device, wishes = self._manager.device, one.wishes
+        goes = "host" in wishes.tiers and wishes.priority >= 0
         for page in range(begin * block // tokens, end * block // tokens):
             # The page's last token lies in this block; a page may be a part of one.
             first, last = page * tokens // block, ((page + 1) * tokens - 1) // block
-            if device.owned and HELD in one.kind[first : last + 1]:
-                continue  # without a name it is gone as soon as the request is
+            if not goes or (device.owned and HELD in one.kind[first : last + 1]):
+                # Without a name it is gone as soon as the request is. What was noted of this block
+                # may have begun in others.
+                self._origins.pop(int(one.table[last]), None)
+                continue
             made = Origin(
                 one.space,
                 one.device_chain.keys[last].tobytes(),
@@ -123,7 +127,7 @@ class Demotion:
         way.
 
         Args:
-            cause: under which they are counted: "low_water" or "demote".
+            cause: under which they are counted: "room", "low_water" or "demote".
         """
         device = self._manager.device
         if not isinstance(device, OwnedDevice) or device.index is None or n < 1:
@@ -131,13 +135,35 @@ class Demotion:
         oldest = device.index.oldest(min(n, 4096))
         blocks = oldest.pages.copy()
         homes = self._homes_of(blocks, oldest.keys)
-        movements = self.write(blocks, oldest.keys)
-        self._groups.append(Group(oldest.lease, movements, homes, cause))
+        begun, whole = self.write(blocks, oldest.keys)
+        self._groups.append(Group(oldest.lease, begun, homes, cause, not whole))
         self.poll()
         return len(blocks)
 
-    def write(self, blocks: Pages, keys: Keys) -> list[Movement]:
-        """Begin to write the pages that end in these blocks.
+    def make_room(self, wanted: int) -> None:
+        """Begin to write back what stands in the way of so many free blocks, if they can be had."""
+        device = self._manager.device
+        assert isinstance(device, OwnedDevice)
+        assert device.index is not None
+        self._manager._traffic.poll()
+        self.poll()
+        free = device.free
+        while (short := wanted - free - self.going) > 0:
+            if not device.index.can_allocate(wanted - self.going) or not self.demote(short, "room"):
+                return
+            before, free = free, device.free
+            if free == before and not self.going:
+                return  # they stay, for whatever reason
+
+    def running(self) -> Movement | None:
+        """A copy that blocks on their way out wait for, and that goes on; None: there is none."""
+        movements = (each for group in self._groups for each in group.movements)
+        return next((each for each in movements if each.state is State.RUNNING), None)
+
+    def write(self, blocks: Pages, keys: Keys) -> tuple[list[Movement], bool]:
+        """Begin to write the pages that end in these blocks. Returns the copies, and whether all
+        were begun that the host had room for: the first error ends it, for each may be a long wait.
+        What was noted stays: the host may lose a page before the device does.
 
         Args:
             keys: that the device has them under.
@@ -145,12 +171,17 @@ class Demotion:
         begun: list[Movement] = []
         refused: set[bytes] = set()
         for i in range(len(blocks) - 1, -1, -1):  # prefixes first: host pages hang on each other
-            for origin in self._origins.pop(int(blocks[i]), {}).values():
+            for origin in self._origins.get(int(blocks[i]), {}).values():
                 lives = self._lives(origin.blocks)
                 same = lives is None or (lives == origin.lives).all()
-                if same and origin.device_key == keys[i].tobytes():
+                if not same or origin.device_key != keys[i].tobytes():
+                    continue
+                try:
                     self._write(origin, begun, refused)
-        return begun
+                except LightcacheError:
+                    self._manager._figures.add(failed_offloads=1)
+                    return begun, False
+        return begun, True
 
     def _write(self, origin: Origin, begun: list[Movement], refused: set[bytes]) -> None:
         """Unless the host has it already, or no room for it.
@@ -166,17 +197,13 @@ class Demotion:
             refused.add(own)
             manager._figures.add(no_room_pages=1)
             return
-        try:
-            new = manager.host.reserve(
-                origin.host_keys,
-                before,
-                shards=manager.mover.shards,
-                namespace=origin.space.host,
-                timeout=manager.config.time_limit,
-            )
-        except LightcacheError:
-            refused.add(own)
-            return
+        new = manager.host.reserve(
+            origin.host_keys,
+            before,
+            shards=manager.mover.shards,
+            namespace=origin.space.host,
+            timeout=manager.config.time_limit,
+        )
         if len(new.new):
             begun.append(manager._writer.launch(new, self._slots(origin, before), origin.blocks))
             return
@@ -198,6 +225,9 @@ class Demotion:
         for group in self._groups:
             if not all(movement.over for movement in group.movements):
                 left.append(group)
+                continue
+            if group.stay:
+                group.lease.release()
                 continue
             n = len(group.lease)
             assert device.index is not None

@@ -30,8 +30,13 @@ class Guard:
         self.disabled = False
         """Nothing is asked of the cache any more. `enable` ends it."""
 
-    def run(self, call: Callable[[], T], miss: Callable[[], T]) -> T:
-        """The result of a call, or of `miss` when it failed or is not made any more."""
+    def run(self, call: Callable[[], T], miss: Callable[[], T], *, proves: bool = True) -> T:
+        """The result of a call, or of `miss` when it failed or is not made any more.
+
+        Args:
+            proves: whether the cache is well if this call went well: errors before do not count
+                any more then.
+        """
         if self.disabled:
             return miss()
         try:
@@ -41,7 +46,8 @@ class Guard:
         except LightcacheError as error:
             self._failed(error)
             return miss()
-        self._behind = 0
+        if proves:
+            self._behind = 0
         return found
 
     def enable(self) -> None:

@@ -8,19 +8,18 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from lightcache._arguments import Pages, count
+from lightcache._arguments import Pages
 from lightcache.cache import Cache
-from lightcache.errors import ConfigError, Detached, LeaseLost, OutOfPages
+from lightcache.errors import ConfigError, Detached, LeaseLost
 from lightcache.hashing import Tokens
 from lightcache.leases import Lease
+from lightcache.manager.allocating import allocate, make_room
 from lightcache.manager.checks import check_commits, check_parts, check_plans, check_table
 from lightcache.manager.demoting import Demotion
 from lightcache.manager.device import DeviceTier
 from lightcache.manager.fetching import Fetch, begin_fetch, no_fetch
 from lightcache.manager.guard import Guard
-from lightcache.manager.matches import ANY, ManagerConfig, PrefixMatch, Why, Wishes
+from lightcache.manager.matches import ANY, ManagerConfig, PrefixMatch, Why, Wishes, WritePolicy
 from lightcache.manager.movers import Mover
 from lightcache.manager.naming import name_blocks
 from lightcache.manager.owned import OwnedDevice
@@ -28,7 +27,7 @@ from lightcache.manager.planned import Planned
 from lightcache.manager.planning import Planner
 from lightcache.manager.prompts import Prompt
 from lightcache.manager.releasing import Leaving
-from lightcache.manager.requests import HELD, LEASED, Chain, NoChain, Request
+from lightcache.manager.requests import LEASED, Chain, NoChain, Request
 from lightcache.manager.spaces import Spaces
 from lightcache.manager.statistics import Figures, Recent
 from lightcache.manager.traffic import Traffic
@@ -257,40 +256,39 @@ class KVCacheManager(Upkeep):
 
     # ---- running
 
-    def allocate(self, request: Hashable, tokens: int) -> Pages:
+    def allocate(self, request: Hashable, tokens: int, *, timeout: float | None = 0.0) -> Pages:
         """Owned devices: blocks for so many tokens in all, and the decode reserve. Returns the
         whole table, int32.
 
+        With `WritePolicy.BACK` named blocks that have to make room are written to the host first.
+        That goes on beside you, so there may be no room yet: `poll`, and ask again, or wait here.
+
+        Args:
+            timeout: seconds that it may block while blocks are being written back; None: as long
+                as that takes.
+
         Raises:
-            OutOfPages: so many cannot be had. Nothing changed; preempt somebody, or wait, or
-                `forgo` what the host has and ask for fewer.
+            OutOfPages: so many cannot be had, or not yet. Nothing changed; preempt somebody, or
+                wait, or `forgo` what the host has and ask for fewer.
+            ConfigError: no number of tokens.
             LeaseLost: no such request.
         """
-        with self._lock:
-            device = self._owned("allocate")
-            one = self._request(request)
-            needed = -(-count(tokens, "tokens", 0, 1 << 62) // device.block_tokens)
-            missing = needed + self.config.reserve_blocks - len(one.table)
-            if missing > 0:
-                try:
-                    fresh = device.allocate(missing)
-                except OutOfPages:
-                    if not 0 < needed <= len(one.table):
-                        raise
-                    return one.table  # this is what the reserve is for
-                one.table = np.concatenate([one.table, fresh])
-                one.kind += bytes([HELD]) * missing
-            return one.table
+        return allocate(self, request, tokens, timeout)
 
     def can_allocate(self, blocks: int, *, evict: bool = False) -> bool:
         """Owned devices: whether so many blocks could be had now. Advisory unless `evict`.
 
         Args:
-            evict: free them now, those unused for longest first; what they held is dropped
-                (`demote` writes it to the host).
+            evict: free them now, those unused for longest first; what they held is dropped. With
+                `WritePolicy.BACK` it is written to the host first: False while that goes on.
         """
         with self._lock:
             device = self._owned("can_allocate")
+            back = self.config.write is WritePolicy.BACK and device.index is not None
+            if evict and back and device.can_allocate(blocks):
+                free = make_room(self, device, blocks)
+                if free < blocks and self._demotion.going:
+                    return False
             return device.can_allocate(blocks, evict=evict)
 
     def forgo(self, request: Hashable) -> PrefixMatch:

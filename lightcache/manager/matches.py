@@ -11,6 +11,7 @@ from lightcache.errors import ConfigError
 from lightcache.manager.prompts import Item
 
 TIERS = frozenset({"device", "host", "storage"})
+_LOW_WATER = 0.02  # of a device's blocks; a step of decoding takes less, and a prefill waits once
 
 
 class Why(Enum):
@@ -125,8 +126,9 @@ class ManagerConfig:
     """Decode reserve: blocks that a running request has beyond its tokens."""
     min_load_tokens: int | None = None
     """Fewer are computed rather than loaded; None: as the costs say, 0: always load."""
-    low_water: float = 0.0
-    """BACK: share of the device's blocks that is kept free by writing back ahead of need."""
+    low_water: float | None = None
+    """BACK: share of the device's blocks that is kept free by writing back ahead of need; None: a
+    fiftieth. Where they are all in use, `allocate` has what is in its way written first."""
     time_limit: float = 0.25
     """Seconds that a call may wait for a lock before it counts as failed."""
     failures: int = 3
@@ -149,12 +151,19 @@ class ManagerConfig:
         for name in ("plan_ttl", "time_limit", "wait_limit"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}: expected seconds > 0, found {getattr(self, name)!r}")
-        if not 0 <= self.low_water < 1:
+        if self.low_water is not None and not 0 <= self.low_water < 1:
             raise ConfigError(f"low_water: expected a share of 0 to 1, found {self.low_water!r}")
         if self.same_prefix not in ("compute", "wait"):
             raise ConfigError(
                 f"same_prefix: expected 'compute' or 'wait', found {self.same_prefix!r}"
             )
+
+    @property
+    def kept_free(self) -> float:
+        """`low_water`, whatever was said."""
+        if self.low_water is None:
+            return _LOW_WATER if self.write is WritePolicy.BACK else 0.0
+        return self.low_water
 
 
 __all__ = ["ANY", "TIERS", "ManagerConfig", "PrefixMatch", "Why", "Wishes", "WritePolicy"]

@@ -75,8 +75,8 @@ class ManagerStats:
     storage_evicted_room: int = 0
     """Pages that the storage let go of to make room, if it says so."""
     demotions: int = 0
-    """Of the blocks evicted for low water or by `demote`, those that the host had then: written
-    back, or there before."""
+    """Of the blocks that write-back evicted (for room, for low water, by `demote`), those that the
+    host had then: written back, or there before."""
     demotions_lost: int = 0
     """The others of these: the host had no room, a copy failed, they filled no page of it, or were
     not to go there: `Wishes`."""

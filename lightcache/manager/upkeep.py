@@ -94,11 +94,12 @@ class Upkeep:
 
     def _keep_low_water(self) -> None:
         device = self.device
-        if self.config.low_water and isinstance(device, OwnedDevice) and device.index is not None:
-            wanted = int(self.config.low_water * device.blocks)
+        if self.config.kept_free and isinstance(device, OwnedDevice) and device.index is not None:
+            wanted = int(self.config.kept_free * device.blocks)
             missing = wanted - device.free - self._demotion.going
             if missing > 0:
-                self._demotion.demote(missing, "low_water")
+                demote = partial(self._demotion.demote, missing, "low_water")
+                self._guard.run(demote, lambda: 0, proves=False)
 
     def in_flight(self, blocks: Pages | Sequence[int] | None = None) -> Any:
         """Which of these device blocks a copy reads or writes: bool of their shape; none does of
@@ -142,7 +143,8 @@ class Upkeep:
             if index is None or not isinstance(self.device, AttachedDevice):
                 return 0
             named = self.device.named(numbers_of(blocks))
-            return len(self._demotion.write(named, index.keys_of(named)))
+            begun, _ = self._demotion.write(named, index.keys_of(named))
+            return len(begun)
 
     def set_blocks(self, blocks: int) -> None:
         """The engine has found out how many device blocks fit, or has changed it: the device's
