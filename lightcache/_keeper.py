@@ -54,16 +54,10 @@ class Keeper:
 
     def _take(self) -> None:
         self._owns = True
-        if isinstance(self._held, Lease):
-            self._held._released = True
-        else:
-            self._held._done = True
+        self._held._done = True
 
     def _hand_back(self) -> None:
-        if isinstance(self._held, Lease):
-            self._held._released = False
-        else:
-            self._held._done = False
+        self._held._done = False
         self._owns = False
 
     def over(self, ok: bool) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from lightcache import _arguments, layout
+from lightcache._borrowed import Borrowed
 from lightcache.errors import LeaseLost
 from lightcache.layout import KeyStatus
 from lightcache.shm.codes import Code, check
@@ -23,7 +23,7 @@ Positions = npt.NDArray[np.int64]
 Statuses = npt.NDArray[np.uint8]
 
 
-class Held:
+class Held(Borrowed):
     """Pages that this client has allocated: no lookup finds them, nobody evicts them.
 
     Leaving its `with`, or dropping the last reference, frees those that have not been named since:
@@ -34,17 +34,17 @@ class Held:
     interrupt at any point leaks nothing.
     """
 
-    __slots__ = ("__weakref__", "_freed", "_gens", "_index", "_over", "_pages", "_progress")
+    __slots__ = ("__weakref__", "_done", "_freed", "_gens", "_index", "_pages", "_progress")
 
     def __init__(self, index: PageIndex, n: int) -> None:
         """For PageIndex: nothing is held yet."""
-        self._over = True  # an interrupt before the last line: nothing to give back
+        self._done = True  # an interrupt before the last line: nothing to give back
         self._index = index
         self._pages: Pages = np.empty(n, np.int32)
         self._gens = np.empty(n, np.uint32)
         self._progress = layout.HeldProgress()
         self._freed = layout.HeldProgress()
-        self._over = False
+        self._done = False
 
     @property
     def pages(self) -> Pages:
@@ -53,7 +53,7 @@ class Held:
         Raises:
             LeaseLost: freed or detached already.
         """
-        if self._over:
+        if self._done:
             raise LeaseLost(
                 "pages: these were freed or detached, and may be somebody else's by now"
             )
@@ -61,7 +61,7 @@ class Held:
 
     def __len__(self) -> int:
         """Number of pages; 0 after `free` and `detach`."""
-        return 0 if self._over else len(self._pages)
+        return 0 if self._done else len(self._pages)
 
     def detach(self) -> Pages:
         """The pages, for a caller who keeps their numbers: it `free`s what it does not name, and
@@ -71,7 +71,7 @@ class Held:
             LeaseLost: freed or detached already.
         """
         pages = self.pages
-        self._over = True
+        self._done = True
         return pages
 
     def free(self) -> None:
@@ -83,10 +83,10 @@ class Held:
             LockTimeout: the lock's holder did not give it back in time; call again.
             Detached: closed, or a forked child.
         """
-        if self._over:
+        if self._done:
             raise LeaseLost("free: these pages were freed or detached before")
         check(self._free(), "free pages")
-        self._over = True
+        self._done = True
 
     def ticket(self, adopters: list[ClientId], *, timeout: float = 60.0) -> Ticket:
         """Pin the same pages for others, who `adopt` the ticket's 16 bytes. See `Ticket`.
@@ -115,30 +115,14 @@ class Held:
         )
         return code
 
-    def __enter__(self) -> Held:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if not self._over and not self._index._unusable():
-            self._end()
-
-    def __del__(self) -> None:
-        if not getattr(self, "_over", True) and not self._index._unusable():
-            self._end()
-
     def _end(self) -> None:
         code = self._free()
-        self._over = True
+        self._done = True
         if code not in (Code.OK, Code.FORKED, Code.CLOSED, Code.RETIRED):
             check(code, "free pages")
 
     def __repr__(self) -> str:
-        return f"<Held {'over' if self._over else f'{len(self)} pages'}>"
+        return f"<Held {'over' if self._done else f'{len(self)} pages'}>"
 
 
 class Named:

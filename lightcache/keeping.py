@@ -254,7 +254,7 @@ class Keeping(Attached):
         finally:
             going.end()
             if held is not None and going.progress.taken:
-                held._released = True
+                held._done = True
         self._refuse_pages(code, numbers, "discard", -1)
         return int(going.progress.freed)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lightcache import _arguments, layout
+from lightcache._borrowed import Borrowed
 from lightcache.errors import LeaseLost
 from lightcache.shm.codes import Code, check
 
@@ -24,21 +24,21 @@ HEADER_BYTES = ctypes.sizeof(layout.LeaseHeader)
 _BUFFERS = tuple(ctypes.c_uint32 * (2 + (2 << bits)) for bits in range(32))
 
 
-class Lease:
+class Lease(Borrowed):
     """Pinned pages, in the order of the keys that were asked for. Leave its `with`, or release it.
 
     The object is made before the call that pins, and holds what the core wrote into its buffer: an
     interrupt at any point leaks nothing, and dropping the last reference releases too.
     """
 
-    __slots__ = ("__weakref__", "_buffer", "_index", "_pages", "_released")
+    __slots__ = ("__weakref__", "_buffer", "_done", "_index", "_pages")
 
     def __init__(self, index: PageIndex, capacity: int) -> None:
         """For PageIndex: an empty lease with room for `capacity` pages and their generations."""
         self._index = index
         self._buffer = _BUFFERS[capacity.bit_length()]()
         self._pages: Pages | None = None
-        self._released = False  # last: an interrupt before it leaves nothing to release
+        self._done = False  # last: an interrupt before it leaves nothing to release
 
     @property
     def pages(self) -> Pages:
@@ -47,7 +47,7 @@ class Lease:
         Raises:
             LeaseLost: released already.
         """
-        if self._released:
+        if self._done:
             raise LeaseLost("this lease was released, its pages may hold something else by now")
         if self._pages is None:
             pages = np.frombuffer(
@@ -77,11 +77,11 @@ class Lease:
             LeaseLost: released already.
             Detached: closed, or a forked child.
         """
-        if self._released:
+        if self._done:
             raise LeaseLost("this lease was released before; release it once")
         # In this order an interrupt in between costs nothing: releasing again releases nothing.
         code = self._index._release(self._index._handle, self._buffer)
-        self._released = True
+        self._done = True
         if code != 0:
             check(code, "release a lease")
 
@@ -94,32 +94,15 @@ class Lease:
         """
         return self._index._give_ticket(self.pages, None, adopters, timeout)
 
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if not self._released:
-            self._let_go()
-
-    def __del__(self) -> None:
-        # getattr: an interrupt may come before __init__ has set it.
-        if not getattr(self, "_released", True) and not self._index._unusable():
-            self._let_go()
-
     def _let_go(self) -> None:
-        """Release without a word when there is nothing left to release: closed, forked."""
+        """As `Borrowed`, in one call: the core says whether there is anything left to release."""
         code = self._index._release(self._index._handle, self._buffer)
-        self._released = True
+        self._done = True
         if code not in (Code.OK, Code.FORKED, Code.CLOSED):
             check(code, "release a lease")
 
     def __repr__(self) -> str:
-        return f"<Lease {'released' if self._released else f'{len(self)} pages'}>"
+        return f"<Lease {'released' if self._done else f'{len(self)} pages'}>"
 
 
 class LeaseBatch:
@@ -154,7 +137,7 @@ class LeaseBatch:
         Raises:
             LeaseLost: released already.
         """
-        if self._lease._released:
+        if self._lease._done:
             raise LeaseLost("split: this batch was released or split before")
         index = self._lease._index
         parts = [Lease(index, int(count)) for count in self.counts]
@@ -164,7 +147,7 @@ class LeaseBatch:
             self._lease._buffer, places, _arguments.address(self.counts), len(parts)
         )
         check(code, "split a batch")
-        self._lease._released = True
+        self._lease._done = True
         return parts
 
     def release(self) -> None:

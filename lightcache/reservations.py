@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from lightcache import _arguments, layout
+from lightcache._borrowed import Borrowed
 from lightcache.errors import Abandoned, ConfigError, LeaseLost
 from lightcache.layout import KeyStatus
 from lightcache.shm.codes import Code, check
@@ -35,7 +35,7 @@ _WHY = {
 Positions = npt.NDArray[np.int64]
 
 
-class Reservation:
+class Reservation(Borrowed):
     """What became of `keys[start:]`. Every key is one of
 
     - new: a page to be written, pinned; `pages` has them in order, `new` their positions in keys
@@ -218,22 +218,6 @@ class Reservation:
             with contextlib.suppress(LeaseLost):
                 self._index._abandon(self._progress.rid, self._progress.gen)
 
-    def __enter__(self) -> Reservation:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if not self._done and not self._index._unusable():
-            self._end()
-
-    def __del__(self) -> None:
-        if not getattr(self, "_done", True) and not self._index._unusable():
-            self._end()
-
     def __repr__(self) -> str:
         return (
             f"<Reservation {len(self.new)} new, {len(self.present)} present, "
@@ -241,7 +225,7 @@ class Reservation:
         )
 
 
-class Shard:
+class Shard(Borrowed):
     """One shard of somebody's reservation, adopted from a ticket: pages to write, pinned in our
     own name. `publish` it, or leave the `with`: then nobody can publish it any more, so the whole
     reservation is abandoned, and the giver told that it failed."""
@@ -321,22 +305,6 @@ class Shard:
             if self._rid.value != layout.NIL and not self._index._unusable():
                 with contextlib.suppress(LeaseLost):  # it has ended in another way
                     self._index._abandon(self._rid.value, self._gen.value)
-
-    def __enter__(self) -> Shard:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if not self._done:
-            self._end()
-
-    def __del__(self) -> None:
-        if not getattr(self, "_done", True) and not self._index._unusable():
-            self._end()
 
 
 def reserve_arguments(reservation: Reservation, where: Any, n: int) -> tuple[object, ...]:

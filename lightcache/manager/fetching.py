@@ -127,7 +127,7 @@ def begin_fetch(manager: KVCacheManager, one: Request) -> Fetch:
             figures.add(failed_loads=1)
 
     def give_back() -> None:
-        if not lease._released:
+        if not lease._done:
             lease.release()
 
     movement = manager._traffic.begin(blocks, lambda: mover.load(lease, slots, 0), over, give_back)

@@ -191,7 +191,7 @@ class _Adopted:
             self._tell(ok)
 
         def give_back() -> None:
-            if not lease._released:
+            if not lease._done:
                 lease.release()
 
         movement = manager._traffic.begin(

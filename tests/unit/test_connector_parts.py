@@ -199,7 +199,7 @@ def test_restored_pages_are_held_until_they_are_copied(
     lease, found = cache.match(keys_of(cache, ids)), []
     reader = threading.Thread(target=lambda: found.append(connector.restore(lease)))
     reader.start()
-    while not lease._released:
+    while not lease._done:
         assert reader.is_alive()
     assert held(cache)[0] == 2
     assert cache.evict(8) == 0

@@ -228,7 +228,7 @@ def test_discard_of_a_lease_and_of_numbers_in_any_order(
         pages = np.ascontiguousarray(pages[::order])
         pages[[2, 7]] = pages[[7, 2]]
         assert index.discard(pages) == 10
-        lease._released = True  # its pins were given up by number
+        lease._done = True  # its pins were given up by number
     assert index.peek(keys(*range(1, 11))) == 0
 
 
