@@ -63,6 +63,7 @@ SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "lci_ticket_done": (INT, (ADDRESS, ADDRESS, INT)),
     "lci_ticket_poll": (INT, (ADDRESS, ADDRESS, ADDRESS)),
     "lci_ticket_drop": (INT, (ADDRESS, ADDRESS, *LOCKED)),
+    "lci_ticket_refuse_orphans": (INT, (ADDRESS, U32, U32, *LOCKED)),
     "lci_ticket_revoke": (INT, (ADDRESS, ADDRESS, *LOCKED)),
     "lci_adopt": (
         INT,

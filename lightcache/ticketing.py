@@ -81,6 +81,25 @@ class Ticketing(Attached):
         """
         self._ticket_done(ticket, ok)
 
+    def refuse_orphans(self) -> int:
+        """Adopt nothing any more of what dead clients have given: for whoever has read all that
+        they had to tell. Pins of tickets that nobody else is to adopt go at once, and not at their
+        deadline. The dead are not reaped by it: others may go on with what they adopted, or will.
+        Takes the lock. Returns how many tickets we refused.
+
+        Raises:
+            LockTimeout, PermissionDenied, Detached.
+        """
+        refused = 0
+        dead = [(one.slot, one.epoch) for one in self._segment.clients() if not one.alive]
+        for slot, epoch in dead or [(0, 0)]:  # with each also what of the reaped is left
+            code = self._locked(
+                "lci_ticket_refuse_orphans", slot, epoch, what="refuse orphaned tickets"
+            )
+            check(code, "refuse orphaned tickets")
+            refused += code
+        return refused
+
     def _refuse(self, code: int) -> None:
         if code in tickets.REFUSALS:
             raise LeaseLost(f"adopt: {tickets.REFUSALS[Code(code)]}")

@@ -128,6 +128,7 @@ class Follower:
             except Abandoned:
                 self._waiting.clear()
                 self.drain(self._left(end))
+                self._refuse_the_rest()
                 raise
             found, message = self._message(entry)
             if isinstance(message, Decisions):
@@ -244,6 +245,14 @@ class Follower:
             return
         except Exception:
             return  # `_look` hears of it again, and counts it
+
+    def _refuse_the_rest(self) -> None:
+        """The leader is gone, and all that it wrote was read: what else it handed out, between a
+        ticket and its order, comes no more. Without us its pages stay pinned until the deadline."""
+        try:
+            self.cache.index.refuse_orphans()
+        except LightcacheError as error:  # then they go at the deadline
+            self.last_error = error
 
     def _tell(self, order: Order, ok: bool) -> None:
         try:

@@ -349,3 +349,30 @@ LC_API int lci_ticket_revoke(lci_handle *h, const lci_ticket_ref *ref, int wait,
                              uint64_t deadline) {
     return end_ticket(h, ref, true, wait, deadline);
 }
+
+/* Whoever has read all that a dead giver had to tell knows of no more tickets of it: what it gave us
+ * and we have not adopted, we never will. The same of givers that were reaped. Returns how many we
+ * refuse. It is not reaped here: others may still adopt what it gave them, and end its work. */
+LC_API int lci_ticket_refuse_orphans(lci_handle *h, uint32_t giver, uint32_t epoch, int wait,
+                                     uint64_t deadline) {
+    lc_txn t;
+    int rc = lcs_usable(h->at);
+    if (rc != LC_OK) return rc;
+    if (h->at->readonly) return LC_E_READONLY;
+    rc = lci_lock(h, &t, LCI_OP_TICKET, wait, deadline);
+    if (rc != LC_OK) return rc;
+    int refused = 0;
+    uint32_t slot = h->at->slot, bit = UINT32_C(1) << (slot % 32);
+    for (uint32_t i = 0; i < h->ticket_count; i++) {
+        lci_ticket *k = &h->tickets[i];
+        uint32_t state = lc_load(&k->state), by = lc_load(&k->giver);
+        if (state != LCI_TICKET_OPEN && state != LCI_TICKET_DROPPED) continue;
+        if (by != 0 && (by != giver || lc_load(&k->giver_epoch) != epoch)) continue;
+        if (!has(k->adopters, slot) || has(k->adopted, slot) || has(k->failed, slot)) continue;
+        atomic_fetch_or(&k->failed[slot / 32], bit); /* as refuse_adopters: not logged */
+        refused++;
+    }
+    if (refused) lci_settle_tickets(h, &t, 256);
+    int dropped = lci_unlock(h, &t);
+    return dropped != LC_OK ? dropped : refused;
+}

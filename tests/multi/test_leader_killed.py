@@ -29,7 +29,7 @@ import json, signal, sys
 import numpy as np
 from lightcache import ClientId
 from lightcache.manager import Decisions, Leader
-from lightcache.manager.orders import encode, parts_of
+from lightcache.manager.orders import Kind, Order, encode, parts_of
 from lightcache.shm import SharedLog
 from support.crew import PAGE
 from support.keys import prompt
@@ -45,6 +45,14 @@ if stage != "nothing":
     made = leader.offload(new, np.arange(2 * PAGE))
 if stage == "reserved":
     more = cache.reserve(prompt(2, 2), shards=2)
+if stage == "not ordered":  # killed between a ticket and its order
+    lease = cache.match(prompt(0, 2))
+    ticket = lease.ticket(list(leader.ranks), timeout=3600)
+if stage == "half an order":
+    lease = cache.match(prompt(0, 2))
+    ticket = bytes(lease.ticket(list(leader.ranks), timeout=3600))
+    order = encode(Order(Kind.LOAD, 9, ticket, np.arange(0, 16 * PAGE, 2)))
+    log.append(parts_of(order, 64)[0])
 if stage == "half a message":
     log.append(parts_of(encode(Decisions(1, extra=bytes(200))), 64)[0])
 print(flush=True)
@@ -53,10 +61,15 @@ signal.pause()
 
 
 @pytest.mark.crash
-@pytest.mark.parametrize("stage", ["nothing", "ordered", "reserved", "half a message"])
+@pytest.mark.parametrize(
+    "stage",
+    ["nothing", "ordered", "reserved", "half a message", "not ordered", "half an order"],
+)
 @pytest.mark.parametrize("begun", [False, True])
 def test_ranks_outlive_their_leader(segment_name: str, stage: str, begun: bool) -> None:
     with open_sharded(segment_name, 16, PAGE, 2) as cache:
+        with cache.reserve(prompt(0, 2)) as new:
+            new.publish()
         with subprocess.Popen(
             [sys.executable, "-W", "error", "-c", LEADS, segment_name, stage],
             stdin=subprocess.PIPE,
