@@ -157,6 +157,24 @@ def open_cache(name: str, pages: int, page: int) -> Cache:
     )
 
 
+def on_host(world: World, prompt: Prompt) -> int:
+    """Host pages of a prompt's prefix, every one with its stamps."""
+    space = world.manager._spaces.of(prompt.tenant)
+    wanted, size = stamps_of(prompt.tokens), world.cache.index.page_tokens
+    with world.cache.match(prompt.keys(space.host_spec), namespace=space.host) as lease:
+        for i, page in enumerate(lease.pages.tolist()):
+            found = np.frombuffer(bytes(memoryview(world.cache.pool[page])), np.uint64)
+            assert (found == wanted[i * size : (i + 1) * size]).all()
+        return len(lease)
+
+
+def on_device(world: World, prompt: Prompt) -> int:
+    """Device tokens of its prefix."""
+    space = world.manager._spaces.of(prompt.tenant)
+    peeked: int = world.index.peek(prompt.keys(space.device_spec), namespace=space.device)
+    return peeked * world.device.block_tokens
+
+
 class Shelf:
     """A storage of pages in a dict, as a manager sees one: reads when it is told to."""
 

@@ -6,10 +6,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
-from support.manager_case import World, made_worlds, tokens
-from support.stamped import stamps_of
+from support.manager_case import World, made_worlds, on_host, tokens
 
 from lightcache.errors import CacheCorrupted, ConfigError, OutOfPages
 from lightcache.manager import ManagerConfig, Prompt, Wishes, WritePolicy
@@ -21,17 +19,6 @@ FIRST, SECOND = Prompt(tokens(18)), Prompt(tokens(30, 1))
 def worlds(segment_name: str) -> Iterator[Callable[..., World]]:
     for made in made_worlds(segment_name):
         yield partial(made, write=WritePolicy.BACK, blocks=8, low_water=0.0)
-
-
-def on_host(world: World, prompt: Prompt) -> int:
-    """Host pages of a prompt's prefix, every one with its stamps."""
-    space = world.manager._spaces.of(prompt.tenant)
-    size = world.cache.index.page_tokens
-    with world.cache.match(prompt.keys(space.host_spec), namespace=space.host) as lease:
-        for i, page in enumerate(lease.pages.tolist()):
-            found = np.frombuffer(bytes(memoryview(world.cache.pool[page])), np.uint64)
-            assert (found == stamps_of(prompt.tokens)[i * size : (i + 1) * size]).all()
-        return len(lease)
 
 
 def waiting(world: World) -> None:

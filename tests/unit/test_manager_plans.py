@@ -1,0 +1,199 @@
+"""Plans of a KVCacheManager: what they look at again, hear of, wait for, and give back."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support.manager_case import World, tokens
+from support.stamped import stamps_of
+
+from lightcache.manager import (
+    Prompt,
+    Why,
+    Wishes,
+)
+from lightcache.shm.layout import SegmentHeader
+
+
+@pytest.fixture
+def worlds(segment_name: str) -> Iterator[Any]:
+    made: list[World] = []
+
+    def make(**how: Any) -> World:
+        made.append(World(f"{segment_name}{len(made)}", **how))
+        return made[-1]
+
+    yield make
+    for world in reversed(made):
+        world.close()
+
+
+def disable(index: Any, value: int) -> None:
+    """An operator's switch."""
+    at = index.segment.address + SegmentHeader.disabled.offset
+    ctypes.c_uint32.from_address(at).value = value
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, index: Any) -> list[int]:
+    """Requests of each `plan_many` of an index."""
+    calls: list[int] = []
+    plan_many = index.plan_many
+
+    def plan(ids: Any, *arguments: Any, **how: Any) -> Any:
+        calls.append(len(ids))
+        return plan_many(ids, *arguments, **how)
+
+    monkeypatch.setattr(index, "plan_many", plan)
+    return calls
+
+
+def test_what_is_pinned_is_not_looked_at_before_half_of_its_time(
+    worlds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = worlds(plan_ttl=8.0)
+    world.run("a", tokens(18))
+    prompt = Prompt([*tokens(18), *range(8)])
+    now = [100.0]
+    monkeypatch.setattr("lightcache.manager.planning.time.monotonic", lambda: now[0])
+    calls = counted(monkeypatch, world.device.index)
+    looked = []
+    for seconds in (0, 3.9, 0.2, 3.7, 0.4):
+        now[0] += seconds
+        assert world.manager.plan("b", prompt).usable == 16
+        looked.append(len(calls))
+    assert looked == [1, 1, 2, 2, 3]
+    assert world.manager.take("b").usable == 16
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_a_plan_grows_as_soon_as_there_is_more(worlds: Any, tier: str) -> None:
+    world = worlds()
+    prompt = tokens(34)
+    world.run("a", prompt[:18])
+    waiting = Prompt(prompt)
+    for _ in range(2):
+        assert world.manager.plan("b", waiting).usable == 16
+    world.run("c", prompt, wishes=Wishes(tiers=frozenset({tier})))
+    match = world.manager.plan("b", waiting)
+    assert (match.device, match.host) == ((32, 0) if tier == "device" else (16, 16))
+
+
+def test_absent_pages_are_counted_by_every_plan(worlds: Any) -> None:
+    world = worlds()
+    for _ in range(3):
+        world.manager.plan("a", Prompt(tokens(18)))
+    prompt = Prompt(tokens(18))
+    for _ in range(3):
+        world.manager.plan("a", prompt)
+    assert world.manager.stats().absent_pages == 6 * 4
+
+
+def test_a_request_whose_plan_was_not_taken_gives_it_back(
+    worlds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lightcache.errors import CacheCorrupted
+
+    world = worlds(failures=1)
+    world.run("a", tokens(18))
+    world.manager.plan("b", Prompt(tokens(18)))
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise CacheCorrupted("arranged")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.cache.index, "plan_many", broken)
+        world.manager.plan("c", Prompt(tokens(18, 1)))
+    assert world.manager.disabled
+    assert world.manager.take("b").usable == 0
+    assert world.device.index.plans.pages == 0
+    world.manager.release("b")
+    assert world.device.index.plans.pages == 0
+
+
+def test_a_plan_of_pinned_blocks_hears_of_the_end(worlds: Any, segment_name: str) -> None:
+    world = worlds()
+    other = World(f"{segment_name}.other", cache=world.cache)
+    prompt = Prompt(tokens(18))
+    try:
+        world.run("a", prompt)
+        assert world.manager.plan("b", prompt).device == 16
+        other.manager.begin_update()
+        match = world.manager.plan("b", prompt)
+        assert (match.found, match.why) == (0, Why.WEIGHTS)
+        world.manager.cancel("b")
+    finally:
+        other.close()
+
+
+def test_a_plan_of_pinned_blocks_hears_of_an_operator(worlds: Any) -> None:
+    world = worlds()
+    prompt = Prompt(tokens(18))
+    world.run("a", prompt)
+    assert world.manager.plan("b", prompt).device == 16
+    disable(world.cache.index, 1)
+    assert world.manager.plan("b", prompt).why is Why.DISABLED
+    disable(world.cache.index, 0)
+    assert world.manager.plan("b", prompt).device == 16
+
+
+def test_a_plan_of_pinned_blocks_hears_of_another_device(worlds: Any) -> None:
+    world = worlds()
+    prompt = Prompt(tokens(18))
+    world.run("a", prompt)
+    assert world.manager.plan("b", prompt).device == 16
+    world.device.set_blocks(16)
+    match = world.manager.plan("b", prompt)
+    assert (match.device, match.host) == (0, 16)
+
+
+def test_waiting_for_whom_computes_the_same(worlds: Any) -> None:
+    world = worlds(same_prefix="wait")
+    manager, prompt = world.manager, Prompt(tokens(18))
+    manager.plan("a", prompt)
+    manager.take("a")
+    assert manager.plan("b", prompt).waits_for == "a"
+    manager.release("a")
+    assert manager.plan("b", prompt).waits_for is None
+
+
+def test_fail_open(worlds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightcache.errors import CacheCorrupted
+
+    world = worlds(failures=2)
+    manager = world.manager
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise CacheCorrupted("arranged")
+
+    monkeypatch.setattr(world.cache.index, "plan_many", broken)
+    for request in "ab":
+        assert manager.plan(request, Prompt(tokens(18))).why is Why.DISABLED
+    assert manager.disabled
+    monkeypatch.undo()
+    manager.plan("c", Prompt(tokens(18)))
+    match = manager.take("c")
+    assert match.usable == 0
+    table = manager.allocate("c", 18)
+    manager.fetch("c").wait()
+    world.store.write(table, 0, stamps_of(tokens(18)))
+    assert manager.commit("c", 18) == {}
+    manager.release("c")
+    assert world.device.free == 32
+    manager.enable()
+    world.run("d", tokens(18))
+    assert world.run("e", tokens(18)).device == 16
+
+
+def test_a_plan_of_before_learns_who_computes_the_same(worlds: Any) -> None:
+    world = worlds(same_prefix="wait")
+    manager, prompt = world.manager, Prompt(tokens(18))
+    assert manager.plan("b", prompt).waits_for is None
+    manager.plan("a", prompt)
+    manager.take("a")
+    assert manager.plan("b", prompt).waits_for == "a"
+    assert manager.plan("b", prompt).waits_for == "a"
+    assert manager.stats().waits == 1
+    manager.release("a")
