@@ -8,7 +8,8 @@
 #ifndef STAGE_H
 #define STAGE_H
 
-#include "core.h"
+#include "../native/entry.h"
+#include "clients.h"
 
 #include <errno.h>
 #include <stdio.h>

@@ -26,6 +26,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 NATIVES = [ROOT / "shm" / "native", ROOT / "lightcache" / "native"]
+ENTRY = ROOT / "tests" / "native" / "entry.h"
 FLAGS = ["-std=c11", "-g", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-pthread"]
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
 COLUMNS = [
@@ -47,9 +48,8 @@ def build(folder: Path, *, sanitize: bool = False, compiler: str = "cc") -> Path
     """Compile the harness with the core, optimised as the core is when installed."""
     program = folder / ("hostile-sanitized" if sanitize else "hostile")
     sources = [path for place in [HERE, *NATIVES] for path in sorted(place.glob("*.c"))]
-    newest = max(
-        path.stat().st_mtime for place in [HERE, *NATIVES] for path in place.glob("*.[ch]")
-    )
+    headers = [path for place in [HERE, *NATIVES] for path in place.glob("*.h")]
+    newest = max(path.stat().st_mtime for path in [*sources, *headers, ENTRY])
     if program.exists() and program.stat().st_mtime > newest:
         return program
     folder.mkdir(parents=True, exist_ok=True)

@@ -9,59 +9,6 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-typedef struct lcx_list lcx_list;
-typedef struct lcx_dict lcx_dict;
-typedef struct lcx_ring lcx_ring;
-typedef struct lcx_log lcx_log;
-uint64_t lcx_list_bytes(uint32_t nodes, uint32_t lists);
-void lcx_list_format(uint8_t *base, uint32_t nodes, uint32_t lists);
-lcx_list *lcx_list_open(lcs_attachment *at, uint32_t nodes, uint32_t lists);
-int lcx_list_put(lcx_list *l, uint32_t list, uint32_t node, int front, int must_be_free, int wait,
-                 uint64_t deadline);
-int lcx_list_remove(lcx_list *l, uint32_t node, int wait, uint64_t deadline);
-int lcx_list_pop(lcx_list *l, uint32_t list, int front, uint32_t *node, int wait,
-                 uint64_t deadline);
-int lcx_list_copy(lcx_list *l, uint32_t list, int32_t *out, uint32_t room, int wait,
-                  uint64_t deadline);
-int lcx_list_length(lcx_list *l, uint32_t list);
-int lcx_list_where(lcx_list *l, uint32_t node);
-int lcx_list_check(lcx_list *l, char *text, uint32_t room, int wait, uint64_t deadline);
-uint64_t lcx_dict_bytes(uint32_t capacity);
-void lcx_dict_format(uint8_t *base, uint32_t capacity);
-lcx_dict *lcx_dict_open(lcs_attachment *at, uint32_t capacity);
-int lcx_dict_get(lcx_dict *d, uint64_t lo, uint64_t hi, int32_t *value);
-int lcx_dict_get_many(lcx_dict *d, const lc_key *keys, uint32_t n, int32_t *values,
-                      uint8_t *found);
-int lcx_dict_put(lcx_dict *d, uint64_t lo, uint64_t hi, int32_t value, int only_new, int wait,
-                 uint64_t deadline);
-int lcx_dict_pop(lcx_dict *d, uint64_t lo, uint64_t hi, int32_t *value, int wait,
-                 uint64_t deadline);
-int lcx_dict_length(lcx_dict *d);
-int lcx_dict_copy(lcx_dict *d, lc_key *keys, int32_t *values, uint32_t room, int wait,
-                  uint64_t deadline);
-int lcx_dict_check(lcx_dict *d, char *text, uint32_t room, int wait, uint64_t deadline);
-uint64_t lcx_ring_bytes(uint32_t capacity, uint32_t message);
-lcx_ring *lcx_ring_open(lcs_attachment *at, uint32_t capacity, uint32_t message);
-int lcx_ring_push(lcx_ring *r, const uint8_t *data, const uint32_t *lengths, uint32_t n, int wait,
-                  uint64_t deadline);
-int lcx_ring_pop(lcx_ring *r, uint8_t *out, uint64_t room, uint32_t *lengths, uint32_t limit,
-                 int wait, uint64_t deadline);
-int lcx_ring_length(lcx_ring *r);
-int lcx_ring_check(lcx_ring *r, char *text, uint32_t room, int wait, uint64_t deadline);
-uint64_t lcx_log_bytes(uint32_t capacity, uint32_t message);
-lcx_log *lcx_log_open(lcs_attachment *at, uint32_t capacity, uint32_t message);
-int lcx_log_lead(lcx_log *l, int wait, uint64_t deadline);
-int lcx_log_join(lcx_log *l);
-int lcx_log_leave(lcx_log *l, int wait, uint64_t deadline);
-int lcx_log_append(lcx_log *l, const uint8_t *data, uint32_t length);
-int lcx_log_read(lcx_log *l, uint8_t *out, uint64_t room, uint32_t *lengths, uint32_t limit);
-int lcx_log_writer(lcx_log *l);
-int lcx_log_ended(lcx_log *l);
-int64_t lcx_log_behind(lcx_log *l, int64_t *behind);
-int64_t lcx_log_position(lcx_log *l);
-int lcx_log_check(lcx_log *l, char *text, uint32_t room, int wait, uint64_t deadline);
-int lcx_log_free_dead(lcs_attachment *at, uint32_t slot);
-
 #define NODES 24
 #define LISTS 4
 #define KEYS 40

@@ -5,7 +5,6 @@
 #include <unistd.h>
 
 #define GUARD ((size_t)1 << 20)
-#define FOREVER UINT64_MAX
 
 static const uint32_t sizes[VARIANTS] = {64, 64, 16, 7};
 

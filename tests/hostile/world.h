@@ -5,7 +5,7 @@
 #ifndef HOSTILE_WORLD_H
 #define HOSTILE_WORLD_H
 
-#include "core_calls.h"
+#include "common.h"
 
 /* What the pictures show. */
 enum variant {

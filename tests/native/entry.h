@@ -1,5 +1,5 @@
 /* The entry points that no header of the core declares, because only Python calls them: the same
- * signatures as in lightcache/_native.py and lightcache/shm. */
+ * signatures as in lightcache/_native.py and lightcache/shm. For all tests in C. */
 #ifndef ENTRY_H
 #define ENTRY_H
 
@@ -155,6 +155,8 @@ int lci_repair(lci_handle *h, int wait, uint64_t deadline);
 int lci_hold(lci_handle *h, int wait, uint64_t deadline);
 int lci_let_go(lci_handle *h);
 int lci_copy(lci_handle *h, uint8_t *to, uint64_t bytes, int wait, uint64_t deadline);
+
+#define FOREVER INT64_MAX /* a deadline, as Python says that there is none */
 
 #ifdef LC_PAUSE_POINTS
 extern void (*lc_pause_hook)(int point);

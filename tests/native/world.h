@@ -8,7 +8,6 @@
 #include "harness.h"
 #include "entry.h"
 
-#define FOREVER INT64_MAX
 #define BLOCKING LC_BLOCK, FOREVER
 #define MAX_KEYS 600
 
