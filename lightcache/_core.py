@@ -19,14 +19,16 @@ class Core(LockedCalls):
         """Open a handle on an attached segment of an index with this many pages.
 
         Raises:
-            CacheCorrupted: the segment does not hold an index of that size.
+            CacheCorrupted: the segment does not hold an index of that size, flat as it says.
         """
         super().__init__(_native.load(), segment, lock_timeout, _OPERATIONS)
         self.handle = self.quick.lci_open(segment.attachment, pages)
-        if not self.handle:
+        flat = segment.config.get("flat", False) is True
+        if not self.handle or bool(self.quick.lci_is_flat(self.handle)) is not flat:
+            self.free()
             raise CacheCorrupted(
-                f"the segment {segment.name!r} says it holds an index of {pages} pages, but its "
-                "own figures differ; remove it with `lightcache rm`"
+                f"the segment {segment.name!r} says it holds {'a flat' if flat else 'an'} index of "
+                f"{pages} pages, but its own figures differ; remove it with `lightcache rm`"
             )
 
     def free(self) -> None:

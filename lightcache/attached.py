@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from lightcache import _arguments, _native, layout
 from lightcache._core import Core, reap_unjoined
-from lightcache.errors import CacheCorrupted, ConfigError, Detached
+from lightcache.errors import CacheCorrupted, ConfigError, Detached, LayoutMismatch
 from lightcache.shm import ClientInfo, Kind, Segment
 from lightcache.shm import layout as shm_layout
 from lightcache.shm.codes import Code, check
@@ -41,13 +41,17 @@ def _facts() -> str:
     return facts.decode()
 
 
-def _arranged(name: str, pages: int, config: Mapping[str, Any] | None) -> dict[str, Any]:
+def _arranged(
+    name: str, pages: int, config: Mapping[str, Any] | None, flat: bool
+) -> dict[str, Any]:
     place = geometry(pages)
+    if config and "flat" in config:
+        raise ConfigError('config: "flat" is a word of the index itself; say flat= instead')
     return {
         "name": name,
         "payload_bytes": place.end - shm_layout.PAYLOAD_OFFSET,
         "kind": Kind.INDEX,
-        "config": {**(config or {}), "pages": pages},
+        "config": {**(config or {}), "pages": pages, **({"flat": True} if flat else {})},
         "layout_facts": _facts(),
     }
 
@@ -76,6 +80,8 @@ class Attached:
             )
         self.pages = pages
         """Pages of the medium."""
+        self.flat: bool = segment.config.get("flat", False) is True
+        """Whether a page may go while others hang on it."""
         self._places = geometry(pages)
         if not segment.readonly:
             segment.join(role, device=device)
@@ -102,6 +108,7 @@ class Attached:
         pages: int,
         config: Mapping[str, Any] | None = None,
         grown: int | None = None,
+        flat: bool = False,
         lifetime: str = "attached",
         group: str | int | None = None,
         role: str = "",
@@ -118,6 +125,9 @@ class Attached:
             config: what others must give alike to `attach` or `open` it (JSON); say here what the
                 medium is, how large a page is and what model it is for.
             grown: pages whose memory is there already; None: all. More with `grow`.
+            flat: a page may be evicted while others hang on it, least recently used first; these
+                hang on nothing from then on. For what is worth something without what it hangs on,
+                as checkpoints of recurrent state are. False: prefixes outlive what hangs on them.
             lifetime: "attached" (it goes with the last client) or "persistent".
             group: whose members may attach too (mode 0660).
             role: who we are, for people, at most 31 bytes.
@@ -131,7 +141,7 @@ class Attached:
         Raises:
             ConfigError, InUse (it exists), NoSpace, NotReady, PermissionDenied.
         """
-        wanted = _arranged(name, pages, config)
+        wanted = _arranged(name, pages, config, flat)
         available = _arguments.count(pages if grown is None else grown, "grown", 0, pages)
         segment = Segment.create(
             **wanted,
@@ -139,7 +149,7 @@ class Attached:
             group=group,
             timeout=timeout,
             reaper=_reaper,
-            initialise=lambda made: _format(made, pages, available, initialise),
+            initialise=lambda made: _format(made, pages, available, flat, initialise),
         )
         return cls._joined(segment, role, device, lock_timeout)
 
@@ -150,6 +160,7 @@ class Attached:
         *,
         readonly: bool = False,
         config: Mapping[str, Any] | None = None,
+        flat: bool | None = None,
         group: str | int | None = None,
         role: str = "",
         device: bool = False,
@@ -162,11 +173,12 @@ class Attached:
             readonly: only `peek`, `wait`, `stats`, `clients`, `check`; takes no slot and can
                 corrupt nothing.
             config: what it must have been created with, without `pages`; None: anything.
+            flat: whether it must be flat; None: either.
             Otherwise as `create`.
 
         Raises:
             NotReady: there is none, or its creator did not finish in time.
-            LayoutMismatch: another version, or another configuration.
+            LayoutMismatch: another version, another configuration, or it is flat or is not.
             InUse: all 63 slots are taken by the living.
             CacheCorrupted, PermissionDenied, ConfigError.
         """
@@ -180,6 +192,13 @@ class Attached:
             reaper=_reaper,
             timeout=timeout,
         )
+        found = segment.config.get("flat", False) is True
+        if flat is not None and found != flat:
+            segment.close()
+            raise LayoutMismatch(
+                f"the index {name!r}: flat: expected {flat}, found {found}; attach to another one, "
+                "or open your own"
+            )
         return cls._joined(segment, role, device, lock_timeout)
 
     @classmethod
@@ -190,6 +209,7 @@ class Attached:
         pages: int,
         config: Mapping[str, Any] | None = None,
         grown: int | None = None,
+        flat: bool = False,
         lifetime: str | None = None,
         group: str | int | None = None,
         replace: bool = False,
@@ -212,7 +232,7 @@ class Attached:
             InUse: it differs, `replace` is True, and somebody lives in it.
             Otherwise as `create` and `attach`.
         """
-        wanted = _arranged(name, pages, config)
+        wanted = _arranged(name, pages, config, flat)
         available = _arguments.count(pages if grown is None else grown, "grown", 0, pages)
         segment = Segment.open(
             **wanted,
@@ -221,7 +241,7 @@ class Attached:
             replace=replace,
             timeout=timeout,
             reaper=_reaper,
-            initialise=lambda made: _format(made, pages, available, initialise),
+            initialise=lambda made: _format(made, pages, available, flat, initialise),
         )
         return cls._joined(segment, role, device, lock_timeout)
 
@@ -315,8 +335,8 @@ class Attached:
         return f"<{type(self).__name__} {self._segment.name!r} {state}>"
 
 
-def _format(segment: Segment, pages: int, grown: int, more: Hook | None) -> None:
-    code = _native.load().quick.lci_format(segment.address, segment.nbytes, pages, grown)
+def _format(segment: Segment, pages: int, grown: int, flat: bool, more: Hook | None) -> None:
+    code = _native.load().quick.lci_format(segment.address, segment.nbytes, pages, grown, flat)
     check(code, f"lay out an index of {pages} pages")
     if more is not None:
         more(segment)

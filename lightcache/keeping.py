@@ -157,6 +157,7 @@ class Keeping(Attached):
         """Evict the branch of `keys[start:]` now, from its end upward: as far as pages can go.
         Stops at the first that is pinned, kept, being written, or has something else hanging on it.
         Keys at the end whose pages are gone already are passed over. Returns how many pages went.
+        In a flat index what hangs on a page holds nothing up.
 
         Takes the lock, for 256 pages at a time; about 50 ns a page. A namespace's `minimum` does
         not count here.
@@ -179,7 +180,8 @@ class Keeping(Attached):
         to another tier: ends of prefixes, least recently used first, and a parent behind its last
         child when it was used together with it, as eviction goes on. A parent that was used later
         is listed when its children are gone: call again after `discard`. What is pinned, kept or
-        promised to a namespace is left out, and counts as just used, as when eviction meets it.
+        promised to a namespace is left out, and counts as just used, as when eviction meets it. Of
+        a flat index pages are listed in the order of their last use, whatever hangs on what.
 
         Takes the lock, for 256 pages of work at a time; 100 to 250 ns a page.
 
@@ -215,7 +217,8 @@ class Keeping(Attached):
     def discard(self, pages: Oldest | Lease | Pages) -> int:
         """Give up our pins of these pages and evict exactly these, from the ends of prefixes
         upward. Stay: those that somebody else pins, that were matched since `oldest` listed them,
-        that are kept, and on which something else hangs. Returns how many went.
+        that are kept, and on which something else hangs (which in a flat index is no reason).
+        Returns how many went.
 
         Takes the lock, for 256 pages at a time; about 250 ns a page. A namespace's `minimum` does
         not count here. In whatever order they stand, all are looked at.

@@ -68,6 +68,7 @@ class OpenedCache:
         huge_pages: bool = False,
         numa: Numa = None,
         pool_path: str | os.PathLike[str] | None = None,
+        flat: bool = False,
         grow: bool = True,
         lock_timeout: float = 10.0,
         timeout: float | None = 10.0,
@@ -89,6 +90,8 @@ class OpenedCache:
             pool_path: folder on a tmpfs or hugetlbfs to have the pool in (huge pages, or a size
                 limit of its own); None: /dev/shm. Whoever attaches finds it by itself and must
                 see the same folder there.
+            flat: for pages that are worth something without those before them, as checkpoints of
+                recurrent state are; see `PageIndex.create`.
             grow: let a thread give memory to the rest of the pool; else call `pool.prefault`.
             Otherwise as `PageIndex.create`.
 
@@ -113,6 +116,7 @@ class OpenedCache:
             pages=made.pages,
             config=made.config,
             grown=made.first,
+            flat=flat,
             lifetime=lifetime,
             group=group,
             role=role,
@@ -136,6 +140,7 @@ class OpenedCache:
         device: bool = False,
         huge_pages: bool = False,
         numa: Numa = None,
+        flat: bool | None = None,
         grow: bool = True,
         lock_timeout: float = 10.0,
         timeout: float | None = 10.0,
@@ -145,16 +150,18 @@ class OpenedCache:
         Args:
             readonly: for routers and tools: `peek` and `hash_pages`; writes nothing at all.
             fingerprint: what it must be for; None: anything.
+            flat: whether it must be flat; None: either.
             Otherwise as `create`.
 
         Raises:
             NotReady: there is none, or its creator did not finish in time.
-            LayoutMismatch: another version or fingerprint.
+            LayoutMismatch: another version or fingerprint, or it is flat or is not.
             InUse: all 63 slots are taken. ConfigError, CacheCorrupted, PermissionDenied.
         """
         index = PageIndex.attach(
             name,
             readonly=readonly,
+            flat=flat,
             group=group,
             role=role,
             device=device,
@@ -193,6 +200,7 @@ class OpenedCache:
         huge_pages: bool = False,
         numa: Numa = None,
         pool_path: str | os.PathLike[str] | None = None,
+        flat: bool = False,
         grow: bool = True,
         lock_timeout: float = 10.0,
         timeout: float | None = 10.0,
@@ -227,6 +235,7 @@ class OpenedCache:
             pages=made.pages,
             config=made.config,
             grown=made.first,
+            flat=flat,
             lifetime=lifetime,
             group=group,
             replace=replace,

@@ -31,10 +31,11 @@ from lightcache.shm import layout as shm_layout
 from lightcache.shm.codes import Code, check
 from lightcache.shm.locking import deadline_ns
 from lightcache.snapshot import CheckReport, IndexStats
+from lightcache.sparse import Sparse
 from lightcache.ticketing import Ticketing
 
 
-class PageIndex(Namespaced, Ticketing, HeldPages, Keeping, Planning):
+class PageIndex(Namespaced, Ticketing, HeldPages, Keeping, Planning, Sparse):
     """An attach of this process to an index. Make it with `create`, `attach` or `open`.
 
     Lookups (`peek`, `match`, `release`, `publish`) take no lock and never wait for anybody. What
@@ -142,11 +143,13 @@ class PageIndex(Namespaced, Ticketing, HeldPages, Keeping, Planning):
     ) -> Reservation:
         """Get pages to write for `keys[start:]`. What is there is pinned, what another client is
         writing is told, the rest gets pages, evicting the least recently used that nobody pins,
-        from the ends of prefixes; never of this chain. Partial success is no error: see
-        `Reservation.missing`.
+        from the ends of prefixes (in a flat index from anywhere); never of this chain. Partial
+        success is no error: see `Reservation.missing`.
 
         Args:
-            keys: of the whole chain from its root: `keys[:start]` is marked as used.
+            keys: of the whole chain from its root: `keys[:start]` is marked as used. In a flat
+                index rather [what it hangs on, itself] with start 1: the others stay as old as they
+                are.
             start: first key to reserve, usually `len(lease)`.
             shards: parts that are published apart, 1 to 64: one for each rank that writes.
             timeout: seconds to wait for the lock; None: the handle's `lock_timeout`.

@@ -66,7 +66,8 @@ def _page(info: Facts) -> str | None:
 
 
 def _sizes(info: Facts) -> list[tuple[str, object]]:
-    pairs: list[tuple[str, object]] = [("index", format_size(info["index_bytes"]))]
+    flat = ", flat" if info["flat"] else ""
+    pairs: list[tuple[str, object]] = [("index", format_size(info["index_bytes"]) + flat)]
     pool = info["pool_bytes"]
     if pool:
         said = f"{format_size(pool['length'])}, {format_size(pool['allocated'])} in memory"

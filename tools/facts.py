@@ -67,6 +67,7 @@ def segment(image: Image) -> Facts:
         "uuid": info.uuid,
         "uid": info.uid,
         "index_bytes": image.place.end,
+        "flat": config.get("flat", False) is True,
         "page_bytes": config.get("page_bytes"),
         "page_tokens": config.get("page_tokens"),
         "fingerprint": config.get("fingerprint"),

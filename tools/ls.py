@@ -36,13 +36,15 @@ def ls(as_json: bool) -> None:
 def describe(info: SegmentInfo) -> dict[str, Any]:
     """A segment as JSON has it."""
     lengths, allocated = _dependents(info)
+    pages, flat = _index(info)
     return {
         "name": info.name,
         "kind": info.kind,
         "state": state_of(info),
         "problem": info.problem,
         "bytes": info.bytes,
-        "pages": _pages(info),
+        "pages": pages,
+        "flat": flat,
         "dependents": list(info.dependents),
         "pool_bytes": lengths,
         "pool_allocated_bytes": allocated,
@@ -71,15 +73,17 @@ _UNFINISHED = {
 }
 
 
-def _pages(info: SegmentInfo) -> int | None:
-    """From the configuration in the header; None where there is none to be read."""
+def _index(info: SegmentInfo) -> tuple[int | None, bool]:
+    """Pages, and whether it is flat: from the configuration in the header; None where there is none
+    to be read."""
     with contextlib.suppress(LightcacheError, OSError):
         found = OpenObject.open(info.name, writable=False)
         if found is not None and info.ready:
             with contextlib.closing(found):
-                pages = wanted.config_of(found.header()).get("pages")
-                return pages if isinstance(pages, int) else None
-    return None
+                config = wanted.config_of(found.header())
+                pages, flat = config.get("pages"), config.get("flat", False) is True
+                return (pages, flat) if isinstance(pages, int) else (None, False)
+    return None, False
 
 
 def _dependents(info: SegmentInfo) -> tuple[int, int]:
@@ -102,7 +106,7 @@ def _table(found: list[dict[str, Any]]) -> Any:
         (
             (
                 entry["name"],
-                entry["kind"] or None,
+                f"flat {entry['kind']}" if entry["flat"] else entry["kind"] or None,
                 cell(entry["state"], colours.get(entry["state"], "red")),
                 entry["pages"],
                 format_size(entry["bytes"]),

@@ -239,7 +239,8 @@ static bool figures(checker *c) {
     const lci_root *r = c->h->root;
     const lci_geometry *g = &c->h->geometry;
     if (r->pages != g->pages || r->buckets != g->buckets || r->reservations != g->reservations ||
-        r->tickets != g->tickets || r->chunks != g->chunks || r->index_bytes != g->end)
+        r->tickets != g->tickets || r->chunks != g->chunks || r->index_bytes != g->end ||
+        r->flat > 1)
         BROKEN(c, 38, 0, 0, "the root's own figures are not those of an index of %u pages",
                c->h->page_count);
     return true;

@@ -1,4 +1,5 @@
-/* Eviction: pages leave from the leaves upward, and only while nobody pins them. */
+/* Eviction: pages leave from the leaves upward (of a flat index in the order of their last use),
+ * and only while nobody pins them. */
 #include "index.h"
 
 /* A page on its way out: off the queue, off its parent and its namespace's count, EVICTING. Its word
@@ -34,12 +35,9 @@ static void unmark(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t page) {
     uint32_t ns = lc_load(&p->word) & LCI_NS_MASK;
     lc_txn_set(t, &p->word, LCI_READY | ns);
     lc_txn_add(t, &h->ns[ns >> LCI_NS_SHIFT].pages, 1);
-    if (parent != LC_NIL) {
-        if (lci_queueable(h, parent)) lci_queue_remove(h, t, parent);
-        lc_txn_add(t, &h->pages[parent].children, 1);
-    }
+    if (parent != LC_NIL) lci_child_comes(h, t, parent);
     lci_touch(p, e->since, 0);
-    if (lc_load(&p->children) == 0) lci_queue_add(h, t, page);
+    if (!lci_covered(h, p)) lci_queue_add(h, t, page);
 }
 
 /* Out of their chains, and free. */
@@ -60,11 +58,12 @@ static void finish(lci_handle *h, lc_txn *t, const uint32_t *pages, uint32_t n) 
 }
 
 /* The parent of a page just marked, if it goes next anyway: last used by the same call, nothing
- * else hangs on it. Saves a whole prompt's way through the queue. Else it is queued. */
+ * else hangs on it. Saves a whole prompt's way through the queue. Else it is queued. That of a page
+ * of a flat index is there already, and waits for its own turn. */
 static uint32_t follow(lci_handle *h, lc_txn *t, const lci_eviction *e, uint32_t page,
                        uint32_t parent, bool run) {
     lci_page *p = &h->pages[page];
-    if (parent == LC_NIL || !lci_queueable(h, parent)) return LC_NIL;
+    if (parent == LC_NIL || h->flat || !lci_queueable(h, parent)) return LC_NIL;
     lci_page *q = &h->pages[parent];
     if (run && lci_tick(q) == lci_tick(p) && !lci_promised(h, e, parent) && !lci_pinned(h, q))
         return parent;
@@ -85,8 +84,9 @@ uint32_t lci_evict_settle(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t *m
     LC_PAUSE(LC_AT_EVICT_FENCED);
     for (uint32_t i = 0; i < n && !t->error; i++) {
         lci_page *p = &h->pages[marked[i]];
-        /* In order from the leaf: one that stays has become a child of the next again. */
-        if (lc_load(&p->children) != 0 || lci_pinned(h, p)) {
+        /* In order from the leaf: one that stays has become a child of the next again. Of a flat
+         * index it may be the child of one that goes: then it has no parent from now on. */
+        if (lci_covered(h, p) || lci_pinned(h, p)) {
             unmark(h, t, e, marked[i]);
         } else {
             marked[freed++] = marked[i];

@@ -67,6 +67,7 @@ static const lc_fact facts[] = {
     LC_FACT_FIELD(lci_root, tickets),
     LC_FACT_FIELD(lci_root, chunks),
     LC_FACT_FIELD(lci_root, index_bytes),
+    LC_FACT_FIELD(lci_root, flat),
     LC_FACT_FIELD(lci_root, free_head),
     LC_FACT_FIELD(lci_root, free_count),
     LC_FACT_FIELD(lci_root, fresh),

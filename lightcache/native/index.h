@@ -127,7 +127,8 @@ _Static_assert(sizeof(lci_namespace) == 128, "a namespace is two lines");
 typedef struct lci_root {
     /* Geometry, written once; attached handles compute their own and compare. */
     uint64_t pages, buckets, reservations, tickets, chunks, index_bytes;
-    uint8_t pad0[16];
+    uint64_t flat; /* 1: pages may go while others hang on them */
+    uint8_t pad0[8];
     /* Changed under the lock, through the undo log. */
     _Atomic uint32_t free_head, free_count; /* stack of pages given back */
     _Atomic uint32_t fresh;                 /* pages below it have been handed out at least once */
@@ -180,6 +181,7 @@ typedef struct lci_handle {
     _Atomic uint16_t *mine;  /* own row */
     uint32_t page_count;
     uint32_t res_count, ticket_count, chunk_count;
+    bool flat; /* as the root said when the handle was made */
     lc_dict dict;
     lc_lists lists;
     uint64_t log_begin, log_end;
@@ -371,6 +373,11 @@ int lci_queue_slot(uint64_t tick, uint64_t now);
 uint64_t lci_queue_now(const lci_handle *h);
 bool lci_queueable(const lci_handle *h, uint32_t page);
 
+/* Does something hang on it that has to go first? In a flat index nothing has to. */
+static inline bool lci_covered(const lci_handle *h, const lci_page *p) {
+    return lc_load(&p->children) != 0 && !h->flat;
+}
+
 /* One call's eviction, over several holds of the lock. */
 typedef struct lci_eviction {
     uint64_t since; /* pages used at or after this tick are left alone: they came in meanwhile */
@@ -401,8 +408,8 @@ uint32_t lci_evict(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t want);
 uint32_t lci_evict_namespace(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t want, uint32_t ns);
 bool lci_evict_from_chain(lci_handle *h, lc_txn *t, lci_eviction *e, uint64_t key_lo);
 /* The two halves of evicting pages that the caller has chosen: queueable ones, pinned by nobody when
- * he looked, a batch at most and each before its parent. Settling compacts `marked` to those that
- * are free now and returns their number. */
+ * he looked, a batch at most and each before its parent (in a flat index in any order). Settling
+ * compacts `marked` to those that are free now and returns their number. */
 void lci_evict_page(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t page);
 uint32_t lci_evict_settle(lci_handle *h, lc_txn *t, lci_eviction *e, uint32_t *marked, uint32_t n);
 /* Count pages that went, in this process alone: advice, and lost with it. */
@@ -442,6 +449,8 @@ void lci_give_free(lci_handle *h, lc_txn *t, const uint32_t *pages, uint32_t n);
 void lci_detach_parent(lci_handle *h, lc_txn *t, uint32_t page);
 void lci_readopt(lci_handle *h, lc_txn *t, uint32_t page, uint32_t parent);
 void lci_attach_parent(lci_handle *h, lc_txn *t, uint32_t page, uint32_t parent);
+void lci_child_comes(lci_handle *h, lc_txn *t, uint32_t parent);
+void lci_child_goes(lci_handle *h, lc_txn *t, uint32_t parent);
 bool lci_doom(lci_handle *h, lc_txn *t, uint32_t page);
 void lci_free_doomed(lci_handle *h, lc_txn *t, uint32_t page);
 uint32_t lci_list_push(lci_handle *h, lc_txn *t, lci_list *list, const uint32_t *pages,

@@ -43,11 +43,12 @@ static bool bare(const oldest *o, uint32_t page) {
     return listed == children;
 }
 
-/* The parent of the page listed last, if it went next anyway: as `follow` in evict.c. */
+/* The parent of the page listed last, if it went next anyway: as `follow` in evict.c. In a flat
+ * index it is listed, or is not, by itself. */
 static uint32_t next_up(const oldest *o) {
     lci_handle *h = o->h;
     uint32_t child = o->op->climb - 1;
-    if (o->op->climb == 0 || child >= h->page_count) return LC_NIL;
+    if (h->flat || o->op->climb == 0 || child >= h->page_count) return LC_NIL;
     uint32_t parent = lci_parent(h, &h->pages[child]);
     if (parent == LC_NIL) return LC_NIL;
     const lci_page *q = &h->pages[parent];
@@ -105,10 +106,10 @@ static bool over(const oldest *o) {
 }
 
 /* Pin the up to `op->want` pages that would be evicted next for nobody in particular, each before its
- * parent: into a lease with room for them, with their keys and parents (LC_NIL: none). Returns how
- * many. They stay in the queue: where they were (`op->keep_order`), or as if they had been used now.
- * LC_E_BUSY, LC_E_INTR: call again, it goes on. What the lease holds is the caller's to release,
- * after an error as well. */
+ * parent (of a flat index in the order of their last use): into a lease with room for them, with
+ * their keys and parents (LC_NIL: none). Returns how many. They stay in the queue: where they were
+ * (`op->keep_order`), or as if they had been used now. LC_E_BUSY, LC_E_INTR: call again, it goes on.
+ * What the lease holds is the caller's to release, after an error as well. */
 LC_API int lci_oldest(lci_handle *h, lci_oldest_op *op, lci_lease *lease, lc_key *keys,
                       uint32_t *parents, int wait, uint64_t deadline) {
     int rc = lcs_usable(h->at);
@@ -198,7 +199,7 @@ static uint32_t next_one(discard *d) {
 }
 
 /* One step. Returns false when all were looked at. A page that something hangs on is passed over:
- * when the last of that has gone its turn comes again. */
+ * when the last of that has gone its turn comes again. In a flat index none is. */
 static bool discard_batch(discard *d) {
     lci_handle *h = d->h;
     uint32_t marked[LCI_BATCH], n = 0, i = 0;
@@ -206,11 +207,11 @@ static bool discard_batch(discard *d) {
         i = next_one(d);
         if (i == d->n) break;
         uint32_t page = (uint32_t)d->page[i];
-        if (d->done[i] || lc_load(&h->pages[page].children) || !unwanted(d, i)) continue;
+        if (d->done[i] || lci_covered(h, &h->pages[page]) || !unwanted(d, i)) continue;
         uint32_t parent = lci_parent(h, &h->pages[page]);
         lci_evict_page(h, &d->t, &d->eviction, page);
         marked[n++] = page;
-        uint32_t above = parent == LC_NIL ? d->n : position(d, parent);
+        uint32_t above = parent == LC_NIL || h->flat ? d->n : position(d, parent);
         if (above < d->n) d->op->climb = above + 1;
     }
     uint32_t freed = n ? lci_evict_settle(h, &d->t, &d->eviction, marked, n) : 0;
@@ -237,10 +238,11 @@ LC_API int lci_discard_end(lci_handle *h, lci_discard_op *op, const int32_t *pag
 }
 
 /* Give up our pins of these pages, each different, and evict those that nobody else has pinned, that
- * had no hit since `hits` (NULL: whatever they had), and on which nothing else hangs. With `lease`
- * the pins are those that it holds, and it holds none any more. LC_E_BUSY, LC_E_INTR: call again, it
- * goes on; after any other end lci_discard_end gives back the rest. LC_E_OWNER: we do not pin one of
- * them; LC_E_TWICE: the lease was released. Nothing was given up then. */
+ * had no hit since `hits` (NULL: whatever they had), and on which nothing else hangs, unless the
+ * index is flat. With `lease` the pins are those that it holds, and it holds none any more.
+ * LC_E_BUSY, LC_E_INTR: call again, it goes on; after any other end lci_discard_end gives back the
+ * rest. LC_E_OWNER: we do not pin one of them; LC_E_TWICE: the lease was released. Nothing was given
+ * up then. */
 LC_API int lci_discard(lci_handle *h, lci_discard_op *op, lci_lease *lease, const int32_t *pages,
                        const uint32_t *hits, const uint32_t *order, uint8_t *done, uint32_t n,
                        int wait, uint64_t deadline) {

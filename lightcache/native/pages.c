@@ -52,21 +52,30 @@ uint32_t lci_parent(const lci_handle *h, const lci_page *p) {
     return state == LCI_WRITING || state == LCI_READY || state == LCI_EVICTING ? parent : LC_NIL;
 }
 
+/* One page more hangs on `parent`: it leaves the queue, unless it may go before what hangs on it. */
+void lci_child_comes(lci_handle *h, lc_txn *t, uint32_t parent) {
+    if (!h->flat && lci_queueable(h, parent)) lci_queue_remove(h, t, parent);
+    lc_txn_add(t, &h->pages[parent].children, 1);
+}
+
+/* One fewer: with the last of them it comes into the queue, unless it is there all the time. */
+void lci_child_goes(lci_handle *h, lc_txn *t, uint32_t parent) {
+    lc_txn_add(t, &h->pages[parent].children, (uint32_t)-1);
+    if (!h->flat && lci_queueable(h, parent)) lci_queue_add(h, t, parent);
+}
+
 /* For a page on its way out: its own fields are dead from then on. */
 void lci_detach_parent(lci_handle *h, lc_txn *t, uint32_t page) {
     uint32_t parent = lci_parent(h, &h->pages[page]);
-    if (parent == LC_NIL) return;
-    lc_txn_add(t, &h->pages[parent].children, (uint32_t)-1);
-    if (lci_queueable(h, parent)) lci_queue_add(h, t, parent);
+    if (parent != LC_NIL) lci_child_goes(h, t, parent);
 }
 
 /* `page` has no parent so far. */
 void lci_attach_parent(lci_handle *h, lc_txn *t, uint32_t page, uint32_t parent) {
-    lci_page *p = &h->pages[page], *q = &h->pages[parent];
-    if (lci_queueable(h, parent)) lci_queue_remove(h, t, parent);
+    lci_page *p = &h->pages[page];
     lc_txn_set(t, &p->parent, parent);
-    lc_txn_set(t, &p->parent_gen, lc_load(&q->gen));
-    lc_txn_add(t, &q->children, 1);
+    lc_txn_set(t, &p->parent_gen, lc_load(&h->pages[parent].gen));
+    lci_child_comes(h, t, parent);
 }
 
 /* A page that lost its parent is given the one that stands there now. Only a childless page: its

@@ -1,4 +1,5 @@
-/* The eviction queue: ready pages without children, oldest first, as a wheel of 8 x 64 lists.
+/* The eviction queue: ready pages without children (of a flat index with them, too), oldest first,
+ * as a wheel of 8 x 64 lists.
  *
  * A page lies in the list that the highest differing base-64 digit of its tick and of the queue's
  * present selects: level = which digit, list = the digit's value. When the present reaches a list
@@ -44,12 +45,12 @@ static void mark(lci_handle *h, lc_txn *t, uint32_t list, bool full) {
     if (value != old) lc_txn_set(t, word, value);
 }
 
-/* What belongs into the queue: ready, not kept, in no reservation, nothing hangs on it. */
+/* What belongs into the queue: ready, not kept, in no reservation, nothing on it that goes first. */
 bool lci_queueable(const lci_handle *h, uint32_t page) {
     const lci_page *p = &h->pages[page];
     uint32_t word = lc_load(&p->word);
     return (word & (LCI_STATE_MASK | LCI_KEPT)) == LCI_READY && word >> LCI_RES_SHIFT == 0 &&
-           lc_load(&p->children) == 0;
+           !lci_covered(h, p);
 }
 
 void lci_queue_put(lci_handle *h, lc_txn *t, uint32_t page, uint64_t tick) {

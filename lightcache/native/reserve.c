@@ -64,8 +64,7 @@ static void hang(reserve *r, lci_page *p, uint32_t parent, bool parent_is_new) {
     if (parent_is_new) {
         lc_store(&q->children, lc_load(&q->children) + 1);
     } else {
-        if (lci_queueable(h, parent)) lci_queue_remove(h, &r->t, parent);
-        lc_txn_add(&r->t, &q->children, 1);
+        lci_child_comes(h, &r->t, parent);
     }
 }
 

@@ -42,11 +42,12 @@ class Copy:
     def __init__(self, whole: Bytes, pages: int = 0) -> None:
         """Of a whole segment of an index; `pages` 0: as its header says."""
         self.whole = whole
+        self.config: dict[str, Any] = {}
         if not pages:
             size = ctypes.sizeof(shm_layout.SegmentHeader)
             header = shm_layout.SegmentHeader.from_buffer_copy(whole[:size])
-            config = bytes(header.config)[: header.config_bytes]
-            pages = int(json.loads(config)["pages"])
+            self.config = json.loads(bytes(header.config)[: header.config_bytes])
+            pages = int(self.config["pages"])
         self.place = place = geometry(pages)
         self.header = self._records(shm_layout.SegmentHeader, 0, 1)
         self.clients = self._records(
@@ -143,6 +144,9 @@ class _Findings:
         if not self.fresh <= root["grown"] <= self.n:
             yield f"fresh {self.fresh} <= grown {root['grown']} <= pages {self.n} does not hold"
             return
+        flat = int(self.c.config.get("flat", False)) if self.c.config else min(root["flat"], 1)
+        if root["flat"] != flat:
+            yield f"root.flat is {root['flat']}, expected {flat}"
         if root["repairing"]:
             yield "a repair has begun and not ended"
         yield from self.states()
@@ -293,7 +297,7 @@ class _Findings:
             (self.state == PageState.READY)
             & ~self.kept
             & (self.reservation < 0)
-            & (self.c.pages["children"] == 0)
+            & ((self.c.pages["children"] == 0) | bool(self.c.root["flat"]))
         )
         yield from self.same("queue", np.array(queued, np.int64), belong)
         yield from self.count("queued", len(queued))

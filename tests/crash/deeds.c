@@ -63,6 +63,21 @@ void run_reserve(actor *a, run *r, uint32_t number, uint32_t n, uint32_t shards,
         if (r->status[i] == LCI_NEW) r->fresh[r->made++] = r->page[i];
 }
 
+/* As a checkpoint is made: only the page that it hangs on counts as used. */
+void run_behind(actor *a, run *r, uint32_t number, uint32_t i, uint32_t n) {
+    lc_key keys[MAX_KEYS];
+    uint32_t first = i ? i - 1 : 0;
+    memset(r, 0, sizeof *r);
+    run_keys(keys, number, n);
+    memcpy(r->keys, keys + i, (n - i) * sizeof *keys);
+    r->n = n - i;
+    r->op = (lci_reserve_op){.shards = 1, .ns = SCENE_NS};
+    AGAIN(lci_reserve(a->h, &r->op, keys + first, n - first, i - first, r->page, r->status,
+                      LC_BLOCK, FOREVER));
+    for (uint32_t k = 0; k < r->n; k++)
+        if (r->status[k] == LCI_NEW) r->fresh[r->made++] = r->page[k];
+}
+
 /* The shard's part of every new page. */
 void run_write(actor *a, const run *r, uint32_t shard) {
     for (uint32_t i = 0; i < r->n; i++)

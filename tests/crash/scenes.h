@@ -24,6 +24,7 @@ typedef struct scene {
     bool unjoined;               /* the victim has no slot before it acts */
     uint32_t flags;              /* of the victim's slot */
     bool unsound;                /* the index is damaged until the operation is over */
+    bool flat;                   /* the index */
     struct scene *next;
 } scene;
 
@@ -39,5 +40,7 @@ scene *scene_named(const char *name);
 
 /* What most scenes begin with: the survivor has filled two runs; 8 pages and more are free. */
 void two_runs(stage *s);
+/* What those of a flat index begin with: as many pages, each used a tick after the one it hangs on. */
+void two_paths(stage *s);
 
 #endif

@@ -58,6 +58,32 @@ static int peek_many(call *c) {
     return rc;
 }
 
+static int deepest(call *c) {
+    lc_key keys[MOST_KEYS];
+    uint32_t n = some_keys(c, keys, MOST_KEYS);
+    int64_t offsets[3] = {0, n / 2, n};
+    int32_t counts[2] = {0, 0};
+    lci_ns_ref ns = some_namespace(c);
+    int rc = sane(lci_deepest1(some_handle(c), keys, n, ns), "deepest");
+    at_most(rc, n, "deepest found more than it was asked for");
+    rc = worse(rc, sane(lci_deepest(some_handle(c), keys, offsets, 2, ns, counts), "deepest"));
+    at_most(counts[0], n / 2, "deepest found more than it was asked for");
+    at_most(counts[1], n - n / 2, "deepest found more than it was asked for");
+    return rc;
+}
+
+static int children(call *c) {
+    lc_key keys[MOST_KEYS];
+    int32_t counts[MOST_KEYS] = {0};
+    uint32_t n = some_keys(c, keys, MOST_KEYS);
+    int rc = sane(lci_children(some_handle(c), keys, n, some_namespace(c), counts), "children");
+    for (uint32_t i = 0; i < n; i++) {
+        at_most(counts[i], c->w->pages, "more children than there are pages");
+        if (counts[i] < -1) finding("children", counts[i]);
+    }
+    return rc;
+}
+
 static int match(call *c) {
     lc_key keys[MOST_KEYS];
     uint32_t n = some_keys(c, keys, MOST_KEYS);
@@ -440,7 +466,7 @@ static int reap(call *c) {
 
 static int reap_unjoined(call *c) {
     lcs_attachment *at = world_stranger(c->w);
-    lci_handle *h = lci_open(at, c->w->pages);
+    lci_handle *h = world_open(c->w, at);
     int rc = h ? sane(lci_reap_unjoined(h, c->w->dead_slot ? c->w->dead_slot : 3, c->wait,
                                         c->deadline),
                       "reap")
@@ -454,7 +480,7 @@ static int reap_unjoined(call *c) {
 static int visit(call *c) {
     lcs_attachment *at = world_stranger(c->w);
     int slot = sane(lcs_slot_claim(at, "visitor", 0), "claim"), rc = slot;
-    lci_handle *h = slot > 0 ? lci_open(at, c->w->pages) : NULL;
+    lci_handle *h = slot > 0 ? world_open(c->w, at) : NULL;
     if (slot > 0) at_most(slot, LCS_SLOTS - 1, "claim gave a slot");
     if (h) {
         rc = sane(lci_leave(h, c->wait, c->deadline), "leave");
@@ -516,6 +542,8 @@ static int events(call *c) {
 const operation operations[] = {
     {"peek", peek},
     {"peek_many", peek_many},
+    {"deepest", deepest},
+    {"children", children},
     {"match", match},
     {"match_many", match_many},
     {"wait", wait},

@@ -6,7 +6,7 @@
 
 #define GUARD ((size_t)1 << 20)
 
-static const uint32_t sizes[VARIANTS] = {64, 64, 16, 7};
+static const uint32_t sizes[VARIANTS] = {64, 64, 16, 7, 64};
 
 lc_key world_key(uint32_t run, uint32_t i) {
     uint64_t mixed = (UINT64_C(0x9E3779B97F4A7C15) * (run * 1000 + i + 1)) ^ (run * 7919);
@@ -41,6 +41,13 @@ lcs_attachment *world_stranger(const world *w) {
 void world_dismiss(lcs_attachment *at) {
     close(at->life_fd);
     lcs_attachment_free(at);
+}
+
+lci_handle *world_open(const world *w, lcs_attachment *at) {
+    lci_handle *h = lci_open(at, w->pages);
+    if (!h || lci_is_flat(h) == (w->variant == FLAT_WORLD)) return h;
+    lci_close(h);
+    return NULL;
 }
 
 static lcs_attachment *join(const world *w, const char *role) {
@@ -200,7 +207,7 @@ void world_make(world *w, enum variant variant) {
     NEED(memory >= 0 && w->life >= 0 && ftruncate(memory, (off_t)w->bytes) == 0);
     w->base = world_map(memory, w->bytes, PROT_READ | PROT_WRITE);
     uint64_t grown = variant == FRESH_WORLD ? w->pages / 2 : w->pages;
-    NEED(lci_format(w->base, w->bytes, w->pages, grown) == LC_OK);
+    NEED(lci_format(w->base, w->bytes, w->pages, grown, variant == FLAT_WORLD) == LC_OK);
     w->me = join(w, "me");
     w->peer = join(w, "peer");
     w->reader = lcs_attachment_new(world_map(memory, w->bytes, PROT_READ), w->bytes,

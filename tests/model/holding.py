@@ -19,8 +19,8 @@ from lightcache import Abandoned, ConfigError, InUse, KeyStatus, LeaseLost, Name
 class HoldingMachine(IndexMachine):
     """Clients also allocate, name, unname and free pages, and keep numbers."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
+    def __init__(self, name: str, flat: bool = False) -> None:
+        super().__init__(name, flat)
         self.named_pins: Counter[tuple[int, int]] = Counter()
         """(slot, page): pins that came with names, which `unpin` gives back."""
 

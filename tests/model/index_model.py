@@ -99,8 +99,9 @@ class Violation(AssertionError):
 class Model:
     """All of an index that a caller can observe."""
 
-    def __init__(self, pages: int) -> None:
+    def __init__(self, pages: int, *, flat: bool = False) -> None:
         self.capacity = pages
+        self.flat = flat
         self.by_key: dict[Pair, Page] = {}
         self.doomed: dict[int, Page] = {}
         self.held: dict[int, int] = {}
@@ -117,6 +118,10 @@ class Model:
 
     def children(self, page: Page) -> list[Page]:
         return [p for p in self.named() if p.parent is page]
+
+    def covering(self, page: Page) -> list[Page]:
+        """What has to go before it."""
+        return [] if self.flat else self.children(page)
 
     def pinned(self, number: int) -> bool:
         return any(n for (_, page), n in self.pins.items() if page == number)
@@ -135,6 +140,13 @@ class Model:
                 break
             found.append(page)
         return found
+
+    def ready(self, key: Pair, space: Space) -> Page | None:
+        page = self.by_key.get(key) if space.open else None
+        return page if page and page.state == "ready" and page.space is space else None
+
+    def deepest(self, keys: Sequence[Pair], space: Space) -> int:
+        return max((i for i, key in enumerate(keys, 1) if self.ready(key, space)), default=0)
 
     def writes_any(self, keys: Iterable[Pair]) -> bool:
         return any(k in self.by_key and self.by_key[k].state == "writing" for k in keys)
@@ -170,11 +182,11 @@ class Model:
             and not page.kept
             and page.tick < since
             and not self.pinned(page.number)
-            and all(self.removable(child, since) for child in self.children(page))
+            and all(self.removable(child, since) for child in self.covering(page))
         )
 
     def queued(self, page: Page) -> bool:
-        return page.state == "ready" and not page.kept and not self.children(page)
+        return page.state == "ready" and not page.kept and not self.covering(page)
 
     def in_order(self) -> bool:
         """Every queued page stands where its tick says."""
@@ -254,7 +266,7 @@ class Model:
         for page in gone:
             if not self.removable(page, since):
                 raise Violation(f"{page} was evicted: pinned, writing, used, or a prefix of such")
-            if any(child not in gone for child in self.children(page)):
+            if any(child not in gone for child in self.covering(page)):
                 raise Violation(f"{page} was evicted although {self.children(page)} hang on it")
         for page in gone:
             self.forget(page)

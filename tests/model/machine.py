@@ -115,8 +115,9 @@ class Planned:
 class IndexMachine(RuleBasedStateMachine):
     """One index, up to three clients of it in this process."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, flat: bool = False) -> None:
         super().__init__()
+        self.flat = flat
         self.name = f"{name}-{next(_numbers)}"
         self.clients: list[Client] = []
         self.held: list[Held] = []
@@ -169,8 +170,8 @@ class IndexMachine(RuleBasedStateMachine):
     @initialize(configuration=st.sampled_from(CONFIGURATIONS))
     def begin(self, configuration: tuple[int, int | None]) -> None:
         pages, self.bucket = configuration
-        self.model = Model(pages)
-        index = PageIndex.create(self.name, pages=pages)
+        self.model = Model(pages, flat=self.flat)
+        index = PageIndex.create(self.name, pages=pages, flat=self.flat)
         self.view = IndexView(index)
         self.clients = [Client(index, index.client_id.slot, self.model.spaces[0])]
 
@@ -257,6 +258,27 @@ class IndexMachine(RuleBasedStateMachine):
         keys = make.array(itertools.chain.from_iterable(chains))
         found = client.index.peek_many(keys, offsets, namespace=real)
         assert found.tolist() == [len(self.model.prefix(chain, space)) for chain in chains]
+
+    @rule(number=pick, many=st.lists(paths, max_size=3), where=pick)
+    def deepest(self, number: int, many: list[list[int]], where: int) -> None:
+        client = self.client(number)
+        space, real = self.space(client, where)
+        chains = [self.keys(path) for path in many]
+        expected = [self.model.deepest(chain, space) for chain in chains]
+        for chain, deepest in zip(chains, expected, strict=True):
+            assert client.index.deepest(make.array(chain), namespace=real) == deepest
+        offsets = np.cumsum([0, *map(len, chains)])
+        keys = make.array(itertools.chain.from_iterable(chains))
+        found = client.index.deepest_many(keys, offsets, namespace=real)
+        assert found.tolist() == expected
+
+    @rule(number=pick, path=paths, where=pick)
+    def children(self, number: int, path: list[int], where: int) -> None:
+        client, model = self.client(number), self.model
+        space, real = self.space(client, where)
+        pages = [model.ready(key, space) for key in self.keys(path)]
+        found = client.index.children(make.array(self.keys(path)), namespace=real)
+        assert found.tolist() == [-1 if p is None else len(model.children(p)) for p in pages]
 
     @rule(number=pick, path=paths, where=pick)
     def match(self, number: int, path: list[int], where: int) -> None:
@@ -453,12 +475,26 @@ class IndexMachine(RuleBasedStateMachine):
         before = len(self.held)
         self.reserve(number, path, 0, 1, where, "chain")
         if len(self.held) > before:
-            held = self.held.pop()
-            if held.writing:
-                assert held.real.publish()
-                self.model.publish(held.writing, 0)
-            held.real.release()
-            self.model.unpin(held.client.slot, held.pages)
+            self.finish(self.held.pop())
+
+    def finish(self, held: Held) -> None:
+        if held.writing:
+            assert held.real.publish()
+            self.model.publish(held.writing, 0)
+        held.real.release()
+        self.model.unpin(held.client.slot, held.pages)
+
+    @precondition(lambda self: self.flat)
+    @rule(number=pick, path=paths)
+    def write_behind(self, number: int, path: list[int]) -> None:
+        """As a checkpoint is written: only what it hangs on counts as used."""
+        client, keys = self.client(number), self.keys(path)[-2:]
+        if not keys or not client.default.open:
+            return
+        tick, now = self.view.clock + 1, self.view.queue_now
+        got = client.index.reserve(make.array(keys), len(keys) - 1)
+        self.settle_reserve(client, client.default, keys, len(keys) - 1, 1, got, tick, now)
+        self.finish(self.held.pop())
 
     @rule(number=pick, trunk=st.integers(0, 3), length=st.integers(1, 12), root=st.integers(0, 9))
     def write_prompt(self, number: int, trunk: int, length: int, root: int) -> None:

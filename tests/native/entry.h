@@ -83,13 +83,18 @@ int lcs_robust_take(lcs_attachment *at, uint32_t operation, int wait, uint64_t d
 int lcs_robust_drop(lcs_attachment *at);
 
 const char *lci_layout(void);
-int lci_format(uint8_t *base, uint64_t bytes, uint64_t pages, uint64_t grown);
+int lci_format(uint8_t *base, uint64_t bytes, uint64_t pages, uint64_t grown, int flat);
 lci_handle *lci_open(lcs_attachment *at, uint64_t pages);
+int lci_is_flat(const lci_handle *h);
 void lci_close(lci_handle *h);
 int lci_count(lci_handle *h, lci_counts *out);
 int lci_peek1(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref ns);
 int lci_peek(lci_handle *h, const lc_key *keys, const int64_t *offsets, uint32_t requests,
              lci_ns_ref ns, int32_t *counts);
+int lci_deepest1(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref ns);
+int lci_deepest(lci_handle *h, const lc_key *keys, const int64_t *offsets, uint32_t requests,
+                lci_ns_ref ns, int32_t *counts);
+int lci_children(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref ns, int32_t *counts);
 int lci_match1(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref ns, lci_lease *lease);
 int lci_match(lci_handle *h, const lc_key *keys, const int64_t *offsets, uint32_t requests,
               lci_ns_ref ns, lci_lease *lease, int32_t *counts);

@@ -141,7 +141,7 @@ static void reserve_asks_for_memory_first(void) {
     CHECK_EQ(lci_geometry_of(100, &g), LC_OK);
     s = segment_make(g.end);
     s.pages = 100;
-    CHECK_EQ(lci_format(s.base, s.bytes, 100, 10), LC_OK);
+    CHECK_EQ(lci_format(s.base, s.bytes, 100, 10, 0), LC_OK);
     a = client_join(&s);
     b = client_join(&s);
     prompt_make(&p, 1, 25);

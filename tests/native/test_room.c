@@ -84,7 +84,7 @@ static void room_is_asked_for_again_by_the_same_call(void) {
     CHECK_EQ(lci_geometry_of(20, &g), LC_OK);
     s = segment_make(g.end);
     s.pages = 20;
-    CHECK_EQ(lci_format(s.base, s.bytes, 20, 10), LC_OK);
+    CHECK_EQ(lci_format(s.base, s.bytes, 20, 10, 0), LC_OK);
     a = client_join(&s);
     b = client_join(&s);
     prompt_fill(&a, &p, 1, 5);

@@ -21,6 +21,7 @@ typedef struct segment {
 /* Zeroed memory with a header; an access outside of it faults. */
 segment segment_make(uint64_t bytes);
 segment index_make(uint64_t pages); /* formatted, all pages grown */
+segment flat_index_make(uint64_t pages);
 void segment_end(segment *s);
 
 /* A descriptor for byte locks on the segment, a description of its own. */

@@ -34,12 +34,53 @@ SCENE(evict_raced, .pages = 48, .set = one_other, .act = evict_five, .meanwhile 
 SCENE(evict_all_raced, .pages = 48, .set = one_other, .act = evict_all, .meanwhile = pin_marked,
       .taken = 16)
 
+/* Of a flat index: from the middle of what hangs together. */
+SCENE(evict_flat, .pages = 48, .flat = true, .set = two_paths, .act = evict_five, .taken = 5)
+SCENE(evict_all_flat, .pages = 48, .flat = true, .set = two_paths, .act = evict_all, .taken = 32)
+
+static void first_pinned(stage *s) {
+    two_paths(s);
+    actor *o = stage_other(s, 0);
+    hold_match(o, &o->held, 0, 3, SCENE_NS);
+}
+SCENE(evict_pinned_flat, .pages = 48, .flat = true, .set = first_pinned, .act = evict_all,
+      .taken = 29)
+
+/* The first that is marked comes back: others hang on it, and are marked as well. */
+static void other_of_paths(stage *s) {
+    two_paths(s);
+    stage_other(s, 0)->stopped = true;
+}
+SCENE(evict_raced_flat, .pages = 48, .flat = true, .set = other_of_paths, .act = evict_five,
+      .meanwhile = pin_marked, .taken = 5)
+
+/* Pages that others hang on go, and are used at once under other keys, and under their own. */
+static void use_again(actor *v) {
+    run r;
+    run_behind(v, &r, 1, 16, 36);
+    NEED(r.made == 20);
+    run_publish(v, &r, 0);
+    run_unpin(v, &r);
+    run_behind(v, &r, 0, 0, 3);
+    NEED(r.made == 3);
+    run_publish(v, &r, 0);
+    run_unpin(v, &r);
+}
+SCENE(evict_and_use_flat, .pages = 48, .flat = true, .set = two_paths, .act = use_again, .taken = 7,
+      .made = 20)
+
 static void clear(actor *v) { deed_clear(v, v->notes->ns); }
 static void default_space(stage *s) {
     two_runs(s);
     s->notes->ns = SCENE_NS;
 }
 SCENE(clear, .pages = 48, .set = default_space, .act = clear, .taken = 32)
+static void default_paths(stage *s) {
+    two_paths(s);
+    deed_evict(&s->survivor, 3);
+    s->notes->ns = SCENE_NS;
+}
+SCENE(clear_flat, .pages = 48, .flat = true, .set = default_paths, .act = clear, .taken = 29)
 
 /* A space of its own: some of its pages pinned, some being written. */
 static void space_in_use(stage *s) {

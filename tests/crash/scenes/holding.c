@@ -128,6 +128,8 @@ SCENE(name, .pages = 48, .set = two_runs, .prepare = six, .act = name_six, .made
 /* Behind a prefix that is there: its last page is a leaf no more. */
 static void name_behind(actor *v) { name(v, 1, 16, 22, 0); }
 SCENE(name_behind, .pages = 48, .set = two_runs, .prepare = six, .act = name_behind, .made = 6)
+SCENE(name_flat, .pages = 48, .flat = true, .set = two_paths, .prepare = six, .act = name_behind,
+      .made = 6)
 
 /* Four are there: pinned; and ours of these are free, or stay. */
 static void ten(actor *v) { allocate(v, 10, LC_OK); }
@@ -190,6 +192,8 @@ static void named_behind(actor *v) {
 }
 SCENE(unname_behind, .pages = 48, .set = two_runs, .prepare = named_behind, .act = unname_six,
       .taken = 6)
+SCENE(unname_flat, .pages = 48, .flat = true, .set = two_paths, .prepare = named_behind,
+      .act = unname_six, .taken = 6)
 
 static void other_matches(stage *s) {
     actor *o = &s->other[0];

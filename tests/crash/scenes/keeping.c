@@ -64,8 +64,21 @@ static void keep_rest(actor *v) {
 }
 SCENE(keep_rest, .pages = 48, .set = half_kept, .act = keep_rest)
 
+/* Kept pages that others hang on, and that hang on others. */
+static void two_paths_kept(stage *s) {
+    two_paths(s);
+    keep_both(&s->survivor);
+}
+SCENE(keep_flat, .pages = 48, .flat = true, .set = two_paths, .act = keep_both)
+SCENE(unkeep_flat, .pages = 48, .flat = true, .set = two_paths_kept, .act = unkeep_both)
+
 static void repair(actor *v) { NEED(lci_repair(v->h, LC_BLOCK, FOREVER) == LC_OK); }
 SCENE(repair_kept, .pages = 48, .set = two_kept, .act = repair)
+static void paths_without_roots(stage *s) {
+    two_paths(s);
+    deed_evict(&s->survivor, 3);
+}
+SCENE(repair_flat, .pages = 48, .flat = true, .set = paths_without_roots, .act = repair)
 
 /* ------------------------------------------------------------------ letting go */
 
@@ -112,6 +125,11 @@ static bool pin_marked(stage *s) {
     return false;
 }
 SCENE(drop_raced, .pages = 48, .set = one_other, .act = drop_some, .meanwhile = pin_marked)
+
+/* Of a flat index, what hangs on it stays. */
+SCENE(drop_flat, .pages = 48, .flat = true, .set = two_paths, .act = drop_twelve, .taken = 12)
+static void drop_six(actor *v) { NEED(drop(v, 1, 10, 4) == 6); }
+SCENE(drop_middle_flat, .pages = 48, .flat = true, .set = two_paths, .act = drop_six, .taken = 6)
 
 /* ------------------------------------------------------------------ the oldest */
 
@@ -188,6 +206,16 @@ SCENE(discard_matched, .pages = 48, .set = two_runs, .prepare = oldest_twenty, .
 
 SCENE(discard_branches, .pages = 48, .set = branches, .prepare = oldest_all,
       .act = discard_twenty, .taken = 20)
+
+SCENE(oldest_flat, .pages = 48, .flat = true, .set = two_paths, .act = oldest_twenty)
+SCENE(discard_flat, .pages = 48, .flat = true, .set = two_paths, .prepare = oldest_twenty,
+      .act = discard_twenty, .taken = 20)
+static void other_of_paths(stage *s) {
+    two_paths(s);
+    stage_other(s, 0)->stopped = true;
+}
+SCENE(discard_raced_flat, .pages = 48, .flat = true, .set = other_of_paths,
+      .prepare = oldest_twenty, .act = discard_some, .meanwhile = pin_marked, .taken = 19)
 
 static void end_discard(actor *v) {
     lci_discard_op op = {.taken = 1};

@@ -99,6 +99,9 @@ static void abandon_unpinned(actor *v) {
     abandon(v);
 }
 SCENE(abandon, .pages = 48, .set = two_runs, .prepare = reserve_six, .act = abandon)
+static void reserve_behind(actor *v) { run_behind(v, &v->writing, 1, 16, 22); }
+SCENE(abandon_flat, .pages = 48, .flat = true, .set = two_paths, .prepare = reserve_behind,
+      .act = abandon)
 SCENE(abandon_shards, .pages = 48, .set = two_runs, .prepare = first_shard, .act = abandon_unpinned)
 
 /* A victim with a device: its pins on what it was writing stay for a while. */

@@ -1,0 +1,449 @@
+/* A flat index: pages go in the order of their last use, whatever hangs on them; and looking up
+ * each key for itself. */
+#include "world.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+static segment s;
+static client a, b;
+static prompt p, q;
+static lease l;
+static lc_key keys[MAX_KEYS];
+static uint32_t parents[MAX_KEYS];
+static int32_t counts[MAX_KEYS];
+
+static void set_up(uint64_t pages) {
+    s = flat_index_make(pages);
+    a = client_join(&s);
+    b = client_join(&s);
+}
+
+static void tear_down(void) {
+    client_leave(&a);
+    client_leave(&b);
+    index_check(&s);
+    segment_end(&s);
+}
+
+/* A page under key i of this run, hung on that of key i - 1: as a checkpoint is reserved. */
+static void put_under(uint32_t number, uint32_t i, lci_ns_ref ns) {
+    prompt_make(&q, 0, i ? 2 : 1);
+    for (uint32_t k = 0; k < q.n; k++) q.keys[k] = prompt_key(number, i + 1 - q.n + k);
+    q.op = (lci_reserve_op){.shards = 1, .ns = ns};
+    CHECK_EQ(lci_reserve(a.h, &q.op, q.keys, q.n, q.n - 1, q.page, q.status, BLOCKING), 1);
+    q.fresh[0] = q.page[0];
+    q.made = 1;
+    prompt_publish(&a, &q, 0);
+    CHECK_EQ(lci_unreserve(a.h, &q.op, q.page, q.status, 1), LC_OK);
+}
+
+/* A path of n pages, each hung on the one before and used a tick after it. */
+static void put_path(uint32_t number, uint32_t n) {
+    for (uint32_t i = 0; i < n; i++) put_under(number, i, NS);
+    prompt_make(&p, number, n);
+    collect(&a);
+}
+
+static uint32_t page_of(uint32_t i) {
+    uint32_t length;
+    return lc_dict_look(&a.h->dict, p.keys[i].lo, p.keys[i].hi, &length);
+}
+
+/* What hangs on each key of `p`, from the first on, -1 for one that is gone. */
+static void check_children(const int32_t *expected) {
+    CHECK_EQ(lci_children(b.h, p.keys, p.n, NS, counts), LC_OK);
+    for (uint32_t i = 0; i < p.n; i++) CHECK_EQ(counts[i], expected[i]);
+    index_check(&s);
+}
+#define CHILDREN(...) check_children((const int32_t[]){__VA_ARGS__})
+
+/* ------------------------------------------------------------------ eviction */
+
+static void flat_goes_by_last_use(void) {
+    set_up(64);
+    put_path(1, 6);
+    CHECK_EQ(index_counts(&a).queued, 6);
+    CHILDREN(1, 1, 1, 1, 1, 0);
+    CHECK_EQ(evict(&a, 1), 1);
+    CHILDREN(-1, 1, 1, 1, 1, 0);
+    CHECK_EQ(lci_match1(b.h, &p.keys[1], 1, NS, &l.head), 1); /* used since */
+    CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
+    CHECK_EQ(evict(&a, 2), 2);
+    CHILDREN(-1, 0, -1, -1, 1, 0);
+    CHECK_EQ(index_counts(&a).queued, 3);
+    CHECK_EQ(evict(&a, 64), 3);
+    CHECK_EQ(index_counts(&a).queued, 0);
+    tear_down();
+}
+
+/* Pages of one reserve share a tick, and a parent does not follow its child: one is asked for. */
+static void flat_does_not_follow(void) {
+    set_up(64);
+    prompt_fill(&a, &p, 1, 5);
+    put_path(2, 1);
+    CHECK_EQ(evict(&a, 3), 3);
+    CHECK_EQ(index_counts(&a).queued, 3);
+    index_check(&s);
+    CHECK_EQ(evict(&a, 2), 2);
+    prompt_make(&p, 2, 1);
+    CHECK_EQ(peek(&b, &p), 1);
+    tear_down();
+}
+
+/* Its number is used for another key, then its own key comes back elsewhere: what had hung on it
+ * hangs on neither. */
+static void flat_children_of_the_gone_stay_alone(void) {
+    set_up(3);
+    put_path(1, 3);
+    uint32_t first = page_of(0);
+    put_under(7, 0, NS);
+    CHECK_EQ(page_of(0), LC_NIL);
+    uint32_t length;
+    CHECK_EQ(lc_dict_look(&a.h->dict, prompt_key(7, 0).lo, prompt_key(7, 0).hi, &length), first);
+    CHECK_EQ(lci_parent(a.h, &a.h->pages[page_of(1)]), LC_NIL);
+    CHILDREN(-1, 1, 0);
+    lc_key other = prompt_key(7, 0);
+    CHECK_EQ(lci_drop(a.h, &other, 1, 0, NS, &(lci_walk_op){0}, BLOCKING), LC_OK);
+    put_under(1, 0, NS);
+    CHILDREN(0, 1, 0);
+    CHECK_EQ(evict(&a, 1), 1); /* the second: leaving takes nothing from the first */
+    CHILDREN(0, -1, 0);
+    tear_down();
+}
+
+/* A childless page that lost its parent hangs on the new one when both are reserved together. */
+static void flat_readopts_when_it_is_told(void) {
+    set_up(8);
+    put_path(1, 2);
+    CHECK_EQ(evict(&a, 1), 1);
+    CHECK_EQ(prompt_reserve(&a, &p, NS, 1), 1);
+    prompt_publish(&a, &p, 0);
+    prompt_unpin(&a, &p);
+    CHILDREN(1, 0);
+    tear_down();
+}
+
+/* A tenant at its quota pays with what it used longest ago, parents and children in one batch. */
+static void flat_quota(void) {
+    lci_ns_ref ns;
+    set_up(64);
+    CHECK_EQ(lci_namespace_open(a.h, "w", "t", 6, &ns, BLOCKING), LC_OK);
+    for (uint32_t i = 0; i < 6; i++) put_under(1, i, ns);
+    collect(&a);
+    prompt_make(&p, 2, 4);
+    CHECK_EQ(prompt_reserve(&a, &p, ns, 1), 4);
+    prompt_publish(&a, &p, 0);
+    prompt_unpin(&a, &p);
+    collect(&a);
+    for (uint32_t i = 0; i < 6; i++) {
+        lc_key key = prompt_key(1, i);
+        CHECK_EQ(lci_peek1(b.h, &key, 1, ns), i >= 4);
+    }
+    CHECK_EQ(index_counts(&a).queued, 6);
+    tear_down();
+}
+
+#ifdef LC_PAUSE_POINTS
+static uint32_t wanted; /* a bit for each key of `p` */
+static uint32_t number_of[8];
+
+static void pin_wanted(int point) {
+    if (point != LC_AT_EVICT_MARKED) return;
+    lc_pause_hook = NULL;
+    for (uint32_t i = 0; i < 8; i++)
+        if (wanted >> i & 1) CHECK_EQ(lci_pin_one(b.h, number_of[i]), LC_OK);
+}
+
+static void pin_when_marked(uint32_t which) {
+    wanted = which;
+    for (uint32_t i = 0; i < p.n; i++) number_of[i] = page_of(i);
+    lc_pause_hook = pin_wanted;
+}
+
+static void let_go(void) {
+    CHECK(!lc_pause_hook);
+    for (uint32_t i = 0; i < p.n; i++) lc_store(lci_pin(b.h, b.slot, number_of[i]), 0);
+}
+
+/* Somebody comes for some of three that are marked, parents and children of each other: they stay,
+ * queued, and what hung on one of them hangs on if it stays as well. The fourth is kept. */
+static void flat_stays_whoever_is_pinned(void) {
+    for (uint32_t mask = 1; mask < 8; mask++) {
+        int32_t left[4] = {0};
+        uint32_t stay = mask | 8, n = 0;
+        set_up(64);
+        put_path(1, 4);
+        CHECK_EQ(lci_keep(a.h, &p.keys[3], 1, NS, 1, &(lci_walk_op){0}, BLOCKING), LC_OK);
+        for (uint32_t i = 0; i < 4; i++)
+            left[i] = stay >> i & 1 ? (int32_t)(stay >> (i + 1) & 1) : -1;
+        for (uint32_t i = 0; i < 3; i++) n += mask >> i & 1;
+        pin_when_marked(mask);
+        CHECK_EQ(evict(&a, 4), 3 - n);
+        check_children(left);
+        CHECK_EQ(index_counts(&a).queued, n);
+        let_go();
+        CHECK_EQ(evict(&a, 64), n);
+        tear_down();
+    }
+}
+
+/* The second of four comes back to a parent that was not chosen. */
+static void flat_comes_back_to_its_parent(void) {
+    lci_walk_op op = {0};
+    set_up(64);
+    put_path(1, 4);
+    pin_when_marked(2);
+    CHECK_EQ(lci_drop(a.h, p.keys, 2, 1, NS, &op, BLOCKING), LC_OK);
+    CHECK_EQ(op.pages, 0);
+    CHILDREN(1, 1, 1, 0);
+    CHECK_EQ(index_counts(&a).queued, 4);
+    let_go();
+    tear_down();
+}
+#endif
+
+/* ------------------------------------------------------------------ what an engine decides */
+
+static uint32_t drop(uint32_t n, uint32_t start) {
+    lci_walk_op op = {0};
+    CHECK_EQ(lci_drop(a.h, p.keys, n, start, NS, &op, BLOCKING), LC_OK);
+    CHECK_EQ(op.ended, 1);
+    return op.pages;
+}
+
+static void flat_drops_from_the_middle(void) {
+    set_up(64);
+    put_path(1, 6);
+    CHECK_EQ(drop(3, 2), 1);
+    CHILDREN(1, 0, -1, 1, 1, 0);
+    CHECK_EQ(drop(5, 3), 2);
+    CHILDREN(1, 0, -1, -1, -1, 0);
+    CHECK_EQ(lci_match1(b.h, p.keys, 1, NS, &l.head), 1);
+    CHECK_EQ(drop(2, 0), 1); /* up to one that is pinned */
+    CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
+    CHILDREN(0, -1, -1, -1, -1, 0);
+    tear_down();
+}
+
+static int oldest(uint32_t want) {
+    lci_oldest_op op = {.want = want, .keep_order = 1};
+    memset(&l, 0, sizeof l);
+    return lci_oldest(a.h, &op, &l.head, keys, parents, BLOCKING);
+}
+
+static int by_page(const void *x, const void *y) {
+    return l.pages[*(const uint32_t *)x] - l.pages[*(const uint32_t *)y];
+}
+
+static uint32_t discard(void) {
+    static uint32_t order[MAX_KEYS];
+    static uint8_t done[MAX_KEYS];
+    lci_discard_op op = {0};
+    uint32_t n = l.head.held;
+    memset(done, 0, sizeof done);
+    for (uint32_t i = 0; i < n; i++) order[i] = i;
+    qsort(order, n, sizeof *order, by_page);
+    CHECK_EQ(lci_discard(a.h, &op, &l.head, l.pages, NULL, order, done, n, BLOCKING), LC_OK);
+    return op.freed;
+}
+
+/* In order, each once, though the listed ones are parents of each other; and those that go leave
+ * what hangs on them. */
+static void flat_lists_and_discards_the_oldest(void) {
+    set_up(64);
+    put_path(1, 5);
+    CHECK_EQ(oldest(3), 3);
+    for (uint32_t i = 0; i < 3; i++) CHECK_EQ(l.pages[i], page_of(i));
+    CHECK_EQ(parents[0], LC_NIL);
+    CHECK_EQ(parents[2], l.pages[1]);
+    index_check(&s);
+    CHECK_EQ(discard(), 3);
+    CHILDREN(-1, -1, -1, 1, 0);
+    CHECK_EQ(oldest(8), 2);
+    CHECK_EQ(lci_release(a.h, &l.head), LC_OK);
+    CHECK_EQ(evict(&a, 1), 1); /* they were put back in their order */
+    CHILDREN(-1, -1, -1, -1, 0);
+    tear_down();
+}
+
+/* One reserve, one tick: a parent is listed in its own turn, not a second time behind its child. */
+static void flat_lists_a_prompt_once(void) {
+    set_up(64);
+    prompt_fill(&a, &p, 1, 10);
+    CHECK_EQ(oldest(64), 10);
+    for (uint32_t i = 0; i < 10; i++)
+        for (uint32_t k = 0; k < i; k++) CHECK(l.pages[i] != l.pages[k]);
+    index_check(&s);
+    CHECK_EQ(discard(), 10);
+    tear_down();
+}
+
+static void flat_keeps(void) {
+    lci_walk_op op = {0};
+    set_up(64);
+    put_path(1, 4);
+    CHECK_EQ(lci_keep(a.h, p.keys, 2, NS, 1, &op, BLOCKING), LC_OK);
+    CHECK_EQ(index_counts(&a).queued, 2);
+    CHECK_EQ(evict(&a, 64), 2);
+    CHILDREN(1, 0, -1, -1);
+    op = (lci_walk_op){0};
+    CHECK_EQ(lci_keep(a.h, p.keys, 1, NS, 0, &op, BLOCKING), LC_OK);
+    CHECK_EQ(evict(&a, 64), 1); /* though a kept one hangs on it */
+    CHILDREN(-1, 0, -1, -1);
+    tear_down();
+}
+
+/* A page is given its name behind one, loses it again, and is cleared: parents stay queued. */
+static void flat_names_and_clears(void) {
+    int64_t offsets[2] = {0, 2}, starts[1] = {1};
+    lci_held_op op = {.done = 0};
+    int32_t page, out;
+    uint32_t gen;
+    uint8_t status;
+    set_up(8);
+    put_path(1, 1);
+    prompt_make(&p, 1, 2);
+    CHECK_EQ(lci_allocate(a.h, &op, &page, &gen, 1, BLOCKING), LC_OK);
+    op = (lci_held_op){.ns = NS};
+    CHECK_EQ(lci_name(a.h, &op, p.keys, offsets, starts, 1, &page, 1, &out, &status, BLOCKING),
+             LC_OK);
+    CHECK_EQ(status, LCI_NEW);
+    CHILDREN(1, 0);
+    CHECK_EQ(index_counts(&a).queued, 2);
+    op = (lci_held_op){.done = 0};
+    CHECK_EQ(lci_unname(a.h, &op, &page, 1, BLOCKING), LC_OK);
+    CHILDREN(0, -1);
+    CHECK_EQ(lci_free_held(a.h, &op, &page, NULL, 0, BLOCKING), LC_OK);
+    put_path(2, 3);
+    CHECK_EQ(lci_clear(a.h, NS, BLOCKING), LC_OK);
+    CHECK_EQ(index_counts(&a).queued, 0);
+    tear_down();
+}
+
+/* ------------------------------------------------------------------ looking */
+
+static void deepest_and_children(void) {
+    int64_t offsets[4] = {0, 0, 2, 40};
+    lci_ns_ref ns;
+    set_up(64);
+    put_path(1, 3);
+    prompt_make(&p, 1, 40);
+    CHECK_EQ(lci_deepest1(b.h, p.keys, 40, NS), 3);
+    CHECK_EQ(lci_deepest1(b.h, p.keys, 2, NS), 2);
+    CHECK_EQ(lci_deepest1(b.h, p.keys, 0, NS), 0);
+    CHECK_EQ(lci_deepest1(b.h, p.keys + 3, 37, NS), 0);
+    CHECK_EQ(drop(2, 1), 1);
+    CHECK_EQ(lci_deepest1(b.h, p.keys, 40, NS), 3); /* each for itself */
+    CHECK_EQ(lci_deepest1(b.h, p.keys, 2, NS), 1);
+    CHECK_EQ(lci_deepest(b.h, p.keys, offsets, 3, NS, counts), LC_OK);
+    CHECK_EQ(counts[0], 0);
+    CHECK_EQ(counts[1], 1);
+    CHECK_EQ(counts[2], 1);
+    client reader = reader_join(&s);
+    CHECK_EQ(lci_deepest1(reader.h, p.keys, 40, NS), 3);
+    CHECK_EQ(lci_children(reader.h, p.keys, 40, NS, counts), LC_OK);
+    client_forget(&reader);
+    CHECK_EQ(lci_namespace_open(a.h, "w", "t", 0, &ns, BLOCKING), LC_OK);
+    CHECK_EQ(lci_deepest1(b.h, p.keys, 40, ns), 0);
+    CHECK_EQ(lci_clear(a.h, ns, BLOCKING), LC_OK);
+    CHECK_EQ(lci_children(b.h, p.keys, 40, ns, counts), LC_OK);
+    for (uint32_t i = 0; i < 40; i++) CHECK_EQ(counts[i], -1);
+    tear_down();
+}
+
+/* What is being written counts for what it hangs on and is not found. A disabled one is refused. */
+static void deepest_finds_what_is_ready(void) {
+    set_up(64);
+    put_path(1, 1);
+    prompt_make(&p, 1, 2);
+    CHECK_EQ(prompt_reserve(&a, &p, NS, 1), 1);
+    CHECK_EQ(lci_deepest1(b.h, p.keys, 2, NS), 1);
+    CHILDREN(1, -1);
+    prompt_publish(&a, &p, 0);
+    CHECK_EQ(lci_deepest1(b.h, p.keys, 2, NS), 2);
+    prompt_unpin(&a, &p);
+    lc_store(&lcs_header_of(a.at)->disabled, 1);
+    CHECK_EQ(lci_deepest1(b.h, p.keys, 2, NS), LC_E_DISABLED);
+    CHECK_EQ(lci_deepest(b.h, p.keys, (int64_t[]){0, 2}, 1, NS, counts), LC_E_DISABLED);
+    CHECK_EQ(lci_children(b.h, p.keys, 2, NS, counts), LC_E_DISABLED);
+    lc_store(&lcs_header_of(a.at)->disabled, 0);
+    tear_down();
+}
+
+/* A count that cannot be is cut off; so no damage gives a number that means something else. */
+static void children_of_damage(void) {
+    set_up(64);
+    put_path(1, 1);
+    lc_store(&a.h->pages[page_of(0)].children, UINT32_MAX);
+    CHECK_EQ(lci_children(b.h, p.keys, 1, NS, counts), LC_OK);
+    CHECK_EQ(counts[0], 64);
+    CHECK_EQ(index_broken(&s), 34);
+    CHECK_EQ(lci_repair(a.h, BLOCKING), LC_OK);
+    CHILDREN(0);
+    tear_down();
+}
+
+/* ------------------------------------------------------------------ the flag */
+
+static void flat_is_a_word_of_the_root(void) {
+    set_up(64);
+    CHECK_EQ(lci_is_flat(a.h), 1);
+    put_path(1, 2);
+    a.h->root->flat = 0; /* another one's queue */
+    CHECK_EQ(index_broken(&s), 31);
+    lci_handle *h = lci_open(a.at, 64);
+    CHECK(h && !lci_is_flat(h));
+    lci_close(h);
+    a.h->root->flat = 2;
+    CHECK_EQ(index_broken(&s), 38);
+    CHECK(lci_open(a.at, 64) == NULL);
+    a.h->root->flat = 1;
+    CHECK_EQ(evict(&a, 2), 2);
+    tear_down();
+    s = index_make(64);
+    a = client_join(&s);
+    CHECK_EQ(lci_is_flat(a.h), 0);
+    client_leave(&a);
+    segment_end(&s);
+}
+
+/* The queue, the children and the totals of them, made anew. */
+static void flat_repair(void) {
+    set_up(64);
+    put_path(1, 5);
+    CHECK_EQ(evict(&a, 1), 1);
+    for (uint32_t i = 1; i < 5; i++) lc_store(&a.h->pages[page_of(i)].children, 9);
+    lc_store(&a.h->lists.heads[0].next, 3);
+    lc_store(&a.h->root->queued, 1);
+    CHECK(index_broken(&s) != 0);
+    CHECK_EQ(lci_repair(a.h, BLOCKING), LC_OK);
+    CHILDREN(-1, 1, 1, 1, 0);
+    CHECK_EQ(index_counts(&a).queued, 4);
+    CHECK_EQ(evict(&a, 2), 2);
+    CHILDREN(-1, -1, -1, 1, 0);
+    tear_down();
+}
+
+const test flat_tests[] = {
+    TEST(flat_goes_by_last_use),
+    TEST(flat_does_not_follow),
+    TEST(flat_children_of_the_gone_stay_alone),
+    TEST(flat_readopts_when_it_is_told),
+    TEST(flat_quota),
+#ifdef LC_PAUSE_POINTS
+    TEST(flat_stays_whoever_is_pinned),
+    TEST(flat_comes_back_to_its_parent),
+#endif
+    TEST(flat_drops_from_the_middle),
+    TEST(flat_lists_and_discards_the_oldest),
+    TEST(flat_lists_a_prompt_once),
+    TEST(flat_keeps),
+    TEST(flat_names_and_clears),
+    TEST(deepest_and_children),
+    TEST(deepest_finds_what_is_ready),
+    TEST(children_of_damage),
+    TEST(flat_is_a_word_of_the_root),
+    TEST(flat_repair),
+    END_OF_TESTS,
+};

@@ -1,0 +1,309 @@
+"""Flat indexes, where pages go while others hang on them; and looking up each key for itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from support.index_view import IndexView
+from support.keys import keys, prompt
+
+from lightcache import (
+    Cache,
+    CacheCorrupted,
+    ConfigError,
+    Detached,
+    LayoutMismatch,
+    Namespace,
+    PageIndex,
+    layout,
+)
+from lightcache._arguments import Keys
+from lightcache.tools import cli
+
+PAGES = 8
+CACHE: dict[str, Any] = {
+    "pages": 4,
+    "page_bytes": 4096,
+    "fingerprint": "states",
+    "secret": b"a secret of tests",
+}
+
+
+@pytest.fixture
+def index(segment_name: str) -> Iterator[PageIndex]:
+    with PageIndex.create(segment_name, pages=PAGES, flat=True) as made:
+        yield made
+        report = made.check()
+        assert report.clean, report.message
+
+
+def put(index: PageIndex, path: Keys, i: int, namespace: Namespace | None = None) -> None:
+    """A checkpoint under key i: hung on that of key i - 1, which alone counts as used."""
+    with index.reserve(path[max(0, i - 1) : i + 1], min(i, 1), namespace=namespace) as new:
+        assert new.publish()
+
+
+def put_all(index: PageIndex, path: Keys) -> None:
+    for i in range(len(path)):
+        put(index, path, i)
+
+
+def use(index: PageIndex, key: Keys) -> None:
+    with index.match(key) as lease:
+        assert len(lease) == 1
+
+
+def there(index: PageIndex, path: Keys) -> list[bool]:
+    return [index.peek(path[i : i + 1]) == 1 for i in range(len(path))]
+
+
+# ---- what goes
+
+
+def test_the_oldest_goes_whatever_hangs_on_it(index: PageIndex) -> None:
+    path = prompt(1, 4)
+    put_all(index, path)
+    assert index.evict(1) == 1
+    assert there(index, path) == [False, True, True, True]
+    use(index, path[1:2])
+    assert index.evict(2) == 2
+    assert there(index, path) == [False, True, False, False]
+
+
+def test_making_room_keeps_what_the_new_one_hangs_on(index: PageIndex) -> None:
+    path = prompt(1, PAGES)
+    put_all(index, path)
+    longer = np.concatenate([path[:1], keys(77)])
+    with index.reserve(longer, 1) as new:
+        new.publish()
+    assert there(index, path) == [True, False] + [True] * (PAGES - 2)
+    assert index.children(path[:1]).tolist() == [1]
+
+
+def test_a_parent_does_not_go_with_its_child(index: PageIndex) -> None:
+    path = prompt(1, 3)
+    with index.reserve(path) as new:
+        new.publish()  # one call, one tick
+    use(index, path[2:])
+    assert index.evict(2) == 2
+    assert index.deepest(path) == 3
+    assert index.stats().evictable == 1
+
+
+def test_in_another_index_prefixes_outlive_what_hangs_on_them(segment_name: str) -> None:
+    with PageIndex.create(segment_name, pages=PAGES) as index:
+        assert not index.flat
+        assert "flat" not in index.segment.config
+        path = prompt(1, 4)
+        put_all(index, path)
+        assert index.evict(1) == 1
+        assert index.stats().evictable == 1
+        assert there(index, path) == [True, True, True, False]
+
+
+def test_what_lost_its_parent_does_not_find_it_again(index: PageIndex) -> None:
+    path = prompt(1, 3)
+    put_all(index, path)
+    assert index.drop(path[:1]) == 1
+    for name in range(10, 10 + PAGES - 2):  # every other page is used, the lost one's too
+        put(index, prompt(name, 1), 0)
+    assert there(index, path) == [False, True, True]
+    put(index, path, 0)
+    assert index.children(path[[0]]).tolist() == [0]
+
+
+def test_drop_takes_one_from_the_middle(index: PageIndex) -> None:
+    path = prompt(1, 5)
+    put_all(index, path)
+    assert index.drop(path[:3], start=2) == 1
+    assert there(index, path) == [True, True, False, True, True]
+    with index.match(path[3:4]):
+        assert index.drop(path) == 1, "up to one that is pinned"
+    assert index.children(path).tolist() == [1, 0, -1, 0, -1]
+
+
+def test_the_oldest_are_listed_in_order_and_go(index: PageIndex) -> None:
+    path = prompt(1, 5)
+    put_all(index, path)
+    found = index.oldest(3)
+    assert (found.keys == path[:3]).all()
+    assert found.parent.tolist() == [-1, 0, 1]
+    use(index, path[1:2])
+    assert index.discard(found) == 2, "the second was matched since"
+    assert there(index, path) == [False, True, False, True, True]
+    rest = index.oldest(PAGES)
+    assert (rest.keys == path[[3, 4, 1]]).all()
+    rest.release()
+
+
+def test_a_kept_page_stays_and_its_parent_goes(index: PageIndex) -> None:
+    path = prompt(1, 3)
+    put_all(index, path)
+    assert index.keep(path[1:2]) == 1
+    assert index.evict(PAGES) == 2
+    assert there(index, path) == [False, True, False]
+
+
+def test_repair_makes_the_queue_anew(index: PageIndex) -> None:
+    path = prompt(1, 5)
+    put_all(index, path)
+    assert index.drop(path[:2], start=1) == 1
+    at = index.segment.address + IndexView(index).geometry.root
+    layout.RootRecord.from_address(at).queued = 1
+    assert index.check().invariant == 14
+    index.repair()
+    assert index.stats().evictable == 4
+    assert index.children(path).tolist() == [0, -1, 1, 1, 0]
+
+
+# ---- looking up each key for itself
+
+
+def test_deepest(index: PageIndex) -> None:
+    path = prompt(1, 40)
+    put_all(index, path[:3])
+    assert index.deepest(path) == 3
+    assert index.drop(path[:2], start=1) == 1
+    assert index.deepest(path) == 3
+    assert index.deepest(path[:2]) == 1
+    assert index.deepest(path[3:]) == 0
+    assert index.deepest(path[:0]) == 0
+    with index.match(path[2:3]) as lease:
+        assert len(lease) == 1
+    every = np.concatenate([path, path[:2], path[:0], path[3:]])
+    found = index.deepest_many(every, [0, 40, 42, 42, 79])
+    assert found.tolist() == [3, 1, 0, 0]
+    assert found.dtype == np.int32
+
+
+def test_deepest_finds_what_is_ready_of_its_namespace(index: PageIndex) -> None:
+    mine, path = index.namespace("w"), prompt(1, 3)
+    put(index, path, 0, mine)
+    assert index.deepest(path) == 0
+    assert index.deepest(path, namespace=mine) == 1
+    assert index.children(path, namespace=mine).tolist() == [0, -1, -1]
+    with index.reserve(path[:2], 1, namespace=mine) as new:
+        assert index.deepest(path, namespace=mine) == 1
+        assert index.children(path, namespace=mine).tolist() == [1, -1, -1], "it will hang there"
+        new.publish()
+        assert index.deepest_many(path, [0, 3], namespace=mine).tolist() == [2]
+    index.clear(mine)
+    assert index.deepest(path, namespace=mine) == 0
+    assert index.children(path, namespace=mine).tolist() == [-1, -1, -1]
+
+
+def test_children_tell_where_prompts_part(index: PageIndex) -> None:
+    for end in (5, 6, 7):
+        put_all(index, keys(1, 2)) if end == 5 else None
+        put(index, keys(1, 2, end), 2)
+    assert index.children(keys(1, 2, 5)).tolist() == [1, 3, 0]
+    assert index.children(keys(1, 2, 5)).dtype == np.int32
+    index.drop(keys(1, 2, 6), start=2)
+    assert index.children(keys(1, 2, 5)).tolist() == [1, 2, 0]
+
+
+def test_a_reader_looks_too(index: PageIndex) -> None:
+    path = prompt(1, 2)
+    put_all(index, path)
+    with PageIndex.attach(index.name, readonly=True) as reader:
+        assert reader.flat
+        assert reader.deepest(path) == 2
+        assert reader.deepest_many(path, [0, 1, 2]).tolist() == [1, 1]
+        assert reader.children(path).tolist() == [1, 0]
+
+
+def test_bad_arguments(index: PageIndex) -> None:
+    for call in (index.deepest, index.children):
+        with pytest.raises(ConfigError, match="uint64"):
+            call(np.zeros((2, 2), np.int64))
+    with pytest.raises(ConfigError, match="offsets"):
+        index.deepest_many(prompt(1, 2), [0, 1])
+
+
+def test_closed(segment_name: str) -> None:
+    index = PageIndex.create(segment_name, pages=PAGES, flat=True)
+    index.close()
+    for call in (index.deepest, index.children):
+        with pytest.raises(Detached):
+            call(prompt(1, 2))
+    with pytest.raises(Detached):
+        index.deepest_many(prompt(1, 2), [0, 2])
+
+
+# ---- the flag
+
+
+def test_flat_is_part_of_the_configuration(index: PageIndex) -> None:
+    name = index.name
+    assert index.flat
+    for call in (
+        lambda: PageIndex.open(name, pages=PAGES),
+        lambda: PageIndex.open(name, pages=PAGES, flat=False),
+        lambda: PageIndex.attach(name, flat=False),
+    ):
+        with pytest.raises(LayoutMismatch, match="flat"):
+            call()
+    for flat in (None, True):
+        with PageIndex.attach(name, flat=flat) as other:
+            assert other.flat
+    with PageIndex.open(name, pages=PAGES, flat=True) as other:
+        assert other.flat
+    assert len(index.clients()) == 1
+
+
+def test_of_one_that_is_not_flat(segment_name: str) -> None:
+    with PageIndex.create(segment_name, pages=PAGES):
+        with pytest.raises(LayoutMismatch, match="flat"):
+            PageIndex.open(segment_name, pages=PAGES, flat=True)
+        with pytest.raises(LayoutMismatch, match="expected True, found False"):
+            PageIndex.attach(segment_name, flat=True)
+        with PageIndex.attach(segment_name, flat=False) as other:
+            assert not other.flat
+    with pytest.raises(ConfigError, match="flat="):
+        PageIndex.create(segment_name, pages=PAGES, config={"flat": True})
+
+
+def test_a_root_that_says_otherwise_is_damage(index: PageIndex) -> None:
+    at = index.segment.address + IndexView(index).geometry.root
+    root = layout.RootRecord.from_address(at)
+    for wrong in (0, 2):
+        root.flat = wrong
+        with pytest.raises(CacheCorrupted, match="flat index"):
+            PageIndex.attach(index.name)
+        with pytest.raises(CacheCorrupted, match="flat index"):
+            PageIndex.attach(index.name, readonly=True)
+        checked = CliRunner().invoke(cli.group, ["check", index.name])
+        assert checked.exit_code == 1, checked.output
+    root.flat = 1
+
+
+def test_a_cache_may_be_flat(segment_name: str) -> None:
+    with Cache.create(segment_name, **CACHE, flat=True) as cache:
+        assert cache.index.flat
+        with pytest.raises(LayoutMismatch, match="flat"):
+            Cache.open(segment_name, **CACHE)
+        with pytest.raises(LayoutMismatch, match="flat"):
+            Cache.attach(segment_name, secret=CACHE["secret"], flat=False)
+        with Cache.open(segment_name, **CACHE, flat=True) as other:
+            assert other.index.flat
+
+
+def test_tools_say_so(segment_name: str) -> None:
+    def run(*arguments: str) -> str:
+        result = CliRunner().invoke(cli.group, arguments)
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    for flat in (True, False):
+        with Cache.create(segment_name, **CACHE, flat=flat):
+            (entry,) = [e for e in json.loads(run("ls", "--json")) if e["name"] == segment_name]
+            assert entry["flat"] is flat
+            assert ("flat index" in run("ls")) is flat
+            assert json.loads(run("dump", segment_name, "--json"))["segment"]["flat"] is flat
+            assert (", flat" in run("dump", segment_name)) is flat
+            run("check", segment_name)
