@@ -269,3 +269,24 @@ def test_priority(worlds: Any) -> None:
     world.compute("high", answer, 8, 12)  # a page of its answer, alone
     assert world.manager.stats().offloaded_pages == 3
     world.manager.release("high")
+
+
+@pytest.mark.parametrize("wishes", [Wishes(priority=-1), Wishes(tiers=frozenset({"device"}))])
+def test_what_is_not_to_go_to_the_host_is_not_written_back(worlds: Any, wishes: Wishes) -> None:
+    world = worlds(write=WritePolicy.BACK)
+    world.run("a", tokens(18), wishes=wishes)
+    assert world.manager.demote(4) == 4
+    assert world.mover.offloads == 0
+    assert world.manager.stats().demotions_lost == 4
+
+
+def test_priority_does_not_change_what_is_evicted_first(worlds: Any) -> None:
+    world = worlds()
+    for seed, priority in ((0, 1), (1, -1), (2, 0)):
+        world.run(seed, tokens(9, seed), wishes=Wishes(priority=priority))
+    left = []
+    for _ in range(3):
+        world.index.evict(2)
+        keys = [Prompt(tokens(9, seed)).keys(world.cache.key_spec()) for seed in range(3)]
+        left.append([world.index.peek(each) for each in keys])
+    assert left == [[0, 2, 2], [0, 0, 2], [0, 0, 0]]
