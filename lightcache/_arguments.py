@@ -85,7 +85,7 @@ def offsets(array: Any, key_count: int) -> Offsets:
             f"{found.dtype} {found.shape}"
         )
     found = found.astype(_I64, copy=False)
-    if found[0] != 0 or found[-1] != key_count or (np.diff(found) < 0).any():
+    if found[0] != 0 or found[-1] != key_count or (found[1:] < found[:-1]).any():
         raise ConfigError(
             f"offsets: expected to ascend from 0 to the number of keys ({key_count}), found "
             f"{found[0]} to {found[-1]}"

@@ -153,7 +153,8 @@ class HeldPages(Attached):
         begins = _starts(starts, len(bounds) - 1)
         held = _arguments.pages(pages)
         wanted = n - int(begins.sum())
-        if len(held) != wanted or (begins < 0).any() or (begins > np.diff(bounds)).any():
+        sizes = bounds[1:] - bounds[:-1]
+        if len(held) != wanted or (begins < 0).any() or (begins > sizes).any():
             raise ConfigError(
                 f"name: expected starts within each request, and a page for each key behind them "
                 f"({wanted}), found {len(held)} pages"

@@ -18,14 +18,15 @@ from lightcache import _arguments, layout, snapshot
 from lightcache._arguments import Keys, Offsets, Pages
 from lightcache._plan_book import PlanBook
 from lightcache.attached import MAX_PAGES, geometry
-from lightcache.errors import ConfigError, LeaseLost, NoSpace, WaitTimeout
+from lightcache.errors import LeaseLost, NoSpace, WaitTimeout
 from lightcache.held_pages import HeldPages
 from lightcache.keeping import Keeping
 from lightcache.leases import Lease, LeaseBatch
 from lightcache.namespaced import Namespaced
 from lightcache.namespaces import Namespace
 from lightcache.plans import Planning
-from lightcache.reservations import Reservation, reserve_arguments
+from lightcache.reservation_batch import ReservationBatch, reserve_batch
+from lightcache.reservations import Reservation, empty_reservation, reserve_arguments
 from lightcache.shm import Segment
 from lightcache.shm import layout as shm_layout
 from lightcache.shm.codes import Code, check
@@ -164,7 +165,7 @@ class PageIndex(Namespaced, Ticketing, HeldPages, Keeping, Planning, Sparse):
         where, n = _arguments.keys(keys)
         _arguments.count(start, "start", 0, n)
         _arguments.count(shards, "shards", 1, layout.SHARDS)
-        reservation = Reservation(self, n, start, shards, self._ref(namespace))
+        reservation = empty_reservation(self, n, start, shards, self._ref(namespace))
         arguments = reserve_arguments(reservation, where, n)
         try:
             code = self._locked("lci_reserve", *arguments, what="reserve", timeout=timeout)
@@ -177,6 +178,26 @@ class PageIndex(Namespaced, Ticketing, HeldPages, Keeping, Planning, Sparse):
             raise
         return reservation
 
+    def reserve_batch(
+        self,
+        keys: Keys,
+        offsets: Offsets,
+        starts: Any = None,
+        *,
+        shards: int = 1,
+        namespace: Namespace | None = None,
+        timeout: float | None = None,
+    ) -> ReservationBatch:
+        """`reserve` for many requests in one call of the core, each with a reservation of its own.
+        `starts[i]` counts from request i's first key. A key that two of them ask for is new for
+        the first and busy for the other. On an error all of them are given back.
+
+        Raises:
+            As `reserve`; ConfigError also for offsets or starts that do not fit the keys.
+        """
+        ref = self._ref(namespace)
+        return reserve_batch(self, keys, offsets, starts, shards, ref, timeout)
+
     def reserve_many(
         self,
         keys: Keys,
@@ -187,27 +208,11 @@ class PageIndex(Namespaced, Ticketing, HeldPages, Keeping, Planning, Sparse):
         namespace: Namespace | None = None,
         timeout: float | None = None,
     ) -> list[Reservation]:
-        """`reserve` for many requests, each with a reservation of its own. `starts[i]` counts from
-        request i's first key. On an error all of them are given back."""
-        _, n = _arguments.keys(keys)
-        bounds = _arguments.offsets(offsets, n)
-        begins = np.zeros(len(bounds) - 1, np.int64) if starts is None else np.asarray(starts)
-        if begins.shape != (len(bounds) - 1,):
-            raise ConfigError(f"starts: expected {len(bounds) - 1} of them, found {begins.shape}")
-        made: list[Reservation] = []
-        try:
-            for i, begin in enumerate(begins):
-                part = keys[bounds[i] : bounds[i + 1]]
-                made.append(
-                    self.reserve(
-                        part, int(begin), shards=shards, namespace=namespace, timeout=timeout
-                    )
-                )
-        except BaseException:
-            for reservation in made:
-                reservation.__exit__(None, None, None)
-            raise
-        return made
+        """As `reserve_batch`, split: each is published and released on its own."""
+        batch = self.reserve_batch(
+            keys, offsets, starts, shards=shards, namespace=namespace, timeout=timeout
+        )
+        return batch.split()
 
     def wait(
         self,

@@ -48,14 +48,21 @@ class Reservation(Borrowed):
     waiting) and unpins everything.
     """
 
-    def __init__(self, index: PageIndex, n: int, start: int, shards: int, namespace: int) -> None:
-        """For PageIndex: nothing is reserved yet."""
+    def __init__(
+        self,
+        index: PageIndex,
+        start: int,
+        page: Pages,
+        status: npt.NDArray[np.uint8],
+        progress: layout.ReserveProgress,
+    ) -> None:
+        """For PageIndex, and for a batch that is split: what the core has filled, or will."""
         self._done = True  # an interrupt before the last line: nothing to give back
         self._index = index
         self._start = start
-        self._page = np.full(n - start, -1, np.int32)
-        self._status = np.zeros(n - start, np.uint8)
-        self._progress = layout.ReserveProgress(shards=shards, ns=namespace)
+        self._page = page
+        self._status = status
+        self._progress = progress
         self._published: set[int] = set()
         self._ready = False
         self._held: Pages | None = None
@@ -305,6 +312,15 @@ class Shard(Borrowed):
             if self._rid.value != layout.NIL and not self._index._unusable():
                 with contextlib.suppress(LeaseLost):  # it has ended in another way
                     self._index._abandon(self._rid.value, self._gen.value)
+
+
+def empty_reservation(
+    index: PageIndex, n: int, start: int, shards: int, namespace: int
+) -> Reservation:
+    """Of keys [start, n), before anything is reserved."""
+    page, status = np.full(n - start, -1, np.int32), np.zeros(n - start, np.uint8)
+    progress = layout.ReserveProgress(shards=shards, ns=namespace)
+    return Reservation(index, start, page, status, progress)
 
 
 def reserve_arguments(reservation: Reservation, where: Any, n: int) -> tuple[object, ...]:

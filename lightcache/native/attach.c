@@ -209,6 +209,12 @@ LC_API int lci_namespace_find(lci_handle *h, const char *weights, const char *te
     return LC_E_MISSING;
 }
 
+/* Whether anything may be found in it or published. No lock. */
+LC_API int lci_namespace_good(lci_handle *h, lci_ns_ref ref) {
+    int rc = lcs_usable(h->at);
+    return rc != LC_OK ? rc : lci_ns_open(h, ref);
+}
+
 static lci_namespace *vacant(lci_handle *h) {
     for (uint32_t i = 0; i < LCI_NAMESPACES; i++) {
         uint32_t state = lc_load(&h->ns[i].state);

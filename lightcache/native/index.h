@@ -477,6 +477,15 @@ bool lci_doom_reservation(lci_handle *h, lc_txn *t, uint32_t rid);
 void lci_flag_ended(lci_handle *h, uint32_t rid);
 void lci_notify(lci_handle *h);
 
+/* reserve.c and publish.c: for many.c, which calls them chain by chain. */
+LC_API int lci_reserve(lci_handle *h, lci_reserve_op *op, const lc_key *keys, uint32_t n,
+                       uint32_t start, int32_t *page, uint8_t *status, int wait,
+                       uint64_t deadline);
+LC_API int lci_unreserve(lci_handle *h, lci_reserve_op *op, const int32_t *page,
+                         const uint8_t *status, uint32_t n);
+LC_API int lci_publish(lci_handle *h, uint32_t rid, uint32_t gen, uint32_t shard,
+                       const int32_t *pages, uint32_t n);
+
 /* publish.c: without the lock. */
 int lci_make_ready(lci_handle *h, uint32_t rid, uint32_t ns, const int32_t *pages, uint32_t n);
 

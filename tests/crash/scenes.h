@@ -20,7 +20,8 @@ typedef struct scene {
     void (*act)(actor *v);       /* victim: the operation, watched */
     bool (*meanwhile)(stage *s); /* stepper: after each change until true; what races with it */
     int taken;                   /* pages, ready before, that the operation takes away */
-    int made;                    /* pages that it makes ready */
+    int made;                    /* pages that it makes ready, all at once */
+    int made_before;             /* of these, a first part that becomes ready before the others */
     bool unjoined;               /* the victim has no slot before it acts */
     uint32_t flags;              /* of the victim's slot */
     bool unsound;                /* the index is damaged until the operation is over */

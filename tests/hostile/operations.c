@@ -200,6 +200,46 @@ static int reserve_abandon(call *c) {
     return worse(rc, end_reserve(c, &v));
 }
 
+/* Two chains in one call, each with its own record of progress. */
+static int reserve_several(call *c) {
+    world *w = c->w;
+    enum { CHAINS = 2 };
+    lc_key keys[CHAINS * MOST_KEYS];
+    int64_t offsets[CHAINS + 1] = {0}, starts[CHAINS];
+    lci_reserve_op ops[CHAINS];
+    uint32_t most = (uint32_t)w->pages / CHAINS, rest = 0;
+    for (uint32_t i = 0; i < CHAINS; i++) {
+        uint32_t n = some_keys(c, keys + offsets[i], most < MOST_KEYS ? most : MOST_KEYS);
+        offsets[i + 1] = offsets[i] + n;
+        starts[i] = below(c->r, n + 1) / 2;
+        rest += n - (uint32_t)starts[i];
+        ops[i] = (lci_reserve_op){.shards = 1 + below(c->r, 3), .ns = some_namespace(c)};
+    }
+    int32_t *page = room(4 * (size_t)rest), *fresh = room(4 * (size_t)rest), codes[CHAINS];
+    uint8_t *status = room(rest);
+    int rc = sane(lci_reserve_many(w->h, ops, keys, offsets, starts, CHAINS, page, status, c->wait,
+                                   c->deadline),
+                  "reserve many");
+    uint32_t made = 0;
+    for (uint32_t i = 0; i < rest; i++) {
+        if (status[i] > LCI_NO_ROOM) finding("reserve many gave a status", status[i]);
+        if (status[i] == LCI_NEW) in_range(w, &page[i], 1, "reserve many handed out a page");
+        if (status[i] == LCI_NEW) fresh[made++] = page[i];
+    }
+    distinct(fresh, made);
+    at_most((int64_t)ops[0].made + ops[1].made, made, "reserve many says it made more pages");
+    if (rc == LC_OK && below(c->r, 2)) {
+        rc = sane(lci_publish_many(w->h, ops, CHAINS, fresh, codes), "publish many");
+        for (uint32_t i = 0; i < CHAINS; i++) sane(codes[i], "publish one of many");
+    }
+    rc = worse(rc, sane(lci_unreserve_many(w->h, ops, offsets, starts, CHAINS, page, status),
+                        "unreserve many"));
+    free(page);
+    free(fresh);
+    free(status);
+    return rc;
+}
+
 /* What the picture holds open goes on: one shard, the other, or its end. */
 static int publish_open(call *c) {
     world *w = c->w;
@@ -549,6 +589,7 @@ const operation operations[] = {
     {"wait", wait},
     {"reserve and publish", reserve_publish},
     {"reserve and abandon", reserve_abandon},
+    {"reserve many", reserve_several},
     {"publish", publish_open},
     {"abandon", abandon_open},
     {"evict", evict},

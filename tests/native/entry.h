@@ -106,12 +106,21 @@ int lci_unreserve(lci_handle *h, lci_reserve_op *op, const int32_t *page, const 
                   uint32_t n);
 int lci_publish(lci_handle *h, uint32_t rid, uint32_t gen, uint32_t shard, const int32_t *pages,
                 uint32_t n);
+int lci_reserve_many(lci_handle *h, lci_reserve_op *ops, const lc_key *keys,
+                     const int64_t *offsets, const int64_t *starts, uint32_t chains, int32_t *page,
+                     uint8_t *status, int wait, uint64_t deadline);
+int lci_publish_many(lci_handle *h, const lci_reserve_op *ops, uint32_t chains,
+                     const int32_t *pages, int32_t *codes);
+int lci_unreserve_many(lci_handle *h, lci_reserve_op *ops, const int64_t *offsets,
+                       const int64_t *starts, uint32_t chains, const int32_t *page,
+                       const uint8_t *status);
 int lci_wait(lci_handle *h, const lc_key *keys, uint32_t n, uint64_t deadline);
 int lci_abandon(lci_handle *h, uint32_t rid, uint32_t gen, int wait, uint64_t deadline);
 int lci_evict_pages(lci_handle *h, uint32_t want, uint32_t *freed, int wait, uint64_t deadline);
 int lci_take_evicted(lci_handle *h, uint64_t *pages);
 int lci_clear(lci_handle *h, lci_ns_ref ref, int wait, uint64_t deadline);
 int lci_grow(lci_handle *h, uint32_t pages, int wait, uint64_t deadline);
+int lci_namespace_good(lci_handle *h, lci_ns_ref ref);
 int lci_namespace_find(lci_handle *h, const char *weights, const char *tenant, lci_ns_ref *out);
 int lci_namespace_open(lci_handle *h, const char *weights, const char *tenant, uint32_t quota,
                        lci_ns_ref *out, int wait, uint64_t deadline);
