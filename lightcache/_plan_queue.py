@@ -15,6 +15,8 @@ from lightcache._plan_book import Asked
 from lightcache.attached import MAX_PAGES
 from lightcache.errors import ConfigError
 
+_KEY = np.dtype("V16")
+
 
 @dataclass
 class Queue:
@@ -22,6 +24,8 @@ class Queue:
 
     ids: list[Hashable]
     keys: Keys
+    bounds: Offsets
+    """As they were given."""
     begins: Offsets
     ends: Offsets
     asked: list[Asked]
@@ -36,7 +40,7 @@ class Queue:
     def part(self, which: list[int]) -> tuple[Keys, Offsets]:
         """The keys of some requests, one behind the other, and their offsets."""
         if len(which) == len(self.ids) and not self.limited and which == sorted(which):
-            return self.keys, np.append(self.begins, len(self.keys))
+            return self.keys, self.bounds
         return gathered(self.keys, self.begins[which], self.ends[which])
 
 
@@ -67,9 +71,9 @@ def queue_of(
     counts = (ends - begins).tolist()
     # A record of 16 bytes becomes one `bytes`, at a third of what a list of two integers costs. A
     # request without keys gets somebody's: it may count as changed, and is matched in no time.
-    lasts = keys[ends - 1].view("V16").ravel().tolist() if n else [b""] * len(names)
+    lasts = keys[ends - 1].view(_KEY).ravel().tolist() if n else [b""] * len(names)
     asked = list(zip(counts, lasts, itertools.repeat(ref)))
-    return Queue(names, keys, begins, ends, asked, limit is not None)
+    return Queue(names, keys, bounds, begins, ends, asked, limit is not None)
 
 
 def gathered(keys: Keys, begins: Offsets, ends: Offsets) -> tuple[Keys, Offsets]:

@@ -91,6 +91,8 @@ class Namespaced(Attached):
             Detached: closed, replaced, or a forked child.
         """
         ref = self._ref(namespace)
+        if check(self._quick.lci_namespace_good(self._handle, ref), "namespace_state"):
+            return NamespaceState.NORMAL
         found = self._namespace_record(ref & 0xFF)
         if found.epoch & 0xFFFFFF != ref >> 8:
             return NamespaceState.CLEARED  # and its entry is another's by now

@@ -139,8 +139,10 @@ class Planning(Attached):
                 "list[Plan]", plans if len(same) == len(plans) else [plans[i] for i in same]
             )
             counts = np.zeros(len(plans), np.int32)
-            counts[same] = [plan.pinned[1] for plan in kept]
-            again = self._grown(queue, np.array(same, np.int64), counts, space)
+            again: list[int] = []
+            if kept:
+                counts[same] = [plan.pinned[1] for plan in kept]
+                again = self._grown(queue, np.array(same, np.int64), counts, space)
             new = sorted(set(range(len(plans))).difference(same)) if len(kept) < len(plans) else []
             leases = self._match_some(queue, [*again, *new], space)
             for i, plan in zip(same, kept, strict=True):
@@ -259,8 +261,6 @@ class Planning(Attached):
 
     def _grown(self, queue: Queue, same: Offsets, counts: Pages, space: Namespace) -> list[int]:
         """Which of the known plans have to be matched again, by one look at the edges of all."""
-        if not len(same):
-            return []
         pages = counts[same].astype(np.int64)
         begins = queue.begins[same] + np.maximum(pages - 1, 0)
         ends = np.minimum(queue.begins[same] + pages + 1, queue.ends[same])
