@@ -254,14 +254,15 @@ class PageHasher:
         if few is None or len(self._tail) + len(few) >= 2 * self._row:
             return [key.tobytes() for key in self._extend(_canonical(tokens), {})]
         data = self._tail + few
-        if len(data) < self._row:
+        row = self._row
+        if len(data) < row:
             self._tail = data
             return []
-        self._state.update(data[: self._row])
-        digest = self._state.digest()
-        self._tail = data[self._row :]
+        state = self._state
+        state.update(data[:row])
+        self._tail = data[row:]
         self._pages += 1
-        return [_key_bytes(digest)]
+        return [_key_bytes(state.digest())]
 
     def _extend(self, tokens: NDArray[np.uint32], blocks: dict[int, bytes]) -> Keys:
         if self._tail:

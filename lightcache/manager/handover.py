@@ -135,7 +135,7 @@ def _publish(manager: KVCacheManager, one: Request, space: Space, full: int) -> 
     """What of the full pages the host has not, and nobody writes, is written now."""
     there = manager.host.peek(one.host_chain.keys[:full], namespace=space.host)
     if there < full:
-        manager._writer._offload(one, space, there, full)
+        manager._writer.write(one, there, full)
     one.written = max(one.written, full)
 
 

@@ -235,8 +235,9 @@ class KVCacheManager(Upkeep):
             made.table = hit.pages[:blocks].copy()
             made.kind = bytearray([LEASED]) * blocks
         made.named = blocks
-        before = made.host_chain.keys[: planned.host_first]
-        made.written = self.host.peek(before, namespace=space.host)
+        if planned.host_first:  # else nothing of it need be hashed yet
+            before = made.host_chain.keys[: planned.host_first]
+            made.written = self.host.peek(before, namespace=space.host)
         if made.written == planned.host_first and host is not None:
             made.written += len(host)
         return made

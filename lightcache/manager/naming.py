@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from lightcache._arguments import Pages
 from lightcache.layout import KeyStatus
 from lightcache.manager.matches import WritePolicy
 from lightcache.manager.requests import HELD, PINNED, Request, Space
@@ -20,6 +21,9 @@ _NOTHING: Mapping[int, int] = {}
 # As plain numbers: numpy takes members of an enum for objects first.
 _NEW, _PRESENT = int(KeyStatus.NEW), int(KeyStatus.PRESENT)
 
+Filled = tuple[int, Request, int]
+"""A request's place in the batch, the request, and how many of its blocks are full."""
+
 
 def name_blocks(
     manager: KVCacheManager, running: list[Request], look: Look
@@ -27,37 +31,42 @@ def name_blocks(
     """Name what is full and has no name yet, in one call for each space. Returns for each request
     the blocks that others hold already: position -> block."""
     changed = [_NOTHING] * len(running)
-    by_space: dict[Space, list[tuple[int, int]]] = {}
+    by_space: dict[Space, list[Filled]] = {}
     block = manager.device.block_tokens
     for i, one in enumerate(running):
-        if one.total < (one.named + 1) * block:
+        if one.total < (one.named + 1) * block or not one.on_device:
             continue  # nearly always, while single tokens are generated
         full = min(one.publishable() // block, len(one.table))
-        space, wishes = one.space, one.wishes
-        wanted = wishes.write and "device" in wishes.tiers
-        if full > one.named and wanted and space is not None and space.device is not None:
-            by_space.setdefault(space, []).append((i, full))
+        if full > one.named:
+            assert one.space is not None
+            members = by_space.get(one.space)
+            if members is None:
+                members = by_space[one.space] = []
+            members.append((i, one, full))
     for space, members in by_space.items():
         if look.good(space):
-            _name(manager, space, running, members, changed)
+            _name(manager, space, members, changed)
     return changed
 
 
 def _name(
     manager: KVCacheManager,
     space: Space,
-    running: list[Request],
-    members: list[tuple[int, int]],
+    members: list[Filled],
     changed: list[Mapping[int, int]],
 ) -> None:
-    blocks, packed, starts, offsets = [], [], [], [0]
-    for i, full in members:
-        one, first = running[i], running[i].named
+    blocks: list[Pages] = []
+    packed: list[bytes] = []
+    starts: list[int] = []
+    offsets, count = [0], 0
+    for _, one, full in members:
+        first = one.named
         begin = first - 1 if first else 0  # the key before the first new one: what that hangs on
         blocks.append(one.table[first:full])
-        packed.append(one.device_chain.packed(begin, full))
+        packed += one.device_chain.packed(begin, full)
         starts.append(first - begin)
-        offsets.append(offsets[-1] + full - begin)
+        count += full - begin
+        offsets.append(count)
     assert space.device is not None
     ours = np.concatenate(blocks)
     keys = np.frombuffer(bytearray().join(packed), np.uint64).reshape(-1, 2)
@@ -65,26 +74,21 @@ def _name(
         ours, keys, np.array(offsets), np.array(starts), space.device
     )
     if manager.device.owned:
-        _pin(running, members, status)
+        _pin(members, status)
         for at in np.flatnonzero(theirs != ours).tolist():
-            _exchange(manager, running, members, at, int(theirs[at]), changed)
+            _exchange(manager, members, at, int(theirs[at]), changed)
     if manager.config.write is WritePolicy.BACK:
-        for i, full in members:
-            manager._demotion.note(running[i], running[i].named, full)
-    for i, full in members:
-        running[i].named = full
+        for _, one, full in members:
+            manager._demotion.note(one, one.named, full)
+    for _, one, full in members:
+        one.named = full
 
 
-def _pin(
-    running: list[Request],
-    members: list[tuple[int, int]],
-    status: npt.NDArray[np.uint8],
-) -> None:
+def _pin(members: list[Filled], status: npt.NDArray[np.uint8]) -> None:
     """Those that have a name now are pinned; the others are held as before."""
     named = (status == _NEW) | (status == _PRESENT)
     kinds, at = np.where(named, np.uint8(PINNED), np.uint8(HELD)).tobytes(), 0
-    for i, full in members:
-        one = running[i]
+    for _, one, full in members:
         count = full - one.named
         one.kind[one.named : full] = kinds[at : at + count]
         at += count
@@ -92,15 +96,13 @@ def _pin(
 
 def _exchange(
     manager: KVCacheManager,
-    running: list[Request],
-    members: list[tuple[int, int]],
+    members: list[Filled],
     at: int,
     block: int,
     changed: list[Mapping[int, int]],
 ) -> None:
     """Another block holds what the at-th of those to be named does, and takes its place."""
-    for i, full in members:
-        one = running[i]
+    for i, one, full in members:
         count = full - one.named
         if at < count:
             changed[i] = {**changed[i], one.named + at: block}

@@ -11,11 +11,9 @@ import numpy as np
 from lightcache._arguments import Keys, Offsets
 from lightcache.manager.matches import PrefixMatch, Wishes
 from lightcache.manager.prompts import Prompt
-from lightcache.manager.requests import Space
+from lightcache.manager.requests import NO_KEYS, Space
 from lightcache.namespaces import Namespace
 from lightcache.page_index import PageIndex
-
-NO_KEYS: Keys = np.zeros((0, 2), np.uint64)
 
 
 @dataclass(eq=False)
@@ -31,8 +29,10 @@ class Planned:
     """Tokens that may be reused at most: the limit, and one is left to compute."""
     since: float
     """When it was first planned."""
-    device_keys: Keys
-    """Of the blocks that may be reused."""
+    blocks: int
+    """Device blocks that may be reused."""
+    pages: int
+    """Host pages that may be reused, those that the device has included."""
     device: int = 0
     """Tokens found on the device."""
     host_first: int = 0
@@ -45,6 +45,11 @@ class Planned:
     match: PrefixMatch | None = None
     """What came of it last, and of what."""
     matched: tuple[int, int] = (0, 0)
+    pinned: bool = False
+    """Whether it was ever entered where its pages are pinned."""
+    nowhere_until: float = 0.0
+    """Its first page was in no tier: nothing is pinned, and no more of it was hashed. When the
+    plan's time is over; 0: it is not so."""
     waited: bool = False
     """Whether it was told to wait for another request."""
     absent: int = 0
@@ -55,6 +60,32 @@ class Planned:
     """The key of the first block that was not there; empty: all were."""
     next_host: bytes = b""
     """The same of the host's pages."""
+
+    @property
+    def device_keys(self) -> Keys:
+        """Of the blocks that may be reused. Hashed at the first call."""
+        if self.space is None or not self.blocks:
+            return NO_KEYS
+        return self.prompt.keys(self.space.device_spec)[: self.blocks]
+
+    @property
+    def host_keys(self) -> Keys:
+        """Of the host's pages that may be reused. Hashed at the first call."""
+        if self.space is None or not self.pages:
+            return NO_KEYS
+        return self.prompt.keys(self.space.host_spec)[: self.pages]
+
+    def first_block(self) -> bytes:
+        """The key of the first of the blocks; empty if there is none. Hashes no more."""
+        if self.space is None or not self.blocks:
+            return b""
+        return self.prompt.first_key(self.space.device_spec)
+
+    def first_page(self) -> bytes:
+        """The same of the host's pages."""
+        if self.space is None or not self.pages:
+            return b""
+        return self.prompt.first_key(self.space.host_spec)
 
 
 Waiting = tuple[Hashable, Planned]
@@ -75,20 +106,20 @@ def by_space(plans: list[Waiting]) -> list[tuple[Space, list[Waiting]]]:
 
 
 def there(index: PageIndex, packed: list[bytes], space: Namespace) -> list[int]:
-    """Which of these keys, each for itself, are there."""
-    if not packed:
+    """Which of these keys, each for itself, are there; an empty one is not."""
+    asked = [i for i, key in enumerate(packed) if key]
+    if not asked:
         return []
     keys = np.frombuffer(bytearray().join(packed), np.uint64).reshape(-1, 2)
-    found = index.peek_many(keys, np.arange(len(packed) + 1), namespace=space)
-    where: list[int] = np.flatnonzero(found).tolist()
-    return where
+    found = index.peek_many(keys, np.arange(len(asked) + 1), namespace=space)
+    return [i for i, ready in zip(asked, found.tolist(), strict=True) if ready]
 
 
 def joined(parts: list[Keys]) -> tuple[Keys, Offsets]:
     """Keys of many requests in one array."""
     offsets = np.zeros(len(parts) + 1, np.int64)
     np.cumsum([len(part) for part in parts], out=offsets[1:])
-    return np.concatenate(parts) if parts else np.zeros((0, 2), np.uint64), offsets
+    return np.concatenate(parts) if parts else NO_KEYS, offsets
 
 
 __all__ = ["NO_KEYS", "Planned", "Waiting", "by_space", "joined", "there"]

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from lightcache._arguments import Keys
 from lightcache.errors import ConfigError, Detached, LeaseLost, LightcacheError
 from lightcache.leases import Lease
+from lightcache.manager.looking import Looker
 from lightcache.manager.matches import ANY, PrefixMatch, Why, Wishes
-from lightcache.manager.planned import NO_KEYS, Planned, Waiting, by_space, joined, there
+from lightcache.manager.planned import Planned, Waiting
 from lightcache.manager.prompts import Prompt
 from lightcache.manager.requests import Request, Space
+from lightcache.manager.usable import Usable
 
 if TYPE_CHECKING:
     from lightcache.costs import Costs
@@ -29,7 +30,9 @@ class Planner:
         self, manager: KVCacheManager, costs: Costs | None, storage: StorageTier | None
     ) -> None:
         """Nothing is planned yet."""
-        self._manager, self._costs, self._storage = manager, costs, storage
+        self._manager = manager
+        self._looker = Looker(manager, storage)
+        self._usable = Usable(manager, costs)
         self._plans: dict[Hashable, Planned] = {}
         self._failed: dict[Hashable, Prompt] = {}
         """Of requests whose last plan failed: what they asked."""
@@ -52,38 +55,13 @@ class Planner:
         if self._failed:
             for request in requests:
                 self._failed.pop(request, None)
-        due = plans if device_tokens is not None else self._due(plans, now)
-        self._look_on_device(due, device_tokens)
-        self._look_on_host(due)
-        if device_tokens is None:
-            for _, plan in due:
-                self._settle(plan, now)
+        due = plans if device_tokens is not None else self._looker.due(plans, now)
+        if due:
+            self._looker.look(due, device_tokens, now)
         absent = sum([plan.absent for _, plan in plans])
         if absent:
             self._manager._figures.add(absent_pages=absent)
         return [self._match(request, plan, plan.device, plan.host_pages) for request, plan in plans]
-
-    def _due(self, plans: list[Waiting], now: float) -> list[Waiting]:
-        """Those that have to be looked at. What a plan has found is pinned, so while its time is
-        not half over only more can be found: and then the key behind it is there. What another
-        process does to the weights was seen by `_space`."""
-        settled = [plan for _, plan in plans if plan.settled > now]
-        if not settled:
-            return plans
-        host, device = self._manager.host.index, self._manager.device.index
-        host.peek(NO_KEYS)  # raises if it was closed, or disabled by an operator
-        for space in {plan.space for plan in settled}:
-            assert space is not None
-            assert space.device is not None
-            assert device is not None
-            members = [plan for plan in settled if plan.space is space]
-            on_device = [plan for plan in members if plan.next_device]
-            on_host = [plan for plan in members if plan.next_host]
-            for i in there(device, [plan.next_device for plan in on_device], space.device):
-                on_device[i].settled = 0.0
-            for i in there(host, [plan.next_host for plan in on_host], space.host):
-                on_host[i].settled = 0.0
-        return [entry for entry in plans if entry[1].settled <= now]
 
     def _known(
         self,
@@ -119,20 +97,6 @@ class Planner:
             plans.append((request, known))
         return plans
 
-    def _settle(self, plan: Planned, now: float) -> None:
-        """Note what has to appear before more of a plan can be found."""
-        manager, space = self._manager, plan.space
-        plan.settled = 0.0
-        if space is None or space.device is None or not plan.most or not manager.device.owned:
-            return  # nothing was looked for; or an engine may evict what was found
-        block = plan.device // manager.device.block_tokens
-        page = plan.host_first + plan.host_pages
-        plan.next_device = plan.device_keys[block : block + 1].tobytes()
-        plan.next_host = b""
-        if plan.absent:
-            plan.next_host = plan.prompt.keys(space.host_spec)[page].tobytes()
-        plan.settled = now + (plan.wishes.ttl or manager.config.plan_ttl) / 2
-
     def _asked(
         self,
         request: Hashable,
@@ -150,20 +114,18 @@ class Planner:
             most = min(most, limit)
         if not wishes.read or space is None:
             most = 0
-        keys = NO_KEYS
-        if space is not None and most and "device" in wishes.tiers:
-            blocks = most // self._manager.device.block_tokens
-            keys = prompt.keys(space.device_spec)[:blocks]
-        made = Planned(prompt, wishes, space, limit, most, now, keys)
+        blocks = most // self._manager.device.block_tokens if "device" in wishes.tiers else 0
+        pages = most // self._manager.page_tokens if "host" in wishes.tiers else 0
+        made = Planned(prompt, wishes, space, limit, most, now, blocks, pages)
         if known is not None:
-            made.on_host = known.on_host
+            made.on_host, made.pinned = known.on_host, known.pinned
             if known.prompt is prompt and known.space is space:
                 made.reading, made.since = known.reading, known.since
             elif known.reading is not None:
                 known.reading.cancel()
         if not most:
             self._let_go(request)  # what was planned before
-            made.on_host = False
+            made.on_host = made.pinned = False
         self._plans[request] = made
         return made
 
@@ -171,62 +133,6 @@ class Planner:
         for tier in (self._manager.device, self._manager.host.index):
             with contextlib.suppress(Detached):  # closed: nothing is pinned any more
                 tier.cancel(request)
-
-    def _look_on_device(self, plans: list[Waiting], given: Sequence[int] | None) -> None:
-        device = self._manager.device
-        block = device.block_tokens
-        if given is not None:
-            for (_, plan), tokens in zip(plans, given, strict=True):
-                plan.device = min(tokens, plan.most) // block * block
-                plan.settled = 0.0  # nothing is pinned
-            return
-        for space, members in by_space(plans):
-            if space.device is None:
-                continue
-            keys, offsets = joined([plan.device_keys for _, plan in members])
-            ids = [request for request, _ in members]
-            counts = device.plan_many(ids, keys, offsets, space.device, self._ttl(members))
-            for (_, plan), blocks in zip(members, counts.tolist(), strict=True):
-                plan.device = blocks * block
-
-    def _look_on_host(self, plans: list[Waiting]) -> None:
-        manager, tokens = self._manager, self._manager.page_tokens
-        for space, members in by_space(plans):
-            parts: list[Keys] = []
-            asked: list[Waiting] = []
-            for request, plan in members:
-                last = plan.most // tokens if "host" in plan.wishes.tiers else 0
-                plan.host_first, plan.host_pages, plan.absent = plan.device // tokens, 0, 0
-                if last > plan.host_first:
-                    asked.append((request, plan))
-                    parts.append(plan.prompt.keys(space.host_spec)[plan.host_first : last])
-                elif plan.on_host:
-                    manager.host.index.cancel(request)
-                plan.on_host = last > plan.host_first
-            if not asked:
-                continue
-            keys, offsets = joined(parts)
-            ids = [request for request, _ in asked]
-            counts = manager.host.index.plan_many(
-                ids, keys, offsets, namespace=space.host, timeout=self._ttl(members)
-            )
-            for (_, plan), pages, part in zip(asked, counts.tolist(), parts, strict=True):
-                plan.host_pages = pages
-                plan.absent = len(part) - pages
-                if plan.absent:
-                    self._look_in_storage(plan, space, pages)
-
-    def _ttl(self, members: list[Waiting]) -> float:
-        own = self._manager.config.plan_ttl
-        return max((plan.wishes.ttl or own for _, plan in members), default=own)
-
-    def _look_in_storage(self, plan: Planned, space: Space, pages: int) -> None:
-        """Begin to bring what follows to the host, once for each request."""
-        if self._storage is None or plan.reading is not None or "storage" not in plan.wishes.tiers:
-            return
-        last = plan.most // self._manager.page_tokens
-        keys = plan.prompt.keys(space.host_spec)[:last]
-        plan.reading = self._storage.prefetch(keys, plan.host_first + pages, namespace=space.host)
 
     def failed(self, request: Hashable) -> bool:
         """Whether the last plan of a request failed, or was let go of."""
@@ -262,7 +168,7 @@ class Planner:
         if plan.reading is not None:
             from_storage = min(host, int(plan.reading.pages_done) * tokens)
             pending = not plan.reading.over
-        usable, why, cut = self._usable(plan, device, device + host)
+        usable, why, cut = self._usable.of(plan, device, device + host)
         found = PrefixMatch(
             len(plan.prompt),
             device,
@@ -285,9 +191,10 @@ class Planner:
         if plan.space is None:
             return None
         at = usable // self._manager.device.block_tokens
-        if at >= len(plan.device_keys):
+        if at >= plan.blocks:
             return None
-        other = self._computing.get(plan.device_keys[at].tobytes())
+        key = plan.device_keys[at].tobytes() if at else plan.first_block()
+        other = self._computing.get(key)
         late = time.monotonic() - plan.since >= self._manager.config.wait_limit
         if other is None or other == request or late:
             return None
@@ -309,47 +216,9 @@ class Planner:
                 if self._computing.get(digest := key.tobytes()) == one.id:
                     del self._computing[digest]
 
-    def _usable(self, plan: Planned, device: int, found: int) -> tuple[int, Why, Any]:
-        if not plan.wishes.read:
-            return 0, Why.WISHES, None
-        if plan.space is None:
-            return 0, Why.WEIGHTS, None
-        usable, why = found, Why.NOTHING
-        if usable > device and not self._worth_loading(usable - device):
-            usable, why = device, Why.BREAK_EVEN
-        cut = plan.prompt.cut_item(usable) if plan.prompt.items else None
-        if cut is None:
-            return usable, why, None
-        usable = self._uncut(plan.prompt, usable, device)
-        if device < usable and not self._worth_loading(usable - device):
-            usable = self._uncut(plan.prompt, device, device)
-        return usable, Why.ITEM, cut
-
     def without_host(self, prompt: Prompt, match: PrefixMatch) -> int:
         """Tokens that are usable of a match if nothing is loaded."""
-        return self._uncut(prompt, min(match.usable, match.device), match.device)
-
-    def _uncut(self, prompt: Prompt, usable: int, device: int) -> int:
-        """The last boundary that cuts no item. The one before an item may lie in another."""
-        while (cut := prompt.cut_item(usable)) is not None:
-            usable = self._before(cut.start, device)
-        return usable
-
-    def _before(self, position: int, device: int) -> int:
-        """The last boundary not beyond a position: of a block on the device, of a page on the
-        host."""
-        block, tokens = self._manager.device.block_tokens, self._manager.page_tokens
-        on_device = min(position, device) // block * block
-        if position <= device:
-            return on_device
-        return max(on_device, position // tokens * tokens)
-
-    def _worth_loading(self, tokens: int) -> bool:
-        least = self._manager.config.min_load_tokens
-        if least is not None:
-            return tokens >= least
-        pages = -(-tokens // self._manager.page_tokens)
-        return self._costs is None or bool(self._costs.worth_loading(pages))
+        return self._usable.without_host(prompt, match)
 
     # ---- taking
 
@@ -374,7 +243,9 @@ class Planner:
             return plan, self._match(request, plan, 0, 0), None, None
         hit = host = None
         try:
-            if manager.device.index is not None and len(plan.device_keys):
+            if plan.nowhere_until:
+                self._looker.again(request, plan)
+            if manager.device.index is not None and plan.blocks and not plan.nowhere_until:
                 hit = manager.device.take(request)
             if plan.on_host:
                 host = manager.host.index.take(request)

@@ -78,6 +78,7 @@ class Prompt:
         self.salt, self.lora, self.items, self.tenant = salt, lora, tuple(items), tenant
         self._check_items()
         self._keys: list[tuple[KeySpec, PageHasher, Keys]] = []
+        self._firsts: list[tuple[KeySpec, bytes]] = []
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -90,12 +91,38 @@ class Prompt:
         """A hasher that has taken in the whole prompt, to go on with what is generated."""
         return self._hashed(spec)[1].copy()
 
+    def is_hashed(self, spec: KeySpec) -> bool:
+        """Whether `keys` costs nothing more."""
+        return any(known[0] is spec for known in self._keys)
+
+    def first_key(self, spec: KeySpec) -> bytes:
+        """The key of its first page, as it lies in an array of keys; empty if it fills none. No
+        more is hashed for it."""
+        if len(self.tokens) < spec.page_tokens:
+            return b""
+        if self.is_hashed(spec):
+            return bytes(self.keys(spec)[0])
+        for spec_of, key in self._firsts:
+            if spec_of is spec:
+                return key
+        key = self._hash_first(PageHasher(spec, salt=self.salt, lora=self.lora))
+        self._firsts.append((spec, key))
+        return key
+
+    def _hash_first(self, hasher: PageHasher) -> bytes:
+        size = hasher.spec.page_tokens
+        mark = self._extra(size).get(0) if self.items else None
+        if mark is None:
+            return hasher.append(self.tokens[:size].tolist())[0]
+        return bytes(hasher.update(self.tokens[:size], extra={0: mark}))
+
     def _hashed(self, spec: KeySpec) -> tuple[KeySpec, PageHasher, Keys]:
         for known in self._keys:
             if known[0] is spec:
                 return known
         made = PageHasher(spec, salt=self.salt, lora=self.lora)
-        keys = made.update(self.tokens, extra=self._extra(spec.page_tokens))
+        extra = self._extra(spec.page_tokens) if self.items else None
+        keys = made.update(self.tokens, extra=extra)
         self._keys.append((spec, made, keys))
         return self._keys[-1]
 

@@ -22,6 +22,10 @@ from lightcache.namespaces import Namespace
 if TYPE_CHECKING:
     from lightcache.manager.traffic import Movement
 
+NO_KEYS: Keys = np.zeros((0, 2), np.uint64)
+
+_MANY = 64  # keys one by one, of which it is worth making an array
+
 # What a block of a request's table is to us (owned devices).
 HELD, PINNED, LEASED = 0, 1, 2
 
@@ -43,10 +47,10 @@ class Chain:
     """The keys of a sequence that grows, for one page size."""
 
     def __init__(self, prompt: Prompt, spec: KeySpec) -> None:
-        """The prompt's keys are hashed, if nobody has before."""
+        """Nothing is hashed before a key is asked for."""
         self._prompt, self._spec = prompt, spec
-        self._known: Keys = prompt.keys(spec)
-        self._room: Keys = self._known
+        self._known: Keys | None = None
+        self._room: Keys = NO_KEYS
         self._more: list[bytes] = []
         """What comes behind `_known`: an array is made of it when one is asked for."""
         self._hasher: PageHasher | None = None
@@ -54,23 +58,28 @@ class Chain:
     @property
     def keys(self) -> Keys:
         """Of all complete pages, shape (n, 2)."""
+        before = self._known if self._known is not None else self._begin()
         if self._more:
-            known = len(self._known)
+            known = len(before)
             count = known + len(self._more)
             if count > len(self._room):  # the prompt's own keys have no room
                 self._room = np.empty((2 * count, 2), np.uint64)
-                self._room[:known] = self._known
+                self._room[:known] = before
             self._room[known:count] = np.frombuffer(b"".join(self._more), np.uint64).reshape(-1, 2)
-            self._known, self._more = self._room[:count], []
-        return self._known
+            self._known = before = self._room[:count]
+            self._more = []
+        return before
 
-    def packed(self, begin: int, end: int) -> bytes:
-        """The bytes of keys [begin, end): at little cost where they were made lately."""
-        known = len(self._known)
+    def packed(self, begin: int, end: int) -> list[bytes]:
+        """The bytes of keys [begin, end), in pieces: at little cost where they were made lately."""
+        before = self._known if self._known is not None else self._begin()
+        if len(self._more) > _MANY:
+            before = self.keys
+        known = len(before)
         if begin >= known:
-            return b"".join(self._more[begin - known : end - known])
-        before = self._known[begin:end].tobytes()
-        return b"".join([before, *self._more[: end - known]]) if end > known else before
+            return self._more[begin - known : end - known]
+        pieces = self._more[: end - known] if end > known else []
+        return [before[begin:end].tobytes(), *pieces]
 
     def extend(self, tokens: list[int]) -> None:
         """Append what was generated."""
@@ -78,13 +87,18 @@ class Chain:
             self._hasher = self._prompt.hasher(self._spec)
         self._more += self._hasher.append(tokens)
 
+    def _begin(self) -> Keys:
+        """The prompt's keys, hashed if nobody has before."""
+        self._known = self._room = self._prompt.keys(self._spec)
+        return self._known
+
 
 class NoChain(Chain):
     """No keys at all: of a request that the cache failed."""
 
     def __init__(self) -> None:
         """Empty, and stays so."""
-        self._known = np.zeros((0, 2), np.uint64)
+        self._known = NO_KEYS
         self._more = []
 
     def extend(self, tokens: list[int]) -> None:
@@ -135,6 +149,12 @@ class Request:
     """What it adds to the manager's figures."""
     stored: bool = True
     """Whether it goes to storage when it ends: not if it was aborted."""
+    on_device: bool = field(init=False)
+    """Whether its blocks get names."""
+
+    def __post_init__(self) -> None:
+        wanted = self.wishes.write and "device" in self.wishes.tiers
+        self.on_device = wanted and self.space is not None and self.space.device is not None
 
     def check(self, total: Any, count: int) -> None:
         """Whether so many tokens may be computed, `count` of them newly known.
@@ -185,9 +205,26 @@ class Request:
 def slots_of(table: Pages, block_tokens: int, begin: int, end: int) -> npt.NDArray[np.int64]:
     """Device slots of tokens [begin, end) by a block table."""
     first = begin // block_tokens
-    starts = table[first : -(-end // block_tokens)].astype(np.int64) * block_tokens
-    slots: npt.NDArray[np.int64] = np.add.outer(starts, np.arange(block_tokens)).reshape(-1)
+    slots = slots_of_blocks(table[first : -(-end // block_tokens)], block_tokens)
     return slots[begin - first * block_tokens : end - first * block_tokens]
 
 
-__all__ = ["HELD", "LEASED", "PINNED", "Chain", "NoChain", "Request", "Space", "slots_of"]
+def slots_of_blocks(blocks: Pages, block_tokens: int) -> npt.NDArray[np.int64]:
+    """Device slots of all tokens of these blocks."""
+    starts = blocks.astype(np.int64) * block_tokens
+    slots: npt.NDArray[np.int64] = np.add.outer(starts, np.arange(block_tokens)).reshape(-1)
+    return slots
+
+
+__all__ = [
+    "HELD",
+    "LEASED",
+    "NO_KEYS",
+    "PINNED",
+    "Chain",
+    "NoChain",
+    "Request",
+    "Space",
+    "slots_of",
+    "slots_of_blocks",
+]

@@ -12,8 +12,9 @@ from lightcache._arguments import Keys, Pages
 from lightcache.errors import LightcacheError
 from lightcache.manager.gathering import moved_bytes
 from lightcache.manager.matches import WritePolicy
-from lightcache.manager.requests import Request, Space, slots_of
+from lightcache.manager.requests import Request, Space, slots_of_blocks
 from lightcache.manager.traffic import Movement
+from lightcache.reservation_batch import ReservationBatch
 from lightcache.reservations import Reservation
 
 if TYPE_CHECKING:
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from lightcache.manager.weights import Look
 
 _SEEN = 1 << 16  # pages that SELECTIVE remembers
+
+Span = tuple[Request, int, int]
+"""Pages [begin, end) of a request, by their numbers in its prompt: to be written."""
 
 
 class Writer:
@@ -38,6 +42,7 @@ class Writer:
         if self._manager.config.write is WritePolicy.BACK:
             return
         group, tokens = self._manager.config.write_group, self._manager.page_tokens
+        due: list[Span] = []
         for one in running:
             if one.left_to_others and one.failed_then != self._failed:
                 self._take_over(one, look)
@@ -55,21 +60,24 @@ class Writer:
             prompt = len(one.prompt)
             prompt_ends = one.total >= prompt and one.written < prompt // tokens
             if full - one.written >= group or prompt_ends or urgent:
-                self._write(one, full, look)
+                due += self._span(one, full, look)
+        self._write(due)
 
     def rest(self, ended: list[Request], look: Look) -> None:
         """Requests end: what of them is not written yet. What the host has of them counts as used,
         also where the device had it: else the host would let go of what the device will ask for."""
         used: dict[Space, list[Keys]] = {}
+        due: list[Span] = []
         for one in ended:
             if one.left_to_others:  # who fails in another process does not say so
                 self._take_over(one, look)
             full = one.publishable() // self._manager.page_tokens
             if self._manager.config.write is not WritePolicy.BACK and full > one.written:
-                self._write(one, full, look)
-            elif one.space is not None and one.wishes.read:
+                due += self._span(one, full, look)
+            elif one.space is not None and one.wishes.read and (full or one.written):
                 keys = one.host_chain.keys[: max(full, one.written)]
                 used.setdefault(one.space, []).append(keys)
+        self._write(due)
         for space, parts in used.items():
             if look.good(space):
                 keys = np.concatenate(parts)  # nothing is reserved: their order means nothing
@@ -84,7 +92,11 @@ class Writer:
             return
         begin = self._manager.host.peek(one.host_chain.keys[:end], namespace=one.space.host)
         if begin < end:
-            self._offload(one, one.space, begin, end)
+            self.write(one, begin, end)
+
+    def write(self, one: Request, begin: int, end: int) -> None:
+        """Begin to write these pages now, whatever the policy."""
+        self._write([(one, begin, end)])
 
     def store(self, one: Request) -> None:
         """A request has ended and its copies are over: what the host has of it goes to storage. The
@@ -97,16 +109,17 @@ class Writer:
             keys = one.host_chain.keys[:pages]
             storage.write(keys, one.id, tokens=one.total, namespace=space.host)
 
-    def _write(self, one: Request, full: int, look: Look) -> None:
+    def _span(self, one: Request, full: int, look: Look) -> list[Span]:
+        """What of a request's next pages, up to `full`, is to be written: a span, or none."""
         wishes = one.wishes
         if not wishes.write or "host" not in wishes.tiers or wishes.priority < 0:
-            return
+            return []
         begin, end = one.written, full
         if self._manager.config.write is WritePolicy.SELECTIVE and wishes.priority <= 0:
             end = begin + self._asked_for(one.host_chain.keys[begin:full])
         one.written = full
-        if end > begin and one.space is not None and look.good(one.space):
-            self._offload(one, one.space, begin, end)
+        wanted = end > begin and one.space is not None and look.good(one.space)
+        return [(one, begin, end)] if wanted else []
 
     def _asked_for(self, keys: Keys) -> int:
         """Leading pages that were to be written before. Remembers all of them."""
@@ -121,36 +134,81 @@ class Writer:
             self._seen.popitem(last=False)
         return leading
 
-    def _offload(self, one: Request, space: Space, begin: int, end: int) -> None:
+    def _write(self, due: list[Span]) -> None:
+        """Begin to write what is due, with one call of the core for each space."""
+        by_space: dict[Space, list[Span]] = {}
+        tokens, block = self._manager.page_tokens, self._manager.device.block_tokens
+        for one, begin, end in due:
+            assert one.space is not None
+            if len(one.table) * block >= end * tokens:  # else the engine has let go of its blocks
+                by_space.setdefault(one.space, []).append((one, begin, end))
+        for space, spans in by_space.items():
+            try:
+                new = self._reserve(space, spans)
+            except LightcacheError:
+                self._manager._figures.add(failed_offloads=len(spans))
+                continue
+            with new:  # until each has its own, or all is over
+                self._offload(new, spans)
+
+    def _reserve(self, space: Space, spans: list[Span]) -> ReservationBatch:
+        """Pages for all of them. The keys are those from the root: all of them count as used."""
         manager = self._manager
-        tokens, block = manager.page_tokens, manager.device.block_tokens
-        if len(one.table) * block < end * tokens:
-            return  # the engine has let go of these blocks
-        try:
-            new = manager.host.reserve(
-                one.host_chain.keys[:end],  # from the root: all of it counts as used
-                begin,
-                shards=manager.mover.shards,
-                namespace=space.host,
-                timeout=manager.config.time_limit,
-            )
-        except LightcacheError:
-            manager._figures.add(failed_offloads=1)
-            return
+        packed: list[bytes] = []
+        offsets = [0]
+        for one, _, end in spans:
+            packed += one.host_chain.packed(0, end)
+            offsets.append(offsets[-1] + end)
+        keys = np.frombuffer(bytearray().join(packed), np.uint64).reshape(-1, 2)
+        return manager.host.index.reserve_batch(
+            keys,
+            np.array(offsets),
+            np.array([begin for _, begin, _ in spans]),
+            shards=manager.mover.shards,
+            namespace=space.host,
+            timeout=manager.config.time_limit,
+        )
+
+    def _offload(self, new: ReservationBatch, spans: list[Span]) -> None:
+        slots = self._slots(spans)
+        for span, own, its in zip(spans, new.split(), slots, strict=True):
+            self._offload_one(span, own, its)
+
+    def _offload_one(self, span: Span, new: Reservation, slots: npt.NDArray[np.int64]) -> None:
+        one, begin, end = span
+        tokens, block = self._manager.page_tokens, self._manager.device.block_tokens
         if len(new.busy):
             one.left_to_others, one.failed_then = int(new.busy[-1]) + 1, self._failed
         pages = len(new.pages)
         if end - begin > pages:
-            manager._figures.add(no_room_pages=len(new.missing))
+            self._manager._figures.add(no_room_pages=len(new.missing))
             if not pages:
                 new.release()
                 return
-        slots = np.full(end * tokens, -1, np.int64)
-        slots[begin * tokens :] = slots_of(one.table, block, begin * tokens, end * tokens)
         touched = one.table[begin * tokens // block : -(-end * tokens // block)]
         movement = self.launch(new, slots, touched)
         if not movement.over:  # what is over holds nothing up
             one.movements.append(movement)
+
+    def _slots(self, spans: list[Span]) -> list[npt.NDArray[np.int64]]:
+        """Of each span the device slots of all its request's tokens up to its end; -1 for those
+        before it."""
+        tokens, block = self._manager.page_tokens, self._manager.device.block_tokens
+        blocks = [
+            one.table[begin * tokens // block : -(-end * tokens // block)]
+            for one, begin, end in spans
+        ]
+        every = slots_of_blocks(np.concatenate(blocks), block)
+        whole = np.full(tokens * sum([end for _, _, end in spans]), -1, np.int64)
+        found, base, at = [], 0, 0
+        for (_, begin, end), its in zip(spans, blocks, strict=True):
+            first = at + begin * tokens % block
+            slots = whole[base : base + end * tokens]
+            slots[begin * tokens :] = every[first : first + (end - begin) * tokens]
+            found.append(slots)
+            base += end * tokens
+            at += len(its) * block
+        return found
 
     def launch(self, new: Reservation, slots: npt.NDArray[np.int64], blocks: Pages) -> Movement:
         """Begin to write a reservation's new pages. It is the movement's from now on.

@@ -104,7 +104,7 @@ def test_a_request_whose_plan_was_not_taken_gives_it_back(
         raise CacheCorrupted("arranged")
 
     with monkeypatch.context() as patch:
-        patch.setattr(world.cache.index, "plan_many", broken)
+        patch.setattr(world.cache.index, "peek_many", broken)
         world.manager.plan("c", Prompt(tokens(18, 1)))
     assert world.manager.disabled
     assert world.manager.take("b").usable == 0
@@ -168,7 +168,7 @@ def test_fail_open(worlds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> Any:
         raise CacheCorrupted("arranged")
 
-    monkeypatch.setattr(world.cache.index, "plan_many", broken)
+    monkeypatch.setattr(world.cache.index, "peek_many", broken)
     for request in "ab":
         assert manager.plan(request, Prompt(tokens(18))).why is Why.DISABLED
     assert manager.disabled
