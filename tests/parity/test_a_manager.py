@@ -11,6 +11,7 @@ from support.manager_case import Shelf, World, made_worlds, tokens
 from support.stamped import stamps_of
 
 from lightcache.errors import ConfigError, LeaseLost, OutOfPages
+from lightcache.hashing import PageHasher
 from lightcache.manager import Item, Prompt, Why, Wishes, WritePolicy
 
 
@@ -210,19 +211,20 @@ def test_a17_of_n_samples_of_one_prompt_one_offloads(worlds: Any, late: bool) ->
     world.mover.at_once = not late
     prompt = Prompt(tokens(18))
     hashed: list[int] = []
-    original = Prompt._extra
+    original = PageHasher.update
 
-    def counted(self: Prompt, page_tokens: int) -> Any:
-        hashed.append(1)
-        return original(self, page_tokens)
+    def counted(self: PageHasher, tokens: Any, **how: Any) -> Any:
+        if len(tokens) == len(prompt):
+            hashed.append(1)
+        return original(self, tokens, **how)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Prompt, "_extra", counted)
+        patch.setattr(PageHasher, "update", counted)
         for request in range(6):
             world.start(request, prompt)
+        for request in range(6):
+            world.compute(request, prompt.tokens, 0, 18)
     assert len(hashed) == 1  # one Prompt, one pass over its tokens
-    for request in range(6):
-        world.compute(request, prompt.tokens, 0, 18)
     # Each answers something else, from within the block in which the prompt ends.
     for request in range(6):
         world.compute(request, np.concatenate([prompt.tokens, [request] * 6]), 18, 24)

@@ -12,7 +12,7 @@ from support.manager_case import World, tokens
 
 from lightcache import Abandoned, LeaseLost
 from lightcache.hashing import KeySpec, hash_pages
-from lightcache.manager import Item, NullMover, Prompt
+from lightcache.manager import Item, Prompt
 
 SPEC = KeySpec("model", 4, b"a secret of these tests")
 
@@ -159,44 +159,8 @@ def run_two(world: World) -> None:
     world.manager.commit_many("ab", [18, 18])
 
 
-def test_what_takes_no_time_is_over_at_once(worlds: Any) -> None:
-    world = worlds()
-    world.manager._writer._instant = NullMover()
-    run_two(world)
-    stats = world.manager.stats()
-    assert (stats.offloads, stats.offloaded_pages, stats.failed_offloads) == (2, 8, 0)
-    assert world.manager.in_flight() == 0
-    assert world.cache.index.stats().ready == 8
-    assert world.mover.offloads == 0
-    world.manager.release_many("ab")
-    assert world.cache.index.check().pins == 0
-
-
-def test_a_write_that_fails_at_once_is_counted(
-    worlds: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = worlds()
-    mover = NullMover()
-    world.manager._writer._instant = mover
-
-    def one_fails(new: Any, slots: Any) -> Any:
-        with new:
-            gone = new._progress[0]
-            world.cache.index._abandon(int(gone["rid"]), int(gone["gen"]))
-            return new.publish()
-
-    monkeypatch.setattr(mover, "offload_now", one_fails)
-    run_two(world)
-    stats = world.manager.stats()
-    assert (stats.offloads, stats.offloaded_pages, stats.failed_offloads) == (1, 4, 1)
-    assert world.cache.index.stats().ready == 4
-    world.manager.release_many("ab")
-    assert world.cache.index.check().pins == 0
-
-
 def test_where_room_is_short_each_is_written_for_itself(worlds: Any) -> None:
     world = worlds(pages=6)
-    world.manager._writer._instant = NullMover()
     run_two(world)
     world.mover.finish()
     world.manager.poll()
@@ -208,7 +172,6 @@ def test_where_room_is_short_each_is_written_for_itself(worlds: Any) -> None:
 
 def test_while_transfers_are_paused_nothing_is_written(worlds: Any) -> None:
     world = worlds()
-    world.manager._writer._instant = NullMover()
     world.manager.pause()
     run_two(world)
     assert world.cache.index.stats().ready == 0
