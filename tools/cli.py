@@ -21,7 +21,7 @@ COMMANDS = {
     "enable": ("keep", "Undo `disable`."),
     "sweep": ("keep", "Remove what the dead left and nobody needs."),
     "doctor": ("doctor", "Look at this machine, and say what to change."),
-    "demo": ("demo", "Two processes share a small cache."),
+    "demo": ("demo", "A router and model workers serve out of one cache."),
     "bench": ("measure", "Run a benchmark."),
 }
 

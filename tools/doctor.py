@@ -8,7 +8,16 @@ import click
 
 from lightcache.errors import ConfigError
 from lightcache.tools.findings import Finding, Level
-from lightcache.tools.output import BROKEN, OK, Command, cell, console, emit, json_option
+from lightcache.tools.output import (
+    BROKEN,
+    OK,
+    Command,
+    cell,
+    check_writable,
+    console,
+    emit,
+    json_option,
+)
 
 _STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.ERROR: "red"}
 
@@ -54,11 +63,19 @@ def doctor(
 
         if pin is not None:
             raise ConfigError("doctor: --pin and --calibrate measure different things; give one")
+        if out is not None:
+            check_writable("--out", out)
         measured = doctor_calibrate.calibrated(page_bytes, device, page_tokens, prefill)
         doctor_calibrate.show(measured, out, as_json)
         return
-    if out is not None:
-        raise ConfigError("doctor: --out is for what --calibrate measures; give both")
+    for option, value in (
+        ("--out", out),
+        ("--device", device),
+        ("--page-tokens", page_tokens),
+        ("--prefill", prefill),
+    ):
+        if value is not None:
+            raise ConfigError(f"doctor: {option} is for what --calibrate measures; give both")
     if pin is None:
         found = examine()
     else:

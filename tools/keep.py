@@ -50,7 +50,7 @@ def reap(
     Nobody needs this for correctness; whoever wants a slot or waits for a page does the same.
     """
     if (name is None) != everything:
-        raise click.UsageError("give a NAME, or --all")
+        raise click.UsageError("give a NAME or --all, and not both")
     infos = [_ours(info) for info in list_segments()] if name is None else [name]
     found: list[dict[str, Any]] = []
     for each in filter(None, infos):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -12,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lightcache.errors import LightcacheError
+from lightcache.errors import ConfigError, LightcacheError
 
 OK = 0
 BROKEN = 1
@@ -38,6 +40,17 @@ class Command(click.Command):
         except (LightcacheError, OSError, MemoryError) as error:
             fail(str(error) or type(error).__name__)
             ctx.exit(FAILED)
+
+
+def check_writable(option: str, path: str) -> None:
+    """Whether a file can be written there: before the work whose result it is to hold.
+
+    Raises:
+        ConfigError: a folder, or in one that is not there or cannot be written.
+    """
+    target = Path(path).resolve()
+    if not path or target.is_dir() or not os.access(target.parent, os.W_OK):
+        raise ConfigError(f"{option}: expected a file that can be written, found {path!r}")
 
 
 def fail(message: str) -> None:

@@ -110,7 +110,6 @@ def test_it_holds_however_turns_are_routed(routing: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.crash
 def test_a_pool_that_is_too_small_has_storage_behind_it() -> None:
     """One worker, who has all of what is in its memory."""
     small = ("--workers", "1", "--size", "5MiB", "--storage", "memory:", "--no-kill")
@@ -243,6 +242,7 @@ def test_two_at_once() -> None:
         (["--trace", "/nowhere"], "/nowhere"),
         (["--size", "lots"], "lots"),
         (["--svg", "/nowhere/x.svg"], "/nowhere/x.svg"),
+        (["--svg", "/tmp"], "expected a file that can be written, found '/tmp'"),
         (["--storage", "hamster"], "expected a URL such as 'memory:', found 'hamster'"),
         (["--storage", "redis://there"], "'redis' is not there yet"),
         (["--storage", "memory:?pages=few"], "pages: expected a number, found 'few'"),

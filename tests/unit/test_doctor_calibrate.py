@@ -78,7 +78,10 @@ def test_what_the_file_was_told(tmp_path: Path) -> None:
         (("--calibrate", "--page-bytes", "many"), "page_bytes"),
         (("--calibrate", "--device", "abacus"), "abacus"),
         (("--calibrate", "--pin", "x"), "give one"),
-        (("--out", "x"), "--calibrate"),
+        (("--out", "x"), "--out is for what --calibrate measures"),
+        (("--device", "cpu"), "--device is for what --calibrate measures"),
+        (("--page-tokens", "16"), "--page-tokens is for what --calibrate measures"),
+        (("--prefill", "50"), "--prefill is for what --calibrate measures"),
     ],
 )
 def test_what_makes_no_sense(options: tuple[str, ...], says: str) -> None:
@@ -87,9 +90,15 @@ def test_what_makes_no_sense(options: tuple[str, ...], says: str) -> None:
     assert "Traceback" not in done.output
 
 
-def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
-    options = ("--calibrate", "--device", "cpu", "--page-bytes", "512")
-    run(*options, "--out", tmp_path / "none" / "x", status=2)
+@pytest.mark.parametrize("name", ["none/x", "."])
+def test_a_file_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Which is said before anything is measured."""
+    monkeypatch.setattr(doctor_calibrate, "calibrated", lambda *options: pytest.fail("measured"))
+    path = tmp_path / name
+    done = run("--calibrate", "--device", "cpu", "--out", path, status=2)
+    assert f"--out: expected a file that can be written, found '{path}'" in done.stderr
 
 
 @pytest.mark.parametrize(

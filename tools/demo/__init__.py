@@ -13,8 +13,7 @@ import click
 from rich.console import Console
 from rich.table import Column, Table
 
-from lightcache.errors import ConfigError
-from lightcache.tools.output import BROKEN, OK, Command, console, emit, json_option
+from lightcache.tools.output import BROKEN, OK, Command, check_writable, console, emit, json_option
 
 _SVG_WIDTH = 112
 _KEPT = 4  # caches of former requests that a worker keeps, so that there is something to route by
@@ -95,8 +94,8 @@ def demo(ctx: click.Context, /, svg: str | None, as_json: bool, **asked: Any) ->
     from lightcache.tools.demo.report import Report
     from lightcache.tools.demo.show import Show
 
-    if svg and not os.access(Path(svg).resolve().parent, os.W_OK):
-        raise ConfigError(f"--svg: expected a file that can be written, found {svg!r}")
+    if svg is not None:
+        check_writable("--svg", svg)
     out = console()
     outcome = Report(_settings(**asked), Show(out, quiet=as_json)).run()
     problems = outcome.problems()
@@ -110,7 +109,7 @@ def demo(ctx: click.Context, /, svg: str | None, as_json: bool, **asked: Any) ->
             out.print(f"it did not hold: {problem}", style="red", markup=False, soft_wrap=True)
         if not problems:
             out.print("All of it held.", style="bold green")
-    if svg:
+    if svg is not None:
         _picture(svg, outcome)
     ctx.exit(BROKEN if problems else OK)
 
