@@ -3,32 +3,11 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
-from typing import Any
 
 from rich.console import Console
 from support.demo_turns import served
 
-from lightcache.snapshot import CheckReport
 from lightcache.tools.demo.show import Show, Turns, faster, milliseconds, successor
-from lightcache.tools.demo.summary import Outcome
-
-Change = Callable[[Outcome], Any]
-
-CLEAN = CheckReport(
-    clean=True,
-    message="64 pages: every invariant holds",
-    invariant=0,
-    page=0,
-    free=1,
-    writing=0,
-    ready=63,
-    doomed=0,
-    held=0,
-    pins=0,
-    quiet=True,
-    recovered=0,
-)
 
 
 def test_a_line() -> None:
