@@ -12,8 +12,8 @@ from lightcache._arguments import Pages
 from lightcache.cache import Cache
 from lightcache.errors import ConfigError, Detached, LeaseLost
 from lightcache.hashing import Tokens
-from lightcache.leases import Lease
 from lightcache.manager.allocating import allocate, make_room
+from lightcache.manager.beginning import begin_request, without_cache
 from lightcache.manager.checks import check_commits, check_parts, check_plans, check_table
 from lightcache.manager.demoting import Demotion
 from lightcache.manager.device import DeviceTier
@@ -23,11 +23,10 @@ from lightcache.manager.matches import ANY, ManagerConfig, PrefixMatch, Why, Wis
 from lightcache.manager.movers import Mover
 from lightcache.manager.naming import name_blocks
 from lightcache.manager.owned import OwnedDevice
-from lightcache.manager.planned import Planned
 from lightcache.manager.planning import Planner
 from lightcache.manager.prompts import Prompt
 from lightcache.manager.releasing import Leaving
-from lightcache.manager.requests import LEASED, Chain, NoChain, Request
+from lightcache.manager.requests import Request
 from lightcache.manager.spaces import Spaces
 from lightcache.manager.statistics import Figures, Recent
 from lightcache.manager.traffic import Traffic
@@ -192,54 +191,12 @@ class KVCacheManager(Upkeep):
     def _missed(self, request: Hashable) -> Request:
         """A request that the cache failed: it runs without."""
         prompt = self._planner.prompt_of(request)
-        return self._without(request, prompt, PrefixMatch(len(prompt), why=Why.DISABLED))
-
-    def _without(self, request: Hashable, prompt: Prompt, miss: PrefixMatch) -> Request:
-        nothing = NoChain()
-        return Request(request, prompt, ANY, None, miss, nothing, nothing, known=len(prompt))
+        return without_cache(request, prompt, PrefixMatch(len(prompt), why=Why.DISABLED))
 
     def _taken(self, request: Hashable) -> Request:
         planned, match, hit, host = self._planner.take(request)
-        made = self._begin(request, planned, match, hit, host)
+        made = begin_request(self, request, planned, match, hit, host)
         self._planner.computes(made)
-        return made
-
-    def _begin(
-        self,
-        request: Hashable,
-        planned: Planned,
-        match: PrefixMatch,
-        hit: Lease | None,
-        host: Lease | None,
-    ) -> Request:
-        prompt, space = planned.prompt, planned.space
-        if space is None:
-            return self._without(request, prompt, match)
-        device_chain = Chain(prompt, space.device_spec)
-        same = space.host_spec is space.device_spec
-        made = Request(
-            request,
-            prompt,
-            planned.wishes,
-            space,
-            match,
-            device_chain,
-            device_chain if same else Chain(prompt, space.host_spec),
-            hit,
-            host,
-            planned.host_first,
-            known=len(prompt),
-        )
-        blocks = min(match.device, match.usable) // self.device.block_tokens
-        if hit is not None:
-            made.table = hit.pages[:blocks].copy()
-            made.kind = bytearray([LEASED]) * blocks
-        made.named = blocks
-        if planned.host_first:  # else nothing of it need be hashed yet
-            before = made.host_chain.keys[: planned.host_first]
-            made.written = self.host.peek(before, namespace=space.host)
-        if made.written == planned.host_first and host is not None:
-            made.written += len(host)
         return made
 
     def _counted(self, match: PrefixMatch) -> Figures:

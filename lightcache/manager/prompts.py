@@ -121,8 +121,7 @@ class Prompt:
             if known[0] is spec:
                 return known
         made = PageHasher(spec, salt=self.salt, lora=self.lora)
-        extra = self._extra(spec.page_tokens) if self.items else None
-        keys = made.update(self.tokens, extra=extra)
+        keys = made.update(self.tokens, extra=self._extra(spec.page_tokens))
         self._keys.append((spec, made, keys))
         return self._keys[-1]
 

@@ -8,8 +8,11 @@
   during a step.
 - The trace: each request is planned, taken, computed and released, without bytes. Its prefixes'
   hits are compared with an exact LRU of each tier, in process.
-- Nothing is ever hit: what plans and commits of prompts that share nothing take of a step of 64
-  requests, each of which computes one token.
+- Nothing is ever hit: what a step of 64 requests, each of which computes one token, pays for
+  prompts that share nothing. Committing alone; with eight new prompts planned, whose first pages
+  are looked for in vain; and with these taken, hashed, named and written, as in the step that
+  prefills their 16,384 tokens. Each is set against the decode step alone, which is the strictest
+  reading, the last one against decoding and prefill as well.
 """
 
 from __future__ import annotations
@@ -41,6 +44,8 @@ SECRET = b"a secret of benchmarks"
 DECODE_MS = 20.0
 """What a step is compared with: tokens of an 8B model on one H200 came every 20 ms
 (docs/benchmarks.md, Serving)."""
+PREFILL_MS_PER_TOKEN = 121.0 / 4160
+"""The same model's first token came after so long behind 4,160 tokens, past the cache."""
 
 
 def rows(quick: bool, trace: str | Path | None = None) -> Iterator[Row]:
@@ -116,6 +121,12 @@ class Scheduler:
         self._follow()
         return taken
 
+    def end(self) -> None:
+        """Give back what runs and what waits."""
+        for number in self.queue:
+            self.manager.cancel(number)
+        self.manager.release_many(self.running)
+
     def _follow(self) -> None:
         """Others take the place of those that have left, in the queue too."""
         for number in self.queue[:LEAVING]:
@@ -183,6 +194,7 @@ def _steps(quick: bool) -> Iterator[Row]:
         }
         for fresh in (False, True):
             yield from _step_rows(schedulers, steps, fresh, blocks, host)
+        schedulers["ours"].end()
         yield from _never_hit(ours, steps)
 
 
@@ -217,8 +229,8 @@ def _step_rows(
         )
 
 
-def _miss(manager: Ours, scheduler: Scheduler) -> float:
-    """Microseconds of a step of `_never_hit`."""
+def _miss(manager: Ours, scheduler: Scheduler) -> dict[str, float]:
+    """Microseconds of the parts of a step of `_never_hit`."""
     numbers = [next(scheduler.numbers) for _ in range(LEAVING)]
     prompts = [scheduler.prompt() for _ in numbers]
     answers = [scheduler.random.integers(0, 100_000, 1).tolist() for _ in scheduler.running]
@@ -226,31 +238,42 @@ def _miss(manager: Ours, scheduler: Scheduler) -> float:
         scheduler.tokens[number] += 1
         manager.allocate(number, scheduler.tokens[number])
     totals = [scheduler.tokens[number] for number in scheduler.running]
-
-    begin = time.perf_counter()
-    manager.plan_many(numbers, prompts)
-    manager.commit_many(scheduler.running, totals, answers)
-    taken = time.perf_counter() - begin
+    planned = _seconds(lambda: manager.plan_many(numbers, prompts))
+    committed = _seconds(lambda: manager.commit_many(scheduler.running, totals, answers))
+    taken = _seconds(lambda: [manager.take(number) for number in numbers])
     for number in numbers:
-        manager.cancel(number)
-    return taken * 1e6
+        manager.allocate(number, PAGES * BLOCK)
+    lengths = [PAGES * BLOCK] * LEAVING
+    computed = _seconds(lambda: manager.commit_many(numbers, lengths))
+    manager.release_many(numbers)
+    parts = {"planned": planned, "committed": committed, "computed": taken + computed}
+    return {part: seconds * 1e6 for part, seconds in parts.items()}
 
 
 def _never_hit(manager: Ours, steps: int) -> Iterator[Row]:
-    """One token for each of 64 requests; eight new prompts planned, of which nothing is there."""
+    """One token for each of 64 requests; eight new prompts planned, of which nothing is there.
+    Those are hashed when they are computed: that is what a prefill is charged with."""
     scheduler = Scheduler(manager, 0, 7)
     with _no_collection():
-        taken = [_miss(manager, scheduler) for _ in range(steps)]
+        steps_taken = [_miss(manager, scheduler) for _ in range(steps)]
     manager.release_many(scheduler.running, publish=False)
-    share = median(taken) / (DECODE_MS * 1e3)
-    target = "<= 0.01"
-    yield Row(
-        "nothing ever hit: 8 new prompts hashed and planned, 64 tokens committed",
-        {"decode_ms": DECODE_MS, **spread(taken)},
-        median(taken),
-        "us",
-        f"a decode step of {DECODE_MS:.0f} ms",
-        share,
-        target,
-        meets(share, target),
-    )
+    prefill_ms = PREFILL_MS_PER_TOKEN * LEAVING * PAGES * BLOCK
+    whole = ("planned", "committed", "computed")
+    for what, parts, against, limit_ms in (
+        ("64 tokens committed", ("committed",), "a decode step", DECODE_MS),
+        ("and 8 new prompts planned", ("planned", "committed"), "a decode step", DECODE_MS),
+        ("and these computed", whole, "a decode step", DECODE_MS),
+        ("the same", whole, "a decode step, and their prefill", DECODE_MS + prefill_ms),
+    ):
+        taken = [sum([step[part] for part in parts]) for step in steps_taken]
+        share, target = median(taken) / (limit_ms * 1e3), "<= 0.01"
+        yield Row(
+            f"nothing ever hit: {what}",
+            {"against_ms": round(limit_ms, 1), **spread(taken)},
+            median(taken),
+            "us",
+            f"{against} of {limit_ms:.0f} ms",
+            share,
+            target,
+            meets(share, target),
+        )
