@@ -131,7 +131,7 @@ LC_API int lci_format(uint8_t *base, uint64_t bytes, uint64_t pages, uint64_t gr
     r->tickets = g.tickets;
     r->chunks = g.chunks;
     r->index_bytes = g.end;
-    r->flat = flat != 0;
+    r->flat = flat ? 1 : 0;
     lc_store(&r->free_head, LC_NIL);
     lc_store(&r->chunk_head, LC_NIL);
     lc_store(&r->res_head, LC_NIL);

@@ -211,7 +211,7 @@ static bool discard_batch(discard *d) {
         uint32_t parent = lci_parent(h, &h->pages[page]);
         lci_evict_page(h, &d->t, &d->eviction, page);
         marked[n++] = page;
-        uint32_t above = parent == LC_NIL || h->flat ? d->n : position(d, parent);
+        uint32_t above = parent == LC_NIL ? d->n : position(d, parent);
         if (above < d->n) d->op->climb = above + 1;
     }
     uint32_t freed = n ? lci_evict_settle(h, &d->t, &d->eviction, marked, n) : 0;

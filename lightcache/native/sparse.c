@@ -43,7 +43,6 @@ static uint32_t deepest_one(const lci_handle *h, const lc_key *keys, uint32_t n,
 LC_API int lci_deepest1(lci_handle *h, const lc_key *keys, uint32_t n, lci_ns_ref ns) {
     int rc = usable(h);
     if (LC_UNLIKELY(rc != LC_OK)) return rc;
-    if (!lci_ns_open(h, ns)) return 0;
     uint32_t found = deepest_one(h, keys, n, lci_ns_id(ns));
     /* A clear that began meanwhile wins, as in lci_peek. */
     return LC_LIKELY(lci_ns_open(h, ns)) ? (int)found : 0;
@@ -68,6 +67,7 @@ static int32_t children_of(const lci_handle *h, const lc_key *key, uint32_t ns) 
     if (!find(h, key, ns, &found)) return -1;
     const lci_page *p = &h->pages[found.node];
     uint32_t children = lc_load_acquire(&p->children);
+    LC_PAUSE(LC_AT_WALK_NEXT);
     /* It may have gone since, and be a page with other children by now. */
     if (lc_load(&p->gen) != found.gen) return -1;
     return (int32_t)(children < h->page_count ? children : h->page_count);

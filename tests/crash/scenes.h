@@ -41,7 +41,8 @@ scene *scene_named(const char *name);
 
 /* What most scenes begin with: the survivor has filled two runs; 8 pages and more are free. */
 void two_runs(stage *s);
-/* What those of a flat index begin with: as many pages, each used a tick after the one it hangs on. */
+/* What those of a flat index begin with: as many pages, each last used a tick after the one that it
+ * hangs on (the last two of a path at once). */
 void two_paths(stage *s);
 
 #endif

@@ -38,7 +38,8 @@ static void put_under(uint32_t number, uint32_t i, lci_ns_ref ns) {
     CHECK_EQ(lci_unreserve(a.h, &q.op, q.page, q.status, 1), LC_OK);
 }
 
-/* A path of n pages, each hung on the one before and used a tick after it. */
+/* A path of n pages, each hung on the one before and last used a tick after it, the last two at
+ * once. */
 static void put_path(uint32_t number, uint32_t n) {
     for (uint32_t i = 0; i < n; i++) put_under(number, i, NS);
     prompt_make(&p, number, n);
@@ -279,6 +280,20 @@ static void flat_lists_a_prompt_once(void) {
     tear_down();
 }
 
+/* Of pages with one tick the next is the one that stands there, not a parent that stands behind. */
+static void flat_lists_by_the_queue_alone(void) {
+    set_up(64);
+    prompt_fill(&a, &p, 1, 3);
+    collect(&a);
+    for (int kept = 1; kept >= 0; kept--) /* queued again: behind the others */
+        CHECK_EQ(lci_keep(a.h, p.keys, 1, NS, kept, &(lci_walk_op){0}, BLOCKING), LC_OK);
+    CHECK_EQ(oldest(2), 2);
+    CHECK_EQ(l.pages[0], p.page[1]);
+    CHECK_EQ(l.pages[1], p.page[2]);
+    CHECK_EQ(lci_release(a.h, &l.head), LC_OK);
+    tear_down();
+}
+
 static void flat_keeps(void) {
     lci_walk_op op = {0};
     set_up(64);
@@ -371,6 +386,59 @@ static void deepest_finds_what_is_ready(void) {
     tear_down();
 }
 
+#ifdef LC_PAUSE_POINTS
+static uint32_t passes; /* points to pass before */
+static void (*then)(void);
+
+static void play_later(int point) {
+    if (point != LC_AT_WALK_NEXT || passes--) return;
+    lc_pause_hook = NULL;
+    then();
+}
+
+static void play(uint32_t after, void (*what)(void)) {
+    passes = after;
+    then = what;
+    lc_pause_hook = play_later;
+}
+
+/* Both go, and are used for other keys, one hanging on the other. */
+static void use_for_another(void) {
+    prompt other;
+    CHECK_EQ(evict(&a, 64), 2);
+    prompt_fill(&a, &other, 9, 2);
+}
+
+/* The page has been found, its children have been counted, and they are another's. */
+static void children_of_another_page_are_not_told(void) {
+    set_up(2);
+    put_path(1, 2);
+    play(1, use_for_another);
+    CHECK_EQ(lci_children(b.h, p.keys, 1, NS, counts), LC_OK);
+    CHECK(!lc_pause_hook);
+    CHECK_EQ(counts[0], -1);
+    tear_down();
+}
+
+static void clear_all(void) { CHECK_EQ(lci_clear(a.h, NS, BLOCKING), LC_OK); }
+
+/* A page is found that a clear has doomed by the time of the answer. */
+static void a_clear_wins_over_looking(void) {
+    set_up(8);
+    put_path(1, 2);
+    play(0, clear_all);
+    CHECK_EQ(lci_deepest1(b.h, p.keys, 2, NS), 0);
+    CHECK(!lc_pause_hook);
+    tear_down();
+    set_up(8);
+    put_path(1, 2);
+    play(0, clear_all);
+    check_children((const int32_t[]){-1, -1});
+    CHECK(!lc_pause_hook);
+    tear_down();
+}
+#endif
+
 /* A count that cannot be is cut off; so no damage gives a number that means something else. */
 static void children_of_damage(void) {
     set_up(64);
@@ -438,10 +506,15 @@ const test flat_tests[] = {
     TEST(flat_drops_from_the_middle),
     TEST(flat_lists_and_discards_the_oldest),
     TEST(flat_lists_a_prompt_once),
+    TEST(flat_lists_by_the_queue_alone),
     TEST(flat_keeps),
     TEST(flat_names_and_clears),
     TEST(deepest_and_children),
     TEST(deepest_finds_what_is_ready),
+#ifdef LC_PAUSE_POINTS
+    TEST(children_of_another_page_are_not_told),
+    TEST(a_clear_wins_over_looking),
+#endif
     TEST(children_of_damage),
     TEST(flat_is_a_word_of_the_root),
     TEST(flat_repair),

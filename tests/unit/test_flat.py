@@ -149,6 +149,16 @@ def test_a_kept_page_stays_and_its_parent_goes(index: PageIndex) -> None:
     assert there(index, path) == [False, True, False]
 
 
+def test_what_is_abandoned_leaves_its_parent_where_it_was(index: PageIndex) -> None:
+    path = prompt(1, 2)
+    put(index, path, 0)
+    with index.reserve(path, 1):
+        assert index.children(path).tolist() == [1, -1]
+    assert index.evict(0) == 0
+    assert index.children(path).tolist() == [0, -1]
+    assert index.stats().evictable == 1
+
+
 def test_repair_makes_the_queue_anew(index: PageIndex) -> None:
     path = prompt(1, 5)
     put_all(index, path)
@@ -303,8 +313,8 @@ def test_tools_say_so(segment_name: str) -> None:
         with Cache.create(segment_name, **CACHE, flat=flat):
             (entry,) = [e for e in json.loads(run("ls", "--json")) if e["name"] == segment_name]
             assert entry["flat"] is flat
-            (row,) = [line for line in run("ls").splitlines() if segment_name in line]
-            assert ("flat index" in row) is flat
+            (line,) = [line for line in run("ls").splitlines() if segment_name in line]
+            assert ("flat index" in line) is flat
             assert json.loads(run("dump", segment_name, "--json"))["segment"]["flat"] is flat
             assert (", flat" in run("dump", segment_name)) is flat
             run("check", segment_name)
