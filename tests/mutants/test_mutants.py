@@ -29,7 +29,7 @@ KILLED = [
     "lightcache/native/reap.c:end_slot:lc_store_release#1:removed",
     "lightcache/native/reap.c:reap_records:lci_ticket_client_gone#1:skipped",
     "lightcache/native/reserve.c:settle_batch:keep#1:earlier",
-    "lightcache/native/evict.c:lci_evict_settle:if#2:dropped",
+    "lightcache/native/evict.c:lci_evict_settle:lci_pinned#1:skipped",
 ]
 # No instruction of x86-64 is another.
 EQUIVALENT = "lightcache/native/evict.c:finish:lc_store_release#1:relaxed"
