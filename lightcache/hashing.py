@@ -250,14 +250,17 @@ class PageHasher:
         Raises:
             ConfigError: as `update`.
         """
-        few = _few(tokens) if not self._pending else None
-        if few is None or len(self._tail) + len(few) >= 2 * self._row:
-            return [key.tobytes() for key in self._extend(_canonical(tokens), {})]
-        data = self._tail + few
-        row = self._row
+        few = _few(tokens)
+        return self.append_packed(_canonical(tokens).tobytes() if few is None else few)
+
+    def append_packed(self, tokens: bytes) -> list[bytes]:
+        """`append` for ids that `pack_tokens` has looked at."""
+        data, row = self._tail + tokens, self._row
         if len(data) < row:
             self._tail = data
             return []
+        if self._pending or len(data) >= 2 * row:
+            return [key.tobytes() for key in self._extend(np.frombuffer(tokens, "<u4"), {})]
         state = self._state
         state.update(data[:row])
         self._tail = data[row:]
@@ -405,6 +408,16 @@ def _few(tokens: list[int]) -> bytes | None:
     except struct.error:
         return None  # said in full by `_canonical`
     return None if _MARK_BYTES in found else found  # perhaps one only across two tokens
+
+
+def pack_tokens(tokens: Tokens) -> bytes:
+    """Tokens as pages are hashed: u32, little-endian.
+
+    Raises:
+        ConfigError: as `hash_pages`.
+    """
+    few = _few(tokens) if type(tokens) is list else None
+    return _canonical(tokens).tobytes() if few is None else few
 
 
 def _key_bytes(digest: bytes) -> bytes:

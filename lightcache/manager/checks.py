@@ -11,7 +11,7 @@ import numpy as np
 from lightcache._arguments import Pages, pages
 from lightcache.cache import Cache
 from lightcache.errors import ConfigError
-from lightcache.hashing import Tokens, _canonical, _few
+from lightcache.hashing import Tokens, pack_tokens
 from lightcache.manager.device import DeviceTier
 from lightcache.manager.matches import ManagerConfig, Wishes
 from lightcache.manager.prompts import Prompt
@@ -97,8 +97,8 @@ def check_commits(
     totals: Sequence[int],
     new_tokens: Sequence[Tokens | None] | None,
     tables: Sequence[Pages] | None,
-) -> Sequence[Pages] | None:
-    """What is to be committed; returns the tables as they can be used. About 0.4 us a request.
+) -> tuple[list[bytes], Sequence[Pages] | None]:
+    """What is to be committed; returns new tokens, packed, and tables as they can be used.
 
     Raises:
         ConfigError: says which request's arguments are wrong, and why.
@@ -109,13 +109,13 @@ def check_commits(
     for what, given in (("totals", totals), ("new_tokens", new_tokens), ("tables", tables)):
         if given is not None and len(given) != n:
             raise ConfigError(f"{what}: expected one for each of {n} requests, found {len(given)}")
-    for i, one in enumerate(running):
-        count = 0
-        if new_tokens is not None and new_tokens[i] is not None:
-            count = _check_tokens(one, new_tokens[i])
-        one.check(totals[i], count)
+    packed = [b""] * n
+    if new_tokens is not None:
+        packed = [_packed(one, each) for one, each in zip(running, new_tokens, strict=True)]
+    for one, total, fresh in zip(running, totals, packed, strict=True):
+        one.check(total, len(fresh) // 4)
     if tables is not None:
-        return [
+        return packed, [
             check_table(device, one, table, total)
             for one, table, total in zip(running, tables, totals, strict=True)
         ]
@@ -125,17 +125,16 @@ def check_commits(
                 raise ConfigError(
                     f"commit {one.id!r}: the engine owns the blocks; give the request's as table="
                 )
-    return None
+    return packed, None
 
 
-def _check_tokens(one: Request, tokens: Any) -> int:
-    """How many there are."""
+def _packed(one: Request, tokens: Tokens | None) -> bytes:
+    if tokens is None:
+        return b""
     try:
-        if not (type(tokens) is list and _few(tokens) is not None):
-            return len(_canonical(tokens))
+        return pack_tokens(tokens)
     except ConfigError as error:
         raise ConfigError(f"commit {one.id!r}: new_tokens: {error}") from None
-    return len(tokens)
 
 
 def check_table(device: DeviceTier, one: Request, table: Any, total: int) -> Pages:

@@ -335,11 +335,12 @@ class KVCacheManager(Upkeep):
             running = [known.get(request) or self._request(request) for request in requests]
             if any(one.loading is not None and one.is_loading for one in running):
                 self._traffic.poll()
-            tables = check_commits(self.device, running, totals, new_tokens, tables)
-            for i, one in enumerate(running):
-                one.note(totals[i], new_tokens[i] if new_tokens is not None else None)
-                if tables is not None:
-                    one.table = tables[i]
+            packed, tables = check_commits(self.device, running, totals, new_tokens, tables)
+            for one, total, fresh in zip(running, totals, packed, strict=True):
+                one.note(total, fresh)
+            if tables is not None:
+                for one, table in zip(running, tables, strict=True):
+                    one.table = table
             return self._guard.run(lambda: self._committed(running), lambda: [{}] * len(running))
 
     def _committed(self, running: list[Request]) -> list[Mapping[int, int]]:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from lightcache._arguments import Keys, Pages
 from lightcache.errors import ConfigError
-from lightcache.hashing import KeySpec, PageHasher, Tokens
+from lightcache.hashing import KeySpec, PageHasher
 from lightcache.leases import Lease
 from lightcache.manager.device import NONE
 from lightcache.manager.matches import PrefixMatch, Wishes
@@ -54,10 +54,14 @@ class Chain:
         self._more: list[bytes] = []
         """What comes behind `_known`: an array is made of it when one is asked for."""
         self._hasher: PageHasher | None = None
+        self._late = b""
+        """Tokens that were appended and are not hashed yet."""
 
     @property
     def keys(self) -> Keys:
         """Of all complete pages, shape (n, 2)."""
+        if self._late:
+            self._hash_late()
         before = self._known if self._known is not None else self._begin()
         if self._more:
             known = len(before)
@@ -72,6 +76,8 @@ class Chain:
 
     def packed(self, begin: int, end: int) -> list[bytes]:
         """The bytes of keys [begin, end), in pieces: at little cost where they were made lately."""
+        if self._late:
+            self._hash_late()
         before = self._known if self._known is not None else self._begin()
         if len(self._more) > _MANY:
             before = self.keys
@@ -81,11 +87,15 @@ class Chain:
         pieces = self._more[: end - known] if end > known else []
         return [before[begin:end].tobytes(), *pieces]
 
-    def extend(self, tokens: list[int]) -> None:
-        """Append what was generated."""
+    def extend(self, tokens: bytes) -> None:
+        """Append what was generated, as `pack_tokens` has it. Hashed when a key is asked for."""
+        self._late += tokens
+
+    def _hash_late(self) -> None:
         if self._hasher is None:
             self._hasher = self._prompt.hasher(self._spec)
-        self._more += self._hasher.append(tokens)
+        self._more += self._hasher.append_packed(self._late)
+        self._late = b""
 
     def _begin(self) -> Keys:
         """The prompt's keys, hashed if nobody has before."""
@@ -100,8 +110,9 @@ class NoChain(Chain):
         """Empty, and stays so."""
         self._known = NO_KEYS
         self._more = []
+        self._late = b""
 
-    def extend(self, tokens: list[int]) -> None:
+    def extend(self, tokens: bytes) -> None:
         """Nothing."""
 
 
@@ -170,15 +181,18 @@ class Request:
                 f"tokens, found {total}; give the ids of what was generated as new_tokens="
             )
 
-    def note(self, total: int, new_tokens: Tokens | None) -> None:
-        """More tokens are computed: what `check` has let pass."""
-        count = 0 if new_tokens is None else len(new_tokens)
-        if new_tokens is not None and count:
-            listed = new_tokens if type(new_tokens) is list else np.asarray(new_tokens).tolist()
-            self.device_chain.extend(listed)
+    def note(self, total: int, new_tokens: bytes) -> None:
+        """More tokens are computed: what `check` has let pass.
+
+        Args:
+            new_tokens: as `pack_tokens` has them.
+        """
+        if new_tokens:
+            self.known += len(new_tokens) // 4
+            self.device_chain.extend(new_tokens)
             if self.host_chain is not self.device_chain:
-                self.host_chain.extend(listed)
-        self.known, self.total = self.known + count, total
+                self.host_chain.extend(new_tokens)
+        self.total = total
 
     def let_go_of_host(self) -> None:
         """What was found on the host and is not on its way is not wanted. Harmless twice, and if

@@ -104,7 +104,7 @@ static void many_go_on_where_memory_was_missing(void) {
     CHECK_EQ(lci_geometry_of(100, &g), LC_OK);
     s = segment_make(g.end);
     s.pages = 100;
-    CHECK_EQ(lci_format(s.base, s.bytes, 100, 25), LC_OK);
+    CHECK_EQ(lci_format(s.base, s.bytes, 100, 25, 0), LC_OK);
     join();
     CHECK_EQ(reserve_all(LC_BLOCK), LC_E_GROW);
     CHECK_EQ(m.ops[0].made, 20);
