@@ -24,6 +24,14 @@ BELOW = {
         "lightcache.kernels",
         ERRORS,
     ],
+    "lightcache.hybrid": [
+        "lightcache.manager",
+        "lightcache.storage",
+        "lightcache",
+        "lightcache.shm",
+        "lightcache.kernels",
+        ERRORS,
+    ],
     "lightcache.metrics": ["lightcache.manager", "lightcache", "lightcache.shm", ERRORS],
     "lightcache.connectors": [
         "lightcache.manager",
@@ -87,6 +95,7 @@ def test_imports_point_down(module, path):
         "lightcache.kernels.geometry",
         "lightcache.kernels.layouts",
         "lightcache.connectors",
+        "lightcache.hybrid",
         "lightcache.manager",
         "lightcache.storage",
     ],

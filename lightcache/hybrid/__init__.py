@@ -1,0 +1,1 @@
+"""Hybrid models: checkpoints of recurrent state beside the KV of attention layers."""
