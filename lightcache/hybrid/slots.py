@@ -103,18 +103,16 @@ class RequestSlots:
 
         Never one that is being written or read, and of two never the newest confirmed one. None:
         there is no other, and the step saves nothing. So it is while two saves in a row are not
-        both confirmed, and for a request without alternating slots.
+        both confirmed; for a request without alternating slots; and where this position or a later
+        one is saved already, as behind a fall-back that computes tokens again.
 
         Raises:
-            ConfigError: not behind every position that was saved before, or the request is over.
+            ConfigError: no position, or the request is over.
         """
         self._check_running()
-        newest = max((state.position for state in self._states()), default=0)
-        if position <= newest:
-            raise ConfigError(
-                f"begin_save: expected a position behind {newest}, found {position}; what was "
-                "computed from rejected tokens must be rejected first"
-            )
+        count(position, "position", 1, 1 << 62)
+        if any(position <= state.position for state in self._states()):
+            return None
         slot = self._to_overwrite()
         if slot is not None:
             self._writes.append(_Write(slot, position))

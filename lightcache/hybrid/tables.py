@@ -1,0 +1,308 @@
+"""State block tables: which slot a linear layer reads its state from, and which it writes.
+
+For engines that address states as attention addresses KV, by blocks of a sequence: the state behind
+n tokens lies in the slot of the block that holds token n. See `state_block_tables`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from lightcache._arguments import Pages, count, offsets, pages
+from lightcache.errors import ConfigError
+from lightcache.hybrid.grids import Tokens
+
+_SPAN = 1 << 32  # more than a sequence has blocks
+NONE = -1  # no slot: stands for no block in a table, and for reading nothing
+
+
+class StateTables:
+    """The slots of a batch's sequences, block by block, in any of three forms."""
+
+    def __init__(
+        self, slots: Pages, starts: Tokens, lengths: Tokens, keys: Tokens | None = None
+    ) -> None:
+        """For the three below."""
+        self._slots, self._starts, self._lengths, self._keys = slots, starts, lengths, keys
+
+    def __len__(self) -> int:
+        """Sequences."""
+        return len(self._starts)
+
+    @classmethod
+    def padded(cls, table: npt.ArrayLike) -> StateTables:
+        """One row for each sequence, as wide as the longest; -1 where it has no block.
+
+        Raises:
+            ConfigError: not integers of shape (n, width).
+        """
+        found = np.asarray(table)
+        if found.ndim != 2 or (found.size and found.dtype.kind not in "iu"):
+            raise ConfigError(
+                f"table: expected integers of shape (n, width), found {found.dtype} {found.shape}"
+            )
+        n, width = found.shape
+        starts = np.arange(n, dtype=np.int64) * width
+        return cls(_slots(found.reshape(-1)), starts, np.full(n, width, np.int64))
+
+    @classmethod
+    def ragged(cls, slots: npt.ArrayLike, bounds: npt.ArrayLike) -> StateTables:
+        """One row behind the other: sequence i has slots[bounds[i]:bounds[i + 1]].
+
+        Raises:
+            ConfigError: not integers, or bounds that do not ascend from 0 to the number of slots.
+        """
+        flat = _slots(slots)
+        found = offsets(bounds, len(flat))
+        return cls(flat, found[:-1], np.diff(found))
+
+    @classmethod
+    def compact(
+        cls, slots: npt.ArrayLike, bounds: npt.ArrayLike, blocks: npt.ArrayLike
+    ) -> StateTables:
+        """Only the blocks that have a state, as `ragged`. A linear layer needs no slot for each
+        block, only for those at which a state is kept, and for the one being written.
+
+        Args:
+            blocks: which block of its sequence each slot belongs to, ascending in each.
+
+        Raises:
+            ConfigError: as `ragged`; blocks that do not ascend, or as many as there are slots.
+        """
+        made = cls.ragged(slots, bounds)
+        of = np.asarray(blocks)
+        if of.shape != made._slots.shape or (of.size and of.dtype.kind not in "iu"):
+            raise ConfigError(
+                f"blocks: expected {len(made._slots)} integers, one for each slot, found "
+                f"{of.dtype} {of.shape}"
+            )
+        rows = np.repeat(np.arange(len(made), dtype=np.int64), made._lengths)
+        made._keys = rows * _SPAN + of.astype(np.int64)
+        if of.size and (of.min() < 0 or of.max() >= _SPAN or (np.diff(made._keys) <= 0).any()):
+            raise ConfigError("blocks: expected numbers of blocks, ascending in each sequence")
+        return made
+
+    def find(self, blocks: Tokens) -> Pages:
+        """The slot of one block of each sequence, int32 of shape (n,); -1: it has none."""
+        if not len(self._slots):
+            return np.full(len(blocks), NONE, np.int32)
+        if self._keys is None:
+            at, there = self._starts + blocks, (blocks >= 0) & (blocks < self._lengths)
+        else:
+            wanted = np.arange(len(blocks)) * _SPAN + blocks
+            at = np.searchsorted(self._keys, wanted)
+            there = (blocks >= 0) & (self._keys[np.minimum(at, len(self._keys) - 1)] == wanted)
+        found: Pages = np.where(there, self._slots[np.where(there, at, 0)], np.int32(NONE))
+        return found
+
+    def describe(self, row: int) -> str:
+        """A sequence's table, for a message."""
+        start, length = int(self._starts[row]), int(self._lengths[row])
+        if self._keys is None:
+            held = self._slots[start : start + length].tolist()
+            while held and held[-1] == NONE:
+                held.pop()
+            return f"{len(held)} blocks, in slots {_short(held)}" if held else "an empty table"
+        blocks = (self._keys[start : start + length] - row * _SPAN).tolist()
+        return f"states at blocks {_short(blocks)}" if blocks else "an empty table"
+
+
+@dataclass(frozen=True, eq=False)
+class StateBlocks:
+    """For each sequence of a batch, int32 of shape (n,)."""
+
+    read: Pages
+    """The slot that holds its state before the step; -1: it begins, and its state is zero."""
+    write: Pages
+    """The slot that its state is to be in after the step. The same as `read` while no boundary of
+    a block is crossed; otherwise what `read` has stays, and nobody writes it any more."""
+
+    @property
+    def table(self) -> Pages:
+        """Both, int32 of shape (n, 2): all that linear layers need, however long the sequences
+        are whose full tables attention layers get."""
+        return np.stack([self.read, self.write], axis=1)
+
+
+def state_block_tables(
+    tables: StateTables,
+    prev_tokens: npt.ArrayLike,
+    total_tokens: npt.ArrayLike,
+    *,
+    block_tokens: int,
+    names: Sequence[Hashable] | None = None,
+) -> StateBlocks:
+    """Which slots a step reads and writes, for a whole batch. Some tens of microseconds for 256
+    sequences; no loop over them, whatever the form of the tables.
+
+    The state behind n tokens is in block (n - 1) // block_tokens, counted from 0. So a step reads
+    the block of its last token before, and writes the block of its last token after.
+
+    *Why both counts.* How far apart they are changes from step to step and from sequence to
+    sequence: a stretch of prefill, one decoded token, several accepted ones. From the total alone
+    nobody can say whether the step has crossed a boundary, and so whether the state that it begins
+    with is in the block that it ends in, one before, or many. Nor does the fill of the last block
+    tell: at a boundary it is full, and looks like that of a sequence which has computed a block
+    more, or one less. And a sequence of no previous tokens must read nothing, though its first
+    block may hold somebody else's state from before.
+
+    *Why it holds for several sequences at once.* A row is made of that sequence's own two counts
+    and its own table, nothing else: no longest or total length of the batch, no sum over the
+    sequences before, no fill that one of them shares. Padding, order and neighbours change
+    nothing. What could go wrong between sequences is checked: a slot that is written must not be
+    read or written by another one, as all layers of a step run over the whole batch at once. That
+    several read the same slot is good: they share a prefix.
+
+    Args:
+        tables: blocks that hold no state may be missing; those read and written may not.
+        prev_tokens: tokens behind which each sequence's state is now, shape (n,); 0: none.
+        total_tokens: the same after the step; not fewer.
+        block_tokens: of a block of these tables. It is never inferred.
+        names: what messages call the sequences; by default their rows.
+
+    Raises:
+        ConfigError: names the first sequence for which something is wrong: an empty table, no
+            tokens, more tokens before than after, a block that is missing or beyond the table's
+            end, or a slot that another sequence writes.
+    """
+    block = count(block_tokens, "block_tokens", 1, 1 << 20)
+    old, new = _counts(prev_tokens, "prev_tokens"), _counts(total_tokens, "total_tokens")
+    if not len(old) == len(new) == len(tables) or (names is not None and len(names) != len(old)):
+        raise ConfigError(
+            f"state tables: expected one row of each for every sequence, found {len(tables)} "
+            f"tables, {len(old)} prev_tokens, {len(new)} total_tokens"
+            + (f", {len(names)} names" if names is not None else "")
+        )
+    first, last = (old - 1) // block, (new - 1) // block
+    read, write = tables.find(first), tables.find(last)
+    counted = (old >= 0) & (old <= new) & (new > 0)
+    wrong = ~counted | (write < 0) | ((read < 0) & (old > 0))
+    if wrong.any():
+        row = int(np.argmax(wrong))
+        name = row if names is None else names[row]
+        raise ConfigError(
+            f"sequence {name!r}: " + _what(tables, row, int(old[row]), int(new[row]), block)
+        )
+    _check_apart(read, write, names)
+    return StateBlocks(read, write)
+
+
+def _what(tables: StateTables, row: int, old: int, new: int, block: int) -> str:
+    if new < 1:
+        return f"expected total_tokens of 1 or more, found {new}; leave out who computes nothing"
+    if not 0 <= old <= new:
+        return f"expected prev_tokens of 0 to total_tokens, found {old} of {new}"
+    at = (new - 1) // block
+    if tables.find(np.where(np.arange(len(tables)) == row, at, NONE))[row] >= 0:
+        at = (old - 1) // block
+    return (
+        f"expected a slot for its block {at} of {block} tokens (prev_tokens={old}, total_tokens="
+        f"{new}), found {tables.describe(row)}"
+    )
+
+
+def _check_apart(read: Pages, write: Pages, names: Sequence[Hashable] | None) -> None:
+    """No slot that one sequence writes is another's."""
+    order = np.argsort(write)
+    written = write[order]
+    at = np.minimum(np.searchsorted(written, read), max(len(written) - 1, 0))
+    twice = written[1:] == written[:-1]
+    foreign = (written[at] == read) & (order[at] != np.arange(len(read)))
+    if not twice.any() and not foreign.any():
+        return
+    if twice.any():
+        one, other = (int(order[np.argmax(twice) + i]) for i in (0, 1))
+        slot = int(write[one])
+    else:
+        one = int(np.argmax(foreign))
+        other, slot = int(order[at[one]]), int(read[one])
+    who = [row if names is None else names[row] for row in (one, other)]
+    raise ConfigError(
+        f"sequence {who[0]!r}: its slot {slot} is written by sequence {who[1]!r} in the same step; "
+        "each needs a slot of its own, and a shared state is copied before it is written"
+    )
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """How many of both kinds a memory has room for."""
+
+    blocks: int
+    """Of KV."""
+    states: int
+    """Slots, with those of running requests."""
+
+
+def capacity(
+    budget: int,
+    *,
+    block_bytes: int,
+    state_bytes: int,
+    block_tokens: int,
+    running_states: int,
+    tokens_per_state: int,
+) -> Capacity:
+    """Divide a device's memory between KV blocks and states, both together: what is given to the
+    one first starves the other.
+
+    Args:
+        budget: bytes for both.
+        block_bytes: of a KV block in all attention layers.
+        state_bytes: of a state in all linear layers.
+        block_tokens: of a KV block.
+        running_states: slots that requests need to run: for each one working and its alternating
+            ones, and those of drafts. They are taken first.
+        tokens_per_state: of KV for each checkpoint beyond these; see `lightcache.hybrid.sizing`.
+
+    Raises:
+        ConfigError: figures out of range, or no room for one block beside the running states.
+    """
+    most = 1 << 62
+    count(budget, "budget", 1, most)
+    for name, value in (("block_bytes", block_bytes), ("state_bytes", state_bytes)):
+        count(value, name, 1, most)
+    count(block_tokens, "block_tokens", 1, 1 << 20)
+    count(running_states, "running_states", 0, 1 << 31)
+    count(tokens_per_state, "tokens_per_state", 1, 1 << 40)
+    rest = budget - running_states * state_bytes
+    if rest < block_bytes:
+        raise ConfigError(
+            f"budget: {running_states} states of running requests and one KV block need "
+            f"{running_states * state_bytes + block_bytes} bytes, found {budget}; run fewer at a "
+            "time, or draft fewer tokens"
+        )
+    # A state goes with this much KV; blocks being whole, that may be a few states too many.
+    states = rest * block_tokens // (tokens_per_state * block_bytes + block_tokens * state_bytes)
+    blocks = (rest - states * state_bytes) // block_bytes
+    while blocks < 1 or states * tokens_per_state > blocks * block_tokens:
+        states -= 1
+        blocks = (rest - states * state_bytes) // block_bytes
+    return Capacity(blocks, running_states + states)
+
+
+def _slots(values: npt.ArrayLike) -> Pages:
+    """Slots or -1, int32."""
+    found = np.asarray(values)
+    if found.size and found.dtype.kind in "iu" and found.ndim == 1 and int(found.min()) == NONE:
+        return found.astype(np.int32) if int(found.max()) < 1 << 31 else pages(found)
+    return pages(found)
+
+
+def _counts(values: npt.ArrayLike, what: str) -> Tokens:
+    found = np.asarray(values)
+    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+        raise ConfigError(
+            f"{what}: expected one row of integers, found {found.dtype} {found.shape}"
+        )
+    return found.astype(np.int64, copy=False)
+
+
+def _short(values: list[int]) -> str:
+    return str(values) if len(values) <= 8 else f"[{', '.join(map(str, values[:8]))}, ...]"
+
+
+__all__ = ["NONE", "Capacity", "StateBlocks", "StateTables", "capacity", "state_block_tables"]
