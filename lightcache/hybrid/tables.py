@@ -87,16 +87,18 @@ class StateTables:
         return made
 
     def find(self, blocks: Tokens) -> Pages:
-        """The slot of one block of each sequence, int32 of shape (n,); -1: it has none."""
+        """The slots of some blocks, one or several of each sequence: int32 of the shape of
+        `blocks`, whose last dimension is the sequences. -1: it has none."""
         if not len(self._slots):
-            return np.full(len(blocks), NONE, np.int32)
+            return np.full(blocks.shape, NONE, np.int32)
         if self._keys is None:
             at, there = self._starts + blocks, (blocks >= 0) & (blocks < self._lengths)
         else:
-            wanted = np.arange(len(blocks)) * _SPAN + blocks
+            wanted = np.arange(len(self)) * _SPAN + blocks
             at = np.searchsorted(self._keys, wanted)
-            there = (blocks >= 0) & (self._keys[np.minimum(at, len(self._keys) - 1)] == wanted)
-        found: Pages = np.where(there, self._slots[np.where(there, at, 0)], np.int32(NONE))
+            there = (blocks >= 0) & (self._keys.take(at, mode="clip") == wanted)
+        found: Pages = self._slots.take(at, mode="clip")
+        found[~there] = NONE
         return found
 
     def describe(self, row: int) -> str:
@@ -177,10 +179,11 @@ def state_block_tables(
             f"tables, {len(old)} prev_tokens, {len(new)} total_tokens"
             + (f", {len(names)} names" if names is not None else "")
         )
-    first, last = (old - 1) // block, (new - 1) // block
-    read, write = tables.find(first), tables.find(last)
-    counted = (old >= 0) & (old <= new) & (new > 0)
-    wrong = ~counted | (write < 0) | ((read < 0) & (old > 0))
+    both = np.stack([old, new])
+    both -= 1
+    read, write = tables.find(both // block)
+    # Without tokens there is no block, so that two of the four mistakes are one.
+    wrong = (write < 0) | ((read < 0) & (old != 0)) | (old > new)
     if wrong.any():
         row = int(np.argmax(wrong))
         name = row if names is None else names[row]
@@ -209,17 +212,18 @@ def _check_apart(read: Pages, write: Pages, names: Sequence[Hashable] | None) ->
     """No slot that one sequence writes is another's."""
     order = np.argsort(write)
     written = write[order]
-    at = np.minimum(np.searchsorted(written, read), max(len(written) - 1, 0))
-    twice = written[1:] == written[:-1]
-    foreign = (written[at] == read) & (order[at] != np.arange(len(read)))
-    if not twice.any() and not foreign.any():
+    twice = np.flatnonzero(written[1:] == written[:-1])
+    moved = np.flatnonzero(read != write)  # the others read what they alone write
+    at = np.searchsorted(written[:-1], read[moved])
+    foreign = np.flatnonzero(written[at] == read[moved]) if len(moved) else moved
+    if not len(twice) and not len(foreign):
         return
-    if twice.any():
-        one, other = (int(order[np.argmax(twice) + i]) for i in (0, 1))
+    if len(twice):
+        one, other = int(order[twice[0]]), int(order[twice[0] + 1])
         slot = int(write[one])
     else:
-        one = int(np.argmax(foreign))
-        other, slot = int(order[at[one]]), int(read[one])
+        one, other = int(moved[foreign[0]]), int(order[at[foreign[0]]])
+        slot = int(read[one])
     who = [row if names is None else names[row] for row in (one, other)]
     raise ConfigError(
         f"sequence {who[0]!r}: its slot {slot} is written by sequence {who[1]!r} in the same step; "
@@ -278,7 +282,7 @@ def capacity(
     # A state goes with this much KV; blocks being whole, that may be a few states too many.
     states = rest * block_tokens // (tokens_per_state * block_bytes + block_tokens * state_bytes)
     blocks = (rest - states * state_bytes) // block_bytes
-    while blocks < 1 or states * tokens_per_state > blocks * block_tokens:
+    while states * tokens_per_state > blocks * block_tokens:
         states -= 1
         blocks = (rest - states * state_bytes) // block_bytes
     return Capacity(blocks, running_states + states)

@@ -142,6 +142,7 @@ def test_any_integers() -> None:
 GOOD = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
 WRONG: dict[str, tuple[Any, list[int], list[int], str]] = {
     "empty": ([[1, 2, 3], [], [7]], [0, 0, 0], [1, 1, 1], "sequence 1: .* an empty table"),
+    "all empty": ([[], []], [0, 0], [1, 1], "sequence 0: .* an empty table"),
     "no tokens": (GOOD, [0, 0, 0], [1, 1, 0], "sequence 2: expected total_tokens of 1 or more"),
     "negative": (GOOD, [0, 0, 0], [1, -5, 1], "sequence 1: .* found -5"),
     "negative before": (GOOD, [0, -1, 0], [1, 1, 1], "sequence 1: .* found -1 of 1"),
@@ -232,6 +233,7 @@ SIZES = {"block_bytes": 100, "state_bytes": 1000, "block_tokens": 16}
 
 
 @given(st.integers(0, 20), st.integers(1, 500), st.integers(0, 300_000))
+@example(0, 1, 907)  # rounding asks for a state in place of the only block
 def test_capacity_uses_the_budget(running: int, tokens: int, more: int) -> None:
     budget = running * 1000 + 100 + more
     found = capacity(budget, running_states=running, tokens_per_state=tokens, **SIZES)
