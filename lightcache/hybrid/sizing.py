@@ -156,7 +156,8 @@ class _Sizes:
         hits = np.array([reuse.replay(*room) for room in rooms])
         # Of several that are as good, the one in the middle: no side is near its edge.
         good = np.flatnonzero(hits == hits.max())
-        return self.split(*rooms[good[len(good) // 2]], reuse)
+        states, pages = rooms[good[len(good) // 2]]
+        return self.split(states, pages, reuse)
 
 
 __all__ = ["Load", "Split", "best_split", "check_split"]

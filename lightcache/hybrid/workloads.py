@@ -199,7 +199,8 @@ def reuse_of(paths: Sequence[Path], grid: int) -> Reuse:
     entries: list[tuple[int, int, int, int]] = []
     found: list[tuple[int, int, int]] = []
     for row, path in enumerate(rows):
-        depth, deepest, reach = 0, 0, []
+        depth, deepest = 0, 0
+        reach: list[int] = []  # room that each page found takes
         for begin, end in runs[row]:
             if path[begin] not in kv:
                 break
