@@ -134,17 +134,18 @@ def test_with_room_for_all_the_figures_are_exact(case: Any) -> None:
     assert found.warnings == ()
 
 
-def test_kv_alone_is_counted_exactly() -> None:
+@pytest.mark.parametrize("case", WORKLOADS.values(), ids=WORKLOADS.keys())
+def test_kv_alone_is_counted_exactly(case: Any) -> None:
     """Without states: what a cache of so many pages finds."""
-    load = WORKLOADS["turns"][0]
-    for pages in (0, 1, 10, 40, 80, 1000):
+    load, grid, _, _ = case
+    for pages in (0, 3, 8, 20, 60, 1000):
         cache, wanted = Cache(0, pages, 1), 0
         for path in load.trace(PAGE):
             known = [page in cache.kv for page in path.tolist()]
             wanted += known.index(False) if False in known else len(known)
             cache.request(path.tolist())
         found = check_split(
-            0, pages, state_bytes=5, page_bytes=1, page_tokens=PAGE, load=load, grid=GRID
+            0, pages, state_bytes=5, page_bytes=1, page_tokens=PAGE, load=load, grid=grid
         )
         assert (found.kv_tokens, found.hit_tokens) == (wanted * PAGE, 0)
 
