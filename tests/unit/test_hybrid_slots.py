@@ -368,6 +368,16 @@ def test_a_rejected_write_is_confirmed_but_never_donated() -> None:
     assert slots.newest == Saved(SECOND, 128)
 
 
+def test_a_rejected_write_keeps_no_other_from_being_saved() -> None:
+    slots = ahead()
+    assert slots.begin_save(200) == FIRST
+    assert slots.reject(100) is None
+    assert slots.begin_save(128) == SECOND  # before 200, which does not count any more
+    slots.confirm(200)
+    slots.confirm(128)
+    assert slots.donate(500) == Saved(SECOND, 128)
+
+
 def test_what_is_computed_again_is_not_saved_again() -> None:
     slots = saved(ahead(), 64)
     assert slots.begin_save(128) == SECOND
