@@ -116,6 +116,15 @@ def test_d4_decoding_never_writes_what_may_still_be_read(ahead: bool) -> None:
     assert slots.newest.position == 576
 
 
+def test_d4_the_newest_confirmed_stays_while_the_other_is_being_written() -> None:
+    slots = RequestSlots(0, (1, 2), ahead=True)
+    assert slots.begin_save(32) == 1
+    slots.confirm(32)
+    assert slots.begin_save(64) == 2
+    assert slots.begin_save(96) is None  # rather than 1: the request may have ended before 64
+    assert slots.donate(40) == Saved(1, 32)
+
+
 def test_d4_two_slots_running_ahead_and_one_otherwise() -> None:
     assert (RequestSlots.needed(True), RequestSlots.needed(False)) == (2, 1)
     with pytest.raises(ConfigError, match="expected 2"):
