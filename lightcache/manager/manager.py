@@ -23,6 +23,7 @@ from lightcache.manager.matches import ANY, ManagerConfig, PrefixMatch, Why, Wis
 from lightcache.manager.movers import Mover
 from lightcache.manager.naming import name_blocks
 from lightcache.manager.owned import OwnedDevice
+from lightcache.manager.peeking import peek
 from lightcache.manager.planning import Planner
 from lightcache.manager.prompts import Prompt
 from lightcache.manager.releasing import Leaving
@@ -157,6 +158,22 @@ class KVCacheManager(Upkeep):
             return self._guard.run(
                 lambda: self._planner.plan(requests, prompts, wishes, limits, device_tokens),
                 lambda: self._planner.missed(requests, prompts),
+            )
+
+    def peek_many(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        wishes: Sequence[Wishes] | None = None,
+        limits: Sequence[int | None] | None = None,
+        device_tokens: Sequence[int] | None = None,
+    ) -> list[PrefixMatch]:
+        """What `plan_many` would find on the device and the host now. Nothing is pinned, counted as
+        used, or asked of storage: it may be gone when it is planned. Arguments as there."""
+        with self._lock:
+            return self._guard.run(
+                lambda: peek(self, prompts, wishes, limits, device_tokens),
+                lambda: [PrefixMatch(len(prompt), why=Why.DISABLED) for prompt in prompts],
             )
 
     def cancel(self, request: Hashable) -> None:

@@ -32,7 +32,7 @@ class Planner:
         """Nothing is planned yet."""
         self._manager = manager
         self._looker = Looker(manager, storage)
-        self._usable = Usable(manager, costs)
+        self.usable = Usable(manager, costs)
         self._plans: dict[Hashable, Planned] = {}
         self._failed: dict[Hashable, Prompt] = {}
         """Of requests whose last plan failed: what they asked."""
@@ -107,6 +107,28 @@ class Planner:
         known: Planned | None,
         now: float,
     ) -> Planned:
+        made = self.asked(prompt, space, wishes, limit, now)
+        if known is not None:
+            made.on_host, made.pinned = known.on_host, known.pinned
+            if known.prompt is prompt and known.space is space:
+                made.reading, made.since = known.reading, known.since
+            elif known.reading is not None:
+                known.reading.cancel()
+        if not made.most:
+            self._let_go(request)  # what was planned before
+            made.on_host = made.pinned = False
+        self._plans[request] = made
+        return made
+
+    def asked(
+        self,
+        prompt: Prompt,
+        space: Space | None,
+        wishes: Wishes,
+        limit: int | None,
+        now: float,
+    ) -> Planned:
+        """What a request asks; nothing was looked for."""
         if limit is not None and limit < 0:
             raise ConfigError(f"limit: expected tokens >= 0, found {limit}")
         most = max(0, len(prompt) - 1)
@@ -116,18 +138,7 @@ class Planner:
             most = 0
         blocks = most // self._manager.device.block_tokens if "device" in wishes.tiers else 0
         pages = most // self._manager.page_tokens if "host" in wishes.tiers else 0
-        made = Planned(prompt, wishes, space, limit, most, now, blocks, pages)
-        if known is not None:
-            made.on_host, made.pinned = known.on_host, known.pinned
-            if known.prompt is prompt and known.space is space:
-                made.reading, made.since = known.reading, known.since
-            elif known.reading is not None:
-                known.reading.cancel()
-        if not most:
-            self._let_go(request)  # what was planned before
-            made.on_host = made.pinned = False
-        self._plans[request] = made
-        return made
+        return Planned(prompt, wishes, space, limit, most, now, blocks, pages)
 
     def _let_go(self, request: Hashable) -> None:
         for tier in (self._manager.device, self._manager.host.index):
@@ -168,7 +179,7 @@ class Planner:
         if plan.reading is not None:
             from_storage = min(host, int(plan.reading.pages_done) * tokens)
             pending = not plan.reading.over
-        usable, why, cut = self._usable.of(plan, device, device + host)
+        usable, why, cut = self.usable.of(plan, device, device + host)
         found = PrefixMatch(
             len(plan.prompt),
             device,
@@ -218,7 +229,7 @@ class Planner:
 
     def without_host(self, prompt: Prompt, match: PrefixMatch) -> int:
         """Tokens that are usable of a match if nothing is loaded."""
-        return self._usable.without_host(prompt, match)
+        return self.usable.without_host(prompt, match)
 
     # ---- taking
 
