@@ -43,6 +43,7 @@ BELOW = {
     ],
     "lightcache.tools": [
         "lightcache.connectors",
+        "lightcache.hybrid",
         "lightcache.metrics",
         "lightcache.manager",
         "lightcache.storage",

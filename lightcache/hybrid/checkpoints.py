@@ -1,0 +1,379 @@
+"""Checkpoints: saved states of recurrent layers, found by the keys of KV, in tiers of their own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from lightcache import _arguments
+from lightcache._arguments import Keys, Pages
+from lightcache.cache import Cache
+from lightcache.errors import ConfigError, LeaseLost, LightcacheError, OutOfPages
+from lightcache.held import Named
+from lightcache.hybrid import _flat
+from lightcache.hybrid.spaces import Path, StateSpace, StateSpaces, Tier
+from lightcache.hybrid.statistics import CheckpointStats, Counts
+from lightcache.hybrid.traffic import StateTraffic
+from lightcache.layout import KeyStatus
+from lightcache.leases import Lease
+from lightcache.manager.device import room_of
+from lightcache.manager.matches import WritePolicy
+from lightcache.manager.statistics import Room
+from lightcache.page_index import PageIndex
+
+if TYPE_CHECKING:
+    from lightcache.hybrid.copiers import StateCopier
+    from lightcache.manager.movers import Mover
+    from lightcache.manager.traffic import Movement
+    from lightcache.storage.worker import StorageTier
+
+_NEW, _PRESENT = int(KeyStatus.NEW), int(KeyStatus.PRESENT)
+
+
+Found = tuple[Tier, int]
+"""A tier, and how many positions of a path end with the checkpoint there: 1 or more."""
+
+
+class Checkpoints:
+    """Device slots and host pages of states, each with an index of its own, its own order of
+    eviction and its own capacity; either may be missing. Nothing of KV's indexes refers to them,
+    nor the reverse.
+
+    A slot is HELD by this process while a request writes it. `donate` gives it a key: a checkpoint,
+    which never changes again, and is evicted when nobody uses it and room is needed, the one unused
+    for longest first. No call but `close` waits for bytes.
+    """
+
+    def __init__(
+        self,
+        slots: PageIndex | None,
+        host: Cache | None,
+        mover: Mover | None = None,
+        copier: StateCopier | None = None,
+        *,
+        write: WritePolicy = WritePolicy.THROUGH,
+        most: int | None = None,
+        low_water: int = 0,
+        storage: StorageTier | None = None,
+        time_limit: float = 0.25,
+    ) -> None:
+        """Everything stays the caller's to close, behind this.
+
+        Args:
+            slots: an index whose pages are the device's slots, for checkpoints and for what running
+                requests write; None: the engine has slots for running requests and no others, and
+                numbers them itself.
+            host: a cache whose pages are states; None: none.
+            mover: who moves bytes between slots and host pages: a page holds one token, the slot.
+            copier: who copies from slot to slot.
+            write: THROUGH: a checkpoint goes to the host at once; BACK: when the device needs its
+                room. Without a device always at once.
+            most: checkpoints on one path of either tier; None: no bound.
+            low_water: BACK: slots that are kept free by writing back ahead of need.
+            storage: a `StorageTier` of the host cache; None: none.
+            time_limit: seconds that a call may wait for a lock.
+
+        Raises:
+            ConfigError: what does not go together.
+        """
+        if slots is None and host is None:
+            raise ConfigError("checkpoints: expected slots, a host cache or both, found neither")
+        if host is not None and mover is None:
+            raise ConfigError("checkpoints: a host cache needs a mover; give mover=")
+        if write not in (WritePolicy.THROUGH, WritePolicy.BACK):
+            raise ConfigError(f"write: expected THROUGH or BACK, found {write!r}")
+        if storage is not None and host is None:
+            raise ConfigError("checkpoints: storage is read and written through a host cache")
+        self.slots, self.host, self.copier, self.storage = slots, host, copier, storage
+        self.write = write if slots is not None else WritePolicy.THROUGH
+        self.most = None if most is None else _arguments.count(most, "most", 1, 1 << 20)
+        self.low_water = _arguments.count(low_water, "low_water", 0, 1 << 20)
+        self.lock = threading.RLock()
+        self.counts = Counts()
+        self.spaces = StateSpaces(slots, host)
+        self.traffic = StateTraffic(self, mover, time_limit)
+        self._planned: dict[Hashable, Tier] = {}
+        self._later: list[int] = []
+        """Slots that could not be given back yet."""
+
+    def _index(self, tier: Tier) -> PageIndex | None:
+        if tier is Tier.DEVICE:
+            return self.slots
+        return None if self.host is None else self.host.index
+
+    def tiers(self) -> list[tuple[Tier, PageIndex]]:
+        """Those that there are, with their indexes; the device first."""
+        both = ((tier, self._index(tier)) for tier in Tier)
+        return [(tier, index) for tier, index in both if index is not None]
+
+    # ---- finding
+
+    def deepest(
+        self, path: Path, most: int | None = None, *, tiers: frozenset[str] | None = None
+    ) -> Found | None:
+        """The deepest checkpoint among the first `most` positions of a path, on the device, or on
+        the host if that is deeper; None: there is none. Pins nothing, counts as no use. No lock;
+        some 5 ns a position.
+
+        Args:
+            tiers: "device", "host": where to look; None: in both.
+        """
+        best: Found | None = None
+        count = len(path.keys) if most is None else min(most, len(path.keys))
+        for tier, index in self.tiers():
+            if tiers is not None and tier.value not in tiers:
+                continue
+            first = 0 if best is None else best[1]
+            found = _flat.deepest(index, path.keys[first:count], path.space.of(tier))
+            if found:
+                best = tier, first + found
+        return best
+
+    def plan_many(
+        self,
+        requests: Sequence[Hashable],
+        paths: Sequence[Path],
+        found: Sequence[Found],
+        ttl: float,
+    ) -> list[bool]:
+        """Pin these checkpoints tentatively, one for each request, and let go of what was planned
+        for it before: False where it has gone meanwhile. `take` gives it as a lease; the plan ends
+        `ttl` seconds behind the last call for it."""
+        pinned = [False] * len(requests)
+        groups: dict[tuple[Tier, StateSpace], list[int]] = {}
+        for i, (request, path, (tier, _)) in enumerate(zip(requests, paths, found, strict=True)):
+            if self._planned.get(request, tier) is not tier:
+                self.cancel(request)
+            groups.setdefault((tier, path.space), []).append(i)
+        for (tier, space), members in groups.items():
+            index = self._index(tier)
+            assert index is not None
+            keys = np.concatenate([paths[i].key(found[i][1]) for i in members])
+            counts = index.plan_many(
+                [requests[i] for i in members],
+                keys,
+                np.arange(len(members) + 1),
+                namespace=space.of(tier),
+                timeout=ttl,
+            )
+            for i, there in zip(members, counts.tolist(), strict=True):
+                self._planned[requests[i]] = tier
+                pinned[i] = bool(there)
+        return pinned
+
+    def take(self, request: Hashable) -> tuple[Tier, Lease] | None:
+        """What was planned, as a lease; None: nothing was, or it was cleared meanwhile.
+
+        Raises:
+            LeaseLost: the plan's time is over.
+        """
+        tier = self._planned.pop(request, None)
+        if tier is None:
+            return None
+        index = self._index(tier)
+        assert index is not None
+        lease = index.take(request)
+        if len(lease):
+            return tier, lease
+        lease.release()
+        return None
+
+    def cancel(self, request: Hashable) -> None:
+        """Nothing is wanted of a plan any more. Harmless if there is none."""
+        tier = self._planned.pop(request, None)
+        index = None if tier is None else self._index(tier)
+        if index is not None:
+            index.cancel(request)
+
+    # ---- slots
+
+    def acquire(self, n: int) -> Pages:
+        """n slots for a running request to write, int32; evicts checkpoints if need be.
+
+        Raises:
+            OutOfPages: so many cannot be had; nothing was taken.
+            ConfigError: the engine has its own slots.
+        """
+        if self.slots is None:
+            raise ConfigError("acquire: there are no device slots here; give the engine's own")
+        if n > self.slots.pages:
+            raise OutOfPages(f"acquire: {n} slots were asked for, there are {self.slots.pages}")
+        return self.slots.allocate(n).detach()
+
+    def free(self, slots: Pages) -> None:
+        """Give back slots that were acquired and not donated. No copy may touch them.
+
+        Raises:
+            LeaseLost: some are not ours, or were given back before; none was given back.
+        """
+        if len(slots) and self.slots is not None:
+            self.slots.free(slots)
+
+    # ---- making them
+
+    def donate(self, slot: int, path: Path, count: int) -> Movement | None:
+        """A slot's state becomes the checkpoint at the last of the first `count` positions; nothing
+        is copied. The slot is the cache's from then on: not to be written, read or freed by whom
+        had it. If another slot holds that state already, this one is free.
+
+        Its content must be complete for whoever reads it behind this call on the computing stream.
+
+        Without device slots it goes to the host, and the slot stays the caller's, not to be written
+        until the movement is over.
+
+        Returns:
+            The copy to the host that reads the slot, if one was begun.
+        """
+        with self.lock:
+            if self.slots is None:
+                return self.traffic.offload(slot, path, count, unpin=False)
+            pinned = self._name(slot, path, count)
+            if pinned is None:
+                self.counts.add(refused=1)
+                self.give_back([slot])
+                return None
+            self.counts.add(donated=int(pinned == slot), merged=int(pinned != slot))
+            movement = None
+            if self.write is WritePolicy.THROUGH and self.host is not None:
+                movement = self.traffic.offload(pinned, path, count, unpin=True)
+            else:
+                self.traffic.note(pinned, path, count)
+                self.slots.unpin(np.array([pinned], np.int32))
+            self.bound(Tier.DEVICE, path, count)
+            return movement
+
+    def _name(self, slot: int, path: Path, count: int) -> int | None:
+        """The slot that stands under the key, pinned once; None: ours could not, and is held."""
+        assert self.slots is not None
+        space, named = path.space.device, Named(1)
+        chain = self.chain(Tier.DEVICE, path, count)
+        try:
+            self.slots.name_pages(
+                np.array([slot], np.int32), chain, len(chain) - 1, namespace=space, into=named
+            )
+            if len(chain) > 1:  # what it hangs on counts as used
+                self.slots.reserve(chain[:1], 1, namespace=space).release()
+        except LightcacheError:  # the weights have gone, or the lock did not come
+            pass
+        return int(named.pages[0]) if named.status[0] in (_NEW, _PRESENT) else None
+
+    def give_back(self, slots: Sequence[int]) -> None:
+        """As `free`, at once or as soon as the lock comes."""
+        if self.slots is None or not len(slots):
+            return
+        try:
+            self.slots.free(np.array(slots, np.int32))
+        except LeaseLost:
+            raise
+        except LightcacheError:
+            self._later += slots
+
+    def chain(self, tier: Tier, path: Path, count: int) -> Keys:
+        """The key of a new checkpoint, behind that of the deepest one before it."""
+        index = self._index(tier)
+        assert index is not None
+        before = _flat.deepest(index, path.keys[: count - 1], path.space.of(tier))
+        key = np.ascontiguousarray(path.key(count))
+        return _flat.linked(path.key(before), key) if before else key
+
+    def bound(self, tier: Tier, path: Path, count: int) -> None:
+        """With more than `most` on a path the shallowest go, but no forks, not the last one, and
+        none in use."""
+        index = self._index(tier)
+        if self.most is None or index is None:
+            return
+        space, keys = path.space.of(tier), path.keys[:count]
+        found = index.peek_many(keys, np.arange(count + 1), namespace=space)
+        there = np.flatnonzero(found)
+        if len(there) <= self.most:
+            return
+        forks = _flat.children(index, np.ascontiguousarray(keys[there]), space) > 1
+        excess = len(there) - self.most
+        for i, fork in zip(there[:-1].tolist(), forks[:-1].tolist(), strict=True):
+            if excess and not fork and index.drop(keys[i : i + 1], namespace=space):
+                self.counts.add(bounded=1)
+                excess -= 1
+
+    def demote(self, n: int) -> int:
+        """Begin to write back up to n checkpoints of the device, those unused for longest, and free
+        their slots. Returns how many are on their way."""
+        with self.lock:
+            return self.traffic.demote(n)
+
+    # ---- upkeep
+
+    def in_flight(self, slots: Pages | Sequence[int]) -> npt.NDArray[np.bool_]:
+        """Which of these slots a copy reads or writes, or will when transfers are resumed."""
+        with self.lock:
+            self.traffic.poll()
+            return self.traffic.busy(np.ascontiguousarray(slots, np.int32))
+
+    def pause(self, timeout: float | None = None) -> None:
+        """No copy between slots and host pages begins until `resume`; those that go on are waited
+        for.
+
+        Raises:
+            WaitTimeout: some go on still; all is paused.
+        """
+        with self.lock:
+            self.traffic.moves.paused = True
+        self.traffic.moves.wait(None, timeout)
+
+    def resume(self) -> None:
+        """They begin again, those first that were asked for meanwhile."""
+        with self.lock:
+            self.traffic.moves.paused = False
+            self.traffic.poll()
+
+    def clear_weights(self, weights: str, *, everywhere: bool) -> None:
+        """Forget a version on the device and, if `everywhere`, whatever of it is on the host; else
+        only what was opened here."""
+        with self.lock:
+            if everywhere:
+                self.spaces.clear_everywhere(weights)
+            else:
+                self.spaces.clear(weights)
+
+    def poll(self) -> int:
+        """Each step: notice what is over, begin what waits. Returns copies that go on."""
+        with self.lock:
+            later, self._later = self._later, []
+            self.give_back(later)
+            if self.slots is not None and self.low_water and self.host is not None:
+                missing = self.low_water - self.slots.stats().free - self.traffic.going
+                self.traffic.demote(missing)
+            return self.traffic.poll()
+
+    def reached_host(self, path: Path, count: int) -> None:
+        """A checkpoint is on the host."""
+        if self.storage is not None:
+            key = np.ascontiguousarray(path.key(count))
+            self.storage.write(key, namespace=path.space.host)
+        self.bound(Tier.HOST, path, count)
+
+    def stats(self) -> CheckpointStats:
+        """Figures of this process."""
+        with self.lock:
+            return self.counts.snapshot()
+
+    def room(self) -> dict[str, Room]:
+        """Slots and host pages that there are, that are free, and that could be had."""
+        return {"device": room_of(self.slots), "host": room_of(self._index(Tier.HOST))}
+
+    def close(self, timeout: float | None = 10.0) -> None:
+        """Wait for the copies, give back everything.
+
+        Raises:
+            WaitTimeout: a copy goes on; call again.
+        """
+        with self.lock:
+            for request in list(self._planned):
+                self.cancel(request)
+        self.traffic.close(timeout)
+
+
+__all__ = ["Checkpoints", "Found"]

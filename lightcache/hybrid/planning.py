@@ -1,0 +1,275 @@
+"""Finding: the deepest position that both KV and a checkpoint reach."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lightcache._arguments import Keys
+from lightcache.hybrid.matches import HybridMatch
+from lightcache.hybrid.spaces import Path
+from lightcache.manager.matches import ANY, PrefixMatch, Wishes
+from lightcache.manager.planned import NO_KEYS, joined
+from lightcache.manager.prompts import Prompt
+from lightcache.manager.requests import Space
+
+if TYPE_CHECKING:
+    from lightcache.hybrid.checkpoints import Found
+    from lightcache.hybrid.manager import HybridManager
+
+_NONE = PrefixMatch(0)
+
+
+@dataclass(eq=False)
+class Edge:
+    """What to look at to learn whether KV goes as deep as it did, and no deeper."""
+
+    device: Keys
+    """Of the blocks: the last that was there, and the one behind it."""
+    host: Keys
+    there: tuple[int, int]
+    """How many of each are there while nothing has changed."""
+
+
+@dataclass(eq=False)
+class HybridPlan:
+    """What is known of a request that waits."""
+
+    prompt: Prompt
+    wishes: Wishes
+    limit: int | None
+    space: Space | None
+    """None: the weights are being changed; nothing is found."""
+    path: Path | None
+    kv: PrefixMatch = _NONE
+    """What looking found."""
+    edge: Edge | None = None
+    """None: look again, whatever is said of it."""
+    found: Found | None = None
+    """The checkpoint that is pinned."""
+    planned: PrefixMatch = _NONE
+    """What the manager has planned up to there."""
+    match: HybridMatch | None = None
+    of: tuple[PrefixMatch, PrefixMatch, Found | None] = (_NONE, _NONE, None)
+    """What the match was made of."""
+
+
+Waiting = tuple[Hashable, HybridPlan]
+
+
+class HybridPlanner:
+    """The plans of one `HybridManager`. Its lock is around every call."""
+
+    def __init__(self, owner: HybridManager) -> None:
+        """Nothing is planned yet."""
+        self._owner = owner
+        self._plans: dict[Hashable, HybridPlan] = {}
+
+    def plan(
+        self,
+        requests: Sequence[Hashable],
+        prompts: Sequence[Prompt],
+        wishes: Sequence[Wishes] | None,
+        limits: Sequence[int | None] | None,
+        device_tokens: Sequence[int] | None,
+    ) -> list[HybridMatch]:
+        """See `HybridManager.plan_many`."""
+        plans: list[Waiting] = []
+        for i, (request, prompt) in enumerate(zip(requests, prompts, strict=True)):
+            wish = wishes[i] if wishes is not None else ANY
+            limit = limits[i] if limits is not None else None
+            plans.append((request, self._known(request, prompt, wish, limit)))
+        given = None if device_tokens is None else dict(zip(requests, device_tokens, strict=True))
+        self._look(self._due(plans) if given is None else plans, given)
+        self._agree(plans, given)
+        return [self._match(plan) for _, plan in plans]
+
+    def _known(
+        self, request: Hashable, prompt: Prompt, wishes: Wishes, limit: int | None
+    ) -> HybridPlan:
+        """The plan of a request: the one that it has, if it asks for the same as before."""
+        space = self._owner.manager._weights.space_of(prompt.tenant)
+        states = None if space is None else self._owner.states_of(space)
+        known = self._plans.get(request)
+        if (
+            known is not None
+            and known.prompt is prompt
+            and known.wishes is wishes
+            and known.limit == limit
+            and known.space is space
+            and (None if known.path is None else known.path.space) is states
+        ):
+            return known
+        path = None
+        if space is not None and states is not None and wishes.read:
+            path = Path(self._owner.keys_of(prompt, space), states)
+        made = HybridPlan(prompt, wishes, limit, space, path)
+        self._plans[request] = made
+        return made
+
+    # ---- what there is
+
+    def _due(self, plans: list[Waiting]) -> list[Waiting]:
+        """Those whose KV goes deeper or less deep than it did, or for which there are deeper
+        checkpoints."""
+        due = [entry for entry in plans if entry[1].edge is None]
+        rest = [entry for entry in plans if entry[1].edge is not None]
+        if not rest:
+            return due
+        manager, changed = self._owner.manager, np.zeros(len(rest), np.bool_)
+        for space in {plan.space for _, plan in rest}:
+            members = [i for i, (_, plan) in enumerate(rest) if plan.space is space]
+            edges = [plan.edge for i in members if (plan := rest[i][1]).edge is not None]
+            if space is None:
+                continue
+            for index, where, windows, there in (
+                (manager.device.index, space.device, [e.device for e in edges], 0),
+                (manager.host.index, space.host, [e.host for e in edges], 1),
+            ):
+                if index is not None and where is not None:
+                    keys, offsets = joined(windows)
+                    found = index.peek_many(keys, offsets, namespace=where)
+                    changed[members] |= found != np.array([e.there[there] for e in edges])
+        for i in np.flatnonzero(~changed).tolist():
+            changed[i] = self._deeper(rest[i][1])
+        return due + [entry for entry, other in zip(rest, changed.tolist(), strict=True) if other]
+
+    def _deeper(self, plan: HybridPlan) -> bool:
+        """Whether there are checkpoints between the one that was found and the end of KV."""
+        if plan.path is None:
+            return False
+        first = 0 if plan.found is None else plan.found[1]
+        last = plan.kv.usable // self._owner.step
+        if last <= first:
+            return False
+        behind = Path(plan.path.keys[first:last], plan.path.space)
+        return self._owner.checkpoints.deepest(behind, tiers=plan.wishes.tiers) is not None
+
+    def _look(self, plans: list[Waiting], given: dict[Hashable, int] | None) -> None:
+        """How deep KV goes, and which checkpoint is the deepest within that."""
+        if not plans:
+            return
+        found = self._owner.manager.peek_many(
+            [plan.prompt for _, plan in plans],
+            wishes=[plan.wishes for _, plan in plans],
+            limits=[plan.limit for _, plan in plans],
+            device_tokens=None if given is None else [given[request] for request, _ in plans],
+        )
+        for (_, plan), kv in zip(plans, found, strict=True):
+            plan.kv, plan.edge = kv, None if given is not None else self._edge(plan, kv)
+            self._choose(plan, kv.usable // self._owner.step)
+
+    def _choose(self, plan: HybridPlan, most: int) -> None:
+        plan.found = None
+        if plan.path is not None and most:
+            plan.found = self._owner.checkpoints.deepest(plan.path, most, tiers=plan.wishes.tiers)
+
+    def _edge(self, plan: HybridPlan, kv: PrefixMatch) -> Edge | None:
+        manager, space = self._owner.manager, plan.space
+        if space is None:
+            return None
+        most = len(plan.prompt) - 1 if plan.limit is None else min(len(plan.prompt) - 1, plan.limit)
+        block, tokens, tiers = manager.device.block_tokens, manager.page_tokens, plan.wishes.tiers
+        device = host = NO_KEYS
+        blocks, first = kv.device // block, kv.device // tokens
+        pages = -(-(kv.device + kv.host) // tokens) - first if kv.host else 0
+        if "device" in tiers and plan.wishes.read:
+            every = plan.prompt.keys(space.device_spec)[: most // block]
+            device = every[max(0, blocks - 1) : blocks + 1]
+        if "host" in tiers and plan.wishes.read:
+            every = plan.prompt.keys(space.host_spec)[first : most // tokens]
+            host = every[max(0, pages - 1) : pages + 1]
+        return Edge(device, host, (min(blocks, 1), min(pages, 1)))
+
+    # ---- what of it can be used
+
+    def _agree(self, plans: list[Waiting], given: dict[Hashable, int] | None) -> None:
+        """Pin the checkpoints, and have KV planned that far; where it goes less far by now, or a
+        checkpoint has gone, look at the ones before it. Each turn is less deep than the one
+        before."""
+        owner = self._owner
+        while plans:
+            gone = self._pin(plans)
+            while gone:
+                gone = self._pin(gone)
+            kvs = owner.manager.plan_many(
+                [request for request, _ in plans],
+                [plan.prompt for _, plan in plans],
+                wishes=[plan.wishes for _, plan in plans],
+                limits=[self.position(plan) for _, plan in plans],
+                device_tokens=None if given is None else [given[request] for request, _ in plans],
+            )
+            short = []
+            for (request, plan), kv in zip(plans, kvs, strict=True):
+                plan.planned = kv
+                if plan.found is not None and kv.usable < self.position(plan):
+                    self._choose(plan, min(plan.found[1] - 1, kv.usable // owner.step))
+                    short.append((request, plan))
+            plans = short
+
+    def _pin(self, plans: list[Waiting]) -> list[Waiting]:
+        """Those whose checkpoint has gone since it was found; they have another now."""
+        checkpoints, some = self._owner.checkpoints, []
+        for request, plan in plans:
+            if plan.found is None:
+                checkpoints.cancel(request)
+            else:
+                some.append((request, plan))
+        if not some:
+            return []
+        ttl = self._owner.manager.config.plan_ttl
+        pinned = checkpoints.plan_many(
+            [request for request, _ in some],
+            [plan.path for _, plan in some if plan.path is not None],
+            [plan.found for _, plan in some if plan.found is not None],
+            max(plan.wishes.ttl or ttl for _, plan in some),
+        )
+        gone = [entry for entry, there in zip(some, pinned, strict=True) if not there]
+        for _, plan in gone:
+            assert plan.found is not None
+            self._choose(plan, plan.found[1] - 1)
+        return gone
+
+    def position(self, plan: HybridPlan) -> int:
+        """Of its checkpoint, in tokens."""
+        return 0 if plan.found is None else plan.found[1] * self._owner.step
+
+    def _match(self, plan: HybridPlan) -> HybridMatch:
+        known = plan.match
+        if known is not None and plan.of == (plan.planned, plan.kv, plan.found):
+            return known
+        plan.of = plan.planned, plan.kv, plan.found
+        position = self.position(plan)
+        deep = max(plan.kv.usable, plan.planned.usable)
+        plan.match = HybridMatch(
+            plan.planned,
+            deep,
+            position,
+            None if plan.found is None else plan.found[0],
+            self._owner.grid.branching(deep, position),
+            plan.planned.pending,
+        )
+        return plan.match
+
+    # ---- ending
+
+    def forget(self, request: Hashable) -> HybridPlan | None:
+        """Its plan; None: there was none. What it pinned is not let go."""
+        return self._plans.pop(request, None)
+
+    def cancel(self, request: Hashable) -> None:
+        """Nothing is wanted of a plan any more."""
+        self._plans.pop(request, None)
+        self._owner.checkpoints.cancel(request)
+        self._owner.manager.cancel(request)
+
+    def close(self) -> None:
+        """Forget all of them."""
+        for request in list(self._plans):
+            self.cancel(request)
+
+
+__all__ = ["HybridPlan", "HybridPlanner"]

@@ -1,0 +1,238 @@
+"""Copies of states: from slot to slot, to the host and back, and what they hold until they are
+over."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from lightcache._arguments import Pages
+from lightcache.errors import LightcacheError
+from lightcache.hybrid.spaces import Path, Tier
+from lightcache.leases import Lease
+from lightcache.manager.movers import Mover
+from lightcache.manager.traffic import Movement, Traffic
+from lightcache.reservations import Reservation
+
+if TYPE_CHECKING:
+    from lightcache.hybrid.checkpoints import Checkpoints
+    from lightcache.hybrid.copiers import Copying
+
+
+@dataclass(frozen=True, eq=False)
+class _Origin:
+    """Of which checkpoint a slot is."""
+
+    path: Path
+    count: int
+
+
+@dataclass(eq=False)
+class _Group:
+    """Slots on their way out, pinned until their copies are over."""
+
+    lease: Lease
+    movements: list[Movement]
+
+
+@dataclass(eq=False)
+class Copied:
+    """A launch from slot to slot: which slots it writes, and what it reads from."""
+
+    copying: Copying
+    slots: Pages
+    leases: list[Lease]
+    over: bool = False
+
+
+class StateTraffic:
+    """All copies of some `Checkpoints`, whose lock is around every call but `close`."""
+
+    def __init__(self, owner: Checkpoints, mover: Mover | None, time_limit: float) -> None:
+        """Nothing moves yet."""
+        self._owner, self._mover, self._time_limit = owner, mover, time_limit
+        self.moves = Traffic(owner.lock)
+        """Between slots and host pages."""
+        self._copies: list[Copied] = []
+        self._origins: dict[int, _Origin] = {}
+        self._groups: list[_Group] = []
+
+    # ---- from slot to slot
+
+    def copied(self, copying: Copying, slots: Pages, leases: list[Lease]) -> Copied:
+        """A launch writes these slots. The leases are released when it has been executed."""
+        made = Copied(copying, slots, leases)
+        self._copies.append(made)
+        self._look_at_copies()
+        return made
+
+    def _look_at_copies(self) -> None:
+        for one in list(self._copies):
+            with contextlib.suppress(LightcacheError):  # a device that failed copies nothing more
+                if not one.copying.done():
+                    continue
+            self._copies.remove(one)
+            one.over = True
+            for lease in one.leases:
+                lease.release()
+            one.leases.clear()
+
+    # ---- to the host
+
+    def note(self, slot: int, path: Path, count: int) -> None:
+        """A slot holds a checkpoint that is to be written when its room is needed."""
+        if self._owner.host is not None:
+            self._origins[slot] = _Origin(path, count)
+
+    def offload(self, slot: int, path: Path, count: int, unpin: bool) -> Movement | None:
+        """Write a slot's state to the host, under the key at the last of the first `count`
+        positions. None: the host has it, or no room for it.
+
+        Args:
+            unpin: the slot is pinned once for this, until it is over.
+        """
+
+        def let_go() -> None:
+            if unpin and self._owner.slots is not None:
+                self._owner.slots.unpin(np.array([slot], np.int32))
+
+        new = self._reserved(path, count)
+        if new is None:
+            let_go()
+            return None
+        return self._launch(slot, new, path, count, let_go)
+
+    def _reserved(self, path: Path, count: int) -> Reservation | None:
+        owner = self._owner
+        assert owner.host is not None
+        assert self._mover is not None
+        chain = owner.chain(Tier.HOST, path, count)
+        try:
+            new = owner.host.index.reserve(
+                chain,
+                len(chain) - 1,
+                shards=self._mover.shards,
+                namespace=path.space.host,
+                timeout=self._time_limit,
+            )
+        except LightcacheError:
+            owner.counts.add(failed_offloads=1)
+            return None
+        if len(new.pages):
+            return new
+        owner.counts.add(no_room=len(new.missing))
+        new.release()
+        return None
+
+    def _launch(
+        self, slot: int, new: Reservation, path: Path, count: int, let_go: Callable[[], None]
+    ) -> Movement:
+        owner, mover = self._owner, self._mover
+        assert mover is not None
+        slots = np.full(int(new.new[0]) + 1, -1, np.int64)
+        slots[-1] = slot
+
+        def over(ok: bool) -> None:
+            let_go()
+            owner.counts.add(**{"offloads" if ok else "failed_offloads": 1})
+            if ok:
+                owner.reached_host(path, count)
+
+        def give_back() -> None:
+            if not new._done:
+                new.release()
+
+        touched = np.array([slot], np.int32)
+        return self.moves.begin(touched, lambda: mover.offload(new, slots), over, give_back)
+
+    # ---- from the host
+
+    def load(self, lease: Lease, slot: int) -> Movement:
+        """Bring a host page's state to a slot. The lease is the movement's from then on."""
+        owner, mover = self._owner, self._mover
+        assert mover is not None
+
+        def over(ok: bool) -> None:
+            owner.counts.add(**{"loads" if ok else "failed_loads": 1})
+
+        def give_back() -> None:
+            if not lease._released:
+                lease.release()
+
+        where, touched = np.array([slot], np.int64), np.array([slot], np.int32)
+        return self.moves.begin(touched, lambda: mover.load(lease, where, 0), over, give_back)
+
+    # ---- making room
+
+    def demote(self, n: int) -> int:
+        """Begin to write back up to n checkpoints, those that eviction would take next. Their slots
+        are free when that is over, but for those that somebody came for. Returns how many are on
+        their way."""
+        slots = self._owner.slots
+        if slots is None or n < 1:
+            return 0
+        oldest = slots.oldest(min(n, 4096))
+        movements = []
+        for slot, key in zip(oldest.pages.tolist(), oldest.keys, strict=True):
+            origin = self._origins.pop(slot, None)
+            if origin is None or (origin.path.key(origin.count)[0] != key).any():
+                continue  # evicted and written anew
+            movement = self.offload(slot, origin.path, origin.count, unpin=False)
+            if movement is not None:
+                movements.append(movement)
+        self._groups.append(_Group(oldest.lease, movements))
+        count = len(oldest)
+        self._look_at_groups()
+        return count
+
+    @property
+    def going(self) -> int:
+        """Slots on their way out."""
+        return sum(len(group.lease) for group in self._groups)
+
+    def _look_at_groups(self) -> None:
+        left = []
+        for group in self._groups:
+            if all(movement.over for movement in group.movements):
+                assert self._owner.slots is not None
+                gone = self._owner.slots.discard(group.lease)
+                self._owner.counts.add(demotions=gone)
+            else:
+                left.append(group)
+        self._groups = left
+
+    # ---- upkeep
+
+    def busy(self, slots: Pages) -> npt.NDArray[np.bool_]:
+        """See `Checkpoints.in_flight`."""
+        written = [one.slots for one in self._copies]
+        found = self.moves.busy(slots)
+        return found | np.isin(slots, np.concatenate(written)) if written else found
+
+    def poll(self) -> int:
+        """See `Checkpoints.poll`."""
+        going = self.moves.poll()
+        self._look_at_copies()
+        self._look_at_groups()
+        return going + len(self._copies)
+
+    def close(self, timeout: float | None) -> None:
+        """See `Checkpoints.close`."""
+        with self._owner.lock:
+            self.moves.paused = False
+            self.moves.poll()
+        self.moves.wait(None, timeout)
+        with self._owner.lock:
+            self.poll()
+            for group in self._groups:
+                group.lease.release()
+            self._groups.clear()
+            self._origins.clear()
+
+
+__all__ = ["Copied", "StateTraffic"]

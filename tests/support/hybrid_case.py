@@ -1,0 +1,232 @@
+"""A hybrid model's manager, call by call: states are stamps, as KV's tokens are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from support.manager_case import SECRET, World, tokens
+from support.stamped import TOKEN_BYTES, StampedDevice, StampedMover, stamps_of
+
+from lightcache import Cache, PageIndex
+from lightcache.errors import ConfigError
+from lightcache.hybrid.checkpoints import Checkpoints
+from lightcache.hybrid.grids import Grid
+from lightcache.hybrid.manager import HybridManager
+from lightcache.hybrid.matches import HybridMatch
+from lightcache.hybrid.spaces import Path
+from lightcache.manager import Prompt
+
+
+class LateCopying:
+    """A launch that happens when it is told to."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self.act, self.over = act, False
+
+    def done(self) -> bool:
+        """See `Copying`."""
+        return self.over
+
+    def go_on(self) -> None:
+        """It happens."""
+        if not self.over:
+            self.act()
+            self.over = True
+
+
+class LateCopier:
+    """Copies between slots of a StampedDevice in the order of their launches, now or later."""
+
+    def __init__(self, device: StampedDevice) -> None:
+        self.device, self.at_once = device, True
+        self.going: list[LateCopying] = []
+        self.launches = 0
+
+    def copy(self, sources: Any, targets: Any, stream: Any = None) -> LateCopying:
+        """See `StateCopier`."""
+        if len(sources) != len(targets) or len(np.intersect1d(sources, targets)):
+            raise ConfigError("a test copies a slot onto one that is read")
+        slots = self.device.slots
+
+        def act() -> None:
+            slots[targets] = slots[sources]
+
+        return self._begin(act)
+
+    def zero(self, slots: Any, stream: Any = None) -> LateCopying:
+        """See `StateCopier`."""
+
+        def act() -> None:
+            self.device.slots[slots] = 0
+
+        return self._begin(act)
+
+    def _begin(self, act: Callable[[], None]) -> LateCopying:
+        self.launches += 1
+        made = LateCopying(act)
+        self.going.append(made)
+        if self.at_once:
+            self.finish()
+        return made
+
+    def finish(self) -> None:
+        """Everything that was launched happens."""
+        for each in self.going:
+            each.go_on()
+        self.going.clear()
+
+
+class HybridWorld:
+    """A manager's World, slots and host pages of states, and what joins them."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        slots: int | None = 16,
+        state_pages: int | None = 16,
+        chunk: int = 4,
+        every: int = 8,
+        tails: bool = False,
+        states: dict[str, Any] | None = None,
+        hybrid: dict[str, Any] | None = None,
+        **world: Any,
+    ) -> None:
+        """Opens everything; `close` closes it.
+
+        Args:
+            slots: of the device; None: it has none for checkpoints.
+            state_pages: of the host; None: there is none.
+            states: for the Checkpoints.
+            hybrid: for the HybridManager.
+            world: for the World.
+        """
+        self.world = World(name, **world)
+        manager = self.world.manager
+        self.slots = None if slots is None else PageIndex.create(f"{name}.slots", pages=slots)
+        self.states = None if state_pages is None else open_states(f"{name}.states", state_pages)
+        # An engine without slots for checkpoints has its own for running requests.
+        self.store = StampedDevice(slots or 64, 1)
+        self.copier = LateCopier(self.store)
+        self.mover = None if self.states is None else StampedMover(self.states, self.store)
+        self.checkpoints = Checkpoints(
+            self.slots, self.states, self.mover, self.copier, **(states or {})
+        )
+        grid = Grid(manager.device.block_tokens, manager.page_tokens, chunk, every)
+        self.grid = grid
+        self.hybrid = HybridManager(manager, self.checkpoints, grid, tails=tails, **(hybrid or {}))
+
+    @property
+    def manager(self) -> Any:
+        """Of KV."""
+        return self.world.manager
+
+    def path(self, prompt: Prompt) -> Path:
+        """The positions of a prompt."""
+        space = self.manager._weights.space_of(prompt.tenant)
+        states = self.hybrid.states_of(space)
+        assert states is not None
+        return Path(self.hybrid.keys_of(prompt, space), states)
+
+    def save(self, what: Any, *positions: int) -> None:
+        """Checkpoints of a prompt, as a request that ended would leave them."""
+        prompt = as_prompt(what)
+        for position in positions:
+            assert position % self.hybrid.step == 0
+            slot = int(self.checkpoints.acquire(1)[0]) if self.slots is not None else 0
+            self.store.slots[slot] = stamps_of(prompt.tokens)[position - 1]
+            self.checkpoints.donate(slot, self.path(prompt), position // self.hybrid.step)
+            self.settle()
+
+    def compute(self, what: Any) -> None:
+        """KV of a prompt, without any state."""
+        self.world.run(object(), as_prompt(what))
+
+    def plan(self, what: Any, request: Any = "plan", **how: Any) -> HybridMatch:
+        """A plan, which stays."""
+        return self.hybrid.plan(request, as_prompt(what), **how)
+
+    def look(self, what: Any, **how: Any) -> HybridMatch:
+        """The same, and nothing stays pinned."""
+        found = self.plan(what, "look", **how)
+        self.hybrid.cancel("look")
+        return found
+
+    def there(self, what: Any) -> dict[str, list[int]]:
+        """Positions of a prompt's checkpoints, in each tier."""
+        path, found = self.path(as_prompt(what)), {}
+        for tier, index in self.checkpoints.tiers():
+            flags = index.peek_many(
+                path.keys, np.arange(len(path.keys) + 1), namespace=path.space.of(tier)
+            )
+            at = (np.flatnonzero(flags) + 1) * self.hybrid.step
+            found[tier.value] = at.tolist()
+        return found
+
+    def settle(self) -> None:
+        """Copies happen."""
+        self.copier.finish()
+        for mover in (self.mover, self.world.mover):
+            if mover is not None:
+                mover.finish()
+        self.hybrid.poll()
+
+    def nothing_left(self) -> None:
+        """No request runs: nobody may have anything."""
+        self.settle()
+        self.world.nothing_left()
+        assert self.hybrid.nothing_runs
+        for _, index in self.checkpoints.tiers():
+            stats = index.stats()
+            index.allocate(stats.free + stats.doomed).free()  # doomed ones go for room
+            report, stats = index.check(), index.stats()
+            assert report.clean, report.message
+            assert (report.pins, stats.held, stats.writing, stats.doomed) == (0, 0, 0, 0)
+            assert not index.plans.pages
+
+    def close(self) -> None:
+        """Everything that `__init__` opened."""
+        self.copier.finish()
+        if self.mover is not None:
+            self.mover.finish()
+        self.hybrid.close()
+        self.checkpoints.close()
+        self.world.close()
+        for each in (self.slots, self.states):
+            if each is not None:
+                each.close()
+
+
+def as_prompt(what: Any) -> Prompt:
+    """Token ids as a prompt."""
+    return what if isinstance(what, Prompt) else Prompt(what)
+
+
+def open_states(name: str, pages: int) -> Cache:
+    """A host cache whose pages are states: a stamp each."""
+    return Cache.open(
+        name,
+        pages=pages,
+        page_bytes=TOKEN_BYTES,
+        page_tokens=1,
+        fingerprint="stamped states",
+        secret=SECRET,
+    )
+
+
+def made_hybrids(name: str) -> Iterator[Callable[..., HybridWorld]]:
+    """For a fixture: `make(**how)` makes a HybridWorld, and all of them are closed."""
+    made: list[HybridWorld] = []
+
+    def make(**how: Any) -> HybridWorld:
+        made.append(HybridWorld(f"{name}.{len(made)}", **how))
+        return made[-1]
+
+    yield make
+    for world in reversed(made):
+        world.close()
+
+
+__all__ = ["HybridWorld", "LateCopier", "as_prompt", "made_hybrids", "open_states", "tokens"]

@@ -1,0 +1,291 @@
+"""Checkpoints: donating, finding, moving and evicting states, apart from KV."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from support.hybrid_case import made_hybrids, tokens
+from support.stamped import stamps_of
+
+from lightcache import PageIndex
+from lightcache.errors import ConfigError, LeaseLost, OutOfPages
+from lightcache.hybrid.checkpoints import Checkpoints
+from lightcache.hybrid.copiers import ArrayCopier
+from lightcache.hybrid.spaces import Tier
+from lightcache.manager import Prompt, WritePolicy
+
+
+@pytest.fixture
+def worlds(segment_name: str) -> Iterator[Any]:
+    yield from made_hybrids(segment_name)
+
+
+def host_state(world: Any, prompt: Prompt, position: int) -> int:
+    """What the host has of it."""
+    path = world.path(prompt)
+    key = np.ascontiguousarray(path.key(position // world.hybrid.step))
+    with world.states.match(key, namespace=path.space.host) as lease:
+        (page,) = lease.pages.tolist()
+        return int(np.frombuffer(memoryview(world.states.pool[page]), np.uint64)[0])
+
+
+def device_state(world: Any, prompt: Prompt, position: int) -> int:
+    """What the device has of it."""
+    path = world.path(prompt)
+    key = np.ascontiguousarray(path.key(position // world.hybrid.step))
+    with world.slots.match(key, namespace=path.space.device) as lease:
+        (slot,) = lease.pages.tolist()
+        return int(world.store.slots[slot])
+
+
+def test_donating_copies_nothing_on_the_device(worlds: Any) -> None:
+    world = worlds()
+    prompt = Prompt(tokens(41))
+    world.save(prompt, 8, 24)
+    assert world.copier.launches == 0
+    stamps = stamps_of(prompt.tokens)
+    for position in (8, 24):
+        assert device_state(world, prompt, position) == stamps[position - 1]
+        assert host_state(world, prompt, position) == stamps[position - 1]
+    assert world.there(prompt) == {"device": [8, 24], "host": [8, 24]}
+    assert world.checkpoints.stats().donated == world.checkpoints.stats().offloads == 2
+    world.nothing_left()
+
+
+def test_the_same_state_twice_takes_one_slot(worlds: Any) -> None:
+    world = worlds(slots=4)
+    prompt = Prompt(tokens(41))
+    world.save(prompt, 8)
+    world.save(prompt, 8)
+    assert world.slots.stats().ready == 1
+    assert world.slots.stats().free == 3
+    found = world.checkpoints.stats()
+    assert (found.donated, found.merged, found.offloads) == (1, 1, 1)
+    world.nothing_left()
+
+
+def test_a_slot_that_is_not_ours(worlds: Any) -> None:
+    world = worlds()
+    with pytest.raises(LeaseLost):
+        world.checkpoints.donate(3, world.path(Prompt(tokens(9))), 1)
+    with pytest.raises(LeaseLost):
+        world.checkpoints.free(np.array([3], np.int32))
+
+
+def test_more_slots_than_there_are(worlds: Any) -> None:
+    world = worlds(slots=4)
+    prompt = Prompt(tokens(41))
+    world.save(prompt, 8, 16)
+    with pytest.raises(OutOfPages, match="there are 4"):
+        world.checkpoints.acquire(5)
+    held = world.checkpoints.acquire(4)  # checkpoints go for running requests
+    assert world.there(prompt)["device"] == []
+    with pytest.raises(OutOfPages):
+        world.checkpoints.acquire(1)
+    world.checkpoints.free(held)
+    world.nothing_left()
+
+
+def test_the_one_unused_for_longest_goes_first(worlds: Any) -> None:
+    world = worlds(slots=3, state_pages=None)
+    prompt = Prompt(tokens(41))
+    world.compute(prompt)
+    world.save(prompt, 8, 16, 24)
+    assert world.look(prompt, limit=12).usable == 8  # used; the two deeper ones are not
+    held = [world.checkpoints.acquire(1)]
+    assert world.there(prompt)["device"] == [8, 24]
+    held.append(world.checkpoints.acquire(1))
+    assert world.there(prompt)["device"] == [8]
+    world.checkpoints.free(np.concatenate(held))
+
+
+def test_at_most_so_many_on_a_path(worlds: Any) -> None:
+    world = worlds(states={"most": 2})
+    prompt, other = Prompt(tokens(41)), Prompt(tokens(41, 1))
+    world.save(other, 8)
+    world.save(prompt, 8, 16)
+    assert world.there(prompt) == {"device": [8, 16], "host": [8, 16]}
+    world.save(prompt, 24)
+    assert world.there(prompt) == {"device": [16, 24], "host": [16, 24]}
+    world.save(prompt, 32)
+    assert world.there(prompt) == {"device": [24, 32], "host": [24, 32]}
+    assert world.there(other) == {"device": [8], "host": [8]}
+    assert world.checkpoints.stats().bounded == 4
+    world.nothing_left()
+
+
+def test_the_bound_spares_what_is_in_use(worlds: Any) -> None:
+    world = worlds(states={"most": 2})
+    prompt = Prompt(tokens(41))
+    world.compute(prompt)
+    world.save(prompt, 8, 16)
+    assert world.plan(prompt, "a", limit=10).usable == 8
+    world.save(prompt, 24)
+    assert world.there(prompt)["device"] == [8, 24]
+    world.hybrid.cancel("a")
+
+
+def test_to_the_host_when_room_is_needed(worlds: Any) -> None:
+    world = worlds(slots=4, states={"write": WritePolicy.BACK, "low_water": 2})
+    prompt = Prompt(tokens(41))
+    world.save(prompt, 8, 16)
+    assert world.there(prompt) == {"device": [8, 16], "host": []}
+    world.mover.at_once = False
+    slot = int(world.checkpoints.acquire(1)[0])
+    world.hybrid.poll()
+    assert len(world.mover.going) == 1
+    assert world.there(prompt)["device"] == [8, 16]  # its copy goes on
+    world.settle()
+    assert world.there(prompt) == {"device": [16], "host": [8]}
+    assert host_state(world, prompt, 8) == stamps_of(prompt.tokens)[7]
+    world.checkpoints.free(np.array([slot], np.int32))
+    assert world.checkpoints.stats().demotions == 1
+    world.nothing_left()
+
+
+def test_a_checkpoint_that_somebody_comes_for_stays(worlds: Any) -> None:
+    world = worlds(slots=4, states={"write": WritePolicy.BACK})
+    prompt = Prompt(tokens(41))
+    world.compute(prompt)
+    world.save(prompt, 8, 16)
+    world.mover.at_once = False
+    assert world.checkpoints.demote(2) == 2
+    assert world.plan(prompt, limit=12).tier is Tier.DEVICE
+    world.settle()
+    assert world.there(prompt) == {"device": [8], "host": [8, 16]}
+    world.hybrid.cancel("plan")
+    world.nothing_left()
+
+
+def test_a_slot_written_anew_is_not_taken_for_what_it_was(worlds: Any) -> None:
+    world = worlds(slots=1, states={"write": WritePolicy.BACK})
+    one, other = Prompt(tokens(41)), Prompt(tokens(41, 1))
+    world.save(one, 8)
+    world.checkpoints.slots.evict(1)
+    slot = int(world.checkpoints.acquire(1)[0])
+    world.store.slots[slot] = stamps_of(other.tokens)[7]
+    path = world.path(other)
+    world.slots.unpin(
+        world.slots.name_pages(
+            np.array([slot], np.int32), path.key(2), namespace=path.space.device
+        ).pages
+    )
+    world.checkpoints.demote(1)
+    world.settle()
+    assert world.there(one)["host"] == world.there(other)["host"] == []
+
+
+def test_a_failed_copy_makes_no_checkpoint(worlds: Any) -> None:
+    world = worlds()
+    prompt = Prompt(tokens(41))
+    world.mover.fail_next = 1
+    world.save(prompt, 8)
+    assert world.there(prompt) == {"device": [8], "host": []}
+    assert world.checkpoints.stats().failed_offloads == 1
+    world.save(prompt, 8)  # merged, and written now
+    assert world.there(prompt) == {"device": [8], "host": [8]}
+    world.nothing_left()
+
+
+def test_no_room_on_the_host(worlds: Any) -> None:
+    world = worlds(state_pages=1)
+    prompt = Prompt(tokens(41))
+    world.compute(prompt)
+    world.save(prompt, 8)
+    world.slots.evict(1)
+    assert world.plan(prompt).tier is Tier.HOST
+    world.save(prompt, 16)
+    assert world.there(prompt) == {"device": [16], "host": [8]}
+    assert world.checkpoints.stats().no_room == 1
+    world.hybrid.cancel("plan")
+    world.nothing_left()
+
+
+def test_while_transfers_are_paused_the_copy_waits(worlds: Any) -> None:
+    world = worlds(slots=1)
+    prompt = Prompt(tokens(41))
+    world.checkpoints.pause()
+    world.save(prompt, 8)
+    assert world.there(prompt)["host"] == []
+    with pytest.raises(OutOfPages):
+        world.checkpoints.acquire(1)  # its content is still wanted
+    world.checkpoints.resume()
+    world.settle()
+    assert world.there(prompt)["host"] == [8]
+    world.nothing_left()
+
+
+def test_without_device_slots_the_state_goes_to_the_host(worlds: Any) -> None:
+    world = worlds(slots=None)
+    prompt = Prompt(tokens(41))
+    world.mover.at_once = False
+    world.store.slots[5] = stamps_of(prompt.tokens)[7]
+    movement = world.checkpoints.donate(5, world.path(prompt), 2)
+    assert not movement.over
+    assert world.checkpoints.in_flight([4, 5]).tolist() == [False, True]
+    world.settle()
+    assert movement.over
+    assert host_state(world, prompt, 8) == stamps_of(prompt.tokens)[7]
+    with pytest.raises(ConfigError, match="the engine's own"):
+        world.checkpoints.acquire(1)
+    world.checkpoints.free(np.array([5], np.int32))  # of the engine: nothing
+    world.nothing_left()
+
+
+def test_tenants_and_versions_are_apart(worlds: Any) -> None:
+    world = worlds(weights="v1")
+    ids = tokens(41)
+    one, other = Prompt(ids, tenant="a"), Prompt(ids, tenant="b")
+    world.save(one, 8)
+    assert world.there(one)["device"] == [8]
+    assert world.there(other) == {"device": [], "host": []}
+    world.save(other, 8)
+    world.manager.begin_update()
+    world.checkpoints.clear_weights("v1", everywhere=True)
+    world.manager.finish_update("v1")
+    assert world.there(one) == world.there(other) == {"device": [], "host": []}
+    world.nothing_left()
+
+
+def test_clearing_while_a_copy_goes_on(worlds: Any) -> None:
+    world = worlds()
+    prompt = Prompt(tokens(41))
+    world.mover.at_once = False
+    slot = int(world.checkpoints.acquire(1)[0])
+    path = world.path(prompt)
+    world.checkpoints.donate(slot, path, 2)
+    world.checkpoints.clear_weights("", everywhere=True)
+    world.settle()
+    assert world.there(prompt) == {"device": [], "host": []}
+    slot = int(world.checkpoints.acquire(1)[0])
+    assert world.checkpoints.donate(slot, path, 2) is None  # of the old weights: refused
+    assert world.checkpoints.stats().refused == 1
+    world.nothing_left()
+
+
+def test_arguments(worlds: Any, segment_name: str) -> None:
+    with PageIndex.create(f"{segment_name}.x", pages=2) as slots:
+        for wrong, how in (
+            ("THROUGH or BACK", {"write": WritePolicy.SELECTIVE}),
+            ("most", {"most": 0}),
+            ("low_water", {"low_water": -1}),
+            ("through a host cache", {"storage": object()}),
+        ):
+            with pytest.raises(ConfigError, match=wrong):
+                Checkpoints(slots, None, **how)
+    world = worlds()
+    with pytest.raises(ConfigError, match="mover"):
+        Checkpoints(None, world.states)
+
+
+def test_copies_in_an_array() -> None:
+    copier = ArrayCopier(np.arange(12.0).reshape(4, 3))
+    assert copier.copy(np.array([0, 1]), np.array([2, 3])).done()
+    assert copier.states[3].tolist() == [3, 4, 5]
+    copier.zero(np.array([3]))
+    assert not copier.states[3].any()
+    with pytest.raises(ConfigError, match="none both read and written"):
+        copier.copy(np.array([0, 1]), np.array([1, 2]))
