@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
@@ -215,7 +216,7 @@ class Checkpoints:
 
     # ---- making them
 
-    def donate(self, slot: int, path: Path, count: int) -> Movement | None:
+    def donate(self, slot: int, path: Path, count: int, *, host: bool = True) -> Movement | None:
         """A slot's state becomes the checkpoint at the last of the first `count` positions; nothing
         is copied. The slot is the cache's from then on: not to be written, read or freed by whom
         had it. If another slot holds that state already, this one is free.
@@ -225,12 +226,15 @@ class Checkpoints:
         Without device slots it goes to the host, and the slot stays the caller's, not to be written
         until the movement is over.
 
+        Args:
+            host: whether it may go to the host.
+
         Returns:
             The copy to the host that reads the slot, if one was begun.
         """
         with self.lock:
             if self.slots is None:
-                return self.traffic.offload(slot, path, count, unpin=False)
+                return self.traffic.offload(slot, path, count, unpin=False) if host else None
             pinned = self._name(slot, path, count)
             if pinned is None:
                 self.counts.add(refused=1)
@@ -238,10 +242,11 @@ class Checkpoints:
                 return None
             self.counts.add(donated=int(pinned == slot), merged=int(pinned != slot))
             movement = None
-            if self.write is WritePolicy.THROUGH and self.host is not None:
+            if host and self.write is WritePolicy.THROUGH and self.host is not None:
                 movement = self.traffic.offload(pinned, path, count, unpin=True)
             else:
-                self.traffic.note(pinned, path, count)
+                if host:
+                    self.traffic.note(pinned, path, count)
                 self.slots.unpin(np.array([pinned], np.int32))
             self.bound(Tier.DEVICE, path, count)
             return movement
@@ -286,13 +291,17 @@ class Checkpoints:
         index = self._index(tier)
         if self.most is None or index is None:
             return
+        with contextlib.suppress(LightcacheError):  # then whoever adds the next one looks
+            self._bound(index, self.most, tier, path, count)
+
+    def _bound(self, index: PageIndex, most: int, tier: Tier, path: Path, count: int) -> None:
         space, keys = path.space.of(tier), path.keys[:count]
         found = index.peek_many(keys, np.arange(count + 1), namespace=space)
         there = np.flatnonzero(found)
-        if len(there) <= self.most:
+        if len(there) <= most:
             return
         forks = _flat.children(index, np.ascontiguousarray(keys[there]), space) > 1
-        excess = len(there) - self.most
+        excess = len(there) - most
         for i, fork in zip(there[:-1].tolist(), forks[:-1].tolist(), strict=True):
             if excess and not fork and index.drop(keys[i : i + 1], namespace=space):
                 self.counts.add(bounded=1)
@@ -352,7 +361,8 @@ class Checkpoints:
         """A checkpoint is on the host."""
         if self.storage is not None:
             key = np.ascontiguousarray(path.key(count))
-            self.storage.write(key, namespace=path.space.host)
+            with contextlib.suppress(LightcacheError):
+                self.storage.write(key, namespace=path.space.host)
         self.bound(Tier.HOST, path, count)
 
     def stats(self) -> CheckpointStats:

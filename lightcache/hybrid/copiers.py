@@ -29,7 +29,8 @@ class StateCopier(Protocol):
 
     def copy(self, sources: Pages, targets: Pages, stream: Any = None) -> Copying:
         """Copy slot sources[i] to slot targets[i], int32. No slot is both a source and a target, or
-        a target twice.
+        a target twice. Without any pair it tells when all that was launched on the stream before
+        has been executed.
 
         Args:
             stream: of the device; None: the current one, on which the model computes.

@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from lightcache._arguments import Keys
-from lightcache.errors import ConfigError, LightcacheError
+from lightcache._arguments import Pages
+from lightcache.errors import ConfigError, LeaseLost, LightcacheError
 from lightcache.hybrid.checkpoints import Checkpoints
+from lightcache.hybrid.config import HybridConfig
+from lightcache.hybrid.donating import Donor
 from lightcache.hybrid.grids import Grid
 from lightcache.hybrid.matches import HybridMatch
 from lightcache.hybrid.planning import HybridPlan, HybridPlanner
 from lightcache.hybrid.requests import HybridRequest, Taken
-from lightcache.hybrid.spaces import StateSpace
+from lightcache.hybrid.restoring import HybridFetch, Restored, restore, zero
+from lightcache.hybrid.saving import SavePlan, SavePolicy, Stretch
+from lightcache.hybrid.slots import Saved
+from lightcache.hybrid.statistics import Counts
+from lightcache.hybrid.upkeep import HybridUpkeep
 from lightcache.manager.guard import Guard
 from lightcache.manager.manager import KVCacheManager
 from lightcache.manager.matches import ANY, PrefixMatch, Wishes
 from lightcache.manager.prompts import Prompt
-from lightcache.manager.requests import Space
-
-if TYPE_CHECKING:
-    pass
+from lightcache.manager.requests import Request
 
 
-class HybridManager:
+class HybridManager(HybridUpkeep):
     """A `KVCacheManager` and `Checkpoints`, joined: what the scheduler of a hybrid model holds.
 
     A request's way is that of a dense one, through this object: `plan`, `take`, `allocate`,
@@ -35,17 +38,21 @@ class HybridManager:
     """
 
     def __init__(
-        self, manager: KVCacheManager, checkpoints: Checkpoints, grid: Grid, *, tails: bool = False
+        self,
+        manager: KVCacheManager,
+        checkpoints: Checkpoints,
+        grid: Grid,
+        *,
+        config: HybridConfig | None = None,
     ) -> None:
         """Both stay the caller's to close, behind this.
 
         Args:
+            checkpoints: with a copier.
             grid: positions at which states are saved; for the manager's blocks and pages.
-            tails: look for checkpoints wherever KV has a key, not on the grid alone: for those at
-                the ends of prompts.
 
         Raises:
-            ConfigError: a grid of other blocks or pages.
+            ConfigError: a grid of other blocks or pages, or no copier.
         """
         found = manager.device.block_tokens, manager.page_tokens
         if (grid.block_tokens, grid.page_tokens) != found:
@@ -53,11 +60,19 @@ class HybridManager:
                 f"grid: expected one for blocks of {found[0]} tokens and pages of {found[1]}, "
                 f"found {grid}"
             )
-        self.manager, self.checkpoints, self.grid, self.tails = manager, checkpoints, grid, tails
-        self.step = grid.fine if tails else grid.grid
+        if checkpoints.copier is None:
+            raise ConfigError("checkpoints: requests are restored by a copier; give copier=")
+        self.manager, self.checkpoints, self.grid = manager, checkpoints, grid
+        self.config = config or HybridConfig()
+        self.copier = checkpoints.copier
+        self.step = grid.fine if self.config.tail else grid.grid
         """Checkpoints are looked for at its multiples."""
+        self.by_blocks = grid.block_tokens <= grid.page_tokens
+        """Whether keys are those of device blocks, not of host pages."""
+        self._policy = SavePolicy(grid, self.config.saves, self.config.tail, self.config.between)
         self._lock = manager._lock
         self._planner = HybridPlanner(self)
+        self._donor = Donor(self)
         self._guard = Guard(manager.config.failures, manager._figures)
         self._requests: dict[Hashable, HybridRequest] = {}
 
@@ -163,81 +178,254 @@ class HybridManager:
 
     def _take_nothing(self, request: Hashable) -> PrefixMatch:
         """A request that was taken begins anew, from its first token."""
-        one = self.manager._request(request)
-        self.manager.release(request, publish=False)
+        one = self._untake(request)
         self.manager.plan(request, one.prompt, wishes=one.wishes, limit=0)
         return self.manager.take(request)
+
+    def _untake(self, request: Hashable) -> Request:
+        """As if it had not been taken: its KV goes back, and it is not counted."""
+        manager = self.manager
+        one = manager._request(request)
+        manager.release(request, publish=False)
+        back = {name: -count for name, count in one.counted.items()}
+        manager._figures.update(back)
+        manager._recent.change(one.counted, **back)
+        return one
 
     def _made(
         self, request: Hashable, plan: HybridPlan | None, kv: PrefixMatch, found: Taken | None
     ) -> HybridRequest:
         tier = None if found is None else found[0]
-        kv_tokens = kv.usable if plan is None else max(plan.kv.usable, kv.usable)
-        match = HybridMatch(
-            kv, kv_tokens, kv.usable, tier, self.grid.branching(kv_tokens, kv.usable)
-        )
+        deep = kv.usable if plan is None else max(plan.kv.usable, kv.usable)
+        match = HybridMatch(kv, deep, kv.usable, tier, self.grid.branching(deep, kv.usable))
+        one = self.manager._request(request)
         states = None
-        if plan is not None and plan.path is not None and plan.wishes.write:
-            states = plan.path.space
-        elif plan is not None and plan.space is not None and plan.wishes.write:
-            states = self.states_of(plan.space)  # it does not read
-        counts = self.checkpoints.counts
-        counts.add(requests=1, usable_tokens=match.usable, unusable_tokens=match.unusable)
+        if one.space is not None and one.wishes.write and "device" in one.wishes.tiers:
+            states = self.states_of(one.space)
+        made = HybridRequest(request, one.prompt, one.wishes, match, states, found)
+        made.counted = Counts(
+            requests=1, usable_tokens=match.usable, unusable_tokens=match.unusable
+        )
         if tier is not None:
-            counts.add(**{f"{tier.value}_hits": 1})
-        return HybridRequest(request, match, states, found)
+            made.counted[f"{tier.value}_hits"] = 1
+        self.checkpoints.counts.update(made.counted)
+        return made
+
+    # ---- running
+
+    def allocate(self, request: Hashable, tokens: int) -> Pages:
+        """See `KVCacheManager.allocate`."""
+        return self.manager.allocate(request, tokens)
+
+    def restore(
+        self,
+        requests: Sequence[Hashable],
+        slots: Sequence[Sequence[int]] | None = None,
+        stream: Any = None,
+    ) -> Restored:
+        """Give requests that were taken their slots, and begin to bring the state that each begins
+        with to its working slot: copied from a checkpoint of the device, loaded from the host, or
+        zero. One launch for all copies. A checkpoint stays pinned until the copy from it has been
+        executed. Returns at once.
+
+        Args:
+            slots: of the engine, where checkpoints have none on the device: for each request the
+                working one, and `RequestSlots.needed` to save in, or none.
+            stream: that computes; None: the current one.
+
+        Raises:
+            OutOfPages: not even a working slot for each. Nothing changed; release somebody.
+            ConfigError: slots that are none, or a request that was restored before.
+            LeaseLost: no such request.
+        """
+        with self._lock:
+            return restore(self, [self._request(each) for each in requests], slots, stream)
+
+    def fetch(self, request: Hashable, table: Pages | None = None) -> HybridFetch:
+        """Bring KV that was found on the host to the device; see `KVCacheManager.fetch`. Its result
+        tells of the state's load, too, so `restore` first.
+
+        Raises:
+            ConfigError: it was not restored.
+        """
+        with self._lock:
+            one = self._request(request)
+            if one.slots is None:
+                raise ConfigError(f"fetch {request!r}: restore it first, or forgo what it found")
+            return HybridFetch(one, self.manager.fetch(request, table))
+
+    def forgo(self, request: Hashable) -> HybridMatch:
+        """Instead of `restore` and `fetch`, when there is no room for the KV that would be loaded:
+        the deepest checkpoint within the device's part is taken instead. What is usable now.
+
+        Raises:
+            ConfigError: it was restored already.
+        """
+        with self._lock:
+            one = self._request(request)
+            if one.slots is not None:
+                raise ConfigError(f"forgo {request!r}: it was restored already; restart it")
+            if not one.match.kv.load:
+                return one.match
+            self._begin_anew(one, one.match.device_tokens)
+            return self._request(request).match
+
+    def restart(self, request: Hashable, stream: Any = None) -> HybridMatch:
+        """A load failed: the request begins anew from its first token, in the same slots, with
+        empty tables; `allocate` again.
+
+        Raises:
+            ConfigError: it was not restored, or its state's load goes on; wait for it.
+        """
+        with self._lock:
+            one = self._request(request)
+            if one.slots is None or (one.loading is not None and not one.loading.over):
+                raise ConfigError(f"restart {request!r}: restore it, and wait for its loads first")
+            slots = one.slots
+            self._begin_anew(one, 0)
+            made = self._request(request)
+            made.slots, made.copies, made.movements = slots, one.copies, one.movements
+            slots.reject(0)
+            zero([made], np.array([slots.working], np.int32), self, stream)
+            return made.match
+
+    def _begin_anew(self, one: HybridRequest, limit: int) -> None:
+        """Plan and take again, no deeper than that."""
+        del self._requests[one.id]
+        one.let_go()
+        self.checkpoints.counts.subtract(one.counted)
+        self._untake(one.id)
+        self.plan(one.id, one.prompt, wishes=one.wishes, limit=limit)
+        self.take(one.id)
+
+    def commit(self, request: Hashable, total: int, **how: Any) -> Mapping[int, int]:
+        """See `KVCacheManager.commit`."""
+        return self.manager.commit(request, total, **how)
+
+    # ---- saving
+
+    def save_plan(self, request: Hashable, begin: int, end: int) -> SavePlan:
+        """What a forward pass over tokens [begin, end) of the prompt saves, and where it must end
+        for that.
+
+        Raises:
+            ConfigError: tokens that the prompt does not have.
+            LeaseLost: no such request.
+        """
+        with self._lock:
+            one = self._request(request)
+            stretch = Stretch(
+                begin, end, len(one.prompt), one.match.checkpoint, one.match.branching
+            )
+            if one.states is None:
+                return SavePlan(begin, end, None)
+            return self._policy.plan(stretch)
+
+    def saving(self, request: Hashable, position: int) -> int | None:
+        """The slot to which the pass being launched writes the state behind `position` tokens:
+        for states inside of a pass, and for engines that write two at once. None: it saves nothing.
+
+        Raises:
+            ConfigError: not a position where one is looked for, or not behind those saved before.
+        """
+        with self._lock:
+            return self._donor.saving(self._request(request), position)
+
+    def save(
+        self, requests: Sequence[Hashable], positions: Sequence[int], stream: Any = None
+    ) -> list[bool]:
+        """The pass that was launched ends at these positions: copy each working slot beside, in one
+        launch behind it. Returns which are saved. `saved` tells when the results have arrived."""
+        with self._lock:
+            running = [self._request(each) for each in requests]
+            return self._donor.save(running, list(positions), stream)
+
+    def saved(self, request: Hashable, position: int) -> bool:
+        """The results of the pass that saved this have arrived: its write is over. A state of the
+        prompt becomes a checkpoint at once, if another slot can be had in exchange; one of what was
+        generated when the request ends. Returns whether it is one now.
+
+        Raises:
+            ConfigError: not the oldest that is being saved.
+        """
+        with self._lock:
+            return self._donor.saved(self._request(request), position)
+
+    def reject(self, request: Hashable, accepted: int) -> Saved | None:
+        """Speculation went wrong, only the first `accepted` tokens count: see
+        `RequestSlots.reject`."""
+        with self._lock:
+            slots = self._request(request).slots
+            return None if slots is None else slots.reject(accepted)
 
     # ---- the end
 
-    def release(self, request: Hashable, *, publish: bool = True) -> None:
-        """End a request. Harmless if there is none."""
+    def release(
+        self,
+        request: Hashable,
+        *,
+        at: int | None = None,
+        kept: int | None = None,
+        publish: bool = True,
+        stream: Any = None,
+    ) -> int:
+        """End a request, or preempt it: the newest saved state becomes a checkpoint, and its slots
+        go back when nothing touches them. Harmless if there is no such request.
+
+        Args:
+            at: tokens behind which the working slot's state stands, when no step of it is in
+                flight: it is as good as a saved one. None: a step may still write its slots.
+            kept: tokens that are kept at most; None: all that are committed.
+            publish: False: an abort; no checkpoint is made.
+            stream: on which its last step was launched; None: the current one.
+
+        Returns:
+            Position of the state that was donated now; 0: none was.
+        """
         with self._lock:
             self._planner.cancel(request)
             one = self._requests.pop(request, None)
-            self.manager.release(request, publish=publish)
-            if one is not None and one.found is not None:
-                one.found[1].release()
-                one.found = None
+            position = 0
+            try:
+                if one is not None:
+                    position = self._donor.end(one, kept, at, publish, stream)
+            finally:
+                self.manager.release(request, publish=publish)
+                self._donor.poll()
+            return position
 
     def poll(self) -> int:
         """Each step: as `KVCacheManager.poll`, for KV and states. Returns copies that go on."""
         with self._lock:
-            return self.manager.poll() + self.checkpoints.poll()
+            going = self.manager.poll() + self.checkpoints.poll()
+            self._donor.poll()
+            return going
 
     @property
-    def nothing_runs(self) -> bool:
-        """Whether no request runs, and none that has ended holds anything."""
-        return not self._requests
+    def leaving(self) -> int:
+        """Requests that have ended, and whose slots a copy touches still."""
+        return self._donor.going
 
-    def close(self) -> None:
-        """Forget the plans, end what runs."""
+    def close(self, timeout: float | None = 10.0) -> None:
+        """End what runs, wait for copies of states.
+
+        Raises:
+            WaitTimeout: a copy goes on; call again.
+        """
         with self._lock:
             self._planner.close()
             for request in list(self._requests):
                 self.release(request, publish=False)
+        self.checkpoints.close(timeout)
+        self.poll()
 
     # ---- for the parts
 
-    def states_of(self, space: Space) -> StateSpace | None:
-        """Where the states of a space are; None: nowhere, for the weights have gone.
-
-        Who forgets a version clears KV's spaces first, and then those of states that it sees. Who
-        opens one of these looks at KV's behind that: so one of the two sees the other."""
-        spaces = self.checkpoints.spaces
-        found = spaces.known(space.weights, space.tenant)
+    def _request(self, request: Hashable) -> HybridRequest:
+        found = self._requests.get(request)
         if found is None:
-            found = spaces.open(space.weights, space.tenant)
-            if not self.manager._weights.good(space):
-                spaces.clear(space.weights, space.tenant)
-                return None
+            raise LeaseLost(f"there is no running request {request!r}; plan and take it first")
         return found
-
-    def keys_of(self, prompt: Prompt, space: Space) -> Keys:
-        """Of the positions of a prompt at which checkpoints are looked for."""
-        device_first = self.grid.block_tokens <= self.grid.page_tokens
-        every = prompt.keys(space.device_spec if device_first else space.host_spec)
-        ratio = self.step // self.grid.fine
-        return every if ratio == 1 else np.ascontiguousarray(every[ratio - 1 :: ratio])
 
 
 __all__ = ["HybridManager"]

@@ -10,7 +10,7 @@ import numpy as np
 
 from lightcache._arguments import Keys
 from lightcache.hybrid.matches import HybridMatch
-from lightcache.hybrid.spaces import Path
+from lightcache.hybrid.spaces import Path, StateSpace
 from lightcache.manager.matches import ANY, PrefixMatch, Wishes
 from lightcache.manager.planned import NO_KEYS, joined
 from lightcache.manager.prompts import Prompt
@@ -43,7 +43,9 @@ class HybridPlan:
     limit: int | None
     space: Space | None
     """None: the weights are being changed; nothing is found."""
+    states: StateSpace | None
     path: Path | None
+    """None: nothing is looked for."""
     kv: PrefixMatch = _NONE
     """What looking found."""
     edge: Edge | None = None
@@ -78,21 +80,31 @@ class HybridPlanner:
     ) -> list[HybridMatch]:
         """See `HybridManager.plan_many`."""
         plans: list[Waiting] = []
+        spaces: dict[str, tuple[Space | None, StateSpace | None]] = {}
         for i, (request, prompt) in enumerate(zip(requests, prompts, strict=True)):
+            if prompt.tenant not in spaces:
+                space = self._owner.manager._weights.space_of(prompt.tenant)
+                states = None if space is None else self._owner.states_of(space)
+                spaces[prompt.tenant] = space, states
             wish = wishes[i] if wishes is not None else ANY
             limit = limits[i] if limits is not None else None
-            plans.append((request, self._known(request, prompt, wish, limit)))
+            known = self._known(request, prompt, wish, limit, *spaces[prompt.tenant])
+            plans.append((request, known))
         given = None if device_tokens is None else dict(zip(requests, device_tokens, strict=True))
         self._look(self._due(plans) if given is None else plans, given)
         self._agree(plans, given)
         return [self._match(plan) for _, plan in plans]
 
     def _known(
-        self, request: Hashable, prompt: Prompt, wishes: Wishes, limit: int | None
+        self,
+        request: Hashable,
+        prompt: Prompt,
+        wishes: Wishes,
+        limit: int | None,
+        space: Space | None,
+        states: StateSpace | None,
     ) -> HybridPlan:
         """The plan of a request: the one that it has, if it asks for the same as before."""
-        space = self._owner.manager._weights.space_of(prompt.tenant)
-        states = None if space is None else self._owner.states_of(space)
         known = self._plans.get(request)
         if (
             known is not None
@@ -100,13 +112,13 @@ class HybridPlanner:
             and known.wishes is wishes
             and known.limit == limit
             and known.space is space
-            and (None if known.path is None else known.path.space) is states
+            and known.states is states
         ):
             return known
         path = None
         if space is not None and states is not None and wishes.read:
             path = Path(self._owner.keys_of(prompt, space), states)
-        made = HybridPlan(prompt, wishes, limit, space, path)
+        made = HybridPlan(prompt, wishes, limit, space, states, path)
         self._plans[request] = made
         return made
 

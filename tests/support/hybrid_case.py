@@ -12,6 +12,7 @@ from support.stamped import TOKEN_BYTES, StampedDevice, StampedMover, stamps_of
 from lightcache import Cache, PageIndex
 from lightcache.errors import ConfigError
 from lightcache.hybrid.checkpoints import Checkpoints
+from lightcache.hybrid.config import HybridConfig
 from lightcache.hybrid.grids import Grid
 from lightcache.hybrid.manager import HybridManager
 from lightcache.hybrid.matches import HybridMatch
@@ -89,9 +90,9 @@ class HybridWorld:
         state_pages: int | None = 16,
         chunk: int = 4,
         every: int = 8,
-        tails: bool = False,
+        tail: bool = False,
         states: dict[str, Any] | None = None,
-        hybrid: dict[str, Any] | None = None,
+        config: dict[str, Any] | None = None,
         **world: Any,
     ) -> None:
         """Opens everything; `close` closes it.
@@ -100,7 +101,7 @@ class HybridWorld:
             slots: of the device; None: it has none for checkpoints.
             state_pages: of the host; None: there is none.
             states: for the Checkpoints.
-            hybrid: for the HybridManager.
+            config: for the HybridConfig.
             world: for the World.
         """
         self.world = World(name, **world)
@@ -116,7 +117,15 @@ class HybridWorld:
         )
         grid = Grid(manager.device.block_tokens, manager.page_tokens, chunk, every)
         self.grid = grid
-        self.hybrid = HybridManager(manager, self.checkpoints, grid, tails=tails, **(hybrid or {}))
+        self.hybrid = HybridManager(
+            manager, self.checkpoints, grid, config=HybridConfig(tail=tail, **(config or {}))
+        )
+
+        self.at: dict[Any, int] = {}
+        """Of running requests: tokens behind which their state stands."""
+        self.every: dict[Any, list[int]] = {}
+        self.known: dict[Any, int] = {}
+        """Tokens of their prompts."""
 
     @property
     def manager(self) -> Any:
@@ -154,6 +163,112 @@ class HybridWorld:
         self.hybrid.cancel("look")
         return found
 
+    # ---- a request's way
+
+    def begin(
+        self,
+        request: Any,
+        what: Any,
+        *,
+        slots: Any = None,
+        wait: bool = True,
+        **how: Any,
+    ) -> HybridMatch:
+        """Plan, take, allocate, restore, fetch; what was found must be right.
+
+        Args:
+            slots: of the engine.
+            wait: for the loads.
+        """
+        prompt = as_prompt(what)
+        self.hybrid.plan(request, prompt, **how)
+        match = self.hybrid.take(request)
+        self.hybrid.allocate(request, len(prompt))
+        restored = self.hybrid.restore([request], None if slots is None else [slots])
+        fetch = self.hybrid.fetch(request)
+        self.begun(request, prompt, match.usable)
+        if wait:
+            fetch.wait()
+            stamps = stamps_of(prompt.tokens)[: match.usable]
+            assert (self.world.content(request, match.usable) == stamps).all()
+            if self.copier.at_once:
+                self.check_state(request, int(restored.working[0]))
+        return match
+
+    def begun(self, request: Any, prompt: Prompt, at: int) -> None:
+        """Its state stands behind so many tokens."""
+        self.at[request] = at
+        self.every[request] = prompt.tokens.tolist()
+        self.known[request] = len(prompt)
+
+    def check_state(self, request: Any, slot: int) -> None:
+        """A slot holds the state behind the tokens that were computed."""
+        at = self.at[request]
+        wanted = stamps_of(self.every[request])[at - 1] if at else 0
+        assert self.store.slots[slot] == wanted, f"not the state behind {at} tokens"
+
+    def step(self, request: Any, end: int, *, save: bool = True) -> None:
+        """Compute tokens up to `end`; in the prompt in as many passes as the plans want."""
+        hybrid, every = self.hybrid, self.every[request]
+        while self.at[request] < end:
+            begin, stop, position = self.at[request], end, None
+            if begin < self.known[request] and save:
+                plan = hybrid.save_plan(request, begin, min(end, self.known[request]))
+                stop, position = plan.end, plan.position
+            elif save:
+                stop = min(end, (begin // self.grid.interval + 1) * self.grid.interval)
+                position = stop if stop % self.grid.interval == 0 else None
+            self.pass_(request, begin, stop, position, stamps_of(every))
+
+    def pass_(self, request: Any, begin: int, end: int, position: int | None, stamps: Any) -> None:
+        """One forward pass."""
+        hybrid = self.hybrid
+        slots = hybrid._request(request).slots
+        self.check_state(request, slots.working)  # which the layers begin with
+        table = hybrid.allocate(request, end)
+        self.world.store.write(table, begin, stamps[begin:end])
+        saved = False
+        if position is not None and position < end:
+            slot = hybrid.saving(request, position)
+            saved = slot is not None
+            if slot is not None:
+                self.store.slots[slot] = stamps[position - 1]
+        self.store.slots[slots.working] = stamps[end - 1]
+        self.at[request] = end
+        if position == end:
+            (saved,) = hybrid.save([request], [position])
+        known = len(self.manager._request(request).prompt)
+        fresh = np.asarray(self.every[request])[max(begin, known) : end]
+        hybrid.commit(request, end, new_tokens=fresh if len(fresh) else None)
+        if saved:
+            hybrid.saved(request, position)
+
+    def end(self, request: Any, *, at: bool = True, kept: int | None = None) -> int:
+        """A request is over; `at`: and no step of it is in flight."""
+        where = self.at.pop(request)
+        return self.hybrid.release(request, at=where if at else None, kept=kept)
+
+    def run(
+        self,
+        request: Any,
+        what: Any,
+        *,
+        more: int = 0,
+        at: bool = True,
+        kept: int | None = None,
+        slots: Any = None,
+        **how: Any,
+    ) -> Any:
+        """A whole request, which generates `more` tokens. Returns its match, or then all of its
+        tokens."""
+        prompt = as_prompt(what)
+        match = self.begin(request, prompt, slots=slots, **how)
+        self.every[request] += tokens(more, 77).tolist()
+        self.step(request, len(prompt))
+        self.step(request, len(prompt) + more)
+        self.end(request, at=at, kept=kept)
+        return self.every[request] if more else match
+
     def there(self, what: Any) -> dict[str, list[int]]:
         """Positions of a prompt's checkpoints, in each tier."""
         path, found = self.path(as_prompt(what)), {}
@@ -177,7 +292,8 @@ class HybridWorld:
         """No request runs: nobody may have anything."""
         self.settle()
         self.world.nothing_left()
-        assert self.hybrid.nothing_runs
+        assert not self.hybrid._requests
+        assert not self.hybrid.leaving
         for _, index in self.checkpoints.tiers():
             stats = index.stats()
             index.allocate(stats.free + stats.doomed).free()  # doomed ones go for room

@@ -115,7 +115,7 @@ def test_sizes_of_blocks_and_pages(worlds: Any, block: int, page: int, chunk: in
 
 
 def test_tails_lie_off_the_grid(worlds: Any) -> None:
-    world = worlds(block=2, page=8, chunk=8, tails=True, blocks=64)
+    world = worlds(block=2, page=8, chunk=8, tail=True, blocks=64)
     prompt = Prompt(tokens(40))
     world.compute(prompt)
     world.save(prompt, 8, 26)
@@ -127,7 +127,7 @@ def test_tails_lie_off_the_grid(worlds: Any) -> None:
 
 
 def test_a_tail_on_a_part_of_a_block(worlds: Any) -> None:
-    world = worlds(block=8, page=2, chunk=8, tails=True)
+    world = worlds(block=8, page=2, chunk=8, tail=True)
     prompt = Prompt(tokens(40))
     world.compute(prompt)
     world.save(prompt, 26)

@@ -1,0 +1,182 @@
+"""Donating: saved states of requests become checkpoints, and slots of ended ones go back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lightcache.errors import ConfigError, LightcacheError
+from lightcache.hybrid.requests import HybridRequest
+from lightcache.hybrid.slots import RequestSlots, Saved
+from lightcache.hybrid.spaces import Path
+from lightcache.hybrid.tails import Tails
+from lightcache.manager.traffic import Movement, State
+
+if TYPE_CHECKING:
+    from lightcache.hybrid.manager import HybridManager
+
+
+class Donor:
+    """Saves and endings of one `HybridManager`. Its lock is around every call."""
+
+    def __init__(self, owner: HybridManager) -> None:
+        """Nobody saves yet."""
+        self._owner = owner
+        self._going: list[HybridRequest] = []
+        self._tails = Tails(owner)
+        self._lent: list[tuple[Movement, RequestSlots, int]] = []
+        """Slots of running requests that the host is getting a copy of."""
+
+    # ---- while it runs
+
+    def saving(self, one: HybridRequest, position: int) -> int | None:
+        """See `HybridManager.saving`."""
+        slots = _slots_of(one)
+        if position < 1 or position % self._owner.step:
+            raise ConfigError(
+                f"saving {one.id!r}: expected a position that is a multiple of "
+                f"{self._owner.step}, found {position}; ask `save_plan`"
+            )
+        return None if one.states is None else slots.begin_save(position)
+
+    def save(self, running: list[HybridRequest], positions: list[int], stream: Any) -> list[bool]:
+        """See `HybridManager.save`."""
+        pairs: list[tuple[HybridRequest, int, int]] = []
+        saved = []
+        for one, position in zip(running, positions, strict=True):
+            slot = self.saving(one, position)
+            saved.append(slot is not None)
+            if slot is not None:
+                pairs.append((one, _slots_of(one).working, slot))
+        if pairs:
+            self._copy(pairs, stream)
+        return saved
+
+    def _copy(self, pairs: list[tuple[HybridRequest, int, int]], stream: Any) -> None:
+        owner = self._owner
+        sources = np.array([pair[1] for pair in pairs], np.int32)
+        targets = np.array([pair[2] for pair in pairs], np.int32)
+        copying = owner.copier.copy(sources, targets, stream)
+        copied = owner.checkpoints.traffic.copied(copying, targets, [])
+        for one, _, _ in pairs:
+            one.copies.append(copied)
+
+    def saved(self, one: HybridRequest, position: int) -> bool:
+        """See `HybridManager.saved`."""
+        slots = _slots_of(one)
+        slots.confirm(position)
+        newest = slots.newest
+        if newest is None or newest.position != position or position > len(one.prompt):
+            return False  # rejected; or of decoding, of which the last is donated at the end
+        if self._path(one, position) is None:
+            return False
+        if self._owner.checkpoints.slots is None:
+            return self._lend(one, slots, newest)
+        try:
+            (replacement,) = self._owner.checkpoints.acquire(1).tolist()
+        except LightcacheError:
+            return False
+        given = slots.exchange(replacement)
+        assert given is not None
+        return self._give(one, given)
+
+    def _lend(self, one: HybridRequest, slots: RequestSlots, newest: Saved) -> bool:
+        """Without device slots for checkpoints: the host gets a copy, the slot stays."""
+        if not self._give(one, newest):
+            return False
+        slots.begin_read(newest.slot)
+        self._lent.append((one.movements[-1], slots, newest.slot))
+        self._look_at_lent()
+        return True
+
+    def _look_at_lent(self) -> None:
+        for entry in list(self._lent):
+            movement, slots, slot = entry
+            if movement.over:
+                slots.end_read(slot)
+                self._lent.remove(entry)
+
+    def _give(self, one: HybridRequest, state: Saved) -> bool:
+        """A slot becomes a checkpoint. It is not the request's any more."""
+        owner = self._owner
+        path = self._path(one, state.position)
+        if path is None:
+            owner.checkpoints.give_back([state.slot])
+            return False
+        movement = owner.checkpoints.donate(
+            state.slot, path, state.position // owner.step, host="host" in one.wishes.tiers
+        )
+        if movement is not None and owner.checkpoints.slots is None:
+            one.movements.append(movement)
+        return owner.checkpoints.slots is not None or movement is not None
+
+    def _path(self, one: HybridRequest, position: int) -> Path | None:
+        """None: it may not be saved, or its keys are not known: its tokens were not reported."""
+        owner, running = self._owner, self._owner.manager._requests.get(one.id)
+        if one.states is None or running is None or running.space is None:
+            return None
+        every = running.device_chain if owner.by_blocks else running.host_chain
+        keys, count = owner.strided(every.keys), position // owner.step
+        return Path(keys[:count], one.states) if len(keys) >= count else None
+
+    # ---- when it ends
+
+    def end(
+        self, one: HybridRequest, kept: int | None, at: int | None, publish: bool, stream: Any
+    ) -> int:
+        """See `HybridManager.release`. Returns the position of the state that was donated."""
+        one.let_go()
+        if one.loading is not None and one.loading.state is State.QUEUED:
+            one.loading.cancel()
+        given = self._last(one, kept, at) if publish else None
+        position = given.position if given is not None and self._give(one, given) else 0
+        if one.slots is not None:
+            rest = one.slots.rest(idle=at is not None)
+            one.leaving = [*rest.free, *rest.busy]
+            if rest.busy:  # a step that was launched may write them still
+                nothing, busy = np.zeros(0, np.int32), np.array(rest.busy, np.int32)
+                mark = self._owner.copier.copy(nothing, nothing, stream)
+                one.copies.append(self._owner.checkpoints.traffic.copied(mark, busy, []))
+        self._going.append(one)
+        self._tails.note(one)
+        return position
+
+    def _last(self, one: HybridRequest, kept: int | None, at: int | None) -> Saved | None:
+        """The saved state that is donated."""
+        running, slots = self._owner.manager._requests.get(one.id), one.slots
+        if slots is None or running is None or one.states is None or one.lost:
+            return None
+        most = running.publishable()
+        if kept is not None:
+            most = min(most, kept)
+        # A copy that is on its way to the working slot still brings what was a checkpoint before.
+        fits = at is not None and at % self._owner.step == 0 and at > one.match.checkpoint
+        fits = fits and not one.busy
+        return slots.donate(most, working_at=at if fits else None)
+
+    def poll(self) -> None:
+        """Give back what no copy touches."""
+        self._look_at_lent()
+        still, checkpoints = [], self._owner.checkpoints
+        for one in self._going:
+            if one.busy:
+                still.append(one)
+            else:
+                checkpoints.give_back(one.leaving)
+        self._going = still
+        self._tails.poll()
+
+    @property
+    def going(self) -> int:
+        """Requests that have ended and hold slots still."""
+        return len(self._going)
+
+
+def _slots_of(one: HybridRequest) -> RequestSlots:
+    if one.slots is None:
+        raise ConfigError(f"the request {one.id!r} has no slots; restore it first")
+    return one.slots
+
+
+__all__ = ["Donor"]

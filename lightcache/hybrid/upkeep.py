@@ -1,0 +1,106 @@
+"""What a hybrid manager does for no request in particular: transfers, weights, keys."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+
+from lightcache._arguments import Keys
+from lightcache.hybrid.checkpoints import Checkpoints
+from lightcache.hybrid.grids import Grid
+from lightcache.hybrid.spaces import StateSpace
+from lightcache.hybrid.statistics import CheckpointStats
+from lightcache.manager.guard import Guard
+from lightcache.manager.manager import KVCacheManager
+from lightcache.manager.prompts import Prompt
+from lightcache.manager.requests import Space
+
+
+class HybridUpkeep:
+    """Part of `HybridManager`: see there."""
+
+    manager: KVCacheManager
+    checkpoints: Checkpoints
+    grid: Grid
+    step: int
+    by_blocks: bool
+    _lock: threading.RLock
+    _guard: Guard
+
+    # ---- transfers and weights
+
+    def pause(self, timeout: float | None = None) -> None:
+        """No transfer of KV or states begins until `resume`. Those that go on are waited for.
+
+        Raises:
+            WaitTimeout: some go on still; all is paused.
+        """
+        with self._lock:
+            self.manager._traffic.paused = self.checkpoints.traffic.moves.paused = True
+        self.manager.pause(timeout)
+        self.checkpoints.pause(timeout)
+
+    def resume(self) -> None:
+        """Transfers begin again."""
+        self.manager.resume()
+        self.checkpoints.resume()
+
+    def begin_update(self, timeout: float | None = None, *, wait: bool = True) -> None:
+        """As `KVCacheManager.begin_update`, for KV and states."""
+        with self._lock:
+            version = self.manager._spaces.weights
+            self.manager.begin_update(wait=False)
+            self.checkpoints.clear_weights(version, everywhere=self.manager._weights._ours)
+        if wait:
+            self.manager._traffic.wait(None, timeout)
+            self.checkpoints.traffic.moves.wait(None, timeout)
+
+    def finish_update(self, version: str) -> None:
+        """As `KVCacheManager.finish_update`."""
+        with self._lock:
+            self.checkpoints.clear_weights(self.manager._spaces.weights, everywhere=False)
+            self.manager.finish_update(version)
+
+    def enable(self) -> None:
+        """Ask the cache again, after too many errors."""
+        self.manager.enable()
+        self._guard.enable()
+
+    def stats(self) -> CheckpointStats:
+        """This process's figures of checkpoints; those of KV are the manager's."""
+        return self.checkpoints.stats()
+
+    # ---- for the parts
+
+    def states_of(self, space: Space) -> StateSpace | None:
+        """Where the states of a space are; None: nowhere, for the weights have gone.
+
+        Who forgets a version clears KV's spaces first, and then those of states that it sees. Who
+        opens one of these looks at KV's behind that: so one of the two sees the other."""
+        spaces = self.checkpoints.spaces
+        found = spaces.known(space.weights, space.tenant)
+        if found is None:
+            found = spaces.open(space.weights, space.tenant)
+            if not self.manager._weights.good(space):
+                spaces.clear(space.weights, space.tenant)
+                return None
+        return found
+
+    def keys_of(self, prompt: Prompt, space: Space) -> Keys:
+        """Of the positions of a prompt at which checkpoints are looked for."""
+        spec = space.device_spec if self.by_blocks else space.host_spec
+        return self.strided(prompt.keys(spec))
+
+    def strided(self, every: Keys) -> Keys:
+        """Of these among all keys of a sequence."""
+        ratio = self.step // self.grid.fine
+        return every if ratio == 1 else np.ascontiguousarray(every[ratio - 1 :: ratio])
+
+    @property
+    def owned(self) -> bool:
+        """Whether blocks of the device are evicted by us."""
+        return self.manager.device.owned
+
+
+__all__ = ["HybridUpkeep"]

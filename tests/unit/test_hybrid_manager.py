@@ -1,0 +1,470 @@
+"""HybridManager: a request's way, and what it leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from support.hybrid_case import made_hybrids, tokens
+from support.stamped import stamps_of
+
+from lightcache.errors import ConfigError, LeaseLost, NoSpace, OutOfPages, TransferFailed
+from lightcache.hybrid.config import HybridConfig
+from lightcache.hybrid.saving import Saves
+from lightcache.hybrid.spaces import Tier
+from lightcache.manager import Prompt, Wishes
+
+
+@pytest.fixture
+def worlds(segment_name: str) -> Iterator[Any]:
+    yield from made_hybrids(segment_name)
+
+
+def test_a_whole_request_and_the_next_one(worlds: Any) -> None:
+    world = worlds()
+    prompt = Prompt(tokens(42))
+    assert world.run("a", prompt).usable == 0
+    assert world.there(prompt) == {"device": [40], "host": [40]}
+    match = world.run("b", prompt)
+    assert (match.usable, match.tier) == (40, Tier.DEVICE)
+    longer = Prompt([*prompt.tokens, *tokens(20, 1)])
+    assert world.run("c", longer).usable == 40
+    assert world.look(longer).usable == 60
+    found = world.hybrid.stats()
+    assert (found.requests, found.device_hits, found.usable_tokens) == (3, 2, 80)
+    world.nothing_left()
+
+
+def test_what_is_generated(worlds: Any) -> None:
+    world = worlds(every=8)
+    prompt = Prompt(tokens(22))
+    every = world.run("a", prompt, more=20)
+    # 24 and 32 were saved by decoding, 40 is where its state stands at the end.
+    assert world.there(Prompt([*every, 0])) == {"device": [20, 40], "host": [20, 40]}
+    world.run("b", Prompt([*every[:30], 7]), more=4)
+    match = world.run("c", Prompt([*every, *tokens(9, 3)]))
+    assert (match.usable, match.kv_tokens) == (40, 40)
+    world.nothing_left()
+
+
+def test_of_what_was_generated_the_newest_saved_state_stays(worlds: Any) -> None:
+    world = worlds(every=8)
+    prompt = Prompt(tokens(22))
+    every = world.run("a", prompt, more=20, at=False)  # a step is in flight
+    assert world.there(Prompt([*every, 0]))["device"] == [20, 40]
+    other = Prompt(tokens(22, 5))
+    every = world.run("b", other, more=20, at=False, kept=39)
+    assert world.there(Prompt([*every, 0]))["device"] == [20]
+    world.nothing_left()
+
+
+def test_running_ahead_keeps_the_one_before(worlds: Any) -> None:
+    world = worlds(every=8, config={"ahead": True})
+    every = world.run("b", tokens(22), more=20, at=False, kept=39)
+    assert world.there(Prompt([*every, 0]))["device"] == [20, 32]
+    world.nothing_left()
+
+
+def test_a_host_checkpoint_is_loaded_into_the_working_slot(worlds: Any) -> None:
+    world = worlds()
+    prompt = Prompt(tokens(42))
+    world.run("a", prompt)
+    world.slots.evict(16)
+    world.world.index.evict(64)
+    match = world.run("b", prompt)
+    assert (match.usable, match.tier, match.host_tokens) == (40, Tier.HOST, 40)
+    assert world.hybrid.stats().loads == 1
+    world.nothing_left()
+
+
+def test_one_launch_for_a_batch(worlds: Any) -> None:
+    world = worlds()
+    prompts = [Prompt(tokens(22, seed)) for seed in range(4)]
+    for seed, prompt in enumerate(prompts[:3]):
+        world.run(seed, prompt)
+    world.checkpoints.slots.drop(
+        world.path(prompts[2]).key(5), namespace=world.path(prompts[2]).space.device
+    )
+    ids = ["a", "b", "c", "d"]
+    world.hybrid.plan_many(ids, prompts)
+    for each in ids:
+        world.hybrid.take(each)
+    world.copier.launches = 0
+    restored = world.hybrid.restore(ids)
+    assert world.copier.launches == 2  # the pairs, and what is set to zero
+    assert (len(restored.sources), len(restored.targets), len(restored.zeroed)) == (2, 2, 1)
+    assert list(restored.loads) == ["c"]
+    for i in (0, 1, 2):
+        assert world.store.slots[restored.working[i]] == stamps_of(prompts[i].tokens)[19]
+    assert world.store.slots[restored.working[3]] == 0
+    for each in ids:
+        world.hybrid.release(each, publish=False)
+    world.nothing_left()
+
+
+def test_a_checkpoint_stays_until_the_copy_has_been_executed(worlds: Any) -> None:
+    world = worlds(slots=3, state_pages=None)
+    prompt = Prompt(tokens(22))
+    world.save(prompt, 20)
+    world.compute(prompt)
+    world.copier.at_once = False
+    world.plan(prompt, "a")
+    world.hybrid.take("a")
+    world.hybrid.restore(["a"])
+    with pytest.raises(OutOfPages):
+        world.checkpoints.acquire(1)
+    world.hybrid.release("a", publish=False)
+    with pytest.raises(OutOfPages):
+        world.checkpoints.acquire(1)  # the copy writes its slot, and reads the checkpoint
+    assert world.hybrid.leaving == 1
+    world.settle()
+    assert world.hybrid.leaving == 0
+    world.checkpoints.free(world.checkpoints.acquire(3))
+    world.nothing_left()
+
+
+def test_slots_of_a_step_in_flight_wait_for_it(worlds: Any) -> None:
+    world = worlds(slots=2)
+    world.begin("a", tokens(9))
+    world.settle()
+    world.copier.at_once = False
+    world.hybrid.release("a")
+    with pytest.raises(OutOfPages):
+        world.checkpoints.acquire(1)
+    world.settle()
+    world.checkpoints.free(world.checkpoints.acquire(2))
+    world.begin("b", tokens(9))
+    world.settle()
+    world.hybrid.release("b", at=0)
+    world.checkpoints.free(world.checkpoints.acquire(2))
+    world.nothing_left()
+
+
+def test_without_slots_to_save_in(worlds: Any) -> None:
+    """Two slots, three requests: the first two have a working one each, and the third nothing."""
+    world = worlds(slots=3)
+    prompts = [Prompt(tokens(22, seed)) for seed in range(4)]
+    ids = ["a", "b"]
+    world.hybrid.plan_many(ids, prompts[:2])
+    for each in ids:
+        world.hybrid.take(each)
+    assert len(world.hybrid.restore(ids).working) == 2
+    assert world.hybrid.saving("a", 20) is None
+    world.plan(prompts[2], "c")
+    world.plan(prompts[3], "d")
+    world.hybrid.take("c")
+    world.hybrid.take("d")
+    with pytest.raises(OutOfPages):
+        world.hybrid.restore(["c", "d"])
+    world.hybrid.restore(["c"])
+    with pytest.raises(OutOfPages):
+        world.hybrid.restore(["d"])
+    for each in "abcd":
+        world.hybrid.release(each, at=0)
+    world.nothing_left()
+
+
+def test_a_prefill_state_becomes_a_checkpoint_at_once(worlds: Any) -> None:
+    world = worlds()
+    prompt = Prompt(tokens(42))
+    world.begin("a", prompt)
+    world.step("a", 16)
+    assert world.there(prompt)["device"] == [16]
+    world.step("a", 32)
+    world.step("a", 42)
+    assert world.there(prompt)["device"] == [16, 32, 40]
+    world.end("a")
+    assert world.there(prompt)["device"] == [16, 32, 40]
+    world.nothing_left()
+
+
+def test_without_a_slot_in_exchange_it_waits_for_the_end(worlds: Any) -> None:
+    world = worlds(slots=2)
+    prompt = Prompt(tokens(42))
+    world.begin("a", prompt)
+    world.step("a", 16)
+    assert world.there(prompt)["device"] == []
+    world.step("a", 42)
+    assert world.there(prompt)["device"] == []
+    world.end("a")
+    assert world.there(prompt)["device"] == [40]
+    world.nothing_left()
+
+
+def test_an_abort_leaves_no_checkpoint(worlds: Any) -> None:
+    world = worlds(slots=2)
+    prompt = Prompt(tokens(42))
+    world.begin("a", prompt)
+    world.step("a", 42)
+    assert world.hybrid.release("a", at=42, publish=False) == 0
+    assert world.there(prompt) == {"device": [], "host": []}
+    world.nothing_left()
+
+
+def test_preempted_it_goes_on_where_its_state_was(worlds: Any) -> None:
+    world = worlds()
+    prompt = Prompt(tokens(82))
+    world.begin("a", prompt)
+    world.step("a", 32)
+    world.step("a", 36, save=False)
+    assert world.hybrid.release("a", at=36) == 36
+    match = world.begin("a", prompt)
+    assert (match.usable, match.tier) == (36, Tier.DEVICE)
+    world.step("a", 82)
+    world.end("a")
+    world.nothing_left()
+
+
+@pytest.mark.parametrize("what", ["kv", "state"])
+def test_a_load_that_fails(worlds: Any, what: str) -> None:
+    world = worlds()
+    prompt = Prompt(tokens(42))
+    world.run("a", prompt)
+    world.slots.evict(16)
+    world.world.index.evict(64)
+    (world.mover if what == "state" else world.world.mover).fail_next = 1
+    world.plan(prompt, "b")
+    match = world.hybrid.take("b")
+    assert match.usable == 40
+    world.hybrid.allocate("b", 42)
+    world.hybrid.restore(["b"])
+    fetch = world.hybrid.fetch("b")
+    with pytest.raises(TransferFailed):
+        fetch.wait()
+    with pytest.raises(TransferFailed):
+        fetch.done()
+    assert fetch.failed
+    assert fetch.tokens == 0
+    before = world.hybrid.stats()
+    match = world.hybrid.restart("b")
+    assert (match.usable, match.kv.usable) == (0, 0)
+    assert world.hybrid.stats().usable_tokens == before.usable_tokens - 40
+    assert world.manager.stats().requests == 2
+    assert world.manager.stats().host_tokens == 0
+    world.hybrid.allocate("b", 42)
+    world.begun("b", prompt, 0)
+    world.step("b", 42)
+    world.end("b")
+    assert world.there(prompt)["device"] == [40]
+    world.nothing_left()
+
+
+def test_a_state_that_did_not_come_is_not_donated(worlds: Any) -> None:
+    world = worlds()
+    prompt = Prompt(tokens(42))
+    world.run("a", prompt)
+    world.slots.evict(16)
+    world.mover.fail_next = 1
+    world.begin("b", Prompt([*prompt.tokens, 1, 2, 3, 4, 5, 6]), wait=False)
+    world.manager.commit("b", 44)
+    assert world.hybrid.release("b", at=44) == 0
+    world.nothing_left()
+
+
+def test_restart_needs_an_end_of_the_load(worlds: Any) -> None:
+    world = worlds()
+    prompt = Prompt(tokens(42))
+    world.run("a", prompt)
+    world.slots.evict(16)
+    world.plan(prompt, "b")
+    world.hybrid.take("b")
+    with pytest.raises(ConfigError, match="restore it"):
+        world.hybrid.restart("b")
+    with pytest.raises(ConfigError, match="restore it first"):
+        world.hybrid.fetch("b")
+    with pytest.raises(ConfigError, match="has no slots"):
+        world.hybrid.saving("b", 4)
+    world.mover.at_once = False
+    world.hybrid.restore(["b"])
+    with pytest.raises(ConfigError, match="wait for its loads"):
+        world.hybrid.restart("b")
+    with pytest.raises(ConfigError, match="slots already"):
+        world.hybrid.restore(["b"])
+    with pytest.raises(ConfigError, match="restored already"):
+        world.hybrid.forgo("b")
+    assert not world.hybrid.fetch("b").done()
+    world.hybrid.release("b", publish=False)
+    assert world.hybrid.leaving == 1
+    world.nothing_left()
+
+
+def test_forgo_takes_what_the_device_has(worlds: Any) -> None:
+    world = worlds()
+    prompt = Prompt(tokens(42))
+    world.compute(prompt)
+    world.save(prompt, 12, 24, 40)
+    world.world.index.evict(4)  # of 10 blocks
+    assert world.plan(prompt, "a").kv.host == 16
+    world.hybrid.take("a")
+    match = world.hybrid.forgo("a")
+    assert (match.usable, match.kv.device, match.kv.load) == (24, 24, 0)
+    assert world.hybrid.forgo("a") == match
+    world.hybrid.allocate("a", 42)
+    world.hybrid.restore(["a"])
+    assert world.hybrid.fetch("a").done()
+    world.hybrid.release("a", at=24)
+    assert world.hybrid.stats().usable_tokens == 24
+    world.nothing_left()
+
+
+def test_save_plans(worlds: Any) -> None:
+    world = worlds(config={"saves": Saves.END_ONLY})
+    prompt = Prompt(tokens(42))
+    world.compute(Prompt(prompt.tokens[:22]))
+    match = world.begin("a", prompt)
+    assert match.branching == 20
+    plan = world.hybrid.save_plan("a", 0, 42)
+    assert (plan.end, plan.position, plan.needed) == (20, 20, True)
+    plan = world.hybrid.save_plan("a", 20, 42)
+    assert (plan.end, plan.position) == (40, 40)
+    world.hybrid.release("a", at=0)
+    world.begin("b", prompt, wishes=Wishes(write=False))
+    assert world.hybrid.save_plan("b", 0, 42).position is None
+    assert world.hybrid.saving("b", 20) is None
+    world.hybrid.release("b", at=0)
+    with pytest.raises(LeaseLost):
+        world.hybrid.save_plan("b", 0, 42)
+    world.nothing_left()
+
+
+def test_a_position_off_the_grid(worlds: Any) -> None:
+    world = worlds(chunk=8)
+    world.begin("a", tokens(42))
+    with pytest.raises(ConfigError, match="multiple of 8"):
+        world.hybrid.saving("a", 12)
+    world.hybrid.release("a", at=0)
+
+
+def test_slots_of_the_engine(worlds: Any) -> None:
+    world = worlds(slots=None)
+    prompt = Prompt(tokens(42))
+    world.begin("a", prompt, slots=[3, 5])
+    world.mover.at_once = False
+    world.step("a", 16)
+    assert world.checkpoints.in_flight([3, 5]).tolist() == [False, True]
+    world.step("a", 32)  # the only slot beside is being read: nothing is saved
+    world.settle()
+    world.step("a", 42)
+    world.settle()
+    assert world.there(prompt) == {"host": [16, 40]}
+    world.end("a")
+    world.mover.at_once = True
+    match = world.run("b", prompt, slots=[1, 2])
+    assert (match.usable, match.tier) == (40, Tier.HOST)
+    world.nothing_left()
+
+
+def test_who_does_not_write_leaves_nothing(worlds: Any) -> None:
+    world = worlds()
+    prompt = Prompt(tokens(42))
+    world.run("a", prompt, wishes=Wishes(write=False))
+    assert world.there(prompt) == {"device": [], "host": []}
+    world.run("b", prompt, wishes=Wishes(tiers={"device"}))
+    assert world.there(prompt) == {"device": [40], "host": []}
+    world.nothing_left()
+
+
+def test_rejected_states_are_not_donated(worlds: Any) -> None:
+    world = worlds(slots=2)
+    prompt = Prompt(tokens(42))
+    world.begin("a", prompt)
+    world.step("a", 42)
+    assert world.hybrid.reject("a", 36) is None
+    assert world.hybrid.release("a", kept=36) == 0
+    world.nothing_left()
+
+
+# ---- weights, pauses, errors
+
+
+def test_other_weights(worlds: Any) -> None:
+    world = worlds(weights="v1")
+    prompt = Prompt(tokens(42))
+    world.run("a", prompt)
+    world.begin("b", prompt)
+    world.hybrid.begin_update()
+    assert world.look(prompt).usable == 0
+    assert world.hybrid.release("b", at=40) == 0
+    world.hybrid.finish_update("v1")
+    assert world.look(prompt).kv_tokens == 0
+    world.compute(prompt)
+    match = world.look(prompt)
+    assert (match.kv_tokens, match.usable) == (40, 0)
+    world.nothing_left()
+
+
+def test_pausing(worlds: Any) -> None:
+    world = worlds()
+    prompt = Prompt(tokens(42))
+    world.hybrid.pause()
+    world.run("a", prompt)
+    assert world.there(prompt) == {"device": [40], "host": []}
+    assert world.manager.host.stats().ready == 0
+    world.hybrid.resume()
+    world.settle()
+    assert world.there(prompt)["host"] == [40]
+    assert world.manager.host.stats().ready == 10
+    world.nothing_left()
+
+
+def test_errors_of_states_are_misses(worlds: Any) -> None:
+    world = worlds(failures=2)
+    prompt = Prompt(tokens(42))
+    world.run("a", prompt)
+    deepest = world.checkpoints.deepest
+
+    def broken(*what: Any, **how: Any) -> Any:
+        raise NoSpace("arranged")
+
+    world.checkpoints.deepest = broken
+    match = world.plan(prompt, "b")
+    assert (match.usable, match.kv.usable) == (0, 0)
+    assert world.hybrid.take("b").usable == 0
+    world.hybrid.release("b")
+    assert world.look(prompt).usable == 0  # and now it is not asked any more
+    world.checkpoints.deepest = deepest
+    assert world.look(prompt).usable == 0
+    world.hybrid.enable()
+    assert world.look(prompt).usable == 40
+    world.nothing_left()
+
+
+def test_configuration() -> None:
+    with pytest.raises(ConfigError, match="Saves"):
+        HybridConfig(saves="interior")  # type: ignore[arg-type]
+
+
+def test_tails_of_kv_go_by_policy(worlds: Any) -> None:
+    world = worlds(chunk=16, config={"drop_tails": True})
+    prompt = Prompt(tokens(46))
+    world.run("a", prompt)
+    world.settle()
+    assert world.manager.peek_many([prompt])[0].found == 32
+    assert world.hybrid.stats().dropped_tokens == 2 * 12
+    other = Prompt([*prompt.tokens[:40], *tokens(6, 2)])
+    world.begin("b", other)
+    world.begin("c", other)
+    world.step("b", 46)
+    world.step("c", 46)
+    world.end("b")
+    assert world.manager.peek_many([other])[0].found == 44  # another still uses it
+    world.end("c")
+    world.settle()
+    assert world.manager.peek_many([other])[0].found == 32
+    world.nothing_left()
+
+
+def test_states_wait_for_nobody_to_close(worlds: Any) -> None:
+    world = worlds()
+    world.copier.at_once = False
+    world.begin("a", tokens(42))
+    world.copier.at_once = True
+    world.copier.finish()
+    world.hybrid.close()
+    assert world.hybrid.leaving == 0
+    with pytest.raises(LeaseLost):
+        world.hybrid.restore(["a"])
+    assert isinstance(world.hybrid.stats().requests, int)
+    assert np.isclose(world.hybrid.stats().request_ratio, 0)
