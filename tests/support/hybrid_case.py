@@ -16,7 +16,7 @@ from lightcache.hybrid.config import HybridConfig
 from lightcache.hybrid.grids import Grid
 from lightcache.hybrid.manager import HybridManager
 from lightcache.hybrid.matches import HybridMatch
-from lightcache.hybrid.spaces import Path
+from lightcache.hybrid.spaces import Path, Tier
 from lightcache.manager import Prompt
 
 
@@ -72,11 +72,14 @@ class LateCopier:
             self.finish()
         return made
 
-    def finish(self) -> None:
-        """Everything that was launched happens."""
-        for each in self.going:
-            each.go_on()
-        self.going.clear()
+    def launch(self, act: Callable[[], None]) -> None:
+        """Anything else on the same stream."""
+        self._begin(act)
+
+    def finish(self, count: int | None = None) -> None:
+        """The first of what was launched happens; None: all."""
+        for _ in range(len(self.going) if count is None else min(count, len(self.going))):
+            self.going.pop(0).go_on()
 
 
 class HybridWorld:
@@ -279,6 +282,13 @@ class HybridWorld:
             at = (np.flatnonzero(flags) + 1) * self.hybrid.step
             found[tier.value] = at.tolist()
         return found
+
+    def content_of(self, tier: Tier, page: int) -> int:
+        """The stamp in a slot or a host page."""
+        if tier is Tier.DEVICE:
+            return int(self.store.slots[page])
+        assert self.states is not None
+        return int(np.frombuffer(memoryview(self.states.pool[page]), np.uint64)[0])
 
     def settle(self) -> None:
         """Copies happen."""

@@ -1,0 +1,31 @@
+"""A hybrid manager against an oracle, with random calls and tiny capacities.
+
+LIGHTCACHE_TEST_EXAMPLES chooses how many runs of up to 100 calls; a sixth of them here.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
+from model.hybrid_machine import HybridMachine
+
+EXAMPLES = int(os.environ.get("LIGHTCACHE_TEST_EXAMPLES", "300")) // 6
+
+
+@pytest.mark.timeout(120 + 4 * EXAMPLES)  # half a second each when alone
+def test_what_is_usable_is_what_must_be(segment_name: str) -> None:
+    run_state_machine_as_test(
+        lambda: HybridMachine(segment_name),
+        settings=settings(
+            max_examples=EXAMPLES,
+            stateful_step_count=100,
+            deadline=None,
+            report_multiple_bugs=False,
+            database=None,
+            derandomize=True,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
