@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,6 @@ from lightcache._arguments import Keys, Pages
 from lightcache.cache import Cache
 from lightcache.errors import ConfigError, LeaseLost, LightcacheError, OutOfPages
 from lightcache.held import Named
-from lightcache.hybrid import _flat
 from lightcache.hybrid.spaces import Path, StateSpace, StateSpaces, Tier
 from lightcache.hybrid.statistics import CheckpointStats, Counts
 from lightcache.hybrid.traffic import StateTraffic
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 _NEW, _PRESENT = int(KeyStatus.NEW), int(KeyStatus.PRESENT)
 
+
+_PARTED = 1 << 12  # forks that are remembered
 
 Found = tuple[Tier, int]
 """A tier, and how many positions of a path end with the checkpoint there: 1 or more."""
@@ -65,10 +67,10 @@ class Checkpoints:
         """Everything stays the caller's to close, behind this.
 
         Args:
-            slots: an index whose pages are the device's slots, for checkpoints and for what running
-                requests write; None: the engine has slots for running requests and no others, and
-                numbers them itself.
-            host: a cache whose pages are states; None: none.
+            slots: a flat index whose pages are the device's slots, for checkpoints and for what
+                running requests write; None: the engine has slots for running requests and no
+                others, and numbers them itself.
+            host: a flat cache whose pages are states; None: none.
             mover: who moves bytes between slots and host pages: a page holds one token, the slot.
             copier: who copies from slot to slot.
             write: THROUGH: a checkpoint goes to the host at once; BACK: when the device needs its
@@ -79,8 +81,14 @@ class Checkpoints:
             time_limit: seconds that a call may wait for a lock.
 
         Raises:
-            ConfigError: what does not go together.
+            ConfigError: what does not go together, or an index that is not flat.
         """
+        for index in (slots, None if host is None else host.index):
+            if index is not None and not index.flat:
+                raise ConfigError(
+                    f"checkpoints: expected indexes made with flat=True, found {index}; else the "
+                    "deepest checkpoints would go first"
+                )
         if slots is None and host is None:
             raise ConfigError("checkpoints: expected slots, a host cache or both, found neither")
         if host is not None and mover is None:
@@ -98,6 +106,8 @@ class Checkpoints:
         self.spaces = StateSpaces(slots, host)
         self.traffic = StateTraffic(self, mover, time_limit)
         self._planned: dict[Hashable, Tier] = {}
+        self._parted: OrderedDict[bytes, None] = OrderedDict()
+        """Keys at which prompts part."""
         self._later: list[int] = []
         """Slots that could not be given back yet."""
 
@@ -129,7 +139,8 @@ class Checkpoints:
             if tiers is not None and tier.value not in tiers:
                 continue
             first = 0 if best is None else best[1]
-            found = _flat.deepest(index, path.keys[first:count], path.space.of(tier))
+            keys = path.keys[first:count]
+            found = index.deepest(keys, namespace=path.space.of(tier))
             if found:
                 best = tier, first + found
         return best
@@ -257,11 +268,11 @@ class Checkpoints:
         space, named = path.space.device, Named(1)
         chain = self.chain(Tier.DEVICE, path, count)
         try:
+            if len(chain) > 1:  # what it hangs on counts as used, and before it
+                self.slots.reserve(chain[:1], 1, namespace=space).release()
             self.slots.name_pages(
                 np.array([slot], np.int32), chain, len(chain) - 1, namespace=space, into=named
             )
-            if len(chain) > 1:  # what it hangs on counts as used
-                self.slots.reserve(chain[:1], 1, namespace=space).release()
         except LightcacheError:  # the weights have gone, or the lock did not come
             pass
         return int(named.pages[0]) if named.status[0] in (_NEW, _PRESENT) else None
@@ -281,9 +292,10 @@ class Checkpoints:
         """The key of a new checkpoint, behind that of the deepest one before it."""
         index = self._index(tier)
         assert index is not None
-        before = _flat.deepest(index, path.keys[: count - 1], path.space.of(tier))
-        key = np.ascontiguousarray(path.key(count))
-        return _flat.linked(path.key(before), key) if before else key
+        before = index.deepest(path.keys[: count - 1], namespace=path.space.of(tier))
+        if not before:
+            return path.key(count)
+        return np.concatenate([path.key(before), path.key(count)])
 
     def bound(self, tier: Tier, path: Path, count: int) -> None:
         """With more than `most` on a path the shallowest go, but no forks, not the last one, and
@@ -300,12 +312,25 @@ class Checkpoints:
         there = np.flatnonzero(found)
         if len(there) <= most:
             return
-        forks = _flat.children(index, np.ascontiguousarray(keys[there]), space) > 1
         excess = len(there) - most
-        for i, fork in zip(there[:-1].tolist(), forks[:-1].tolist(), strict=True):
+        forks = self._forks(index.children(keys[there], namespace=space), keys[there])
+        for i, fork in zip(there[:-1].tolist(), forks, strict=False):
             if excess and not fork and index.drop(keys[i : i + 1], namespace=space):
                 self.counts.add(bounded=1)
                 excess -= 1
+
+    def _forks(self, children: Pages, keys: Keys) -> list[bool]:
+        """Which of these are forks, or were: if what hangs on one has gone by the bound, prompts
+        still part there, and nothing but this tells."""
+        found = []
+        for count, key in zip(children.tolist(), keys, strict=True):
+            digest = key.tobytes()
+            if count > 1:
+                self._parted[digest] = None
+            found.append(digest in self._parted)
+        while len(self._parted) > _PARTED:
+            self._parted.popitem(last=False)
+        return found
 
     def demote(self, n: int) -> int:
         """Begin to write back up to n checkpoints of the device, those unused for longest, and free

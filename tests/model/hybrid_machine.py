@@ -6,6 +6,7 @@ launched on its stream happens later, in order; transfers happen whenever they l
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from dataclasses import dataclass, field
 from typing import Any
@@ -138,7 +139,9 @@ class HybridMachine(RuleBasedStateMachine):
 
         deep = reach(len(prompt) - 1)
         there = {position for each in self.world.there(prompt).values() for position in each}
-        usable = [position for position in there if position <= deep and reach(position) == position]
+        usable = [
+            position for position in there if position <= deep and reach(position) == position
+        ]
         return deep, max(usable, default=0)
 
     def imagined(self, prompt: Prompt) -> tuple[int, int]:
@@ -322,9 +325,7 @@ class HybridMachine(RuleBasedStateMachine):
             assert (self.world.world.content(request, one.at) == stamps).all()
         return one.ready
 
-    def launch(
-        self, request: int, one: One, begin: int, end: int, position: int | None
-    ) -> None:
+    def launch(self, request: int, one: One, begin: int, end: int, position: int | None) -> None:
         """A forward pass on the device's stream."""
         assert self.world is not None
         hybrid, store = self.hybrid, self.world.store.slots
@@ -453,10 +454,8 @@ class HybridMachine(RuleBasedStateMachine):
         if not paused:
             self.hybrid.resume()
             return
-        try:
+        with contextlib.suppress(WaitTimeout):
             self.hybrid.pause(0)
-        except WaitTimeout:
-            pass
 
     @rule(rename=st.booleans(), really=st.integers(0, 3))
     def update(self, rename: bool, really: int) -> None:

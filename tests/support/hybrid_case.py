@@ -109,7 +109,9 @@ class HybridWorld:
         """
         self.world = World(name, **world)
         manager = self.world.manager
-        self.slots = None if slots is None else PageIndex.create(f"{name}.slots", pages=slots)
+        self.slots = (
+            None if slots is None else PageIndex.create(f"{name}.slots", pages=slots, flat=True)
+        )
         self.states = None if state_pages is None else open_states(f"{name}.states", state_pages)
         # An engine without slots for checkpoints has its own for running requests.
         self.store = StampedDevice(slots or 64, 1)
@@ -338,6 +340,7 @@ def open_states(name: str, pages: int) -> Cache:
         page_bytes=TOKEN_BYTES,
         page_tokens=1,
         fingerprint="stamped states",
+        flat=True,
         secret=SECRET,
     )
 

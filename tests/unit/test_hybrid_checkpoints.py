@@ -117,6 +117,39 @@ def test_at_most_so_many_on_a_path(worlds: Any) -> None:
     world.nothing_left()
 
 
+def test_the_bound_spares_forks(worlds: Any) -> None:
+    world = worlds(states={"most": 2})
+    stem = tokens(16)
+    one, other = (Prompt([*stem, *tokens(40, seed)]) for seed in (1, 2))
+    world.save(one, 8, 16, 24)
+    assert world.there(one)["device"] == [16, 24]
+    world.save(other, 24)
+    assert world.there(other)["device"] == [16, 24]
+    for position in (32, 40, 48):  # what hangs on the fork goes, and it stays
+        world.save(one, position)
+        assert world.there(one) == {"device": [16, position], "host": [16, position]}
+    world.save(other, 32)
+    assert world.there(other) == {"device": [16, 32], "host": [16, 32]}
+    world.nothing_left()
+
+
+def test_a_new_one_hangs_on_the_deepest_before_it(worlds: Any) -> None:
+    """Which counts as used by that, and no other one does."""
+    world = worlds(slots=4, state_pages=None)
+    prompt = Prompt(tokens(41))
+    world.save(prompt, 8, 16, 12)
+    path = world.path(prompt)
+    children = world.slots.children(path.keys, namespace=path.space.device)
+    assert children[[1, 2, 3]].tolist() == [2, 0, 0]
+    world.save(Prompt(prompt.tokens[:15]), 8)  # there already, and now the newest
+    world.save(Prompt([*prompt.tokens[:13], 5, 5, 5, 5]), 16)  # hangs on 12
+    world.slots.evict(1)
+    assert world.there(prompt)["device"] == [8, 12]
+    world.slots.evict(1)
+    assert world.there(prompt)["device"] == [12]
+    world.nothing_left()
+
+
 def test_the_bound_spares_what_is_in_use(worlds: Any) -> None:
     world = worlds(states={"most": 2})
     prompt = Prompt(tokens(41))
@@ -268,6 +301,9 @@ def test_clearing_while_a_copy_goes_on(worlds: Any) -> None:
 
 def test_arguments(worlds: Any, segment_name: str) -> None:
     with PageIndex.create(f"{segment_name}.x", pages=2) as slots:
+        with pytest.raises(ConfigError, match="flat"):
+            Checkpoints(slots, None)
+    with PageIndex.create(f"{segment_name}.x", pages=2, flat=True) as slots:
         for wrong, how in (
             ("THROUGH or BACK", {"write": WritePolicy.SELECTIVE}),
             ("most", {"most": 0}),
