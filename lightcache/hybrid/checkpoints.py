@@ -227,7 +227,9 @@ class Checkpoints:
 
     # ---- making them
 
-    def donate(self, slot: int, path: Path, count: int, *, host: bool = True) -> Movement | None:
+    def donate(
+        self, slot: int, path: Path, count: int, *, host: bool = True, fork: bool = False
+    ) -> Movement | None:
         """A slot's state becomes the checkpoint at the last of the first `count` positions; nothing
         is copied. The slot is the cache's from then on: not to be written, read or freed by whom
         had it. If another slot holds that state already, this one is free.
@@ -239,11 +241,14 @@ class Checkpoints:
 
         Args:
             host: whether it may go to the host.
+            fork: prompts part there, though nothing hangs on it yet: the bound spares it.
 
         Returns:
             The copy to the host that reads the slot, if one was begun.
         """
         with self.lock:
+            if fork:
+                self._parted[path.key(count).tobytes()] = None
             if self.slots is None:
                 return self.traffic.offload(slot, path, count, unpin=False) if host else None
             pinned = self._name(slot, path, count)

@@ -105,7 +105,11 @@ class Donor:
             owner.checkpoints.give_back([state.slot])
             return False
         movement = owner.checkpoints.donate(
-            state.slot, path, state.position // owner.step, host="host" in one.wishes.tiers
+            state.slot,
+            path,
+            state.position // owner.step,
+            host="host" in one.wishes.tiers,
+            fork=state.position == one.match.branching,
         )
         if movement is not None and owner.checkpoints.slots is None:
             one.movements.append(movement)

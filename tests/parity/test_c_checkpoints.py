@@ -1,0 +1,227 @@
+"""Rows C1 to C8: checkpoints of recurrent state, detached from the KV they were taken at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from support.hybrid_case import made_hybrids, tokens
+from support.manager_case import Shelf
+
+from lightcache.errors import OutOfPages
+from lightcache.hybrid.spaces import Tier
+from lightcache.manager import Prompt
+
+
+@pytest.fixture
+def worlds(segment_name: str) -> Iterator[Any]:
+    yield from made_hybrids(segment_name)
+
+
+def pins(world: Any) -> list[int]:
+    """Of the four indexes."""
+    every = [world.world.index, world.manager.host.index, world.slots, world.states.index]
+    return [index.check().pins for index in every]
+
+
+# ---- C1
+
+
+def test_c1_a_checkpoint_has_the_key_of_kv_and_outlives_it(worlds: Any) -> None:
+    world = worlds()
+    prompt = Prompt(tokens(42))
+    world.run("a", prompt)
+    space = world.manager._spaces.of("")
+    key = prompt.keys(space.device_spec)[9]  # of 40 tokens
+    assert (world.path(prompt).key(10)[0] == key).all()
+    world.world.index.evict(64)
+    world.manager.host.evict(64)
+    assert world.there(prompt) == {"device": [40], "host": [40]}
+    match = world.look(prompt)
+    assert (match.kv_tokens, match.usable) == (0, 0)
+    world.compute(prompt)  # KV comes back, by whoever
+    assert world.look(prompt).usable == 40
+    assert world.look(Prompt([*prompt.tokens[:39], 1, 2, 3])).usable == 0  # another digest
+    world.nothing_left()
+
+
+# ---- C2
+
+
+def test_c2_the_longest_within_kv_and_a_limit(worlds: Any) -> None:
+    world = worlds()
+    prompt = Prompt(tokens(42))
+    world.save(prompt, 8, 16, 32, 40)
+    world.compute(Prompt(prompt.tokens[:30]))
+    assert world.look(prompt).usable == 16
+    assert world.look(prompt, limit=15).usable == 8
+    world.compute(prompt)
+    world.world.index.evict(64)  # only the host has KV
+    assert world.look(prompt).usable == 40
+    assert world.look(prompt, limit=39).usable == 32
+
+
+def test_c2_a_match_marks_use(worlds: Any) -> None:
+    world = worlds(slots=4, state_pages=None)
+    prompts = [Prompt(tokens(18, seed)) for seed in range(4)]
+    for prompt in prompts:
+        world.compute(prompt)
+        world.save(prompt, 16)
+    assert world.look(prompts[0]).usable == 16
+    for left in ([0, 2, 3], [0, 3], [0], []):
+        world.slots.evict(1)
+        there = [i for i, each in enumerate(prompts) if world.there(each)["device"]]
+        assert there == left
+
+
+# ---- C3
+
+
+def test_c3_host_kv_beyond_the_checkpoint_is_not_loaded(worlds: Any) -> None:
+    world = worlds()
+    prompt = Prompt(tokens(62))
+    world.compute(prompt)
+    world.save(prompt, 32)
+    world.world.index.evict(13)  # of 15: 8 tokens stay
+    match = world.begin("a", prompt)
+    assert (match.usable, match.kv_tokens) == (32, 60)
+    assert (match.kv.device, match.kv.host, match.kv.load) == (8, 24, 24)
+    assert world.manager.stats().loaded_pages == 6
+    world.hybrid.release("a", at=32)
+    world.nothing_left()
+
+
+# ---- C4
+
+
+def test_c4_looking_takes_no_references(worlds: Any) -> None:
+    world = worlds()
+    prompt = Prompt(tokens(42))
+    world.compute(prompt)
+    world.save(prompt, 16)
+    path = world.path(prompt)
+    ticks = [index.stats() for index in (world.world.index, world.slots)]
+    assert world.manager.peek_many([prompt])[0].usable == 40
+    assert world.checkpoints.deepest(path) == (Tier.DEVICE, 4)
+    assert pins(world) == [0, 0, 0, 0]
+    assert [index.stats() for index in (world.world.index, world.slots)] == ticks
+    assert world.plan(prompt).usable == 16
+    assert pins(world) == [4, 0, 1, 0]  # and not of the 24 tokens behind
+    world.hybrid.cancel("plan")
+    assert pins(world) == [0, 0, 0, 0]
+
+
+# ---- C5
+
+
+def test_c5_hits_of_the_tiers_add_up(worlds: Any) -> None:
+    world = worlds(page=8, storage=Shelf)
+    prompt = Prompt(tokens(57))
+    world.compute(Prompt(prompt.tokens[:41]))
+    world.save(prompt, 16, 40)
+    for gone, (device, host) in ((0, (40, 0)), (4, (24, 16)), (3, (12, 28)), (3, (0, 40))):
+        world.world.index.evict(gone)
+        match = world.look(prompt)
+        assert match.usable == 40
+        assert (match.device_tokens, match.host_tokens, match.storage_tokens) == (device, host, 0)
+        match = world.look(prompt, limit=20)
+        assert match.usable == 16
+        assert (match.device_tokens, match.host_tokens) == (min(16, device), max(0, 16 - device))
+    world.manager._storage.store(prompt)
+    world.manager.host.evict(2)  # of 5: 24 tokens stay, and a plan of KV brings the others
+    before = world.manager._storage
+    world.manager.plan("kv", prompt, limit=40)
+    before.tasks[-1].go_on()
+    world.manager.cancel("kv")
+    match = world.begin("a", prompt)
+    figures = world.manager.stats()
+    assert match.usable == 40
+    assert match.device_tokens + match.host_tokens + match.storage_tokens == 40
+    assert min(match.device_tokens, match.host_tokens, match.storage_tokens) >= 0
+    assert figures.device_tokens + figures.host_tokens + figures.storage_tokens >= 40
+    world.hybrid.release("a", at=40)
+
+
+# ---- C6
+
+
+def test_c6_tokens_are_hashed_once(worlds: Any, monkeypatch: Any) -> None:
+    world = worlds(page=4, chunk=16)
+    hashed: list[int] = []
+    from lightcache.hashing import PageHasher
+
+    update = PageHasher.update
+
+    def counted(self: Any, ids: Any, **how: Any) -> Any:
+        hashed.append(len(ids))
+        return update(self, ids, **how)
+
+    monkeypatch.setattr(PageHasher, "update", counted)
+    prompt = Prompt(tokens(100))
+    for _ in range(3):
+        world.look(prompt)
+    world.run("a", prompt)
+    world.run("b", prompt)
+    assert hashed == [100]
+
+
+# ---- C7
+
+
+def test_c7_states_are_evicted_on_their_own(worlds: Any) -> None:
+    world = worlds(slots=4, state_pages=None)
+    prompts = [Prompt(tokens(18, seed)) for seed in range(4)]
+    for prompt in prompts:
+        world.compute(prompt)
+        world.save(prompt, 16)
+    ready = world.world.index.stats().ready
+    assert world.plan(prompts[0], "a").usable == 16
+    world.hybrid.take("a")
+    world.hybrid.restore(["a"])  # takes a slot of the oldest, which is not the one in use
+    world.checkpoints.free(world.checkpoints.acquire(1))
+    there = [i for i, each in enumerate(prompts) if world.there(each)["device"]]
+    assert 0 in there
+    assert world.world.index.stats().ready == ready
+    world.hybrid.release("a", at=16)
+    world.nothing_left()
+
+
+def test_c7_never_one_in_use(worlds: Any) -> None:
+    world = worlds(slots=2, state_pages=None)
+    prompt = Prompt(tokens(18))
+    world.compute(prompt)
+    world.save(prompt, 16)
+    world.plan(prompt, "a")
+    world.hybrid.take("a")
+    held = world.checkpoints.acquire(1)
+    with pytest.raises(OutOfPages):
+        world.checkpoints.acquire(1)
+    assert world.there(prompt)["device"] == [16]
+    world.checkpoints.free(held)
+    world.hybrid.release("a")
+    world.nothing_left()
+
+
+# ---- C8
+
+
+@pytest.mark.parametrize(("tail", "position"), [(True, 44), (False, 32)])
+def test_c8_a_last_page_that_is_partly_filled(worlds: Any, tail: bool, position: int) -> None:
+    """Host pages of 16 tokens and blocks of 4: 47 tokens end in the third page."""
+    world = worlds(block=4, page=16, tail=tail, blocks=64)
+    prompt = Prompt(tokens(47))
+    world.run("a", prompt)
+    assert world.there(prompt)["device"] == [position]
+    match = world.begin("b", Prompt([*prompt.tokens, *tokens(9, 1)]))
+    assert match.usable == position
+    world.hybrid.release("b", at=position)
+    world.nothing_left()
+
+
+def test_c8_off_it_is_not_looked_for(worlds: Any) -> None:
+    world = worlds(block=4, page=16, chunk=16)
+    prompt = Prompt(tokens(70))
+    assert len(world.path(prompt).keys) == 4
+    assert isinstance(world.path(prompt).keys, np.ndarray)

@@ -1,0 +1,341 @@
+"""Rows D1, D2, D5 to D8, D12 and D14, of a scheduler's view: requests of a hybrid model, one
+behind the other and beside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from support.hybrid_case import made_hybrids, tokens
+from support.stamped import stamps_of
+
+from lightcache.errors import OutOfPages
+from lightcache.hybrid.saving import Saves
+from lightcache.hybrid.spaces import Tier
+from lightcache.manager import Prompt, WritePolicy
+
+
+@pytest.fixture
+def worlds(segment_name: str) -> Iterator[Any]:
+    yield from made_hybrids(segment_name)
+
+
+def branch(stem: Any, seed: int, n: int = 21) -> Prompt:
+    """A prompt that begins as others do."""
+    return Prompt([*stem, *tokens(n, seed)])
+
+
+# ---- D1
+
+
+def test_d1_kv_may_go_deeper_and_says_so(worlds: Any) -> None:
+    world = worlds(chunk=16)
+    prompt = Prompt(tokens(78))
+    world.run("a", prompt)
+    match = world.look(Prompt([*prompt.tokens[:60], 7]))
+    assert (match.usable, match.kv_tokens, match.kv.usable) == (0, 60, 0)
+    match = world.look(Prompt([*prompt.tokens, 7]))
+    assert (match.usable, match.kv_tokens, match.kv.usable) == (64, 76, 64)
+
+
+# ---- D2
+
+
+@pytest.mark.parametrize("saves", Saves, ids=lambda each: each.value)
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_d2_the_third_down_a_shared_prefix_hits(worlds: Any, saves: Saves, tier: str) -> None:
+    world = worlds(chunk=16, blocks=80, pages=80, config={"saves": saves, "between": False})
+    stem = tokens(54)
+    assert world.run("a", branch(stem, 1)).usable == 0
+    if tier == "host":
+        world.world.index.evict(80)
+    match = world.run("b", branch(stem, 2))
+    assert (match.usable, match.kv_tokens, match.branching) == (0, 52, 48)
+    match = world.run("c", branch(stem, 3))
+    assert (match.usable, match.branching) == (48, None)
+    match = world.run("d", branch(stem, 4))
+    assert match.usable == 48
+    world.nothing_left()
+
+
+def test_d2_a_branching_point_in_chunked_prefill(worlds: Any) -> None:
+    world = worlds(chunk=16, blocks=80, pages=80, config={"between": False})
+    stem = tokens(54)
+    world.run("a", branch(stem, 1))
+    prompt = branch(stem, 2)
+    world.begin("b", prompt)
+    for end in (10, 30, 50, len(prompt)):
+        world.step("b", end)
+    assert world.there(prompt)["device"] == [48, 64]
+    world.end("b")
+    world.nothing_left()
+
+
+# ---- D5
+
+
+def test_d5_the_newest_state_within_what_is_kept(worlds: Any) -> None:
+    world = worlds(every=8, config={"ahead": True})
+    for seed, (kept, position) in enumerate(((None, 32), (33, 32), (31, 24), (23, 0))):
+        prompt = Prompt(tokens(5, seed))
+        every = world.run(seed, prompt, more=30, at=False, kept=kept)
+        found = world.there(Prompt([*every, 0]))["device"]
+        assert found == [4, *([position] if position else [])], f"kept {kept}"
+    world.nothing_left()
+
+
+def test_d5_only_what_was_confirmed(worlds: Any) -> None:
+    world = worlds(every=8, config={"ahead": True})
+    prompt = Prompt(tokens(4))
+    world.begin("a", prompt)
+    world.every["a"] += tokens(30, 1).tolist()
+    world.step("a", 16)
+    stamps = stamps_of(world.every["a"])
+    assert world.hybrid.saving("a", 24) is not None  # a step in flight writes it
+    world.hybrid.commit("a", 24, new_tokens=np.array(world.every["a"][16:24]))
+    assert world.hybrid.release("a") == 16
+    world.settle()
+    every = Prompt([*world.every["a"]])
+    assert 24 not in world.there(every)["device"]
+    assert 16 in world.there(every)["device"]
+    assert len(stamps) == 34
+    world.nothing_left()
+
+
+def test_d5_donating_copies_nothing(worlds: Any) -> None:
+    world = worlds()
+    prompt = Prompt(tokens(42))
+    world.begin("a", prompt)
+    world.step("a", 40, save=False)
+    launches = world.copier.launches
+    slot = world.hybrid._request("a").slots.working
+    assert world.hybrid.release("a", at=40) == 40
+    assert world.copier.launches == launches
+    path = world.path(prompt)
+    with world.slots.match(path.key(10), namespace=path.space.device) as lease:
+        assert lease.pages.tolist() == [slot]
+    world.nothing_left()
+
+
+def test_d5_in_mid_prefill_only_for_another_slot(worlds: Any) -> None:
+    world = worlds(slots=3, config={"alternating": True})
+    prompt = Prompt(tokens(42))
+    world.begin("a", prompt)
+    world.step("a", 16)
+    assert world.there(prompt)["device"] == [16]  # the third slot came in exchange
+    assert world.plan(prompt, "b", limit=16).usable == 16  # and this one is in use now
+    world.step("a", 32)
+    assert world.there(prompt)["device"] == [16]
+    world.hybrid.cancel("b")
+    world.end("a")
+    assert world.there(prompt)["device"] == [16, 32]
+    world.nothing_left()
+
+
+def test_d5_planning_asks_the_device_nothing(worlds: Any) -> None:
+    world = worlds()
+    prompt = Prompt(tokens(42))
+    world.run("a", prompt)
+    world.copier.at_once = False
+    world.copier.launches = 0
+    for _ in range(3):
+        assert world.plan(prompt).usable == 40
+    assert world.copier.launches == 0
+
+
+# ---- D6
+
+
+def test_d6_the_matched_one_never_changes(worlds: Any) -> None:
+    world = worlds()
+    prompt = Prompt(tokens(42))
+    world.run("a", prompt)
+    path = world.path(prompt)
+    with world.slots.match(path.key(10), namespace=path.space.device) as lease:
+        slot = int(lease.pages[0])
+    before = int(world.store.slots[slot])
+    longer = [Prompt([*prompt.tokens, *tokens(20, seed)]) for seed in (1, 2)]
+    for i, each in enumerate(longer):
+        assert world.begin(i, each).usable == 40
+    for i in (0, 1):
+        world.step(i, 62)
+        assert world.store.slots[slot] == before
+        assert slot != world.hybrid._request(i).slots.working
+    for i in (0, 1):
+        world.end(i)
+    world.nothing_left()
+
+
+def test_d6_it_is_pinned_until_the_copy_was_executed(worlds: Any) -> None:
+    world = worlds(slots=3, state_pages=None)
+    prompt = Prompt(tokens(42))
+    world.run("a", prompt)
+    world.copier.at_once = False
+    world.plan(prompt, "b")
+    world.hybrid.take("b")
+    restored = world.hybrid.restore(["b"])
+    assert len(restored.sources) == 1
+    world.hybrid.poll()
+    assert world.slots.check().pins > world.slots.stats().held
+    world.settle()
+    assert world.slots.check().pins == world.slots.stats().held
+    assert world.store.slots[restored.working[0]] == stamps_of(prompt.tokens)[39]
+    world.hybrid.release("b", at=40)
+    world.nothing_left()
+
+
+def test_d6_without_a_match_it_begins_with_zeros(worlds: Any) -> None:
+    world = worlds(slots=2)
+    world.store.slots[:] = 77
+    world.plan(tokens(9), "a")
+    world.hybrid.take("a")
+    restored = world.hybrid.restore(["a"])
+    assert world.store.slots[restored.working].tolist() == [0]
+    assert restored.zeroed.tolist() == restored.working.tolist()
+    world.hybrid.release("a", at=0)
+    world.nothing_left()
+
+
+# ---- D7
+
+
+def test_d7_two_orders_of_eviction(worlds: Any) -> None:
+    world = worlds(state_pages=None)
+    prompt = Prompt(tokens(42))
+    world.run("a", prompt)
+    kv = world.manager.peek_many([prompt])[0]
+    world.slots.evict(99)
+    assert world.manager.peek_many([prompt])[0] == kv
+    assert world.look(prompt).usable == 0
+    world.save(prompt, 40)
+    world.world.index.evict(99)
+    world.manager.host.evict(99)
+    assert world.there(prompt)["device"] == [40]
+
+
+def test_d7_only_the_one_that_was_used_is_refreshed(worlds: Any) -> None:
+    world = worlds(slots=8, state_pages=None)
+    prompt = Prompt(tokens(42))
+    world.compute(prompt)
+    world.save(prompt, 8, 16, 24, 32)
+    assert world.look(prompt, limit=20).usable == 16
+    for left in ([16, 24, 32], [16, 32], [16]):
+        world.slots.evict(1)
+        assert world.there(prompt)["device"] == left
+
+
+# ---- D8
+
+
+def test_d8_a_bound_on_a_path(worlds: Any) -> None:
+    world = worlds(slots=30, state_pages=40, blocks=80, pages=80, states={"most": 2})
+    stem = tokens(24)
+    one, other = branch(stem, 1), branch(stem, 2)
+    world.run("a", one)
+    assert world.there(one)["device"] == [44]
+    world.run("b", other)  # saves where prompts part
+    assert world.there(other) == {"device": [24, 44], "host": [24, 44]}
+    longer = one
+    for turn in range(3):
+        longer = Prompt([*longer.tokens, *tokens(12, 10 + turn)])
+        world.run(turn, longer)
+    there = world.there(longer)["device"]
+    assert there == [24, len(longer) // 4 * 4]  # the fork, and the last
+    assert world.there(other) == {"device": [24, 44], "host": [24, 44]}
+    assert world.checkpoints.stats().bounded == 6
+    world.nothing_left()
+
+
+# ---- D12
+
+
+def eight(world: Any) -> list[int]:
+    """Eight prompts, and then all of them again: what each finds."""
+    prompts = [Prompt(tokens(46, seed)) for seed in range(8)]
+    for seed, prompt in enumerate(prompts):
+        world.run(seed, prompt)
+        world.settle()
+    return [world.run(10 + seed, prompt).usable for seed, prompt in enumerate(prompts[::-1])]
+
+
+def test_d12_an_undersized_device_still_gives_host_hits(worlds: Any) -> None:
+    world = worlds(slots=3, state_pages=24, blocks=24, pages=200, chunk=16)
+    assert eight(world) == [32] * 8
+    assert world.hybrid.stats().host_hits >= 6
+    world.nothing_left()
+
+
+def test_d12_an_undersized_host_gives_the_hits_that_fit(worlds: Any) -> None:
+    world = worlds(slots=2, state_pages=3, blocks=24, pages=200, chunk=16)
+    found = eight(world)
+    assert found[:3] == [32, 32, 32]
+    assert sum(each > 0 for each in found) >= 3
+    world.nothing_left()
+
+
+def test_d12_with_write_back(worlds: Any) -> None:
+    world = worlds(
+        slots=5,
+        state_pages=24,
+        blocks=24,
+        pages=200,
+        chunk=16,
+        states={"write": WritePolicy.BACK, "low_water": 3},
+    )
+    assert eight(world) == [32] * 8
+    assert world.hybrid.stats().host_hits > 0
+    world.nothing_left()
+
+
+def test_d12_without_any_device_slots(worlds: Any) -> None:
+    world = worlds(slots=None, state_pages=24, pages=200, chunk=16)
+    prompts = [Prompt(tokens(46, seed)) for seed in range(8)]
+    for seed, prompt in enumerate(prompts):
+        assert world.run(seed, prompt, slots=[2, 3]).usable == 0
+        world.settle()
+    for seed, prompt in enumerate(prompts):
+        match = world.run(10 + seed, prompt, slots=[4, 5])
+        assert (match.usable, match.tier) == (32, Tier.HOST)
+    world.nothing_left()
+
+
+def test_d12_without_a_host(worlds: Any) -> None:
+    world = worlds(slots=12, state_pages=None, pages=200, blocks=200, chunk=16)
+    assert eight(world) == [32] * 8
+    assert world.hybrid.stats().device_hits == 8
+    world.nothing_left()
+
+
+def test_d12_running_requests_before_checkpoints(worlds: Any) -> None:
+    """The device has slots for them alone: nothing is refused, nothing found there."""
+    how = {"pages": 200, "blocks": 200, "chunk": 16, "config": {"alternating": False}}
+    world = worlds(slots=2, state_pages=None, **how)
+    for seed in range(2):
+        world.begin(seed, Prompt(tokens(46, seed)))
+    with pytest.raises(OutOfPages):
+        world.begin("c", Prompt(tokens(46, 9)))
+    for request in (0, 1):
+        world.step(request, 46)
+        world.end(request)
+    world.hybrid.release("c")
+    world.nothing_left()
+
+
+# ---- D14
+
+
+@pytest.mark.parametrize("policy", [True, False])
+def test_d14_kv_that_no_checkpoint_can_use(worlds: Any, policy: bool) -> None:
+    world = worlds(chunk=16, config={"drop_tails": policy})
+    prompt = Prompt(tokens(46))
+    world.run("a", prompt)
+    world.settle()
+    kv = world.manager.peek_many([Prompt([*prompt.tokens, 1])])[0]
+    assert kv.found == (32 if policy else 44)
+    assert world.manager.host.peek(prompt.keys(world.manager._spaces.of("").host_spec)) == (
+        8 if policy else 11
+    )
+    assert world.look(prompt).usable == 32
+    world.nothing_left()
