@@ -80,7 +80,7 @@ class DeviceTier:
         try:
             self.index = self._create(blocks)
         except InUse:
-            _remove_orphan(self.name)
+            remove_orphan(self.name)
             self.index = self._create(blocks)
         self._began()
 
@@ -167,7 +167,7 @@ class DeviceTier:
         raise NotImplementedError
 
 
-def _remove_orphan(name: str) -> None:
+def remove_orphan(name: str) -> None:
     """Remove an index without a living client, whoever reads in it.
 
     Raises:
@@ -197,4 +197,4 @@ def room_of(index: PageIndex | None) -> Room:
     return Room(index.pages, index.stats().free, least)
 
 
-__all__ = ["NONE", "DeviceTier", "room_of"]
+__all__ = ["NONE", "DeviceTier", "remove_orphan", "room_of"]

@@ -29,6 +29,7 @@ SHAPES: list[dict[str, Any]] = [
     {"slots": 400, "state_pages": None, "blocks": 2000, "pages": 2000, "chunk": 8},
     # States run short, then KV, then both.
     {"slots": 6, "state_pages": 3, "blocks": 200, "pages": 200},
+    {"slots": 6, "state_pages": 60, "blocks": 200, "pages": 200},
     {"slots": 8, "state_pages": 30, "blocks": 48, "pages": 30, "chunk": 8},
     {"slots": 5, "state_pages": 8, "blocks": 40, "pages": 12, "block": 4, "page": 8},
     {"slots": 9, "state_pages": None, "blocks": 60, "pages": 90, "block": 4, "page": 2},

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from support.manager_case import SECRET, World, tokens
+from support.manager_case import SECRET, World, open_cache, tokens
 from support.stamped import TOKEN_BYTES, StampedDevice, StampedMover, stamps_of
 
-from lightcache import Cache, PageIndex
+from lightcache import Cache
 from lightcache.errors import ConfigError
 from lightcache.hybrid.checkpoints import Checkpoints
 from lightcache.hybrid.config import HybridConfig
+from lightcache.hybrid.device import create_slots
 from lightcache.hybrid.grids import Grid
 from lightcache.hybrid.manager import HybridManager
 from lightcache.hybrid.matches import HybridMatch
@@ -96,6 +97,7 @@ class HybridWorld:
         tail: bool = False,
         states: dict[str, Any] | None = None,
         config: dict[str, Any] | None = None,
+        shared: str | None = None,
         **world: Any,
     ) -> None:
         """Opens everything; `close` closes it.
@@ -105,14 +107,18 @@ class HybridWorld:
             state_pages: of the host; None: there is none.
             states: for the Checkpoints.
             config: for the HybridConfig.
+            shared: name of the host's caches, which others have, too; None: of our own.
             world: for the World.
         """
-        self.world = World(name, **world)
+        self.cache: Cache | None = None
+        if shared is not None:
+            self.cache = open_cache(shared, world.get("pages", 32), world.get("page", 4))
+        self.world = World(name, cache=self.cache, **world)
         manager = self.world.manager
-        self.slots = (
-            None if slots is None else PageIndex.create(f"{name}.slots", pages=slots, flat=True)
+        self.slots = None if slots is None else create_slots(f"{name}.slots", slots)
+        self.states = (
+            None if state_pages is None else open_states(f"{shared or name}.states", state_pages)
         )
-        self.states = None if state_pages is None else open_states(f"{name}.states", state_pages)
         # An engine without slots for checkpoints has its own for running requests.
         self.store = StampedDevice(slots or 64, 1)
         self.copier = LateCopier(self.store)
@@ -322,7 +328,7 @@ class HybridWorld:
         self.hybrid.close()
         self.checkpoints.close()
         self.world.close()
-        for each in (self.slots, self.states):
+        for each in (self.slots, self.states, self.cache):
             if each is not None:
                 each.close()
 
