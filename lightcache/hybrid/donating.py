@@ -154,9 +154,8 @@ class Donor:
         most = running.publishable()
         if kept is not None:
             most = min(most, kept)
-        # A copy that is on its way to the working slot still brings what was a checkpoint before.
+        # At the checkpoint itself nothing was computed, and the copy may still be on its way.
         fits = at is not None and at % self._owner.step == 0 and at > one.match.checkpoint
-        fits = fits and not one.busy
         return slots.donate(most, working_at=at if fits else None)
 
     def poll(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from lightcache.hybrid.requests import HybridRequest, Taken
 from lightcache.hybrid.restoring import HybridFetch, Restored, restore, zero
 from lightcache.hybrid.saving import SavePlan, SavePolicy, Stretch
 from lightcache.hybrid.slots import Saved
+from lightcache.hybrid.spaces import Tier
 from lightcache.hybrid.statistics import Counts
 from lightcache.hybrid.upkeep import HybridUpkeep
 from lightcache.manager.guard import Guard
@@ -137,15 +139,14 @@ class HybridManager(HybridUpkeep):
             self._planner.cancel(request)
 
     def take(self, request: Hashable) -> HybridMatch:
-        """Begin a request: what was planned is its own from now on.
+        """Begin a request: what was planned is its own from now on. If storage is being read for
+        it, waits as the tiers' `read_policy` says.
 
         Raises:
             LeaseLost: it was not planned, or its plan's time is over; plan it again.
             ConfigError: it runs already.
         """
-        reading = self.manager._planner.reading(request)
-        if reading is not None:
-            reading.take()  # may wait; others go on
+        self._await_storage(request)
         with self._lock:
             if request in self._requests:
                 raise ConfigError(f"take: the request {request!r} runs already; release it first")
@@ -153,6 +154,19 @@ class HybridManager(HybridUpkeep):
             made = self._taken(request, plan)
             self._requests[request] = made
             return made.match
+
+    def _await_storage(self, request: Hashable) -> None:
+        """What storage is being read for is waited for as its tier says; others go on meanwhile."""
+        for _ in range(2):  # the state; then the KV up to it
+            tasks = self._planner.readings(request)
+            for task in tasks:
+                task.take()
+            if tasks:
+                with self._lock:
+                    self._guard.run(partial(self._planner.again, request), lambda: None)
+        reading = self.manager._planner.reading(request)
+        if reading is not None:
+            reading.take()
 
     def _taken(self, request: Hashable, plan: HybridPlan | None) -> HybridRequest:
         """The checkpoint first: without it no KV is taken."""
@@ -197,6 +211,8 @@ class HybridManager(HybridUpkeep):
     ) -> HybridRequest:
         tier = None if found is None else found[0]
         deep = kv.usable if plan is None else max(plan.kv.usable, kv.usable)
+        if plan is not None:
+            kv = plan.stored.attributed(kv, self.manager.page_tokens)
         match = HybridMatch(kv, deep, kv.usable, tier, self.grid.branching(deep, kv.usable))
         one = self.manager._request(request)
         states = None
@@ -208,6 +224,9 @@ class HybridManager(HybridUpkeep):
         )
         if tier is not None:
             made.counted[f"{tier.value}_hits"] = 1
+        if plan is not None and match.usable:
+            from_storage = plan.stored.brought * self.step == match.usable
+            made.counted["storage_hits"] = int(from_storage and tier is Tier.HOST)
         self.checkpoints.counts.update(made.counted)
         return made
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lightcache._arguments import Keys
 from lightcache.hybrid.matches import HybridMatch
+from lightcache.hybrid.seeking import Seeker, Stored
 from lightcache.hybrid.spaces import Path, StateSpace
 from lightcache.manager.matches import ANY, PrefixMatch, Wishes
 from lightcache.manager.planned import NO_KEYS, joined
@@ -19,6 +20,7 @@ from lightcache.manager.requests import Space
 if TYPE_CHECKING:
     from lightcache.hybrid.checkpoints import Found
     from lightcache.hybrid.manager import HybridManager
+    from lightcache.storage.tasks import StorageTask
 
 _NONE = PrefixMatch(0)
 
@@ -55,8 +57,11 @@ class HybridPlan:
     planned: PrefixMatch = _NONE
     """What the manager has planned up to there."""
     match: HybridMatch | None = None
-    of: tuple[PrefixMatch, PrefixMatch, Found | None] = (_NONE, _NONE, None)
+    of: Any = None
     """What the match was made of."""
+    given: int | None = None
+    """Device tokens that an engine found itself."""
+    stored: Stored = field(default_factory=Stored)
 
 
 Waiting = tuple[Hashable, HybridPlan]
@@ -69,6 +74,7 @@ class HybridPlanner:
         """Nothing is planned yet."""
         self._owner = owner
         self._plans: dict[Hashable, HybridPlan] = {}
+        self._seeker = Seeker(owner)
 
     def plan(
         self,
@@ -91,6 +97,8 @@ class HybridPlanner:
             known = self._known(request, prompt, wish, limit, *spaces[prompt.tenant])
             plans.append((request, known))
         given = None if device_tokens is None else dict(zip(requests, device_tokens, strict=True))
+        for request, plan in plans if given is not None else []:
+            plan.given = given[request] if given is not None else None
         self._look(self._due(plans) if given is None else plans, given)
         self._agree(plans, given)
         return [self._match(plan) for _, plan in plans]
@@ -119,6 +127,11 @@ class HybridPlanner:
         if space is not None and states is not None and wishes.read:
             path = Path(self._owner.keys_of(prompt, space), states)
         made = HybridPlan(prompt, wishes, limit, space, states, path)
+        if known is not None:
+            if known.prompt is prompt and known.states is states and wishes.read:
+                made.stored = known.stored
+            else:
+                known.stored.cancel()
         self._plans[request] = made
         return made
 
@@ -146,7 +159,7 @@ class HybridPlanner:
                     found = index.peek_many(keys, offsets, namespace=where)
                     changed[members] |= found != np.array([e.there[there] for e in edges])
         for i in np.flatnonzero(~changed).tolist():
-            changed[i] = self._deeper(rest[i][1])
+            changed[i] = self._deeper(rest[i][1]) or rest[i][1].stored.news
         return due + [entry for entry, other in zip(rest, changed.tolist(), strict=True) if other]
 
     def _deeper(self, plan: HybridPlan) -> bool:
@@ -173,6 +186,7 @@ class HybridPlanner:
         for (_, plan), kv in zip(plans, found, strict=True):
             plan.kv, plan.edge = kv, None if given is not None else self._edge(plan, kv)
             self._choose(plan, kv.usable // self._owner.step)
+            self._seeker.seek(plan)
 
     def _choose(self, plan: HybridPlan, most: int) -> None:
         plan.found = None
@@ -250,31 +264,48 @@ class HybridPlanner:
         return 0 if plan.found is None else plan.found[1] * self._owner.step
 
     def _match(self, plan: HybridPlan) -> HybridMatch:
-        known = plan.match
-        if known is not None and plan.of == (plan.planned, plan.kv, plan.found):
+        known, stored = plan.match, plan.stored
+        of = plan.planned, plan.kv, plan.found, stored.pending, stored.kv_pages
+        if known is not None and plan.of == of:
             return known
-        plan.of = plan.planned, plan.kv, plan.found
+        plan.of = of
         position = self.position(plan)
         deep = max(plan.kv.usable, plan.planned.usable)
         plan.match = HybridMatch(
-            plan.planned,
+            stored.attributed(plan.planned, self._owner.manager.page_tokens),
             deep,
             position,
             None if plan.found is None else plan.found[0],
             self._owner.grid.branching(deep, position),
-            plan.planned.pending,
+            plan.planned.pending or stored.pending,
         )
         return plan.match
 
     # ---- ending
 
+    def readings(self, request: Hashable) -> list[StorageTask]:
+        """What storage is being read for."""
+        plan = self._plans.get(request)
+        return [] if plan is None else plan.stored.going
+
+    def again(self, request: Hashable) -> None:
+        """Plan what was planned before, anew."""
+        plan = self._plans.get(request)
+        if plan is not None:
+            plan.edge = None
+            given = None if plan.given is None else [plan.given]
+            self.plan([request], [plan.prompt], [plan.wishes], [plan.limit], given)
+
     def forget(self, request: Hashable) -> HybridPlan | None:
         """Its plan; None: there was none. What it pinned is not let go."""
-        return self._plans.pop(request, None)
+        plan = self._plans.pop(request, None)
+        if plan is not None:
+            plan.stored.cancel()
+        return plan
 
     def cancel(self, request: Hashable) -> None:
         """Nothing is wanted of a plan any more."""
-        self._plans.pop(request, None)
+        self.forget(request)
         self._owner.checkpoints.cancel(request)
         self._owner.manager.cancel(request)
 

@@ -16,6 +16,7 @@ from lightcache.shm.codes import Code, check
 from lightcache.storage.admission import SeenKeys
 from lightcache.storage.arguments import Clock, Deadline
 from lightcache.storage.breaker import Breaker
+from lightcache.storage.deepest import DeepestJob
 from lightcache.storage.jobs import WriteJob
 from lightcache.storage.protocol import Keys, Storage
 from lightcache.storage.reading import ReadJob
@@ -239,6 +240,35 @@ class StorageTier(RunningTier):
             return self._nothing("read", pages, self._breaker.reason, failed=pages)
         task = StorageTask("read", pages, self._page_tokens)
         return self._submit(ReadJob(self, task, deadline, keys.copy(), start, namespace, hold))
+
+    def prefetch_deepest(
+        self,
+        keys: Keys,
+        *,
+        most: int = 512,
+        namespace: Namespace | None = None,
+        timeout: float | None = None,
+    ) -> StorageTask:
+        """Read the last of these keys that is stored into the cache, and no other: for pages that
+        are worth something without those before them, as checkpoints of recurrent state are. Does
+        not block. Stops at one that the cache has. `StorageTask.pages_done` is how many keys end
+        with it, when the task is over; 0: none is stored.
+
+        Args:
+            most: keys to ask for, from the last on; the storage is asked for each by itself.
+            timeout: seconds; None: the tier's.
+
+        Raises:
+            ConfigError: bad keys.
+            Detached: the tier or the cache was closed.
+        """
+        deadline = self._begin(timeout)
+        _arguments.keys(keys)
+        _arguments.count(most, "most", 0, 1 << 30)
+        if self._breaker.shut:
+            return self._nothing("read", len(keys), self._breaker.reason, failed=1)
+        task = StorageTask("read", len(keys), self._page_tokens)
+        return self._submit(DeepestJob(self, task, deadline, keys.copy(), most, namespace))
 
 
 def _fitting(cache: Cache, storage: Storage) -> None:

@@ -98,6 +98,7 @@ class HybridWorld:
         states: dict[str, Any] | None = None,
         config: dict[str, Any] | None = None,
         shared: str | None = None,
+        state_storage: Callable[[Cache], Any] | None = None,
         **world: Any,
     ) -> None:
         """Opens everything; `close` closes it.
@@ -107,6 +108,7 @@ class HybridWorld:
             state_pages: of the host; None: there is none.
             states: for the Checkpoints.
             config: for the HybridConfig.
+            state_storage: makes the StorageTier of the states' cache.
             shared: name of the host's caches, which others have, too; None: of our own.
             world: for the World.
         """
@@ -123,8 +125,16 @@ class HybridWorld:
         self.store = StampedDevice(slots or 64, 1)
         self.copier = LateCopier(self.store)
         self.mover = None if self.states is None else StampedMover(self.states, self.store)
+        self.storage = None
+        if state_storage is not None and self.states is not None:
+            self.storage = state_storage(self.states)
         self.checkpoints = Checkpoints(
-            self.slots, self.states, self.mover, self.copier, **(states or {})
+            self.slots,
+            self.states,
+            self.mover,
+            self.copier,
+            storage=self.storage,
+            **(states or {}),
         )
         grid = Grid(manager.device.block_tokens, manager.page_tokens, chunk, every)
         self.grid = grid
@@ -327,6 +337,7 @@ class HybridWorld:
             self.mover.finish()
         self.hybrid.close()
         self.checkpoints.close()
+        assert self.storage is None or self.storage.close() is not False
         self.world.close()
         for each in (self.slots, self.states, self.cache):
             if each is not None:

@@ -125,6 +125,21 @@ def test_a_checkpoint_stays_until_the_copy_has_been_executed(worlds: Any) -> Non
     world.nothing_left()
 
 
+def test_a_working_slot_that_was_not_used_waits_for_its_copy(worlds: Any) -> None:
+    """Its state is the checkpoint's, and will be: there is nothing to donate."""
+    world = worlds(slots=3, state_pages=None)
+    prompt = Prompt(tokens(42))
+    world.run("a", prompt)
+    world.copier.at_once = False
+    world.plan(prompt, "b")
+    world.hybrid.take("b")
+    world.hybrid.restore(["b"])
+    assert world.hybrid.release("b", at=40) == 0
+    with pytest.raises(OutOfPages):
+        world.checkpoints.acquire(1)
+    world.nothing_left()
+
+
 def test_slots_of_a_step_in_flight_wait_for_it(worlds: Any) -> None:
     world = worlds(slots=2)
     world.begin("a", tokens(9))
@@ -393,6 +408,28 @@ def test_other_weights(worlds: Any) -> None:
     match = world.look(prompt)
     assert (match.kv_tokens, match.usable) == (40, 0)
     world.nothing_left()
+
+
+def test_other_weights_for_tenants_that_others_have_opened(worlds: Any, segment_name: str) -> None:
+    """All of them share the host; the version's name stays."""
+    one, other = (worlds(shared=f"{segment_name}.host") for _ in range(2))
+    prompt = Prompt(tokens(42), tenant="t")
+    other.run("a", prompt)
+    assert other.look(prompt).usable == 40
+    one.hybrid.begin_update()
+    assert other.look(prompt).usable == 0
+    one.hybrid.finish_update("")
+    one.compute(prompt)
+    assert (one.look(prompt).kv_tokens, one.look(prompt).usable) == (40, 0)
+    assert other.look(prompt).kv_tokens == 0  # until it knows of the new weights
+    other.hybrid.begin_update()
+    other.hybrid.finish_update("")
+    match = other.look(prompt)
+    assert (match.kv_tokens, match.usable) == (40, 0)
+    one.run("b", prompt)
+    assert (other.look(prompt).usable, other.look(prompt).tier) == (40, Tier.HOST)
+    for world in (one, other):
+        world.nothing_left()
 
 
 def test_pausing(worlds: Any) -> None:

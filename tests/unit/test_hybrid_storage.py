@@ -1,0 +1,199 @@
+"""Checkpoints that only storage has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from support.hybrid_case import made_hybrids, tokens
+from support.storing import Recorder, make_cache, store
+
+from lightcache import Cache, ConfigError, Detached
+from lightcache.errors import StorageError
+from lightcache.hybrid.spaces import Tier
+from lightcache.manager import Prompt, Wishes
+from lightcache.storage import MemoryStorage, StorageSpec, StorageTier, TaskState
+from lightcache.storage.conformance import make_keys
+
+KEYS = make_keys(12, seed=5)
+
+
+@pytest.fixture
+def worlds(segment_name: str) -> Iterator[Any]:
+    yield from made_hybrids(segment_name)
+
+
+def kept(cache: Cache) -> StorageTier:
+    """Everything that reaches the host is stored."""
+    storage = MemoryStorage(StorageSpec.of(cache))
+    return StorageTier(cache, storage, write_pages=cache.pages)
+
+
+def wait_idle(tier: StorageTier) -> None:
+    """What was begun is over."""
+    assert tier._crew.wait_idle(60.0)
+
+
+def forget_states(world: Any) -> None:
+    """Storage alone has them."""
+    world.settle()
+    wait_idle(world.storage)
+    world.slots.evict(99)
+    world.states.evict(99)
+
+
+def forget_kv(world: Any) -> None:
+    """The same of KV."""
+    world.settle()
+    wait_idle(world.manager._storage)
+    world.world.index.evict(99)
+    world.manager.host.evict(99)
+
+
+def test_a_state_from_storage(worlds: Any) -> None:
+    world = worlds(state_storage=kept)
+    prompt = Prompt(tokens(42))
+    world.compute(prompt)
+    world.save(prompt, 8, 24)
+    forget_states(world)
+    first = world.plan(prompt, "a")
+    assert first.usable == 0
+    match = world.begin("a", prompt)  # waits, as its tier's policy says
+    assert (match.usable, match.tier) == (24, Tier.HOST)
+    assert world.there(prompt)["host"] == [24]  # and no other one was read
+    assert world.hybrid.stats().storage_hits == 1
+    world.hybrid.release("a", at=24)
+    world.nothing_left()
+
+
+def test_one_that_is_deeper_than_the_hosts(worlds: Any) -> None:
+    world = worlds(state_storage=kept)
+    prompt = Prompt(tokens(42))
+    world.compute(prompt)
+    world.save(prompt, 32)
+    forget_states(world)
+    world.save(prompt, 8)
+    assert world.plan(prompt, "a").usable == 8
+    wait_idle(world.storage)
+    match = world.plan(prompt, "a")
+    assert (match.usable, match.tier, match.pending) == (32, Tier.HOST, False)
+    world.hybrid.cancel("a")
+    world.nothing_left()
+
+
+def test_kv_and_state_from_storage(worlds: Any) -> None:
+    world = worlds(state_storage=kept, storage=kept)
+    prompt = Prompt(tokens(42))
+    world.run("a", prompt)
+    forget_states(world)
+    forget_kv(world)
+    match = world.begin("b", prompt)
+    assert match.usable == 40
+    assert (match.device_tokens, match.host_tokens, match.storage_tokens) == (0, 0, 40)
+    world.hybrid.release("b", at=40)
+    world.nothing_left()
+
+
+def test_kv_without_a_state_is_not_read(worlds: Any) -> None:
+    world = worlds(state_storage=kept, storage=kept)
+    prompt = Prompt(tokens(42))
+    world.compute(prompt)
+    forget_kv(world)
+    assert world.begin("b", prompt).usable == 0
+    assert world.manager._storage.stats().loaded == 0
+    world.hybrid.release("b", at=0)
+    world.nothing_left()
+
+
+def test_wishes_without_storage(worlds: Any) -> None:
+    world = worlds(state_storage=kept)
+    prompt = Prompt(tokens(42))
+    world.compute(prompt)
+    world.save(prompt, 24)
+    forget_states(world)
+    match = world.begin("a", prompt, wishes=Wishes(tiers={"device", "host"}))
+    assert (match.usable, match.pending) == (0, False)
+    world.hybrid.release("a", at=0)
+
+
+def test_a_plan_that_is_cancelled(worlds: Any) -> None:
+    world = worlds(state_storage=lambda cache: StorageTier(cache, gated(cache)))
+    prompt = Prompt(tokens(42))
+    world.compute(prompt)
+    world.save(prompt, 24)
+    forget_states(world)
+    storage = world.storage.storage
+    storage.gate.clear()
+    assert world.plan(prompt, "a").pending
+    assert storage.arrived.acquire(timeout=60.0)
+    assert world.plan(prompt, "a").pending
+    world.hybrid.cancel("a")
+    storage.gate.set()
+    wait_idle(world.storage)
+    assert world.there(prompt)["host"] == []
+    world.nothing_left()
+
+
+def gated(cache: Cache) -> Recorder:
+    """It waits in front of a read."""
+    made = Recorder(StorageSpec.of(cache))
+    made.closed_gate_for = "read"
+    return made
+
+
+class Broken(MemoryStorage):
+    """Knows nothing."""
+
+    def contains(self, keys: Any, *, timeout: float) -> int:
+        raise StorageError("arranged")
+
+
+def test_a_storage_that_fails_is_a_miss(worlds: Any) -> None:
+    world = worlds(
+        state_storage=lambda cache: StorageTier(cache, Broken(StorageSpec.of(cache)), failures=1)
+    )
+    prompt = Prompt(tokens(42))
+    world.compute(prompt)
+    world.save(prompt, 24)
+    forget_states(world)
+    for request in "abc":
+        assert world.begin(request, prompt).usable == 0
+        world.hybrid.release(request, at=0)
+    assert world.manager.stats().errors == 0
+    world.nothing_left()
+
+
+# ---- the tier's part
+
+
+def test_the_last_that_is_stored(segment_name: str) -> None:
+    with make_cache(segment_name) as cache:
+        storage = Recorder(StorageSpec.of(cache))
+        for i in (2, 7):
+            store(storage, KEYS[i : i + 1])
+        storage.calls.clear()
+        with StorageTier(cache, storage) as tier:
+            task = tier.prefetch_deepest(KEYS)
+            task.wait(60.0)
+            assert (task.state, task.pages_done, task.result.loaded) == (TaskState.FINISHED, 8, 1)
+            ready = [cache.peek(np.ascontiguousarray(KEYS[i : i + 1])) for i in range(12)]
+            assert np.flatnonzero(ready).tolist() == [7]
+            assert storage.calls == [("contains", 1)] * 5 + [("contains", 1), ("read", 1)]
+            task = tier.prefetch_deepest(KEYS)  # there already
+            assert (task.wait(60.0).loaded, task.pages_done) == (0, 8)
+            task = tier.prefetch_deepest(KEYS[:7], most=4)
+            task.wait(60.0)
+            assert task.pages_done == 0
+            task = tier.prefetch_deepest(KEYS[:7], most=5)
+            task.wait(60.0)
+            assert task.pages_done == 3
+            task = tier.prefetch_deepest(KEYS[:0])
+            task.wait(60.0)
+            assert task.pages_done == 0
+            with pytest.raises(ConfigError, match="most"):
+                tier.prefetch_deepest(KEYS, most=-1)
+        with pytest.raises(Detached):
+            tier.prefetch_deepest(KEYS)
+        assert cache.check().pins == 0
