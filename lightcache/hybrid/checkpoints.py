@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightcache import _arguments
-from lightcache._arguments import Keys, Pages
+from lightcache._arguments import Keys, Offsets, Pages
 from lightcache.cache import Cache
 from lightcache.errors import ConfigError, LeaseLost, LightcacheError, OutOfPages
 from lightcache.held import Named
@@ -144,6 +144,13 @@ class Checkpoints:
             if found:
                 best = tier, first + found
         return best
+
+    def deepest_many(self, keys: Keys, offsets: Offsets, space: StateSpace, tier: Tier) -> Pages:
+        """For many prompts in one call, in one tier: how many keys of each end with a checkpoint,
+        as `PageIndex.deepest_many`."""
+        index = self._index(tier)
+        assert index is not None
+        return index.deepest_many(keys, offsets, namespace=space.of(tier))
 
     def plan_many(
         self,

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from lightcache._arguments import Keys
 from lightcache.hybrid.matches import HybridMatch
 from lightcache.hybrid.seeking import Seeker, Stored
-from lightcache.hybrid.spaces import Path, StateSpace
+from lightcache.hybrid.spaces import Path, StateSpace, Tier
 from lightcache.manager.matches import ANY, PrefixMatch, Wishes
 from lightcache.manager.planned import NO_KEYS, joined
 from lightcache.manager.prompts import Prompt
@@ -158,20 +159,28 @@ class HybridPlanner:
                     keys, offsets = joined(windows)
                     found = index.peek_many(keys, offsets, namespace=where)
                     changed[members] |= found != np.array([e.there[there] for e in edges])
-        for i in np.flatnonzero(~changed).tolist():
-            changed[i] = self._deeper(rest[i][1]) or rest[i][1].stored.news
+        changed |= self._deeper([plan for _, plan in rest])
         return due + [entry for entry, other in zip(rest, changed.tolist(), strict=True) if other]
 
-    def _deeper(self, plan: HybridPlan) -> bool:
-        """Whether there are checkpoints between the one that was found and the end of KV."""
-        if plan.path is None:
-            return False
-        first = 0 if plan.found is None else plan.found[1]
-        last = plan.kv.usable // self._owner.step
-        if last <= first:
-            return False
-        behind = Path(plan.path.keys[first:last], plan.path.space)
-        return self._owner.checkpoints.deepest(behind, tiers=plan.wishes.tiers) is not None
+    def _deeper(self, plans: list[HybridPlan]) -> npt.NDArray[np.bool_]:
+        """For which there are checkpoints between the one that was found and the end of KV, or one
+        that storage had."""
+        owner, found = self._owner, np.array([plan.stored.news for plan in plans], np.bool_)
+        behind: dict[tuple[StateSpace, Tier], list[tuple[int, Keys]]] = {}
+        tiers = [tier for tier, _ in owner.checkpoints.tiers()]
+        for i, plan in enumerate(plans):
+            first = 0 if plan.found is None else plan.found[1]
+            last = plan.kv.usable // owner.step
+            if plan.path is not None and last > first:
+                for tier in tiers:
+                    if tier.value in plan.wishes.tiers:
+                        group = behind.setdefault((plan.path.space, tier), [])
+                        group.append((i, plan.path.keys[first:last]))
+        for (space, tier), group in behind.items():
+            keys, offsets = joined([part for _, part in group])
+            there = owner.checkpoints.deepest_many(keys, offsets, space, tier)
+            found[[i for i, _ in group]] |= there > 0
+        return found
 
     def _look(self, plans: list[Waiting], given: dict[Hashable, int] | None) -> None:
         """How deep KV goes, and which checkpoint is the deepest within that."""
@@ -265,7 +274,7 @@ class HybridPlanner:
 
     def _match(self, plan: HybridPlan) -> HybridMatch:
         known, stored = plan.match, plan.stored
-        of = plan.planned, plan.kv, plan.found, stored.pending, stored.kv_pages
+        of = id(plan.planned), id(plan.kv), plan.found, stored.pending, stored.kv_pages
         if known is not None and plan.of == of:
             return known
         plan.of = of

@@ -134,6 +134,8 @@ def test_a_working_slot_that_was_not_used_waits_for_its_copy(worlds: Any) -> Non
     world.plan(prompt, "b")
     world.hybrid.take("b")
     world.hybrid.restore(["b"])
+    world.hybrid.fetch("b")
+    world.hybrid.commit("b", 40)
     assert world.hybrid.release("b", at=40) == 0
     with pytest.raises(OutOfPages):
         world.checkpoints.acquire(1)
