@@ -75,7 +75,7 @@ class HybridManager(HybridUpkeep):
         self._lock = manager._lock
         self._planner = HybridPlanner(self)
         self._donor = Donor(self)
-        self._guard = Guard(manager.config.failures, manager._figures)
+        self._guard = Guard(manager.config.failures, manager._figures, self._planner.let_go)
         self._requests: dict[Hashable, HybridRequest] = {}
 
     # ---- finding

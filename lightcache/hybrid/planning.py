@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -10,13 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from lightcache._arguments import Keys
+from lightcache.errors import LightcacheError
 from lightcache.hybrid.matches import HybridMatch
 from lightcache.hybrid.seeking import Seeker, Stored
 from lightcache.hybrid.spaces import Path, StateSpace, Tier
 from lightcache.manager.matches import ANY, PrefixMatch, Wishes
-from lightcache.manager.planned import NO_KEYS, joined
+from lightcache.manager.planned import joined
 from lightcache.manager.prompts import Prompt
-from lightcache.manager.requests import Space
+from lightcache.manager.requests import NO_KEYS, Space
 
 if TYPE_CHECKING:
     from lightcache.hybrid.checkpoints import Found
@@ -317,6 +319,12 @@ class HybridPlanner:
         self.forget(request)
         self._owner.checkpoints.cancel(request)
         self._owner.manager.cancel(request)
+
+    def let_go(self) -> None:
+        """The cache is not asked any more: no checkpoint stays pinned for those who wait."""
+        for request in self._plans:
+            with contextlib.suppress(LightcacheError):
+                self._owner.checkpoints.cancel(request)
 
     def close(self) -> None:
         """Forget all of them."""

@@ -137,7 +137,7 @@ class StateTraffic:
         slots = np.full(int(new.new[0]) + 1, -1, np.int64)
         slots[-1] = slot
 
-        def over(ok: bool) -> None:
+        def over(ok: bool, _: int | None) -> None:
             let_go()
             owner.counts.add(**{"offloads" if ok else "failed_offloads": 1})
             if ok:
@@ -157,11 +157,11 @@ class StateTraffic:
         owner, mover = self._owner, self._mover
         assert mover is not None
 
-        def over(ok: bool) -> None:
+        def over(ok: bool, _: int | None) -> None:
             owner.counts.add(**{"loads" if ok else "failed_loads": 1})
 
         def give_back() -> None:
-            if not lease._released:
+            if not lease._done:
                 lease.release()
 
         where, touched = np.array([slot], np.int64), np.array([slot], np.int32)
