@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 try:
     import torch
-    from transformers import DynamicCache
+    from transformers import DynamicCache, cache_utils
     from transformers.cache_utils import DynamicLayer
 except ImportError as error:
     raise ImportError(
@@ -12,4 +14,17 @@ except ImportError as error:
         "install them with: pip install 'lightcache[transformers]'"
     ) from error
 
-__all__ = ["DynamicCache", "DynamicLayer", "torch"]
+
+def _known(*names: str) -> tuple[Any, ...]:
+    """Those of these classes that this release of transformers has."""
+    return tuple(getattr(cache_utils, name) for name in names if hasattr(cache_utils, name))
+
+
+BOTH = _known("LinearAttentionAndFullAttentionLayer")
+"""Layers that keep a state beside the keys and values of every token."""
+STATEFUL = _known("LinearAttentionLayer") + BOTH
+"""Layers that keep a state."""
+EMPTY = _known("DummyLayer")
+"""Layers that keep nothing: of experts alone, or of those that read other layers' keys."""
+
+__all__ = ["BOTH", "EMPTY", "STATEFUL", "DynamicCache", "DynamicLayer", "torch"]

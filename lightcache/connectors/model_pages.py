@@ -9,7 +9,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from lightcache.connectors._requirements import DynamicCache, DynamicLayer, torch
+from lightcache.connectors._requirements import EMPTY, STATEFUL, DynamicCache, torch
+from lightcache.connectors.cache_layers import KEEP_EVERY_TOKEN, attention_layers, state_layers
+from lightcache.connectors.state_pages import StatePages, describe_states
+from lightcache.connectors.trial import computed
 from lightcache.errors import ConfigError, LayoutMismatch
 from lightcache.kernels.geometry import KVGroup, PageGeometry
 
@@ -43,13 +46,15 @@ class ModelPages:
     """The pages of one model: what a cache for it must be created with."""
 
     geometry: PageGeometry
-    """One group, "kv": planes `k` and `v` of every layer."""
+    """One group, "kv": planes `k` and `v` of every layer that keeps them."""
     fingerprint: str
     """Three words: whose weights these are, KV dtype, `geometry.fingerprint()`."""
     dtype: torch.dtype
     """Of keys and values."""
     device: str
     """Where the model is: "cpu", or as "cuda:0"."""
+    states: StatePages | None = None
+    """Of a hybrid model: pages of its recurrent states, for a second cache."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -86,20 +91,20 @@ def describe(model: Any, *, page_tokens: int = 16, name: str | None = None) -> M
 
     Raises:
         ConfigError: no such model; layers that keep something else than keys and values of every
-            token (sliding windows, chunks, recurrent or convolution states, indexers), layers that
-            share them, or layers of several shapes; rotary positions that depend on the length of
-            the prompt; an encoder; several devices, tensor parallelism, or weights that are not
-            loaded; a name or page_tokens that cannot be meant.
+            token or a recurrent state (sliding windows, chunks, indexers), layers that share them,
+            no layer that keeps keys, or layers of several shapes; rotary positions that depend on
+            the length of the prompt; an encoder; several devices, tensor parallelism, or weights
+            that are not loaded; a name or page_tokens that cannot be meant.
     """
     _check_kind(model)
     _check_name(name)
     device = _device_of(model)
-    kept = _cached_by(model, device)
-    keys, values = kept[0]
+    past = computed(model, device, (0,))
+    keys, values = _kept_of(model, past)
     dtype: torch.dtype = keys.dtype
     group = KVGroup.attention(
         GROUP,
-        layers=len(kept),
+        layers=attention_layers(past),
         heads=int(keys.shape[1]),
         head_dim=int(keys.shape[3]),
         value_dim=int(values.shape[3]),
@@ -109,7 +114,8 @@ def describe(model: Any, *, page_tokens: int = 16, name: str | None = None) -> M
     geometry = PageGeometry([group])
     who = f"{_text_config(model).model_type}:{_digest(model)}" if name is None else _NAMED + name
     fingerprint = f"{who} {str(dtype).removeprefix('torch.')} {geometry.fingerprint()}"
-    return ModelPages(geometry, fingerprint, dtype, device)
+    states = describe_states(model, past, who, device) if state_layers(past) else None
+    return ModelPages(geometry, fingerprint, dtype, device, states)
 
 
 def describe_for(cache: Any, model: Any) -> ModelPages:
@@ -123,8 +129,18 @@ def describe_for(cache: Any, model: Any) -> ModelPages:
     first = cache.fingerprint.split(" ")[0]
     name = first.removeprefix(_NAMED) if first.startswith(_NAMED) else None
     pages = describe(model, page_tokens=cache.index.page_tokens, name=name)
+    check_model(cache, pages)
+    return pages
+
+
+def check_model(cache: Any, pages: ModelPages | StatePages) -> None:
+    """Whether a cache is for these pages.
+
+    Raises:
+        LayoutMismatch: it is of another model; says what differs.
+    """
     if pages.fingerprint == cache.fingerprint and pages.geometry.page_bytes == cache.page_bytes:
-        return pages
+        return
     raise LayoutMismatch(
         f"the cache {cache.name!r} is of another model: {_difference(cache, pages)} differ. It is "
         f"for {cache.fingerprint!r}, expected {pages.fingerprint!r}; open one for this model under "
@@ -132,12 +148,13 @@ def describe_for(cache: Any, model: Any) -> ModelPages:
     )
 
 
-def _difference(cache: Any, pages: ModelPages) -> str:
+def _difference(cache: Any, pages: ModelPages | StatePages) -> str:
     """What tells most: weights of another dtype are always other weights."""
     found, wanted = cache.fingerprint.split(" "), pages.fingerprint.split(" ")
     if len(found) != len(wanted):
         return "fingerprints"
-    what = ("configuration or weights", "dtypes of keys and values", "formats of pages")
+    kept = "states" if isinstance(pages, StatePages) else "keys and values"
+    what = ("configuration or weights", f"dtypes of {kept}", "formats of pages")
     other = [what[at] for at in (1, 2, 0) if found[at] != wanted[at]]
     return other[0] if other else "sizes of pages"
 
@@ -156,15 +173,17 @@ def _check_kind(model: Any) -> None:
             f"model: expected one whole model, found a rank of {model.tp_size} of tensor "
             "parallelism; these are not supported yet"
         )
-    wrong = sorted({type(layer).__name__ for layer in DynamicCache(config=config).layers
-                    if type(layer) is not DynamicLayer})  # fmt: skip
-    if wrong:
+    empty = DynamicCache(config=config)
+    known = (*KEEP_EVERY_TOKEN, *STATEFUL)
+    if state_layers(empty) and not getattr(_text_config(model), "kv_sharing_modes", None):
+        known += EMPTY  # of experts alone: a dense model has such layers only where keys are shared
+    wrong = sorted({type(layer).__name__ for layer in empty.layers if type(layer) not in known})
+    if wrong or not attention_layers(empty):
         raise ConfigError(
-            f"model: expected layers that keep the keys and values of every token, found "
-            f"{', '.join(wrong)} in {type(model).__name__}; sliding windows, recurrent states and "
-            "shared layers are not supported yet"
+            f"model: expected layers that keep the keys and values of every token, and beside them "
+            f"perhaps layers of recurrent states, found {', '.join(wrong) or 'states alone'} in "
+            f"{type(model).__name__}; sliding windows and shared layers are not supported yet"
         )
-
     _check_positions(model)
 
 
@@ -203,21 +222,10 @@ def _device_of(model: Any) -> str:
     return found[0]
 
 
-def _cached_by(model: Any, device: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values of one token in each layer, all of the same shapes."""
-    past = DynamicCache(config=model.config)
-    token = torch.zeros((1, 1), dtype=torch.long, device=device)
-    # Eagerly: a model that is compiled need not be for this.
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        try:
-            model(input_ids=token, past_key_values=past, use_cache=True)
-        except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"model: {type(model).__name__} cannot compute a token with a DynamicCache "
-                f"({error}); a model with a cache of its own, or with other inputs than ids, is "
-                "not supported"
-            ) from error
-    kept = [(layer.keys, layer.values) for layer in past.layers]
+def _kept_of(model: Any, past: DynamicCache) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of one token, which are of the same shapes in all layers that keep them."""
+    layers = [past.layers[at] for at in attention_layers(past)]
+    kept = [(layer.keys, layer.values) for layer in layers]
     if not kept or any(one is None or one.dim() != 4 for pair in kept for one in pair):
         raise ConfigError(
             f"model: {type(model).__name__} computed one token and cached no keys and values of "
@@ -229,7 +237,7 @@ def _cached_by(model: Any, device: str) -> list[tuple[torch.Tensor, torch.Tensor
             f"model: expected layers of one shape, found {sorted(map(str, shapes))} in "
             f"{type(model).__name__}; these are not supported yet"
         )
-    return kept
+    return kept[0]
 
 
 def _digest(model: Any) -> str:
@@ -265,4 +273,4 @@ def _sampled(tensors: Iterable[torch.Tensor]) -> bytes:
     return joined
 
 
-__all__ = ["GROUP", "ModelPages", "describe", "describe_for"]
+__all__ = ["GROUP", "ModelPages", "check_model", "describe", "describe_for"]

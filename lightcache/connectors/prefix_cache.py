@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightcache.connectors._requirements import DynamicCache, DynamicLayer, torch
+from lightcache.connectors.cache_layers import KEEP_EVERY_TOKEN, attention_layers
 from lightcache.connectors.model_pages import GROUP, ModelPages
 from lightcache.errors import ConfigError
 from lightcache.kernels import layouts
@@ -60,6 +61,8 @@ class PrefixCache(DynamicCache):
             tokens: which it is going to hold; None: it is never saved under its tokens.
         """
         super().__init__(config=config)
+        self._attention = attention_layers(self)
+        """Layers that keep keys and values: of a hybrid model not all."""
         self._reused = 0
         self._tokens = tokens
         self._cropped = False
@@ -81,7 +84,7 @@ class PrefixCache(DynamicCache):
     @property
     def held(self) -> int:
         """Tokens that every layer holds."""
-        return min((int(layer.get_seq_length()) for layer in self.layers), default=0)
+        return min((int(self.layers[at].get_seq_length()) for at in self._attention), default=0)
 
     def extend(self, tokens: Any) -> None:
         """Name the tokens behind those known, so that they are saved as well: usually what was
@@ -126,7 +129,7 @@ class PrefixCache(DynamicCache):
             ConfigError: several rows.
             TransferFailed: what was being restored by layers did not arrive.
         """
-        _one_row(int(key_states.shape[0]))
+        one_row(int(key_states.shape[0]))
         if layer_idx in self._awaited:
             self._load.transfer.wait_layer(layer_idx)
             self._awaited.discard(layer_idx)
@@ -137,7 +140,7 @@ class PrefixCache(DynamicCache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """See `DynamicCache`. Raises ConfigError: several rows."""
-        _one_row(repeats)
+        one_row(repeats)
 
     def batch_select_indices(self, indices: Any) -> None:
         """See `DynamicCache`."""
@@ -157,7 +160,7 @@ class PrefixCache(DynamicCache):
         still read them."""
         used = self.held > 0
         self._load, self._awaited = None, set()
-        for layer in self.layers:
+        for layer in map(self.layers.__getitem__, self._attention):
             layer.keys = layer.values = None
             layer.is_initialized = False
         if used:
@@ -172,7 +175,7 @@ class PrefixCache(DynamicCache):
 
     def expect(self, load: Any) -> None:
         """Let each layer wait at its first `update` for its part of a `Load`, by layer windows."""
-        self._load, self._awaited = load, set(range(len(self.layers)))
+        self._load, self._awaited = load, set(self._attention)
 
     def settle(self) -> None:
         """Let the current stream wait for all that `expect` left: the tensors are about to be read.
@@ -189,7 +192,7 @@ class PrefixCache(DynamicCache):
         planes = pages.geometry.group(GROUP).planes
         self.settle()
         before = self.held
-        for layer in self.layers:
+        for layer in map(self.layers.__getitem__, self._attention):
             # Heads of a token together, as in a page: copies of whole pages instead of rows. The
             # first `update` joins them with new tokens into tensors of the usual order anyway.
             keys, values = (
@@ -210,11 +213,16 @@ class PrefixCache(DynamicCache):
 
     def withdraw(self, tokens: int) -> None:
         """Undo `allocate`: nothing is going to be loaded there."""
-        super().crop(-tokens)
+        self._shorten(tokens)
         self._reused -= tokens
 
+    def _shorten(self, tokens: int) -> None:
+        """Crop keys and values."""
+        for layer in map(self.layers.__getitem__, self._attention):
+            DynamicLayer.crop(layer, -tokens)
 
-def _one_row(rows: int) -> None:
+
+def one_row(rows: int) -> None:
     if rows != 1:
         raise ConfigError(
             f"past_key_values: expected a batch of one row, found {rows}; a PrefixCache holds one "
@@ -231,19 +239,20 @@ def planes_of(pages: ModelPages, past: Any) -> DevicePlanes:
     if not isinstance(past, DynamicCache):
         raise ConfigError(f"past: expected a DynamicCache, found {type(past).__name__}")
     layers = pages.geometry.layers
-    if len(past.layers) != len(layers):
-        raise ConfigError(f"past: expected {len(layers)} layers, found {len(past.layers)}")
+    if attention_layers(past) != layers:
+        found = len(attention_layers(past))
+        raise ConfigError(f"past: expected {len(layers)} layers, found {found}")
     if isinstance(past, PrefixCache):
         past.settle()
-    for number, layer in enumerate(past.layers):
-        if type(layer) is not DynamicLayer:
+    for number, layer in ((at, past.layers[at]) for at in layers):
+        if type(layer) not in KEEP_EVERY_TOKEN:
             raise ConfigError(
                 f"past: expected layers that keep every token as it is, found layer {number} of "
                 f"{type(layer).__name__}"
             )
         for one in (layer.keys, layer.values):
             if one is not None and one.numel():
-                _one_row(int(one.shape[0]))
+                one_row(int(one.shape[0]))
                 if one.dtype != pages.dtype:
                     raise ConfigError(
                         f"past: expected {pages.dtype}, as the model computes, found {one.dtype} "
@@ -252,4 +261,4 @@ def planes_of(pages: ModelPages, past: Any) -> DevicePlanes:
     return layouts.dynamic_cache(layouts.Shard(pages.geometry), GROUP, past)
 
 
-__all__ = ["PrefixCache", "TokenIds", "planes_of", "token_ids"]
+__all__ = ["PrefixCache", "TokenIds", "one_row", "planes_of", "token_ids"]

@@ -9,7 +9,8 @@
             past.extend(output[:, input_ids.shape[1]:])  # to save what was generated as well
 
 `prefix` restores the longest stored prefix, so the model computes only the rest; leaving its `with`
-saves the pages that are new. Needs transformers 5.0 or later.
+saves the pages that are new. Hybrid models need a second cache, of states: `open_caches`, and
+`Connector.prefill`. Needs transformers 5.0 or later.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ import numpy as np
 import numpy.typing as npt
 
 from lightcache import Cache, Lease, Load, Namespace, Offload, Reservation, Shard
+from lightcache._arguments import Keys
+from lightcache.connectors.checkpoints import Checkpoint
+from lightcache.connectors.hybrid import HybridPrefixes, check_states
+from lightcache.connectors.hybrid_cache import HybridPrefixCache
 from lightcache.connectors.model_pages import ModelPages, describe, describe_for
+from lightcache.connectors.opening import Caches, open_cache, open_caches
+from lightcache.connectors.pooled import Pooled
 from lightcache.connectors.prefix_cache import PrefixCache, TokenIds, planes_of, token_ids
 from lightcache.errors import Abandoned, ConfigError, Detached, NoSpace, TransferFailed
 
@@ -31,75 +38,68 @@ if TYPE_CHECKING:
     from lightcache.kernels.planes import DevicePlanes
 
 
-def open_cache(name: str, model: Any, *, page_tokens: int = 16, **options: Any) -> Cache:
-    """`Cache.open` for the pages of a model: with the page_bytes, fingerprint and device that
-    `describe` finds.
-
-    Args:
-        name: of the cache.
-        model: as `describe`.
-        page_tokens: tokens of a page.
-        options: of `Cache.open`; `size` or `pages` is needed.
-
-    Raises:
-        ConfigError: as `describe`, or options that the model decides.
-        LayoutMismatch: there is one of that name for another model.
-        Otherwise as `Cache.open`.
-    """
-    found = describe(model, page_tokens=page_tokens).options
-    twice = sorted(found.keys() & options.keys())
-    if twice:
-        raise ConfigError(
-            f"open_cache: {', '.join(twice)} follow from the model, found them given as well; "
-            "leave them out, or use Cache.open(**describe(model, name=...).options)"
-        )
-    return Cache.open(name, **found, **options)
-
-
 class Connector:
     """One model and one cache, with the engine that moves pages between them.
 
     For many requests, also by several threads: one thread to a request. Close it before the cache.
     """
 
-    def __init__(self, cache: Cache, model: Any, *, pinned: PinnedPages | None = None) -> None:
-        """Join them. Computes one token, see `describe`.
+    def __init__(
+        self,
+        cache: Cache,
+        model: Any,
+        *,
+        states: Cache | None = None,
+        pinned: PinnedPages | None = None,
+        pinned_states: PinnedPages | None = None,
+        chunk: int = 64,
+        every: int = 256,
+    ) -> None:
+        """Join them. Computes one token, see `describe`, and a few more with a hybrid model.
 
         Args:
-            cache: made by `open_cache`, or with `describe(model).options`.
+            cache: made by `open_cache` or `open_caches`, or with `describe(model).options`.
             model: as `describe`.
-            pinned: for a model on a GPU, what `cache.pin` returned; None: pinned here, which takes
-                seconds for a large pool and goes on in the background, and unpinned by `close`.
+            states: for a hybrid model, made by `open_caches`, or with
+                `describe(model).states.options`.
+            pinned, pinned_states: for a model on a GPU, what `pin` of these caches returned; None:
+                pinned here, which takes seconds for a large pool and goes on in the background, and
+                unpinned by `close`.
+            chunk: of a hybrid model's prefill: states are saved at multiples of it and of
+                page_tokens, the *grid*. Processes may differ in it.
+            every: tokens between states that are saved while decoding; rounded up to the grid.
 
         Raises:
-            LayoutMismatch: the cache is of another model; says what differs.
-            ConfigError: as `describe`, or no cache, one without page_tokens, or for a model on a
-                GPU one that was opened without device=True.
-            InUse: the pool is pinned already by this process; give `pinned`.
-            Detached: the cache is closed.
+            LayoutMismatch: a cache is of another model; says what differs.
+            ConfigError: as `describe`, or no cache, one without page_tokens, none of states for a
+                hybrid model or one for another, or for a model on a GPU one that was opened without
+                device=True.
+            InUse: a pool is pinned already by this process; give `pinned`.
+            Detached: a cache is closed.
         """
         if not isinstance(cache, Cache):
             raise ConfigError(f"cache: expected a lightcache.Cache, found {type(cache).__name__}")
         self.cache = cache
         self.pages: ModelPages = describe_for(cache, model)
+        check_states(states, model, self.pages)
         self._config = model.config
         self._closed = False
-        self.pinned = pinned
-        """The pool as a GPU sees it; `pinned.wait()` waits for all of it. None on the CPU."""
-        if self.pages.device != "cpu":
-            _check_device(cache)
-        self._own: PinnedPages | None = None
-        if self.pages.device != "cpu" and pinned is None:
-            self.pinned = self._own = cache.pin(device=self.pages.device)
-        try:
+        with contextlib.ExitStack() as stack:
             seen = PrefixCache(self._config)  # every transfer brings planes of its own
             seen.allocate(self.pages, 1)
             planes = planes_of(self.pages, seen)
-            self.engine = cache.engine(self.pages.geometry, planes, memory=self.pinned)
-        except BaseException:
-            if self._own is not None:
-                self._own.close()
-            raise
+            self._pool = Pooled(cache, self.pages.geometry, planes, self.pages.device, pinned)
+            stack.callback(self._pool.close)
+            self.engine = self._pool.engine
+            self.pinned = self._pool.pinned
+            """The pool as a GPU sees it; `pinned.wait()` waits for all of it. None on the CPU."""
+            self.hybrid: HybridPrefixes | None = None
+            """For a model with recurrent states: what finds, takes and saves checkpoints."""
+            if states is not None:
+                self.hybrid = HybridPrefixes(
+                    cache, states, model, self.pages, pinned=pinned_states, chunk=chunk, every=every
+                )
+            stack.pop_all()
 
     # ---- one request
 
@@ -135,19 +135,46 @@ class Connector:
 
     def _found(self, ids: TokenIds, how: dict[str, Any]) -> PrefixCache:
         keys = self.cache.hash_pages(ids, **how, leave_one=True)
+        if self.hybrid is not None:
+            return self.hybrid.found(ids, keys, how["namespace"], self._load_all)
         with self.cache.match(keys, namespace=how["namespace"]) as lease:
             return self._restore(lease, ids)
+
+    def prefill(self, past: Any, tokens: Any = None, *, at_most: int | None = None) -> None:
+        """Of a hybrid model: compute a prompt up to the last position at which a state is to be
+        saved, in passes that end where one is. Nothing to do for other models.
+
+        That is where the prompt leaves what others computed without leaving a state there, and the
+        last multiple of the grid. At least one token is left, for `generate`, unless it was
+        computed before. Without this call only states of what is generated are saved. Blocks.
+
+        Args:
+            past: of `prefix`.
+            tokens: the whole prompt, if it is longer than what was given to `prefix`: the next turn
+                of a conversation in one `past`. It begins with the tokens that are held.
+            at_most: tokens of a forward pass, to bound its memory; None: any number.
+
+        Raises:
+            ConfigError: no cache of `prefix`, or tokens that do not begin with those it holds.
+        """
+        self._check_open()
+        if self.hybrid is not None:
+            self.hybrid.prefill(past, tokens, at_most)
 
     def _save(self, past: PrefixCache, how: dict[str, Any]) -> None:
         self.engine.poll()  # gives back what was pinned for the load
         keys = self.cache.hash_pages(past.tokens, **how)
-        if len(keys) * self.pages.geometry.page_tokens <= past.reused:
-            return
+        if len(keys) * self.pages.geometry.page_tokens > past.reused:
+            self._save_pages(past, keys, how["namespace"])
+        if self.hybrid is not None and isinstance(past, HybridPrefixCache):
+            self.hybrid.save(past, keys, how["namespace"])
+
+    def _save_pages(self, past: PrefixCache, keys: Keys, namespace: Namespace | None) -> None:
         # Without room, or in a namespace that was cleared meanwhile, it is not saved: a later miss.
         with contextlib.suppress(Abandoned, NoSpace):
             # From the first page on: what was restored may have been evicted since, and would leave
             # a hole in front of the new pages.
-            with self.cache.reserve(keys, namespace=how["namespace"]) as held:
+            with self.cache.reserve(keys, namespace=namespace) as held:
                 if len(held.new):
                     self.offload(past, held).wait()
 
@@ -172,23 +199,33 @@ class Connector:
             TransferFailed: the copy failed.
             Detached: closed.
         """
+        if self.hybrid is not None:
+            raise ConfigError(
+                "restore: expected a model of keys and values alone, found recurrent states; load "
+                "both into `empty`: with `load`, and with `hybrid.checkpoints.load`"
+            )
         return self._restore(lease, None, window)
 
     def _restore(
         self, lease: Lease, ids: TokenIds | None, window: int | None = None
     ) -> PrefixCache:
         past = PrefixCache(self._config, ids)
-        load = self.load(past, lease, window=window)
         if window is None:
-            with contextlib.suppress(TransferFailed):  # `done` says it, and gives the lease back
-                load.transfer.wait_on()
-            load.done()
+            self._load_all(past, lease)
+        else:
+            self.load(past, lease, window=window)
         return past
+
+    def _load_all(self, past: PrefixCache, lease: Lease) -> None:
+        load = self.load(past, lease)
+        with contextlib.suppress(TransferFailed):  # `done` says it, and gives the lease back
+            load.transfer.wait_on()
+        load.done()
 
     def empty(self) -> PrefixCache:
         """A cache with nothing in it, to `load` into or to begin with. Its tokens are not known:
         save it with `offload`."""
-        return PrefixCache(self._config)
+        return PrefixCache(self._config) if self.hybrid is None else self.hybrid.empty(None)
 
     def load(self, past: PrefixCache, lease: Lease, *, window: int | None = None) -> Load:
         """Begin to load the pages of a lease behind what a cache holds, and take the lease over as
@@ -222,7 +259,7 @@ class Connector:
             return Load(self.engine, lease, np.arange(0))
         past.allocate(self.pages, tokens)
         try:
-            self._wait_for(lease.pages)
+            self._pool.wait_for(lease.pages)
             slots = np.arange(before, before + tokens)
             load = Load(self.engine, lease, slots, planes=self.planes(past), window=window)
         except BaseException:
@@ -265,8 +302,8 @@ class Connector:
         if not len(held.pages):
             return Offload(self.engine, held, np.arange(0), positions=positions)
         planes = self.planes(past)
-        length = min(int(layer.get_seq_length()) for layer in past.layers)
-        self._wait_for(held.pages)
+        length = min(int(past.layers[at].get_seq_length()) for at in self.pages.geometry.layers)
+        self._pool.wait_for(held.pages)
         return Offload(self.engine, held, np.arange(length), positions=positions, planes=planes)
 
     def planes(self, past: Any) -> DevicePlanes:
@@ -286,11 +323,6 @@ class Connector:
                 f"gave them, found those of {held._index.name!r} from another; use that object"
             )
 
-    def _wait_for(self, pages: npt.NDArray[np.int32]) -> None:
-        """Until these are pinned; they have memory, so that is soon."""
-        if self.pinned is not None:
-            self.pinned.wait(pages)
-
     # ---- the end
 
     def _check_open(self) -> None:
@@ -298,13 +330,13 @@ class Connector:
             raise Detached("this connector is closed; make another one")
 
     def close(self) -> None:
-        """Wait for copies, publish what they saved, and let go of the cache, which can then be
+        """Wait for copies, publish what they saved, and let go of the caches, which can then be
         closed. A second call does nothing."""
         if self._closed:
             return
-        self.engine.close()
-        if self._own is not None:
-            self._own.close()
+        if self.hybrid is not None:
+            self.hybrid.close()
+        self._pool.close()
         self._closed = True
 
     def __enter__(self) -> Connector:
@@ -314,38 +346,33 @@ class Connector:
         self.close()
 
 
-def _check_device(cache: Cache) -> None:
-    """Without it nobody would wait for copies that outlive this process when it is killed."""
-    mine = cache.client_id.slot
-    if not all(client.device for client in cache.clients() if client.slot == mine):
-        raise ConfigError(
-            f"cache: expected {cache.name!r} opened with device=True for a model on a GPU, found "
-            "False; use open_cache, or describe(model).options when the model is on its device"
-        )
-
-
 @contextlib.contextmanager
 def prefix(
     cache: Cache,
     model: Any,
     tokens: Any,
     *,
+    states: Cache | None = None,
     salt: str | bytes | None = None,
     namespace: Namespace | None = None,
     pinned: PinnedPages | None = None,
 ) -> Iterator[PrefixCache]:
     """`Connector.prefix`, with a connector for this call alone. That costs a decoding step, threads
     and, on a GPU without `pinned`, registering the pool: for many calls make a `Connector`."""
-    with Connector(cache, model, pinned=pinned) as connector:
+    with Connector(cache, model, states=states, pinned=pinned) as connector:
         with connector.prefix(tokens, salt=salt, namespace=namespace) as past:
             yield past
 
 
 __all__ = [
+    "Caches",
+    "Checkpoint",
     "Connector",
+    "HybridPrefixCache",
     "ModelPages",
     "PrefixCache",
     "describe",
     "open_cache",
+    "open_caches",
     "prefix",
 ]

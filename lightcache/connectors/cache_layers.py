@@ -1,0 +1,75 @@
+"""Which layers of a transformers cache keep what, and the parts of a recurrent state by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightcache.connectors._requirements import BOTH, STATEFUL, DynamicLayer
+from lightcache.errors import ConfigError
+
+KEEP_EVERY_TOKEN = (DynamicLayer, *BOTH)
+"""Classes of layers that keep the keys and values of every token as they are."""
+_KINDS = ("conv", "recurrent")
+
+
+def attention_layers(past: Any) -> tuple[int, ...]:
+    """Numbers of the layers that keep keys and values, ascending."""
+    return tuple(at for at, layer in enumerate(past.layers) if isinstance(layer, DynamicLayer))
+
+
+def state_layers(past: Any) -> tuple[int, ...]:
+    """Numbers of the layers that keep a state, ascending; some of them may keep keys as well."""
+    return tuple(at for at, layer in enumerate(past.layers) if isinstance(layer, STATEFUL))
+
+
+def parts_of(layer: Any) -> dict[str, Any]:
+    """The tensors that make a layer's state: "conv" and "recurrent", as far as it has them; a
+    layer with several of a kind calls the second "conv1", and so on.
+
+    Raises:
+        ConfigError: a release of transformers that keeps them in another way.
+    """
+    found: dict[str, Any] = {}
+    for kind in _KINDS:
+        states = getattr(layer, f"{kind}_states", None)
+        if not isinstance(states, dict):
+            raise ConfigError(
+                f"model: expected {kind} states by number in {type(layer).__name__}, found "
+                f"{type(states).__name__}; hybrid models need a later release of transformers"
+            )
+        found |= {f"{kind}{at or ''}": one for at, one in states.items() if one is not None}
+    return found
+
+
+def set_parts(layer: Any, parts: dict[str, Any]) -> None:
+    """Give a layer a state: a copy of these tensors, into those that it has, if it has some."""
+    for name, tensor in parts.items():
+        kind = next(kind for kind in _KINDS if name.startswith(kind))
+        number = int(name.removeprefix(kind) or 0)
+        if kind == "conv":
+            # It appends to a former state, and takes a first one as it is.
+            layer.has_previous_state[number] = False
+            layer.update_conv_state(tensor, number)
+        else:
+            layer.update_recurrent_state(tensor, number)
+
+
+def drop_parts(layer: Any) -> None:
+    """Leave a layer without a state. Its tensors are let go, since a copy may still read them."""
+    for states, known in (
+        (layer.conv_states, layer.is_conv_states_initialized),
+        (layer.recurrent_states, layer.is_recurrent_states_initialized),
+    ):
+        for number in states:
+            states[number], known[number] = None, False
+            layer.has_previous_state[number] = False
+
+
+__all__ = [
+    "KEEP_EVERY_TOKEN",
+    "attention_layers",
+    "drop_parts",
+    "parts_of",
+    "set_parts",
+    "state_layers",
+]

@@ -1,0 +1,80 @@
+"""A cache, the engine that moves its pages, and its pool as the model's device sees it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from lightcache import Cache
+from lightcache.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lightcache.kernels.geometry import PageGeometry
+    from lightcache.kernels.pinned import PinnedPages
+    from lightcache.kernels.planes import DevicePlanes
+
+
+class Pooled:
+    """What a connector needs to move pages of one cache."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        geometry: PageGeometry,
+        planes: DevicePlanes,
+        device: str,
+        pinned: PinnedPages | None,
+    ) -> None:
+        """Pin the pool where that is needed, and make the engine.
+
+        Args:
+            planes: any: every transfer brings planes of its own.
+            device: of the model: "cpu", or as "cuda:0".
+            pinned: of the caller, who also closes it; None: on a GPU, pinned here.
+
+        Raises:
+            ConfigError: for a model on a GPU, a cache that was opened without device=True.
+            InUse: the pool is pinned already by this process.
+        """
+        self.cache = cache
+        self.pinned = pinned
+        """The pool as a GPU sees it; None on the CPU."""
+        self._own: PinnedPages | None = None
+        if device != "cpu":
+            _check_device(cache)
+            if pinned is None:
+                self.pinned = self._own = cache.pin(device=device)
+        try:
+            self.engine = cache.engine(geometry, planes, memory=self.pinned)
+        except BaseException:
+            self._unpin()
+            raise
+
+    def wait_for(self, pages: npt.NDArray[np.int32]) -> None:
+        """Until these are pinned; they have memory, so that is soon."""
+        if self.pinned is not None:
+            self.pinned.wait(pages)
+
+    def close(self) -> None:
+        """Wait for copies, publish what they saved, and let go of the cache."""
+        self.engine.close()
+        self._unpin()
+
+    def _unpin(self) -> None:
+        if self._own is not None:
+            self._own.close()
+
+
+def _check_device(cache: Cache) -> None:
+    """Without it nobody would wait for copies that outlive this process when it is killed."""
+    mine = cache.client_id.slot
+    if not all(client.device for client in cache.clients() if client.slot == mine):
+        raise ConfigError(
+            f"cache: expected {cache.name!r} opened with device=True for a model on a GPU, found "
+            "False; use open_cache, or describe(model).options when the model is on its device"
+        )
+
+
+__all__ = ["Pooled"]

@@ -1,0 +1,182 @@
+"""What a hybrid model keeps besides keys and values: a recurrent state, as one page of a cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lightcache.connectors._requirements import DynamicCache, torch
+from lightcache.connectors.cache_layers import parts_of, set_parts, state_layers
+from lightcache.connectors.trial import computed
+from lightcache.errors import ConfigError
+from lightcache.kernels import layouts
+from lightcache.kernels.geometry import KVGroup, PageGeometry, Plane
+from lightcache.kernels.planes import DevicePlanes, join
+
+GROUP = "state"
+"""Name of the only group of these geometries."""
+_TOKENS = (1, 2, 3, 4)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of the state of each layer."""
+
+    name: str
+    """"conv", "recurrent", and "conv1" where a layer has several."""
+    shape: tuple[int, ...]
+    """With the row of the batch in front: [1, channels, width], [1, heads, key_dim, value_dim]."""
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class StatePages:
+    """Pages of one model's states: what a cache for them must be created with."""
+
+    geometry: PageGeometry
+    """One group, "state": a plane for each part, of every layer that has a state."""
+    fingerprint: str
+    """Three words: whose weights these are, names and dtypes of the parts,
+    `geometry.fingerprint()`."""
+    parts: tuple[Part, ...]
+    device: str
+    """Where the model is: "cpu", or as "cuda:0"."""
+    continues: bool
+    """Whether this release of transformers continues from a state with several tokens at once. If
+    not, the connector computes one after the other behind a state (Jamba, in 5.23)."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """For `Cache.create` and `Cache.open`, as `ModelPages.options`. A page is one state."""
+        return {
+            "page_bytes": self.geometry.page_bytes,
+            "page_tokens": 1,
+            "fingerprint": self.fingerprint,
+            "device": self.device != "cpu",
+        }
+
+
+def describe_states(model: Any, past: DynamicCache, who: str, device: str) -> StatePages:
+    """Pages of the states of a hybrid model.
+
+    Args:
+        past: what it keeps of one token.
+        who: first word of the fingerprint.
+
+    Raises:
+        ConfigError: no states, states of several shapes, or a release of transformers that cannot
+            continue from them at all.
+    """
+    layers = state_layers(past)
+    found = [
+        tuple(
+            Part(name, tuple(one.shape), one.dtype)
+            for name, one in parts_of(past.layers[at]).items()
+        )
+        for at in layers
+    ]
+    if len(set(found)) != 1 or not found[0]:
+        raise ConfigError(
+            f"model: expected states of one shape in every layer that keeps one, found "
+            f"{sorted(set(map(str, found)))} in {type(model).__name__}; these are not supported yet"
+        )
+    parts = found[0]
+    planes = [
+        Plane(part.name, torch.Size(part.shape).numel() * part.dtype.itemsize) for part in parts
+    ]
+    geometry = PageGeometry([KVGroup.state(GROUP, layers=layers, parts=planes)])
+    dtypes = ",".join(f"{part.name}:{str(part.dtype).removeprefix('torch.')}" for part in parts)
+    return StatePages(
+        geometry,
+        f"{who} {dtypes} {geometry.fingerprint()}",
+        parts,
+        device,
+        _continues(model, device),
+    )
+
+
+def _continues(model: Any, device: str) -> bool:
+    """Whether it continues with several tokens as with one by one.
+
+    Raises:
+        ConfigError: with neither.
+    """
+    whole = _first_states(computed(model, device, _TOKENS))
+    fresh = _first_states(computed(model, device, _TOKENS[2:]))
+    for continues, pieces in (
+        (True, (_TOKENS[:2], _TOKENS[2:])),
+        (False, (_TOKENS[:2], _TOKENS[2:3], _TOKENS[3:])),
+    ):
+        if _near(_first_states(computed(model, device, *pieces)), whole, fresh):
+            return continues
+    raise ConfigError(
+        f"model: expected a state from which the next token can be computed, found that "
+        f"{type(model).__name__} computes something else than without a cache; it is not supported"
+    )
+
+
+def _first_states(past: DynamicCache) -> list[torch.Tensor]:
+    """Of the first two layers that have any: before rounding has gone through many."""
+    return [one for at in state_layers(past)[:2] for one in parts_of(past.layers[at]).values()]
+
+
+def _near(found: list[torch.Tensor], whole: list[torch.Tensor], fresh: list[torch.Tensor]) -> bool:
+    """Whether states are those of all tokens, measured by how far those are that know the last
+    ones only."""
+    # One and several tokens are rounded differently: by 1e-7 of a state in float32, 3e-3 in
+    # bfloat16. Models of random weights that ignore their state were wrong by 7e-2.
+    exact = all(one.dtype == torch.float32 for one in whole)
+    noise, part = (1e-5, 1e-3) if exact else (5e-3, 3e-2)
+    return all(
+        _distance(one, all_) <= noise * float(all_.float().norm()) + part * _distance(end, all_)
+        for one, all_, end in zip(found, whole, fresh, strict=True)
+    )
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one.float() - other.float()).norm())
+
+
+def prepare(pages: StatePages, past: DynamicCache) -> None:
+    """Give every layer that keeps a state tensors for one, with nothing in them yet."""
+    for at in pages.geometry.layers:
+        set_parts(
+            past.layers[at],
+            {
+                part.name: torch.empty(part.shape, dtype=part.dtype, device=pages.device)
+                for part in pages.parts
+            },
+        )
+
+
+def planes_of_states(pages: StatePages, states: dict[int, dict[str, torch.Tensor]]) -> DevicePlanes:
+    """Where one state lies, by layer and part; the only slot is 0. Keeps the tensors alive.
+
+    Raises:
+        ConfigError: tensors of other shapes or dtypes than the model's.
+    """
+    shard = layouts.Shard(pages.geometry)
+    for part in pages.parts:
+        for at in pages.geometry.layers:
+            one = states.get(at, {}).get(part.name)
+            if one is None or (tuple(one.shape), one.dtype) != (part.shape, part.dtype):
+                found = "none" if one is None else f"{one.dtype} {tuple(one.shape)}"
+                raise ConfigError(
+                    f"past: expected a {part.name} state of {part.dtype} {part.shape} in layer "
+                    f"{at}, as the model keeps it, found {found}"
+                )
+    return join(
+        *(
+            layouts.plane(
+                shard,
+                GROUP,
+                part.name,
+                {at: states[at][part.name].view(1, -1) for at in pages.geometry.layers},
+                axes="tc",
+            )
+            for part in pages.parts
+        )
+    )
+
+
+__all__ = ["GROUP", "Part", "StatePages", "describe_states", "planes_of_states", "prepare"]

@@ -1,0 +1,286 @@
+"""Hybrid models through `prefix` and `prefill`: the same answers as without a cache, and hits as
+deep as predicted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from support.hybrid_connecting import (  # noqa: E402
+    ask,
+    joined,
+    saved,
+    small_caches,
+    states_of,
+    together,
+)
+from support.hybrid_models import KINDS, hybrid  # noqa: E402
+from support.scripts import with_support  # noqa: E402
+from support.tiny_models import answer, assert_same, model, prompt  # noqa: E402
+
+from lightcache.connectors import transformers as lct  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def qwen() -> Any:
+    return hybrid()
+
+
+@pytest.fixture
+def connector(segment_name: str, qwen: Any) -> Iterator[lct.Connector]:
+    """Pages of 16 tokens, a grid of 32, and states of answers every 32."""
+    with joined(segment_name, qwen, chunk=32, every=32) as made:
+        yield made
+
+
+# ---- hits of prefills
+
+
+@pytest.mark.parametrize(("page", "chunk"), [(16, 64), (8, 24), (32, 48), (64, 16), (1, 10)])
+def test_hits_are_the_last_of_the_grid(segment_name: str, qwen: Any, page: int, chunk: int) -> None:
+    grid = math.lcm(max(page, chunk), page)
+    with joined(segment_name, qwen, page=page, chunk=chunk, pages=1024 // page) as connector:
+        assert connector.hybrid
+        assert connector.hybrid.grid == grid
+        for length in (grid - 1, grid, grid + 1, 2 * grid + page + 1):
+            ids = prompt(length, seed=length)
+            assert ask(connector, qwen, ids)[0] == 0
+            assert ask(connector, qwen, ids)[0] == (length - 1) // grid * grid
+            longer = together(ids, prompt(5, seed=1))
+            assert ask(connector, qwen, longer)[0] == length // grid * grid, "at an aligned end"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds(segment_name: str, kind: str) -> None:
+    made = hybrid(kind)
+    with joined(segment_name, made) as connector:
+        ids = prompt(150)
+        assert [ask(connector, made, ids)[0] for _ in range(2)] == [0, 128]
+        states = connector.pages.states
+        assert states is not None
+        assert states.continues == (kind != "Jamba")
+        assert states_of(connector).stats().ready == 1
+
+
+def test_prefill_in_pieces(connector: lct.Connector, qwen: Any) -> None:
+    """Passes of at most some tokens, or those of transformers' own chunked prefill."""
+    ids = prompt(150)
+    expected = answer(qwen, ids)
+    with connector.prefix(ids) as past:
+        connector.prefill(past, at_most=50)
+        assert past.held == 128
+        connector.prefill(past)
+        assert past.held == 128, "nothing more to do"
+        assert_same(answer(qwen, ids, past), expected)
+    assert saved(connector, ids) == [128]
+    longer = together(ids, prompt(100, 1))
+    with connector.prefix(longer) as past:
+        assert_same(answer(qwen, longer, past, prefill_chunk_size=32), answer(qwen, longer))
+    assert saved(connector, longer) == [128, 224], "of 224 and 256; 250 are known"
+
+
+def test_dense_models_have_nothing_to_prefill(segment_name: str) -> None:
+    llama = model()
+    found = lct.describe(llama)
+    assert found.states is None
+    size = 32 * found.geometry.page_bytes
+    with lct.open_caches(segment_name, llama, size=size, states=1, secret=bytes(16)) as caches:
+        assert caches.states is None
+        with lct.Connector(caches.kv, llama) as connector:
+            for reused in (0, 64):
+                with connector.prefix(prompt(70)) as past:
+                    connector.prefill(past)
+                    assert past.reused == past.held == reused
+                    assert_same(answer(llama, prompt(70), past), answer(llama, prompt(70)))
+
+
+# ---- branches
+
+
+@pytest.mark.parametrize(("page", "chunk", "shared"), [(16, 32, 100), (8, 64, 140), (16, 48, 47)])
+def test_the_third_down_a_shared_prefix_hits(
+    segment_name: str, qwen: Any, page: int, chunk: int, shared: int
+) -> None:
+    """The first leaves no state where the second leaves its path; the second saves one there."""
+    with joined(segment_name, qwen, page=page, chunk=chunk, pages=128) as connector:
+        grid = connector.hybrid.grid if connector.hybrid else 0
+        common = prompt(shared)
+        at = shared // page * page // grid * grid
+        hits = []
+        for seed in range(1, 6):
+            ids = together(common, prompt(61, seed=seed))
+            hits.append(ask(connector, qwen, ids)[0])
+            here = {at} if at and seed > 1 else set()
+            assert saved(connector, ids, page=page) == sorted(here | {(shared + 60) // grid * grid})
+        assert hits == [0, 0, at, at, at]
+
+
+def test_branches_of_branches(connector: lct.Connector, qwen: Any) -> None:
+    root, left = prompt(70), prompt(70, 1)
+    tails = [prompt(40, seed) for seed in range(2, 8)]
+    hits = [ask(connector, qwen, together(root, tail))[0] for tail in tails[:3]]
+    hits += [ask(connector, qwen, together(root, left, tail))[0] for tail in tails[3:]]
+    # root: 64; root and left: 140 tokens, of which 128 are whole pages and on the grid
+    assert hits == [0, 0, 64, 64, 64, 128]
+
+
+# ---- turns
+
+
+def test_decode_hits(connector: lct.Connector, qwen: Any) -> None:
+    _, first = ask(connector, qwen, prompt(40), steps=80)
+    assert saved(connector, first) == [32, 64, 96], "119 computed"
+    assert ask(connector, qwen, together(first, prompt(7, 1)))[0] == 96
+
+
+def test_a_decode_hit_at_what_is_kept(connector: lct.Connector, qwen: Any) -> None:
+    """A client that stopped early: the newest state is of tokens that are not kept, the one before
+    it is."""
+    _, first = ask(connector, qwen, prompt(40), steps=80, keep=50)
+    assert saved(connector, first) == [32, 64]
+    assert ask(connector, qwen, together(first[:, :90], prompt(7, 1)))[0] == 64
+
+
+def test_a_conversation(connector: lct.Connector, qwen: Any) -> None:
+    ids = prompt(50)
+    hits = []
+    for turn in range(5):
+        reused, ids = ask(connector, qwen, ids, steps=11)
+        hits.append(reused)
+        ids = together(ids, prompt(20 + turn, seed=9 + turn))
+    # prompts of 50, 81, 113, 146, 180; each finds the last multiple of 32 of the one before, or of
+    # its answer where one lies in it
+    assert hits == [0, 32, 64, 96, 128]
+
+
+def test_a_conversation_in_one_past(connector: lct.Connector, qwen: Any) -> None:
+    ids = prompt(50)
+    with connector.prefix(ids) as past:
+        for turn in range(4):
+            connector.prefill(past, ids)
+            found = answer(qwen, ids, past, steps=11)
+            assert_same(found, answer(qwen, ids, steps=11))
+            past.extend(found.tokens[:, ids.shape[1] :])
+            ids = together(found.tokens, prompt(20, seed=turn))
+    assert saved(connector, ids) == [32, 64, 96, 128]
+    assert ask(connector, qwen, ids)[0] == 128
+
+
+RESUMING = """
+import sys
+from support.hybrid_connecting import ask
+from support.hybrid_models import hybrid
+from support.tiny_models import prompt
+from lightcache import Cache
+from lightcache.connectors import transformers as lct
+made = hybrid()
+name = sys.argv[1]
+with Cache.attach(name, secret=bytes(16)) as kv, Cache.attach(name + "-states") as states:
+    with lct.Connector(kv, made, states=states) as connector:
+        print(ask(connector, made, prompt(250))[0])
+"""
+
+
+def test_another_process_resumes(segment_name: str, qwen: Any, script: Callable[..., Any]) -> None:
+    with joined(segment_name, qwen) as connector:
+        ask(connector, qwen, prompt(150))
+        done = script(with_support(RESUMING), segment_name)
+        assert done.stdout.splitlines()[-1] == "128"
+        assert ask(connector, qwen, prompt(250))[0] == 192, "and leaves its own"
+
+
+# ---- evictions, on both sides
+
+
+def test_states_gone_under_keys_and_values(connector: lct.Connector, qwen: Any) -> None:
+    short, long = prompt(90), prompt(150)
+    ask(connector, qwen, short)
+    ask(connector, qwen, long)
+    ask(connector, qwen, short)  # 64 is used again: 128 is the next to go
+    states = states_of(connector)
+    assert (saved(connector, long), states.evict(1)) == ([64, 128], 1)
+    assert ask(connector, qwen, long)[0] == 64, "computed from the earlier one"
+    assert saved(connector, long) == [64, 128], "and saved again"
+    assert ask(connector, qwen, long)[0] == 128
+    assert states.evict(8) == 3, "and one of the short prompt's answer, at 96"
+    assert [ask(connector, qwen, long)[0] for _ in range(2)] == [0, 128]
+
+
+def test_keys_and_values_gone_under_states(connector: lct.Connector, qwen: Any) -> None:
+    short, long = prompt(90), prompt(150)
+    ask(connector, qwen, short)
+    ask(connector, qwen, long)
+    assert connector.cache.evict(5) == 5, "of 9 pages the last ones"
+    assert ask(connector, qwen, long)[0] == 64
+    assert connector.cache.evict(64) == 9
+    assert saved(connector, long) == [64, 128]
+    assert ask(connector, qwen, long)[0] == 0, "nothing to use them with"
+    assert ask(connector, qwen, long)[0] == 128
+
+
+@pytest.mark.parametrize("gone", ["state", "keys and values", "all keys and values"])
+def test_evicted_between_the_look_and_the_match(
+    connector: lct.Connector, qwen: Any, gone: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert connector.hybrid is not None
+    ask(connector, qwen, prompt(90))
+    ask(connector, qwen, prompt(150))
+    ask(connector, qwen, prompt(90))
+    checkpoints = connector.hybrid.checkpoints
+    deepest, looks = checkpoints.deepest, []
+
+    def looked(keys: Any) -> int:
+        looks.append(deepest(keys) * 16)
+        if len(looks) == 1:
+            states_of(connector).evict(1) if gone == "state" else None
+            connector.cache.evict({"state": 0, "keys and values": 4}.get(gone, 64))
+        return looks[-1] // 16
+
+    monkeypatch.setattr(checkpoints, "deepest", looked)
+    assert ask(connector, qwen, prompt(150))[0] == (0 if gone.startswith("all") else 64)
+    assert looks[:2] == ([128, 0] if gone.startswith("all") else [128, 64])
+
+
+def test_room_for_one_state(segment_name: str, qwen: Any) -> None:
+    with joined(segment_name, qwen, states=1, chunk=32) as connector:
+        one, other = prompt(100), prompt(100, 1)
+        hits = [ask(connector, qwen, ids)[0] for ids in (one, one, other, other, one, one)]
+        assert hits == [0, 96, 0, 96, 0, 96]
+        keys = connector.cache.hash_pages(one[0].tolist())
+        with states_of(connector).match(keys[5:6]) as lease:
+            assert len(lease.pages) == 1
+            assert ask(connector, qwen, prompt(100, 2))[0] == 0
+            assert saved(connector, prompt(100, 2)) == [], "the only one is in use"
+        assert ask(connector, qwen, one)[0] == 96
+
+
+def test_no_room_for_keys_and_values(segment_name: str, qwen: Any) -> None:
+    """A state without them is of no use, and not saved: only where they end."""
+    with joined(segment_name, qwen, pages=5, chunk=32) as connector:
+        ids = prompt(150)
+        assert ask(connector, qwen, ids)[0] == 0
+        assert (saved(connector, ids), connector.cache.stats().ready) == ([], 5)
+        assert [ask(connector, qwen, ids)[0] for _ in range(2)] == [0, 64]
+        assert saved(connector, ids) == [64]
+
+
+def test_salts_and_namespaces_keep_apart(segment_name: str, qwen: Any) -> None:
+    with small_caches(segment_name, qwen) as caches:
+        with lct.Connector(caches.kv, qwen, states=caches.states) as connector:
+            ways: list[dict[str, Any]] = [
+                {},
+                {"salt": "a"},
+                {"namespace": caches.kv.namespace("v2")},
+            ]
+            for reused in (0, 64):
+                for way in ways:
+                    with connector.prefix(prompt(70), **way) as past:
+                        assert past.reused == reused
+                        connector.prefill(past)
+            assert states_of(connector).stats().ready == 3
