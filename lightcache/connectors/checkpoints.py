@@ -35,14 +35,16 @@ class Checkpoint:
     """How many it knows: everything about them, and of nothing else."""
     states: dict[int, dict[str, Any]] = field(repr=False)
     """Tensors by layer and part."""
+    named: int = 0
+    """Tokens whose ids were known when it was taken, computed or not."""
 
 
-def copied(past: PrefixCache, layers: tuple[int, ...]) -> Checkpoint:
+def copied(past: PrefixCache, layers: tuple[int, ...], named: int) -> Checkpoint:
     """A checkpoint of what these layers keep now. On a GPU the copies are enqueued."""
     states = {
         at: {name: one.clone() for name, one in parts_of(past.layers[at]).items()} for at in layers
     }
-    return Checkpoint(past.held, states)
+    return Checkpoint(past.held, states, named)
 
 
 class Checkpoints:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from lightcache.connectors.prefilling import prefill
 from lightcache.connectors.prefix_cache import PrefixCache, TokenIds
 from lightcache.connectors.state_pages import StatePages
 from lightcache.errors import ConfigError
-from lightcache.kernels.groups import whole
+from lightcache.hybrid.grids import Grid
 
 if TYPE_CHECKING:
     from lightcache.kernels.pinned import PinnedPages
@@ -68,16 +67,14 @@ class HybridPrefixes:
         assert pages.states is not None
         self._cache, self._model = cache, model
         self._pages: StatePages = pages.states
-        self._page_tokens = pages.geometry.page_tokens
-        self.grid = math.lcm(max(whole(chunk, "chunk"), self._page_tokens), self._page_tokens)
-        """Tokens between the positions at which a prefill may save a state."""
-        self.every = math.lcm(self.grid, whole(every, "every"))
-        """Tokens between states that are saved while decoding."""
+        tokens = pages.geometry.page_tokens
+        self.grid = Grid(tokens, tokens, chunk, every)
+        """Where states are saved."""
         self.checkpoints = Checkpoints(states, pages.states, model.config, pinned)
 
     def empty(self, ids: TokenIds | None) -> HybridPrefixCache:
         """A cache with nothing in it, for these tokens."""
-        return HybridPrefixCache(self._model.config, self._pages, self.every, ids)
+        return HybridPrefixCache(self._model.config, self._pages, self.grid.interval, ids)
 
     def found(
         self,
@@ -105,8 +102,7 @@ class HybridPrefixes:
                     break
                 # Evicted between the look and the match. Each turn looks at fewer: this ends.
                 reach = len(lease.pages) if len(state.pages) else at - 1
-        branching = kv * self._page_tokens // self.grid * self.grid
-        past.branching = branching if branching > past.held else None
+        past.branching = self.grid.branching(kv * self.grid.page_tokens, past.held)
         return past
 
     def prefill(self, past: Any, tokens: Any, at_most: int | None) -> None:
@@ -123,7 +119,7 @@ class HybridPrefixes:
         past.look()
         stored = self._cache.peek(keys, namespace=namespace)
         for one in past.taken:
-            pages, more = divmod(one.tokens, self._page_tokens)
+            pages, more = divmod(one.tokens, self.grid.page_tokens)
             if not more and pages <= stored:
                 self.checkpoints.save(keys[pages - 1 : pages], one)
 

@@ -76,11 +76,12 @@ class HybridPrefixCache(PrefixCache):
 
     def checkpoint(self) -> Checkpoint:
         """A copy of the state as it is now, to come back to."""
-        return copied(self, self._states)
+        named = 0 if self._tokens is None else len(self._tokens)
+        return copied(self, self._states, named)
 
     def rewind(self, checkpoint: Checkpoint) -> None:
-        """Back to where a checkpoint of this cache was taken: what was computed since is dropped,
-        as if it had not been. Known tokens behind it are treated as by `crop`.
+        """Back to where a checkpoint of this cache was taken: what was computed or named since is
+        dropped, as if it had not been.
 
         Raises:
             ConfigError: it is of more tokens than are held.
@@ -96,7 +97,8 @@ class HybridPrefixCache(PrefixCache):
                 set_parts(self.layers[at], checkpoint.states[at])
             else:
                 drop_parts(self.layers[at])
-        self._forget(checkpoint.tokens)
+        if self._tokens is not None:
+            self._tokens = self._tokens[: max(checkpoint.named, checkpoint.tokens)]
         self._void(checkpoint.tokens)
 
     def save_at(self, positions: set[int]) -> None:

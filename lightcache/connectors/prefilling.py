@@ -11,10 +11,11 @@ from lightcache.connectors.hybrid_cache import HybridPrefixCache
 from lightcache.connectors.prefix_cache import TokenIds, token_ids
 from lightcache.connectors.trial import forward
 from lightcache.errors import ConfigError
+from lightcache.hybrid.grids import Grid
 from lightcache.kernels.groups import whole
 
 
-def prefill(model: Any, past: Any, tokens: Any, *, grid: int, at_most: int | None) -> None:
+def prefill(model: Any, past: Any, tokens: Any, *, grid: Grid, at_most: int | None) -> None:
     """See `Connector.prefill`.
 
     Transformers gives a state at the end of a forward pass only, so each position at which one is
@@ -29,9 +30,9 @@ def prefill(model: Any, past: Any, tokens: Any, *, grid: int, at_most: int | Non
         whole(at_most, "at_most")
     prompt = past.name(None if tokens is None else token_ids(tokens))
     most = len(prompt) - 1  # the last token is the caller's: only its logits say what follows
-    positions = {past.branching or 0, most // grid * grid}
+    positions = {past.branching or 0, grid.floor(most)}
     past.save_at(positions)
-    if len(prompt) % grid == 0:
+    if grid.floor(len(prompt)) == len(prompt):
         past.save_at({len(prompt)})
     for end in sorted(positions):
         _compute(model, past, prompt[: min(end, most)], at_most)

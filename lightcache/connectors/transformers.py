@@ -65,9 +65,8 @@ class Connector:
             pinned, pinned_states: for a model on a GPU, what `pin` of these caches returned; None:
                 pinned here, which takes seconds for a large pool and goes on in the background, and
                 unpinned by `close`.
-            chunk: of a hybrid model's prefill: states are saved at multiples of it and of
-                page_tokens, the *grid*. Processes may differ in it.
-            every: tokens between states that are saved while decoding; rounded up to the grid.
+            chunk, every: of a hybrid model's `Grid`: prefills save states at multiples of chunk and
+                page_tokens, and decoding at those of `every` as well. Processes may differ in them.
 
         Raises:
             LayoutMismatch: a cache is of another model; says what differs.

@@ -47,7 +47,7 @@ def test_hits_are_the_last_of_the_grid(segment_name: str, qwen: Any, page: int, 
     grid = math.lcm(max(page, chunk), page)
     with joined(segment_name, qwen, page=page, chunk=chunk, pages=1024 // page) as connector:
         assert connector.hybrid
-        assert connector.hybrid.grid == grid
+        assert connector.hybrid.grid.grid == grid
         for length in (grid - 1, grid, grid + 1, 2 * grid + page + 1):
             ids = prompt(length, seed=length)
             assert ask(connector, qwen, ids)[0] == 0
@@ -109,7 +109,7 @@ def test_the_third_down_a_shared_prefix_hits(
 ) -> None:
     """The first leaves no state where the second leaves its path; the second saves one there."""
     with joined(segment_name, qwen, page=page, chunk=chunk, pages=128) as connector:
-        grid = connector.hybrid.grid if connector.hybrid else 0
+        grid = connector.hybrid.grid.grid if connector.hybrid else 0
         common = prompt(shared)
         at = shared // page * page // grid * grid
         hits = []

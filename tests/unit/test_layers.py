@@ -34,6 +34,7 @@ BELOW = {
     ],
     "lightcache.metrics": ["lightcache.manager", "lightcache", "lightcache.shm", ERRORS],
     "lightcache.connectors": [
+        "lightcache.hybrid",
         "lightcache.manager",
         "lightcache.storage",
         "lightcache",

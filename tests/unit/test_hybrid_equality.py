@@ -1,0 +1,213 @@
+"""Hybrid models: how near answers are to those without a cache, and that the tests would notice a
+wrong state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from support.hybrid_connecting import ask, joined, saved, together  # noqa: E402
+from support.hybrid_models import hybrid  # noqa: E402
+from support.tiny_models import answer, assert_same, prompt  # noqa: E402
+from transformers import DynamicCache  # noqa: E402
+
+from lightcache.connectors import transformers as lct  # noqa: E402
+
+LENGTH, SAVED = 200, 128
+
+
+@pytest.fixture(scope="module")
+def qwen() -> Any:
+    return hybrid()
+
+
+@pytest.fixture
+def connector(segment_name: str, qwen: Any) -> Iterator[lct.Connector]:
+    with joined(segment_name, qwen, chunk=32, every=32) as made:
+        yield made
+
+
+# ---- bfloat16
+
+
+def scores(model: Any, ids: Any, past: Any = None) -> Any:
+    """Log-probabilities behind each token that `past` does not hold."""
+    with torch.no_grad():
+        found = model(ids[:, past.get_seq_length() if past else 0 :], past_key_values=past).logits
+    return found[0].float().log_softmax(-1)
+
+
+def divergence(found: Any, expected: Any) -> float:
+    """Mean Kullback-Leibler divergence from what is expected."""
+    each = (expected.exp() * (expected - found)).sum(-1)
+    return float(each.mean())
+
+
+@pytest.mark.parametrize("kind", ["Qwen3Next", "FalconH1", "NemotronH"])
+def test_bfloat16_is_as_near_as_computing_in_pieces(segment_name: str, kind: str) -> None:
+    made = hybrid(kind, dtype=torch.bfloat16)
+    with joined(segment_name, made) as connector:
+        for seed in range(3):
+            ids = prompt(LENGTH, seed)
+            with connector.prefix(ids[:, :150]) as past:
+                connector.prefill(past)
+            whole = scores(made, ids)[SAVED:]
+            pieces = DynamicCache(config=made.config)
+            scores(made, ids[:, :SAVED], pieces)
+            noise = divergence(scores(made, ids, pieces), whole)
+            with connector.prefix(ids) as past:
+                assert past.reused == SAVED
+                found = divergence(scores(made, ids, past), whole)
+            assert found <= 0.003
+            assert found <= 2 * noise + 1e-7
+
+
+# ---- wrong states
+
+
+def at(model: Any, ids: Any, tokens: int) -> Any:
+    """The state behind so many tokens, by layer and part."""
+    past = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids[:, :tokens], past_key_values=past)
+    return {
+        number: {
+            "conv": past.layers[number].conv_states[0].clone(),
+            "recurrent": past.layers[number].recurrent_states[0].clone(),
+        }
+        for number in (0, 1, 2)
+    }
+
+
+def stale(model: Any, kind: str) -> Any:
+    """A state for 128 tokens that is wrong in one way."""
+    right, other = at(model, prompt(LENGTH), SAVED), at(model, prompt(LENGTH, 1), SAVED)
+    if kind == "a chunk short":
+        return at(model, prompt(LENGTH), SAVED - 32)
+    if kind == "a token short":
+        return at(model, prompt(LENGTH), SAVED - 1)
+    if kind == "a token long":
+        return at(model, prompt(LENGTH), SAVED + 1)
+    if kind == "zero":
+        return {n: {name: one * 0 for name, one in of.items()} for n, of in right.items()}
+    if kind == "one layer of another prompt":
+        return right | {1: other[1]}
+    return {number: parts | {kind: other[number][kind]} for number, parts in right.items()}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "a chunk short",
+        "a token short",
+        "a token long",
+        "zero",
+        "one layer of another prompt",
+        "conv",
+        "recurrent",
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_wrong_state_is_noticed(segment_name: str, dtype: Any, kind: str) -> None:
+    """By the very comparisons of these tests. `conv` and `recurrent`: of another prompt."""
+    made = hybrid(dtype=dtype)
+    ids = prompt(SAVED + 12)
+    with joined(segment_name, made) as connector:
+        with connector.prefix(ids) as past:
+            answer(made, ids, past, steps=1)
+        assert saved(connector, ids) == []
+        key = connector.cache.hash_pages(ids[0, :SAVED].tolist())[-1:]
+        assert connector.hybrid
+        checkpoints = connector.hybrid.checkpoints
+        checkpoints.save(key, lct.Checkpoint(SAVED, stale(made, kind)))
+        with connector.prefix(ids) as past:
+            assert past.reused == SAVED
+            if dtype == torch.float32:
+                found = answer(made, ids, past)
+                with pytest.raises(AssertionError):
+                    assert_same(found, answer(made, ids))
+            else:
+                assert divergence(scores(made, ids, past), scores(made, ids)[SAVED:]) > 0.003
+
+
+def test_the_right_state_is_not(segment_name: str, qwen: Any) -> None:
+    """Saved by hand in the same way, so that the test above fails for the right reason."""
+    ids = prompt(SAVED + 12)
+    with joined(segment_name, qwen) as connector:
+        with connector.prefix(ids) as past:
+            answer(qwen, ids, past, steps=1)
+        key = connector.cache.hash_pages(ids[0, :SAVED].tolist())[-1:]
+        assert connector.hybrid
+        connector.hybrid.checkpoints.save(key, lct.Checkpoint(SAVED, at(qwen, ids, SAVED)))
+        assert ask(connector, qwen, ids)[0] == SAVED
+
+
+# ---- speculation
+
+
+def speculated(model: Any, past: Any, ids: Any, *, steps: int, wrong: int) -> tuple[Any, int]:
+    """Greedy, from drafts of four tokens of which every `wrong`-th is not what the model says.
+
+    Returns prompt and answer, and the tokens that were rejected.
+    """
+    expected = answer(model, ids, steps=steps + 8).tokens
+    found, rejected, drafted = ids, 0, 0
+    while found.shape[1] < ids.shape[1] + steps:
+        begin = found.shape[1]
+        draft = expected[:, begin : begin + 4].clone()
+        for place in range(draft.shape[1]):
+            drafted += 1
+            if drafted % wrong == 0:
+                draft[0, place] = (draft[0, place] + 1) % 128
+        before = past.checkpoint()
+        said = scores(model, together(found, draft), past)[-5:].argmax(-1)
+        agreed = int((said[:4] == draft[0]).long().cumprod(0).sum())
+        if agreed < 4:
+            rejected += 4 - agreed
+            past.rewind(before)
+            scores(model, together(found, draft[:, :agreed]), past)
+        found = together(found, draft[:, :agreed], said[agreed].reshape(1, 1))
+    return found, rejected
+
+
+@pytest.mark.parametrize("wrong", [2, 3, 7, 1000])
+def test_rejected_tokens_leave_no_trace(connector: lct.Connector, qwen: Any, wrong: int) -> None:
+    ids = prompt(40)
+    with connector.prefix(ids) as past:
+        connector.prefill(past)
+        found, rejected = speculated(qwen, past, ids, steps=80, wrong=wrong)
+        assert (rejected > 0) == (wrong < 1000)
+        past.extend(found[:, ids.shape[1] :])
+    assert torch.equal(found, answer(qwen, ids, steps=found.shape[1] - 40).tokens)
+    there = saved(connector, found)
+    assert there[0] == 32
+    # What is saved of the answer lies where a pass happened to end; all of it is right.
+    longer = together(found, prompt(9, 1))
+    assert ask(connector, qwen, longer)[0] == there[-1]
+
+
+def test_a_state_of_rejected_tokens_is_not_saved(connector: lct.Connector, qwen: Any) -> None:
+    """Exactly at a position where one would be: 64 tokens, half of them rejected."""
+    ids, draft, other = prompt(40), prompt(24, 1), prompt(30, 2)
+    with connector.prefix(ids) as past:
+        connector.prefill(past)
+        scores(qwen, ids, past)
+        before = past.checkpoint()
+        scores(qwen, together(ids, draft), past)
+        past.extend(draft)
+        past.look()
+        assert [one.tokens for one in past.taken] == [32, 64]
+        past.rewind(before)
+        assert [one.tokens for one in past.taken] == [32]
+        assert past.tokens.tolist() == ids[0].tolist()
+        taken = together(ids, other)
+        scores(qwen, taken[:, :64], past)
+        scores(qwen, taken, past)
+        past.extend(other)
+    assert saved(connector, taken) == [32, 64]
+    assert ask(connector, qwen, together(taken, prompt(3)))[0] == 64

@@ -1,0 +1,259 @@
+"""Hybrid models: what is refused, and that nothing leaks on the way."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from support.connecting import SECRET, held  # noqa: E402
+from support.hybrid_connecting import (  # noqa: E402
+    ask,
+    joined,
+    saved,
+    small_caches,
+    states_of,
+    together,
+)
+from support.hybrid_models import hybrid  # noqa: E402
+from support.tiny_models import answer, model, prompt  # noqa: E402
+
+from lightcache import Cache, ConfigError, Detached, LayoutMismatch  # noqa: E402
+from lightcache.connectors import checkpoints  # noqa: E402
+from lightcache.connectors import transformers as lct  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def qwen() -> Any:
+    return hybrid()
+
+
+@pytest.fixture
+def connector(segment_name: str, qwen: Any) -> Iterator[lct.Connector]:
+    with joined(segment_name, qwen, chunk=32) as made:
+        yield made
+
+
+# ---- what is found
+
+
+def test_what_is_found() -> None:
+    pages = lct.describe(hybrid(dtype=torch.bfloat16), page_tokens=8)
+    states = pages.states
+    assert states is not None
+    assert (pages.geometry.layers, states.geometry.layers) == ((3,), (0, 1, 2))
+    assert [(part.name, part.shape, part.dtype) for part in states.parts] == [
+        ("conv", (1, 64, 4), torch.bfloat16),
+        ("recurrent", (1, 4, 8, 8), torch.float32),
+    ]
+    assert states.geometry.used_bytes == 3 * (64 * 4 * 2 + 4 * 8 * 8 * 4)
+    who, dtypes, form = states.fingerprint.split(" ")
+    assert who == pages.fingerprint.split(" ")[0]
+    assert (dtypes, form) == ("conv:bfloat16,recurrent:float32", states.geometry.fingerprint())
+    assert states.options == {
+        "page_bytes": states.geometry.page_bytes,
+        "page_tokens": 1,
+        "fingerprint": states.fingerprint,
+        "device": False,
+    }
+
+
+def test_a_model_that_ignores_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither with several tokens nor with one: nothing can be resumed."""
+    made = hybrid()
+    mixer = type(made.model.layers[0].linear_attn)
+    forward = mixer.forward
+
+    def forgetful(self: Any, *arguments: Any, cache_params: Any, **more: Any) -> Any:
+        cache_params.layers[self.layer_idx].has_previous_state[0] = False
+        return forward(self, *arguments, cache_params=cache_params, **more)
+
+    monkeypatch.setattr(mixer, "forward", forgetful)
+    with pytest.raises(ConfigError, match="expected a state from which the next token can be"):
+        lct.describe(made)
+
+
+def test_states_of_several_shapes() -> None:
+    made = hybrid("FalconH1")
+    other = hybrid("FalconH1", mamba_d_state=4)
+    made.model.layers[1] = other.model.layers[1]
+    with pytest.raises(ConfigError, match="expected states of one shape in every layer"):
+        lct.describe(made)
+
+
+# ---- caches
+
+
+def test_caches_that_do_not_fit(segment_name: str, qwen: Any) -> None:
+    llama = model()
+    with pytest.raises(ConfigError, match=r"found recurrent states in Qwen3Next.*; use open_cach"):
+        lct.open_cache(segment_name, qwen, size="1MiB", secret=SECRET)
+    with small_caches(segment_name, qwen) as caches, contextlib.ExitStack() as stack:
+        dense = lct.open_cache(f"{segment_name}-l", llama, size="1MiB", secret=SECRET)
+        stack.enter_context(dense)
+        other = lct.describe(hybrid(seed=1)).states
+        half = lct.describe(hybrid(dtype=torch.bfloat16)).states
+        assert other is not None
+        assert half is not None
+        for name, one in (("o", other), ("h", half)):
+            made = Cache.create(f"{segment_name}-{name}", pages=2, secret=SECRET, **one.options)
+            stack.enter_context(made)
+        wrong: list[tuple[Any, Any, Any, Any]] = [
+            (caches.kv, qwen, None, (ConfigError, "the recurrent states of Qwen3Next.*found None")),
+            (caches.kv, qwen, 7, (ConfigError, "states: expected a lightcache.Cache, found int")),
+            (dense, llama, caches.states, (ConfigError, "states: expected None for LlamaFor")),
+            (caches.kv, qwen, caches.kv, (LayoutMismatch, "fingerprints|dtypes of states")),
+        ]
+        for kv, made, states, (error, message) in wrong:
+            with pytest.raises(error, match=message):
+                lct.Connector(kv, made, states=states)
+        for name, message in (("o", "configuration or weights"), ("h", "dtypes of states")):
+            with Cache.attach(f"{segment_name}-{name}", secret=SECRET) as states:
+                with pytest.raises(LayoutMismatch, match=f"another model: {message} differ"):
+                    lct.Connector(caches.kv, qwen, states=states)
+
+
+def test_open_caches_opens_both_or_none(segment_name: str, qwen: Any) -> None:
+    with pytest.raises(ConfigError, match="page_bytes follow from the model"):
+        lct.open_caches(segment_name, qwen, size="1MiB", page_bytes=1)
+    with pytest.raises(ConfigError):
+        lct.open_caches(segment_name, qwen, size="1MiB", states=1, secret=SECRET)
+    with lct.open_caches(segment_name, qwen, size="1MiB", secret=SECRET) as caches:
+        assert caches.states is not None
+        assert caches.states.name == f"{segment_name}-states"
+        room = caches.states.pages * caches.states.page_bytes
+        assert (1 << 17) - caches.states.page_bytes < room <= 1 << 17
+
+
+# ---- use
+
+
+def test_cropping(connector: lct.Connector, qwen: Any) -> None:
+    with connector.prefix(prompt(40)) as past:
+        answer(qwen, prompt(40), past, steps=1)
+        with pytest.raises(ConfigError, match="cannot be cropped; take a `checkpoint`"):
+            past.crop(-1)
+        assert past.held == 40, "and nothing was"
+        ahead = past.checkpoint()
+        past.reset()
+        with pytest.raises(ConfigError, match="a checkpoint of at most the 0 tokens held"):
+            past.rewind(ahead)
+
+
+def test_back_to_the_beginning(connector: lct.Connector, qwen: Any) -> None:
+    with connector.prefix(prompt(40)) as past:
+        begin = past.checkpoint()
+        first = answer(qwen, prompt(40), past)
+        past.rewind(begin)
+        assert past.held == 0
+        assert torch.equal(answer(qwen, prompt(40), past).scores, first.scores)
+        past.reset()
+        assert torch.equal(answer(qwen, prompt(40), past).scores, first.scores)
+
+
+def test_several_tokens_behind_a_state_that_takes_one(segment_name: str) -> None:
+    jamba = hybrid("Jamba")
+    with joined(segment_name, jamba, chunk=32) as connector:
+        ask(connector, jamba, prompt(50))
+        with pytest.raises(ConfigError, match=r"one token at a time .*, found 18: .* call connect"):
+            with connector.prefix(prompt(50)) as past:
+                answer(jamba, prompt(50), past)
+
+
+def test_rows(connector: lct.Connector, qwen: Any) -> None:
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="a batch of one row, found 3"):
+            with connector.prefix(prompt(40)) as past:
+                answer(qwen, prompt(40), past, num_beams=3)
+        with pytest.raises(ConfigError, match="a batch of one row, found 2"):
+            with connector.prefix(prompt(40)) as past:
+                qwen(prompt(80).reshape(2, 40), past_key_values=past)
+        ask(connector, qwen, prompt(40))
+
+
+def test_keys_and_values_without_their_state(connector: lct.Connector, qwen: Any) -> None:
+    ids = prompt(40)
+    ask(connector, qwen, ids)
+    past = connector.empty()
+    keys = connector.cache.hash_pages(ids[0].tolist())
+    connector.load(past, connector.cache.match(keys[:2])).wait()
+    with pytest.raises(ConfigError, match="expected the state behind the 32 tokens"):
+        qwen(ids[:, 32:], past_key_values=past)
+    with connector.cache.match(keys[:2]) as lease:
+        with pytest.raises(ConfigError, match="restore: expected a model of keys and values alone"):
+            connector.restore(lease)
+    assert connector.hybrid
+    connector.hybrid.checkpoints.load(past, states_of(connector).match(keys[1:2]))
+    with torch.no_grad():
+        found = qwen(ids[:, 32:], past_key_values=past).logits
+        torch.testing.assert_close(found, qwen(ids).logits[:, 32:], atol=1e-4, rtol=0)
+
+
+def test_prefill_of_something_else(connector: lct.Connector, qwen: Any) -> None:
+    ids = prompt(40)
+    with connector.prefix(ids) as past:
+        answer(qwen, ids, past, steps=1)
+        for other in (prompt(60, 1), ids[:, :30]):
+            with pytest.raises(ConfigError, match="begins with the 40 tokens held, 40 of them"):
+                connector.prefill(past, other)
+        with pytest.raises(ConfigError, match="at_most: expected a whole number >= 1, found 0"):
+            connector.prefill(past, at_most=0)
+    with pytest.raises(ConfigError, match="expected a cache of this connector's `prefix`"):
+        connector.prefill(None)
+    with pytest.raises(ConfigError, match="found none; begin another `prefix`"):
+        connector.prefill(connector.empty())
+    for length in (0, 1):
+        with connector.prefix(prompt(length)) as past:
+            connector.prefill(past)
+            assert past.held == 0
+
+
+def test_an_exception_saves_nothing(connector: lct.Connector, qwen: Any) -> None:
+    with contextlib.suppress(KeyError), connector.prefix(prompt(70)) as past:
+        connector.prefill(past)
+        raise KeyError
+    assert saved(connector, prompt(70)) == []
+    assert connector.cache.stats().ready == 0
+
+
+BREAK: dict[str, tuple[Any, str]] = {
+    "loading": (checkpoints, "Load"),
+    "preparing": (checkpoints, "prepare"),
+    "saving": (checkpoints, "Offload"),
+    "looking": (lct.HybridPrefixCache, "look"),
+}
+
+
+@pytest.mark.parametrize("where", BREAK)
+def test_an_error_on_the_way_leaks_nothing(
+    connector: lct.Connector, qwen: Any, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise MemoryError(where)
+
+    ids = prompt(70)
+    if where in ("loading", "preparing"):
+        ask(connector, qwen, ids)
+    with monkeypatch.context() as patch:
+        patch.setattr(*BREAK[where], broken)
+        with pytest.raises(MemoryError, match=where):
+            ask(connector, qwen, ids)
+    assert (held(connector.cache), held(states_of(connector))) == ((0, 0), (0, 0))
+    longer = together(ids, prompt(70, 1))
+    before = 64 if where in ("loading", "preparing") else 0
+    assert [ask(connector, qwen, longer)[0] for _ in range(2)] == [before, 128]
+
+
+def test_closed(segment_name: str, qwen: Any) -> None:
+    with small_caches(segment_name, qwen) as caches:
+        made = lct.Connector(caches.kv, qwen, states=caches.states)
+        ask(made, qwen, prompt(70))
+        made.close()
+        made.close()
+        with pytest.raises(Detached, match="connector is closed"):
+            made.prefill(None)
