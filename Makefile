@@ -112,7 +112,8 @@ test: install pause
 	cd tests && $(bin)/python -m pytest $(ARGS)
 
 demo: install
-	@cd $(sandbox) && $(bin)/lightcache demo $(ARGS)
+	@cd $(sandbox) && $(bin)/lightcache demo $(ARGS) && \
+	if [ -z "$(ARGS)" ]; then $(bin)/lightcache demo --model hybrid --users 2 --turns 4; fi
 
 bench: install
 	@cd $(sandbox) && for name in $(BENCHES); do $(bin)/lightcache bench $$name $(ARGS); done

@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from support.demo_desk import WORKLOAD, Desk, settings_of  # noqa: E402
+from support.hybrid_models import LINEAR  # noqa: E402
 from support.tiny_models import SIZES  # noqa: E402
 
 from lightcache.tools.demo import models  # noqa: E402
@@ -124,6 +125,39 @@ def test_some_from_the_device_and_some_from_the_host(
         past = one.serve(Request(9, 2, 0.0, True, False, False, tokens=tokens[::-1].copy()))
         assert past.reused == {"host": 0}
         assert index.stats().ready == len(tokens) // 4, "the other one has left its blocks"
+
+
+def test_a_hybrid_model(segment_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one worker left, keys, values and states, is found by the other."""
+    tiny = {name: SIZES[name] for name in (*_SHAPE, "num_key_value_heads")}
+    form = {**tiny, **LINEAR, "vocab_size": 128}
+    monkeypatch.setattr(models, "SIZES", {**models.SIZES, models.HYBRID: form})
+    settings = settings_of(segment_name, model=ModelChoice(size=models.HYBRID), size=8 << 20)
+    with ExitStack() as stack:
+        report = stack.enter_context(Mailbox(settings.report_ring))
+        one, other = (Worker(settings, number, 0, report, stack) for number in (0, 1))
+        tokens, found = np.arange(150, dtype=np.int32) % 128, []
+        for number, worker in enumerate((one, other, one)):
+            asked = Request(number, 6, 0.0, True, False, False, tokens=tokens)
+            found.append(worker.serve(asked))
+            whole = np.concatenate([tokens, found[-1].tokens])
+            equal, difference = compare(one.model, len(tokens), whole, found[-1].logprobs)
+            assert equal
+            assert difference < 1e-4
+            tokens = np.concatenate([whole, tokens[:60]])
+        assert [each.reused["host"] for each in found] == [0, 128, 192]
+        page = one.cache.page_bytes * settings.page_tokens
+        pages = [settings.page_tokens * each.stored_bytes // page for each in found]
+        assert pages == [155 // 4, 221 // 4 - 155 // 4, 287 // 4 - 221 // 4]
+        held: list[int] = []
+        monkeypatch.setattr(
+            one, "_hold", lambda _, new, past: held.extend((len(new.new), past.held))
+        )
+        one.serve(Request(3, 2, 0.0, True, False, True, tokens=tokens[::-1].copy()))
+        assert held == [(len(tokens) + 1) // 4, len(tokens) + 1]
+        for cache in (one.hybrid.caches.kv, one.hybrid.caches.states):
+            assert cache.check().clean
+            assert (cache.check().pins, cache.stats().writing) == (0, 0)
 
 
 @pytest.mark.parametrize(("url", "pages"), [("memory:", 4), ("flaky:read_fail=1:memory:", 0)])

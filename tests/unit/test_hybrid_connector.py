@@ -71,12 +71,16 @@ def test_kinds(segment_name: str, kind: str) -> None:
 def test_prefill_in_pieces(connector: lct.Connector, qwen: Any) -> None:
     """Passes of at most some tokens, or those of transformers' own chunked prefill."""
     ids = prompt(150)
-    expected = answer(qwen, ids)
+    expected, passes = answer(qwen, ids), []
+    hook = qwen.model.register_forward_pre_hook(
+        lambda _, __, given: passes.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
     with connector.prefix(ids) as past:
         connector.prefill(past, at_most=50)
         assert past.held == 128
         connector.prefill(past)
-        assert past.held == 128, "nothing more to do"
+        assert passes == [50, 50, 28], "the second time nothing more is to do"
+        hook.remove()
         assert_same(answer(qwen, ids, past), expected)
     assert saved(connector, ids) == [128]
     longer = together(ids, prompt(100, 1))

@@ -13,6 +13,7 @@ import click
 from rich.console import Console
 from rich.table import Column, Table
 
+from lightcache.errors import ConfigError
 from lightcache.tools.output import BROKEN, OK, Command, check_writable, console, emit, json_option
 
 _SVG_WIDTH = 112
@@ -36,7 +37,13 @@ _KEPT = 4  # caches of former requests that a worker keeps, so that there is som
 @click.option(
     "--seed", default=0, show_default=True, help="Of the weights and of the conversations."
 )
-@click.option("--model", "directory", metavar="DIR", help="A checkpoint instead of random weights.")
+@click.option(
+    "--model",
+    "directory",
+    metavar="DIR",
+    help="A checkpoint instead of random weights; or `hybrid`, for random weights of a model with "
+    "recurrent states beside its keys and values.",
+)
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, or such as cuda:0.")
 @click.option("--size", default="32MiB", show_default=True, help="Host memory for pages.")
 @click.option(
@@ -138,9 +145,15 @@ def _settings(
     from lightcache.tools.demo import machine, models
     from lightcache.tools.demo.settings import Settings, run_name
 
+    hybrid = directory == models.HYBRID
+    if hybrid and (storage is not None or routing == "prefix"):
+        raise ConfigError(
+            "--model hybrid: expected neither --storage nor --routing prefix, which need a manager "
+            "that knows about recurrent states"
+        )
     choice = models.ModelChoice(
-        directory=os.path.abspath(directory) if directory else None,
-        size="small",
+        directory=os.path.abspath(directory) if directory and not hybrid else None,
+        size=models.HYBRID if hybrid else "small",
         seed=seed,
         device=device,
         dtype="float32",

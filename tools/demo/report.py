@@ -19,7 +19,7 @@ from lightcache.tools.demo.messages import (
     Verified,
     Verify,
 )
-from lightcache.tools.demo.settings import SECRET, Settings
+from lightcache.tools.demo.settings import SECRET, STATES, Settings
 from lightcache.tools.demo.show import Show
 from lightcache.tools.demo.stage import Stage
 from lightcache.tools.demo.summary import Outcome, sample
@@ -98,9 +98,14 @@ class Report:
             self.outcome.successor_s = self.outcome.successor_s or seconds
             self.outcome.successors.append(hello)
         if hello.cache is not None and hello.cache not in self.caches:
-            self.caches[hello.cache] = self._stack.enter_context(
-                lightcache.Cache.attach(hello.cache, secret=SECRET, role="report", grow=False)
-            )
+            if self.settings.model.hybrid:
+                self._attach(f"{hello.cache}{STATES}")
+            self._attach(hello.cache)
+
+    def _attach(self, name: str) -> None:
+        self.caches[name] = self._stack.enter_context(
+            lightcache.Cache.attach(name, secret=SECRET, role="report", grow=False)
+        )
 
     def _on_served(self, turn: Served) -> None:
         self.outcome.turns.append(turn)

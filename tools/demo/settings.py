@@ -15,6 +15,8 @@ from lightcache.tools.demo.prompts import Prompts
 from lightcache.tools.demo.workload import Workload, conversations, trace
 
 SECRET = b"a demo keeps no secret from anybody"
+STATES = "-states"
+"""What the cache of a hybrid model's states is called, behind the name of the other one."""
 WORKLOADS: dict[str, Callable[..., Workload]] = {
     "conversations": conversations,
     "trace": trace,

@@ -6,6 +6,7 @@ import os
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from lightcache.storage import StorageSpec, StorageTier, open_storage
 from lightcache.tools.demo import life
 from lightcache.tools.demo.devices import resolve
 from lightcache.tools.demo.generate import Generated, generate
+from lightcache.tools.demo.hybrid import HybridSide
 from lightcache.tools.demo.messages import Answer, Hello, Holding, Mailbox, Request
 from lightcache.tools.demo.models import build
 from lightcache.tools.demo.mover import CacheMover
@@ -48,8 +50,12 @@ class Worker:
         self.connector: Any = None
         self.manager: Any = None
         self.storage: StorageTier | None = None
+        self.hybrid: HybridSide | None = None
         name = settings.cache(number, lives)
-        if name is not None:
+        if name is not None and settings.model.hybrid:
+            self.hybrid = HybridSide(settings, name, self.model, f"worker {number}", stack)
+            self.cache, self.connector = self.hybrid.caches.kv, self.hybrid.connector
+        elif name is not None:
             self._open(name, stack)
 
     def _open(self, name: str, stack: ExitStack) -> None:
@@ -102,6 +108,9 @@ class Worker:
 
     def serve(self, request: Request) -> Answer:
         """Answer a request. Blocks until all of it is published."""
+        if self.hybrid is not None and request.cached:
+            hold = partial(self._hold, request)
+            return self._answer(request, *self.hybrid.serve(request, hold))
         if self.manager is None or not request.cached:
             past = DynamicCache(config=self.model.config)
             found = generate(self.model, request.tokens, past, request.answer_tokens)
@@ -129,7 +138,7 @@ class Worker:
             seat.past.crop(-beyond)
         self.mover.past, self.mover.hold = seat.past, None
         if request.hold:
-            self.mover.hold = lambda new: self._hold(request, new)
+            self.mover.hold = lambda new: self._hold(request, new, seat.past)
         manager.fetch(number, table)
         found = generate(
             self.model,
@@ -178,7 +187,7 @@ class Worker:
         empty = DynamicCache(config=self.model.config)
         return generate(self.model, request.tokens, empty, 1).first_at - started
 
-    def _hold(self, request: Request, new: lightcache.Reservation) -> None:
+    def _hold(self, request: Request, new: lightcache.Reservation, past: Any) -> None:
         """Copy half of the pages, then wait to be killed: the middle of an offload."""
         tokens = self.settings.page_tokens
         half = max(1, len(new.pages) // 2)
@@ -187,7 +196,7 @@ class Worker:
             for position in new.new[:half].tolist()
             for token in range(tokens)
         ]
-        planes = self.connector.planes(self.mover.past)
+        planes = self.connector.planes(past)
         engine = self.connector.engine
         engine.offload(Move(new.pages[:half], slots), planes=planes).wait()
         self.report.send(Holding(request.number, self.number, self.life, half, len(new.pages)))
