@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _SLOT = np.zeros(1, np.int64)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Checkpoint:
     """The state behind the first tokens of a sequence; nothing changes it."""
 

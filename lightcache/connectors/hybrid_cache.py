@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from lightcache.connectors.cache_layers import drop_parts, set_parts
@@ -41,6 +42,8 @@ class HybridPrefixCache(PrefixCache):
         self._first = min(self._states[0], self._attention[0])
         self._seen = 0
         """Tokens there were when it was looked at last."""
+        self._valid: weakref.WeakSet[Checkpoint] = weakref.WeakSet()
+        """Checkpoints of tokens that are held still."""
         self._wanted: set[int] = set()
         self._prompt: dict[int, Checkpoint] = {}
         self._decoded: dict[int, Checkpoint] = {}
@@ -77,19 +80,22 @@ class HybridPrefixCache(PrefixCache):
     def checkpoint(self) -> Checkpoint:
         """A copy of the state as it is now, to come back to."""
         named = 0 if self._tokens is None else len(self._tokens)
-        return copied(self, self._states, named)
+        made = copied(self, self._states, named)
+        self._valid.add(made)
+        return made
 
     def rewind(self, checkpoint: Checkpoint) -> None:
         """Back to where a checkpoint of this cache was taken: what was computed or named since is
         dropped, as if it had not been.
 
         Raises:
-            ConfigError: it is of more tokens than are held.
+            ConfigError: it is of another cache, or of tokens that were dropped since.
         """
-        if checkpoint.tokens > self.held:
+        if checkpoint not in self._valid:
             raise ConfigError(
-                f"rewind: expected a checkpoint of at most the {self.held} tokens held, found "
-                f"{checkpoint!r}"
+                f"rewind: expected a checkpoint that this cache made, of tokens that it still "
+                f"holds, found {checkpoint!r} for {self.held} tokens; it may be of tokens that an "
+                "earlier `rewind` or `reset` has dropped"
             )
         self._shorten(self.held - checkpoint.tokens)
         for at in self._states:
@@ -126,6 +132,8 @@ class HybridPrefixCache(PrefixCache):
 
     def _void(self, held: int) -> None:
         """Forget checkpoints that know more than so many tokens."""
+        for one in [each for each in self._valid if each.tokens > held]:
+            self._valid.discard(one)
         for taken in (self._prompt, self._decoded):
             for tokens in [each for each in taken if each > held]:
                 del taken[tokens]

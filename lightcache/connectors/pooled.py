@@ -35,17 +35,14 @@ class Pooled:
             pinned: of the caller, who also closes it; None: on a GPU, pinned here.
 
         Raises:
-            ConfigError: for a model on a GPU, a cache that was opened without device=True.
             InUse: the pool is pinned already by this process.
         """
         self.cache = cache
         self.pinned = pinned
         """The pool as a GPU sees it; None on the CPU."""
         self._own: PinnedPages | None = None
-        if device != "cpu":
-            _check_device(cache)
-            if pinned is None:
-                self.pinned = self._own = cache.pin(device=device)
+        if device != "cpu" and pinned is None:
+            self.pinned = self._own = cache.pin(device=device)
         try:
             self.engine = cache.engine(geometry, planes, memory=self.pinned)
         except BaseException:
@@ -67,8 +64,15 @@ class Pooled:
             self._own.close()
 
 
-def _check_device(cache: Cache) -> None:
-    """Without it nobody would wait for copies that outlive this process when it is killed."""
+def check_device(cache: Cache, device: str) -> None:
+    """Whether a cache was opened as a model on this device needs it: without device=True nobody
+    would wait for copies that outlive this process when it is killed.
+
+    Raises:
+        ConfigError: it was not.
+    """
+    if device == "cpu":
+        return
     mine = cache.client_id.slot
     if not all(client.device for client in cache.clients() if client.slot == mine):
         raise ConfigError(
@@ -77,4 +81,4 @@ def _check_device(cache: Cache) -> None:
         )
 
 
-__all__ = ["Pooled"]
+__all__ = ["Pooled", "check_device"]

@@ -29,7 +29,7 @@ from lightcache.connectors.hybrid import HybridPrefixes, check_states
 from lightcache.connectors.hybrid_cache import HybridPrefixCache
 from lightcache.connectors.model_pages import ModelPages, describe, describe_for
 from lightcache.connectors.opening import Caches, open_cache, open_caches
-from lightcache.connectors.pooled import Pooled
+from lightcache.connectors.pooled import Pooled, check_device
 from lightcache.connectors.prefix_cache import PrefixCache, TokenIds, planes_of, token_ids
 from lightcache.errors import Abandoned, ConfigError, Detached, NoSpace, TransferFailed
 
@@ -81,6 +81,9 @@ class Connector:
         self.cache = cache
         self.pages: ModelPages = describe_for(cache, model)
         check_states(states, model, self.pages)
+        for one in (cache, states):
+            if one is not None:
+                check_device(one, self.pages.device)
         self._config = model.config
         self._closed = False
         with contextlib.ExitStack() as stack:

@@ -159,7 +159,7 @@ def test_models_are_made_where_they_stay(size: str, millions: int) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"size": "huge"}, "size: expected one of small, medium, 8b, found 'huge'"),
+        ({"size": "huge"}, "size: expected one of small, medium, 8b, hybrid, found 'huge'"),
         ({"dtype": "int8"}, "dtype: expected one of float32"),
         ({"seed": -1}, "seed"),
     ],

@@ -113,6 +113,13 @@ def test_room_is_looked_for_when_the_dead_are_gone(
     assert looked == [1 << 20]
 
 
+@pytest.mark.parametrize("more", [["--routing", "prefix"], ["--storage", "memory:"]])
+def test_what_a_hybrid_model_cannot_have_yet(more: list[str]) -> None:
+    found = CliRunner().invoke(cli.group, ["demo", "--model", "hybrid", *more])
+    assert found.exit_code != 0
+    assert "--model hybrid: expected neither --storage nor --routing prefix" in found.output
+
+
 # ---- prompts
 
 

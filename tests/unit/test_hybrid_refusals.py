@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -118,6 +119,24 @@ def test_caches_that_do_not_fit(segment_name: str, qwen: Any) -> None:
                     lct.Connector(caches.kv, qwen, states=states)
 
 
+def test_a_device_must_be_said_for_both(
+    segment_name: str, qwen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = lct.describe(qwen)
+    assert found.states is not None
+    with (
+        Cache.create(
+            segment_name, pages=2, secret=SECRET, **found.options | {"device": True}
+        ) as kv,
+        Cache.create(f"{segment_name}-s", pages=2, secret=SECRET, **found.states.options) as one,
+        monkeypatch.context() as patch,
+    ):
+        pages = dataclasses.replace(found, device="cuda:0")
+        patch.setattr("lightcache.connectors.transformers.describe_for", lambda *_: pages)
+        with pytest.raises(ConfigError, match=f"expected '{segment_name}-s' opened with device=T"):
+            lct.Connector(kv, qwen, states=one)
+
+
 def test_open_caches_opens_both_or_none(segment_name: str, qwen: Any) -> None:
     with pytest.raises(ConfigError, match="page_bytes follow from the model"):
         lct.open_caches(segment_name, qwen, size="1MiB", page_bytes=1)
@@ -141,8 +160,13 @@ def test_cropping(connector: lct.Connector, qwen: Any) -> None:
         assert past.held == 40, "and nothing was"
         ahead = past.checkpoint()
         past.reset()
-        with pytest.raises(ConfigError, match="a checkpoint of at most the 0 tokens held"):
+        answer(qwen, prompt(50, 1), past, steps=1)
+        with pytest.raises(ConfigError, match="of tokens that it still holds, found Checkpoint"):
             past.rewind(ahead)
+        with connector.prefix(prompt(40)) as other:
+            answer(qwen, prompt(40), other, steps=1)
+            with pytest.raises(ConfigError, match="a checkpoint that this cache made"):
+                other.rewind(past.checkpoint())
 
 
 def test_back_to_the_beginning(connector: lct.Connector, qwen: Any) -> None:
