@@ -229,6 +229,29 @@ class HybridMachine(RuleBasedStateMachine):
             self.compare(prompt, self.hybrid.plan(request, prompt))
             self.planned[request] = prompt
 
+    @rule(base=pick, tail=st.lists(st.integers(0, 3), min_size=20, max_size=40), size=pick)
+    def served_meanwhile(self, base: int, tail: list[int], size: int) -> None:
+        """A prompt that waits is computed by somebody else, and then finds more."""
+        if len(self.running) >= 3:
+            return
+        request, prompt = next(self.ids), self.prompt(base, -1, tail)
+        self.compare(prompt, self.hybrid.plan(request, prompt))
+        self.serve(-1, -1, [7, 7], size % 40 + 1, 0, True)
+        self.compare(prompt, self.hybrid.plan(request, prompt))
+        self.hybrid.cancel(request)
+
+    @precondition(lambda self: self.running and not self.roomy)
+    @rule(which=pick, base=pick)
+    def aborted_for(self, which: int, base: int) -> None:
+        """A request goes while the device is behind, and another one's state is loaded."""
+        assert self.world is not None
+        self.hybrid.resume()
+        self.transfers(99, 99, True)
+        if self.world.slots is not None:
+            self.world.slots.evict(99)
+        self.abort(which)
+        self.begin_again(base)
+
     @precondition(lambda self: self.planned)
     @rule(which=pick, take=st.booleans())
     def planned_before(self, which: int, take: bool) -> None:
