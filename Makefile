@@ -113,7 +113,7 @@ test: install pause
 
 demo: install
 	@cd $(sandbox) && $(bin)/lightcache demo $(ARGS) && \
-	if [ -z "$(ARGS)" ]; then $(bin)/lightcache demo --model hybrid --users 2 --turns 4; fi
+	if [ -z "$(ARGS)" ]; then $(bin)/lightcache demo --model hybrid --users 2 --turns 3 --no-kill; fi
 
 bench: install
 	@cd $(sandbox) && for name in $(BENCHES); do $(bin)/lightcache bench $$name $(ARGS); done

@@ -110,6 +110,22 @@ def test_it_holds_however_turns_are_routed(routing: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.crash
+def test_a_hybrid_model() -> None:
+    """Keys and values, and recurrent states, of one worker serve the other."""
+    with started("--json", "--model", "hybrid") as process:
+        out, _ = process.communicate()
+    assert process.returncode == 0, out
+    facts = json.loads(out)
+    assert facts["problems"] == []
+    assert facts["killed"]["doomed_pages"] >= 1
+    assert 0 < facts["hit_tokens"]["host"] < facts["prompt_tokens"]
+    assert facts["hit_tokens"]["host"] % 64 == 0, "only up to states, which are on the grid"
+    assert facts["largest_difference"] < 1e-4
+    assert left(process.pid) == []
+
+
+@pytest.mark.slow
 def test_a_pool_that_is_too_small_has_storage_behind_it() -> None:
     """One worker, who has all of what is in its memory."""
     small = ("--workers", "1", "--size", "5MiB", "--storage", "memory:", "--no-kill")
