@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,7 @@ from lightcache._arguments import Keys, Offsets, Pages
 from lightcache.cache import Cache
 from lightcache.errors import ConfigError, LeaseLost, LightcacheError, OutOfPages
 from lightcache.held import Named
+from lightcache.hybrid.bounding import PathBound
 from lightcache.hybrid.spaces import Path, StateSpace, StateSpaces, Tier
 from lightcache.hybrid.statistics import CheckpointStats, Counts
 from lightcache.hybrid.traffic import StateTraffic
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 _NEW, _PRESENT = int(KeyStatus.NEW), int(KeyStatus.PRESENT)
 
-
-_PARTED = 1 << 12  # forks that are remembered
 
 Found = tuple[Tier, int]
 """A tier, and how many positions of a path end with the checkpoint there: 1 or more."""
@@ -99,15 +97,13 @@ class Checkpoints:
             raise ConfigError("checkpoints: storage is read and written through a host cache")
         self.slots, self.host, self.copier, self.storage = slots, host, copier, storage
         self.write = write if slots is not None else WritePolicy.THROUGH
-        self.most = None if most is None else _arguments.count(most, "most", 1, 1 << 20)
         self.low_water = _arguments.count(low_water, "low_water", 0, 1 << 20)
         self.lock = threading.RLock()
         self.counts = Counts()
         self.spaces = StateSpaces(slots, host)
         self.traffic = StateTraffic(self, mover, time_limit)
         self._planned: dict[Hashable, Tier] = {}
-        self._parted: OrderedDict[bytes, None] = OrderedDict()
-        """Keys at which prompts part."""
+        self._bound = PathBound(most, self.counts)
         self._later: list[int] = []
         """Slots that could not be given back yet."""
 
@@ -255,7 +251,7 @@ class Checkpoints:
         """
         with self.lock:
             if fork:
-                self._parted[path.key(count).tobytes()] = None
+                self._bound.parts(path.key(count))
             if self.slots is None:
                 return self.traffic.offload(slot, path, count, unpin=False) if host else None
             pinned = self._name(slot, path, count)
@@ -271,7 +267,7 @@ class Checkpoints:
                 if host:
                     self.traffic.note(pinned, path, count)
                 self.slots.unpin(np.array([pinned], np.int32))
-            self.bound(Tier.DEVICE, path, count)
+            self._bound.enforce(self.slots, path, Tier.DEVICE, count)
             return movement
 
     def _name(self, slot: int, path: Path, count: int) -> int | None:
@@ -308,41 +304,6 @@ class Checkpoints:
         if not before:
             return path.key(count)
         return np.concatenate([path.key(before), path.key(count)])
-
-    def bound(self, tier: Tier, path: Path, count: int) -> None:
-        """With more than `most` on a path the shallowest go, but no forks, not the last one, and
-        none in use."""
-        index = self._index(tier)
-        if self.most is None or index is None:
-            return
-        with contextlib.suppress(LightcacheError):  # then whoever adds the next one looks
-            self._bound(index, self.most, tier, path, count)
-
-    def _bound(self, index: PageIndex, most: int, tier: Tier, path: Path, count: int) -> None:
-        space, keys = path.space.of(tier), path.keys[:count]
-        found = index.peek_many(keys, np.arange(count + 1), namespace=space)
-        there = np.flatnonzero(found)
-        if len(there) <= most:
-            return
-        excess = len(there) - most
-        forks = self._forks(index.children(keys[there], namespace=space), keys[there])
-        for i, fork in zip(there[:-1].tolist(), forks, strict=False):
-            if excess and not fork and index.drop(keys[i : i + 1], namespace=space):
-                self.counts.add(bounded=1)
-                excess -= 1
-
-    def _forks(self, children: Pages, keys: Keys) -> list[bool]:
-        """Which of these are forks, or were: if what hangs on one has gone by the bound, prompts
-        still part there, and nothing but this tells."""
-        found = []
-        for count, key in zip(children.tolist(), keys, strict=True):
-            digest = key.tobytes()
-            if count > 1:
-                self._parted[digest] = None
-            found.append(digest in self._parted)
-        while len(self._parted) > _PARTED:
-            self._parted.popitem(last=False)
-        return found
 
     def demote(self, n: int) -> int:
         """Begin to write back up to n checkpoints of the device, those unused for longest, and free
@@ -400,7 +361,8 @@ class Checkpoints:
             key = np.ascontiguousarray(path.key(count))
             with contextlib.suppress(LightcacheError):
                 self.storage.write(key, namespace=path.space.host)
-        self.bound(Tier.HOST, path, count)
+        if self.host is not None:
+            self._bound.enforce(self.host.index, path, Tier.HOST, count)
 
     def stats(self) -> CheckpointStats:
         """Figures of this process."""

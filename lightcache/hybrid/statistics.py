@@ -39,7 +39,7 @@ class CheckpointStats:
     no_room: int = 0
     """That were to be written to the host and found no room."""
     demotions: int = 0
-    """That went from the device to the host for want of room."""
+    """That left the device ahead of need, written to the host first where it had room."""
     dropped_tokens: int = 0
     """KV behind the deepest checkpoint of requests that ended, by policy."""
 
