@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from http.client import HTTPConnection
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,12 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Any]]
         one.close()
 
 
-def run(document: str, name: str, **more: Any) -> dict[str, Any]:
-    """Run the blocks of a document one after another; what is defined in the end."""
+def run(document: str, name: str, begin: str = "", end: str = "", **more: Any) -> dict[str, Any]:
+    """Run the blocks of a document one after another; what is defined in the end.
+
+    Args:
+        begin, end: only what stands between these words.
+    """
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     shape = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
@@ -94,8 +99,10 @@ def run(document: str, name: str, **more: Any) -> dict[str, Any]:
     text = (ROOT / document).read_text()
     blocks = list(BLOCK.finditer(text))
     assert len(blocks) == text.count("```python")
-    for found in blocks:
+    first, last = text.index(begin), text.index(end) if end else len(text)
+    for found in [each for each in blocks if first <= each.start() < last]:
         source = found[2].replace('"llama', f'"{name}').replace('size="32GiB"', 'size="128MiB"')
+        source = source.replace('"qwen3-next', f'"{name}').replace("8GiB", "16MiB")
         source = source.replace('pin(device="cuda:0")', "pin(driver=FakeDriver())")
         lines = "\n" * text.count("\n", 0, found.start(2))  # so that errors name the document's
         code = compile(lines + source, str(ROOT / document), "exec")
@@ -137,10 +144,32 @@ def test_transformers(made: list[Any], segment_name: str) -> None:
     from support.tiny_models import model, prompt
 
     ids = prompt(40)
-    space = run("docs/guides/transformers.md", segment_name, model=model(), input_ids=ids)
+    path, hybrid = "docs/guides/transformers.md", "## Hybrid models"
+    space = run(path, segment_name, end=hybrid, model=model(), input_ids=ids)
     assert len(made) == 1
     assert space["reused"] == 0
     assert space["cache"].peek(space["cache"].hash_pages(space["output"][0].tolist())) == 4
+
+
+def test_transformers_hybrid(segment_name: str) -> None:
+    pytest.importorskip("transformers")
+    import torch
+    from support.hybrid_models import hybrid
+
+    ids = torch.arange(1, 82)[None] % 90
+    draft, accepted = ids[:, :2], ids[:, :1]
+    space = run(
+        "docs/guides/transformers.md",
+        segment_name,
+        begin="## Hybrid models",
+        model=hybrid(),
+        input_ids=ids,
+        draft=draft,
+        accepted=accepted,
+        rejected=True,
+        lct=import_module("lightcache.connectors.transformers"),
+    )
+    assert space["past"].held == 81 + 31 + 1  # the last token that was generated was not computed
 
 
 def test_metrics(made: list[Any], segment_name: str) -> None:
