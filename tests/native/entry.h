@@ -146,6 +146,8 @@ int lci_ticket_done(lci_handle *h, const lci_ticket_ref *ref, int ok);
 int lci_ticket_poll(lci_handle *h, const lci_ticket_ref *ref, lci_ticket_status *out);
 int lci_ticket_drop(lci_handle *h, const lci_ticket_ref *ref, int wait, uint64_t deadline);
 int lci_ticket_revoke(lci_handle *h, const lci_ticket_ref *ref, int wait, uint64_t deadline);
+int lci_ticket_refuse_orphans(lci_handle *h, uint32_t giver, uint32_t epoch, int wait,
+                              uint64_t deadline);
 int lci_adopt(lci_handle *h, const lci_ticket_ref *ref, uint32_t shard, uint32_t *held,
               int32_t *pages, uint32_t capacity, uint32_t *rid, uint32_t *rgen, int wait,
               uint64_t deadline);

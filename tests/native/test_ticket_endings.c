@@ -169,6 +169,58 @@ static void ticket_of_a_dead_giver_goes_at_once(void) {
     tear_down();
 }
 
+static lci_ticket_ref give_from(client *giver, uint64_t adopters) {
+    lci_ticket_ref made;
+    CHECK_EQ(lci_ticket_give(giver->h, l.pages, 50, LC_NIL, 0, adopters, FOREVER, &made, BLOCKING),
+             LC_OK);
+    return made;
+}
+
+static uint64_t failed_of(const lci_ticket_ref *which) {
+    lci_ticket_status status;
+    CHECK_EQ(lci_ticket_poll(a.h, which, &status), LC_OK);
+    return status.failed;
+}
+
+/* Tickets' pins of the first page. */
+static uint32_t held_back(void) { return lc_load(lci_pin(a.h, 0, (uint32_t)l.pages[0])); }
+
+/* Whoever knows of no more tickets of a dead giver refuses those that it has not adopted; nobody
+ * else's, no other's part of them, and once. */
+static void orphans_are_refused(void) {
+    set_up(100);
+    prompt_fill(&a, &q, 1, 50);
+    CHECK_EQ(match(&c, &q, &l), 50);
+    lci_ticket_ref two = give_from(&c, bit(&a) | bit(&b)), one = give_from(&c, bit(&b));
+    lci_ticket_ref taken = give_from(&c, bit(&a) | bit(&b)), dropped = give_from(&c, bit(&b));
+    lci_ticket_ref gone = give_from(&c, bit(&b));
+    CHECK_EQ(lci_ticket_revoke(c.h, &gone, BLOCKING), LC_OK);
+    CHECK_EQ(lci_ticket_drop(c.h, &dropped, BLOCKING), LC_OK);
+    ref = taken;
+    CHECK_EQ(adopt(&b, 0), 50);
+    uint32_t epoch = lc_load(&a.h->tickets[one.index].giver_epoch), slot = c.slot;
+    client_die(&c);
+    CHECK_EQ(match(&a, &q, &l), 50);
+    lci_ticket_ref living = give_from(&a, bit(&b));
+    CHECK_EQ(held_back(), 5);
+    CHECK_EQ(lci_ticket_refuse_orphans(b.h, slot, epoch + 1, BLOCKING), 0);
+    CHECK_EQ(lci_ticket_refuse_orphans(b.h, slot, epoch, BLOCKING), 3);
+    CHECK_EQ(lci_ticket_refuse_orphans(b.h, slot, epoch, BLOCKING), 0);
+    CHECK_EQ(held_back(), 3); /* those that only waited for us are over */
+    CHECK_EQ(failed_of(&two), bit(&b));
+    CHECK_EQ(failed_of(&taken), 0);
+    CHECK_EQ(failed_of(&living), 0);
+    ref = two;
+    CHECK_EQ(adopt(&b, 0), LC_E_TIMEOUT);
+    CHECK_EQ(lci_reap_slot(a.h, slot, BLOCKING), 1); /* nobody is their giver any more */
+    CHECK_EQ(lci_ticket_refuse_orphans(a.h, slot, epoch + 1, BLOCKING), 2);
+    CHECK_EQ(held_back(), 1);
+    ref = living;
+    CHECK_EQ(adopt(&b, 0), 50);
+    c = client_join(&s);
+    tear_down();
+}
+
 /* The reservation has ended, and its record is another's of the same client. */
 static void ticket_of_an_ended_reservation_takes_no_other(void) {
     set_up(100);
@@ -212,6 +264,7 @@ const test ticket_ending_tests[] = {
     TEST(verdicts_are_given_once),
     TEST(ticket_is_not_for_the_next_in_the_slot),
     TEST(ticket_of_a_dead_giver_goes_at_once),
+    TEST(orphans_are_refused),
     TEST(ticket_of_an_ended_reservation_takes_no_other),
     TEST(ticket_whose_list_leads_nowhere_is_damage),
     END_OF_TESTS,
