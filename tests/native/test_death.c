@@ -69,6 +69,11 @@ static void prepare(const operation *o) {
     prompt_make(&fresh, 3, 10);
     if (o->writes) CHECK_EQ(prompt_reserve(&victim, &fresh, NS, 1), 10);
     if (o->holds) (void)match(&victim, &p, &l);
+    if (o->run == do_clear) { /* kept pages are cleared like others, and counted */
+        lci_walk_op kept = {0};
+        CHECK_EQ(lci_keep(a.h, q.keys, 20, NS, 1, &kept, BLOCKING), LC_OK);
+        CHECK_EQ(index_counts(&a).kept, 20);
+    }
     memset(&ticket, 0, sizeof ticket);
 }
 

@@ -69,6 +69,16 @@ static uint32_t discard(void) {
 
 /* ------------------------------------------------------------------ in steps */
 
+static void kept_pages_are_cleared_as_others(void) {
+    set_up(100);
+    prompt_fill(&a, &p, 1, 40);
+    CHECK_EQ(keep(&p, 1), 40);
+    CHECK_EQ(lci_clear(a.h, NS, BLOCKING), LC_OK);
+    CHECK_EQ(index_counts(&b).kept, 0);
+    CHECK_EQ(index_counts(&b).named, 0);
+    tear_down();
+}
+
 static void keep_and_drop_many(void) {
     set_up(600);
     prompt_fill(&a, &p, 1, 600);
@@ -368,6 +378,7 @@ static void room_in_a_chain_counts_as_room(void) {
 }
 
 const test keep_tests[] = {
+    TEST(kept_pages_are_cleared_as_others),
     TEST(keep_and_drop_many),
     TEST(what_is_interrupted_goes_on),
     TEST(oldest_lists_all_and_puts_them_back),
