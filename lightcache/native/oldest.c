@@ -14,13 +14,22 @@ typedef struct oldest {
     lci_eviction eviction;
 } oldest;
 
+/* Damage: what is listed is pinned, and so it does not come to the head of the queue again. */
+static bool is_listed(const oldest *o, uint32_t page) {
+    if (!lc_load(&o->h->mine[page])) return false; /* nearly always */
+    for (uint32_t i = 0; i < o->lease->held; i++)
+        if (o->page[i] == (int32_t)page) return true;
+    return false;
+}
+
 /* It is the caller's from here on: should this step be undone, the lease still pins it. */
 static void list_page(oldest *o, uint32_t page) {
     lci_handle *h = o->h;
     const lci_page *p = &h->pages[page];
     uint32_t at = o->lease->held;
     pthread_mutex_lock(&h->at->rows);
-    int rc = lc_load(&h->at->leaving) ? LC_E_CLOSED : lci_pin_one(h, page);
+    int rc = is_listed(o, page) ? LC_E_CORRUPT : LC_OK;
+    if (rc == LC_OK) rc = lc_load(&h->at->leaving) ? LC_E_CLOSED : lci_pin_one(h, page);
     o->page[at] = (int32_t)page;
     if (rc == LC_OK) o->lease->held = at + 1;
     pthread_mutex_unlock(&h->at->rows);

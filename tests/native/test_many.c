@@ -55,6 +55,19 @@ static int give_back_all(void) {
     return lci_unreserve_many(a.h, m.ops, m.offsets, m.starts, CHAINS, m.page, m.status);
 }
 
+static void a_chain_of_which_nothing_is_reserved_counts_as_used(void) {
+    set_up(100);
+    prompt_fill(&b, &p, 3, 20); /* the third chain, and it is the oldest */
+    prompt_fill(&b, &q, 9, 20);
+    collect(&b);
+    CHECK_EQ(reserve_all(LC_BLOCK), LC_OK);
+    CHECK_EQ(evict(&b, 20), 20);
+    CHECK_EQ(peek(&b, &p), 20);
+    CHECK_EQ(peek(&b, &q), 0);
+    CHECK_EQ(give_back_all(), LC_OK);
+    tear_down();
+}
+
 static void many_are_reserved_published_and_given_back(void) {
     set_up(100);
     prompt_fill(&b, &p, 2, 7); /* of the second chain: two keys beyond its start are there */
@@ -159,6 +172,7 @@ static void many_are_refused_as_one_is(void) {
 }
 
 const test many_tests[] = {
+    TEST(a_chain_of_which_nothing_is_reserved_counts_as_used),
     TEST(many_are_reserved_published_and_given_back),
     TEST(many_with_several_shards_and_one_that_has_ended),
     TEST(many_go_on_where_memory_was_missing),

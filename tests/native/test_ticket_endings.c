@@ -193,7 +193,7 @@ static void orphans_are_refused(void) {
     CHECK_EQ(match(&c, &q, &l), 50);
     lci_ticket_ref two = give_from(&c, bit(&a) | bit(&b)), one = give_from(&c, bit(&b));
     lci_ticket_ref taken = give_from(&c, bit(&a) | bit(&b)), dropped = give_from(&c, bit(&b));
-    lci_ticket_ref gone = give_from(&c, bit(&b));
+    lci_ticket_ref gone = give_from(&c, bit(&b)), others = give_from(&c, bit(&a));
     CHECK_EQ(lci_ticket_revoke(c.h, &gone, BLOCKING), LC_OK);
     CHECK_EQ(lci_ticket_drop(c.h, &dropped, BLOCKING), LC_OK);
     ref = taken;
@@ -202,18 +202,19 @@ static void orphans_are_refused(void) {
     client_die(&c);
     CHECK_EQ(match(&a, &q, &l), 50);
     lci_ticket_ref living = give_from(&a, bit(&b));
-    CHECK_EQ(held_back(), 5);
+    CHECK_EQ(held_back(), 6);
     CHECK_EQ(lci_ticket_refuse_orphans(b.h, slot, epoch + 1, BLOCKING), 0);
     CHECK_EQ(lci_ticket_refuse_orphans(b.h, slot, epoch, BLOCKING), 3);
     CHECK_EQ(lci_ticket_refuse_orphans(b.h, slot, epoch, BLOCKING), 0);
-    CHECK_EQ(held_back(), 3); /* those that only waited for us are over */
+    CHECK_EQ(held_back(), 4); /* those that only waited for us are over */
     CHECK_EQ(failed_of(&two), bit(&b));
     CHECK_EQ(failed_of(&taken), 0);
+    CHECK_EQ(failed_of(&others), 0);
     CHECK_EQ(failed_of(&living), 0);
     ref = two;
     CHECK_EQ(adopt(&b, 0), LC_E_TIMEOUT);
     CHECK_EQ(lci_reap_slot(a.h, slot, BLOCKING), 1); /* nobody is their giver any more */
-    CHECK_EQ(lci_ticket_refuse_orphans(a.h, slot, epoch + 1, BLOCKING), 2);
+    CHECK_EQ(lci_ticket_refuse_orphans(a.h, slot, epoch + 1, BLOCKING), 3);
     CHECK_EQ(held_back(), 1);
     ref = living;
     CHECK_EQ(adopt(&b, 0), 50);
