@@ -80,6 +80,11 @@ class CudaDevice:
             )
         return self._cuda.current_stream(self.index)
 
+    def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        """Make a stream the current one for a while."""
+        chosen: contextlib.AbstractContextManager[Any] = self._cuda.stream(stream)
+        return chosen
+
     def event(self) -> Any:
         """A new event; waiting for it sleeps instead of spinning."""
         return self._cuda.Event(blocking=True)

@@ -1,7 +1,7 @@
 """StateCopier: recurrent states from slot to slot of one device, all requests of a step at once.
 
     copier = StateCopier(geometry, planes)
-    copy = copier.copy(sources, targets)    # on the current stream; a source of -1 sets to zero
+    copy = copier.copy(sources, targets)    # a source of -1 sets to zero
     ...
     if copy.done(): ...                     # now the sources may change
 
@@ -11,6 +11,7 @@ own, in front of the step that reads it and on the same stream, so that nothing 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 from collections.abc import Sequence
@@ -97,22 +98,25 @@ class StateCopier:
             used = CudaDevice(planes.device) if device is None else device
             self._side = _Kernel(self._runs, used, size_of(programs, "programs", _MOST_ITEMS))
 
-    def copy(self, sources: Slots, targets: Slots) -> StateCopy:
-        """Copy state `sources[i]` to slot `targets[i]`, for all i in one launch on the current
-        stream. Reads what is there when the stream gets to it.
+    def copy(self, sources: Slots, targets: Slots, stream: Any = None) -> StateCopy:
+        """Copy state `sources[i]` to slot `targets[i]`, for all i in one launch. Reads what is
+        there when the stream gets to it. Without any pair the result says when the stream has got
+        there.
 
         Args:
             sources: slots; `ZERO` (-1): zeros. One may be read several times.
             targets: slots, each once, and none that is read in the same call.
+            stream: of the device; None: the current one.
 
         Raises:
             ConfigError: slots out of range, not as many of both, a target twice or read as well; or
-                the current stream is being captured.
+                the stream is being captured.
         """
-        pairs = self._checked(sources, targets)
-        if not len(pairs) or not self.nbytes:
-            return StateCopy()
-        return self._side.copy(pairs)
+        return self._side.copy(self._checked(sources, targets), stream)
+
+    def zero(self, slots: Slots, stream: Any = None) -> StateCopy:
+        """Set slots to zero: the state before the first token. As `copy` otherwise."""
+        return self.copy(np.full(len(slots), ZERO), slots, stream)
 
     def _checked(self, sources: Slots, targets: Slots) -> Pairs:
         read, written = _numbers(sources, "sources"), _numbers(targets, "targets")
@@ -172,33 +176,41 @@ class _Kernel:
         self._lock = threading.Lock()
         self._buffers: list[_Buffer] = []
 
-    def copy(self, pairs: Pairs) -> StateCopy:
-        from lightcache.kernels.state_copy import copy_states
-
+    def copy(self, pairs: Pairs, stream: Any) -> StateCopy:
         items = len(pairs) * self._count
         if items > _MOST_ITEMS:
             most = _MOST_ITEMS // self._count
             raise ConfigError(f"copy: expected at most {most} states, found {len(pairs)}")
-        with self._lock, self._device.guard():
-            stream = self._device.current()
+        device = self._device
+        chosen = contextlib.nullcontext() if stream is None else device.on(stream)
+        with self._lock, device.guard(), chosen:
+            stream, event = device.current(), device.event()
+            if not items:
+                event.record(stream)
+                return StateCopy(event)
             buffer = self._buffer(len(pairs))
-            buffer.host[: pairs.size] = _tensor(pairs.reshape(-1))
-            part = buffer.there[: pairs.size]
-            buffer.event = self._device.event()
+            buffer.event = event
             try:
-                part.copy_(buffer.host[: pairs.size], non_blocking=True)
-                copy_states[(min(self._programs, items),)](
-                    self._tiles,
-                    part,
-                    self._count,
-                    len(pairs),
-                    WORD=self._word,
-                    TILE=TILE,
-                    num_warps=WARPS,
-                )
+                self._launch(buffer, pairs, items)
             finally:  # also when the launch was refused: the buffer may be on its way
-                buffer.event.record(stream)
-            return StateCopy(buffer.event)
+                event.record(stream)
+            return StateCopy(event)
+
+    def _launch(self, buffer: _Buffer, pairs: Pairs, items: int) -> None:
+        from lightcache.kernels.state_copy import copy_states
+
+        buffer.host[: pairs.size] = _tensor(pairs.reshape(-1))
+        part = buffer.there[: pairs.size]
+        part.copy_(buffer.host[: pairs.size], non_blocking=True)
+        copy_states[(min(self._programs, items),)](
+            self._tiles,
+            part,
+            self._count,
+            len(pairs),
+            WORD=self._word,
+            TILE=TILE,
+            num_warps=WARPS,
+        )
 
     def _buffer(self, pairs: int) -> _Buffer:
         """One that no copy reads any more; a new one rather than wait."""
@@ -216,7 +228,8 @@ class _Host:
     def __init__(self, runs: Table) -> None:
         self._runs = [tuple(run) for run in runs.tolist()]
 
-    def copy(self, pairs: Pairs) -> StateCopy:
+    def copy(self, pairs: Pairs, stream: Any) -> StateCopy:
+        del stream
         for source, target in pairs.tolist():
             for address, distance, nbytes in self._runs:
                 at = address + target * distance

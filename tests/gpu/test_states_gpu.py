@@ -38,8 +38,8 @@ def test_copies_are_in_the_order_of_the_stream():
     before = case.snapshot()
     copier = StateCopier(case.geometry, case.planes)
     stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        copies = [copier.copy([slot], [slot + 1]) for slot in range(8)]
+    copies = [copier.copy([slot], [slot + 1], stream) for slot in range(8)]
+    assert torch.cuda.current_stream() != stream
     copies[-1].wait()
     assert all(copy.done() for copy in copies)
     after = case.snapshot()["state", 0, "ssm"]

@@ -112,6 +112,7 @@ class InlineDevice:
         self.fail_copies = False
         self.streams = 0
         self.allocated = 0
+        self.chosen = None
         self.hook = lambda kind: None
         """Called before whatever is done; may raise."""
 
@@ -125,7 +126,15 @@ class InlineDevice:
 
     def current(self):
         self.hook("current")
-        return Stream(self, "current")
+        return self.chosen or Stream(self, "current")
+
+    @contextlib.contextmanager
+    def on(self, stream):
+        self.chosen = stream
+        try:
+            yield
+        finally:
+            self.chosen = None
 
     def event(self):
         self.hook("event")

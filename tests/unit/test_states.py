@@ -1,6 +1,7 @@
 """Copying recurrent states from slot to slot, with the kernel interpreted and on the CPU, against
 plain indexing."""
 
+import inspect
 import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -14,9 +15,10 @@ from support.inline_device import InlineDevice
 from support.transfer_cases import Builder, flat, states
 
 from lightcache.errors import ConfigError
+from lightcache.hybrid.copiers import StateCopier as HybridCopier
 from lightcache.kernels.geometry import KVGroup, Plane
 from lightcache.kernels.planes import DevicePlane, DevicePlanes
-from lightcache.kernels.states import ZERO, StateCopier
+from lightcache.kernels.states import ZERO, StateCopier, StateCopy
 
 SLOTS = 9
 SIDES = [InlineDevice, lambda: None]
@@ -115,6 +117,41 @@ def test_copies_are_enqueued_on_the_current_stream_and_over_when_its_event_is():
     device.running = True
     assert copy.done()
     copy.wait()
+
+
+def test_on_a_stream_that_is_named():
+    case, device = states("cpu"), InlineDevice()
+    other = device.stream()
+    copier_of(case, device).copy([1], [2], other)
+    assert device.log[-1][:2] == ("record", other.name)
+    assert device.current().name == "current"
+
+
+@pytest.mark.parametrize("side", SIDES, ids=["kernel", "host"])
+def test_zeros(side):
+    case = states("cpu")
+    before = case.snapshot()
+    copier_of(case, side()).zero(np.array([3, 5], np.int32)).wait()
+    same(case, expected(before, [ZERO, ZERO], [3, 5]))
+
+
+def test_without_pairs_it_tells_when_the_stream_has_got_there():
+    case, device = states("cpu"), InlineDevice()
+    copier = copier_of(case, device)
+    device.running = False
+    mark = copier.copy([], [])
+    assert not mark.done()
+    device.running = True
+    assert mark.done()
+    assert copier_of(case).copy([], []).done()
+
+
+def test_a_hybrid_manager_takes_it():
+    """It is what `lightcache.hybrid` calls a copier."""
+    wanted = inspect.signature(HybridCopier.copy).parameters
+    assert list(inspect.signature(StateCopier.copy).parameters) == list(wanted)
+    assert hasattr(StateCopier, "zero")
+    assert hasattr(StateCopy, "done")
 
 
 def test_buffers_in_use_are_left_alone():
