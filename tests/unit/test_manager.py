@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.manager_case import World, tokens
+from support.manager_case import World, made_worlds, tokens
 from support.stamped import stamps_of
 
 from lightcache.errors import (
@@ -30,15 +30,7 @@ from lightcache.manager.requests import slots_of
 
 @pytest.fixture
 def worlds(segment_name: str) -> Iterator[Any]:
-    made: list[World] = []
-
-    def make(**how: Any) -> World:
-        made.append(World(f"{segment_name}{len(made)}", **how))
-        return made[-1]
-
-    yield make
-    for world in reversed(made):
-        world.close()
+    yield from made_worlds(segment_name)
 
 
 def test_a_second_request_finds_the_first_ones_blocks(worlds: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.manager_case import World, tokens
+from support.manager_case import World, made_worlds, tokens
 
 from lightcache import Abandoned, LeaseLost
 from lightcache.hashing import KeySpec, hash_pages
@@ -19,15 +19,7 @@ SPEC = KeySpec("model", 4, b"a secret of these tests")
 
 @pytest.fixture
 def worlds(segment_name: str) -> Iterator[Any]:
-    made: list[World] = []
-
-    def make(**how: Any) -> World:
-        made.append(World(f"{segment_name}{len(made)}", **how))
-        return made[-1]
-
-    yield make
-    for world in reversed(made):
-        world.close()
+    yield from made_worlds(segment_name)
 
 
 def is_hashed(world: World, prompt: Prompt) -> bool:

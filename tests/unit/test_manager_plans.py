@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.manager_case import World, tokens
+from support.manager_case import World, made_worlds, tokens
 from support.stamped import stamps_of
 
 from lightcache.manager import (
@@ -20,15 +20,7 @@ from lightcache.shm.layout import SegmentHeader
 
 @pytest.fixture
 def worlds(segment_name: str) -> Iterator[Any]:
-    made: list[World] = []
-
-    def make(**how: Any) -> World:
-        made.append(World(f"{segment_name}{len(made)}", **how))
-        return made[-1]
-
-    yield make
-    for world in reversed(made):
-        world.close()
+    yield from made_worlds(segment_name)
 
 
 def disable(index: Any, value: int) -> None:
