@@ -10,6 +10,7 @@ from lightcache.hybrid.features import Features
 from lightcache.hybrid.grids import Grid
 from lightcache.hybrid.manager import HybridManager
 from lightcache.hybrid.matches import HybridMatch
+from lightcache.hybrid.opening import StateLayout, States, open_states, state_layout
 from lightcache.hybrid.parts import StatePart, gated_delta_parts, state_bytes
 from lightcache.hybrid.restoring import HybridFetch, Restored
 from lightcache.hybrid.saving import (
@@ -59,8 +60,10 @@ __all__ = [
     "Split",
     "StateBlocks",
     "StateCopier",
+    "StateLayout",
     "StatePart",
     "StateTables",
+    "States",
     "Stretch",
     "Tier",
     "Workload",
@@ -70,8 +73,10 @@ __all__ = [
     "create_slots",
     "decode_saves",
     "gated_delta_parts",
+    "open_states",
     "paths_of",
     "reuse_of",
     "state_block_tables",
     "state_bytes",
+    "state_layout",
 ]

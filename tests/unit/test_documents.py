@@ -129,9 +129,19 @@ def test_readme(made: list[Any], segment_name: str) -> None:
 
 
 def test_integration(made: list[Any], segment_name: str) -> None:
-    space = run("docs/integration.md", segment_name, np=np)
+    path, hybrid = "docs/integration.md", "## A hybrid model"
+    space = run(path, segment_name, end=hybrid, np=np)
     assert len(made) == 1
     assert space["match"].host == 320  # what the first manager wrote, the second one loads
+
+
+def test_integration_hybrid(made: list[Any], segment_name: str) -> None:
+    torch = pytest.importorskip("torch")
+    conv = [torch.zeros((9, 24, 3), dtype=torch.bfloat16) for _ in range(3)]
+    recurrent = [torch.zeros((9, 2, 16, 16)) for _ in range(3)]
+    more = {"conv": conv, "recurrent": recurrent, "np": np}
+    space = run("docs/integration.md", segment_name, **more)
+    assert (space["match"].usable, space["match"].tier.value) == (320, "device")
 
 
 def test_router(segment_name: str) -> None:

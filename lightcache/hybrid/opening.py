@@ -1,0 +1,228 @@
+"""From the tensors that an engine keeps its states in to all that `Checkpoints` needs."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lightcache._arguments import count
+from lightcache.cache import Cache
+from lightcache.errors import ConfigError
+from lightcache.hybrid.checkpoints import Checkpoints
+from lightcache.hybrid.device import create_slots
+from lightcache.kernels import layouts
+from lightcache.kernels.geometry import KVGroup, PageGeometry, Plane
+from lightcache.kernels.planes import DevicePlanes, join
+from lightcache.kernels.states import StateCopier
+from lightcache.manager.movers import EngineMover
+from lightcache.page_index import PageIndex
+
+if TYPE_CHECKING:
+    from lightcache.kernels.pinned import PinnedPages
+    from lightcache.kernels.transfer import Engine
+
+GROUP = "state"
+"""Name of the only group of these geometries."""
+
+Parts = Mapping[str, Sequence[Any]]
+"""By name: one tensor of each layer, of shape (slots, ...)."""
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """Where states lie on the device, and what a page of one looks like."""
+
+    geometry: PageGeometry
+    """A page is one state: of each layer one part behind the other."""
+    planes: DevicePlanes
+    """Keeps the tensors alive."""
+    dtypes: str
+    """Names and dtypes of the parts, as "conv:bfloat16,recurrent:float32": a geometry knows widths
+    alone, so this belongs in a cache's fingerprint beside it."""
+    slots: int
+    """That every tensor has."""
+
+
+def state_layout(parts: Parts, *, layers: Sequence[int] | None = None) -> StateLayout:
+    """Describe the tensors that an engine keeps its states in. Nothing is copied.
+
+    Args:
+        parts: by name, such as "conv" and "recurrent": tensors of shape (slots, ...) and any
+            dtype, one of each layer: a sequence, or one tensor with an axis of layers in front. The
+            bytes of a slot touch each other; slots may be apart.
+        layers: their numbers in the model; None: 0, 1, ...
+
+    Raises:
+        ConfigError: no parts, parts of different layers, tensors of one part that differ in shape
+            or dtype, that are on several devices, or that are no tensors.
+    """
+    listed = {name: list(tensors) for name, tensors in parts.items()}
+    counts = {name: len(tensors) for name, tensors in listed.items()}
+    if not counts or 0 in counts.values() or len(set(counts.values())) != 1:
+        raise ConfigError(
+            f"states: expected parts by name, each with a tensor of every layer, found {counts}"
+        )
+    for name, tensors in listed.items():
+        _check_alike(name, tensors)
+    numbers = range(next(iter(counts.values()))) if layers is None else layers
+    planes = [Plane(name, _row_bytes(tensors[0])) for name, tensors in listed.items()]
+    geometry = PageGeometry([KVGroup.state(GROUP, layers=list(numbers), parts=planes)])
+    shard = layouts.Shard(geometry)
+    described = [
+        layouts.plane(shard, GROUP, name, tensors, axes="t" + "c" * (len(tensors[0].shape) - 1))
+        for name, tensors in listed.items()
+    ]
+    kinds = ((name, tensors[0].dtype) for name, tensors in listed.items())
+    return StateLayout(
+        geometry,
+        join(*described),
+        ",".join(f"{name}:{str(dtype).removeprefix('torch.')}" for name, dtype in kinds),
+        min(int(tensors[0].shape[0]) for tensors in listed.values()),
+    )
+
+
+def _check_alike(name: str, tensors: list[Any]) -> None:
+    found = {
+        (str(getattr(one, "dtype", type(one).__name__)), tuple(getattr(one, "shape", ())))
+        for one in tensors
+    }
+    shapes = [shape for _, shape in found]
+    if len(found) != 1 or len(shapes[0]) < 2 or 0 in shapes[0]:
+        raise ConfigError(
+            f"states: part {name!r}: expected tensors (slots, ...) of one shape and dtype in all "
+            f"layers, found {sorted(found)}"
+        )
+
+
+def _row_bytes(tensor: Any) -> int:
+    return math.prod(int(size) for size in tensor.shape[1:]) * int(tensor.element_size())
+
+
+class States:
+    """An engine's states: on the device, on the host, and what moves them. As a context manager:
+    leaving closes it, behind the `Checkpoints` made of it."""
+
+    def __init__(
+        self,
+        layout: StateLayout,
+        copier: StateCopier,
+        slots: PageIndex | None,
+        host: Cache | None,
+    ) -> None:
+        """For `open_states`. Pins the host's pool where the tensors are on a GPU."""
+        self.layout, self.copier = layout, copier
+        self.slots = slots
+        """The index of the device's slots; None: there is none for checkpoints."""
+        self.host = host
+        self.pinned: PinnedPages | None = None
+        """The host's pool as a GPU sees it; registered in the background: `pinned.wait()`."""
+        self.engine: Engine | None = None
+        self.mover: EngineMover | None = None
+        """None: there is no host."""
+        if host is not None:
+            if layout.planes.device != "cpu":
+                self.pinned = host.pin(device=layout.planes.device)
+            self.engine = host.engine(layout.geometry, layout.planes, memory=self.pinned)
+            self.mover = EngineMover(self.engine)
+
+    def checkpoints(self, **how: Any) -> Checkpoints:
+        """`Checkpoints` of these states; `how` as there: write, most, low_water, storage,
+        time_limit. Close it before this."""
+        return Checkpoints(self.slots, self.host, self.mover, self.copier, **how)
+
+    def close(self) -> None:
+        """Wait for copies, let go of the host's cache and of the slots. The tensors stay."""
+        with contextlib.ExitStack() as stack:
+            for one in (self.slots, self.host, self.engine):
+                if one is not None:
+                    stack.callback(one.close)
+
+    def __enter__(self) -> States:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def open_states(
+    name: str,
+    parts: Parts,
+    *,
+    model: str,
+    index: str | None = None,
+    slots: int | None = None,
+    size: int | str | None = None,
+    pages: int | None = None,
+    layers: Sequence[int] | None = None,
+    **options: Any,
+) -> States:
+    """Everything that `Checkpoints` needs, from an engine's tensors: of one process that has whole
+    states, in CPU memory or on one GPU.
+
+        with open_states("qwen3-next-states", {"conv": conv, "recurrent": recurrent},
+                         model="Qwen3-Next@0e9e39f", index="qwen3-next-gpu0-states",
+                         size="64GiB") as states:
+            hybrid = HybridManager(manager, states.checkpoints(), grid)
+
+    Ranks that share each state describe their part with `KVGroup.state`, its heads and sections,
+    and have a `Leader` for a mover.
+
+    Args:
+        name: of the host's cache of states, which all engines of the node share; made if there is
+            none.
+        parts, layers: see `state_layout`.
+        model: whatever makes states of one model useless to another: its name and revision.
+        index: name of the index of this device's slots, one for each data-parallel rank; None:
+            slots are for running requests alone, the engine numbers them, and checkpoints are on
+            the host.
+        slots: of the tensors, that checkpoints and running requests have, from 0 on; None: all.
+            Give fewer to keep the last ones for padding, or for drafts.
+        size, pages: of the host's cache, as `Cache.open`; neither: there is no host.
+        options: for `Cache.open`, such as numa= and secret=.
+
+    Raises:
+        ConfigError: as `state_layout`; neither an index nor a host; slots that the tensors do not
+            have; options that the tensors decide.
+        LayoutMismatch: there is a cache of that name for other states.
+        InUse: another process lives in an index of that name.
+        Otherwise as `Cache.open` and `Cache.pin`.
+    """
+    layout = state_layout(parts, layers=layers)
+    if index is None and size is None and pages is None:
+        raise ConfigError(
+            "states: expected an index for slots of the device (index=), a cache on the host "
+            "(size= or pages=), or both, found neither"
+        )
+    most = layout.slots if slots is None else count(slots, "slots", 1, layout.slots)
+    decided = _decided(model, layout)
+    if twice := sorted(decided.keys() & options.keys()):
+        raise ConfigError(f"states: {', '.join(twice)} follow from the tensors; leave them out")
+    copier = StateCopier(layout.geometry, layout.planes)
+    with contextlib.ExitStack() as stack:
+        device = host = None
+        if index is not None:
+            device = create_slots(index, most)
+            stack.callback(device.close)
+        if size is not None or pages is not None:
+            host = Cache.open(name, size=size, pages=pages, **decided, **options)
+            stack.callback(host.close)
+        made = States(layout, copier, device, host)
+        stack.pop_all()
+    return made
+
+
+def _decided(model: str, layout: StateLayout) -> dict[str, Any]:
+    geometry = layout.geometry
+    return {
+        "page_bytes": geometry.page_bytes,
+        "page_tokens": 1,
+        "fingerprint": f"{model} {layout.dtypes} {geometry.fingerprint()}",
+        "device": layout.planes.device != "cpu",
+        "flat": True,
+    }
+
+
+__all__ = ["Parts", "StateLayout", "States", "open_states", "state_layout"]
