@@ -3,7 +3,10 @@ but the driver can be tried without one. See gpu/conftest.py."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 if os.environ.get("LIGHTCACHE_TEST_STAND_IN"):
@@ -15,6 +18,7 @@ from lightcache import Cache
 from lightcache.kernels.geometry import PageGeometry
 from lightcache.kernels.memory import HostPages
 from lightcache.kernels.planes import DevicePlanes
+from lightcache.kernels.states import StateCopier, StateCopy
 
 DEADLINE = 60.0
 SLEEP_CYCLES = 6_000_000_000  # three seconds of a GPU, where a stream cannot wait for the host
@@ -57,9 +61,14 @@ class HostGate:
 class Gpu:
     """One GPU."""
 
+    wide = 64
+    """Of a small model's states: 128 KiB a layer."""
+
     def __init__(self, number: int = 0) -> None:
         self.name = self.memory = f"cuda:{number}"
         """Of the device, and where torch keeps its tensors."""
+        self.compute = torch.cuda.Stream(self.name)
+        """On which a model computes, see `computing`."""
 
     def make_current(self) -> None:
         """Of this thread."""
@@ -88,6 +97,34 @@ class Gpu:
         """Something that is shut: copies that are after its `event` do not begin."""
         return HostGate(self.name)
 
+    def computing(self) -> contextlib.AbstractContextManager[Any]:
+        """`compute` is the current stream."""
+        made: contextlib.AbstractContextManager[Any] = torch.cuda.stream(self.compute)
+        return made
+
+    def stream(self) -> Any:
+        """Another one."""
+        return torch.cuda.Stream(self.name)
+
+    def launch(self, work: Callable[[], None], stream: Any = None) -> None:
+        """Kernels of a model on a stream; None: `compute`."""
+        with torch.cuda.stream(self.compute if stream is None else stream):
+            work()
+
+    def nap(self, stream: Any = None) -> None:
+        """A kernel of a millisecond or so."""
+        self.launch(lambda: torch.cuda._sleep(2_000_000), stream)
+
+    def mark(self, stream: Any = None) -> Any:
+        """An event behind what was launched."""
+        event = torch.cuda.Event(blocking=True)
+        event.record(self.compute if stream is None else stream)
+        return event
+
+    def copier(self, geometry: PageGeometry, planes: DevicePlanes) -> Any:
+        """From slot to slot."""
+        return StateCopier(geometry, planes)
+
     def synchronize(self) -> None:
         """Until all work is done."""
         torch.cuda.synchronize(self.name)
@@ -97,16 +134,36 @@ class Gpu:
         self.synchronize()
 
 
+class ThreadedCopier:
+    """A StateCopier whose copies happen when the thread of the stream gets to them."""
+
+    def __init__(self, device: Any, inner: StateCopier) -> None:
+        self._device, self._inner = device, inner
+
+    def copy(self, sources: Any, targets: Any, stream: Any = None) -> StateCopy:
+        """See `StateCopier`."""
+        stream, event = stream or self._device.current(), self._device.event()
+        stream.put(lambda: self._inner.copy(sources, targets))
+        event.record(stream)
+        return StateCopy(event)
+
+    def zero(self, slots: Any, stream: Any = None) -> StateCopy:
+        """See `StateCopier`."""
+        return self.copy([-1] * len(slots), slots, stream)
+
+
 class Threads:
     """Threads that stand in for one."""
 
     memory = "cpu"
+    wide = 4
 
     def __init__(self, number: int = 0) -> None:
         from support.threaded_device import ThreadedDevice
 
         self.name = f"cuda:{900 + number}"  # a name that planes may have, of no GPU there is
         self.stand_in = ThreadedDevice(self.name)
+        self.compute = self.stand_in.current()
 
     def make_current(self) -> None:
         """As `Gpu`."""
@@ -145,6 +202,34 @@ class Threads:
         made: Any = Gate()
         made.event = made
         return made
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """As `Gpu`."""
+        with self.stand_in.guard():
+            yield
+
+    def stream(self) -> Any:
+        """As `Gpu`."""
+        return self.stand_in.stream()
+
+    def launch(self, work: Callable[[], None], stream: Any = None) -> None:
+        """As `Gpu`."""
+        (self.compute if stream is None else stream).put(work)
+
+    def nap(self, stream: Any = None) -> None:
+        """As `Gpu`."""
+        self.launch(lambda: time.sleep(1e-3), stream)
+
+    def mark(self, stream: Any = None) -> Any:
+        """As `Gpu`."""
+        event = self.stand_in.event()
+        event.record(self.compute if stream is None else stream)
+        return event
+
+    def copier(self, geometry: PageGeometry, planes: DevicePlanes) -> Any:
+        """As `Gpu`."""
+        return ThreadedCopier(self.stand_in, StateCopier(geometry, planes))
 
     def synchronize(self) -> None:
         """As `Gpu`."""

@@ -19,10 +19,13 @@ pytest.importorskip("triton")
 pytest.importorskip("transformers")
 
 from support.connecting import SECRET, held, ready, save
+from support.hybrid_connecting import ask, joined
+from support.hybrid_models import hybrid
 from support.tiny_models import answer, assert_same, kept, model, prompt
 
 from lightcache import Cache, InUse
 from lightcache.connectors import transformers as lct
+from lightcache.connectors.cache_layers import parts_of
 from lightcache.kernels.planes import DevicePlanes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -135,3 +138,27 @@ def test_a_connector_pins_and_unpins(cache: Cache, where: Any, llama: Any) -> No
     with lct.Connector(cache, llama) as connector:
         save(connector, llama, ids)
     cache.pin(device=where.name).close()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the stand-in's streams hold no model up")
+@pytest.mark.parametrize("kind", ["Qwen3Next", "Qwen3_5"])
+def test_a_hybrid_model(segment_name: str, where: Any, kind: str) -> None:
+    """Keys, values and states come back on streams of their own; what is computed behind them is
+    what a model alone computes."""
+    qwen = hybrid(kind).to(where.memory)
+    ids = prompt(150).to(where.memory)
+    with joined(segment_name, qwen) as connector:
+        with connector.prefix(ids) as past:
+            connector.prefill(past)
+            answer(qwen, ids, past)
+            (taken,) = past.taken
+        assert taken.tokens == 128
+        for _ in range(3):
+            with connector.prefix(ids) as past:
+                assert past.reused == 128
+                for at, saved in taken.states.items():
+                    for name, one in parts_of(past.layers[at]).items():
+                        assert torch.equal(one, saved[name]), (at, name)
+        reused, every = ask(connector, qwen, ids, steps=120)
+        assert reused == 128
+        assert ask(connector, qwen, every)[0] == 256, "saved while decoding"
