@@ -26,6 +26,7 @@ from lightcache.tools.bench import (
     transfer,
 )
 from lightcache.tools.bench._gpu_rig import Bench, Rig, Sizes
+from lightcache.tools.bench._restoring import restoring
 
 torch = pytest.importorskip("torch")
 __all__ = ["plain_engine"]
@@ -192,6 +193,13 @@ def test_rates_and_rows(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     both = _gpu_rates.compared(bench, ways, ("load", _gpu_rates.BOTH))
     assert both["a", "load"] == TINY.total / 1e6
     assert both["a", "both at once"] == 2 * TINY.total / 1e6
+
+
+def test_restoring_without_a_device() -> None:
+    """The rows of a step's requests; the call itself says if they did not hit."""
+    rows = list(restoring(2))
+    assert [row.params["requests"] for row in rows] == [64, 64]
+    assert all(row.value > 0 for row in rows)
 
 
 def test_a_failing_part_is_a_row(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:

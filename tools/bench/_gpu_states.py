@@ -15,6 +15,7 @@ from lightcache.kernels.states import Slots, StateCopier
 from lightcache.tools.bench import Row, meets
 from lightcache.tools.bench._gpu_device import Gpu
 from lightcache.tools.bench._gpu_rig import Bench
+from lightcache.tools.bench._restoring import SLOTS, restoring
 from lightcache.tools.bench._timing import median, spread
 
 LAYERS, HEADS, CHANNELS = 36, 32, 8192
@@ -50,9 +51,12 @@ class States:
 
 
 def state_copies(bench: Bench) -> Iterator[Row]:
-    """64 states in one launch, against one large copy of as many bytes on the same device."""
+    """64 states in one launch, against one large copy of as many bytes on the same device; and what
+    restoring those of 64 requests costs the thread that launches it, beside the launch."""
     for ranks in (1, 4):
         yield from _copies(bench, ranks)
+    yield from restoring(bench.rounds)
+    yield from restoring(bench.rounds, States(bench.gpu, 16, SLOTS).copier)
 
 
 def _copies(bench: Bench, ranks: int) -> Iterator[Row]:
