@@ -25,7 +25,7 @@ from lightcache.kernels.geometry import PageGeometry, Share
 from lightcache.kernels.options import check_planes, size_of
 from lightcache.kernels.planes import DevicePlanes
 from lightcache.kernels.state_runs import Table, state_runs, tiles_of, word_of
-from lightcache.shm.errors import ConfigError
+from lightcache.shm.errors import ConfigError, TransferFailed
 
 Slots = Sequence[int] | npt.NDArray[np.integer[Any]]
 Pairs = npt.NDArray[np.int64]
@@ -41,21 +41,44 @@ _MOST_ITEMS = (1 << 31) - 1  # tiles of a launch: counted in 32 bits
 class StateCopy:
     """Copies that were enqueued. What they read must stay as it is until they are over."""
 
-    def __init__(self, event: Any = None) -> None:
-        """For `StateCopier`: an event behind them; None: they are over."""
-        self._event = event
+    def __init__(self, device: Any = None, event: Any = None) -> None:
+        """For `StateCopier`: an event of a device behind them; None: they are over."""
+        self._device, self._event = device, event
 
     def done(self) -> bool:
-        """Whether they are over. Does not block."""
-        if self._event is not None and self._event.query():
-            self._event = None
+        """Whether they are over, as far as the device can be asked: not while a thread captures a
+        graph. Does not block.
+
+        Raises:
+            TransferFailed: the device has failed.
+        """
+        try:
+            if self._event is not None and self._event.query():
+                self._event = None
+        except Exception as error:
+            if self._device.lost(error):
+                raise self._failed(error) from error
         return self._event is None
 
     def wait(self) -> None:
-        """Until they are over. Blocks."""
-        if self._event is not None:
+        """Until they are over. Blocks.
+
+        Raises:
+            TransferFailed: the device has failed.
+        """
+        if self._event is None:
+            return
+        try:
             self._event.synchronize()
-            self._event = None
+        except Exception as error:
+            raise self._failed(error) from error
+        self._event = None
+
+    def _failed(self, error: Exception) -> TransferFailed:
+        return TransferFailed(
+            f"states were not copied: {error!r}; what is in the slots that were to be written does "
+            "not count"
+        )
 
 
 class StateCopier:
@@ -187,14 +210,14 @@ class _Kernel:
             stream, event = device.current(), device.event()
             if not items:
                 event.record(stream)
-                return StateCopy(event)
+                return StateCopy(device, event)
             buffer = self._buffer(len(pairs))
             buffer.event = event
             try:
                 self._launch(buffer, pairs, items)
             finally:  # also when the launch was refused: the buffer may be on its way
                 event.record(stream)
-            return StateCopy(event)
+            return StateCopy(device, event)
 
     def _launch(self, buffer: _Buffer, pairs: Pairs, items: int) -> None:
         from lightcache.kernels.state_copy import copy_states

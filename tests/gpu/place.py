@@ -145,7 +145,7 @@ class ThreadedCopier:
         stream, event = stream or self._device.current(), self._device.event()
         stream.put(lambda: self._inner.copy(sources, targets))
         event.record(stream)
-        return StateCopy(event)
+        return StateCopy(self._device, event)
 
     def zero(self, slots: Any, stream: Any = None) -> StateCopy:
         """See `StateCopier`."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.inline_device import InlineDevice
 from support.transfer_cases import Builder, flat, states
 
-from lightcache.errors import ConfigError
+from lightcache.errors import ConfigError, TransferFailed
 from lightcache.hybrid.copiers import StateCopier as HybridCopier
 from lightcache.kernels.geometry import KVGroup, Plane
 from lightcache.kernels.planes import DevicePlane, DevicePlanes
@@ -117,6 +117,28 @@ def test_copies_are_enqueued_on_the_current_stream_and_over_when_its_event_is():
     device.running = True
     assert copy.done()
     copy.wait()
+
+
+def test_a_device_that_fails_or_cannot_be_asked():
+    """While a thread captures a graph the copies go on; a device that failed copies no more."""
+    case, device = states("cpu"), InlineDevice()
+    copy = copier_of(case, device).copy([1], [2])
+
+    def refuse(words):
+        def hook(kind):
+            if kind in ("query", "synchronize"):
+                raise RuntimeError(words)
+
+        device.hook = hook
+
+    refuse("operation not permitted when stream is capturing")
+    assert not copy.done()
+    refuse("an illegal memory access was encountered")
+    for call in (copy.done, copy.wait):
+        with pytest.raises(TransferFailed, match=r"not copied: .*illegal memory access"):
+            call()
+    device.hook = lambda kind: None
+    assert copy.done()
 
 
 def test_on_a_stream_that_is_named():
