@@ -211,6 +211,23 @@ def test_storage(made: list[Any], segment_name: str) -> None:
         space["test_my_storage"](space["CHECKS"][0])
 
 
+def test_hybrid(made: list[Any], segment_name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    space = run("docs/hybrid.md", segment_name)
+    assert capsys.readouterr().out in (ROOT / "docs/hybrid.md").read_text()
+    assert len(made) == 1
+    assert space["fifth"].every == generated(space["turn"], 3)
+
+
+def generated(tokens: list[int], count: int) -> list[int]:
+    """What the toy of docs/hybrid.md says behind these tokens, computed from the first one on."""
+    every, state = list(tokens), 0
+    for at in range(len(tokens) + count):
+        if at == len(every):
+            every.append(8 * state % 1000)  # the same in all eight floats
+        state = (31 * state + every[at]) % 65521
+    return every
+
+
 @pytest.mark.parametrize("document", ["README.md", *sorted(DOCUMENTS)])
 def test_links_lead_somewhere(document: str) -> None:
     page = ROOT / document
