@@ -1,5 +1,5 @@
 """Hybrid models: checkpoints of recurrent state beside the KV of attention layers. See
-`HybridManager`."""
+`HybridManager`; docs/hybrid.md has pictures, and a scheduler's loop."""
 
 from lightcache.hybrid.checkpoints import Checkpoints
 from lightcache.hybrid.config import HybridConfig
