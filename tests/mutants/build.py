@@ -51,7 +51,7 @@ class Program:
     parts: tuple[str, ...]
 
 
-WORLD = ("native/harness", "native/world")
+WORLD = ("native/harness", "native/world", "native/pair", "native/calls")
 PROGRAMS = {
     "core_tests": Program(HOOKED, ("native/main", "native/test_*", "mutants/hooks", *WORLD)),
     "deaths": Program(
@@ -59,7 +59,7 @@ PROGRAMS = {
         (
             *(
                 f"mutants/{name}"
-                for name in ("deaths", "heirs", "prepared", "scenes", "difference")
+                for name in ("deaths", "heirs", "prepared", "scenes*", "difference")
             ),
             "mutants/hooks",
             *WORLD,

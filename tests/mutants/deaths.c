@@ -158,16 +158,22 @@ static void play(const scene *s) {
     segment_end(&real); /* its clients are left as they are: nothing of theirs is used again */
 }
 
-int main(int argc, char **argv) {
-    bool list = argc > 1 && strcmp(argv[1], "--list") == 0;
+static uint32_t play_all(const scene *s, int argc, char **argv, bool list) {
     uint32_t played = 0;
-    after_store = on_store;
-    for (const scene *s = scenes; s->name; s++) {
+    for (; s->name; s++) {
         bool wanted = argc == 1 || list;
         for (int i = 1; i < argc; i++) wanted |= strcmp(argv[i], s->name) == 0;
         if (list) puts(s->name);
         else if (wanted) play(s);
         played += wanted;
     }
+    return played;
+}
+
+int main(int argc, char **argv) {
+    bool list = argc > 1 && strcmp(argv[1], "--list") == 0;
+    after_store = on_store;
+    uint32_t played = play_all(scenes, argc, argv, list);
+    played += play_all(page_scenes, argc, argv, list);
     return played ? 0 : 2;
 }

@@ -28,7 +28,7 @@ typedef struct scene {
     bool marks;    /* pages are EVICTING for a while and come back: a lookup may miss them then */
 } scene;
 
-extern const scene scenes[];
+extern const scene scenes[], page_scenes[];
 
 /* A copy of the segment with one client in it, in which nobody else proves his life. */
 typedef struct copy {

@@ -24,7 +24,8 @@ static bool roots(const lci_root *a, const lci_root *b) {
     return DIFFER(free_head) || DIFFER(free_count) || DIFFER(fresh) || DIFFER(grown) ||
            DIFFER(named) || DIFFER(writing) || DIFFER(doomed) || DIFFER(chunk_head) ||
            DIFFER(chunk_fresh) || DIFFER(chunk_used) || DIFFER(res_head) || DIFFER(res_fresh) ||
-           DIFFER(res_used) || DIFFER(ticket_used) || DIFFER(clearing) || DIFFER(queued);
+           DIFFER(res_used) || DIFFER(ticket_used) || DIFFER(clearing) || DIFFER(queued) ||
+           DIFFER(kept) || DIFFER(held);
 }
 
 /* The pages of a chunk count only while it is on a list: what a free one held is dead. */
@@ -43,14 +44,19 @@ static bool namespaces(const lci_namespace *a, const lci_namespace *b) {
     uint32_t state = lc_load(&b->state);
     if (state == LCI_NS_FREE || state == LCI_NS_CLEARED) return false;
     return DIFFER(state) || DIFFER(epoch) || DIFFER(pages) || DIFFER(quota) ||
-           (state == LCI_NS_CLEARING && DIFFER(cursor));
+           DIFFER(minimum) || (state == LCI_NS_CLEARING && DIFFER(cursor));
+}
+
+/* Naming does this under the lock, and as everywhere without the log. */
+static bool published(uint32_t is, uint32_t was) {
+    return (was & LCI_SHARD_STATUS) == LCI_SHARD_PENDING && is == (was | LCI_SHARD_DONE);
 }
 
 static bool reservations(const lci_reservation *a, const lci_reservation *b) {
     if (DIFFER(state) || DIFFER(gen)) return true;
     if (lc_load(&b->state) == LCI_RES_FREE) return DIFFER(next_free);
     for (uint32_t s = 0; s < lc_load(&b->shards); s++)
-        if (DIFFER(shard[s])) return true;
+        if (DIFFER(shard[s]) && !published(lc_load(&a->shard[s]), lc_load(&b->shard[s]))) return true;
     return DIFFER(owner) || DIFFER(owner_epoch) || DIFFER(shards) || DIFFER(ns) ||
            lists(&a->pages, &b->pages);
 }
@@ -74,13 +80,14 @@ static bool chunks(const lci_chunk *a, const lci_chunk *b) {
 static bool made_ready(uint32_t is, uint32_t was) {
     uint32_t rid = was >> LCI_RES_SHIFT;
     return lci_state_of(was) == LCI_WRITING && is == (was ^ LCI_WRITING ^ LCI_READY) &&
-           lci_complete(&of_safe->res[rid - 1]);
+           lci_complete(&of_undone->res[rid - 1]);
 }
 
 static bool pages(const lci_page *a, const lci_page *b) {
     uint32_t state = lci_state_of(lc_load(&b->word));
     if (DIFFER(word) && !made_ready(lc_load(&a->word), lc_load(&b->word))) return true;
     if (state == LCI_FREE) return DIFFER(queue.next);
+    if (state == LCI_HELD) return false; /* its word says all; the rest is dead */
     return DIFFER(gen) || DIFFER(lo) || DIFFER(hi) || DIFFER(next) || DIFFER(queue.prev) ||
            DIFFER(queue.next) || DIFFER(parent) || DIFFER(parent_gen) || DIFFER(children);
 }

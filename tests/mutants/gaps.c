@@ -4,25 +4,6 @@
 
 #include <unistd.h>
 
-segment s;
-client a, b;
-prompt p, q;
-lease l;
-
-void set_up(uint64_t pages) {
-    s = index_make(pages);
-    a = client_join(&s);
-    b = client_join(&s);
-    memset(&l, 0, sizeof l);
-}
-
-void tear_down(void) {
-    client_leave(&a);
-    client_leave(&b);
-    index_check(&s);
-    segment_end(&s);
-}
-
 void die_as(client *c) {
     uint32_t slot = c->slot;
     client_die(c);

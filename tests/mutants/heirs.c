@@ -44,12 +44,13 @@ void reap(const copy *c) {
     if (c->and_survivor) reap_one(c, &survivor);
 }
 
-/* Pages that somebody pins, and what stands above them: these stay. */
+/* Pages that somebody pins or that are kept, and what stands above them: these stay. */
 static uint32_t kept_pages(const copy *c) {
     bool kept[PAGES] = {false};
     uint32_t n = 0;
     for (uint32_t page = 0; page < PAGES; page++) {
-        if (!pins_of(&c->who, page)) continue;
+        bool stays = lc_load(&c->who.h->pages[page].word) & LCI_KEPT;
+        if (!stays && !pins_of(&c->who, page)) continue;
         kept[page] = true;
         uint32_t up = lci_parent(c->who.h, &c->who.h->pages[page]);
         for (; up != LC_NIL && !kept[up]; up = lci_parent(c->who.h, &c->who.h->pages[up]))
@@ -104,6 +105,7 @@ static void write_again(copy *c) {
 static void use(copy *c) {
     const lci_root *root = c->who.h->root;
     use_tickets(c);
+    lc_store(&c->who.h->ns[0].minimum, 0); /* nothing is promised any more */
     evict(&c->who, PAGES); /* here the tickets' pins go, */
     uint32_t kept = kept_pages(c);
     evict(&c->who, PAGES); /* and here what only they had kept */

@@ -36,6 +36,12 @@ void half_full(void) {
     crowd(&written_run, 2, RUN);
 }
 
+void almost_empty(void) {
+    fill(&victim, &first_run, 0, HELD);
+    fill(&survivor, &second_run, 1, 2);
+    crowd(&written_run, 2, RUN);
+}
+
 void full(void) {
     fill(&victim, &first_run, 0, HELD);
     fill(&survivor, &second_run, 1, PAGES - HELD);
@@ -151,7 +157,7 @@ void far_ahead(void) {
     fill(&survivor, &second_run, 1, 14);
 }
 
-static void dead(client *c) {
+void end_of(client *c) {
     uint32_t slot = c->slot;
     client_die(c);
     c->slot = slot;
@@ -164,7 +170,7 @@ void someone_died(void) {
     crowd(&other_run, 3, 5);
     CHECK_EQ(prompt_reserve(&late, &other_run, NS, 1), 5);
     CHECK_EQ(match(&late, &second_run, &lent), second_run.n);
-    dead(&late);
+    end_of(&late);
 }
 
 /* It had published all that it wrote, and nobody has collected it: not even its bit is set. */
@@ -187,14 +193,14 @@ void someone_had_given(void) {
     half_full();
     late = client_join(&real);
     give_lease(&late, bit(&survivor));
-    dead(&late);
+    end_of(&late);
 }
 
 void someone_should_adopt(void) {
     half_full();
     late = client_join(&real);
     give_lease(&victim, bit(&late));
-    dead(&late);
+    end_of(&late);
 }
 
 /* A ticket is over since its adopter's verdict, and nobody has freed it: the next is given in its

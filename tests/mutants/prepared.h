@@ -11,6 +11,7 @@ extern lci_ticket_ref ticket;
 
 void crowd(prompt *p, uint32_t number, uint32_t n);
 void half_full(void);
+void almost_empty(void);
 void full(void);
 void reserved_one(void);
 void reserved_two(void);
@@ -23,6 +24,7 @@ void under_quota(void);
 void full_chain(void);
 void long_ago(void);
 void far_ahead(void);
+void end_of(client *c); /* dead; it keeps its slot's number */
 void someone_died(void);
 void someone_had_published(void);
 uint64_t bit(const client *c);

@@ -1,28 +1,12 @@
 /* A death at every pause point of every operation, and what the survivors find. Without pause
  * points compiled in there is nothing here. */
-#include "world.h"
+#include "pair.h"
 
 #include <setjmp.h>
 
 #ifdef LC_PAUSE_POINTS
 
-static segment s;
-static client a, b;
-static prompt p, q, fresh;
-static lease l;
-
-static void set_up(uint64_t pages) {
-    s = index_make(pages);
-    a = client_join(&s);
-    b = client_join(&s);
-}
-
-static void tear_down(void) {
-    client_leave(&a);
-    client_leave(&b);
-    index_check(&s);
-    segment_end(&s);
-}
+static prompt fresh;
 
 static jmp_buf death;
 static int passes_left;

@@ -1,23 +1,5 @@
 /* The eviction queue and who leaves: order, pins, children, bounds. */
-#include "world.h"
-
-static segment s;
-static client a, b;
-static prompt p, q;
-static lease l;
-
-static void set_up(uint64_t pages) {
-    s = index_make(pages);
-    a = client_join(&s);
-    b = client_join(&s);
-}
-
-static void tear_down(void) {
-    client_leave(&a);
-    client_leave(&b);
-    index_check(&s);
-    segment_end(&s);
-}
+#include "pair.h"
 
 /* A tick equal to the present or before it goes into the present's list; a later one into the list
  * of the highest digit in which it differs. */

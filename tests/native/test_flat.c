@@ -1,30 +1,9 @@
 /* A flat index: pages go in the order of their last use, whatever hangs on them; and looking up
  * each key for itself. */
-#include "world.h"
+#include "calls.h"
+#include "pair.h"
 
-#include <stdlib.h>
-#include <string.h>
-
-static segment s;
-static client a, b;
-static prompt p, q;
-static lease l;
-static lc_key keys[MAX_KEYS];
-static uint32_t parents[MAX_KEYS];
 static int32_t counts[MAX_KEYS];
-
-static void set_up(uint64_t pages) {
-    s = flat_index_make(pages);
-    a = client_join(&s);
-    b = client_join(&s);
-}
-
-static void tear_down(void) {
-    client_leave(&a);
-    client_leave(&b);
-    index_check(&s);
-    segment_end(&s);
-}
 
 /* A page under key i of this run, hung on that of key i - 1: as a checkpoint is reserved. */
 static void put_under(uint32_t number, uint32_t i, lci_ns_ref ns) {
@@ -62,7 +41,7 @@ static void check_children(const int32_t *expected) {
 /* ------------------------------------------------------------------ eviction */
 
 static void flat_goes_by_last_use(void) {
-    set_up(64);
+    set_up_flat(64);
     put_path(1, 6);
     CHECK_EQ(index_counts(&a).queued, 6);
     CHILDREN(1, 1, 1, 1, 1, 0);
@@ -80,7 +59,7 @@ static void flat_goes_by_last_use(void) {
 
 /* Pages of one reserve share a tick, and a parent does not follow its child: one is asked for. */
 static void flat_does_not_follow(void) {
-    set_up(64);
+    set_up_flat(64);
     prompt_fill(&a, &p, 1, 5);
     put_path(2, 1);
     CHECK_EQ(evict(&a, 3), 3);
@@ -95,7 +74,7 @@ static void flat_does_not_follow(void) {
 /* Its number is used for another key, then its own key comes back elsewhere: what had hung on it
  * hangs on neither. */
 static void flat_children_of_the_gone_stay_alone(void) {
-    set_up(3);
+    set_up_flat(3);
     put_path(1, 3);
     uint32_t first = page_of(0);
     put_under(7, 0, NS);
@@ -115,7 +94,7 @@ static void flat_children_of_the_gone_stay_alone(void) {
 
 /* A childless page that lost its parent hangs on the new one when both are reserved together. */
 static void flat_readopts_when_it_is_told(void) {
-    set_up(8);
+    set_up_flat(8);
     put_path(1, 2);
     CHECK_EQ(evict(&a, 1), 1);
     CHECK_EQ(prompt_reserve(&a, &p, NS, 1), 1);
@@ -128,7 +107,7 @@ static void flat_readopts_when_it_is_told(void) {
 /* A tenant at its quota pays with what it used longest ago, parents and children in one batch. */
 static void flat_quota(void) {
     lci_ns_ref ns;
-    set_up(64);
+    set_up_flat(64);
     CHECK_EQ(lci_namespace_open(a.h, "w", "t", 6, &ns, BLOCKING), LC_OK);
     for (uint32_t i = 0; i < 6; i++) put_under(1, i, ns);
     collect(&a);
@@ -173,7 +152,7 @@ static void flat_stays_whoever_is_pinned(void) {
     for (uint32_t mask = 1; mask < 8; mask++) {
         int32_t left[4] = {0};
         uint32_t stay = mask | 8, n = 0;
-        set_up(64);
+        set_up_flat(64);
         put_path(1, 4);
         CHECK_EQ(lci_keep(a.h, &p.keys[3], 1, NS, 1, &(lci_walk_op){0}, BLOCKING), LC_OK);
         for (uint32_t i = 0; i < 4; i++)
@@ -192,7 +171,7 @@ static void flat_stays_whoever_is_pinned(void) {
 /* The second of four comes back to a parent that was not chosen. */
 static void flat_comes_back_to_its_parent(void) {
     lci_walk_op op = {0};
-    set_up(64);
+    set_up_flat(64);
     put_path(1, 4);
     pin_when_marked(2);
     CHECK_EQ(lci_drop(a.h, p.keys, 2, 1, NS, &op, BLOCKING), LC_OK);
@@ -214,7 +193,7 @@ static uint32_t drop(uint32_t n, uint32_t start) {
 }
 
 static void flat_drops_from_the_middle(void) {
-    set_up(64);
+    set_up_flat(64);
     put_path(1, 6);
     CHECK_EQ(drop(3, 2), 1);
     CHILDREN(1, 0, -1, 1, 1, 0);
@@ -227,42 +206,25 @@ static void flat_drops_from_the_middle(void) {
     tear_down();
 }
 
-static int oldest(uint32_t want) {
-    lci_oldest_op op = {.want = want, .keep_order = 1};
-    memset(&l, 0, sizeof l);
-    return lci_oldest(a.h, &op, &l.head, keys, parents, BLOCKING);
-}
-
-static int by_page(const void *x, const void *y) {
-    return l.pages[*(const uint32_t *)x] - l.pages[*(const uint32_t *)y];
-}
-
-static uint32_t discard(void) {
-    static uint32_t order[MAX_KEYS];
-    static uint8_t done[MAX_KEYS];
-    lci_discard_op op = {0};
-    uint32_t n = l.head.held;
-    memset(done, 0, sizeof done);
-    for (uint32_t i = 0; i < n; i++) order[i] = i;
-    qsort(order, n, sizeof *order, by_page);
-    CHECK_EQ(lci_discard(a.h, &op, &l.head, l.pages, NULL, order, done, n, BLOCKING), LC_OK);
-    return op.freed;
+static uint32_t discarded(void) {
+    CHECK_EQ(discard(&a), LC_OK);
+    return giving.freed;
 }
 
 /* In order, each once, though the listed ones are parents of each other; and those that go leave
  * what hangs on them. */
 static void flat_lists_and_discards_the_oldest(void) {
-    set_up(64);
+    set_up_flat(64);
     put_path(1, 5);
-    CHECK_EQ(oldest(3), 3);
-    for (uint32_t i = 0; i < 3; i++) CHECK_EQ(l.pages[i], page_of(i));
+    CHECK_EQ(oldest(&a, 3, 1), 3);
+    for (uint32_t i = 0; i < 3; i++) CHECK_EQ(list.pages[i], page_of(i));
     CHECK_EQ(parents[0], LC_NIL);
-    CHECK_EQ(parents[2], l.pages[1]);
+    CHECK_EQ(parents[2], list.pages[1]);
     index_check(&s);
-    CHECK_EQ(discard(), 3);
+    CHECK_EQ(discarded(), 3);
     CHILDREN(-1, -1, -1, 1, 0);
-    CHECK_EQ(oldest(8), 2);
-    CHECK_EQ(lci_release(a.h, &l.head), LC_OK);
+    CHECK_EQ(oldest(&a, 8, 1), 2);
+    CHECK_EQ(lci_release(a.h, &list.head), LC_OK);
     CHECK_EQ(evict(&a, 1), 1); /* they were put back in their order */
     CHILDREN(-1, -1, -1, -1, 0);
     tear_down();
@@ -270,33 +232,33 @@ static void flat_lists_and_discards_the_oldest(void) {
 
 /* One reserve, one tick: a parent is listed in its own turn, not a second time behind its child. */
 static void flat_lists_a_prompt_once(void) {
-    set_up(64);
+    set_up_flat(64);
     prompt_fill(&a, &p, 1, 10);
-    CHECK_EQ(oldest(64), 10);
+    CHECK_EQ(oldest(&a, 64, 1), 10);
     for (uint32_t i = 0; i < 10; i++)
-        for (uint32_t k = 0; k < i; k++) CHECK(l.pages[i] != l.pages[k]);
+        for (uint32_t k = 0; k < i; k++) CHECK(list.pages[i] != list.pages[k]);
     index_check(&s);
-    CHECK_EQ(discard(), 10);
+    CHECK_EQ(discarded(), 10);
     tear_down();
 }
 
 /* Of pages with one tick the next is the one that stands there, not a parent that stands behind. */
 static void flat_lists_by_the_queue_alone(void) {
-    set_up(64);
+    set_up_flat(64);
     prompt_fill(&a, &p, 1, 3);
     collect(&a);
     for (int kept = 1; kept >= 0; kept--) /* queued again: behind the others */
         CHECK_EQ(lci_keep(a.h, p.keys, 1, NS, kept, &(lci_walk_op){0}, BLOCKING), LC_OK);
-    CHECK_EQ(oldest(2), 2);
-    CHECK_EQ(l.pages[0], p.page[1]);
-    CHECK_EQ(l.pages[1], p.page[2]);
-    CHECK_EQ(lci_release(a.h, &l.head), LC_OK);
+    CHECK_EQ(oldest(&a, 2, 1), 2);
+    CHECK_EQ(list.pages[0], p.page[1]);
+    CHECK_EQ(list.pages[1], p.page[2]);
+    CHECK_EQ(lci_release(a.h, &list.head), LC_OK);
     tear_down();
 }
 
 static void flat_keeps(void) {
     lci_walk_op op = {0};
-    set_up(64);
+    set_up_flat(64);
     put_path(1, 4);
     CHECK_EQ(lci_keep(a.h, p.keys, 2, NS, 1, &op, BLOCKING), LC_OK);
     CHECK_EQ(index_counts(&a).queued, 2);
@@ -316,7 +278,7 @@ static void flat_names_and_clears(void) {
     int32_t page, out;
     uint32_t gen;
     uint8_t status;
-    set_up(8);
+    set_up_flat(8);
     put_path(1, 1);
     prompt_make(&p, 1, 2);
     CHECK_EQ(lci_allocate(a.h, &op, &page, &gen, 1, BLOCKING), LC_OK);
@@ -341,7 +303,7 @@ static void flat_names_and_clears(void) {
 static void deepest_and_children(void) {
     int64_t offsets[4] = {0, 0, 2, 40};
     lci_ns_ref ns;
-    set_up(64);
+    set_up_flat(64);
     put_path(1, 3);
     prompt_make(&p, 1, 40);
     CHECK_EQ(lci_deepest1(b.h, p.keys, 40, NS), 3);
@@ -369,7 +331,7 @@ static void deepest_and_children(void) {
 
 /* What is being written counts for what it hangs on and is not found. A disabled one is refused. */
 static void deepest_finds_what_is_ready(void) {
-    set_up(64);
+    set_up_flat(64);
     put_path(1, 1);
     prompt_make(&p, 1, 2);
     CHECK_EQ(prompt_reserve(&a, &p, NS, 1), 1);
@@ -411,7 +373,7 @@ static void use_for_another(void) {
 
 /* The page has been found, its children have been counted, and they are another's. */
 static void children_of_another_page_are_not_told(void) {
-    set_up(2);
+    set_up_flat(2);
     put_path(1, 2);
     play(1, use_for_another);
     CHECK_EQ(lci_children(b.h, p.keys, 1, NS, counts), LC_OK);
@@ -424,13 +386,13 @@ static void clear_all(void) { CHECK_EQ(lci_clear(a.h, NS, BLOCKING), LC_OK); }
 
 /* A page is found that a clear has doomed by the time of the answer. */
 static void a_clear_wins_over_looking(void) {
-    set_up(8);
+    set_up_flat(8);
     put_path(1, 2);
     play(0, clear_all);
     CHECK_EQ(lci_deepest1(b.h, p.keys, 2, NS), 0);
     CHECK(!lc_pause_hook);
     tear_down();
-    set_up(8);
+    set_up_flat(8);
     put_path(1, 2);
     play(0, clear_all);
     check_children((const int32_t[]){-1, -1});
@@ -441,7 +403,7 @@ static void a_clear_wins_over_looking(void) {
 
 /* A count that cannot be is cut off; so no damage gives a number that means something else. */
 static void children_of_damage(void) {
-    set_up(64);
+    set_up_flat(64);
     put_path(1, 1);
     lc_store(&a.h->pages[page_of(0)].children, UINT32_MAX);
     CHECK_EQ(lci_children(b.h, p.keys, 1, NS, counts), LC_OK);
@@ -455,7 +417,7 @@ static void children_of_damage(void) {
 /* ------------------------------------------------------------------ the flag */
 
 static void flat_is_a_word_of_the_root(void) {
-    set_up(64);
+    set_up_flat(64);
     CHECK_EQ(lci_is_flat(a.h), 1);
     put_path(1, 2);
     a.h->root->flat = 0; /* another one's queue */
@@ -478,7 +440,7 @@ static void flat_is_a_word_of_the_root(void) {
 
 /* The queue, the children and the totals of them, made anew. */
 static void flat_repair(void) {
-    set_up(64);
+    set_up_flat(64);
     put_path(1, 5);
     CHECK_EQ(evict(&a, 1), 1);
     for (uint32_t i = 1; i < 5; i++) lc_store(&a.h->pages[page_of(i)].children, 9);

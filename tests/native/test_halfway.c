@@ -1,28 +1,11 @@
 /* Calls that meet damage half-way: what they have done so far is whole, what they have not is
  * undone, and what they hold is known. */
-#include "world.h"
+#include "pair.h"
 
 #include <stdlib.h>
 #include <sys/resource.h>
 
-static segment s;
-static client a, b;
-static prompt p, q, w;
-static lease l;
-
-static void set_up(uint64_t pages) {
-    s = index_make(pages);
-    a = client_join(&s);
-    b = client_join(&s);
-    memset(&l, 0, sizeof l);
-}
-
-static void tear_down(void) {
-    client_leave(&a);
-    client_leave(&b);
-    index_check(&s);
-    segment_end(&s);
-}
+static prompt w;
 
 static lci_page *page_of(const prompt *of, uint32_t i) { return &a.h->pages[of->page[i]]; }
 

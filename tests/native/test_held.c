@@ -1,62 +1,6 @@
 /* Pages without a key: taken, named, unnamed and given back; and what their client leaves. */
-#include "world.h"
-
-static segment s;
-static client a, b;
-static prompt p, q;
-static lease l;
-static int32_t pages[MAX_KEYS], out[MAX_KEYS];
-static uint32_t gens[MAX_KEYS];
-static uint8_t status[MAX_KEYS];
-static lci_held_op op;
-
-static void set_up(uint64_t count) {
-    s = index_make(count);
-    a = client_join(&s);
-    b = client_join(&s);
-    memset(&l, 0, sizeof l);
-}
-
-static void tear_down(void) {
-    client_leave(&a);
-    client_leave(&b);
-    index_check(&s);
-    segment_end(&s);
-}
-
-static int allocate(client *c, uint32_t n) {
-    int rc;
-    op = (lci_held_op){.done = 0};
-    do rc = lci_allocate(c->h, &op, pages, gens, n, BLOCKING);
-    while (rc == LC_E_INTR);
-    return rc;
-}
-
-static int free_pages(client *c, const int32_t *which, uint32_t n) {
-    int rc;
-    op = (lci_held_op){.done = 0};
-    do rc = lci_free_held(c->h, &op, which, NULL, n, BLOCKING);
-    while (rc == LC_E_INTR);
-    return rc;
-}
-
-/* `pages` by the keys of `of` from `start` on. */
-static int name(client *c, const prompt *of, uint32_t start, uint32_t flags) {
-    int64_t offsets[2] = {0, of->n}, starts[1] = {start};
-    int rc;
-    op = (lci_held_op){.ns = NS, .flags = flags};
-    memset(status, 0, sizeof status);
-    do {
-        rc = lci_name(c->h, &op, of->keys, offsets, starts, 1, pages, of->n - start, out, status,
-                      BLOCKING);
-    } while (rc == LC_E_INTR);
-    return rc;
-}
-
-static int unname(client *c, const int32_t *which, uint32_t n) {
-    op = (lci_held_op){.done = 0};
-    return lci_unname(c->h, &op, which, n, BLOCKING);
-}
+#include "calls.h"
+#include "pair.h"
 
 static uint32_t word_of(int32_t page) { return lc_load(&a.h->pages[page].word); }
 

@@ -1,70 +1,26 @@
 /* Keeping pages, letting branches go, listing the oldest and giving them up, minimums: what happens
  * in steps, what happens when somebody else is faster, and what damage comes to. */
-#include "world.h"
+#include "calls.h"
+#include "pair.h"
 
-#include <stdlib.h>
-#include <string.h>
-
-static segment s;
-static client a, b;
-static prompt p, q;
-static lease l, k;
-static lc_key keys[MAX_KEYS];
-static uint32_t parents[MAX_KEYS];
-
-static void set_up(uint64_t pages) {
-    s = index_make(pages);
-    a = client_join(&s);
-    b = client_join(&s);
-}
-
-static void tear_down(void) {
-    client_leave(&a);
-    client_leave(&b);
-    index_check(&s);
-    segment_end(&s);
-}
+static lease k;
 
 static uint32_t keep(const prompt *of, int kept) {
-    lci_walk_op op = {0};
-    CHECK_EQ(lci_keep(a.h, of->keys, of->n, NS, kept, &op, BLOCKING), LC_OK);
-    CHECK_EQ(op.ended, 1);
-    return kept ? op.cursor : op.pages;
+    CHECK_EQ(keep_run(&a, of, kept), LC_OK);
+    CHECK_EQ(walk.ended, 1);
+    return kept ? walk.cursor : walk.pages;
 }
 
 static uint32_t drop(const prompt *of, uint32_t start) {
-    lci_walk_op op = {0};
-    CHECK_EQ(lci_drop(a.h, of->keys, of->n, start, NS, &op, BLOCKING), LC_OK);
-    CHECK_EQ(op.ended, 1);
-    return op.pages;
+    CHECK_EQ(drop_run(&a, of, start), LC_OK);
+    CHECK_EQ(walk.ended, 1);
+    return walk.pages;
 }
 
-static int oldest(uint32_t want, uint32_t keep_order) {
-    lci_oldest_op op = {.want = want, .keep_order = keep_order};
-    memset(&l, 0, sizeof l);
-    int rc = lci_oldest(a.h, &op, &l.head, keys, parents, BLOCKING);
-    CHECK(rc < 0 || rc == (int)l.head.held);
-    return rc;
-}
-
-static int by_page(const void *x, const void *y) {
-    return l.pages[*(const uint32_t *)x] - l.pages[*(const uint32_t *)y];
-}
-
-/* What `oldest` listed. */
-static uint32_t discard(void) {
-    static uint32_t order[MAX_KEYS], hits[MAX_KEYS];
-    static uint8_t done[MAX_KEYS];
-    lci_discard_op op = {0};
-    uint32_t n = l.head.held;
-    memset(done, 0, sizeof done);
-    memcpy(hits, l.pages + l.head.capacity, n * sizeof *hits);
-    for (uint32_t i = 0; i < n; i++) order[i] = i;
-    qsort(order, n, sizeof *order, by_page);
-    CHECK_EQ(lci_discard(a.h, &op, &l.head, l.pages, hits, order, done, n, BLOCKING), LC_OK);
-    CHECK_EQ(l.head.held, 0);
-    for (uint32_t i = 0; i < n; i++) CHECK_EQ(done[i], 1);
-    return op.freed;
+static uint32_t discarded(void) {
+    CHECK_EQ(discard(&a), LC_OK);
+    CHECK_EQ(list.head.held, 0);
+    return giving.freed;
 }
 
 /* ------------------------------------------------------------------ in steps */
@@ -112,14 +68,14 @@ static void what_is_interrupted_goes_on(void) {
 static void oldest_lists_all_and_puts_them_back(void) {
     set_up(600);
     for (uint32_t i = 0; i < 600; i++) prompt_fill(&a, &p, i, 1);
-    CHECK_EQ(oldest(550, 1), 550);
+    CHECK_EQ(oldest(&a, 550, 1), 550);
     index_check(&s);
     for (uint32_t i = 0; i < 550; i++) {
         lc_key key = prompt_key(i, 0);
         CHECK(keys[i].lo == key.lo && keys[i].hi == key.hi);
         CHECK_EQ(parents[i], LC_NIL);
     }
-    CHECK_EQ(lci_release(a.h, &l.head), LC_OK);
+    CHECK_EQ(lci_release(a.h, &list.head), LC_OK);
     for (uint32_t i = 0; i < 600; i += 50) { /* in the order in which they were */
         CHECK_EQ(evict(&b, 50), 50);
         prompt_make(&q, i + 49, 1);
@@ -135,12 +91,12 @@ static void oldest_of_two_clients(void) {
     lci_oldest_op op = {.want = 30};
     set_up(64);
     for (uint32_t i = 0; i < 40; i++) prompt_fill(&a, &p, i, 1);
-    CHECK_EQ(oldest(20, 1), 20);
+    CHECK_EQ(oldest(&a, 20, 1), 20);
     memset(&k, 0, sizeof k);
     CHECK_EQ(lci_oldest(b.h, &op, &k.head, keys, parents, BLOCKING), 20);
     for (uint32_t i = 0; i < 20; i++)
-        for (uint32_t j = 0; j < 20; j++) CHECK(l.pages[i] != k.pages[j]);
-    CHECK_EQ(discard(), 20);
+        for (uint32_t j = 0; j < 20; j++) CHECK(list.pages[i] != k.pages[j]);
+    CHECK_EQ(discarded(), 20);
     CHECK_EQ(lci_release(b.h, &k.head), LC_OK);
     tear_down();
 }
@@ -156,12 +112,12 @@ static void oldest_at_the_limit_of_pins(void) {
     collect(&a);
     lc_store(&a.h->mine[p.page[1]], UINT16_MAX);
     lc_store(&a.h->pages[p.page[1]].pins, 0);
-    CHECK_EQ(oldest(4, 1), LC_E_PINS);
-    CHECK_EQ(l.head.held, 2);
-    CHECK_EQ(lci_release(a.h, &l.head), LC_OK);
+    CHECK_EQ(oldest(&a, 4, 1), LC_E_PINS);
+    CHECK_EQ(list.head.held, 2);
+    CHECK_EQ(lci_release(a.h, &list.head), LC_OK);
     lc_store(&a.h->mine[p.page[1]], 0);
-    CHECK_EQ(oldest(4, 1), 4);
-    CHECK_EQ(discard(), 4);
+    CHECK_EQ(oldest(&a, 4, 1), 4);
+    CHECK_EQ(discarded(), 4);
     tear_down();
 }
 
@@ -178,8 +134,8 @@ static void damage_changes_nothing(void) {
     CHECK_EQ(lci_keep(a.h, p.keys, 3, NS, 1, &op, BLOCKING), LC_E_CORRUPT);
     CHECK_EQ(op.pages + op.cursor, 0);
     CHECK_EQ(lci_drop(a.h, p.keys, 3, 0, NS, &op, BLOCKING), LC_E_CORRUPT);
-    CHECK_EQ(oldest(3, 1), LC_E_CORRUPT);
-    CHECK_EQ(lci_release(a.h, &l.head), LC_OK);
+    CHECK_EQ(oldest(&a, 3, 1), LC_E_CORRUPT);
+    CHECK_EQ(lci_release(a.h, &list.head), LC_OK);
     lc_store(&leaf->queue.prev, old);
     index_check(&s);
     CHECK_EQ(index_counts(&a).kept, 0);
@@ -190,6 +146,22 @@ static void damage_changes_nothing(void) {
     CHECK_EQ(bad, 0);
     CHECK_EQ(lci_keys_of(a.h, &l.pages[2], 1, &key, &bad), LC_OK);
     CHECK_EQ(lci_release(a.h, &l.head), LC_OK);
+    tear_down();
+}
+
+static void keys_are_told_of_what_we_pin(void) {
+    uint32_t bad = 7;
+    lc_key told[3];
+    set_up(64);
+    prompt_fill(&a, &p, 1, 3);
+    p.n = 2;
+    CHECK_EQ(match(&b, &p, &l), 2);
+    CHECK_EQ(lci_keys_of(b.h, p.page, 2, told, &bad), LC_OK);
+    CHECK(told[1].lo == p.keys[1].lo && told[1].hi == p.keys[1].hi);
+    CHECK_EQ(lci_keys_of(b.h, p.page, 3, told, &bad), LC_E_OWNER);
+    CHECK_EQ(bad, 2);
+    CHECK_EQ(lci_keys_of(b.h, (const int32_t[]){64}, 1, told, &bad), LC_E_RANGE);
+    CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
     tear_down();
 }
 
@@ -216,11 +188,11 @@ static void discard_of_what_others_hang_on(void) {
     set_up(64);
     prompt_fill(&a, &p, 1, 10);
     p.n = 5;
-    memset(&l, 0, sizeof l);
-    CHECK_EQ(match(&a, &p, &l), 5);
-    memset(l.pages + l.head.capacity, 0, 5 * sizeof(uint32_t));
-    CHECK_EQ(discard(), 0);
-    for (uint32_t i = 0; i < 5; i++) CHECK_EQ(pins_of(&a, (uint32_t)l.pages[i]), 0);
+    memset(&list, 0, sizeof list);
+    CHECK_EQ(match(&a, &p, &list), 5);
+    memset(list.pages + list.head.capacity, 0, 5 * sizeof(uint32_t));
+    CHECK_EQ(discarded(), 0);
+    for (uint32_t i = 0; i < 5; i++) CHECK_EQ(pins_of(&a, (uint32_t)list.pages[i]), 0);
     CHECK_EQ(evict(&b, 20), 10);
     tear_down();
 }
@@ -268,9 +240,9 @@ static void a_pin_in_the_middle_of_what_is_discarded(void) {
     prompt_fill(&a, &p, 1, 10);
     prompt_fill(&a, &q, 2, 5);
     middle = (uint32_t)p.page[5];
-    CHECK_EQ(oldest(15, 1), 15);
+    CHECK_EQ(oldest(&a, 15, 1), 15);
     play(LC_AT_EVICT_FENCED, pin_middle);
-    CHECK_EQ(discard(), 4 + 5);
+    CHECK_EQ(discarded(), 4 + 5);
     CHECK(lc_pause_hook == NULL);
     CHECK_EQ(peek(&b, &p), 6);
     CHECK_EQ(lci_unpin_one(b.h, middle), LC_OK);
@@ -340,8 +312,8 @@ static void evictions_are_counted_by_cause(void) {
     CHECK(evicted(&a, LCI_ASKED, 10));
     CHECK_EQ(drop(&q, 50), 10);
     CHECK(evicted(&a, LCI_DROPPED, 10));
-    CHECK_EQ(oldest(5, 1), 5);
-    CHECK_EQ(discard(), 5);
+    CHECK_EQ(oldest(&a, 5, 1), 5);
+    CHECK_EQ(discarded(), 5);
     CHECK(evicted(&a, LCI_DISCARDED, 5));
     CHECK_EQ(lci_namespace_open(a.h, "w", "small", 4, &small, BLOCKING), LC_OK);
     for (uint32_t i = 0; i < 6; i++) {
@@ -385,6 +357,7 @@ const test keep_tests[] = {
     TEST(oldest_of_two_clients),
     TEST(oldest_at_the_limit_of_pins),
     TEST(damage_changes_nothing),
+    TEST(keys_are_told_of_what_we_pin),
     TEST(discard_takes_only_pins_that_are_there),
     TEST(discard_of_what_others_hang_on),
 #ifdef LC_PAUSE_POINTS

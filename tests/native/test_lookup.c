@@ -1,23 +1,7 @@
 /* peek, match, release, split: prefixes, pins, and what is not matched. */
-#include "world.h"
+#include "pair.h"
 
-static segment s;
-static client a, b;
-static prompt p, q;
-static lease l, m;
-
-static void set_up(uint64_t pages) {
-    s = index_make(pages);
-    a = client_join(&s);
-    b = client_join(&s);
-}
-
-static void tear_down(void) {
-    client_leave(&a);
-    client_leave(&b);
-    index_check(&s);
-    segment_end(&s);
-}
+static lease m;
 
 static void match_finds_the_longest_prefix(void) {
     set_up(600);

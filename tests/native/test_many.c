@@ -1,9 +1,5 @@
 /* Reservations of several chains in one call: each as a call of its own would have left it. */
-#include "world.h"
-
-static segment s;
-static client a, b;
-static prompt p, q;
+#include "pair.h"
 
 #define CHAINS 3
 
@@ -24,22 +20,9 @@ static void ask(void) {
     }
 }
 
-static void join(void) {
-    a = client_join(&s);
-    b = client_join(&s);
+static void begin(uint64_t pages) {
+    set_up(pages);
     ask();
-}
-
-static void set_up(uint64_t pages) {
-    s = index_make(pages);
-    join();
-}
-
-static void tear_down(void) {
-    client_leave(&a);
-    client_leave(&b);
-    index_check(&s);
-    segment_end(&s);
 }
 
 static int reserve_all(int wait) {
@@ -56,7 +39,7 @@ static int give_back_all(void) {
 }
 
 static void a_chain_of_which_nothing_is_reserved_counts_as_used(void) {
-    set_up(100);
+    begin(100);
     prompt_fill(&b, &p, 3, 20); /* the third chain, and it is the oldest */
     prompt_fill(&b, &q, 9, 20);
     collect(&b);
@@ -69,7 +52,7 @@ static void a_chain_of_which_nothing_is_reserved_counts_as_used(void) {
 }
 
 static void many_are_reserved_published_and_given_back(void) {
-    set_up(100);
+    begin(100);
     prompt_fill(&b, &p, 2, 7); /* of the second chain: two keys beyond its start are there */
     CHECK_EQ(reserve_all(LC_BLOCK), LC_OK);
     CHECK_EQ(m.ops[0].made, 20);
@@ -97,7 +80,7 @@ static void many_are_reserved_published_and_given_back(void) {
 }
 
 static void many_with_several_shards_and_one_that_has_ended(void) {
-    set_up(100);
+    begin(100);
     for (uint32_t c = 0; c < CHAINS; c++) m.ops[c].shards = 2;
     CHECK_EQ(reserve_all(LC_BLOCK), LC_OK);
     CHECK_EQ(lci_abandon(a.h, m.ops[0].rid, m.ops[0].gen, BLOCKING), LC_OK);
@@ -113,12 +96,8 @@ static void many_with_several_shards_and_one_that_has_ended(void) {
 }
 
 static void many_go_on_where_memory_was_missing(void) {
-    lci_geometry g;
-    CHECK_EQ(lci_geometry_of(100, &g), LC_OK);
-    s = segment_make(g.end);
-    s.pages = 100;
-    CHECK_EQ(lci_format(s.base, s.bytes, 100, 25, 0), LC_OK);
-    join();
+    set_up_grown(100, 25);
+    ask();
     CHECK_EQ(reserve_all(LC_BLOCK), LC_E_GROW);
     CHECK_EQ(m.ops[0].made, 20);
     CHECK(m.ops[1].wanted > 0);
@@ -135,7 +114,7 @@ static void many_go_on_where_memory_was_missing(void) {
 }
 
 static void many_of_the_same_keys_are_written_once(void) {
-    set_up(100);
+    begin(100);
     for (uint32_t i = 0; i < 20; i++) m.keys[20 + i] = m.keys[i];
     CHECK_EQ(reserve_all(LC_BLOCK), LC_OK);
     CHECK_EQ(m.ops[0].made, 20);
@@ -146,7 +125,7 @@ static void many_of_the_same_keys_are_written_once(void) {
 }
 
 static void many_are_refused_as_one_is(void) {
-    set_up(100);
+    begin(100);
     m.starts[1] = 21;
     CHECK_EQ(reserve_all(LC_BLOCK), LC_E_RANGE);
     CHECK_EQ(m.ops[0].made, 20); /* the caller gives it back */

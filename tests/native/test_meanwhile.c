@@ -1,25 +1,8 @@
 /* Somebody else is faster, between two looks of a call: the call is told so, and holds nothing that
  * is not its own. Without pause points compiled in there is nothing here. */
-#include "world.h"
+#include "pair.h"
 
 #ifdef LC_PAUSE_POINTS
-
-static segment s;
-static client a, b;
-static prompt p, q;
-
-static void set_up(uint64_t pages) {
-    s = index_make(pages);
-    a = client_join(&s);
-    b = client_join(&s);
-}
-
-static void tear_down(void) {
-    client_leave(&a);
-    client_leave(&b);
-    index_check(&s);
-    segment_end(&s);
-}
 
 static int at_point;
 static void (*then)(void);

@@ -1,13 +1,10 @@
 /* repair of pages: one word is damaged, repair mends it, and then every page is used again. */
-#include "world.h"
+#include "pair.h"
 
 #define GROWN 96
 
-static segment s;
-static client a, b;
 static lci_ns_ref other_ns;
 static prompt ready, old[3], writing, over, other;
-static lease l;
 static lci_ticket_ref ticket;
 
 static lci_page *page_of(const prompt *p, uint32_t i) { return &a.h->pages[p->page[i]]; }
@@ -27,10 +24,8 @@ static const uint32_t used_order[] = {1, 0, 2}; /* not that of their pages' numb
 /* Pages in every state: 12 ready, 3 of them pinned and 2 in a ticket; 9 old ones; 4 of another
  * namespace; 5 being written; 4 written and not yet collected; 6 free. The others were never used,
  * and the last have no memory. */
-static void set_up(void) {
-    s = index_make(128);
-    a = client_join(&s);
-    b = client_join(&s);
+static void prepare(void) {
+    set_up(128);
     lc_store(&a.h->root->grown, GROWN);
     prompt_fill(&a, &ready, 0, 40);
     CHECK_EQ(evict(&a, 40), 40);
@@ -52,13 +47,6 @@ static void set_up(void) {
     CHECK_EQ(prompt_reserve(&b, &over, NS, 1), 4);
     prompt_publish(&b, &over, 0);
     index_check(&s);
-}
-
-static void tear_down(void) {
-    client_leave(&a);
-    client_leave(&b);
-    index_check(&s);
-    segment_end(&s);
 }
 
 static void give_everything_back(void) {
@@ -125,7 +113,7 @@ typedef uint32_t table(damage *rows);
 static void mend_each(table *fill) {
     damage rows[16];
     for (uint32_t i = 0, n = 1; i < n; i++) {
-        set_up();
+        prepare();
         n = fill(rows);
         CHECK(n <= 16);
         mend(&rows[i]);
@@ -161,7 +149,7 @@ static void mending_of_words(void) { mend_each(words); }
 
 /* What was forgotten while it was written may still be written to by a device. */
 static void mending_of_what_is_doomed_changes_nothing(void) {
-    set_up();
+    prepare();
     CHECK_EQ(lci_clear(b.h, NS, BLOCKING), LC_OK);
     CHECK_EQ(lci_repair(b.h, BLOCKING), LC_OK);
     for (uint32_t i = 0; i < 5; i++)
@@ -174,7 +162,7 @@ static void mending_of_what_is_doomed_changes_nothing(void) {
 /* Of two pages with one key one goes. It was being written, and still may be: by a device that its
  * writer's death does not stop at once. */
 static void mending_of_a_written_twin(void) {
-    set_up();
+    prepare();
     lci_page *twin = page_of(&writing, 4), *page = page_of(&ready, 3);
     lc_store(&twin->lo, lc_load(&page->lo));
     lc_store(&twin->hi, lc_load(&page->hi));
@@ -207,7 +195,7 @@ static void mending_of_marks(void) { mend_each(marks); }
 
 /* Scribbled on, a page that nobody ever wrote does not become one that was used. */
 static void mending_leaves_unused_pages_unused(void) {
-    set_up();
+    prepare();
     uint32_t fresh = index_counts(&a).fresh;
     lc_store(&a.h->pages[GROWN - 1].word, LCI_READY);
     lc_store(&a.h->pages[120].gen, 4);
@@ -220,7 +208,7 @@ static void mending_leaves_unused_pages_unused(void) {
 
 /* When neither mark says how far pages were used, their words do; memory beyond is given again. */
 static void mending_of_both_marks(void) {
-    set_up();
+    prepare();
     lc_store(&a.h->root->fresh, 1000000);
     lc_store(&a.h->root->grown, 1000000);
     CHECK_EQ(lci_repair(b.h, BLOCKING), LC_OK);
@@ -235,7 +223,7 @@ static void mending_of_both_marks(void) {
 
 /* A clock that has run out goes on below what a page's tick can say, and never backwards. */
 static void mending_of_the_clock(void) {
-    set_up();
+    prepare();
     lc_store(&a.h->root->clock, UINT64_MAX);
     CHECK_EQ(lci_repair(b.h, BLOCKING), LC_OK);
     CHECK_EQ(peek(&a, &old[0]), 3);
@@ -258,7 +246,7 @@ static uint32_t root_of(const prompt *p) { return (uint32_t)p->page[0]; }
  * keep their place: the leaf goes first. */
 static void mending_of_parents(void) {
     for (int i = 0; i < 4; i++) {
-        set_up();
+        prepare();
         uint32_t first = root_of(&ready), parent = (uint32_t)ready.page[i < 2 ? i : 11];
         if (i == 3) parent = root_of(&other);
         hang(first, parent); /* itself, its child, the end of its prompt, a page of others */
@@ -283,7 +271,7 @@ static void mending_of_parents(void) {
  * they hang on. */
 static void mending_of_the_queue(void) {
     for (int i = 0; i < 4; i++) {
-        set_up();
+        prepare();
         lc_store(&page_of(&ready, 0)->used, UINT64_C(1) << 60); /* far beyond the clock */
         if (i & 1) lc_store(&a.h->root->now[0], UINT32_MAX);
         if (i & 2) lc_store(&a.h->root->now[1], 7);

@@ -1,19 +1,14 @@
 /* repair of pins and of the slots that they belong to. */
-#include "world.h"
+#include "pair.h"
 
 #include <unistd.h>
 
-static segment s;
-static client a, b;
 static prompt ready, gone;
-static lease l;
 static lci_ticket_ref ticket;
 
 /* 12 pages, of which one client pins 3, and has given 2 to the other. */
-static void set_up(void) {
-    s = index_make(128);
-    a = client_join(&s);
-    b = client_join(&s);
+static void prepare(void) {
+    set_up(128);
     prompt_fill(&b, &ready, 1, 12);
     ready.n = 3;
     CHECK_EQ(match(&b, &ready, &l), 3);
@@ -21,13 +16,6 @@ static void set_up(void) {
     CHECK_EQ(lci_ticket_give(b.h, l.pages, 2, LC_NIL, 0, UINT64_C(1) << a.slot, FOREVER, &ticket,
                              BLOCKING), LC_OK);
     index_check(&s);
-}
-
-static void tear_down(void) {
-    client_leave(&a);
-    client_leave(&b);
-    index_check(&s);
-    segment_end(&s);
 }
 
 static void repair(client *c) {
@@ -43,7 +31,7 @@ static void expect_pins(uint32_t slot, uint32_t page, uint32_t count) {
 }
 
 static void mending_of_tickets_pins(void) {
-    set_up();
+    prepare();
     uint32_t page = (uint32_t)ready.page[0], loose = (uint32_t)ready.page[7];
     lc_store(lci_pin(a.h, 0, page), 7);
     lc_store(lci_pin(a.h, 0, loose), 1);
@@ -64,7 +52,7 @@ static void mending_of_tickets_pins(void) {
 
 /* Pins of a slot that is free are nobody's, and whoever takes the slot has none. */
 static void mending_of_a_free_slot(void) {
-    set_up();
+    prepare();
     uint32_t vacant = b.slot + 1;
     uint64_t bits[12];
     for (uint32_t i = 0; i < 12; i++) {
@@ -86,7 +74,7 @@ static void mending_of_a_free_slot(void) {
 /* A client that lives has a slot, whatever is written there, also if it repairs itself. */
 static void mending_of_a_living_clients_slot(void) {
     for (int own = 0; own < 2; own++) {
-        set_up();
+        prepare();
         lcs_client *c = lcs_client_of(a.at, b.slot);
         uint32_t page = (uint32_t)ready.page[2];
         lc_store(&c->state, LCS_CLIENT_FREE);
@@ -103,7 +91,7 @@ static void mending_of_a_living_clients_slot(void) {
 
 /* Who cannot ask whether a client lives takes nothing from it. */
 static void mending_without_byte_locks_clears_no_pins(void) {
-    set_up();
+    prepare();
     lc_store(&lcs_client_of(a.at, b.slot)->state, LCS_CLIENT_FREE);
     client c = client_join(&s);
     close(c.life);
@@ -116,7 +104,7 @@ static void mending_without_byte_locks_clears_no_pins(void) {
 }
 
 static void mending_of_pins_on_unused_pages(void) {
-    set_up();
+    prepare();
     CHECK(lc_load(&a.h->root->fresh) <= 120);
     lc_store(lci_pin(a.h, a.slot, 120), 1);
     CHECK_EQ(index_broken(&s), 27);
@@ -129,7 +117,7 @@ static void mending_of_pins_on_unused_pages(void) {
 /* Slots without pins, or not free, are left to those who are at work on them and hold their bytes:
  * one joins, another reaps the dead client of a slot in quarantine as its guest. */
 static void mending_leaves_slots_to_others(void) {
-    set_up();
+    prepare();
     client device = client_join_as(&s, LCS_FLAG_DEVICE);
     uint32_t slot = device.slot, joins = slot + 1;
     prompt_make(&gone, 2, 4);

@@ -1,11 +1,8 @@
 /* repair of records: reservations, tickets, their page lists, namespaces. One word is damaged,
  * repair mends it, and then all records and pages are used. */
-#include "world.h"
+#include "pair.h"
 
-static segment s;
-static client a, b;
 static prompt ready, large, small, over, dead, gone;
-static lease l;
 static lci_ticket_ref ticket;
 static uint32_t res_fresh;
 
@@ -35,10 +32,8 @@ static void give(client *from, const client *to, uint32_t n) {
 
 /* Records in every state: two reservations being written, one written, one doomed, the last two not
  * yet collected; one free below those that were used; a ticket of two pages. */
-static void set_up(void) {
-    s = index_make(128);
-    a = client_join(&s);
-    b = client_join(&s);
+static void prepare(void) {
+    set_up(128);
     prompt_fill(&b, &ready, 1, 12);
     ready.n = 3;
     CHECK_EQ(match(&b, &ready, &l), 3);
@@ -56,13 +51,6 @@ static void set_up(void) {
     res_fresh = lc_load(&a.h->root->res_fresh);
     CHECK_EQ(index_counts(&a).reservations, 4);
     index_check(&s);
-}
-
-static void tear_down(void) {
-    client_leave(&a);
-    client_leave(&b);
-    index_check(&s);
-    segment_end(&s);
 }
 
 /* A word, what is put there, the invariant that is broken then, what the publisher of `large` is
@@ -153,7 +141,7 @@ typedef uint32_t table(damage *rows);
 static void mend_each(table *fill) {
     damage rows[16];
     for (uint32_t i = 0, n = 1; i < n; i++) {
-        set_up();
+        prepare();
         n = fill(rows);
         CHECK(n <= 16);
         mend(&rows[i]);
@@ -213,7 +201,7 @@ static void mending_of_reservations(void) { mend_each(reservations); }
 
 /* What a reservation lists is listed again in chunks that nobody has, not in those of a ticket. */
 static void mending_a_reservations_list_leaves_tickets_alone(void) {
-    set_up();
+    prepare();
     uint32_t page[2];
     lci_chunk *listed = chunk_of(&given()->pages);
     for (int i = 0; i < 2; i++) page[i] = lc_load(&listed->page[i]);
@@ -228,7 +216,7 @@ static void mending_a_reservations_list_leaves_tickets_alone(void) {
 
 /* What a sound list names is not in question: a page that it does not name is given up. */
 static void mending_gives_up_what_is_not_listed(void) {
-    set_up();
+    prepare();
     lc_store(&chunk_of(&record(&large)->pages)->page[2], (uint32_t)small.page[0]);
     CHECK_EQ(index_broken(&s), 33);
     mend(&(damage){&a.h->root->res_used, 77, 21, LC_E_CLEARED, 2, 2});
@@ -237,7 +225,7 @@ static void mending_gives_up_what_is_not_listed(void) {
 
 /* A page whose word names the reservation, but which is doomed, is not listed again. */
 static void mending_lists_what_is_written_and_nothing_else(void) {
-    set_up();
+    prepare();
     lci_reservation *r = record(&large);
     _Atomic uint32_t *word = &a.h->pages[large.page[9]].word;
     lc_store(word, (lc_load(word) & ~LCI_STATE_MASK) | LCI_DOOMED | LCI_UNWRITTEN);
@@ -253,9 +241,7 @@ static void mending_lists_what_is_written_and_nothing_else(void) {
 
 /* Its list still names pages that were doomed, freed, and are being written by another since. */
 static void mending_keeps_pages_that_an_old_list_names_too(void) {
-    s = index_make(64);
-    a = client_join(&s);
-    b = client_join(&s);
+    set_up(64);
     lci_ns_ref other;
     reserve(&a, &gone, 1, 30);
     reserve(&a, &large, 2, 30);
@@ -277,9 +263,7 @@ static void mending_keeps_pages_that_an_old_list_names_too(void) {
 
 /* A publisher may set its bit while repair clears those that name no reservation. */
 static void mending_leaves_bits_of_reservations_to_their_publishers(void) {
-    s = index_make(100);
-    a = client_join(&s);
-    b = client_join(&s);
+    set_up(100);
     CHECK_EQ(a.h->res_count, 100);
     lc_store(&a.h->root->completed[1], UINT64_MAX);
     lc_store(&a.h->root->completed[2], UINT64_MAX);
@@ -315,7 +299,7 @@ static void mending_of_tickets(void) { mend_each(tickets); }
 
 /* Nobody can tell any more whose its pages are: all go, those also that the cursor has passed. */
 static void mending_of_a_namespace(void) {
-    set_up();
+    prepare();
     lc_store(&a.h->ns[0].cursor, 1000);
     lc_store(&a.h->ns[0].state, LCI_NS_CLEARED + 1);
     repair(&b);

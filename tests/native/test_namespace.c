@@ -1,25 +1,7 @@
 /* Namespaces: names, epochs, clearing. */
-#include "world.h"
+#include "pair.h"
 
 #include <stdio.h>
-
-static segment s;
-static client a, b;
-static prompt p, q;
-static lease l;
-
-static void set_up(uint64_t pages) {
-    s = index_make(pages);
-    a = client_join(&s);
-    b = client_join(&s);
-}
-
-static void tear_down(void) {
-    client_leave(&a);
-    client_leave(&b);
-    index_check(&s);
-    segment_end(&s);
-}
 
 static lci_ns_ref open_namespace(const char *weights, const char *tenant, uint32_t quota) {
     lci_ns_ref ref;

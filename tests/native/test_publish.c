@@ -1,32 +1,14 @@
 /* Publishing shard by shard, and waiting for what others write. */
-#include "world.h"
+#include "pair.h"
 
 #include <pthread.h>
-
-static segment s;
-static client a, b;
-static prompt p;
-static lease l;
-
-static void set_up(void) {
-    s = index_make(128);
-    a = client_join(&s);
-    b = client_join(&s);
-}
-
-static void tear_down(void) {
-    client_leave(&a);
-    client_leave(&b);
-    index_check(&s);
-    segment_end(&s);
-}
 
 static int publish(client *c, uint32_t shard) {
     return lci_publish(c->h, p.op.rid, p.op.gen, shard, p.fresh, p.made);
 }
 
 static void publish_is_ready_with_the_last_shard(void) {
-    set_up();
+    set_up(128);
     prompt_make(&p, 1, 70);
     CHECK_EQ(prompt_reserve(&a, &p, NS, 3), 70);
     CHECK_EQ(publish(&a, 1), 0);
@@ -47,7 +29,7 @@ static void publish_is_ready_with_the_last_shard(void) {
 }
 
 static void publish_is_refused(void) {
-    set_up();
+    set_up(128);
     prompt_make(&p, 1, 10);
     CHECK_EQ(prompt_reserve(&a, &p, NS, 2), 10);
     CHECK_EQ(publish(&a, 2), LC_E_RANGE);
@@ -69,7 +51,7 @@ static void publish_is_refused(void) {
 }
 
 static void publish_after_clear(void) {
-    set_up();
+    set_up(128);
     prompt_make(&p, 1, 10);
     CHECK_EQ(prompt_reserve(&a, &p, NS, 1), 10);
     CHECK_EQ(lci_clear(b.h, NS, BLOCKING), LC_OK);
@@ -80,7 +62,7 @@ static void publish_after_clear(void) {
 }
 
 static void wait_says_when_nobody_writes(void) {
-    set_up();
+    set_up(128);
     prompt_make(&p, 1, 10);
     CHECK_EQ(lci_wait(b.h, p.keys, 10, FOREVER), LC_OK);
     CHECK_EQ(prompt_reserve(&a, &p, NS, 1), 10);
@@ -110,7 +92,7 @@ static void wait_is_woken(void) {
     pthread_t waiter;
     void *rc;
     for (int ending = 0; ending < 2; ending++) {
-        set_up();
+        set_up(128);
         prompt_make(&p, 1, 10);
         CHECK_EQ(prompt_reserve(&a, &p, NS, 1), 10);
         CHECK_EQ(pthread_create(&waiter, NULL, wait_for_keys, NULL), 0);
@@ -128,7 +110,7 @@ static void wait_is_woken(void) {
 
 /* Pages that a publisher which died left WRITING become ready: all shards were written. */
 static void collect_finishes_what_a_publisher_left(void) {
-    set_up();
+    set_up(128);
     prompt_make(&p, 1, 70);
     CHECK_EQ(prompt_reserve(&a, &p, NS, 1), 70);
     prompt_publish(&a, &p, 0);
@@ -144,7 +126,7 @@ static void collect_finishes_what_a_publisher_left(void) {
 }
 
 static void collect_notices_damage(void) {
-    set_up();
+    set_up(128);
     prompt_make(&p, 1, 10);
     CHECK_EQ(prompt_reserve(&a, &p, NS, 1), 10);
     prompt_publish(&a, &p, 0);

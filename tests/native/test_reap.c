@@ -1,26 +1,14 @@
 /* What a dead client held is taken back; what is not its own is left. */
-#include "world.h"
+#include "pair.h"
 
 #include <unistd.h>
 
-static segment s;
-static client a, b, dead;
-static prompt p, q;
-static lease l;
+static client dead;
 
-static void set_up(uint32_t flags) {
-    s = index_make(200);
-    a = client_join(&s);
-    b = client_join(&s);
+static void prepare(uint32_t flags) {
+    set_up(200);
     dead = client_join_as(&s, flags);
     prompt_fill(&a, &q, 9, 20);
-}
-
-static void tear_down(void) {
-    client_leave(&a);
-    client_leave(&b);
-    index_check(&s);
-    segment_end(&s);
 }
 
 static uint32_t state(uint32_t slot) { return lc_load(&lcs_client_of(a.at, slot)->state); }
@@ -33,7 +21,7 @@ static void reap(void) {
 }
 
 static void reap_takes_back_leases(void) {
-    set_up(0);
+    prepare(0);
     CHECK_EQ(match(&dead, &q, &l), 20);
     CHECK_EQ(lci_reap_slot(a.h, 3, BLOCKING), 0); /* it lives */
     uint32_t epoch = lc_load(&lcs_client_of(a.at, 3)->epoch);
@@ -49,7 +37,7 @@ static void reap_takes_back_leases(void) {
 }
 
 static void reap_dooms_what_was_being_written(void) {
-    set_up(0);
+    prepare(0);
     prompt_make(&p, 1, 70);
     CHECK_EQ(prompt_reserve(&dead, &p, NS, 2), 70);
     prompt_publish(&dead, &p, 0);
@@ -68,7 +56,7 @@ static void reap_dooms_what_was_being_written(void) {
 }
 
 static void reap_keeps_what_was_published(void) {
-    set_up(0);
+    prepare(0);
     prompt_make(&p, 1, 70);
     CHECK_EQ(prompt_reserve(&dead, &p, NS, 1), 70);
     prompt_publish(&dead, &p, 0);
@@ -86,7 +74,7 @@ static void reap_keeps_what_was_published(void) {
 static void reap_leaves_a_reservation_to_those_who_write_it(void) {
     lci_ticket_ref ref;
     uint32_t rid, gen;
-    set_up(0);
+    prepare(0);
     prompt_make(&p, 1, 30);
     CHECK_EQ(prompt_reserve(&dead, &p, NS, 2), 30);
     CHECK_EQ(lci_ticket_give(dead.h, p.fresh, 30, p.op.rid, p.op.gen, 1u << b.slot, FOREVER, &ref,
@@ -109,7 +97,7 @@ static void reap_leaves_a_reservation_to_those_who_write_it(void) {
 static void reap_of_an_adopter_ends_the_reservation(void) {
     lci_ticket_ref ref;
     uint32_t rid, gen;
-    set_up(0);
+    prepare(0);
     prompt_make(&p, 1, 30);
     CHECK_EQ(prompt_reserve(&b, &p, NS, 2), 30);
     CHECK_EQ(lci_ticket_give(b.h, p.fresh, 30, p.op.rid, p.op.gen, 1u << 3, FOREVER, &ref,
@@ -124,7 +112,7 @@ static void reap_of_an_adopter_ends_the_reservation(void) {
 
 static void reap_of_a_half_built_ticket(void) {
     lci_ticket_ref ref;
-    set_up(0);
+    prepare(0);
     CHECK_EQ(match(&dead, &q, &l), 20);
     CHECK_EQ(lci_ticket_give(dead.h, l.pages, 20, LC_NIL, 0, 2, FOREVER, &ref, BLOCKING), LC_OK);
     lc_store(&a.h->tickets[ref.index].state, LCI_TICKET_BUILDING);
@@ -137,7 +125,7 @@ static void reap_of_a_half_built_ticket(void) {
 
 /* A device's copies may outlive its client: what it was writing stays until its process is gone. */
 static void reap_of_a_device_waits_in_quarantine(void) {
-    set_up(LCS_FLAG_DEVICE);
+    prepare(LCS_FLAG_DEVICE);
     prompt_make(&p, 1, 30);
     CHECK_EQ(prompt_reserve(&dead, &p, NS, 1), 30);
     CHECK_EQ(match(&dead, &q, &l), 20);
@@ -161,7 +149,7 @@ static void reap_of_a_device_waits_in_quarantine(void) {
 }
 
 static void quarantine_ends_by_time_where_nothing_can_be_seen(void) {
-    set_up(LCS_FLAG_DEVICE);
+    prepare(LCS_FLAG_DEVICE);
     prompt_make(&p, 1, 30);
     CHECK_EQ(prompt_reserve(&dead, &p, NS, 1), 30);
     lcs_client *record = lcs_client_of(a.at, 3);
@@ -176,7 +164,7 @@ static void quarantine_ends_by_time_where_nothing_can_be_seen(void) {
 }
 
 static void quarantine_ends_when_the_process_is_gone(void) {
-    set_up(LCS_FLAG_DEVICE);
+    prepare(LCS_FLAG_DEVICE);
     prompt_make(&p, 1, 30);
     CHECK_EQ(prompt_reserve(&dead, &p, NS, 1), 30);
     lcs_client *record = lcs_client_of(a.at, 3);
@@ -190,7 +178,7 @@ static void quarantine_ends_when_the_process_is_gone(void) {
 }
 
 static void reap_of_a_device_that_wrote_nothing_needs_no_quarantine(void) {
-    set_up(LCS_FLAG_DEVICE);
+    prepare(LCS_FLAG_DEVICE);
     CHECK_EQ(match(&dead, &q, &l), 20);
     client_die(&dead);
     reap();
@@ -198,7 +186,7 @@ static void reap_of_a_device_that_wrote_nothing_needs_no_quarantine(void) {
 }
 
 static void reap_by_one_who_has_no_slot(void) {
-    set_up(0);
+    prepare(0);
     CHECK_EQ(match(&dead, &q, &l), 20);
     CHECK_EQ(lci_hold(dead.h, BLOCKING), LC_OK); /* and the lock with it */
     client stranger = {.life = life_descriptor(&s)};
@@ -220,7 +208,7 @@ static void reap_by_one_who_has_no_slot(void) {
 }
 
 static void reap_is_refused(void) {
-    set_up(0);
+    prepare(0);
     client r = reader_join(&s);
     CHECK_EQ(lci_reap_slot(r.h, 3, BLOCKING), LC_E_READONLY);
     client_forget(&r);
@@ -238,7 +226,7 @@ static void reap_is_refused(void) {
 }
 
 static void leave_gives_back_everything(void) {
-    set_up(0);
+    prepare(0);
     prompt_make(&p, 1, 30);
     CHECK_EQ(prompt_reserve(&dead, &p, NS, 1), 30);
     CHECK_EQ(match(&dead, &q, &l), 20);

@@ -1,16 +1,11 @@
 /* repair: whatever is derived is rebuilt, and what the keys and records say stays. */
-#include "world.h"
+#include "pair.h"
 
-static segment s;
-static client a, b;
 static prompt ready, writing, doomed;
-static lease l;
 static lci_ticket_ref ticket;
 
-static void set_up(void) {
-    s = index_make(128);
-    a = client_join(&s);
-    b = client_join(&s);
+static void prepare(void) {
+    set_up(128);
     prompt_fill(&a, &ready, 1, 24);
     CHECK_EQ(evict(&a, 4), 4);
     ready.n = 20;
@@ -23,13 +18,6 @@ static void set_up(void) {
     CHECK_EQ(prompt_reserve(&a, &writing, NS, 1), 5);
     CHECK_EQ(lci_abandon(a.h, doomed.op.rid, doomed.op.gen, BLOCKING), LC_OK);
     index_check(&s);
-}
-
-static void tear_down(void) {
-    client_leave(&a);
-    client_leave(&b);
-    index_check(&s);
-    segment_end(&s);
 }
 
 /* After a repair everything is found as before, and goes on. */
@@ -50,7 +38,7 @@ static void repair_and_go_on(void) {
 }
 
 static void repair_of_a_sound_index_changes_nothing_that_is_found(void) {
-    set_up();
+    prepare();
     uint32_t gen = lc_load(&a.h->pages[ready.page[7]].gen);
     repair_and_go_on();
     CHECK(lc_load(&a.h->pages[ready.page[7]].gen) >= gen);
@@ -59,7 +47,7 @@ static void repair_of_a_sound_index_changes_nothing_that_is_found(void) {
 
 static void repair_of_every_total(void) {
     for (int i = 0; i < 12; i++) {
-        set_up();
+        prepare();
         lci_root *r = a.h->root;
         _Atomic uint32_t *totals[] = {&r->free_head, &r->free_count, &r->named, &r->writing,
                                       &r->doomed, &r->chunk_head, &r->chunk_used, &r->res_head,
@@ -72,7 +60,7 @@ static void repair_of_every_total(void) {
 
 static void repair_of_links(void) {
     for (int i = 0; i < 8; i++) {
-        set_up();
+        prepare();
         lci_page *page = &a.h->pages[ready.page[5]], *leaf = &a.h->pages[ready.page[19]];
         _Atomic uint32_t *head = &a.h->dict.buckets[lc_bucket(&a.h->dict, lc_load(&page->lo))];
         _Atomic uint32_t *words[] = {head, &page->next, &leaf->queue.prev, &leaf->queue.next,
@@ -85,7 +73,7 @@ static void repair_of_links(void) {
 }
 
 static void repair_of_a_chain_that_leads_elsewhere(void) {
-    set_up();
+    prepare();
     lci_page *page = &a.h->pages[ready.page[5]];
     lc_store(&a.h->dict.buckets[lc_bucket(&a.h->dict, lc_load(&page->lo))], LC_NIL);
     CHECK_EQ(peek(&b, &ready), 5);
@@ -96,7 +84,7 @@ static void repair_of_a_chain_that_leads_elsewhere(void) {
 
 /* What a page's own word says cannot be: it is given up, and so is an odd generation. */
 static void repair_of_page_words(void) {
-    set_up();
+    prepare();
     lc_store(&a.h->pages[ready.page[19]].word, 9);
     lci_page *odd = &a.h->pages[ready.page[18]];
     lc_store(&odd->gen, lc_load(&odd->gen) + 1);
@@ -112,7 +100,7 @@ static void repair_of_page_words(void) {
 }
 
 static void repair_of_a_written_page_without_a_reservation(void) {
-    set_up();
+    prepare();
     lci_page *page = &a.h->pages[writing.page[4]];
     lc_store(&page->word, LCI_WRITING | UINT32_C(50) << LCI_RES_SHIFT);
     CHECK_EQ(lci_repair(b.h, BLOCKING), LC_OK);
@@ -122,7 +110,7 @@ static void repair_of_a_written_page_without_a_reservation(void) {
 }
 
 static void repair_of_two_pages_with_one_key(void) {
-    set_up();
+    prepare();
     lci_page *twin = &a.h->pages[ready.page[19]], *page = &a.h->pages[ready.page[2]];
     lc_store(&twin->lo, lc_load(&page->lo));
     lc_store(&twin->hi, lc_load(&page->hi));
@@ -135,7 +123,7 @@ static void repair_of_two_pages_with_one_key(void) {
 }
 
 static void repair_of_bounds(void) {
-    set_up();
+    prepare();
     lc_store(&a.h->root->grown, 1000000);
     lc_store(&a.h->root->res_fresh, 1000000);
     lc_store(&a.h->root->chunk_fresh, 1000000);
@@ -148,7 +136,7 @@ static void repair_of_bounds(void) {
 /* A log that is not sound cannot be undone: repair leaves it behind, others refuse. */
 static void repair_discards_a_damaged_log(void) {
     uint32_t freed = 0;
-    set_up();
+    prepare();
     lc_store(&lcs_lock_of(a.at)->log_count, LCS_LOG_ENTRIES + 1);
     CHECK_EQ(lci_evict_pages(b.h, 1, &freed, BLOCKING), LC_E_CORRUPT);
     repair_and_go_on();
@@ -157,7 +145,7 @@ static void repair_discards_a_damaged_log(void) {
 
 /* Whoever takes the lock after a repairer has died repairs again. */
 static void repair_is_begun_again_after_a_death(void) {
-    set_up();
+    prepare();
     lc_store(&a.h->root->repairing, 1);
     lc_store(&a.h->root->named, 77);
     CHECK_EQ(evict(&a, 1), 1);
@@ -167,7 +155,7 @@ static void repair_is_begun_again_after_a_death(void) {
 }
 
 static void repair_is_refused(void) {
-    set_up();
+    prepare();
     client r = reader_join(&s);
     CHECK_EQ(lci_repair(r.h, BLOCKING), LC_E_READONLY);
     client_forget(&r);

@@ -1,23 +1,5 @@
 /* Reserving and abandoning: who gets which pages, and what stands in the way. */
-#include "world.h"
-
-static segment s;
-static client a, b;
-static prompt p, q;
-static lease l;
-
-static void set_up(uint64_t pages) {
-    s = index_make(pages);
-    a = client_join(&s);
-    b = client_join(&s);
-}
-
-static void tear_down(void) {
-    client_leave(&a);
-    client_leave(&b);
-    index_check(&s);
-    segment_end(&s);
-}
+#include "pair.h"
 
 static void abandon(client *c, prompt *w) {
     int rc;
@@ -137,13 +119,7 @@ static void reserve_of_more_than_can_be_made_free(void) {
 }
 
 static void reserve_asks_for_memory_first(void) {
-    lci_geometry g;
-    CHECK_EQ(lci_geometry_of(100, &g), LC_OK);
-    s = segment_make(g.end);
-    s.pages = 100;
-    CHECK_EQ(lci_format(s.base, s.bytes, 100, 10, 0), LC_OK);
-    a = client_join(&s);
-    b = client_join(&s);
+    set_up_grown(100, 10);
     prompt_make(&p, 1, 25);
     CHECK_EQ(prompt_reserve(&a, &p, NS, 1), LC_E_GROW);
     CHECK_EQ(p.op.wanted, 15);

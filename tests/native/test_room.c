@@ -1,26 +1,9 @@
 /* Making room: what goes, what stays, and what a call that fails half-way still holds. */
-#include "world.h"
+#include "pair.h"
 
 #define MOVES_MAX 4096 /* as in queue.c */
 
-static segment s;
-static client a, b;
-static prompt p, q, w;
-static lease l;
-
-static void set_up(uint64_t pages) {
-    s = index_make(pages);
-    a = client_join(&s);
-    b = client_join(&s);
-    memset(&l, 0, sizeof l);
-}
-
-static void tear_down(void) {
-    client_leave(&a);
-    client_leave(&b);
-    index_check(&s);
-    segment_end(&s);
-}
+static prompt w;
 
 static lci_page *page_of(const prompt *of, uint32_t i) { return &a.h->pages[of->page[i]]; }
 
@@ -80,13 +63,7 @@ static void room_that_ends_leaves_what_is_present_behind_it(void) {
 /* A call that goes on where it was is the same call: what it has used or pinned counts as used by
  * it, and is not pinned once more. */
 static void room_is_asked_for_again_by_the_same_call(void) {
-    lci_geometry g;
-    CHECK_EQ(lci_geometry_of(20, &g), LC_OK);
-    s = segment_make(g.end);
-    s.pages = 20;
-    CHECK_EQ(lci_format(s.base, s.bytes, 20, 10, 0), LC_OK);
-    a = client_join(&s);
-    b = client_join(&s);
+    set_up_grown(20, 10);
     prompt_fill(&a, &p, 1, 5);
     prompt_make(&w, 1, 1);
     w.keys[0] = prompt_key(1, 14);

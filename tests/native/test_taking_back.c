@@ -1,31 +1,19 @@
 /* What the dead leave and who may take it: slots, rows, records. Told apart here: what is another's
  * by now, and what nobody may have yet. */
-#include "world.h"
+#include "pair.h"
 
 #include <unistd.h>
 
-static segment s;
-static client a, b, dead;
-static prompt p, q;
-static lease l;
+static client dead;
 static lcs_lock *lock;
 
-static void set_up_as(uint32_t flags) {
-    s = index_make(200);
-    a = client_join(&s);
-    b = client_join(&s);
+static void prepare_as(uint32_t flags) {
+    set_up(200);
     dead = client_join_as(&s, flags);
     lock = lcs_lock_of(a.at);
 }
 
-static void set_up(void) { set_up_as(0); }
-
-static void tear_down(void) {
-    client_leave(&a);
-    client_leave(&b);
-    index_check(&s);
-    segment_end(&s);
-}
+static void prepare(void) { prepare_as(0); }
 
 static int take(client *c, lc_txn *t, uint64_t deadline) {
     return lci_lock(c->h, t, LCI_OP_CHECK, LC_BLOCK, deadline);
@@ -39,7 +27,7 @@ static void reap(uint32_t slot) {
 /* ------------------------------------------------------------------ slots */
 
 static void slot_tells_nothing_of_its_former_client(void) {
-    set_up();
+    prepare();
     lcs_client *record = lcs_client_of(a.at, 3);
     _Atomic uint64_t *counters[] = {&record->lookups,        &record->hit_pages,
                                     &record->missed_pages,   &record->reserved_pages,
@@ -56,7 +44,7 @@ static void slot_tells_nothing_of_its_former_client(void) {
 }
 
 static void slot_that_somebody_mends_is_nobody_elses(void) {
-    set_up();
+    prepare();
     client_die(&dead);
     CHECK_EQ(lcs_slot_mend(a.at, 3), LC_OK);
     CHECK_EQ(lcs_slot_mend(b.at, 3), LC_E_BUSY);
@@ -102,7 +90,7 @@ static void b_reaps_and_another_joins(void) {
 
 /* Seen dead, and before its slot could be mended another lives there. */
 static void slot_that_was_taken_again_is_left(void) {
-    set_up();
+    prepare();
     client_die(&dead);
     play(LC_AT_DEAD_SEEN, b_reaps_and_another_joins);
     CHECK_EQ(lcs_slot_free_dead(a.at, 3), LC_E_BUSY);
@@ -119,7 +107,7 @@ static void slot_that_was_taken_again_is_left(void) {
 }
 
 static void slot_that_was_freed_meanwhile_is_not_freed_again(void) {
-    set_up();
+    prepare();
     client_die(&dead);
     play(LC_AT_DEAD_SEEN, b_reaps);
     CHECK_EQ(lci_reap_slot(a.h, 3, BLOCKING), 0); /* nothing of it was ours to take back */
@@ -130,7 +118,7 @@ static void slot_that_was_freed_meanwhile_is_not_freed_again(void) {
 
 static void nothing_is_begun_while_leaving(void) {
     uint32_t freed = 0;
-    set_up();
+    prepare();
     prompt_fill(&a, &q, 9, 5);
     prompt_make(&p, 1, 10);
     CHECK_EQ(prompt_reserve(&dead, &p, NS, 1), 10);
@@ -158,7 +146,7 @@ static void stranger_comes(void) {
 
 static void guest_leaves_no_trace(void) {
     lc_txn t;
-    set_up();
+    prepare();
     client_die(&dead);
     stranger_comes();
     CHECK_EQ(lci_reap_unjoined(stranger.h, 3, BLOCKING), 1);
@@ -185,7 +173,7 @@ static void guest_holds_the_lock(void) {
 /* The record names a process that still is, with a number that is none of its threads': so it is
  * for a moment with one that was killed. */
 static void guest_is_not_taken_for_the_dead(void) {
-    set_up();
+    prepare();
     lcs_client *record = lcs_client_of(a.at, 3);
     lc_store(&record->pid, (uint32_t)getppid());
     lc_store(&record->start_ticks, lcs_start_ticks((uint32_t)getppid()));
@@ -206,7 +194,7 @@ static void guest_is_not_taken_for_the_dead(void) {
 static void quarantine_of_pages_that_others_write(void) {
     lci_ticket_ref ref;
     uint32_t rid, gen;
-    set_up_as(LCS_FLAG_DEVICE);
+    prepare_as(LCS_FLAG_DEVICE);
     lcs_client *record = lcs_client_of(a.at, 3);
     prompt_make(&p, 1, 30);
     CHECK_EQ(prompt_reserve(&dead, &p, NS, 2), 30);
@@ -227,7 +215,7 @@ static void quarantine_of_pages_that_others_write(void) {
 }
 
 static void quarantine_is_not_for_what_others_write(void) {
-    set_up_as(LCS_FLAG_DEVICE);
+    prepare_as(LCS_FLAG_DEVICE);
     prompt_make(&p, 1, 30);
     CHECK_EQ(prompt_reserve(&a, &p, NS, 1), 30);
     client_die(&dead);
@@ -241,7 +229,7 @@ static void quarantine_is_not_for_what_others_write(void) {
 static void reservation_of_the_living_keeps_its_owner(void) {
     lci_ticket_ref ref;
     uint32_t rid, gen;
-    set_up();
+    prepare();
     prompt_make(&p, 1, 30);
     CHECK_EQ(prompt_reserve(&a, &p, NS, 2), 30);
     CHECK_EQ(lc_load(&a.h->res[p.op.rid].owner_epoch), lcs_attachment_epoch(a.at));
@@ -259,7 +247,7 @@ static void reservation_of_the_living_keeps_its_owner(void) {
 /* No death leaves it so; whoever reaps says it all the same. */
 static void reaping_says_what_was_doomed(void) {
     lc_txn t;
-    set_up();
+    prepare();
     prompt_make(&p, 1, 30);
     CHECK_EQ(prompt_reserve(&dead, &p, NS, 1), 30);
     CHECK_EQ(take(&dead, &t, FOREVER), LC_OK);
@@ -275,7 +263,7 @@ static void reaping_says_what_was_doomed(void) {
 /* What a record holds that nobody has is dead, whatever it says. */
 static void free_records_may_hold_anything(void) {
     lci_ticket_ref ref;
-    set_up();
+    prepare();
     prompt_fill(&a, &q, 1, 100);
     collect(&a);
     CHECK_EQ(match(&a, &q, &l), 100);

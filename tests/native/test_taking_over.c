@@ -1,26 +1,16 @@
 /* Taking the lock over: from whom, by whom, and what it keeps of that. */
-#include "world.h"
+#include "pair.h"
 
 #include <pthread.h>
 #include <unistd.h>
 
-static segment s;
-static client a, b, dead;
+static client dead;
 static lcs_lock *lock;
 
-static void set_up(void) {
-    s = index_make(60);
-    a = client_join(&s);
-    b = client_join(&s);
+static void prepare(void) {
+    set_up(60);
     dead = client_join(&s);
     lock = lcs_lock_of(a.at);
-}
-
-static void tear_down(void) {
-    client_leave(&a);
-    client_leave(&b);
-    index_check(&s);
-    segment_end(&s);
 }
 
 static int take(client *c, lc_txn *t, uint64_t deadline) {
@@ -42,7 +32,7 @@ static void *hold_and_end(void *c) {
 static void lock_of_an_ended_thread_is_taken_over(void) {
     pthread_t thread;
     lc_txn t;
-    set_up();
+    prepare();
     CHECK_EQ(pthread_create(&thread, NULL, hold_and_end, &dead), 0);
     CHECK_EQ(pthread_join(thread, NULL), 0);
     if (a.at->pidns) {
@@ -60,7 +50,7 @@ static void lock_of_an_ended_thread_is_taken_over(void) {
 
 static void lock_with_a_log_that_cannot_be_undone_is_refused(void) {
     lc_txn t;
-    set_up();
+    prepare();
     CHECK_EQ(take(&dead, &t, FOREVER), LC_OK);
     lc_txn_set(&t, &dead.h->root->event, 9);
     lc_store(&lock->log_count, LCS_LOG_ENTRIES + 1);
@@ -76,7 +66,7 @@ static void lock_with_a_log_that_cannot_be_undone_is_refused(void) {
 
 static void lock_keeps_its_figures(void) {
     lc_txn t;
-    set_up();
+    prepare();
     uint64_t begun = lcs_now_ns(), sum = lc_load(&lock->hold_ns);
     lc_store(&lock->hold_max_ns, 0);
     CHECK_EQ(take(&a, &t, FOREVER), LC_OK);
@@ -111,7 +101,7 @@ static void lock_given_back_is_not_taken_over(void) {
     pthread_t waiter;
     lc_txn t;
     bool over = true;
-    set_up();
+    prepare();
     CHECK_EQ(take(&a, &t, FOREVER), LC_OK);
     CHECK_EQ(pthread_create(&waiter, NULL, take_after_waiting, &over), 0);
     while (!lcs_lock_wanted(a.at)) {
@@ -150,7 +140,7 @@ static void b_takes_over(void) {
 /* Two find the owner dead, and one is faster. */
 static void lock_is_taken_over_by_one(void) {
     lc_txn t;
-    set_up();
+    prepare();
     CHECK_EQ(take(&dead, &t, FOREVER), LC_OK);
     client_die(&dead);
     play(LC_AT_OWNER_DEAD, b_takes_over);
@@ -170,7 +160,7 @@ static void its_byte_is_lost_and_b_takes_over(void) {
 /* Taken for dead while it was about to give the lock back: that is another's now. */
 static void lock_of_another_is_not_given_back(void) {
     lc_txn t;
-    set_up();
+    prepare();
     CHECK_EQ(take(&dead, &t, FOREVER), LC_OK);
     play(LC_AT_UNLOCK, its_byte_is_lost_and_b_takes_over);
     (void)lci_unlock(dead.h, &t);

@@ -9,17 +9,13 @@ static void before_load(void);
 #undef lc_load_acquire
 #define lc_load_acquire(p) (before_load(), atomic_load_explicit((p), memory_order_acquire))
 
-#include "world.h"
+#include "pair.h"
 
 #define CAPACITY 8
 #define RECORD 64
 
-static segment s;
-static client a, b;
 static lcx_dict *dict;
 static lc_dict inner;
-static prompt p;
-static lease l;
 
 static void (*interruption)(void);
 static int loads_before_it;
@@ -109,24 +105,14 @@ static void look_at_both_halves_of_a_key(void) {
 
 /* ------------------------------------------------------------------ the index */
 
-static void set_up(void) {
-    s = index_make(64);
-    a = client_join(&s);
-    b = client_join(&s);
-    memset(&l, 0, sizeof l);
+static void prepare(void) {
+    set_up(64);
     prompt_fill(&a, &p, 1, 4);
-}
-
-static void tear_down(void) {
-    client_leave(&a);
-    client_leave(&b);
-    index_check(&s);
-    segment_end(&s);
 }
 
 /* Keys that share one half, as a reservation sees them. */
 static void reserve_of_keys_that_share_a_half(void) {
-    set_up();
+    prepare();
     prompt_make(&p, 1, 3);
     p.keys[1] = (lc_key){p.keys[0].lo, p.keys[0].hi + 1};
     p.keys[2] = (lc_key){p.keys[0].lo ^ UINT64_C(1) << 40, p.keys[0].hi};
@@ -139,7 +125,7 @@ static void match_counts_what_was_missed(void) {
     int32_t counts[2];
     const int64_t offsets[] = {0, 6, 10};
     lc_key keys[10];
-    set_up();
+    prepare();
     const lcs_client *record = lcs_client_of(b.at, b.slot);
     for (uint32_t i = 0; i < 6; i++) keys[i] = prompt_key(1, i);
     for (uint32_t i = 6; i < 10; i++) keys[i] = prompt_key(1, i - 6);
@@ -167,7 +153,7 @@ static void leave(void) { lc_store(&b.at->leaving, 1); }
 static void match_of_one_who_leaves_holds_nothing(void) {
     int32_t counts[2];
     const int64_t offsets[] = {0, 2, 4};
-    set_up();
+    prepare();
     then = leave;
     lc_pause_hook = at_the_fence;
     CHECK_EQ(lci_match(b.h, p.keys, offsets, 2, NS, &l.head, counts), LC_E_CLOSED);
@@ -188,7 +174,7 @@ static void begin_to_clear(void) {
 }
 
 static void match_beside_a_clear_that_has_begun(void) {
-    set_up();
+    prepare();
     then = begin_to_clear;
     lc_pause_hook = at_the_fence;
     CHECK_EQ(match(&b, &p, &l), 0);

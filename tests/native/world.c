@@ -25,18 +25,20 @@ segment segment_make(uint64_t bytes) {
     return s;
 }
 
-static segment make_index(uint64_t pages, int flat) {
+static segment make_index(uint64_t pages, uint64_t grown, int flat) {
     lci_geometry g;
     CHECK_EQ(lci_geometry_of(pages, &g), LC_OK);
     segment s = segment_make(g.end);
-    CHECK_EQ(lci_format(s.base, s.bytes, pages, pages, flat), LC_OK);
+    CHECK_EQ(lci_format(s.base, s.bytes, pages, grown, flat), LC_OK);
     s.pages = pages;
     return s;
 }
 
-segment index_make(uint64_t pages) { return make_index(pages, 0); }
+segment index_make(uint64_t pages) { return make_index(pages, pages, 0); }
 
-segment flat_index_make(uint64_t pages) { return make_index(pages, 1); }
+segment index_make_grown(uint64_t pages, uint64_t grown) { return make_index(pages, grown, 0); }
+
+segment flat_index_make(uint64_t pages) { return make_index(pages, pages, 1); }
 
 void segment_end(segment *s) {
     CHECK(munmap(s->base - GUARD, s->bytes + 2 * GUARD) == 0);

@@ -21,6 +21,7 @@ typedef struct segment {
 /* Zeroed memory with a header; an access outside of it faults. */
 segment segment_make(uint64_t bytes);
 segment index_make(uint64_t pages); /* formatted, all pages grown */
+segment index_make_grown(uint64_t pages, uint64_t grown);
 segment flat_index_make(uint64_t pages);
 void segment_end(segment *s);
 

@@ -1,0 +1,49 @@
+#include "pair.h"
+
+segment s;
+client a, b;
+prompt p, q;
+lease l;
+
+static void join(segment made) {
+    s = made;
+    a = client_join(&s);
+    b = client_join(&s);
+    memset(&l, 0, sizeof l);
+}
+
+void set_up(uint64_t pages) { join(index_make(pages)); }
+void set_up_grown(uint64_t pages, uint64_t grown) { join(index_make_grown(pages, grown)); }
+void set_up_flat(uint64_t pages) { join(flat_index_make(pages)); }
+
+void tear_down(void) {
+    client_leave(&a);
+    client_leave(&b);
+    index_check(&s);
+    segment_end(&s);
+}
+
+static _Atomic uint32_t *damaged;
+static uint32_t sound;
+
+void break_word(_Atomic uint32_t *word, uint32_t value) {
+    damaged = word;
+    sound = lc_load(word);
+    lc_store(word, value);
+}
+
+void mend_word(void) {
+    lc_store(damaged, sound);
+    index_check(&s);
+}
+
+void let_a_ticket_end(void) {
+    lci_ticket_ref ref;
+    CHECK_EQ(match(&b, &p, &l), p.n);
+    CHECK_EQ(lci_ticket_give(b.h, l.pages, p.n, LC_NIL, 0, UINT64_C(1) << a.slot, FOREVER, &ref,
+                             BLOCKING), LC_OK);
+    CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
+    CHECK_EQ(lci_ticket_drop(b.h, &ref, BLOCKING), LC_OK);
+    CHECK_EQ(lc_load(lci_pin(b.h, 0, (uint32_t)p.page[0])), 1);
+    lc_store(&a.h->tickets[ref.index].deadline_ns, 0);
+}
