@@ -286,7 +286,9 @@ static void minimums_of_all_namespaces_fit(void) {
     CHECK_EQ(limits("two", 19, UINT32_MAX, &two), LC_E_RANGE);
     CHECK_EQ(lc_load(&a.h->ns[lci_ns_id(two)].quota), 20);
     CHECK_EQ(lci_clear(a.h, one, BLOCKING), LC_OK);
+    CHECK_EQ(lc_load(&a.h->ns[lci_ns_id(one)].minimum), 0);
     CHECK_EQ(limits("two", 0, 64, &two), LC_OK);
+    CHECK_EQ(lc_load(&a.h->ns[lci_ns_id(two)].minimum), 64);
     tear_down();
 }
 
