@@ -402,6 +402,9 @@ static void held_pages_in_quarantine(void) {
     CHECK_EQ(index_counts(&a).doomed, 2);
     CHECK_EQ(free_pages(&a, &of_a, 1), LC_OK);
     CHECK_EQ(index_counts(&a).doomed, 3);
+    lc_store(&a.h->pages[pages[0]].word, lci_held_word(3)); /* it never comes back to let it go */
+    CHECK_EQ(lci_repair(b.h, BLOCKING), LC_OK);
+    CHECK_EQ(word_of(pages[0]), LCI_DOOMED | LCI_UNWRITTEN);
     lcs_client *c = lcs_client_of(a.at, 3);
     lc_store(&c->pidns, 0); /* out of sight, and its time is over */
     lc_store(&c->quarantine_until_ns, 0);

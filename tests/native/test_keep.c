@@ -103,6 +103,26 @@ static void oldest_of_two_clients(void) {
 
 /* ------------------------------------------------------------------ limits and damage */
 
+/* What is kept stays so; only pages that are ready can be. */
+static void kept_pages_are_counted_anew(void) {
+    set_up(64);
+    prompt_fill(&a, &p, 1, 3);
+    CHECK_EQ(keep(&p, 1), 3);
+    prompt_make(&q, 2, 2);
+    CHECK_EQ(prompt_reserve(&a, &q, NS, 1), 2);
+    _Atomic uint32_t *word = &a.h->pages[q.page[0]].word;
+    lc_store(word, lc_load(word) | LCI_KEPT);
+    lc_store(&a.h->root->kept, 77);
+    CHECK(index_broken(&s));
+    CHECK_EQ(lci_repair(b.h, BLOCKING), LC_OK);
+    index_check(&s);
+    CHECK_EQ(index_counts(&a).kept, 3);
+    CHECK_EQ(lc_load(word) & LCI_KEPT, 0);
+    CHECK_EQ(evict(&b, 64), 0);
+    prompt_unpin(&a, &q);
+    tear_down();
+}
+
 /* A page whose count stands at its limit and whose bit is missing looks as if nobody pinned it. What
  * was listed before is the caller's to release. */
 static void oldest_at_the_limit_of_pins(void) {
@@ -357,6 +377,7 @@ const test keep_tests[] = {
     TEST(what_is_interrupted_goes_on),
     TEST(oldest_lists_all_and_puts_them_back),
     TEST(oldest_of_two_clients),
+    TEST(kept_pages_are_counted_anew),
     TEST(oldest_at_the_limit_of_pins),
     TEST(damage_changes_nothing),
     TEST(keys_are_told_of_what_we_pin),

@@ -1,6 +1,8 @@
 /* repair: whatever is derived is rebuilt, and what the keys and records say stays. */
 #include "pair.h"
 
+#include <stdlib.h>
+
 static prompt ready, writing, doomed;
 static lci_ticket_ref ticket;
 
@@ -166,6 +168,20 @@ static void repair_is_refused(void) {
     tear_down();
 }
 
+/* Taken under the lock; the lock itself and the log are as they were then. */
+static void a_copy_holds_what_the_index_holds(void) {
+    prepare();
+    uint64_t from = a.h->geometry.root;
+    uint8_t *copy = calloc(1, s.bytes);
+    CHECK(copy);
+    CHECK_EQ(lci_copy(a.h, copy, s.bytes + 8, BLOCKING), LC_E_RANGE);
+    CHECK_EQ(lci_copy(a.h, copy, s.bytes, LC_TRY, 0), LC_E_BUSY);
+    CHECK_EQ(lci_copy(a.h, copy, s.bytes, BLOCKING), LC_OK);
+    CHECK(memcmp(copy + from, s.base + from, s.bytes - from) == 0);
+    free(copy);
+    tear_down();
+}
+
 const test repair_tests[] = {
     TEST(repair_of_a_sound_index_changes_nothing_that_is_found),
     TEST(repair_of_every_total),
@@ -178,5 +194,6 @@ const test repair_tests[] = {
     TEST(repair_discards_a_damaged_log),
     TEST(repair_is_begun_again_after_a_death),
     TEST(repair_is_refused),
+    TEST(a_copy_holds_what_the_index_holds),
     END_OF_TESTS,
 };

@@ -83,6 +83,17 @@ static void ticket_of_a_lease(void) {
     tear_down();
 }
 
+/* Row 0 keeps what is pinned, and nothing else. */
+static void ticket_of_what_is_not_pinned_is_refused(void) {
+    set_up();
+    CHECK_EQ(match(&b, &p, &l), 100); /* by another */
+    CHECK_EQ(give(&l, bit(&b), FOREVER), LC_E_OWNER);
+    CHECK_EQ(index_counts(&a).tickets, 0);
+    CHECK_EQ(pins_of(&a, (uint32_t)p.page[0]), 1);
+    CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
+    tear_down();
+}
+
 static void ticket_dropped_before_it_was_adopted(void) {
     set_up();
     CHECK_EQ(match(&a, &p, &l), 100);
@@ -303,6 +314,7 @@ static void ticket_notices_damage(void) {
 
 const test ticket_tests[] = {
     TEST(ticket_of_a_lease),
+    TEST(ticket_of_what_is_not_pinned_is_refused),
     TEST(ticket_dropped_before_it_was_adopted),
     TEST(ticket_revoked),
     TEST(ticket_ends_at_its_deadline),
