@@ -55,8 +55,10 @@ static bool published(uint32_t is, uint32_t was) {
 static bool reservations(const lci_reservation *a, const lci_reservation *b) {
     if (DIFFER(state) || DIFFER(gen)) return true;
     if (lc_load(&b->state) == LCI_RES_FREE) return DIFFER(next_free);
-    for (uint32_t s = 0; s < lc_load(&b->shards); s++)
-        if (DIFFER(shard[s]) && !published(lc_load(&a->shard[s]), lc_load(&b->shard[s]))) return true;
+    for (uint32_t s = 0; s < lc_load(&b->shards); s++) {
+        uint32_t is = lc_load(&a->shard[s]), was = lc_load(&b->shard[s]);
+        if (is != was && !published(is, was)) return true;
+    }
     return DIFFER(owner) || DIFFER(owner_epoch) || DIFFER(shards) || DIFFER(ns) ||
            lists(&a->pages, &b->pages);
 }

@@ -18,7 +18,7 @@ void tear_down(void); /* they leave, and the index is sound */
 void break_word(_Atomic uint32_t *word, uint32_t value);
 void mend_word(void);
 
-/* b gives a a ticket of all of `p`, which a has not adopted when its time is over: it still pins. */
+/* A ticket from b to a of all of `p`: not adopted when its time is over, it pins all the same. */
 void let_a_ticket_end(void);
 
 #endif
