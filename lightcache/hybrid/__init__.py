@@ -11,7 +11,13 @@ from lightcache.hybrid.grids import Grid
 from lightcache.hybrid.manager import HybridManager
 from lightcache.hybrid.matches import HybridMatch
 from lightcache.hybrid.opening import StateLayout, States, open_states, state_layout
-from lightcache.hybrid.parts import StatePart, gated_delta_parts, state_bytes
+from lightcache.hybrid.parts import (
+    Section,
+    StatePart,
+    gated_delta_parts,
+    state_bytes,
+    state_groups,
+)
 from lightcache.hybrid.restoring import HybridFetch, Restored
 from lightcache.hybrid.saving import (
     DecodeSaves,
@@ -57,6 +63,7 @@ __all__ = [
     "SavePolicy",
     "Saved",
     "Saves",
+    "Section",
     "Split",
     "StateBlocks",
     "StateCopier",
@@ -78,5 +85,6 @@ __all__ = [
     "reuse_of",
     "state_block_tables",
     "state_bytes",
+    "state_groups",
     "state_layout",
 ]

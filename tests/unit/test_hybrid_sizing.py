@@ -227,7 +227,7 @@ def test_parts_add_up() -> None:
     parts = [StatePart("a", (4, 8), 4, layers=3), StatePart("b", (5,), 2, sharded=False)]
     assert state_bytes(parts) == 4 * 8 * 4 * 3 + 10
     assert state_bytes(parts, ranks=2) == 2 * 8 * 4 * 3 + 10
-    with pytest.raises(ConfigError, match=r"'a': .* among 5 ranks"):
+    with pytest.raises(ConfigError, match=r"'a' .* among 5 ranks"):
         state_bytes(parts, ranks=5)
     with pytest.raises(ConfigError, match="at least one"):
         state_bytes([])

@@ -1,0 +1,220 @@
+"""Engines of several ranks whose states are tensors of bytes: each rank has its heads, and a leader
+orders what they copy. Teams of other sizes share the host's caches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from support.layout_case import BF16, F32, Place
+from support.manager_case import SECRET
+
+from lightcache import Cache
+from lightcache.hybrid import (
+    Checkpoints,
+    Grid,
+    HybridManager,
+    Section,
+    StatePart,
+    create_slots,
+    state_groups,
+)
+from lightcache.kernels import PageGeometry, Shard, StateCopier, layouts
+from lightcache.manager import (
+    Decisions,
+    Follower,
+    KVCacheManager,
+    Leader,
+    NullMover,
+    OwnedDevice,
+    Prompt,
+)
+from lightcache.shm import SharedLog
+
+LAYERS = (0, 1, 3)
+SLOTS = 6
+PAGE = 4
+DTYPES = {"recurrent": F32, "conv": BF16, "scale": torch.float16}
+SECTIONS = (Section("q", 4, 2), Section("k", 4, 2), Section("v", 8, 3))
+PARTS = (
+    StatePart("recurrent", (8, 3, 5), 4, len(LAYERS)),
+    StatePart("conv", (40, 3), 2, len(LAYERS), sections=SECTIONS),
+    StatePart("scale", (7,), 2, len(LAYERS), sharded=False),
+)
+GEOMETRY = PageGeometry(state_groups(PARTS, LAYERS))
+Whole = dict[tuple[int, str], Any]
+
+
+def state(seed: int) -> Whole:
+    """The whole model's state: bytes of each element, as (*shape, dtype_bytes) of each layer and
+    part."""
+    draw = np.random.default_rng(seed)
+    return {
+        (layer, part.name): draw.integers(0, 256, (*part.shape, part.dtype_bytes), np.uint8)
+        for layer in LAYERS
+        for part in PARTS
+    }
+
+
+def of_rank(whole: Any, part: StatePart, rank: int, ranks: int) -> Any:
+    """What engines give a rank: of each section a run of its heads, one behind the other."""
+    if not part.sharded:
+        return whole
+    found, first = [], 0
+    for heads, size in [(each.heads, each.size) for each in part.sections] or [(part.shape[0], 1)]:
+        mine, copies = max(1, heads // ranks), max(1, ranks // heads)
+        begin = first + rank // copies * mine * size
+        found.append(whole[begin : begin + mine * size])
+        first += heads * size
+    return np.concatenate(found)
+
+
+class StateRank:
+    """One rank: its tensors, its engine, its follower."""
+
+    def __init__(self, states: str, log: str, rank: int, ranks: int) -> None:
+        self.rank, self.ranks = rank, ranks
+        self.tensors = {
+            (layer, part.name): torch.zeros(
+                SLOTS,
+                *of_rank(np.zeros(part.shape), part, rank, ranks).shape,
+                dtype=DTYPES[part.name],
+            )
+            for layer in LAYERS
+            for part in PARTS
+        }
+        mine = Shard(GEOMETRY, rank, ranks)
+        recurrent, conv, scale = (
+            {layer: self.tensors[layer, part.name] for layer in LAYERS} for part in PARTS
+        )
+        planes = layouts.join(
+            layouts.plane(mine, "state", "recurrent", recurrent, axes="thcc"),
+            layouts.convolution(mine, "state", ["conv_q", "conv_k", "conv_v"], conv, axes="tcr"),
+            layouts.plane(mine, "state.whole", "scale", scale, axes="tc"),
+        )
+        self.cache = Cache.attach(states, secret=SECRET, role=f"rank {rank}")
+        self.log = SharedLog.attach(log)
+        self.engine = self.cache.engine(GEOMETRY, planes, share=mine.share(), threads=1)
+        self.follower = Follower(self.log, self.cache, self.engine, rank)
+        self.copier = StateCopier(GEOMETRY, planes, share=mine.share())
+
+    def bytes_of(self, slot: int, layer: int, part: StatePart) -> Any:
+        """What a slot has, as a view of (..., dtype_bytes)."""
+        one = self.tensors[layer, part.name][slot]
+        return one.view(torch.uint8).numpy().reshape(*one.shape, part.dtype_bytes)
+
+    def close(self) -> None:
+        """Leave."""
+        self.follower.close()
+        self.engine.close()
+        self.log.close()
+        self.cache.close()
+
+
+class Everywhere:
+    """The copier of all ranks."""
+
+    def __init__(self, ranks: Sequence[StateRank]) -> None:
+        self.ranks = ranks
+
+    def copy(self, sources: Any, targets: Any, stream: Any = None) -> Any:
+        """See `StateCopier`; the last rank's is over when all are: there is no device."""
+        return [each.copier.copy(sources, targets, stream) for each in self.ranks][-1]
+
+    def zero(self, slots: Any, stream: Any = None) -> Any:
+        """See `StateCopier`."""
+        return [each.copier.zero(slots, stream) for each in self.ranks][-1]
+
+
+class StateTeam:
+    """A scheduler and so many ranks. KV is nobody's business here, so none is moved."""
+
+    def __init__(self, name: str, host: Cache, states: Cache, ranks: int) -> None:
+        """Caches are the caller's to close."""
+        self.log = SharedLog.create(f"{name}.log", capacity=64, message_bytes=256)
+        self.ranks = [StateRank(states.name, f"{name}.log", rank, ranks) for rank in range(ranks)]
+        self.leader = Leader(self.log, [each.cache.client_id for each in self.ranks])
+        self.device = OwnedDevice(f"{name}.device", block_tokens=PAGE, blocks=32)
+        self.manager = KVCacheManager(host, self.device, NullMover())
+        self.slots = create_slots(f"{name}.slots", SLOTS)
+        self.checkpoints = Checkpoints(self.slots, states, self.leader, Everywhere(self.ranks))
+        self.hybrid = HybridManager(self.manager, self.checkpoints, Grid(PAGE, PAGE, PAGE))
+        self.steps = 0
+
+    def begin(self, request: Any, tokens: Any) -> tuple[Any, int]:
+        """Plan, take, allocate, restore, fetch. Returns the match and the working slot."""
+        prompt = Prompt(tokens)
+        self.hybrid.plan(request, prompt)
+        match = self.hybrid.take(request)
+        self.hybrid.allocate(request, len(prompt))
+        restored = self.hybrid.restore([request])
+        fetch = self.hybrid.fetch(request)
+        self.settle()
+        assert fetch.done()
+        return match, int(restored.working[0])
+
+    def end(self, request: Any, tokens: int) -> int:
+        """All of its tokens are computed, and its state is where they end."""
+        self.hybrid.commit(request, tokens)
+        donated = self.hybrid.release(request, at=tokens)
+        self.settle()
+        return donated
+
+    def settle(self) -> None:
+        """Every rank does what was ordered."""
+        self.leader.step(Decisions(self.steps))
+        self.steps += 1
+        for each in self.ranks:
+            each.follower.step(60)
+            each.follower.drain(60)
+        self.hybrid.poll()
+
+    def write(self, slot: int, whole: Whole) -> None:
+        """A step leaves this state there; each rank computes its heads."""
+        for each in self.ranks:
+            for layer in LAYERS:
+                for part in PARTS:
+                    mine = of_rank(whole[layer, part.name], part, each.rank, each.ranks)
+                    each.bytes_of(slot, layer, part)[:] = mine
+
+    def wrong(self, slot: int, whole: Whole) -> list[Place]:
+        """(part, layer, rank) of what is not this state there."""
+        return [
+            (part.name, layer, f"rank {each.rank} of {each.ranks}")
+            for each in self.ranks
+            for layer in LAYERS
+            for part in PARTS
+            if (
+                each.bytes_of(slot, layer, part)
+                != of_rank(whole[layer, part.name], part, each.rank, each.ranks)
+            ).any()
+        ]
+
+    def close(self) -> None:
+        """Leave."""
+        self.hybrid.close()
+        self.checkpoints.close()
+        self.manager.close()
+        self.device.close()
+        self.slots.close()
+        for each in self.ranks:
+            each.close()
+        self.log.close()
+
+
+def open_host_states(name: str, pages: int = 8) -> Cache:
+    """A host cache of these states."""
+    return Cache.open(
+        name,
+        pages=pages,
+        page_bytes=GEOMETRY.page_bytes,
+        page_tokens=1,
+        fingerprint=f"parts {GEOMETRY.fingerprint()}",
+        flat=True,
+        secret=SECRET,
+    )
+
+
+__all__ = ["GEOMETRY", "PARTS", "StateTeam", "open_host_states", "state"]
