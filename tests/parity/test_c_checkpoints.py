@@ -11,6 +11,7 @@ from support.hybrid_case import made_hybrids, tokens
 from support.manager_case import Shelf
 
 from lightcache.errors import OutOfPages
+from lightcache.hashing import PageHasher
 from lightcache.hybrid.spaces import Tier
 from lightcache.manager import Prompt
 
@@ -74,6 +75,24 @@ def test_c2_a_match_marks_use(worlds: Any) -> None:
         world.slots.evict(1)
         there = [i for i, each in enumerate(prompts) if world.there(each)["device"]]
         assert there == left
+
+
+def test_c2_kv_that_storage_supplies(worlds: Any) -> None:
+    """A checkpoint beyond the KV of device and host counts once storage has brought it."""
+    world = worlds(storage=Shelf)
+    prompt = Prompt(tokens(42))
+    world.compute(prompt)
+    world.save(prompt, 8, 32)
+    world.world.index.evict(64)
+    world.manager.host.evict(7)  # of 10: 12 tokens stay
+    assert world.look(prompt).usable == 8
+    world.manager._storage.store(prompt)
+    world.hybrid.plan("a", prompt)
+    for task in world.manager._storage.tasks:
+        task.go_on()
+    assert world.plan(prompt, "a").usable == 32
+    world.hybrid.cancel("a")
+    world.nothing_left()
 
 
 # ---- C3
@@ -147,24 +166,39 @@ def test_c5_hits_of_the_tiers_add_up(worlds: Any) -> None:
 # ---- C6
 
 
-def test_c6_tokens_are_hashed_once(worlds: Any, monkeypatch: Any) -> None:
-    world = worlds(page=4, chunk=16)
-    hashed: list[int] = []
-    from lightcache.hashing import PageHasher
+class Given:
+    """Tokens that count how often they are made an array, and cannot be read in another way."""
 
+    def __init__(self, ids: Any) -> None:
+        self.ids, self.conversions = ids, 0
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        self.conversions += 1
+        return self.ids
+
+
+@pytest.mark.parametrize(("block", "page"), [(4, 4), (4, 16), (8, 4)])
+def test_c6_tokens_are_converted_once(worlds: Any, block: int, page: int, monkeypatch: Any) -> None:
+    """For keying, matching and planning, of KV and of states; hashed once for each page size."""
+    world = worlds(block=block, page=page, chunk=16)
+    hashed: list[Any] = []
     update = PageHasher.update
 
     def counted(self: Any, ids: Any, **how: Any) -> Any:
-        hashed.append(len(ids))
+        hashed.append((self.spec.page_tokens, ids))
         return update(self, ids, **how)
 
     monkeypatch.setattr(PageHasher, "update", counted)
-    prompt = Prompt(tokens(100))
+    given = Given(tokens(100))
+    prompt = Prompt(given)
+    assert len(world.path(prompt).keys) == 6
     for _ in range(3):
         world.look(prompt)
     world.run("a", prompt)
-    world.run("b", prompt)
-    assert hashed == [100]
+    assert world.run("b", prompt).usable == 96
+    assert given.conversions == 1
+    assert sorted(size for size, _ in hashed) == sorted({block, page})
+    assert all(ids is prompt.tokens for _, ids in hashed)
 
 
 # ---- C7

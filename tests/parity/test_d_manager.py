@@ -186,6 +186,34 @@ def test_d6_it_is_pinned_until_the_copy_was_executed(worlds: Any) -> None:
     world.nothing_left()
 
 
+def test_d6_copies_and_zeros_go_on_the_stream_that_computes(
+    worlds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, seen = worlds(), []
+    prompt = Prompt(tokens(42))
+    world.run("a", prompt)
+    copy, zero = world.copier.copy, world.copier.zero
+
+    def copied(sources: Any, targets: Any, stream: Any = None) -> Any:
+        seen.append(("copy", len(sources), stream))
+        return copy(sources, targets, stream)
+
+    def zeroed(slots: Any, stream: Any = None) -> Any:
+        seen.append(("zero", len(slots), stream))
+        return zero(slots, stream)
+
+    monkeypatch.setattr(world.copier, "copy", copied)
+    monkeypatch.setattr(world.copier, "zero", zeroed)
+    for request, each in (("b", prompt), ("c", Prompt(tokens(9, 1)))):
+        world.plan(each, request)
+        world.hybrid.take(request)
+    world.hybrid.restore(["b", "c"], stream="computes")
+    assert sorted(seen) == [("copy", 1, "computes"), ("zero", 1, "computes")]
+    for request, at in (("b", 40), ("c", 0)):
+        world.hybrid.release(request, at=at)
+    world.nothing_left()
+
+
 def test_d6_without_a_match_it_begins_with_zeros(worlds: Any) -> None:
     world = worlds(slots=2)
     world.store.slots[:] = 77
@@ -245,6 +273,21 @@ def test_d8_a_bound_on_a_path(worlds: Any) -> None:
     assert there == [24, len(longer) // 4 * 4]  # the fork, and the last
     assert world.there(other) == {"device": [24, 44], "host": [24, 44]}
     assert world.checkpoints.stats().bounded == 6
+    world.nothing_left()
+
+
+def test_d8_one_in_use_stays(worlds: Any) -> None:
+    """The next shallowest goes in its place; and the tail never."""
+    world = worlds(slots=30, state_pages=None, states={"most": 2})
+    prompt = Prompt(tokens(42))
+    world.compute(prompt)
+    world.save(prompt, 8)
+    assert world.plan(prompt, "a", limit=9).usable == 8
+    world.save(prompt, 16, 24, 32)
+    assert world.there(prompt)["device"] == [8, 32]
+    world.hybrid.cancel("a")
+    world.save(prompt, 40)
+    assert world.there(prompt)["device"] == [32, 40]
     world.nothing_left()
 
 
