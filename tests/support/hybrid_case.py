@@ -13,6 +13,7 @@ from lightcache import Cache
 from lightcache.errors import ConfigError
 from lightcache.hybrid.checkpoints import Checkpoints
 from lightcache.hybrid.config import HybridConfig
+from lightcache.hybrid.copiers import ArrayCopier
 from lightcache.hybrid.device import create_slots
 from lightcache.hybrid.grids import Grid
 from lightcache.hybrid.manager import HybridManager
@@ -24,7 +25,7 @@ from lightcache.manager import Prompt
 class LateCopying:
     """A launch that happens when it is told to."""
 
-    def __init__(self, act: Callable[[], None]) -> None:
+    def __init__(self, act: Callable[[], object]) -> None:
         self.act, self.over = act, False
 
     def done(self) -> bool:
@@ -39,10 +40,13 @@ class LateCopying:
 
 
 class LateCopier:
-    """Copies between slots of a StampedDevice in the order of their launches, now or later."""
+    """A copier whose launches happen in their order, now or later: a stream of the device."""
 
-    def __init__(self, device: StampedDevice) -> None:
-        self.device, self.at_once = device, True
+    def __init__(self, copier: Any) -> None:
+        """Args:
+        copier: that copies at once.
+        """
+        self.copier, self.at_once = copier, True
         self.going: list[LateCopying] = []
         self.launches = 0
 
@@ -50,32 +54,20 @@ class LateCopier:
         """See `StateCopier`."""
         if len(sources) != len(targets) or len(np.intersect1d(sources, targets)):
             raise ConfigError("a test copies a slot onto one that is read")
-        slots = self.device.slots
-
-        def act() -> None:
-            slots[targets] = slots[sources]
-
-        return self._begin(act)
+        return self.launch(lambda: self.copier.copy(sources, targets))
 
     def zero(self, slots: Any, stream: Any = None) -> LateCopying:
         """See `StateCopier`."""
+        return self.launch(lambda: self.copier.zero(slots))
 
-        def act() -> None:
-            self.device.slots[slots] = 0
-
-        return self._begin(act)
-
-    def _begin(self, act: Callable[[], None]) -> LateCopying:
+    def launch(self, act: Callable[[], object]) -> LateCopying:
+        """Anything else on the same stream."""
         self.launches += 1
         made = LateCopying(act)
         self.going.append(made)
         if self.at_once:
             self.finish()
         return made
-
-    def launch(self, act: Callable[[], None]) -> None:
-        """Anything else on the same stream."""
-        self._begin(act)
 
     def finish(self, count: int | None = None) -> None:
         """The first of what was launched happens; None: all."""
@@ -123,7 +115,7 @@ class HybridWorld:
         )
         # An engine without slots for checkpoints has its own for running requests.
         self.store = StampedDevice(slots or 64, 1)
-        self.copier = LateCopier(self.store)
+        self.copier = LateCopier(ArrayCopier(self.store.slots))
         self.mover = None if self.states is None else StampedMover(self.states, self.store)
         self.storage = None
         if state_storage is not None and self.states is not None:
@@ -323,12 +315,7 @@ class HybridWorld:
         assert not self.hybrid._requests
         assert not self.hybrid.leaving
         for _, index in self.checkpoints.tiers():
-            stats = index.stats()
-            index.allocate(stats.free + stats.doomed).free()  # doomed ones go for room
-            report, stats = index.check(), index.stats()
-            assert report.clean, report.message
-            assert (report.pins, stats.held, stats.writing, stats.doomed) == (0, 0, 0, 0)
-            assert not index.plans.pages
+            unused(index)
 
     def close(self) -> None:
         """Everything that `__init__` opened."""
@@ -342,6 +329,16 @@ class HybridWorld:
         for each in (self.slots, self.states, self.cache):
             if each is not None:
                 each.close()
+
+
+def unused(index: Any) -> None:
+    """Nobody has anything of an index."""
+    stats = index.stats()
+    index.allocate(stats.free + stats.doomed).free()  # doomed ones go for room
+    report, stats = index.check(), index.stats()
+    assert report.clean, report.message
+    assert (report.pins, stats.held, stats.writing, stats.doomed) == (0, 0, 0, 0)
+    assert not index.plans.pages
 
 
 def as_prompt(what: Any) -> Prompt:
@@ -375,4 +372,12 @@ def made_hybrids(name: str) -> Iterator[Callable[..., HybridWorld]]:
         world.close()
 
 
-__all__ = ["HybridWorld", "LateCopier", "as_prompt", "made_hybrids", "open_states", "tokens"]
+__all__ = [
+    "HybridWorld",
+    "LateCopier",
+    "as_prompt",
+    "made_hybrids",
+    "open_states",
+    "tokens",
+    "unused",
+]

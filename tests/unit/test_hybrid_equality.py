@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 
 from support.hybrid_connecting import ask, joined, saved, together  # noqa: E402
 from support.hybrid_models import hybrid  # noqa: E402
+from support.hybrid_scores import divergence, in_pieces, scores  # noqa: E402
 from support.tiny_models import answer, assert_same, prompt  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
@@ -35,19 +36,6 @@ def connector(segment_name: str, qwen: Any) -> Iterator[lct.Connector]:
 # ---- bfloat16
 
 
-def scores(model: Any, ids: Any, past: Any = None) -> Any:
-    """Log-probabilities behind each token that `past` does not hold."""
-    with torch.no_grad():
-        found = model(ids[:, past.get_seq_length() if past else 0 :], past_key_values=past).logits
-    return found[0].float().log_softmax(-1)
-
-
-def divergence(found: Any, expected: Any) -> float:
-    """Mean Kullback-Leibler divergence from what is expected."""
-    each = (expected.exp() * (expected - found)).sum(-1)
-    return float(each.mean())
-
-
 @pytest.mark.parametrize("kind", ["Qwen3Next", "FalconH1", "NemotronH"])
 def test_bfloat16_is_as_near_as_computing_in_pieces(segment_name: str, kind: str) -> None:
     made = hybrid(kind, dtype=torch.bfloat16)
@@ -57,9 +45,7 @@ def test_bfloat16_is_as_near_as_computing_in_pieces(segment_name: str, kind: str
             with connector.prefix(ids[:, :150]) as past:
                 connector.prefill(past)
             whole = scores(made, ids)[SAVED:]
-            pieces = DynamicCache(config=made.config)
-            scores(made, ids[:, :SAVED], pieces)
-            noise = divergence(scores(made, ids, pieces), whole)
+            noise = divergence(in_pieces(made, ids, [SAVED])[SAVED:], whole)
             with connector.prefix(ids) as past:
                 assert past.reused == SAVED
                 found = divergence(scores(made, ids, past), whole)
