@@ -329,8 +329,8 @@ def test_d11_rejected_tokens_fall_back_to_a_saved_state(
 
 @AHEAD
 def test_d11_bfloat16_is_as_near_as_computing_in_pieces(engines: Any, ahead: bool) -> None:
-    """Prefill hits and decode hits, against the same tokens in passes of the same lengths without
-    a cache."""
+    """Prefill hits and decode hits; the noise is that of the same tokens without a cache in passes
+    of the same lengths, and in passes that end 27 tokens earlier."""
     model = hybrid(dtype=torch.bfloat16, **DENSE)
     engine = engines(model, **FINE, ahead=ahead)
     found, noise = [], []
@@ -347,9 +347,11 @@ def test_d11_bfloat16_is_as_near_as_computing_in_pieces(engines: Any, ahead: boo
             every = torch.tensor([tokens])
             whole = scores(model, every)[hit:]
             found.append(divergence(torch.cat(one.scores)[: len(whole)], whole))
-            noise.append(divergence(in_pieces(model, every, cuts)[hit:], whole))
+            for earlier in (0, 27):
+                pieces = in_pieces(model, every, [cut - earlier for cut in cuts])
+                noise.append(divergence(pieces[hit:], whole) / 2)
     assert max(found) <= 0.003
-    assert sum(found) <= 2 * sum(noise)
+    assert sum(found) <= 2 * sum(noise) + 1e-6  # what differs by the comparison's own rounding
 
 
 # ---- D11: the test fails on a wrong checkpoint
