@@ -34,6 +34,8 @@ from lightcache.kernels import StateCopier
 from lightcache.manager import EngineMover, KVCacheManager, OwnedDevice, Prompt, Wishes
 
 WISHES = Wishes()
+FINE: dict[str, Any] = {"block": 8, "page": 8, "chunk": 16, "every": 16}
+"""Sizes with which short requests leave many states."""
 
 
 class BehindStream(EngineMover):
@@ -307,6 +309,15 @@ def open_pages(name: str, geometry: Any, pages: int, page_tokens: int, **how: An
     )
 
 
+def alone() -> Iterator[None]:
+    """For a fixture: torch computes in one thread. These models are too small for several, which
+    only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def made_engines(name: str, model: Any) -> Iterator[Callable[..., HybridEngine]]:
     """For a fixture: `make(**how)` makes a HybridEngine, and all of them are closed."""
     with contextlib.ExitStack() as stack:
@@ -320,4 +331,4 @@ def made_engines(name: str, model: Any) -> Iterator[Callable[..., HybridEngine]]
         yield make
 
 
-__all__ = ["HybridEngine", "One", "made_engines"]
+__all__ = ["FINE", "HybridEngine", "One", "alone", "made_engines"]

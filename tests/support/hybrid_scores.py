@@ -1,4 +1,5 @@
-"""How near log-probabilities are to those of a run without a cache."""
+"""How near log-probabilities are to those of a run without a cache; and whether an engine's are the
+same."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from support.hybrid_engine import HybridEngine
+from support.tiny_models import prompt
 from transformers import DynamicCache
 
 
@@ -30,4 +33,29 @@ def divergence(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float(each.mean())
 
 
-__all__ = ["divergence", "in_pieces", "scores"]
+def ids(length: int, seed: int = 0) -> list[int]:
+    """Token ids."""
+    found: list[int] = prompt(length, seed)[0].tolist()
+    return found
+
+
+def same(engine: HybridEngine, *served: Any) -> None:
+    """What was served is what is computed without a cache."""
+    for one in served:
+        every = torch.tensor([one.answer().tokens[0].tolist()])
+        whole, begin = scores(engine.store.model, every[:, :-1]), one.match.usable
+        found = torch.cat(one.scores)[: len(whole) - begin]
+        torch.testing.assert_close(found, whole[begin:], atol=1e-4, rtol=0)
+        known = len(one.prompt)
+        assert every[0, known:].tolist() == whole[known - 1 :].argmax(-1).tolist()
+
+
+def ask(engine: HybridEngine, tokens: list[int], more: int = 3) -> tuple[int, list[int]]:
+    """One request, seen to be right. Returns its hit, and prompt and answer."""
+    (one,) = engine.serve([tokens], more)
+    same(engine, one)
+    engine.settle()
+    return one.match.usable, one.answer().tokens[0].tolist()
+
+
+__all__ = ["ask", "divergence", "ids", "in_pieces", "same", "scores"]
