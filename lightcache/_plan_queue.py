@@ -91,6 +91,8 @@ def seconds_of(timeout: Any) -> float:
     Raises:
         ConfigError: not a number of seconds, or below 0.
     """
+    if type(timeout) is float and timeout >= 0:
+        return timeout
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout >= 0:
         raise ConfigError(f"timeout: expected seconds, at least 0, found {timeout!r}")
     return float(timeout)

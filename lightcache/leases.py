@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 HEADER_BYTES = ctypes.sizeof(layout.LeaseHeader)
 # A lease's buffer: held, capacity, pages, generations. Few types, as ctypes keeps each. The first
-# that is large enough for `capacity` stands at its number of bits.
+# that is large enough for `capacity` stands at the number of bits of `capacity - 1`.
 _BUFFERS = tuple(ctypes.c_uint32 * (2 + (2 << bits)) for bits in range(32))
 
 
@@ -36,7 +36,7 @@ class Lease(Borrowed):
     def __init__(self, index: PageIndex, capacity: int) -> None:
         """For PageIndex: an empty lease with room for `capacity` pages and their generations."""
         self._index = index
-        self._buffer = _BUFFERS[capacity.bit_length()]()
+        self._buffer = _BUFFERS[(capacity - 1).bit_length()]()
         self._pages: Pages | None = None
         self._done = False  # last: an interrupt before it leaves nothing to release
 

@@ -53,6 +53,7 @@ class Planning(Attached):
         limit: int | None = None,
         namespace: Namespace | None = None,
         timeout: float = TIMEOUT,
+        frozen: bool = False,
     ) -> int:
         """Pin the longest ready prefix tentatively, for a request; returns its pages. `take`
         gives them as a lease, `cancel` lets them go.
@@ -68,9 +69,10 @@ class Planning(Attached):
 
         Args:
             request: its id, anything hashable.
-            keys: of the request's whole prompt; copied.
+            keys: of the request's whole prompt; copied, unless they are frozen.
             limit: most pages to pin; None: all.
             timeout: seconds; `math.inf`: for ever.
+            frozen: nobody will ever write to this array, or use it for something else.
 
         Raises:
             ConfigError: keys of another shape, dtype or layout; an id that cannot be hashed; limit
@@ -92,8 +94,10 @@ class Planning(Attached):
             deadline = book.expire() + seconds
             plan = self._plan_of(request)
             if plan is None or plan.asked != asked:
-                lease = self._better(plan, keys, self._whole.match(keys, namespace=space), space)
-                plan = Plan(keys.copy(), asked, space, lease)
+                lease = self._whole.match(keys, namespace=space)
+                if plan is not None:
+                    lease = self._better(plan, keys, lease, space)
+                plan = Plan(keys if frozen else keys.copy(), asked, space, lease)
                 book.enter(request, plan, deadline)
             else:
                 self._look_again(plan)

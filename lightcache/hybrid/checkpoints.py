@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightcache import _arguments
-from lightcache._arguments import Keys, Offsets, Pages
+from lightcache._arguments import Keys, Pages
 from lightcache.cache import Cache
 from lightcache.errors import ConfigError, LeaseLost, LightcacheError, OutOfPages
 from lightcache.held import Named
@@ -22,6 +22,7 @@ from lightcache.hybrid.traffic import StateTraffic
 from lightcache.layout import KeyStatus
 from lightcache.leases import Lease
 from lightcache.manager.device import room_of
+from lightcache.manager.lookups import joined
 from lightcache.manager.matches import WritePolicy
 from lightcache.manager.statistics import Room
 from lightcache.page_index import PageIndex
@@ -96,6 +97,8 @@ class Checkpoints:
         if storage is not None and host is None:
             raise ConfigError("checkpoints: storage is read and written through a host cache")
         self.slots, self.host, self.copier, self.storage = slots, host, copier, storage
+        both = ((tier, self._index(tier)) for tier in Tier)
+        self._tiers = [(tier, index) for tier, index in both if index is not None]
         self.write = write if slots is not None else WritePolicy.THROUGH
         self.low_water = _arguments.count(low_water, "low_water", 0, 1 << 20)
         self.lock = threading.RLock()
@@ -114,8 +117,7 @@ class Checkpoints:
 
     def tiers(self) -> list[tuple[Tier, PageIndex]]:
         """Those that there are, with their indexes; the device first."""
-        both = ((tier, self._index(tier)) for tier in Tier)
-        return [(tier, index) for tier, index in both if index is not None]
+        return self._tiers
 
     # ---- finding
 
@@ -130,55 +132,39 @@ class Checkpoints:
             tiers: "device", "host": where to look; None: in both.
         """
         best: Found | None = None
-        count = len(path.keys) if most is None else min(most, len(path.keys))
-        for tier, index in self.tiers():
-            if tiers is not None and tier.value not in tiers:
+        keys, first = path.keys[:most], 0
+        for tier, index in self._tiers:
+            if first == len(keys) or (tiers is not None and tier.value not in tiers):
                 continue
-            first = 0 if best is None else best[1]
-            keys = path.keys[first:count]
-            found = index.deepest(keys, namespace=path.space.of(tier))
+            found = index.deepest(keys[first:] if first else keys, namespace=path.space.of(tier))
             if found:
-                best = tier, first + found
+                first += found
+                best = tier, first
         return best
 
-    def deepest_many(self, keys: Keys, offsets: Offsets, space: StateSpace, tier: Tier) -> Pages:
-        """For many prompts in one call, in one tier: how many keys of each end with a checkpoint,
-        as `PageIndex.deepest_many`."""
+    def deepest_many(self, parts: list[Keys], space: StateSpace, tier: Tier) -> list[int]:
+        """For many prompts in one call, in one tier: how many keys of each part there are up to the
+        last that is a checkpoint, as `PageIndex.deepest_many`."""
         index = self._index(tier)
         assert index is not None
-        return index.deepest_many(keys, offsets, namespace=space.of(tier))
+        if len(parts) == 1:
+            return [index.deepest(parts[0], namespace=space.of(tier))]
+        keys, offsets = joined(parts)
+        found: list[int] = index.deepest_many(keys, offsets, namespace=space.of(tier)).tolist()
+        return found
 
-    def plan_many(
-        self,
-        requests: Sequence[Hashable],
-        paths: Sequence[Path],
-        found: Sequence[Found],
-        ttl: float,
-    ) -> list[bool]:
-        """Pin these checkpoints tentatively, one for each request, and let go of what was planned
-        for it before: False where it has gone meanwhile. `take` gives it as a lease; the plan ends
-        `ttl` seconds behind the last call for it."""
-        pinned = [False] * len(requests)
-        groups: dict[tuple[Tier, StateSpace], list[int]] = {}
-        for i, (request, path, (tier, _)) in enumerate(zip(requests, paths, found, strict=True)):
-            if self._planned.get(request, tier) is not tier:
-                self.cancel(request)
-            groups.setdefault((tier, path.space), []).append(i)
-        for (tier, space), members in groups.items():
-            index = self._index(tier)
-            assert index is not None
-            keys = np.concatenate([paths[i].key(found[i][1]) for i in members])
-            counts = index.plan_many(
-                [requests[i] for i in members],
-                keys,
-                np.arange(len(members) + 1),
-                namespace=space.of(tier),
-                timeout=ttl,
-            )
-            for i, there in zip(members, counts.tolist(), strict=True):
-                self._planned[requests[i]] = tier
-                pinned[i] = bool(there)
-        return pinned
+    def plan(self, request: Hashable, path: Path, found: Found, ttl: float) -> bool:
+        """Pin this checkpoint tentatively, and let go of what was planned for the request before:
+        False where it has gone meanwhile. `take` gives it as a lease; the plan ends `ttl` seconds
+        behind the last call for it."""
+        tier, count = found
+        if self._planned.get(request, tier) is not tier:
+            self.cancel(request)
+        index = self._index(tier)
+        assert index is not None
+        self._planned[request] = tier
+        key, space = path.key(count), path.space.of(tier)
+        return bool(index.plan(request, key, namespace=space, timeout=ttl, frozen=True))
 
     def take(self, request: Hashable) -> tuple[Tier, Lease] | None:
         """What was planned, as a lease; None: nothing was, or it was cleared meanwhile.

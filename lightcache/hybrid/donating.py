@@ -117,7 +117,7 @@ class Donor:
 
     def _path(self, one: HybridRequest, position: int) -> Path | None:
         """None: it may not be saved, or its keys are not known: its tokens were not reported."""
-        owner, running = self._owner, self._owner.manager._requests.get(one.id)
+        owner, running = self._owner, self._owner.inner.running(one.id)
         if one.states is None or running is None or running.space is None:
             return None
         every = running.device_chain if owner.by_blocks else running.host_chain
@@ -148,7 +148,7 @@ class Donor:
 
     def _last(self, one: HybridRequest, kept: int | None, at: int | None) -> Saved | None:
         """The saved state that is donated."""
-        running, slots = self._owner.manager._requests.get(one.id), one.slots
+        running, slots = self._owner.inner.running(one.id), one.slots
         if slots is None or running is None or one.states is None or one.lost:
             return None
         most = running.publishable()

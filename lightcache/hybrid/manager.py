@@ -16,7 +16,8 @@ from lightcache.hybrid.config import HybridConfig
 from lightcache.hybrid.donating import Donor
 from lightcache.hybrid.grids import Grid
 from lightcache.hybrid.matches import HybridMatch
-from lightcache.hybrid.planning import HybridPlan, HybridPlanner
+from lightcache.hybrid.planned import HybridPlan
+from lightcache.hybrid.planning import HybridPlanner
 from lightcache.hybrid.requests import HybridRequest, Taken
 from lightcache.hybrid.restoring import HybridFetch, Restored, restore, zero
 from lightcache.hybrid.saving import SavePlan, SavePolicy, Stretch
@@ -24,11 +25,10 @@ from lightcache.hybrid.slots import Saved
 from lightcache.hybrid.spaces import Tier
 from lightcache.hybrid.statistics import Counts
 from lightcache.hybrid.upkeep import HybridUpkeep
-from lightcache.manager.guard import Guard
+from lightcache.manager.checks import check_plan, check_plans
 from lightcache.manager.manager import KVCacheManager
 from lightcache.manager.matches import ANY, PrefixMatch, Wishes
 from lightcache.manager.prompts import Prompt
-from lightcache.manager.requests import Request
 
 
 class HybridManager(HybridUpkeep):
@@ -72,10 +72,11 @@ class HybridManager(HybridUpkeep):
         self.by_blocks = grid.block_tokens <= grid.page_tokens
         """Whether keys are those of device blocks, not of host pages."""
         self._policy = SavePolicy(grid, self.config.saves, self.config.tail, self.config.between)
-        self._lock = manager._lock
+        self.inner = manager.extension
+        self._lock = self.inner.lock
         self._planner = HybridPlanner(self)
         self._donor = Donor(self)
-        self._guard = Guard(manager.config.failures, manager._figures, self._planner.let_go)
+        self._guard = self.inner.guard(self._planner.let_go)
         self._requests: dict[Hashable, HybridRequest] = {}
 
     # ---- finding
@@ -91,13 +92,13 @@ class HybridManager(HybridUpkeep):
     ) -> HybridMatch:
         """The deepest position that both KV and a checkpoint reach, over all tiers, and both pinned
         tentatively that far. As `KVCacheManager.plan` otherwise: cheap when repeated."""
-        return self.plan_many(
-            [request],
-            [prompt],
-            wishes=[wishes],
-            limits=[limit],
-            device_tokens=None if device_tokens is None else [device_tokens],
-        )[0]
+        with self._lock:
+            self.inner.may_plan(device_tokens)
+            check_plan(request, prompt, wishes, limit, device_tokens)
+            return self._guard.run(
+                lambda: self._planner.plan_one(request, prompt, wishes, limit, device_tokens),
+                lambda: self._missed([request], [prompt], [wishes])[0],
+            )
 
     def plan_many(
         self,
@@ -110,6 +111,8 @@ class HybridManager(HybridUpkeep):
     ) -> list[HybridMatch]:
         """`plan` for a whole queue in one call."""
         with self._lock:
+            self.inner.may_plan(device_tokens)
+            check_plans(requests, prompts, wishes, limits, device_tokens)
             return self._guard.run(
                 lambda: self._planner.plan(requests, prompts, wishes, limits, device_tokens),
                 lambda: self._missed(requests, prompts, wishes),
@@ -164,7 +167,7 @@ class HybridManager(HybridUpkeep):
             if tasks:
                 with self._lock:
                     self._guard.run(partial(self._planner.again, request), lambda: None)
-        reading = self.manager._planner.reading(request)
+        reading = self.inner.reading(request)
         if reading is not None:
             reading.take()
 
@@ -192,19 +195,9 @@ class HybridManager(HybridUpkeep):
 
     def _take_nothing(self, request: Hashable) -> PrefixMatch:
         """A request that was taken begins anew, from its first token."""
-        one = self._untake(request)
+        one = self.inner.untake(request)
         self.manager.plan(request, one.prompt, wishes=one.wishes, limit=0)
         return self.manager.take(request)
-
-    def _untake(self, request: Hashable) -> Request:
-        """As if it had not been taken: its KV goes back, and it is not counted."""
-        manager = self.manager
-        one = manager._request(request)
-        manager.release(request, publish=False)
-        back = {name: -count for name, count in one.counted.items()}
-        manager._figures.update(back)
-        manager._recent.change(one.counted, **back)
-        return one
 
     def _made(
         self, request: Hashable, plan: HybridPlan | None, kv: PrefixMatch, found: Taken | None
@@ -214,7 +207,8 @@ class HybridManager(HybridUpkeep):
         if plan is not None:
             kv = plan.stored.attributed(kv, self.manager.page_tokens)
         match = HybridMatch(kv, deep, kv.usable, tier, self.grid.branching(deep, kv.usable))
-        one = self.manager._request(request)
+        one = self.inner.running(request)
+        assert one is not None
         states = None
         if one.space is not None and one.wishes.write and "device" in one.wishes.tiers:
             states = self.states_of(one.space)
@@ -313,7 +307,7 @@ class HybridManager(HybridUpkeep):
         del self._requests[one.id]
         one.let_go()
         self.checkpoints.counts.subtract(one.counted)
-        self._untake(one.id)
+        self.inner.untake(one.id)
         self.plan(one.id, one.prompt, wishes=one.wishes, limit=limit)
         self.take(one.id)
 

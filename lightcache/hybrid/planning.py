@@ -3,71 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-
-from lightcache._arguments import Keys
 from lightcache.errors import LightcacheError
+from lightcache.hybrid.looking import Looker
 from lightcache.hybrid.matches import HybridMatch
-from lightcache.hybrid.seeking import Seeker, Stored
-from lightcache.hybrid.spaces import Path, StateSpace, Tier
-from lightcache.manager.matches import ANY, PrefixMatch, Wishes
-from lightcache.manager.planned import joined
+from lightcache.hybrid.planned import HybridPlan
+from lightcache.hybrid.seeking import Seeker
+from lightcache.hybrid.spaces import Path, StateSpace
+from lightcache.manager.matches import ANY, Wishes
 from lightcache.manager.prompts import Prompt
-from lightcache.manager.requests import NO_KEYS, Space
+from lightcache.manager.requests import Space
 
 if TYPE_CHECKING:
-    from lightcache.hybrid.checkpoints import Found
     from lightcache.hybrid.manager import HybridManager
     from lightcache.storage.tasks import StorageTask
 
-_NONE = PrefixMatch(0)
-
-
-@dataclass(eq=False)
-class Edge:
-    """What to look at to learn whether KV goes as deep as it did, and no deeper."""
-
-    device: Keys
-    """Of the blocks: the last that was there, and the one behind it."""
-    host: Keys
-    there: tuple[int, int]
-    """How many of each are there while nothing has changed."""
-
-
-@dataclass(eq=False)
-class HybridPlan:
-    """What is known of a request that waits."""
-
-    prompt: Prompt
-    wishes: Wishes
-    limit: int | None
-    space: Space | None
-    """None: the weights are being changed; nothing is found."""
-    states: StateSpace | None
-    path: Path | None
-    """None: nothing is looked for."""
-    kv: PrefixMatch = _NONE
-    """What looking found."""
-    edge: Edge | None = None
-    """None: look again, whatever is said of it."""
-    found: Found | None = None
-    """The checkpoint that is pinned."""
-    planned: PrefixMatch = _NONE
-    """What the manager has planned up to there."""
-    match: HybridMatch | None = None
-    of: Any = None
-    """What the match was made of."""
-    given: int | None = None
-    """Device tokens that an engine found itself."""
-    stored: Stored = field(default_factory=Stored)
-
-
-Waiting = tuple[Hashable, HybridPlan]
+Where = tuple[Space | None, StateSpace | None]
+"""Where a tenant's KV and states are; None: nowhere."""
 
 
 class HybridPlanner:
@@ -77,6 +32,7 @@ class HybridPlanner:
         """Nothing is planned yet."""
         self._owner = owner
         self._plans: dict[Hashable, HybridPlan] = {}
+        self._looker = Looker(owner)
         self._seeker = Seeker(owner)
 
     def plan(
@@ -88,23 +44,39 @@ class HybridPlanner:
         device_tokens: Sequence[int] | None,
     ) -> list[HybridMatch]:
         """See `HybridManager.plan_many`."""
-        plans: list[Waiting] = []
-        spaces: dict[str, tuple[Space | None, StateSpace | None]] = {}
+        spaces: dict[str, Where] = {}
+        plans: list[HybridPlan] = []
         for i, (request, prompt) in enumerate(zip(requests, prompts, strict=True)):
             if prompt.tenant not in spaces:
-                space = self._owner.manager._weights.space_of(prompt.tenant)
-                states = None if space is None else self._owner.states_of(space)
-                spaces[prompt.tenant] = space, states
+                spaces[prompt.tenant] = self._where(prompt.tenant)
             wish = wishes[i] if wishes is not None else ANY
             limit = limits[i] if limits is not None else None
-            known = self._known(request, prompt, wish, limit, *spaces[prompt.tenant])
-            plans.append((request, known))
-        given = None if device_tokens is None else dict(zip(requests, device_tokens, strict=True))
-        for request, plan in plans if given is not None else []:
-            plan.given = given[request] if given is not None else None
-        self._look(self._due(plans) if given is None else plans, given)
-        self._agree(plans, given)
-        return [self._match(plan) for _, plan in plans]
+            given = device_tokens[i] if device_tokens is not None else None
+            where = spaces[prompt.tenant]
+            plans.append(self._known(request, prompt, wish, limit, given, where))
+        changed, now = self._looker.changed(plans), time.monotonic()
+        for request, plan, other in zip(requests, plans, changed, strict=True):
+            self._renew(request, plan, other, now)
+        return [self._match(plan) for plan in plans]
+
+    def plan_one(
+        self,
+        request: Hashable,
+        prompt: Prompt,
+        wishes: Wishes,
+        limit: int | None,
+        given: int | None,
+    ) -> HybridMatch:
+        """The same for one request alone."""
+        where = self._where(prompt.tenant)
+        plan = self._known(request, prompt, wishes, limit, given, where)
+        changed = not plan.looked or self._looker.changed([plan])[0]
+        self._renew(request, plan, changed, time.monotonic())
+        return self._match(plan)
+
+    def _where(self, tenant: str) -> Where:
+        space = self._owner.inner.space_of(tenant)
+        return space, None if space is None else self._owner.states_of(space)
 
     def _known(
         self,
@@ -112,11 +84,11 @@ class HybridPlanner:
         prompt: Prompt,
         wishes: Wishes,
         limit: int | None,
-        space: Space | None,
-        states: StateSpace | None,
+        given: int | None,
+        where: Where,
     ) -> HybridPlan:
         """The plan of a request: the one that it has, if it asks for the same as before."""
-        known = self._plans.get(request)
+        known, (space, states) = self._plans.get(request), where
         if (
             known is not None
             and known.prompt is prompt
@@ -125,11 +97,12 @@ class HybridPlanner:
             and known.space is space
             and known.states is states
         ):
+            known.given, known.looked = given, known.looked and given is None
             return known
         path = None
         if space is not None and states is not None and wishes.read:
             path = Path(self._owner.keys_of(prompt, space), states)
-        made = HybridPlan(prompt, wishes, limit, space, states, path)
+        made = HybridPlan(prompt, wishes, limit, given, space, states, path)
         if known is not None:
             if known.prompt is prompt and known.states is states and wishes.read:
                 made.stored = known.stored
@@ -138,137 +111,40 @@ class HybridPlanner:
         self._plans[request] = made
         return made
 
-    # ---- what there is
-
-    def _due(self, plans: list[Waiting]) -> list[Waiting]:
-        """Those whose KV goes deeper or less deep than it did, or for which there are deeper
-        checkpoints."""
-        due = [entry for entry in plans if entry[1].edge is None]
-        rest = [entry for entry in plans if entry[1].edge is not None]
-        if not rest:
-            return due
-        manager, changed = self._owner.manager, np.zeros(len(rest), np.bool_)
-        for space in {plan.space for _, plan in rest}:
-            members = [i for i, (_, plan) in enumerate(rest) if plan.space is space]
-            edges = [plan.edge for i in members if (plan := rest[i][1]).edge is not None]
-            if space is None:
-                continue
-            for index, where, windows, there in (
-                (manager.device.index, space.device, [e.device for e in edges], 0),
-                (manager.host.index, space.host, [e.host for e in edges], 1),
-            ):
-                if index is not None and where is not None:
-                    keys, offsets = joined(windows)
-                    found = index.peek_many(keys, offsets, namespace=where)
-                    changed[members] |= found != np.array([e.there[there] for e in edges])
-        changed |= self._deeper([plan for _, plan in rest])
-        return due + [entry for entry, other in zip(rest, changed.tolist(), strict=True) if other]
-
-    def _deeper(self, plans: list[HybridPlan]) -> npt.NDArray[np.bool_]:
-        """For which there are checkpoints between the one that was found and the end of KV, or one
-        that storage had."""
-        owner, found = self._owner, np.array([plan.stored.news for plan in plans], np.bool_)
-        behind: dict[tuple[StateSpace, Tier], list[tuple[int, Keys]]] = {}
-        tiers = [tier for tier, _ in owner.checkpoints.tiers()]
-        for i, plan in enumerate(plans):
-            first = 0 if plan.found is None else plan.found[1]
-            last = plan.kv.usable // owner.step
-            if plan.path is not None and last > first:
-                for tier in tiers:
-                    if tier.value in plan.wishes.tiers:
-                        group = behind.setdefault((plan.path.space, tier), [])
-                        group.append((i, plan.path.keys[first:last]))
-        for (space, tier), group in behind.items():
-            keys, offsets = joined([part for _, part in group])
-            there = owner.checkpoints.deepest_many(keys, offsets, space, tier)
-            found[[i for i, _ in group]] |= there > 0
-        return found
-
-    def _look(self, plans: list[Waiting], given: dict[Hashable, int] | None) -> None:
-        """How deep KV goes, and which checkpoint is the deepest within that."""
-        if not plans:
-            return
-        found = self._owner.manager.peek_many(
-            [plan.prompt for _, plan in plans],
-            wishes=[plan.wishes for _, plan in plans],
-            limits=[plan.limit for _, plan in plans],
-            device_tokens=None if given is None else [given[request] for request, _ in plans],
-        )
-        for (_, plan), kv in zip(plans, found, strict=True):
-            plan.kv, plan.edge = kv, None if given is not None else self._edge(plan, kv)
-            self._choose(plan, kv.usable // self._owner.step)
-            self._seeker.seek(plan)
-
-    def _choose(self, plan: HybridPlan, most: int) -> None:
-        plan.found = None
-        if plan.path is not None and most:
-            plan.found = self._owner.checkpoints.deepest(plan.path, most, tiers=plan.wishes.tiers)
-
-    def _edge(self, plan: HybridPlan, kv: PrefixMatch) -> Edge | None:
-        manager, space = self._owner.manager, plan.space
-        if space is None:
-            return None
-        most = len(plan.prompt) - 1 if plan.limit is None else min(len(plan.prompt) - 1, plan.limit)
-        block, tokens, tiers = manager.device.block_tokens, manager.page_tokens, plan.wishes.tiers
-        device = host = NO_KEYS
-        blocks, first = kv.device // block, kv.device // tokens
-        pages = -(-(kv.device + kv.host) // tokens) - first if kv.host else 0
-        if "device" in tiers and plan.wishes.read:
-            every = plan.prompt.keys(space.device_spec)[: most // block]
-            device = every[max(0, blocks - 1) : blocks + 1]
-        if "host" in tiers and plan.wishes.read:
-            every = plan.prompt.keys(space.host_spec)[first : most // tokens]
-            host = every[max(0, pages - 1) : pages + 1]
-        return Edge(device, host, (min(blocks, 1), min(pages, 1)))
-
     # ---- what of it can be used
 
-    def _agree(self, plans: list[Waiting], given: dict[Hashable, int] | None) -> None:
-        """Pin the checkpoints, and have KV planned that far; where it goes less far by now, or a
-        checkpoint has gone, look at the ones before it. Each turn is less deep than the one
-        before."""
-        owner = self._owner
-        while plans:
-            gone = self._pin(plans)
-            while gone:
-                gone = self._pin(gone)
-            kvs = owner.manager.plan_many(
-                [request for request, _ in plans],
-                [plan.prompt for _, plan in plans],
-                wishes=[plan.wishes for _, plan in plans],
-                limits=[self.position(plan) for _, plan in plans],
-                device_tokens=None if given is None else [given[request] for request, _ in plans],
-            )
-            short = []
-            for (request, plan), kv in zip(plans, kvs, strict=True):
-                plan.planned = kv
-                if plan.found is not None and kv.usable < self.position(plan):
-                    self._choose(plan, min(plan.found[1] - 1, kv.usable // owner.step))
-                    short.append((request, plan))
-            plans = short
+    def _renew(self, request: Hashable, plan: HybridPlan, changed: bool, now: float) -> None:
+        """Look if something has changed, and pin what can be used; if nothing has, only where the
+        pins may end before long. Those of the checkpoint and of KV were made at once."""
+        if not changed:
+            if not self._owner.inner.holds(request, now):
+                self._agree(request, plan)
+            return
+        seen = self._looker.look(plan)
+        self._agree(request, plan)
+        if not seen:
+            self._looker.look_behind(request, plan)
+        self._seeker.seek(plan)
 
-    def _pin(self, plans: list[Waiting]) -> list[Waiting]:
-        """Those whose checkpoint has gone since it was found; they have another now."""
-        checkpoints, some = self._owner.checkpoints, []
-        for request, plan in plans:
-            if plan.found is None:
-                checkpoints.cancel(request)
+    def _agree(self, request: Hashable, plan: HybridPlan) -> None:
+        """Pin the checkpoint, and have KV planned that far; where it goes less far by now, or the
+        checkpoint has gone, look at the one before it. Each turn is less deep than the one
+        before."""
+        owner, ttl = self._owner, plan.wishes.ttl or self._owner.manager.config.plan_ttl
+        while True:
+            while plan.found is not None and plan.path is not None:
+                if owner.checkpoints.plan(request, plan.path, plan.found, ttl):
+                    break
+                self._looker.choose(plan, plan.found[1] - 1)
             else:
-                some.append((request, plan))
-        if not some:
-            return []
-        ttl = self._owner.manager.config.plan_ttl
-        pinned = checkpoints.plan_many(
-            [request for request, _ in some],
-            [plan.path for _, plan in some if plan.path is not None],
-            [plan.found for _, plan in some if plan.found is not None],
-            max(plan.wishes.ttl or ttl for _, plan in some),
-        )
-        gone = [entry for entry, there in zip(some, pinned, strict=True) if not there]
-        for _, plan in gone:
-            assert plan.found is not None
-            self._choose(plan, plan.found[1] - 1)
-        return gone
+                owner.checkpoints.cancel(request)
+            position = self.position(plan)
+            plan.planned = kv = owner.inner.plan(
+                request, plan.prompt, plan.space, plan.wishes, position, plan.given
+            )
+            if plan.found is None or kv.usable >= position:
+                return
+            self._looker.choose(plan, min(plan.found[1] - 1, kv.usable // owner.step))
 
     def position(self, plan: HybridPlan) -> int:
         """Of its checkpoint, in tokens."""
@@ -303,7 +179,7 @@ class HybridPlanner:
         """Plan what was planned before, anew."""
         plan = self._plans.get(request)
         if plan is not None:
-            plan.edge = None
+            plan.looked = False
             given = None if plan.given is None else [plan.given]
             self.plan([request], [plan.prompt], [plan.wishes], [plan.limit], given)
 
@@ -322,7 +198,8 @@ class HybridPlanner:
 
     def let_go(self) -> None:
         """The cache is not asked any more: no checkpoint stays pinned for those who wait."""
-        for request in self._plans:
+        for request, plan in self._plans.items():
+            plan.looked = False
             with contextlib.suppress(LightcacheError):
                 self._owner.checkpoints.cancel(request)
 
@@ -332,4 +209,4 @@ class HybridPlanner:
             self.cancel(request)
 
 
-__all__ = ["HybridPlan", "HybridPlanner"]
+__all__ = ["HybridPlanner"]

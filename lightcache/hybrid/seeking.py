@@ -11,7 +11,7 @@ from lightcache.manager.matches import PrefixMatch
 
 if TYPE_CHECKING:
     from lightcache.hybrid.manager import HybridManager
-    from lightcache.hybrid.planning import HybridPlan
+    from lightcache.hybrid.planned import HybridPlan
     from lightcache.storage.tasks import StorageTask
 
 
@@ -37,7 +37,8 @@ class Stored:
     @property
     def pending(self) -> bool:
         """Whether more may be found."""
-        return bool(self.going)
+        state, kv = self.state, self.kv
+        return (state is not None and not state.over) or (kv is not None and not kv.over)
 
     @property
     def news(self) -> bool:
@@ -58,7 +59,7 @@ class Stored:
 
     def attributed(self, kv: PrefixMatch, page_tokens: int) -> PrefixMatch:
         """A match of KV in which these count as storage's."""
-        tokens = min(kv.host, self.kv_pages * page_tokens)
+        tokens = 0 if self.kv is None else min(kv.host, self.kv_pages * page_tokens)
         if not tokens:
             return kv
         return replace(kv, host=kv.host - tokens, storage=kv.storage + tokens)
@@ -96,18 +97,18 @@ class Seeker:
     def _most(self, plan: HybridPlan) -> int:
         """Positions that are worth asking for: storage may have KV behind what we have."""
         tokens = plan.kv.usable
-        if self._owner.manager._storage is not None:
+        if self._owner.inner.storage is not None:
             tokens = max(0, len(plan.prompt) - 1)
             tokens = tokens if plan.limit is None else min(tokens, plan.limit)
         return tokens // self._owner.step
 
     def _seek_kv(self, plan: HybridPlan, position: int) -> None:
-        manager, space = self._owner.manager, plan.space
-        if manager._storage is None or space is None or position <= plan.kv.usable:
+        manager, space, tier = self._owner.manager, plan.space, self._owner.inner.storage
+        if tier is None or space is None or position <= plan.kv.usable:
             return
         keys = plan.prompt.keys(space.host_spec)[: position // manager.page_tokens]
         there = manager.host.peek(keys, namespace=space.host)
-        plan.stored.kv = manager._storage.prefetch(keys, there, namespace=space.host)
+        plan.stored.kv = tier.prefetch(keys, there, namespace=space.host)
 
 
 __all__ = ["Seeker", "Stored"]

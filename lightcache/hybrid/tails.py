@@ -34,7 +34,7 @@ class Tails:
 
     def note(self, one: HybridRequest) -> None:
         """A request ends, and the manager does not know yet."""
-        owner, running = self._owner, self._owner.manager._requests.get(one.id)
+        owner, running = self._owner, self._owner.inner.running(one.id)
         if not owner.config.drop_tails or one.states is None or running is None:
             return
         if running.space is not None:
@@ -43,22 +43,19 @@ class Tails:
 
     def poll(self) -> None:
         """Evict what no copy touches any more."""
-        going = self._owner.manager._leaving._going
         still = []
         for tail in self._waiting:
-            if tail.running in going or self._owner.manager._requests.get(tail.running.id) is (
-                tail.running
-            ):
-                still.append(tail)
-            else:
+            if self._owner.inner.is_over(tail.running):
                 with contextlib.suppress(LightcacheError):  # then it goes in its turn
                     self._drop(tail)
+            else:
+                still.append(tail)
         self._waiting = still
 
     def _drop(self, tail: _Tail) -> None:
         owner, one = self._owner, tail.running
         manager, space = owner.manager, one.space
-        if space is None or not manager._weights.good(space):
+        if space is None or not owner.inner.good(space):
             return
         found = owner.checkpoints.deepest(tail.path)
         begin = 0 if found is None else found[1] * owner.step

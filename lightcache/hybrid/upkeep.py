@@ -11,6 +11,7 @@ from lightcache.hybrid.checkpoints import Checkpoints
 from lightcache.hybrid.grids import Grid
 from lightcache.hybrid.spaces import StateSpace
 from lightcache.hybrid.statistics import CheckpointStats
+from lightcache.manager.extension import Extension
 from lightcache.manager.guard import Guard
 from lightcache.manager.manager import KVCacheManager
 from lightcache.manager.prompts import Prompt
@@ -21,6 +22,7 @@ class HybridUpkeep:
     """Part of `HybridManager`: see there."""
 
     manager: KVCacheManager
+    inner: Extension
     checkpoints: Checkpoints
     grid: Grid
     step: int
@@ -37,7 +39,8 @@ class HybridUpkeep:
             WaitTimeout: some go on still; all is paused.
         """
         with self._lock:
-            self.manager._traffic.paused = self.checkpoints.traffic.moves.paused = True
+            self.inner.pause()
+            self.checkpoints.traffic.moves.paused = True
         self.manager.pause(timeout)
         self.checkpoints.pause(timeout)
 
@@ -49,17 +52,17 @@ class HybridUpkeep:
     def begin_update(self, timeout: float | None = None, *, wait: bool = True) -> None:
         """As `KVCacheManager.begin_update`, for KV and states."""
         with self._lock:
-            version = self.manager._spaces.weights
+            version = self.inner.weights
             self.manager.begin_update(wait=False)
-            self.checkpoints.clear_weights(version, everywhere=self.manager._weights._ours)
+            self.checkpoints.clear_weights(version, everywhere=self.inner.cleared_by_us)
         if wait:
-            self.manager._traffic.wait(None, timeout)
+            self.inner.wait(timeout)
             self.checkpoints.traffic.moves.wait(None, timeout)
 
     def finish_update(self, version: str) -> None:
         """As `KVCacheManager.finish_update`."""
         with self._lock:
-            self.checkpoints.clear_weights(self.manager._spaces.weights, everywhere=False)
+            self.checkpoints.clear_weights(self.inner.weights, everywhere=False)
             self.manager.finish_update(version)
 
     def enable(self) -> None:
@@ -82,7 +85,7 @@ class HybridUpkeep:
         found = spaces.known(space.weights, space.tenant)
         if found is None:
             found = spaces.open(space.weights, space.tenant)
-            if not self.manager._weights.good(space):
+            if not self.inner.good(space):
                 spaces.clear(space.weights, space.tenant)
                 return None
         return found

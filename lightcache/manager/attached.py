@@ -12,6 +12,7 @@ from lightcache._arguments import Keys, Offsets, Pages
 from lightcache.errors import ConfigError
 from lightcache.layout import KeyStatus
 from lightcache.manager.device import DeviceTier
+from lightcache.manager.lookups import peeked
 from lightcache.manager.statistics import Room
 from lightcache.namespaces import Namespace
 
@@ -56,12 +57,18 @@ class AttachedDevice(DeviceTier):
         return found
 
     def plan_many(
-        self, ids: Sequence[Hashable], keys: Keys, offsets: Offsets, space: Namespace, ttl: float
-    ) -> Pages:
+        self, ids: Sequence[Hashable], parts: list[Keys], space: Namespace, ttl: float
+    ) -> list[int]:
         """Looks only: the engine itself keeps its blocks."""
         del ids, ttl
         assert self.index is not None
-        return self.index.peek_many(keys, offsets, namespace=space)
+        return peeked(self.index, parts, space)
+
+    def plan(self, request: Hashable, keys: Keys, space: Namespace, ttl: float) -> int:
+        """Looks only, as `plan_many`."""
+        del request, ttl
+        assert self.index is not None
+        return self.index.peek(keys, namespace=space)
 
     def take(self, request: Hashable) -> None:
         """Nothing is pinned here for requests."""

@@ -146,9 +146,13 @@ class DeviceTier:
     # ---- what a manager asks of either kind
 
     def plan_many(
-        self, ids: Sequence[Hashable], keys: Keys, offsets: Offsets, space: Namespace, ttl: float
-    ) -> Pages:
-        """Blocks of the longest prefix of each request."""
+        self, ids: Sequence[Hashable], parts: list[Keys], space: Namespace, ttl: float
+    ) -> list[int]:
+        """Blocks of the longest prefix of each request, which asks for one part of the keys."""
+        raise NotImplementedError
+
+    def plan(self, request: Hashable, keys: Keys, space: Namespace, ttl: float) -> int:
+        """The same for one request."""
         raise NotImplementedError
 
     def take(self, request: Hashable) -> Lease | None:

@@ -6,9 +6,9 @@ import time
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
-from lightcache._arguments import Keys
 from lightcache.errors import LeaseLost
-from lightcache.manager.planned import NO_KEYS, Planned, Waiting, by_space, joined, there
+from lightcache.manager.lookups import pinned, there
+from lightcache.manager.planned import NO_KEYS, Planned, Waiting, by_space
 from lightcache.manager.requests import Space
 
 if TYPE_CHECKING:
@@ -58,6 +58,30 @@ class Looker:
         if given is None:
             for _, plan in plans:
                 self._settle(plan, now)
+
+    def look_one(self, request: Hashable, plan: Planned, given: int | None, now: float) -> None:
+        """`look` for one plan alone, without what it takes to gather many."""
+        entry, space = [(request, plan)], plan.space
+        if given is not None:
+            self._believe(entry, [given])
+        plan.nowhere_until = 0.0
+        if self._is_fresh(plan) and not self._begun_somewhere(entry, given is not None, now):
+            self._settle(plan, now)
+            return
+        if not plan.most or space is None:
+            plan.settled = 0.0
+            return
+        ttl, device = self._ttl(plan), self._manager.device
+        if given is None and space.device is not None:
+            blocks = device.plan(request, plan.device_keys, space.device, ttl)
+            plan.device, plan.pinned = blocks * device.block_tokens, True
+        if self._asks_host(request, plan):
+            keys = plan.host_keys[plan.host_first :]
+            index = self._manager.host.index
+            pages = index.plan(request, keys, namespace=space.host, timeout=ttl, frozen=True)
+            self._told_by_host(plan, space, pages)
+        if given is None:
+            self._settle(plan, now)
 
     def again(self, request: Hashable, plan: Planned) -> None:
         """Look once more for a plan that had found nothing, before it is taken.
@@ -125,38 +149,43 @@ class Looker:
         for space, members in by_space(plans):
             if space.device is None:
                 continue
-            keys, offsets = joined([plan.device_keys for _, plan in members])
             ids = [request for request, _ in members]
-            counts = device.plan_many(ids, keys, offsets, space.device, self._longest(members))
-            for (_, plan), blocks in zip(members, counts.tolist(), strict=True):
+            parts = [plan.device_keys for _, plan in members]
+            counts = device.plan_many(ids, parts, space.device, self._longest(members))
+            for (_, plan), blocks in zip(members, counts, strict=True):
                 plan.device = blocks * device.block_tokens
                 plan.pinned = True
 
     def _on_host(self, plans: list[Waiting]) -> None:
-        manager, tokens = self._manager, self._manager.page_tokens
+        index = self._manager.host.index
         for space, members in by_space(plans):
-            parts: list[Keys] = []
-            asked: list[Waiting] = []
-            for request, plan in members:
-                plan.host_first, plan.host_pages, plan.absent = plan.device // tokens, 0, 0
-                if plan.pages > plan.host_first:
-                    asked.append((request, plan))
-                    parts.append(plan.host_keys[plan.host_first :])
-                elif plan.on_host:
-                    manager.host.index.cancel(request)
-                plan.on_host = plan.pages > plan.host_first
+            asked = [entry for entry in members if self._asks_host(*entry)]
             if not asked:
                 continue
-            keys, offsets = joined(parts)
             ids = [request for request, _ in asked]
-            counts = manager.host.index.plan_many(
-                ids, keys, offsets, namespace=space.host, timeout=self._longest(members)
-            )
-            for (_, plan), pages, part in zip(asked, counts.tolist(), parts, strict=True):
-                plan.host_pages, plan.pinned = pages, True
-                plan.absent = len(part) - pages
-                if plan.absent:
-                    self._in_storage(plan, space, pages)
+            parts = [plan.host_keys[plan.host_first :] for _, plan in asked]
+            counts = pinned(index, ids, parts, space.host, self._longest(members))
+            for (_, plan), pages in zip(asked, counts, strict=True):
+                self._told_by_host(plan, space, pages)
+
+    def _asks_host(self, request: Hashable, plan: Planned) -> bool:
+        """Whether the host may have pages behind what the device has."""
+        plan.host_first, plan.host_pages, plan.absent = (
+            plan.device // self._manager.page_tokens,
+            0,
+            0,
+        )
+        asks = plan.pages > plan.host_first
+        if plan.on_host and not asks:
+            self._manager.host.index.cancel(request)
+        plan.on_host = asks
+        return asks
+
+    def _told_by_host(self, plan: Planned, space: Space, pages: int) -> None:
+        plan.host_pages, plan.pinned = pages, True
+        plan.absent = plan.pages - plan.host_first - pages
+        if plan.absent:
+            self._in_storage(plan, space, pages)
 
     def _in_storage(self, plan: Planned, space: Space, pages: int) -> None:
         """Begin to bring what follows to the host, once for each request."""

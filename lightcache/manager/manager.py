@@ -14,9 +14,16 @@ from lightcache.errors import ConfigError, Detached, LeaseLost
 from lightcache.hashing import Tokens
 from lightcache.manager.allocating import allocate, make_room
 from lightcache.manager.beginning import begin_request, without_cache
-from lightcache.manager.checks import check_commits, check_parts, check_plans, check_table
+from lightcache.manager.checks import (
+    check_commits,
+    check_parts,
+    check_plan,
+    check_plans,
+    check_table,
+)
 from lightcache.manager.demoting import Demotion
 from lightcache.manager.device import DeviceTier
+from lightcache.manager.extension import Extension
 from lightcache.manager.fetching import Fetch, begin_fetch, no_fetch
 from lightcache.manager.guard import Guard
 from lightcache.manager.matches import ANY, ManagerConfig, PrefixMatch, Why, Wishes, WritePolicy
@@ -102,6 +109,8 @@ class KVCacheManager(Upkeep):
         self._leaving = Leaving(self)
         self._demotion = Demotion(self)
         self._closed = False
+        self.extension = Extension(self)
+        """For what is built on a manager."""
 
     # ---- finding
 
@@ -127,13 +136,20 @@ class KVCacheManager(Upkeep):
             ConfigError: an argument is not what it should be; says which.
             Detached: the manager is closed.
         """
-        return self.plan_many(
-            [request],
-            [prompt],
-            wishes=[wishes],
-            limits=[limit],
-            device_tokens=None if device_tokens is None else [device_tokens],
-        )[0]
+        with self._lock:
+            self._may_plan(device_tokens)
+            check_plan(request, prompt, wishes, limit, device_tokens)
+            return self._guard.run(
+                lambda: self._planner.plan_one(
+                    request,
+                    prompt,
+                    self._weights.space_of(prompt.tenant),
+                    wishes,
+                    limit,
+                    device_tokens,
+                ),
+                lambda: self._planner.missed([request], [prompt])[0],
+            )
 
     def plan_many(
         self,
@@ -151,10 +167,8 @@ class KVCacheManager(Upkeep):
             Detached: the manager is closed.
         """
         with self._lock:
-            self._open("plan")
+            self._may_plan(device_tokens)
             check_plans(requests, prompts, wishes, limits, device_tokens)
-            if device_tokens is not None and self.device.owned:
-                raise ConfigError("device_tokens: an owned device knows what it has; leave it out")
             return self._guard.run(
                 lambda: self._planner.plan(requests, prompts, wishes, limits, device_tokens),
                 lambda: self._planner.missed(requests, prompts),
@@ -432,6 +446,12 @@ class KVCacheManager(Upkeep):
         self.close()
 
     # ---- for the parts
+
+    def _may_plan(self, given: object) -> None:
+        """`given`: what is said of the device's tokens."""
+        self._open("plan")
+        if given is not None and self.device.owned:
+            raise ConfigError("device_tokens: an owned device knows what it has; leave it out")
 
     def _request(self, request: Hashable) -> Request:
         found = self._requests.get(request)

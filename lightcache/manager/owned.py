@@ -10,6 +10,7 @@ from lightcache.errors import ConfigError, OutOfPages
 from lightcache.layout import Cause
 from lightcache.leases import Lease
 from lightcache.manager.device import NONE, DeviceTier
+from lightcache.manager.lookups import pinned
 from lightcache.namespaces import Namespace
 
 # `PageIndex.discard` is how blocks are demoted: `Demotion` counts them, and knows for whom.
@@ -49,11 +50,16 @@ class OwnedDevice(DeviceTier):
         return self.room().available
 
     def plan_many(
-        self, ids: Sequence[Hashable], keys: Keys, offsets: Offsets, space: Namespace, ttl: float
-    ) -> Pages:
+        self, ids: Sequence[Hashable], parts: list[Keys], space: Namespace, ttl: float
+    ) -> list[int]:
         """See `DeviceTier`: pinned tentatively."""
         assert self.index is not None
-        return self.index.plan_many(ids, keys, offsets, namespace=space, timeout=ttl)
+        return pinned(self.index, ids, parts, space, ttl)
+
+    def plan(self, request: Hashable, keys: Keys, space: Namespace, ttl: float) -> int:
+        """See `DeviceTier`."""
+        assert self.index is not None
+        return self.index.plan(request, keys, namespace=space, timeout=ttl, frozen=True)
 
     def take(self, request: Hashable) -> Lease | None:
         """See `DeviceTier`."""

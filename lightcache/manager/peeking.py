@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
+from lightcache.manager.lookups import peeked
 from lightcache.manager.matches import ANY, PrefixMatch, Wishes
-from lightcache.manager.planned import Planned, Waiting, by_space, joined
+from lightcache.manager.planned import Planned, Waiting, by_space
 from lightcache.manager.prompts import Prompt
 
 if TYPE_CHECKING:
@@ -34,6 +35,30 @@ def peek(
     return [_match(manager, plan) for _, plan in plans]
 
 
+def peek_behind(manager: KVCacheManager, request: Hashable, limit: int | None) -> PrefixMatch:
+    """What is there for a request that was planned just now with a lower limit: only what lies
+    behind that is looked at. Not for an engine that said itself what its device has."""
+    planner, block, tokens = manager._planner, manager.device.block_tokens, manager.page_tokens
+    known = planner.planned(request)
+    plan = planner.asked(known.prompt, known.space, known.wishes, limit, known.since)
+    space, index = plan.space, manager.device.index
+    if space is None or not plan.most:
+        return _match(manager, plan)
+    plan.device, plan.host_pages = known.device, known.host_pages
+    if known.blocks < plan.blocks and known.device == known.blocks * block and index is not None:
+        more = plan.device_keys[known.blocks :]
+        plan.device += index.peek(more, namespace=space.device) * block
+        if plan.device > known.device:
+            plan.host_pages = 0
+    plan.host_first = plan.device // tokens
+    end = plan.host_first + plan.host_pages
+    if known.pages <= end < plan.pages:
+        plan.host_pages += manager.host.index.peek(plan.host_keys[end:], namespace=space.host)
+    if known.match is not None and known.matched == (plan.device, plan.host_pages):
+        return known.match
+    return _match(manager, plan)
+
+
 def _on_device(manager: KVCacheManager, plans: list[Waiting], given: Sequence[int] | None) -> None:
     block, index = manager.device.block_tokens, manager.device.index
     if given is not None:
@@ -43,9 +68,8 @@ def _on_device(manager: KVCacheManager, plans: list[Waiting], given: Sequence[in
     for space, members in by_space(plans):
         if space.device is None or index is None:
             continue
-        keys, offsets = joined([plan.device_keys for _, plan in members])
-        counts = index.peek_many(keys, offsets, namespace=space.device)
-        for (_, plan), blocks in zip(members, counts.tolist(), strict=True):
+        counts = peeked(index, [plan.device_keys for _, plan in members], space.device)
+        for (_, plan), blocks in zip(members, counts, strict=True):
             plan.device = blocks * block
 
 
@@ -56,9 +80,8 @@ def _on_host(manager: KVCacheManager, plans: list[Waiting]) -> None:
         for _, plan in members:
             plan.host_first = plan.device // tokens
             parts.append(plan.host_keys[plan.host_first :])
-        keys, offsets = joined(parts)
-        counts = manager.host.index.peek_many(keys, offsets, namespace=space.host)
-        for (_, plan), pages in zip(members, counts.tolist(), strict=True):
+        counts = peeked(manager.host.index, parts, space.host)
+        for (_, plan), pages in zip(members, counts, strict=True):
             plan.host_pages = pages
 
 
@@ -69,4 +92,4 @@ def _match(manager: KVCacheManager, plan: Planned) -> PrefixMatch:
     return PrefixMatch(len(plan.prompt), plan.device, host, 0, usable, why, cut)
 
 
-__all__ = ["peek"]
+__all__ = ["peek", "peek_behind"]

@@ -1,4 +1,4 @@
-"""What is known of a request that waits, and its keys gathered for a call."""
+"""What is known of a request that waits."""
 
 from __future__ import annotations
 
@@ -6,17 +6,13 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from lightcache._arguments import Keys, Offsets
+from lightcache._arguments import Keys
 from lightcache.manager.matches import PrefixMatch, Wishes
 from lightcache.manager.prompts import Prompt
 from lightcache.manager.requests import NO_KEYS, Space
-from lightcache.namespaces import Namespace
-from lightcache.page_index import PageIndex
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Planned:
     """A plan: what was asked, and where the host's part begins."""
 
@@ -105,21 +101,4 @@ def by_space(plans: list[Waiting]) -> list[tuple[Space, list[Waiting]]]:
     return list(found.items())
 
 
-def there(index: PageIndex, packed: list[bytes], space: Namespace) -> list[int]:
-    """Which of these keys, each for itself, are there; an empty one is not."""
-    asked = [i for i, key in enumerate(packed) if key]
-    if not asked:
-        return []
-    keys = np.frombuffer(bytearray().join(packed), np.uint64).reshape(-1, 2)
-    found = index.peek_many(keys, np.arange(len(asked) + 1), namespace=space)
-    return [i for i, ready in zip(asked, found.tolist(), strict=True) if ready]
-
-
-def joined(parts: list[Keys]) -> tuple[Keys, Offsets]:
-    """Keys of many requests in one array."""
-    offsets = np.zeros(len(parts) + 1, np.int64)
-    np.cumsum([len(part) for part in parts], out=offsets[1:])
-    return np.concatenate(parts) if parts else NO_KEYS, offsets
-
-
-__all__ = ["NO_KEYS", "Planned", "Waiting", "by_space", "joined", "there"]
+__all__ = ["NO_KEYS", "Planned", "Waiting", "by_space"]

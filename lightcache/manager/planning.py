@@ -63,6 +63,26 @@ class Planner:
             self._manager._figures.add(absent_pages=absent)
         return [self._match(request, plan, plan.device, plan.host_pages) for request, plan in plans]
 
+    def plan_one(
+        self,
+        request: Hashable,
+        prompt: Prompt,
+        space: Space | None,
+        wishes: Wishes,
+        limit: int | None,
+        given: int | None,
+    ) -> PrefixMatch:
+        """`plan` for one request alone, whose space was looked up just now."""
+        now = time.monotonic()
+        plan = self._known_one(request, prompt, space, wishes, limit, now)
+        if self._failed:
+            self._failed.pop(request, None)
+        if given is not None or self._looker.due([(request, plan)], now):
+            self._looker.look_one(request, plan, given, now)
+        if plan.absent:
+            self._manager._figures.add(absent_pages=plan.absent)
+        return self._match(request, plan, plan.device, plan.host_pages)
+
     def _known(
         self,
         requests: Sequence[Hashable],
@@ -71,31 +91,43 @@ class Planner:
         limits: Sequence[int | None] | None,
         now: float,
     ) -> list[Waiting]:
-        """The plan of each request: the one that it has, if it asks for the same as before."""
-        if self._index is not self._manager.device.index:
-            self._index = self._manager.device.index
-            for plan in self._plans.values():
-                plan.settled = 0.0
+        """The plan of each request, as `_known_one` has it."""
         spaces: dict[str, Space | None] = {}
         plans = []
         for i, (request, prompt) in enumerate(zip(requests, prompts, strict=True)):
             tenant = prompt.tenant
             if tenant not in spaces:
                 spaces[tenant] = self._manager._weights.space_of(tenant)
-            space = spaces[tenant]
             wish = wishes[i] if wishes is not None else ANY
             limit = limits[i] if limits is not None else None
-            known = self._plans.get(request)
-            if (
-                known is None
-                or known.prompt is not prompt
-                or known.space is not space
-                or known.wishes is not wish
-                or known.limit != limit
-            ):
-                known = self._asked(request, prompt, space, wish, limit, known, now)
+            known = self._known_one(request, prompt, spaces[tenant], wish, limit, now)
             plans.append((request, known))
         return plans
+
+    def _known_one(
+        self,
+        request: Hashable,
+        prompt: Prompt,
+        space: Space | None,
+        wishes: Wishes,
+        limit: int | None,
+        now: float,
+    ) -> Planned:
+        """The plan of a request: the one that it has, if it asks for the same as before."""
+        if self._index is not self._manager.device.index:
+            self._index = self._manager.device.index
+            for plan in self._plans.values():
+                plan.settled = 0.0
+        known = self._plans.get(request)
+        if (
+            known is None
+            or known.prompt is not prompt
+            or known.space is not space
+            or known.wishes is not wishes
+            or known.limit != limit
+        ):
+            known = self._asked(request, prompt, space, wishes, limit, known, now)
+        return known
 
     def _asked(
         self,
@@ -166,6 +198,20 @@ class Planner:
         with contextlib.suppress(LightcacheError):  # then its pins go at the plan's time limit
             self.cancel(request)
         return failed if failed is not None else planned.prompt  # type: ignore[union-attr]
+
+    def holds(self, request: Hashable, now: float) -> bool:
+        """Whether what was planned is pinned for half of its time still, so that planning it again
+        would find no less. Never where an engine may evict it, or others are waited for."""
+        plan = self._plans.get(request)
+        if plan is None or plan.reading is not None:
+            return False
+        if self._manager.config.same_prefix == "wait":
+            return False
+        return plan.settled > now or not plan.most
+
+    def planned(self, request: Hashable) -> Planned:
+        """The plan of a request that has one."""
+        return self._plans[request]
 
     # ---- what of it can be used
 

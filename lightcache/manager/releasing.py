@@ -30,6 +30,10 @@ class Leaving:
         """Requests that have ended and hold something still."""
         return len(self._going)
 
+    def __contains__(self, one: Request) -> bool:
+        """Whether it is one of these."""
+        return one in self._going
+
     def add(self, ended: list[Request]) -> None:
         """Requests have ended. What was not begun is not begun any more, but for what they
         publish."""

@@ -31,6 +31,10 @@ class Spaces:
         """Says whether the version is good, for all tenants: it is cleared last."""
         self._known: dict[str, Space] = {}
 
+    def has(self, tenant: str) -> bool:
+        """Whether a tenant's is known: `of` opens nothing then."""
+        return tenant in self._known and self._index is self._device.index
+
     def of(self, tenant: str) -> Space:
         """A tenant's, under the present weights."""
         if self._index is not self._device.index:  # the number of blocks is known, or another

@@ -63,7 +63,7 @@ class Weights:
         """Normal."""
         self._manager = manager
         self._updating = self._begun = False
-        self._ours = True
+        self.ours = True
         """Whether the version was good when we began to update it."""
         self._gone = WeightsState.NORMAL
         """What another process did to our version."""
@@ -80,7 +80,7 @@ class Weights:
         going. A tenant that was cleared alone begins again, empty."""
         spaces = self._manager._spaces
         for _ in range(2):
-            if self._updating or not self._look():
+            if self._updating or not (spaces.has(tenant) or self._look()):
                 return None
             space = spaces.of(tenant)
             if self.good(space):
@@ -94,6 +94,8 @@ class Weights:
         manager = self._manager
         if self._updating or not self._look():
             return False
+        if space.host.ref == manager._spaces.anchor.ref:
+            return True
         if manager.host.index.namespace_state(space.host) is NamespaceState.NORMAL:
             return True
         if manager._spaces.forget(space):
@@ -125,9 +127,9 @@ class Weights:
         if self._begun:
             return
         if not self._updating:
-            self._ours = self._look()
+            self.ours = self._look()
             self._updating = True
-        if self._ours:
+        if self.ours:
             self._clear(self._manager._spaces.weights)
             self._manager.device.clear_weights(self._manager._spaces.weights)
         else:

@@ -184,8 +184,9 @@ def test_the_same_plan_is_the_same_match(worlds: Any) -> None:
     world.save(prompt, 24)
     first = world.plan(prompt)
     looks = []
-    peek = world.manager.peek_many
-    world.manager.peek_many = lambda *what, **how: looks.append(1) or peek(*what, **how)
+    looker = world.hybrid._planner._looker
+    look = looker.look
+    looker.look = lambda *what: looks.append(1) or look(*what)
     assert world.plan(prompt) is first
     assert not looks
     world.save(prompt, 32)

@@ -26,7 +26,7 @@ def broken(*_: Any, **__: Any) -> Any:
 def disable(world: World) -> None:
     """By failures at a place that holds nothing."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(world.manager._planner, "plan", broken)
+        patch.setattr(world.manager._planner, "plan_one", broken)
         while not world.manager.disabled:
             world.manager.plan("nobody", Prompt(tokens(3)))
     world.manager.cancel("nobody")
@@ -108,7 +108,7 @@ def test_a_request_that_was_taken_before_does_not_believe_in_its_load(
 def test_planning_that_failed_is_counted_once(worlds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     world = worlds(failures=3)
     with monkeypatch.context() as patch:
-        patch.setattr(world.cache.index, "peek_many", broken)
+        patch.setattr(world.cache.index, "peek", broken)
         world.manager.plan("a", Prompt(tokens(18)))
     assert world.manager.take("a").why is Why.DISABLED
     assert world.manager.stats().errors == 1

@@ -30,15 +30,20 @@ def disable(index: Any, value: int) -> None:
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, index: Any) -> list[int]:
-    """Requests of each `plan_many` of an index."""
+    """Requests of each `plan_many` of an index; 1: a `plan`."""
     calls: list[int] = []
-    plan_many = index.plan_many
+    plan, plan_many = index.plan, index.plan_many
 
-    def plan(ids: Any, *arguments: Any, **how: Any) -> Any:
+    def one(*arguments: Any, **how: Any) -> Any:
+        calls.append(1)
+        return plan(*arguments, **how)
+
+    def many(ids: Any, *arguments: Any, **how: Any) -> Any:
         calls.append(len(ids))
         return plan_many(ids, *arguments, **how)
 
-    monkeypatch.setattr(index, "plan_many", plan)
+    monkeypatch.setattr(index, "plan", one)
+    monkeypatch.setattr(index, "plan_many", many)
     return calls
 
 
@@ -96,7 +101,7 @@ def test_a_request_whose_plan_was_not_taken_gives_it_back(
         raise CacheCorrupted("arranged")
 
     with monkeypatch.context() as patch:
-        patch.setattr(world.cache.index, "peek_many", broken)
+        patch.setattr(world.cache.index, "peek", broken)
         world.manager.plan("c", Prompt(tokens(18, 1)))
     assert world.manager.disabled
     assert world.manager.take("b").usable == 0
@@ -160,7 +165,7 @@ def test_fail_open(worlds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> Any:
         raise CacheCorrupted("arranged")
 
-    monkeypatch.setattr(world.cache.index, "peek_many", broken)
+    monkeypatch.setattr(world.cache.index, "peek", broken)
     for request in "ab":
         assert manager.plan(request, Prompt(tokens(18))).why is Why.DISABLED
     assert manager.disabled

@@ -89,6 +89,13 @@ def test_planning_again_pins_nothing_twice(index: PageIndex) -> None:
     assert pins(index) == 4
 
 
+def test_keys_are_copied_unless_they_are_frozen(index: PageIndex) -> None:
+    have = fill(index, 1, 4)
+    for frozen in (False, True):
+        index.plan(frozen, have, frozen=frozen)
+        assert np.shares_memory(index._book.plans[frozen].keys, have) is frozen
+
+
 def test_planning_again_sees_the_prefix_grow(index: PageIndex) -> None:
     wanted = prompt(1, 5)
     assert index.plan("a", wanted) == 0
