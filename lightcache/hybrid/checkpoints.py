@@ -106,6 +106,7 @@ class Checkpoints:
         self.spaces = StateSpaces(slots, host)
         self.traffic = StateTraffic(self, mover, time_limit)
         self._planned: dict[Hashable, Tier] = {}
+        self.most = most
         self._bound = PathBound(most, self.counts)
         self._later: list[int] = []
         """Slots that could not be given back yet."""
@@ -330,6 +331,11 @@ class Checkpoints:
                 self.spaces.clear_everywhere(weights)
             else:
                 self.spaces.clear(weights)
+
+    def clear_tenant(self, weights: str, tenant: str) -> None:
+        """Forget one tenant of a version, here and on the host, whoever opened it."""
+        with self.lock:
+            self.spaces.clear_everywhere(weights, tenant)
 
     def poll(self) -> int:
         """Each step: notice what is over, begin what waits. Returns copies that go on."""

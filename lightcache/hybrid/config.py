@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightcache._arguments import count
 from lightcache.errors import ConfigError
 from lightcache.hybrid.saving import Saves
 
@@ -22,6 +23,13 @@ class HybridConfig:
     """The scheduler launches a step before it has seen the results of the one before."""
     alternating: bool = True
     """Running requests have slots beside their working one, to save states in."""
+    running: int | None = None
+    """Requests at a time. If it is said, all that the manager is made with is checked as one
+    `Features`; None: the engine has checked one of its own."""
+    drafted: int = 0
+    """Drafted tokens of a request in a step; looked at with `running` only, as is the next."""
+    draft_slots: int = 0
+    """Of the device's slots, those for drafts."""
     drop_tails: bool = False
     """When a request ends, KV behind the deepest checkpoint of its path is evicted, as far as
     nobody else uses it: nothing can begin there. Owned devices, and the host."""
@@ -29,6 +37,10 @@ class HybridConfig:
     def __post_init__(self) -> None:
         if type(self.saves) is not Saves:
             raise ConfigError(f"saves: expected a Saves, found {self.saves!r}")
+        if self.running is not None:
+            count(self.running, "running", 1, 1 << 31)
+        for name in ("drafted", "draft_slots"):
+            count(getattr(self, name), name, 0, 1 << 31)
 
 
 __all__ = ["HybridConfig"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lightcache._arguments import count
 from lightcache.errors import ConfigError
@@ -11,6 +12,10 @@ from lightcache.hybrid.drafts import Drafts
 from lightcache.hybrid.grids import Grid
 from lightcache.hybrid.saving import Saves
 from lightcache.hybrid.slots import RequestSlots
+
+if TYPE_CHECKING:
+    from lightcache.hybrid.checkpoints import Checkpoints
+    from lightcache.hybrid.config import HybridConfig
 
 _COUNTS = ("running", "alternating", "drafted", "draft_slots", "host_states", "path_limit")
 
@@ -172,4 +177,34 @@ class Features:
             )
 
 
-__all__ = ["Features"]
+def check_features(config: HybridConfig, checkpoints: Checkpoints, grid: Grid) -> None:
+    """Check what a manager is made with, if its config says how many requests run. Without device
+    slots for checkpoints, requests bring the engine's own.
+
+    Raises:
+        ConfigError: see `Features.check`, or a figure that is none.
+    """
+    running = config.running
+    if running is None:
+        return
+    alternating = RequestSlots.needed(config.ahead) if config.alternating else 0
+    slots, host = checkpoints.slots, checkpoints.host
+    own = running * (1 + alternating) + config.draft_slots
+    Features(
+        grid,
+        config.saves,
+        running,
+        device_slots=own if slots is None else slots.pages,
+        ahead=config.ahead,
+        alternating=alternating,
+        drafted=config.drafted,
+        draft_slots=config.draft_slots,
+        device_states=0 if slots is None else None,
+        host_states=0 if host is None else host.pages,
+        storage=checkpoints.storage is not None,
+        tail=config.tail,
+        path_limit=checkpoints.most or 0,
+    ).check()
+
+
+__all__ = ["Features", "check_features"]

@@ -14,6 +14,7 @@ from lightcache.errors import ConfigError, LeaseLost, LightcacheError
 from lightcache.hybrid.checkpoints import Checkpoints
 from lightcache.hybrid.config import HybridConfig
 from lightcache.hybrid.donating import Donor
+from lightcache.hybrid.features import check_features
 from lightcache.hybrid.grids import Grid
 from lightcache.hybrid.matches import HybridMatch
 from lightcache.hybrid.planned import HybridPlan
@@ -54,7 +55,8 @@ class HybridManager(HybridUpkeep):
             grid: positions at which states are saved; for the manager's blocks and pages.
 
         Raises:
-            ConfigError: a grid of other blocks or pages, or no copier.
+            ConfigError: a grid of other blocks or pages, no copier, or, if the config says how many
+                requests run, settings that do not go together, all of them in one message.
         """
         found = manager.device.block_tokens, manager.page_tokens
         if (grid.block_tokens, grid.page_tokens) != found:
@@ -66,6 +68,7 @@ class HybridManager(HybridUpkeep):
             raise ConfigError("checkpoints: requests are restored by a copier; give copier=")
         self.manager, self.checkpoints, self.grid = manager, checkpoints, grid
         self.config = config or HybridConfig()
+        check_features(self.config, checkpoints, grid)
         self.copier = checkpoints.copier
         self.step = grid.fine if self.config.tail else grid.grid
         """Checkpoints are looked for at its multiples."""

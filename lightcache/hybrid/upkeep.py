@@ -65,6 +65,15 @@ class HybridUpkeep:
             self.checkpoints.clear_weights(self.inner.weights, everywhere=False)
             self.manager.finish_update(version)
 
+    def clear_tenant(self, tenant: str) -> bool:
+        """As `KVCacheManager.clear_tenant`, for KV and states."""
+        with self._lock:
+            weights = self.inner.weights
+            cleared = self.manager.clear_tenant(tenant)
+            if cleared:
+                self.checkpoints.clear_tenant(weights, tenant)
+            return cleared
+
     def enable(self) -> None:
         """Ask the cache again, after too many errors."""
         self.manager.enable()
@@ -77,18 +86,9 @@ class HybridUpkeep:
     # ---- for the parts
 
     def states_of(self, space: Space) -> StateSpace | None:
-        """Where the states of a space are; None: nowhere, for the weights have gone.
-
-        Who forgets a version clears KV's spaces first, and then those of states that it sees. Who
-        opens one of these looks at KV's behind that: so one of the two sees the other."""
+        """Where the states of a space are; None: nowhere, for it was cleared."""
         spaces = self.checkpoints.spaces
-        found = spaces.known(space.weights, space.tenant)
-        if found is None:
-            found = spaces.open(space.weights, space.tenant)
-            if not self.inner.good(space):
-                spaces.clear(space.weights, space.tenant)
-                return None
-        return found
+        return spaces.beside(space.host, lambda: self.inner.good(space))
 
     def keys_of(self, prompt: Prompt, space: Space) -> Keys:
         """Of the positions of a prompt at which checkpoints are looked for."""

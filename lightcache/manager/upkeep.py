@@ -232,6 +232,21 @@ class Upkeep:
         with self._lock:
             self._weights.finish(version)
 
+    def clear_tenant(self, tenant: str) -> bool:
+        """Forget what a tenant has: from the first instant nothing of it is found or published, in
+        no process and no tier; other devices give it back when they look next. What it asks for
+        next begins empty. Its running requests go on, and publish nothing.
+
+        Returns:
+            False: nothing was cleared, for the weights are being changed, or have gone.
+
+        Raises:
+            ConfigError: no name.
+            OutOfPages, LockTimeout: as `PageIndex.namespace`.
+        """
+        with self._lock:
+            return self._weights.clear_tenant(tenant)
+
     # ---- transfers and figures
 
     def pause(self, timeout: float | None = None) -> None:

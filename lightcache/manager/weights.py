@@ -136,6 +136,20 @@ class Weights:
             self._forget()  # and not what others serve under this name by now
         self._begun = True
 
+    def clear_tenant(self, tenant: str) -> bool:
+        """See `KVCacheManager.clear_tenant`."""
+        if not tenant:
+            raise ConfigError(
+                f"clear_tenant: expected a tenant's name, found {tenant!r}; what is of nobody "
+                "stands for the whole version, which begin_update forgets"
+            )
+        space = self.space_of(tenant)
+        if space is None:
+            return False
+        self._manager.host.clear(space.host)
+        self.good(space)  # sees it as any process will, and forgets it here and on the device
+        return True
+
     def _clear(self, version: str) -> None:
         host, anchor = self._manager.host, self._manager._spaces.anchor
         for space in host.index.namespaces():

@@ -106,14 +106,19 @@ def test_b14_a_tenant_that_comes_later_is_of_the_version_too(worlds: Any) -> Non
     assert one.run("b", prompt).usable == 0
 
 
-def test_b14_a_tenant_alone_is_cleared_and_begins_empty(worlds: Any) -> None:
+@pytest.mark.parametrize("by", ["the cache", "the manager"])
+def test_b14_a_tenant_alone_is_cleared_and_begins_empty(worlds: Any, by: str) -> None:
     world = worlds()
     mine, other = (Prompt(tokens(18), tenant=tenant) for tenant in ("mine", "other"))
     for prompt in (mine, other):
         world.run("a", prompt)
     running = Prompt(tokens(18, 2), tenant="mine")
     world.start("late", running)
-    world.cache.clear(world.cache.namespace("", "mine"))
+    if by == "the cache":
+        world.cache.clear(world.cache.namespace("", "mine"))
+    else:
+        assert world.manager.clear_tenant("mine")
+        assert world.manager.device.index.stats().ready == 4, "at once: of the other one's"
     assert world.manager.plan("b", mine).found == 0
     world.compute("late", running.tokens, 0, 18)  # of before: it is nobody's
     world.manager.release("late")
