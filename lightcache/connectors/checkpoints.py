@@ -7,24 +7,23 @@ and values; what joins the two is a match, see `Connector.prefix`.
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from lightcache import Cache, Lease, Load, Offload
+from lightcache import Cache, Lease, Namespace, hybrid
 from lightcache._arguments import Keys
 from lightcache.connectors.cache_layers import parts_of
 from lightcache.connectors.pooled import Pooled
 from lightcache.connectors.prefix_cache import PrefixCache
+from lightcache.connectors.state_mover import StateMover, States
 from lightcache.connectors.state_pages import StatePages, planes_of_states, prepare
-from lightcache.errors import Abandoned, NoSpace
+from lightcache.errors import Abandoned, TransferFailed
+from lightcache.hybrid.spaces import Path, Tier
+from lightcache.manager.fetching import wait_on
+from lightcache.namespaces import NamespaceState
 
 if TYPE_CHECKING:
     from lightcache.kernels.pinned import PinnedPages
-
-_SLOT = np.zeros(1, np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +32,7 @@ class Checkpoint:
 
     tokens: int
     """How many it knows: everything about them, and of nothing else."""
-    states: dict[int, dict[str, Any]] = field(repr=False)
+    states: States = field(repr=False)
     """Tensors by layer and part."""
     named: int = 0
     """Tokens whose ids were known when it was taken, computed or not."""
@@ -48,33 +47,64 @@ def copied(past: PrefixCache, layers: tuple[int, ...], named: int) -> Checkpoint
 
 
 class Checkpoints:
-    """The checkpoints of one model in one cache, and what moves them."""
+    """The checkpoints of one model in one cache: `lightcache.hybrid.Checkpoints` with a host and no
+    slots, for here every state is in tensors of its own."""
 
-    def __init__(self, cache: Cache, pages: StatePages, config: Any, pinned: PinnedPages | None):
+    def __init__(
+        self,
+        kv: Cache,
+        states: Cache,
+        pages: StatePages,
+        config: Any,
+        pinned: PinnedPages | None,
+        most: int | None,
+    ) -> None:
         """Args:
+        kv, states: of keys and values, and of the states.
         config: of the model.
         pinned: see `Connector`.
+        most: on one path; None: any number.
         """
         self.pages = pages
         seen = PrefixCache(config)  # every transfer brings planes of its own
         prepare(pages, seen)
-        self.cache = cache
-        self._pool = Pooled(cache, pages.geometry, self._planes(seen), pages.device, pinned)
+        self.cache = states
+        self._kv = kv.index
+        planes = planes_of_states(pages, self._states(seen))
+        self._pool = Pooled(states, pages.geometry, planes, pages.device, pinned)
+        self._mover = StateMover(pages, self._pool)
+        self._all = hybrid.Checkpoints(None, states, self._mover, most=most)
 
-    def _planes(self, past: PrefixCache) -> Any:
-        layers = self.pages.geometry.layers
-        return planes_of_states(self.pages, {at: parts_of(past.layers[at]) for at in layers})
+    def _states(self, past: PrefixCache) -> States:
+        return {at: parts_of(past.layers[at]) for at in self.pages.geometry.layers}
 
-    def deepest(self, keys: Keys) -> int:
+    def path(self, keys: Keys, namespace: Namespace | None = None) -> Path | None:
+        """The positions of a prompt: of keys and values, and in their namespace. None: that was
+        cleared.
+
+        Raises:
+            OutOfPages, LockTimeout: as `Cache.namespace`, of the states' cache.
+        """
+        kv = self._kv.default_namespace if namespace is None else namespace
+
+        def good() -> bool:
+            return self._kv.namespace_state(kv) is NamespaceState.NORMAL
+
+        with self._all.lock:
+            space = self._all.spaces.beside(kv, good)
+        return None if space is None else Path(keys, space)
+
+    def deepest(self, path: Path, most: int | None = None) -> int:
         """How many of a prompt's first pages the deepest checkpoint of it knows, by looking only;
-        0: there is none. One call, about 5 ns a key."""
-        found = self.cache.peek_many(keys, np.arange(len(keys) + 1))
-        there = np.flatnonzero(found)
-        return int(there[-1]) + 1 if len(there) else 0
+        0: there is none. Looks from the last of them, or of the first `most`, to the front: a few
+        ns a page."""
+        found = self._all.deepest(path, most)
+        return 0 if found is None else found[1]
 
-    def match(self, key: Keys) -> Lease:
-        """The checkpoint of one key, pinned and marked as used; an empty lease: it is gone."""
-        return self.cache.match(key)
+    def match(self, path: Path, count: int) -> Lease:
+        """The checkpoint behind so many pages, pinned and marked as used; an empty lease: it is
+        gone."""
+        return self.cache.match(path.key(count), namespace=path.space.of(Tier.HOST))
 
     def load(self, past: PrefixCache, lease: Lease) -> None:
         """Restore a state into an empty cache, and take the lease over as `Load` does. Blocks on
@@ -83,26 +113,40 @@ class Checkpoints:
         Raises:
             TransferFailed: the copy failed.
         """
-        self._pool.engine.poll()
+        self._all.poll()
         prepare(self.pages, past)
-        self._pool.wait_for(lease.pages)
-        load = Load(self._pool.engine, lease, _SLOT, planes=self._planes(past))
-        load.transfer.wait_on()
-        load.done()
+        with self._mover.lent(self._states(past)) as slot:
+            with self._all.lock:
+                movement = self._all.traffic.load(lease, slot)
+            wait_on(movement, None)
+            movement.done()
 
-    def save(self, key: Keys, found: Checkpoint) -> None:
-        """Copy a checkpoint into the cache, unless it is there or somebody writes it just now.
-        Blocks until it is published. Without room it is not saved."""
-        self._pool.engine.poll()
-        with contextlib.suppress(Abandoned, NoSpace), self.cache.reserve(key) as held:
-            if len(held.new):
-                self._pool.wait_for(held.pages)
-                planes = planes_of_states(self.pages, found.states)
-                Offload(self._pool.engine, held, _SLOT, planes=planes).wait()
+    def save(self, path: Path, count: int, found: Checkpoint, *, fork: bool = False) -> None:
+        """Copy a checkpoint into the cache, behind the deepest one before it, unless it is there or
+        somebody writes it just now. Blocks until it is published. Without room, or in a namespace
+        that was cleared meanwhile, it is not saved.
+
+        Args:
+            count: pages of the path that it knows.
+            fork: prompts part there.
+
+        Raises:
+            TransferFailed: the copy failed.
+        """
+        self._all.poll()
+        with self._mover.lent(found.states) as slot:
+            movement = self._all.donate(slot, path, count, fork=fork)
+            if movement is None:
+                return
+            try:
+                movement.wait()
+            except TransferFailed:
+                if not isinstance(movement.error, Abandoned):
+                    raise
 
     def close(self) -> None:
         """Wait for copies, and let go of the cache."""
-        self._pool.close()
+        self._pool.close()  # which ends every copy; nothing else is held between calls
 
 
 __all__ = ["Checkpoint", "Checkpoints", "copied"]

@@ -14,7 +14,7 @@ from lightcache.connectors.prefilling import prefill
 from lightcache.connectors.prefix_cache import PrefixCache, TokenIds
 from lightcache.connectors.state_pages import StatePages
 from lightcache.errors import ConfigError
-from lightcache.hybrid.grids import Grid
+from lightcache.hybrid import Features, Grid, Saves
 
 if TYPE_CHECKING:
     from lightcache.kernels.pinned import PinnedPages
@@ -25,7 +25,7 @@ def check_states(states: Any, model: Any, pages: ModelPages) -> None:
 
     Raises:
         LayoutMismatch: it is of another model.
-        ConfigError: no cache, one too many, or one too few.
+        ConfigError: no cache, one too many, one too few, or one that is not flat.
     """
     kind = type(model).__name__
     if states is not None and not isinstance(states, Cache):
@@ -43,6 +43,12 @@ def check_states(states: Any, model: Any, pages: ModelPages) -> None:
         )
     else:
         check_model(states, pages.states)
+        if not states.index.flat:
+            raise ConfigError(
+                f"states: expected a cache made with flat=True, found {states.name!r} without; its "
+                "deepest states would go first. Remove it, or take another name, and use "
+                "open_caches, or Cache.open with describe(model).states.options"
+            )
 
 
 class HybridPrefixes:
@@ -58,11 +64,15 @@ class HybridPrefixes:
         pinned: PinnedPages | None,
         chunk: int,
         every: int,
+        path_limit: int,
     ) -> None:
         """Args:
         cache, states: of the keys and values, and of the states.
         pinned: the pool of `states`, see `Connector`.
-        chunk, every: see `Connector`.
+        chunk, every, path_limit: see `Connector`.
+
+        Raises:
+            ConfigError: sizes out of range, or settings that do not go together: all of them.
         """
         assert pages.states is not None
         self._cache, self._model = cache, model
@@ -70,7 +80,18 @@ class HybridPrefixes:
         tokens = pages.geometry.page_tokens
         self.grid = Grid(tokens, tokens, chunk, every)
         """Where states are saved."""
-        self.checkpoints = Checkpoints(states, pages.states, model.config, pinned)
+        Features(  # one sequence at a time, in tensors of its own; what is saved is on the host
+            self.grid,
+            Saves.END_ONLY,
+            running=1,
+            device_slots=1,
+            device_states=0,
+            host_states=states.pages,
+            path_limit=path_limit,
+        ).check()
+        self.checkpoints = Checkpoints(
+            cache, states, pages.states, model.config, pinned, path_limit or None
+        )
 
     def empty(self, ids: TokenIds | None) -> HybridPrefixCache:
         """A cache with nothing in it, for these tokens."""
@@ -90,10 +111,13 @@ class HybridPrefixes:
             load: loads keys and values, and takes the lease over.
         """
         past = self.empty(ids)
+        path = self.checkpoints.path(keys, namespace)
+        if path is None:
+            return past
         kv = reach = self._cache.peek(keys, namespace=namespace)
-        while at := self.checkpoints.deepest(keys[:reach]):
+        while at := self.checkpoints.deepest(path, reach):
             with (
-                self.checkpoints.match(keys[at - 1 : at]) as state,
+                self.checkpoints.match(path, at) as state,
                 self._cache.match(keys[:at], namespace=namespace) as lease,
             ):
                 if len(state.pages) and len(lease.pages) == at:
@@ -117,11 +141,15 @@ class HybridPrefixes:
             keys: of the tokens that are held and known.
         """
         past.look()
+        path = self.checkpoints.path(keys, namespace)
+        if path is None:
+            return
         stored = self._cache.peek(keys, namespace=namespace)
         for one in past.taken:
             pages, more = divmod(one.tokens, self.grid.page_tokens)
             if not more and pages <= stored:
-                self.checkpoints.save(keys[pages - 1 : pages], one)
+                fork = one.tokens == past.branching
+                self.checkpoints.save(path, pages, one, fork=fork)
 
     def close(self) -> None:
         """Wait for copies, and let go of the cache of states."""

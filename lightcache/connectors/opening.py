@@ -6,9 +6,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from lightcache import Cache
+from lightcache import Cache, Namespace
 from lightcache.connectors.model_pages import describe
 from lightcache.errors import ConfigError
+from lightcache.hybrid.spaces import clear_states
 from lightcache.sizes import parse_size
 
 STATES = "-states"
@@ -47,6 +48,18 @@ class Caches:
     """Keys and values."""
     states: Cache | None
     """One page a state; None for a model without recurrent states."""
+
+    def clear(self, namespace: Namespace | None = None) -> None:
+        """Forget a namespace in both, see `Cache.clear`: of the states that of the same weights
+        version and tenant.
+
+        Args:
+            namespace: of `kv`; None: its default one.
+        """
+        cleared = self.kv.index.default_namespace if namespace is None else namespace
+        self.kv.clear(namespace)
+        if self.states is not None:
+            clear_states(self.states, cleared.weights, cleared.tenant)
 
     def close(self) -> None:
         """Let go of both; connectors before."""

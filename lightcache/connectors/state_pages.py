@@ -47,12 +47,14 @@ class StatePages:
 
     @property
     def options(self) -> dict[str, Any]:
-        """For `Cache.create` and `Cache.open`, as `ModelPages.options`. A page is one state."""
+        """For `Cache.create` and `Cache.open`, as `ModelPages.options`. A page is one state, and
+        worth something without those before it."""
         return {
             "page_bytes": self.geometry.page_bytes,
             "page_tokens": 1,
             "fingerprint": self.fingerprint,
             "device": self.device != "cpu",
+            "flat": True,
         }
 
 

@@ -16,13 +16,10 @@ saves the pages that are new. Hybrid models need a second cache, of states: `ope
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
-
-from lightcache import Cache, Lease, Load, Namespace, Offload, Reservation, Shard
+from lightcache import Cache, Namespace
 from lightcache._arguments import Keys
 from lightcache.connectors.checkpoints import Checkpoint
 from lightcache.connectors.hybrid import HybridPrefixes, check_states
@@ -31,14 +28,14 @@ from lightcache.connectors.model_pages import ModelPages, describe, describe_for
 from lightcache.connectors.opening import Caches, open_cache, open_caches
 from lightcache.connectors.pooled import Pooled, check_device
 from lightcache.connectors.prefix_cache import PrefixCache, TokenIds, planes_of, token_ids
-from lightcache.errors import Abandoned, ConfigError, Detached, NoSpace, TransferFailed
+from lightcache.connectors.transfers import Transfers
+from lightcache.errors import Abandoned, ConfigError, NoSpace
 
 if TYPE_CHECKING:
     from lightcache.kernels.pinned import PinnedPages
-    from lightcache.kernels.planes import DevicePlanes
 
 
-class Connector:
+class Connector(Transfers):
     """One model and one cache, with the engine that moves pages between them.
 
     For many requests, also by several threads: one thread to a request. Close it before the cache.
@@ -54,6 +51,7 @@ class Connector:
         pinned_states: PinnedPages | None = None,
         chunk: int = 64,
         every: int = 256,
+        path_limit: int = 0,
     ) -> None:
         """Join them. Computes one token, see `describe`, and a few more with a hybrid model.
 
@@ -67,12 +65,15 @@ class Connector:
                 unpinned by `close`.
             chunk, every: of a hybrid model's `Grid`: prefills save states at multiples of chunk and
                 page_tokens, and decoding at those of `every` as well. Processes may differ in them.
+            path_limit: states of a hybrid model on one path, at least 2; with more the shallowest
+                go, but not where prompts part, and none that is in use. 0: any number.
 
         Raises:
             LayoutMismatch: a cache is of another model; says what differs.
             ConfigError: as `describe`, or no cache, one without page_tokens, none of states for a
-                hybrid model or one for another, or for a model on a GPU one that was opened without
-                device=True.
+                hybrid model, one for another, or one that is not flat, or for a model on a GPU one
+                that was opened without device=True; or settings of a hybrid model that do not go
+                together, all of them in one message.
             InUse: a pool is pinned already by this process; give `pinned`.
             Detached: a cache is closed.
         """
@@ -99,7 +100,14 @@ class Connector:
             """For a model with recurrent states: what finds, takes and saves checkpoints."""
             if states is not None:
                 self.hybrid = HybridPrefixes(
-                    cache, states, model, self.pages, pinned=pinned_states, chunk=chunk, every=every
+                    cache,
+                    states,
+                    model,
+                    self.pages,
+                    pinned=pinned_states,
+                    chunk=chunk,
+                    every=every,
+                    path_limit=path_limit,
                 )
             stack.pop_all()
 
@@ -127,6 +135,7 @@ class Connector:
             ConfigError: several rows, or tokens that are no ids.
             TransferFailed: a copy failed; on entering, nothing is held.
             LockTimeout, Detached, PermissionDenied: as `Cache.match` and `Cache.reserve`.
+            OutOfPages: a hybrid model's cache of states has all the namespaces that it can.
         """
         self._check_open()
         ids = token_ids(tokens)
@@ -180,156 +189,7 @@ class Connector:
                 if len(held.new):
                     self.offload(past, held).wait()
 
-    # ---- its parts, for those who hold leases and reservations themselves
-
-    def restore(self, lease: Lease, *, window: int | None = None) -> PrefixCache:
-        """Load the pages of a lease, and take the lease over as `Load` does: it is released when
-        they have been copied.
-
-        On the CPU this blocks until then. On a GPU the current stream waits and this thread does
-        not, but for pages that are not pinned yet: use the result on that stream.
-
-        Args:
-            lease: of this cache; it may be empty.
-            window: layers that arrive together. The model begins when the first have arrived, and
-                each layer waits, in `PrefixCache.update`, for its own. Until the model has used
-                the result once, nothing else may read its tensors. None: all before anything.
-
-        Raises:
-            ConfigError: no lease, or not from this cache object; a window below 1.
-            LeaseLost: released before.
-            TransferFailed: the copy failed.
-            Detached: closed.
-        """
-        if self.hybrid is not None:
-            raise ConfigError(
-                "restore: expected a model of keys and values alone, found recurrent states; load "
-                "both into `empty`: with `load`, and with `hybrid.checkpoints.load`"
-            )
-        return self._restore(lease, None, window)
-
-    def _restore(
-        self, lease: Lease, ids: TokenIds | None, window: int | None = None
-    ) -> PrefixCache:
-        past = PrefixCache(self._config, ids)
-        if window is None:
-            self._load_all(past, lease)
-        else:
-            self.load(past, lease, window=window)
-        return past
-
-    def _load_all(self, past: PrefixCache, lease: Lease) -> None:
-        load = self.load(past, lease)
-        with contextlib.suppress(TransferFailed):  # `done` says it, and gives the lease back
-            load.transfer.wait_on()
-        load.done()
-
-    def empty(self) -> PrefixCache:
-        """A cache with nothing in it, to `load` into or to begin with. Its tokens are not known:
-        save it with `offload`."""
-        return PrefixCache(self._config) if self.hybrid is None else self.hybrid.empty(None)
-
-    def load(self, past: PrefixCache, lease: Lease, *, window: int | None = None) -> Load:
-        """Begin to load the pages of a lease behind what a cache holds, and take the lease over as
-        `Load` does. Blocks for pages that are not pinned yet, and copies what `past` holds to where
-        there is room for all.
-
-        With `window` the layers wait by themselves, as in `restore`. Without, it is for the caller
-        to wait (`done`, `wait`, `transfer.wait_on`) before anything reads the tensors.
-
-        Args:
-            past: of `empty`, `restore` or `prefix`, with the tokens before the lease's pages.
-            lease: of this cache; it may be empty.
-            window: see `restore`.
-
-        Raises:
-            ConfigError: no PrefixCache, no lease, or not from this cache object; a window below 1.
-            LeaseLost: released before.
-            TransferFailed: an earlier copy into `past` failed.
-            Detached: closed.
-        """
-        self._check_open()
-        self.engine.poll()
-        if not isinstance(past, PrefixCache):
-            raise ConfigError(f"past: expected a PrefixCache, found {type(past).__name__}")
-        if not isinstance(lease, Lease):
-            raise ConfigError(f"lease: expected a Lease, found {type(lease).__name__}")
-        self._check_ours(lease)
-        before = past.held
-        tokens = len(lease.pages) * self.pages.geometry.page_tokens
-        if not tokens:
-            return Load(self.engine, lease, np.arange(0))
-        past.allocate(self.pages, tokens)
-        try:
-            self._pool.wait_for(lease.pages)
-            slots = np.arange(before, before + tokens)
-            load = Load(self.engine, lease, slots, planes=self.planes(past), window=window)
-        except BaseException:
-            past.withdraw(tokens)
-            raise
-        if window is not None:
-            past.expect(load)
-        return load
-
-    def offload(
-        self,
-        past: Any,
-        held: Reservation | Shard,
-        *,
-        positions: Sequence[int] | npt.NDArray[np.int64] | None = None,
-    ) -> Offload:
-        """Begin to save pages of a cache, and take the reservation or shard over as `Offload` does:
-        they are published when the copy is over and somebody asks for it (`done`, `wait`, or the
-        next call here).
-
-        The tensors that `past` has now are read; it may grow, be cropped or dropped meanwhile. Keep
-        the result until it is done: a dropped one is aborted.
-
-        Args:
-            past: a `PrefixCache`, or a `DynamicCache` of one row, holding all tokens of the pages.
-            held: which pages.
-            positions: of the pages in the prompt's keys, needed for a shard; see `Offload`.
-
-        Raises:
-            ConfigError: a cache of another model, of several rows, or with fewer tokens than the
-                pages, or pages that are not from this cache object; `held` is the caller's still.
-            LeaseLost: `held` has ended before.
-            Detached: closed.
-        """
-        self._check_open()
-        self.engine.poll()
-        if not isinstance(held, (Reservation, Shard)):
-            raise ConfigError(f"held: expected a Reservation or Shard, found {type(held).__name__}")
-        self._check_ours(held)
-        if not len(held.pages):
-            return Offload(self.engine, held, np.arange(0), positions=positions)
-        planes = self.planes(past)
-        length = min(int(past.layers[at].get_seq_length()) for at in self.pages.geometry.layers)
-        self._pool.wait_for(held.pages)
-        return Offload(self.engine, held, np.arange(length), positions=positions, planes=planes)
-
-    def planes(self, past: Any) -> DevicePlanes:
-        """Where a cache has its keys and values now, for calls of `engine` that go page by page;
-        slots are positions. Keeps the tensors alive.
-
-        Raises:
-            ConfigError: no DynamicCache of this model that keeps every token of one row.
-        """
-        return planes_of(self.pages, past)
-
-    def _check_ours(self, held: Reservation | Shard | Lease) -> None:
-        """Page numbers of another cache would be taken for our own."""
-        if held._index is not self.cache.index:
-            raise ConfigError(
-                f"expected pages of the cache {self.cache.name!r} as this connector's cache object "
-                f"gave them, found those of {held._index.name!r} from another; use that object"
-            )
-
     # ---- the end
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise Detached("this connector is closed; make another one")
 
     def close(self) -> None:
         """Wait for copies, publish what they saved, and let go of the caches, which can then be

@@ -33,12 +33,23 @@ def small_caches(
 
 @contextlib.contextmanager
 def joined(
-    name: str, model: Any, *, chunk: int = 64, every: int = 256, **sizes: int
+    name: str,
+    model: Any,
+    *,
+    chunk: int = 64,
+    every: int = 256,
+    path_limit: int = 0,
+    **sizes: int,
 ) -> Iterator[lct.Connector]:
     """A connector with such caches."""
     with small_caches(name, model, **sizes) as caches:
         with lct.Connector(
-            caches.kv, model, states=caches.states, chunk=chunk, every=every
+            caches.kv,
+            model,
+            states=caches.states,
+            chunk=chunk,
+            every=every,
+            path_limit=path_limit,
         ) as made:
             yield made
 
@@ -71,6 +82,15 @@ def saved(connector: lct.Connector, ids: Any, *, page: int = 16) -> list[int]:
     keys = connector.cache.hash_pages(ids.reshape(-1).tolist())
     states = states_of(connector)
     return [(at + 1) * page for at in range(len(keys)) if states.peek(keys[at : at + 1])]
+
+
+def keep(connector: lct.Connector, ids: Any, found: lct.Checkpoint, *, page: int = 16) -> None:
+    """Save a state of a prompt by hand."""
+    assert connector.hybrid is not None
+    checkpoints = connector.hybrid.checkpoints
+    path = checkpoints.path(connector.cache.hash_pages(ids.reshape(-1).tolist()))
+    assert path is not None
+    checkpoints.save(path, found.tokens // page, found)
 
 
 def together(*parts: Any) -> Any:

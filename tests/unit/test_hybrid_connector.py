@@ -4,7 +4,7 @@ deep as predicted."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,19 +25,6 @@ from support.scripts import with_support  # noqa: E402
 from support.tiny_models import answer, assert_same, model, prompt  # noqa: E402
 
 from lightcache.connectors import transformers as lct  # noqa: E402
-
-
-@pytest.fixture(scope="module")
-def qwen() -> Any:
-    return hybrid()
-
-
-@pytest.fixture
-def connector(segment_name: str, qwen: Any) -> Iterator[lct.Connector]:
-    """Pages of 16 tokens, a grid of 32, and states of answers every 32."""
-    with joined(segment_name, qwen, chunk=32, every=32) as made:
-        yield made
-
 
 # ---- hits of prefills
 
@@ -239,8 +226,8 @@ def test_evicted_between_the_look_and_the_match(
     checkpoints = connector.hybrid.checkpoints
     deepest, looks = checkpoints.deepest, []
 
-    def looked(keys: Any) -> int:
-        looks.append(deepest(keys) * 16)
+    def looked(path: Any, most: int) -> int:
+        looks.append(deepest(path, most) * 16)
         if len(looks) == 1:
             states_of(connector).evict(1) if gone == "state" else None
             connector.cache.evict({"state": 0, "keys and values": 4}.get(gone, 64))

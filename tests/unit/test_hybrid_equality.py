@@ -3,7 +3,6 @@ wrong state."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from support.hybrid_connecting import ask, joined, saved, together  # noqa: E402
+from support.hybrid_connecting import ask, joined, keep, saved, together  # noqa: E402
 from support.hybrid_models import hybrid  # noqa: E402
 from support.hybrid_scores import divergence, in_pieces, scores  # noqa: E402
 from support.tiny_models import answer, assert_same, prompt  # noqa: E402
@@ -20,17 +19,6 @@ from transformers import DynamicCache  # noqa: E402
 from lightcache.connectors import transformers as lct  # noqa: E402
 
 LENGTH, SAVED = 200, 128
-
-
-@pytest.fixture(scope="module")
-def qwen() -> Any:
-    return hybrid()
-
-
-@pytest.fixture
-def connector(segment_name: str, qwen: Any) -> Iterator[lct.Connector]:
-    with joined(segment_name, qwen, chunk=32, every=32) as made:
-        yield made
 
 
 # ---- bfloat16
@@ -107,10 +95,7 @@ def test_a_wrong_state_is_noticed(segment_name: str, dtype: Any, kind: str) -> N
         with connector.prefix(ids) as past:
             answer(made, ids, past, steps=1)
         assert saved(connector, ids) == []
-        key = connector.cache.hash_pages(ids[0, :SAVED].tolist())[-1:]
-        assert connector.hybrid
-        checkpoints = connector.hybrid.checkpoints
-        checkpoints.save(key, lct.Checkpoint(SAVED, stale(made, kind)))
+        keep(connector, ids, lct.Checkpoint(SAVED, stale(made, kind)))
         with connector.prefix(ids) as past:
             assert past.reused == SAVED
             if dtype == torch.float32:
@@ -127,9 +112,7 @@ def test_the_right_state_is_not(segment_name: str, qwen: Any) -> None:
     with joined(segment_name, qwen) as connector:
         with connector.prefix(ids) as past:
             answer(qwen, ids, past, steps=1)
-        key = connector.cache.hash_pages(ids[0, :SAVED].tolist())[-1:]
-        assert connector.hybrid
-        connector.hybrid.checkpoints.save(key, lct.Checkpoint(SAVED, at(qwen, ids, SAVED)))
+        keep(connector, ids, lct.Checkpoint(SAVED, at(qwen, ids, SAVED)))
         assert ask(connector, qwen, ids)[0] == SAVED
 
 
@@ -175,6 +158,18 @@ def test_rejected_tokens_leave_no_trace(connector: lct.Connector, qwen: Any, wro
     # What is saved of the answer lies where a pass happened to end; all of it is right.
     longer = together(found, prompt(9, 1))
     assert ask(connector, qwen, longer)[0] == there[-1]
+
+
+def test_rejected_tokens_that_are_held_in_the_end(connector: lct.Connector, qwen: Any) -> None:
+    """An engine that stops there need not go back: the state knows tokens that nobody names."""
+    ids, draft = prompt(40), prompt(24, 1)
+    with connector.prefix(ids) as past:
+        connector.prefill(past)
+        scores(qwen, together(ids, draft), past)
+        past.extend(draft[:, :20])
+    assert past.held == 64
+    assert saved(connector, together(ids, draft)) == [32], "and none at 64"
+    assert ask(connector, qwen, together(ids, draft[:, :20], prompt(30, 2)))[0] == 32
 
 
 def test_a_state_of_rejected_tokens_is_not_saved(connector: lct.Connector, qwen: Any) -> None:

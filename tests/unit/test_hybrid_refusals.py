@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,18 +26,7 @@ from support.tiny_models import answer, model, prompt  # noqa: E402
 from lightcache import Cache, ConfigError, Detached, LayoutMismatch  # noqa: E402
 from lightcache.connectors import checkpoints  # noqa: E402
 from lightcache.connectors import transformers as lct  # noqa: E402
-
-
-@pytest.fixture(scope="module")
-def qwen() -> Any:
-    return hybrid()
-
-
-@pytest.fixture
-def connector(segment_name: str, qwen: Any) -> Iterator[lct.Connector]:
-    with joined(segment_name, qwen, chunk=32) as made:
-        yield made
-
+from lightcache.manager import movers  # noqa: E402
 
 # ---- what is found
 
@@ -61,6 +49,7 @@ def test_what_is_found() -> None:
         "page_tokens": 1,
         "fingerprint": states.fingerprint,
         "device": False,
+        "flat": True,
     }
 
 
@@ -117,6 +106,32 @@ def test_caches_that_do_not_fit(segment_name: str, qwen: Any) -> None:
             with Cache.attach(f"{segment_name}-{name}", secret=SECRET) as states:
                 with pytest.raises(LayoutMismatch, match=f"another model: {message} differ"):
                     lct.Connector(caches.kv, qwen, states=states)
+
+
+def test_states_that_are_not_flat(segment_name: str, qwen: Any) -> None:
+    """As caches of before were made: there the deepest states would go first."""
+    found = lct.describe(qwen).states
+    assert found is not None
+    made = Cache.create(
+        f"{segment_name}-states", pages=2, secret=SECRET, **found.options | {"flat": False}
+    )
+    options = lct.describe(qwen).options
+    with made, Cache.create(segment_name, pages=2, secret=SECRET, **options) as kv:
+        with pytest.raises(ConfigError, match=r"made with flat=True, found '.*-states' without"):
+            lct.Connector(kv, qwen, states=made)
+        assert (held(kv), held(made)) == ((0, 0), (0, 0))
+
+
+def test_settings_that_do_not_go_together(segment_name: str, qwen: Any) -> None:
+    with small_caches(segment_name, qwen) as caches:
+        for message, how in (
+            (r"1 of its settings do not go together:\n1\. path_limit=1: ", {"path_limit": 1}),
+            ("path_limit: expected 0 to", {"path_limit": -1}),
+            ("grid: model_chunk: expected 1 to", {"chunk": 0}),
+            ("states would be saved every", {"chunk": 1048575, "every": 1048573}),
+        ):
+            with pytest.raises(ConfigError, match=message):
+                lct.Connector(caches.kv, qwen, states=caches.states, **how)
 
 
 def test_a_device_must_be_said_for_both(
@@ -212,7 +227,10 @@ def test_keys_and_values_without_their_state(connector: lct.Connector, qwen: Any
         with pytest.raises(ConfigError, match="restore: expected a model of keys and values alone"):
             connector.restore(lease)
     assert connector.hybrid
-    connector.hybrid.checkpoints.load(past, states_of(connector).match(keys[1:2]))
+    checkpoints = connector.hybrid.checkpoints
+    path = checkpoints.path(keys)
+    assert path
+    checkpoints.load(past, checkpoints.match(path, 2))
     with torch.no_grad():
         found = qwen(ids[:, 32:], past_key_values=past).logits
         torch.testing.assert_close(found, qwen(ids).logits[:, 32:], atol=1e-4, rtol=0)
@@ -246,9 +264,9 @@ def test_an_exception_saves_nothing(connector: lct.Connector, qwen: Any) -> None
 
 
 BREAK: dict[str, tuple[Any, str]] = {
-    "loading": (checkpoints, "Load"),
+    "loading": (movers.EngineMover, "load"),
     "preparing": (checkpoints, "prepare"),
-    "saving": (checkpoints, "Offload"),
+    "saving": (movers.EngineMover, "offload"),
     "looking": (lct.HybridPrefixCache, "look"),
 }
 

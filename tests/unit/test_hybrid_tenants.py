@@ -70,6 +70,19 @@ def test_kv_cleared_alone(worlds: Any) -> None:
     world.nothing_left()
 
 
+def test_a_request_of_before_clears_nothing(worlds: Any) -> None:
+    """It knows the namespace of before, beside which there is nothing any more."""
+    world = worlds(weights="v1")
+    before = world.manager._weights.space_of("a")
+    world.hybrid.clear_tenant("a")
+    world.run("r", ONE)
+    kept = states_left(world)
+    assert world.hybrid.states_of(before) is None
+    assert states_left(world) == kept != [0, 0]
+    assert world.look(ONE).usable == 40
+    world.nothing_left()
+
+
 def test_another_process_clears(worlds: Any, segment_name: str) -> None:
     """Its states on the host are the same, those of our device go when we look."""
     shared = f"{segment_name}-shared"

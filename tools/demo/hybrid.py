@@ -81,7 +81,9 @@ class HybridSide:
         """Look up a prompt once more, apart from loading it, only to time that."""
         assert self.connector.hybrid is not None
         keys = self.caches.kv.hash_pages(tokens, leave_one=True)
-        at = self.connector.hybrid.checkpoints.deepest(keys[: self.caches.kv.peek(keys)])
+        checkpoints = self.connector.hybrid.checkpoints
+        path = checkpoints.path(keys)
+        at = 0 if path is None else checkpoints.deepest(path, self.caches.kv.peek(keys))
         with self.caches.kv.match(keys[:at]):
             return time.perf_counter() - before
 

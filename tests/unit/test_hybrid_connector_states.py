@@ -1,0 +1,121 @@
+"""Which states the connector's cache keeps: how many on a path, behind which others, and whose."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from support.hybrid_connecting import (  # noqa: E402
+    ask,
+    joined,
+    saved,
+    small_caches,
+    states_of,
+    together,
+)
+from support.tiny_models import prompt  # noqa: E402
+
+from lightcache.connectors import transformers as lct  # noqa: E402
+
+
+def children(connector: lct.Connector, ids: Any, tokens: int) -> int:
+    """How many states hang on that behind so many tokens."""
+    keys = connector.cache.hash_pages(ids.reshape(-1).tolist())
+    at = tokens // 16
+    return int(states_of(connector).index.children(keys[at - 1 : at])[0])
+
+
+def turns(connector: lct.Connector, model: Any, ids: Any, count: int) -> Any:
+    """A conversation: each turn 32 tokens longer, and so a state deeper."""
+    for seed in range(count):
+        ask(connector, model, ids, steps=1)
+        ids = together(ids, prompt(32, seed=20 + seed))
+    return ids
+
+
+def test_a_state_hangs_on_the_deepest_before_it(connector: lct.Connector, qwen: Any) -> None:
+    ids = turns(connector, qwen, prompt(40), 3)
+    assert saved(connector, ids) == [32, 64, 96]
+    assert [children(connector, ids, at) for at in (32, 64, 96)] == [1, 1, 0]
+    ask(connector, qwen, together(ids[:, :70], prompt(40, 1)), steps=1)
+    assert [children(connector, ids, at) for at in (32, 64, 96)] == [1, 2, 0], "a fork at 64"
+
+
+def test_of_a_path_the_shallowest_go(segment_name: str, qwen: Any) -> None:
+    with joined(segment_name, qwen, chunk=32, every=32, path_limit=2) as connector:
+        ids = turns(connector, qwen, prompt(40), 4)
+        assert saved(connector, ids) == [96, 128]
+        assert ask(connector, qwen, ids)[0] == 128, "the deepest is the one that is asked for"
+
+
+def test_where_prompts_part_a_state_stays(segment_name: str, qwen: Any) -> None:
+    """Saved where the second left the path of the first; both go on, and the third finds it."""
+    with joined(segment_name, qwen, chunk=32, every=32, path_limit=2) as connector:
+        common = prompt(40)
+        ask(connector, qwen, together(common, prompt(60, 1)), steps=1)
+        ids = turns(connector, qwen, together(common, prompt(30, 2)), 4)
+        assert saved(connector, ids) == [32, 160]
+        assert ask(connector, qwen, together(common, prompt(40, 3)), steps=1)[0] == 32
+
+
+def test_a_state_in_use_stays(segment_name: str, qwen: Any) -> None:
+    with joined(segment_name, qwen, chunk=32, every=32, path_limit=2) as connector:
+        ids = turns(connector, qwen, prompt(40), 2)
+        keys = connector.cache.hash_pages(ids[0].tolist())
+        with states_of(connector).match(keys[1:2]) as lease:
+            assert len(lease.pages) == 1
+            ids = turns(connector, qwen, ids, 1)
+            assert saved(connector, ids) == [32, 96]
+
+
+# ---- whose
+
+
+def test_clearing_takes_both(segment_name: str, qwen: Any) -> None:
+    """A tenant's states go with its keys and values; the other's, and salted ones, stay."""
+    with small_caches(segment_name, qwen) as caches:
+        assert caches.states is not None
+        with lct.Connector(caches.kv, qwen, states=caches.states) as connector:
+            ways: dict[str, dict[str, Any]] = {
+                "a": {"namespace": caches.kv.namespace("v1", "a")},
+                "b": {"namespace": caches.kv.namespace("v1", "b")},
+                "salted": {"salt": "a"},
+            }
+
+            def reused(name: str) -> int:
+                with connector.prefix(prompt(70), **ways[name]) as past:
+                    connector.prefill(past)
+                    return past.reused
+
+            assert [reused(name) for name in ways] == [0, 0, 0]
+            gone = ways["a"]["namespace"]
+            caches.clear(gone)
+            assert caches.states.stats().ready == 2
+            assert [reused("a"), reused("a")] == [0, 0], "a cleared one finds and keeps nothing"
+            assert caches.states.stats().ready == 2
+            ways["a"]["namespace"] = caches.kv.namespace("v1", "a")
+            assert [reused(name) for name in ways] == [0, 64, 64]
+            assert reused("a") == 64
+            caches.clear()
+            assert caches.states.stats().ready == 2
+            assert [reused(name) for name in ways] == [64, 64, 0], "a salt is no namespace"
+            assert reused("salted") == 64
+
+
+def test_keys_and_values_cleared_alone(segment_name: str, qwen: Any) -> None:
+    """By somebody who knows nothing of states: they go when that tenant asks again."""
+    with small_caches(segment_name, qwen) as caches:
+        assert caches.states is not None
+        with lct.Connector(caches.kv, qwen, states=caches.states) as connector:
+            ask(connector, qwen, prompt(70), steps=1)
+            ask(connector, qwen, prompt(70, 1), steps=1)
+            caches.kv.clear()
+            assert caches.states.stats().ready == 2
+            assert ask(connector, qwen, prompt(70), steps=1)[0] == 0
+            assert saved(connector, prompt(70)) == [64]
+            assert saved(connector, prompt(70, 1)) == []
+            assert caches.states.stats().ready == 1
