@@ -28,6 +28,7 @@ from lightcache.tools.progress import bar
 @click.option("--page-bytes", required=True, help='Size of a page in bytes, or as "8MiB".')
 @click.option("--fingerprint", required=True, help="Model, KV dtype and geometry, in any form.")
 @click.option("--page-tokens", type=int, help="Tokens of a page.")
+@click.option("--flat", is_flag=True, help="For states: any page may go while others stay.")
 @click.option("--algorithm", default="xxh3_128", show_default=True, help="Of the keys.")
 @click.option(
     "--lifetime",

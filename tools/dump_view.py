@@ -62,11 +62,13 @@ def _page(info: Facts) -> str | None:
     size, tokens = info["page_bytes"], info["page_tokens"]
     if not isinstance(size, int):
         return None
-    return format_size(size) + (f", {tokens} tokens" if isinstance(tokens, int) else "")
+    if not isinstance(tokens, int):
+        return format_size(size)
+    return f"{format_size(size)}, {tokens} {'token' if tokens == 1 else 'tokens'}"
 
 
 def _sizes(info: Facts) -> list[tuple[str, object]]:
-    flat = ", flat" if info["flat"] else ""
+    flat = ", flat: the page unused for longest goes first" if info["flat"] else ""
     pairs: list[tuple[str, object]] = [("index", format_size(info["index_bytes"]) + flat)]
     pool = info["pool_bytes"]
     if pool:

@@ -170,6 +170,8 @@ def test_the_summary() -> None:
         ({"recovered": []}, "killed         nobody", "doomed"),
         ({"successors": []}, "after the signal", "successor"),
         ({"check": None}, "equal ", "check "),
+        ({"checked": 1}, "clean: 64 pages", "caches"),
+        ({"checked": 2}, "clean: 2 caches, the last of 64 pages: every invariant", "broken"),
         ({"check": replace(CLEAN, clean=False, message="[red]")}, "broken: [red]", "clean"),
         ({"verified": []}, "equal          not compared", "fresh process"),
         ({"verified": [Verified(1, False, 0.5), Verified(2, True, 0.1)]}, "1 of 2", "2 of 2"),

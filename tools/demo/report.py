@@ -124,6 +124,7 @@ class Report:
         self.show.status("checking the cache: every invariant, derived again")
         for cache in self.caches.values():
             self.outcome.check = cache.check()
+            self.outcome.checked += 1
             if not self.outcome.check.clean:
                 break
         chosen = sample(self.outcome.turns, _SAMPLE)

@@ -34,6 +34,9 @@ class Outcome:
     """From the start of the first successor until it was ready."""
     lookup_us: float = 0.0
     check: CheckReport | None = None
+    """Of the last cache that was checked: the first that is broken, or the last of all."""
+    checked: int = 0
+    """How many were: a hybrid model has two, and private pools are many."""
     verified: list[Verified] = field(default_factory=list)
     wanted_verified: int = 0
     left: list[str] = field(default_factory=list)
@@ -178,8 +181,10 @@ class Outcome:
 
     def _verdict(self) -> Text:
         assert self.check is not None
-        style = "green" if self.check.clean else "red"
-        return Text(("clean: " if self.check.clean else "broken: ") + self.check.message, style)
+        if not self.check.clean:
+            return Text("broken: " + self.check.message, "red")
+        several = f"{self.checked} caches, the last of " if self.checked > 1 else ""
+        return Text(f"clean: {several}{self.check.message}", "green")
 
     def _equal(self) -> str:
         worst = self.difference()
