@@ -155,6 +155,13 @@ class HybridPrefixCache(PrefixCache):
             self._begin()
         return super().get_conv_state(layer_idx, *arguments, **more)
 
+    def has_previous_state(self, layer_idx: int | None = None, *more: Any, **named: Any) -> bool:
+        """See `DynamicCache.has_previous_state`. In transformers 5.17 models ask this, and then read
+        the layer itself."""
+        if layer_idx == self._first:
+            self._begin()
+        return bool(super().has_previous_state(layer_idx, *more, **named))
+
     def update_conv_state(
         self, conv_states: Any, layer_idx: int, *arguments: Any, **more: Any
     ) -> Any:
@@ -166,7 +173,7 @@ class HybridPrefixCache(PrefixCache):
         """
         one_row(int(conv_states.shape[0]))
         several = int(conv_states.shape[-1]) > 1
-        if several and not self._pages.continues and self.has_previous_state(layer_idx):
+        if several and not self._pages.continues and super().has_previous_state(layer_idx):
             raise ConfigError(
                 f"past_key_values: expected one token at a time behind a state, found "
                 f"{int(conv_states.shape[-1])}: this release of transformers ignores the state of "
@@ -180,7 +187,7 @@ class HybridPrefixCache(PrefixCache):
         Raises:
             ConfigError: there are keys and values, but no state that belongs to them.
         """
-        if self.held and not self.has_previous_state(self._states[0]):
+        if self.held and not super().has_previous_state(self._states[0]):
             raise ConfigError(
                 f"past_key_values: expected the state behind the {self.held} tokens whose keys and "
                 "values are held, found none; use `prefix`, which restores both"

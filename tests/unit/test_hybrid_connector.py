@@ -23,8 +23,10 @@ from support.hybrid_connecting import (  # noqa: E402
 from support.hybrid_models import KINDS, hybrid  # noqa: E402
 from support.scripts import with_support  # noqa: E402
 from support.tiny_models import answer, assert_same, model, prompt  # noqa: E402
+from transformers import DynamicCache  # noqa: E402
 
 from lightcache.connectors import transformers as lct  # noqa: E402
+from lightcache.connectors.hybrid_cache import HybridPrefixCache  # noqa: E402
 
 # ---- hits of prefills
 
@@ -128,6 +130,21 @@ def test_decode_hits(connector: lct.Connector, qwen: Any) -> None:
     _, first = ask(connector, qwen, prompt(40), steps=80)
     assert saved(connector, first) == [32, 64, 96], "119 computed"
     assert ask(connector, qwen, together(first, prompt(7, 1)))[0] == 96
+
+
+def test_decode_hits_where_models_read_layers_themselves(
+    connector: lct.Connector, qwen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in transformers 5.17, which asks only whether there is a state."""
+
+    def read(past: Any, layer_idx: int, **_: Any) -> Any:
+        there = past.has_previous_state(layer_idx)
+        return past.layers[layer_idx].conv_states[0] if there else None
+
+    monkeypatch.delattr(HybridPrefixCache, "get_conv_state")
+    monkeypatch.setattr(DynamicCache, "get_conv_state", read)
+    _, first = ask(connector, qwen, prompt(40), steps=80)
+    assert saved(connector, first) == [32, 64, 96], "119 computed"
 
 
 def test_a_decode_hit_at_what_is_kept(connector: lct.Connector, qwen: Any) -> None:
