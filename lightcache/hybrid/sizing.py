@@ -29,7 +29,7 @@ from lightcache.errors import ConfigError
 from lightcache.hybrid.grids import Grid
 from lightcache.hybrid.workloads import Reuse, Workload, paths_of, reuse_of
 
-Load = Workload | Sequence[npt.NDArray[Any]]
+Load = Workload | Sequence[npt.NDArray[Any]] | Reuse
 
 _MOST = 1 << 62
 _ESTIMATED = 1000  # splits; each is one look at all checkpoints that requests found
@@ -71,11 +71,12 @@ def best_split(
         budget: bytes of a tier, for both.
         state_bytes: of a state; see `lightcache.hybrid.parts`.
         page_bytes, page_tokens: of a page of KV.
-        load: a workload, or a trace: for each prompt its page keys, in the order of arrival.
+        load: a workload; or a trace: for each prompt its page keys, in the order of arrival; or
+            what `reuse_of` found in one, which is most of the time, for many budgets.
         grid: at which states are saved; by default that of pages of this size.
 
     Raises:
-        ConfigError: figures out of range, or a grid that pages do not fit.
+        ConfigError: figures out of range, a grid that pages do not fit, or not that of `load`.
     """
     sizes = _Sizes(state_bytes, page_bytes, page_tokens)
     count(budget, "budget", 1, _MOST)
@@ -136,6 +137,13 @@ class _Sizes:
             raise ConfigError(
                 f"grid: expected a multiple of pages of {self.tokens} tokens, found {grid.grid}"
             )
+        if isinstance(load, Reuse):
+            if load.grid * self.tokens != grid.grid:
+                raise ConfigError(
+                    f"load: expected one for a grid of {grid.grid} tokens, found "
+                    f"{load.grid * self.tokens}"
+                )
+            return load
         paths = load.trace(self.tokens) if isinstance(load, Workload) else paths_of(load)
         return reuse_of(paths, grid.grid // self.tokens)
 

@@ -14,7 +14,7 @@ from lightcache.errors import ConfigError
 from lightcache.hybrid.grids import Grid
 from lightcache.hybrid.parts import StatePart, gated_delta_parts, state_bytes
 from lightcache.hybrid.sizing import best_split, check_split
-from lightcache.hybrid.workloads import Workload
+from lightcache.hybrid.workloads import Workload, paths_of, reuse_of
 
 PAGE = 4  # tokens
 GRID = Grid(PAGE, PAGE, chunk=1)
@@ -175,6 +175,17 @@ def test_a_trace_of_keys() -> None:
     assert best_split(100, load=numbers, **sizes) == found
     assert best_split(100, load=[], **sizes).hit_tokens == 0
     assert best_split(100, load=[np.empty(0, np.int64), np.arange(3)], **sizes).hit_tokens == 0
+
+
+def test_a_trace_that_was_looked_at_once() -> None:
+    load, grid, state, budget = WORKLOADS["coarse"]
+    sizes: dict[str, Any] = {"state_bytes": state, "page_bytes": 1, "page_tokens": PAGE}
+    sizes |= {"grid": grid}
+    reuse = reuse_of(paths_of(load.trace(PAGE)), grid.grid // PAGE)
+    for bytes_ in (budget, 2 * budget):
+        assert best_split(bytes_, load=reuse, **sizes) == best_split(bytes_, load=load, **sizes)
+    with pytest.raises(ConfigError, match="load: expected one for a grid of 4 tokens, found 8"):
+        best_split(budget, load=reuse, **{**sizes, "grid": GRID})
 
 
 def test_a_workload_is_what_it_says() -> None:
