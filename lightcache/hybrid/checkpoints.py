@@ -58,7 +58,7 @@ class Checkpoints:
         copier: StateCopier | None = None,
         *,
         write: WritePolicy = WritePolicy.THROUGH,
-        most: int | None = None,
+        most: int | None = 2,
         low_water: int = 0,
         storage: StorageTier | None = None,
         time_limit: float = 0.25,
@@ -74,7 +74,9 @@ class Checkpoints:
             copier: who copies from slot to slot.
             write: THROUGH: a checkpoint goes to the host at once; BACK: when the device needs its
                 room. Without a device always at once.
-            most: checkpoints on one path of either tier; None: no bound.
+            most: checkpoints on one path of either tier; with more the shallowest go, but no forks.
+                A conversation goes on from its last one, and others make more of the room of those
+                before it (docs/benchmarks.md). None: no bound.
             low_water: BACK: slots that are kept free by writing back ahead of need.
             storage: a `StorageTier` of the host cache; None: none.
             time_limit: seconds that a call may wait for a lock.

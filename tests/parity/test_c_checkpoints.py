@@ -52,7 +52,7 @@ def test_c1_a_checkpoint_has_the_key_of_kv_and_outlives_it(worlds: Any) -> None:
 
 
 def test_c2_the_longest_within_kv_and_a_limit(worlds: Any) -> None:
-    world = worlds()
+    world = worlds(states={"most": None})
     prompt = Prompt(tokens(42))
     world.save(prompt, 8, 16, 32, 40)
     world.compute(Prompt(prompt.tokens[:30]))

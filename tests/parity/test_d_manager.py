@@ -244,7 +244,7 @@ def test_d7_two_orders_of_eviction(worlds: Any) -> None:
 
 
 def test_d7_only_the_one_that_was_used_is_refreshed(worlds: Any) -> None:
-    world = worlds(slots=8, state_pages=None)
+    world = worlds(slots=8, state_pages=None, states={"most": None})
     prompt = Prompt(tokens(42))
     world.compute(prompt)
     world.save(prompt, 8, 16, 24, 32)

@@ -90,7 +90,7 @@ def test_more_slots_than_there_are(worlds: Any) -> None:
 
 
 def test_the_one_unused_for_longest_goes_first(worlds: Any) -> None:
-    world = worlds(slots=3, state_pages=None)
+    world = worlds(slots=3, state_pages=None, states={"most": None})
     prompt = Prompt(tokens(41))
     world.compute(prompt)
     world.save(prompt, 8, 16, 24)
@@ -102,8 +102,9 @@ def test_the_one_unused_for_longest_goes_first(worlds: Any) -> None:
     world.checkpoints.free(np.concatenate(held))
 
 
-def test_at_most_so_many_on_a_path(worlds: Any) -> None:
-    world = worlds(states={"most": 2})
+@pytest.mark.parametrize("states", [{}, {"most": 2}], ids=["by default", "as told"])
+def test_at_most_so_many_on_a_path(worlds: Any, states: dict[str, Any]) -> None:
+    world = worlds(states=states)
     prompt, other = Prompt(tokens(41)), Prompt(tokens(41, 1))
     world.save(other, 8)
     world.save(prompt, 8, 16)
@@ -135,7 +136,7 @@ def test_the_bound_spares_forks(worlds: Any) -> None:
 
 def test_a_new_one_hangs_on_the_deepest_before_it(worlds: Any) -> None:
     """Which counts as used by that, and no other one does."""
-    world = worlds(slots=4, state_pages=None)
+    world = worlds(slots=4, state_pages=None, states={"most": None})
     prompt = Prompt(tokens(41))
     world.save(prompt, 8, 16, 12)
     path = world.path(prompt)

@@ -184,7 +184,7 @@ def test_without_slots_to_save_in(worlds: Any) -> None:
 
 
 def test_a_prefill_state_becomes_a_checkpoint_at_once(worlds: Any) -> None:
-    world = worlds()
+    world = worlds(states={"most": None})
     prompt = Prompt(tokens(42))
     world.begin("a", prompt)
     world.step("a", 16)
