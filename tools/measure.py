@@ -12,7 +12,7 @@ from lightcache.tools import bench as frame
 from lightcache.tools.output import Command, cell, console, emit, fail, json_option, table
 
 TAKES = {
-    "trace": ("policy", "manager"),
+    "trace": ("policy", "manager", "hybrid"),
     "only": ("transfer", "serve"),
     **dict.fromkeys(
         ("model", "device", "workers", "prefix_tokens", "requests", "pool", "size"), ("serve",)
@@ -27,7 +27,7 @@ TAKES = {
 @click.option(
     "--trace",
     type=click.Path(exists=True, dir_okay=False),
-    help="A request trace, for `policy` and `manager`.",
+    help="A request trace, for `policy`, `manager` and `hybrid`.",
 )
 @click.option("--only", help="Parts to run, such as 2,3, for `transfer` and `serve`.")
 @click.option("--model", help="For `serve`: small, medium, 8b, or a folder with a checkpoint.")
@@ -52,7 +52,8 @@ def bench(name: str | None, quick: bool, as_json: bool, **given: Any) -> None:
     for option in options:
         if name not in TAKES[option]:
             flag = "--" + option.replace("_", "-")
-            takers = " and ".join(f"`{each}`" for each in TAKES[option])
+            *others, last = (f"`{each}`" for each in TAKES[option])
+            takers = " and ".join([", ".join(others), last] if others else [last])
             do = "do" if len(TAKES[option]) > 1 else "does"
             raise ConfigError(f"bench {name}: takes no {flag}; {takers} {do}")
     for row in frame.load(name).rows(quick, **options):

@@ -262,7 +262,7 @@ def test_command_refuses(monkeypatch: pytest.MonkeyPatch, no_device: None) -> No
         (["transfer"], "expected a device that torch can use"),
         (["transfer", "--only", "12"], "expected parts such as 2,3"),
         (["index", "--only", "2"], "takes no --only; `transfer` and `serve` do"),
-        (["index", "--trace", __file__], "takes no --trace; `policy` and `manager` do"),
+        (["index", "--trace", __file__], "takes no --trace; `policy`, `manager` and `hybrid` do"),
     ):
         result = CliRunner().invoke(cli.group, ["bench", *arguments])
         assert result.exit_code == 2

@@ -25,8 +25,8 @@ WITHIN = 0.01
 def replay(requests: list[list[int]], pages: int) -> Iterator[Row]:
     """One capacity of the host. Every request runs alone: planned, taken, computed, released."""
     device = min(DEVICE, pages // 2)
-    prompts = [Prompt(_tokens(blocks[: device - 1])) for blocks in requests]
-    total = sum(len(prompt) // _SCALE for prompt in prompts)
+    prompts = [Prompt(tokens_of(blocks[: device - 1])) for blocks in requests]
+    total = sum(len(prompt) // SCALE for prompt in prompts)
     begin = time.perf_counter()
     ours = _ours(prompts, pages, device)
     seconds = time.perf_counter() - begin
@@ -49,11 +49,11 @@ def replay(requests: list[list[int]], pages: int) -> Iterator[Row]:
         )
 
 
-_SCALE = 2
+SCALE = 2
 """Tokens that stand for a block here: hashing all 512 would be most of the time."""
 
 
-def _tokens(blocks: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def tokens_of(blocks: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """A block's id in two tokens, and one more, which is left to compute."""
     ids = np.asarray(blocks, np.int64)
     return np.append(np.stack([ids >> 16, ids & 0xFFFF], axis=1).reshape(-1), 0)
@@ -67,14 +67,14 @@ def _ours(prompts: list[Prompt], pages: int, device: int) -> dict[str, int]:
                 name,
                 pages=pages,
                 page_bytes=64,
-                page_tokens=_SCALE,
+                page_tokens=SCALE,
                 fingerprint="bench",
                 secret=b"a secret of benchmarks",
                 role="bench",
             )
         )
         cache.pool.prefault()
-        tier = OwnedDevice(f"{name}.device", block_tokens=_SCALE, blocks=device + 1)
+        tier = OwnedDevice(f"{name}.device", block_tokens=SCALE, blocks=device + 1)
         stack.callback(tier.close)
         config = ManagerConfig(min_load_tokens=0)
         manager = stack.enter_context(KVCacheManager(cache, tier, NullMover(), config=config))
@@ -86,7 +86,7 @@ def _ours(prompts: list[Prompt], pages: int, device: int) -> dict[str, int]:
             manager.commit(number, len(prompt))
             manager.release(number)
         found = manager.stats()
-        on_device, host = found.device_tokens // _SCALE, found.host_tokens // _SCALE
+        on_device, host = found.device_tokens // SCALE, found.host_tokens // SCALE
         return {"device": on_device, "host": host, "both": on_device + host}
 
 
