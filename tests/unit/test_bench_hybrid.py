@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lightcache.hybrid import Grid
-from lightcache.tools.bench import hybrid
+from lightcache.tools.bench import Row, _hybrid_plans, hybrid
 from lightcache.tools.bench._hybrid_ours import Room, hit_tokens
 from lightcache.tools.bench._hybrid_plain import EndsOnly, Pages, TiedToNodes, bound, pages_of
 from lightcache.tools.bench._hybrid_traffic import Traffic, Visit
@@ -192,10 +192,13 @@ def test_figures_of_the_model() -> None:
     assert hybrid.KV == 24_576
 
 
-def test_quick_rows(tmp_path: Path) -> None:
+def test_quick_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Row("first plan")
+    monkeypatch.setattr(_hybrid_plans, "rows", lambda quick: [plan])  # it has a test of its own
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"hash_ids": [0, 1, 2]}\n{"hash_ids": [0, 1, 3]}\n' * 3)
-    rows = list(hybrid.rows(True, trace))
+    first, *rows = hybrid.rows(True, trace)
+    assert first is plan
     names = [row.name for row in rows]
     assert names[0] == "conversations: hit tokens, possible"
     assert "conversations: hit tokens, device of 1 GiB, host of 2" in names

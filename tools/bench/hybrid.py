@@ -26,6 +26,8 @@ keeps a copy on the host of all that is on the device.
 
 `possible` is the share with room for all, and a state wherever the grid has a position. It is no
 bound of theirs to the last token: their states stand behind any page.
+
+Before these comes what it costs to plan one long prompt (`_hybrid_plans`).
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from typing import Any
 import numpy as np
 
 from lightcache.hybrid import Grid, best_split, gated_delta_parts, paths_of, reuse_of, state_bytes
-from lightcache.tools.bench import Row, meets
+from lightcache.tools.bench import Row, _hybrid_plans, meets
 from lightcache.tools.bench._hybrid_ours import Room, hit_tokens
 from lightcache.tools.bench._hybrid_plain import EndsOnly, TiedToNodes, bound, pages_of
 from lightcache.tools.bench._hybrid_traffic import Traffic, Visit
@@ -83,6 +85,7 @@ def rows(quick: bool, trace: str | Path | None = None) -> Iterator[Row]:
         quick: few requests, and smaller budgets.
         trace: as of `policy`; None: this part is left out.
     """
+    yield from _hybrid_plans.rows(quick)
     yield from _hits(quick)
     if trace is not None:
         yield from _trace(quick, Path(trace))
