@@ -69,8 +69,8 @@ class Donor:
         newest = slots.newest
         if newest is None or newest.position != position or position > len(one.prompt):
             return False  # rejected; or of decoding, of which the last is donated at the end
-        if self._path(one, position) is None:
-            return False
+        if not one.sound() or self._path(one, position) is None:
+            return False  # perhaps it will be, when the request ends
         if self._owner.checkpoints.slots is None:
             return self._lend(one, slots, newest)
         try:
@@ -149,7 +149,7 @@ class Donor:
     def _last(self, one: HybridRequest, kept: int | None, at: int | None) -> Saved | None:
         """The saved state that is donated."""
         running, slots = self._owner.inner.running(one.id), one.slots
-        if slots is None or running is None or one.states is None or one.lost:
+        if slots is None or running is None or one.states is None or not one.sound():
             return None
         most = running.publishable()
         if kept is not None:

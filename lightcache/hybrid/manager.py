@@ -215,7 +215,8 @@ class HybridManager(HybridUpkeep):
         states = None
         if one.space is not None and one.wishes.write and "device" in one.wishes.tiers:
             states = self.states_of(one.space)
-        made = HybridRequest(request, one.prompt, one.wishes, match, states, found)
+        made = HybridRequest(request, one.prompt, one.wishes, match, states, found, one)
+        one.sound = made.sound
         made.counted = Counts(
             requests=1, usable_tokens=match.usable, unusable_tokens=match.unusable
         )
@@ -315,7 +316,8 @@ class HybridManager(HybridUpkeep):
         self.take(one.id)
 
     def commit(self, request: Hashable, total: int, **how: Any) -> Mapping[int, int]:
-        """See `KVCacheManager.commit`."""
+        """See `KVCacheManager.commit`. Until its loads are over and went well nothing that it has
+        computed is found by others; a later call, or its end, makes up for that."""
         return self.manager.commit(request, total, **how)
 
     # ---- saving
@@ -358,8 +360,10 @@ class HybridManager(HybridUpkeep):
 
     def saved(self, request: Hashable, position: int) -> bool:
         """The results of the pass that saved this have arrived: its write is over. A state of the
-        prompt becomes a checkpoint at once, if another slot can be had in exchange; one of what was
-        generated when the request ends. Returns whether it is one now.
+        prompt becomes a checkpoint at once, if another slot can be had in exchange and what the
+        request began with has come: while a load goes on it waits for the end, and if one failed
+        it never is one. One of what was generated becomes one when the request ends. Returns
+        whether it is one now.
 
         Raises:
             ConfigError: not the oldest that is being saved.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+from lightcache.errors import TransferFailed
 from lightcache.hybrid.matches import HybridMatch
 from lightcache.hybrid.slots import RequestSlots
 from lightcache.hybrid.spaces import StateSpace, Tier
@@ -13,6 +15,7 @@ from lightcache.hybrid.traffic import Copied
 from lightcache.leases import Lease
 from lightcache.manager.matches import Wishes
 from lightcache.manager.prompts import Prompt
+from lightcache.manager.requests import Request
 from lightcache.manager.traffic import Movement, State
 
 Taken = tuple[Tier, Lease]
@@ -31,6 +34,8 @@ class HybridRequest:
     """None: no checkpoint is made of it."""
     found: Taken | None
     """Until it is restored."""
+    running: Request
+    """Its KV."""
     slots: RequestSlots | None = None
     """From then on."""
     loading: Movement | None = None
@@ -57,11 +62,27 @@ class HybridRequest:
         """Whether its state did not come from the host."""
         return self.loading is not None and self.loading.state in (State.FAILED, State.CANCELLED)
 
+    def sound(self) -> bool:
+        """Whether all that it begins with has come: both loads are over, and went well. Until then
+        nothing that was computed behind them is anybody's to find. Looks, and does not block."""
+        if self.running.match.load > 0 and self.running.loading is None:
+            return False  # not fetched yet, or the manager had disabled itself
+        return all(
+            _went_well(load) for load in (self.loading, self.running.loading) if load is not None
+        )
+
     def let_go(self) -> None:
         """Of a checkpoint that was not restored."""
         found, self.found = self.found, None
         if found is not None:
             found[1].release()
+
+
+def _went_well(load: Movement) -> bool:
+    if not load.over:
+        with contextlib.suppress(TransferFailed):
+            load.done()
+    return load.state is State.DONE
 
 
 __all__ = ["HybridRequest", "Taken"]

@@ -411,7 +411,7 @@ class KVCacheManager(Upkeep):
 
     def _publish_rest(self, ended: list[Request]) -> None:
         look = Look(self._weights)
-        late = [one for one in ended if one.loading is not None]
+        late = [one for one in ended if one.loading is not None or one.sound is not None]
         if late:  # perhaps it was going on at the last commit
             self._traffic.poll()
             name_blocks(self, late, look)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -160,6 +160,9 @@ class Request:
     """What it adds to the manager's figures."""
     stored: bool = True
     """Whether it goes to storage when it ends: not if it was aborted."""
+    sound: Callable[[], bool] | None = None
+    """Whether what was computed may be believed. None: it may; who computes nothing of what did not
+    come needs not ask."""
     on_device: bool = field(init=False)
     """Whether its blocks get names."""
 
@@ -211,7 +214,7 @@ class Request:
         if self.space is None:
             return 0
         total = self.total if self.wishes.output else min(self.total, len(self.prompt))
-        if self.is_loading:
+        if self.is_loading or (self.sound is not None and not self.sound()):
             return min(total, self.match.device)
         return total
 

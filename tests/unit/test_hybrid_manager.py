@@ -280,6 +280,75 @@ def test_a_state_that_did_not_come_is_not_donated(worlds: Any) -> None:
     world.nothing_left()
 
 
+def halfway(world: Any, load: str) -> Prompt:
+    """Begin "a": 40 of its 62 tokens are found, of `load` on the host alone, and that load goes
+    on."""
+    first = Prompt(tokens(42))
+    world.run("first", first)
+    if load == "state":
+        world.slots.evict(16)
+    else:
+        world.world.index.evict(64)
+    mover_of(world, load).at_once = False
+    longer = Prompt([*first.tokens, *tokens(20, 1)])
+    assert world.begin("a", longer, wait=False).usable == 40
+    return longer
+
+
+def mover_of(world: Any, load: str) -> Any:
+    return world.mover if load == "state" else world.world.mover
+
+
+@pytest.mark.parametrize("load", ["state", "kv"])
+@pytest.mark.parametrize("well", [True, False], ids=["well", "failed"])
+def test_what_is_computed_behind_a_load_is_nobodys_until_it_went_well(
+    worlds: Any, load: str, well: bool
+) -> None:
+    world = worlds()
+    longer = halfway(world, load)
+    table, stamps = world.hybrid.allocate("a", 62), stamps_of(longer.tokens)
+    world.world.store.write(table, 40, stamps[40:])
+    slot = world.hybrid.saving("a", 60)
+    world.store.slots[slot] = stamps[59] if well else 13  # computed from whatever was there
+    world.hybrid.commit("a", 62)
+    assert not world.hybrid.saved("a", 60)
+    assert world.there(longer) == {"device": [40] * (load == "kv"), "host": [40]}
+    mover_of(world, load).fail_next = 0 if well else 1
+    before = world.manager.peek_many([longer])[0]
+    assert (before.found, before.device) == (40, 40 if load == "state" else 0)
+    world.settle()
+    assert world.hybrid.release("a") == (60 if well else 0)
+    world.settle()
+    found = world.manager.peek_many([longer])[0]
+    assert found.device == (60 if well else before.device)
+    assert found.found == (60 if well else 40)
+    assert world.run("b", longer).usable == (60 if well else 40)  # whose state is right
+    world.nothing_left()
+
+
+@pytest.mark.parametrize("load", ["state", "kv"])
+def test_behind_a_failed_load_nothing_is_published_until_the_restart(
+    worlds: Any, load: str
+) -> None:
+    world = worlds()
+    longer = halfway(world, load)
+    mover_of(world, load).fail_next = 1
+    world.settle()
+    slot = world.hybrid.saving("a", 60)
+    world.store.slots[slot] = 13
+    world.hybrid.commit("a", 62)
+    assert not world.hybrid.saved("a", 60)
+    assert world.hybrid.restart("a").usable == 0
+    world.hybrid.allocate("a", 62)
+    world.begun("a", longer, 0)
+    world.step("a", 62)
+    assert world.there(longer)["device"][-1] == 60
+    world.end("a")
+    world.slots.evict(16)
+    assert world.run("b", longer).usable == 60
+    world.nothing_left()
+
+
 def test_restart_needs_an_end_of_the_load(worlds: Any) -> None:
     world = worlds()
     prompt = Prompt(tokens(42))
