@@ -38,7 +38,10 @@ class Donor:
                 f"saving {one.id!r}: expected a position that is a multiple of "
                 f"{self._owner.step}, found {position}; ask `save_plan`"
             )
-        return None if one.states is None else slots.begin_save(position)
+        if one.states is None:
+            return None
+        self._exchange(one, slots)  # what found no slot in exchange, or waited for a load
+        return slots.begin_save(position)
 
     def save(self, running: list[HybridRequest], positions: list[int], stream: Any) -> list[bool]:
         """See `HybridManager.save`."""
@@ -69,22 +72,37 @@ class Donor:
         newest = slots.newest
         if newest is None or newest.position != position or position > len(one.prompt):
             return False  # rejected; or of decoding, of which the last is donated at the end
-        if not one.sound() or self._path(one, position) is None:
-            return False  # perhaps it will be, when the request ends
         if self._owner.checkpoints.slots is None:
             return self._lend(one, slots, newest)
-        try:
-            (replacement,) = self._owner.checkpoints.acquire(1).tolist()
-        except LightcacheError:
-            return False
-        given = slots.exchange(replacement)
-        assert given is not None
-        return self._give(one, given)
+        return position in self._exchange(one, slots)
+
+    def _exchange(self, one: HybridRequest, slots: RequestSlots) -> list[int]:
+        """Saved states of the prompt become checkpoints, if another slot can be had for each; that
+        to keep first. Returns the positions of those that did."""
+        checkpoints = self._owner.checkpoints
+        waiting = [state for state in slots.confirmed if state.position <= len(one.prompt)]
+        if checkpoints.slots is None or not waiting or not one.sound():
+            return []
+        made = []
+        for state in sorted(waiting, key=lambda each: each.position != slots.keep):
+            if self._path(one, state.position) is None:
+                continue
+            try:
+                (replacement,) = checkpoints.acquire(1).tolist()
+            except LightcacheError:
+                break
+            given = slots.exchange(replacement, state.position)
+            assert given is not None
+            if self._give(one, given):
+                made.append(given.position)
+        return made
 
     def _lend(self, one: HybridRequest, slots: RequestSlots, newest: Saved) -> bool:
         """Without device slots for checkpoints: the host gets a copy, the slot stays."""
-        if not self._give(one, newest):
+        if not one.sound() or not self._give(one, newest):
             return False
+        if newest.position == slots.keep:
+            slots.keep = None
         slots.begin_read(newest.slot)
         self._lent.append((one.movements[-1], slots, newest.slot))
         self._look_at_lent()
@@ -129,12 +147,12 @@ class Donor:
     def end(
         self, one: HybridRequest, kept: int | None, at: int | None, publish: bool, stream: Any
     ) -> int:
-        """See `HybridManager.release`. Returns the position of the state that was donated."""
+        """See `HybridManager.release`. Returns the position of the deepest state donated."""
         one.let_go()
         if one.loading is not None and one.loading.state is State.QUEUED:
             one.loading.cancel()
-        given = self._last(one, kept, at) if publish else None
-        position = given.position if given is not None and self._give(one, given) else 0
+        given = self._last(one, kept, at) if publish else []
+        position = max([state.position for state in given if self._give(one, state)], default=0)
         if one.slots is not None:
             rest = one.slots.rest(idle=at is not None)
             one.leaving = [*rest.free, *rest.busy]
@@ -146,17 +164,18 @@ class Donor:
         self._tails.note(one)
         return position
 
-    def _last(self, one: HybridRequest, kept: int | None, at: int | None) -> Saved | None:
-        """The saved state that is donated."""
+    def _last(self, one: HybridRequest, kept: int | None, at: int | None) -> list[Saved]:
+        """The saved states that are donated: the newest, and before it the one to keep."""
         running, slots = self._owner.inner.running(one.id), one.slots
         if slots is None or running is None or one.states is None or not one.sound():
-            return None
+            return []
         most = running.publishable()
         if kept is not None:
             most = min(most, kept)
         # At the checkpoint itself nothing was computed, and the copy may still be on its way.
         fits = at is not None and at % self._owner.step == 0 and at > one.match.checkpoint
-        return slots.donate(most, working_at=at if fits else None)
+        newest = slots.donate(most, working_at=at if fits else None)
+        return [state for state in (slots.donate_kept(most), newest) if state is not None]
 
     def poll(self) -> None:
         """Give back what no copy touches."""

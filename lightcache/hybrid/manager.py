@@ -303,6 +303,7 @@ class HybridManager(HybridUpkeep):
             made = self._request(request)
             made.slots, made.copies, made.movements = slots, one.copies, one.movements
             slots.reject(0)
+            slots.keep = made.match.branching
             zero([made], np.array([slots.working], np.int32), self, stream)
             return made.match
 
@@ -389,8 +390,9 @@ class HybridManager(HybridUpkeep):
         publish: bool = True,
         stream: Any = None,
     ) -> int:
-        """End a request, or preempt it: the newest saved state becomes a checkpoint, and its slots
-        go back when nothing touches them. Harmless if there is no such request.
+        """End a request, or preempt it: the newest saved state becomes a checkpoint, and that of
+        the branching point if it is none yet; its slots go back when nothing touches them. Harmless
+        if there is no such request.
 
         Args:
             at: tokens behind which the working slot's state stands, when no step of it is in
@@ -400,7 +402,7 @@ class HybridManager(HybridUpkeep):
             stream: on which its last step was launched; None: the current one.
 
         Returns:
-            Position of the state that was donated now; 0: none was.
+            Position of the deepest state that was donated now; 0: none was.
         """
         with self._lock:
             self._planner.cancel(request)

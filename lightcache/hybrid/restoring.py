@@ -100,9 +100,10 @@ def restore(
     for one in running:
         if one.slots is not None:
             raise ConfigError(f"restore: the request {one.id!r} has its slots already")
+    ahead, given = owner.config.ahead, _acquired(owner, len(running)) if slots is None else slots
     made = [
-        RequestSlots(numbers[0], numbers[1:], ahead=owner.config.ahead)
-        for numbers in (_acquired(owner, len(running)) if slots is None else slots)
+        RequestSlots(numbers[0], numbers[1:], ahead=ahead, keep=one.match.branching)
+        for one, numbers in zip(running, given, strict=True)
     ]
     for one, each in zip(running, made, strict=True):
         one.slots = each

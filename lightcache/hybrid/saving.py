@@ -80,8 +80,8 @@ class SavePlan:
     position: int | None
     """Of the state to be saved; None: nothing is saved."""
     needed: bool = False
-    """It is the branching point or the prompt's last. The others are welcome, no more: a request
-    that gets no slots in exchange for them should keep its own for these."""
+    """It is the branching point or the prompt's last. The others are welcome, no more. Of these two
+    the branching point stays where a request gets no slot in exchange: `RequestSlots.keep`."""
 
     @property
     def offset(self) -> int | None:

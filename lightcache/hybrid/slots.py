@@ -62,7 +62,14 @@ class RequestSlots:
         rest = slots.rest()                   # and give these back
     """
 
-    def __init__(self, working: int, alternating: Sequence[int] = (), *, ahead: bool) -> None:
+    def __init__(
+        self,
+        working: int,
+        alternating: Sequence[int] = (),
+        *,
+        ahead: bool,
+        keep: int | None = None,
+    ) -> None:
         """Slots that the caller has allocated.
 
         Args:
@@ -70,6 +77,8 @@ class RequestSlots:
             alternating: as many as `needed(ahead)` says, or none, and nothing is saved beside.
             ahead: whether the scheduler launches a step before it has seen the results of the
                 one before.
+            keep: a position whose state nothing overwrites until it is given away: the branching
+                point. Others come by again, and this one only if the prefill is done again.
 
         Raises:
             ConfigError: numbers that are no slots, one of them twice, or not as many as needed.
@@ -82,12 +91,12 @@ class RequestSlots:
                 f"slots: expected {self.needed(ahead)} alternating ones, or none, where the "
                 f"scheduler {'runs' if ahead else 'does not run'} ahead, found {len(every) - 1}"
             )
-        self.working, self.ahead = every[0], ahead
+        self.working, self.ahead, self.keep = every[0], ahead, keep
         self._free = every[1:]
         self._confirmed: list[Saved] = []  # ascending positions
         self._writes: deque[_Write] = deque()  # in the order of their launch
         self._read: set[int] = set()
-        self._given: int | None = None
+        self._given: set[int] = set()
         self._over = self._rested = False
 
     @staticmethod
@@ -101,10 +110,11 @@ class RequestSlots:
     def begin_save(self, position: int) -> int | None:
         """The slot that the step being launched writes the state behind `position` to.
 
-        Never one that is being written or read, and of two never the newest confirmed one. None:
-        there is no other, and the step saves nothing. So it is while two saves in a row are not
-        both confirmed; for a request without alternating slots; and where this position or a later
-        one is saved already, as behind a fall-back that computes tokens again.
+        Never one that is being written or read, nor that of the state to `keep`, and of two others
+        never the newest confirmed one. None: there is no other, and the step saves nothing. So it
+        is while two saves in a row are not both confirmed; for a request without alternating slots,
+        or whose only one is kept; and where this position or a later one is saved already, as
+        behind a fall-back that computes tokens again.
 
         Raises:
             ConfigError: no position, or the request is over.
@@ -123,12 +133,14 @@ class RequestSlots:
             if slot not in self._read:
                 self._free.remove(slot)
                 return slot
-        # Of two confirmed ones the older. The only one when nothing is in flight that might be
-        # the request's last: without running ahead.
-        spare = len(self._confirmed) - (1 if self.ahead else 0)
-        if spare < 1 or self._confirmed[0].slot in self._read:
+        # Of two confirmed ones the older that is not kept. The only one when nothing is in flight
+        # that might be the request's last: without running ahead.
+        spare = [state for state in self._confirmed if state.position != self.keep]
+        enough = len(self._confirmed) > (1 if self.ahead else 0)
+        if not enough or not spare or spare[0].slot in self._read:
             return None
-        return self._confirmed.pop(0).slot
+        self._confirmed.remove(spare[0])
+        return spare[0].slot
 
     def confirm(self, position: int) -> None:
         """The results of the step that saved this have arrived: its write is over. Once for each
@@ -168,6 +180,11 @@ class RequestSlots:
         return self.newest
 
     @property
+    def confirmed(self) -> tuple[Saved, ...]:
+        """The states whose write is confirmed, in the order of their positions."""
+        return tuple(self._confirmed)
+
+    @property
     def newest(self) -> Saved | None:
         """The newest state whose write is confirmed."""
         return self._confirmed[-1] if self._confirmed else None
@@ -190,26 +207,29 @@ class RequestSlots:
 
     # ---- giving away
 
-    def exchange(self, replacement: int | None) -> Saved | None:
-        """Give away the newest confirmed state while the request goes on, to be named.
+    def exchange(self, replacement: int | None, position: int | None = None) -> Saved | None:
+        """Give away a confirmed state while the request goes on, to be named.
 
         Args:
             replacement: a free slot, which takes its place. None: none could be had.
+            position: of the state; None: the newest.
 
         Returns:
-            What to name. None: nothing is confirmed, or there is no replacement. Then the request
-            keeps its own, no checkpoint is made, and a replacement stays the caller's.
+            What to name. None: nothing is confirmed there, or there is no replacement. Then the
+            request keeps its own, no checkpoint is made, and a replacement stays the caller's.
 
         Raises:
             ConfigError: the replacement is one of the request's own, or the request is over.
         """
         self._check_running()
-        if replacement is None or not self._confirmed:
+        wanted = [state for state in self._confirmed if position in (None, state.position)]
+        if replacement is None or not wanted:
             return None
         if count(replacement, "replacement", 0, _MOST) in self._every():
             raise ConfigError(f"replacement: slot {replacement} is the request's own")
         self._free.append(replacement)
-        return self._confirmed.pop()
+        self._confirmed.remove(wanted[-1])
+        return wanted[-1]
 
     def donate(self, kept: int, *, working_at: int | None = None) -> Saved | None:
         """The request ends: the state that becomes a checkpoint. Its slot is no longer one of the
@@ -234,8 +254,19 @@ class RequestSlots:
         if not found:
             return None
         best = max(found, key=lambda state: state.position)
-        self._given = best.slot
+        self._given.add(best.slot)
         return best
+
+    def donate_kept(self, kept: int) -> Saved | None:
+        """Behind `donate`: the state to `keep`, which becomes a checkpoint as well. None: it is not
+        confirmed, beyond the tokens that are kept, or what was donated."""
+        for state in self._confirmed:
+            if state.position != self.keep or state.position > kept:
+                continue
+            if state.slot not in self._given:
+                self._given.add(state.slot)
+                return state
+        return None
 
     def rest(self, *, idle: bool = False) -> Rest:
         """The slots that the request still had, now the caller's. It is over; ask once.
@@ -249,7 +280,7 @@ class RequestSlots:
         if self._rested:
             raise ConfigError("rest: these slots were given back before")
         self._over = self._rested = True
-        every = [slot for slot in self._every() if slot != self._given]
+        every = [slot for slot in self._every() if slot not in self._given]
         written = set() if idle else {self.working, *(write.slot for write in self._writes)}
         busy = written | self._read
         return Rest(

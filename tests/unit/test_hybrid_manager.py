@@ -210,6 +210,64 @@ def test_without_a_slot_in_exchange_it_waits_for_the_end(worlds: Any) -> None:
     world.nothing_left()
 
 
+def branching(world: Any, slots: Any = None) -> Prompt:
+    """Begin "a", a prompt of 62 tokens whose branching point is 20."""
+    stem = tokens(22)
+    world.compute([*stem, *tokens(20, 2)][:22])
+    prompt = Prompt([*stem, *tokens(40, 1)])
+    assert world.begin("a", prompt, slots=slots).branching == 20
+    return prompt
+
+
+def test_a_branching_point_stays_without_a_slot_in_exchange(worlds: Any) -> None:
+    world = worlds(slots=2, every=8)
+    prompt = branching(world)
+    world.every["a"] += tokens(30, 77).tolist()
+    for end in (30, 46, 62, 92):  # nothing takes its place: 28, 44, the prompt's last, decoding
+        world.step("a", end)
+    assert world.there(prompt)["device"] == []
+    assert world.hybrid.release("a", kept=90) == 20
+    assert world.there(prompt)["device"] == [20]
+    third = [*prompt.tokens[:22], *tokens(20, 3)]
+    assert world.run("b", third).usable == 20
+    world.nothing_left()
+
+
+def test_a_branching_point_is_donated_beside_the_newest_state(worlds: Any) -> None:
+    world = worlds(slots=3, config={"ahead": True})
+    prompt = branching(world)
+    for end in (30, 46, 62):
+        world.step("a", end)
+    assert world.hybrid.release("a") == 60
+    assert world.there(prompt)["device"] == [20, 60]
+    world.nothing_left()
+
+
+def test_what_found_no_slot_in_exchange_tries_again(worlds: Any) -> None:
+    world = worlds(slots=4)
+    spare = world.checkpoints.acquire(2)
+    prompt = branching(world)
+    world.step("a", 30)
+    assert world.there(prompt)["device"] == []
+    world.checkpoints.free(spare)
+    world.step("a", 62)
+    assert world.there(prompt)["device"] == [20, 60]
+    world.end("a")
+    world.nothing_left()
+
+
+def test_a_branching_point_that_the_host_has_is_not_kept_on(worlds: Any) -> None:
+    world = worlds(slots=None)
+    prompt = branching(world, slots=[3, 5])
+    world.step("a", 30)
+    world.settle()
+    world.step("a", 62)
+    world.settle()
+    assert world.there(prompt) == {"host": [20, 60]}
+    world.end("a")
+    world.nothing_left()
+
+
 def test_an_abort_leaves_no_checkpoint(worlds: Any) -> None:
     world = worlds(slots=2)
     prompt = Prompt(tokens(42))

@@ -347,6 +347,28 @@ def test_an_exchange_needs_a_slot() -> None:
     assert slots.rest() == Rest((), (WORKING, SECOND, 20))
 
 
+def test_nothing_overwrites_the_state_to_keep() -> None:
+    slots = saved(RequestSlots(WORKING, (FIRST, SECOND), ahead=True, keep=32), 32, 64)
+    assert slots.begin_save(96) == SECOND  # of the two the newer: the other one stays
+    assert slots.begin_save(128) is None
+    slots.confirm(96)
+    assert slots.confirmed == (Saved(FIRST, 32), Saved(SECOND, 96))
+    assert slots.donate(100) == Saved(SECOND, 96)
+    assert slots.donate_kept(31) is None
+    assert slots.donate_kept(100) == Saved(FIRST, 32)
+    assert slots.donate_kept(100) is None
+    assert slots.rest(idle=True) == Rest((WORKING,), ())
+
+    slots = saved(RequestSlots(WORKING, (FIRST,), ahead=False, keep=32), 32)
+    assert slots.begin_save(64) is None
+    assert slots.exchange(SECOND, 64) is None
+    assert slots.exchange(SECOND, 32) == Saved(FIRST, 32)
+    assert slots.begin_save(64) == SECOND
+    slots = saved(RequestSlots(WORKING, (FIRST,), ahead=False, keep=32), 32)
+    assert slots.donate(100) == Saved(FIRST, 32)
+    assert slots.donate_kept(100) is None
+
+
 def test_rejection_voids_what_lies_behind() -> None:
     slots = saved(ahead(), 64, 128)
     assert slots.reject(100) == Saved(FIRST, 64)
