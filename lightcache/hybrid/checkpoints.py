@@ -59,7 +59,7 @@ class Checkpoints:
         *,
         write: WritePolicy = WritePolicy.THROUGH,
         most: int | None = 2,
-        low_water: int = 0,
+        low_water: int | None = None,
         storage: StorageTier | None = None,
         time_limit: float = 0.25,
     ) -> None:
@@ -77,7 +77,8 @@ class Checkpoints:
             most: checkpoints on one path of either tier; with more the shallowest go, but no forks.
                 A conversation goes on from its last one, and others make more of the room of those
                 before it (docs/benchmarks.md). None: no bound.
-            low_water: BACK: slots that are kept free by writing back ahead of need.
+            low_water: slots that are kept free by writing back ahead of need. None: with BACK a
+                fiftieth of them, 1 at least; else none.
             storage: a `StorageTier` of the host cache; None: none.
             time_limit: seconds that a call may wait for a lock.
 
@@ -102,6 +103,8 @@ class Checkpoints:
         both = ((tier, self._index(tier)) for tier in Tier)
         self._tiers = [(tier, index) for tier, index in both if index is not None]
         self.write = write if slots is not None else WritePolicy.THROUGH
+        if low_water is None:
+            low_water = _low_water(slots) if self.write is WritePolicy.BACK else 0
         self.low_water = _arguments.count(low_water, "low_water", 0, 1 << 20)
         self.lock = threading.RLock()
         self.counts = Counts()
@@ -196,7 +199,9 @@ class Checkpoints:
     # ---- slots
 
     def acquire(self, n: int) -> Pages:
-        """n slots for a running request to write, int32; evicts checkpoints if need be.
+        """n slots for a running request to write, int32; evicts checkpoints if need be. With
+        write-back those that eviction would take next are written to the host first, where that
+        takes no time; if it does, others go without, and are counted as `demotions_lost`.
 
         Raises:
             OutOfPages: so many cannot be had; nothing was taken.
@@ -206,7 +211,19 @@ class Checkpoints:
             raise ConfigError("acquire: there are no device slots here; give the engine's own")
         if n > self.slots.pages:
             raise OutOfPages(f"acquire: {n} slots were asked for, there are {self.slots.pages}")
-        return self.slots.allocate(n).detach()
+        with self.lock:
+            if self.write is WritePolicy.BACK and self.host is not None:
+                self._make_room(n, self.slots)
+            found = self.slots.allocate(n).detach()
+            self.traffic.overwritten(found)
+            return found
+
+    def _make_room(self, n: int, slots: PageIndex) -> None:
+        """What is on its way out is pinned: so only where there is as much beside it."""
+        missing = n - slots.stats().free
+        if missing > 0 and slots.can_allocate(n + missing):
+            with contextlib.suppress(LightcacheError):  # then they go without
+                self.traffic.demote(missing)
 
     def free(self, slots: Pages) -> None:
         """Give back slots that were acquired and not donated. No copy may touch them.
@@ -250,11 +267,11 @@ class Checkpoints:
                 return None
             self.counts.add(donated=int(pinned == slot), merged=int(pinned != slot))
             movement = None
+            if host:
+                self.traffic.note(pinned, path, count)
             if host and self.write is WritePolicy.THROUGH and self.host is not None:
                 movement = self.traffic.offload(pinned, path, count, unpin=True)
             else:
-                if host:
-                    self.traffic.note(pinned, path, count)
                 self.slots.unpin(np.array([pinned], np.int32))
             self._bound.enforce(self.slots, path, Tier.DEVICE, count)
             return movement
@@ -296,7 +313,8 @@ class Checkpoints:
 
     def demote(self, n: int) -> int:
         """Begin to write back up to n checkpoints of the device, those unused for longest, and free
-        their slots. Returns how many are on their way."""
+        their slots. Those that were to be written and are not on the host then stay, and count as
+        just used. Returns how many are on their way."""
         with self.lock:
             return self.traffic.demote(n)
 
@@ -377,6 +395,10 @@ class Checkpoints:
             for request in list(self._planned):
                 self.cancel(request)
         self.traffic.close(timeout)
+
+
+def _low_water(slots: PageIndex | None) -> int:
+    return 0 if slots is None else max(1, slots.pages // 50)
 
 
 __all__ = ["Checkpoints", "Found"]

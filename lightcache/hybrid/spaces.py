@@ -103,6 +103,10 @@ class StateSpaces:
         )
         return made
 
+    def live(self, space: StateSpace) -> bool:
+        """Whether nobody has forgotten it here."""
+        return self._known.get((space.kv.weights, space.kv.tenant)) is space
+
     def clear(self, weights: str, tenant: str | None = None) -> None:
         """Forget what was opened here of a version, or of one of its tenants: nothing of it is
         found or accepted any more, in no process."""

@@ -39,7 +39,12 @@ class CheckpointStats:
     no_room: int = 0
     """That were to be written to the host and found no room."""
     demotions: int = 0
-    """That left the device ahead of need, written to the host first where it had room."""
+    """That left the device ahead of need, and that the host had then."""
+    demotions_lost: int = 0
+    """That left the device and that the host had not: not to be written there; or, with write-back,
+    evicted because a slot was needed at once."""
+    kept_unwritten: int = 0
+    """Demotions that were given up, for the host had no room or the write failed: they stayed."""
     dropped_tokens: int = 0
     """KV behind the deepest checkpoint of requests that ended, by policy."""
 

@@ -15,6 +15,7 @@ from lightcache._arguments import Pages
 from lightcache.errors import LightcacheError
 from lightcache.hybrid.spaces import Path, Tier
 from lightcache.leases import Lease
+from lightcache.manager.matches import WritePolicy
 from lightcache.manager.movers import Mover
 from lightcache.manager.traffic import Movement, Traffic
 from lightcache.reservations import Reservation
@@ -38,6 +39,8 @@ class _Group:
 
     lease: Lease
     movements: list[Movement]
+    origins: dict[int, _Origin]
+    """Of those that are to be on the host, by their slots."""
 
 
 @dataclass(eq=False)
@@ -85,7 +88,7 @@ class StateTraffic:
     # ---- to the host
 
     def note(self, slot: int, path: Path, count: int) -> None:
-        """A slot holds a checkpoint that is to be written when its room is needed."""
+        """A slot holds a checkpoint that the host is to have when its room is needed."""
         if self._owner.host is not None:
             self._origins[slot] = _Origin(path, count)
 
@@ -171,24 +174,35 @@ class StateTraffic:
 
     def demote(self, n: int) -> int:
         """Begin to write back up to n checkpoints, those that eviction would take next. Their slots
-        are free when that is over, but for those that somebody came for. Returns how many are on
-        their way."""
+        are free when that is over, but for those that somebody came for, and those that should be
+        on the host and are not. Returns how many are on their way."""
         slots = self._owner.slots
         if slots is None or n < 1:
             return 0
         oldest = slots.oldest(min(n, 4096))
-        movements = []
+        group = _Group(oldest.lease, [], {})
+        self._groups.append(group)
+        count = len(oldest)
         for slot, key in zip(oldest.pages.tolist(), oldest.keys, strict=True):
-            origin = self._origins.pop(slot, None)
+            origin = self._origins.get(slot)
             if origin is None or (origin.path.key(origin.count)[0] != key).any():
                 continue  # evicted and written anew
+            group.origins[slot] = origin
             movement = self.offload(slot, origin.path, origin.count, unpin=False)
             if movement is not None:
-                movements.append(movement)
-        self._groups.append(_Group(oldest.lease, movements))
-        count = len(oldest)
+                group.movements.append(movement)
         self._look_at_groups()
         return count
+
+    def overwritten(self, slots: Pages) -> None:
+        """These were evicted if they held anything."""
+        lost = 0
+        for slot in slots.tolist():
+            origin = self._origins.pop(slot, None)
+            if origin is not None and self._owner.write is WritePolicy.BACK:
+                known = self._owner.spaces.live(origin.path.space)
+                lost += known and not self._there(origin, Tier.HOST)
+        self._owner.counts.add(demotions_lost=lost)
 
     @property
     def going(self) -> int:
@@ -196,15 +210,37 @@ class StateTraffic:
         return sum(len(group.lease) for group in self._groups)
 
     def _look_at_groups(self) -> None:
-        left = []
-        for group in self._groups:
-            if all(movement.over for movement in group.movements):
-                assert self._owner.slots is not None
-                gone = self._owner.slots.discard(group.lease)
-                self._owner.counts.add(demotions=gone)
-            else:
-                left.append(group)
-        self._groups = left
+        over = [group for group in self._groups if all(each.over for each in group.movements)]
+        self._groups = [group for group in self._groups if group not in over]
+        for group in over:
+            self._give_up(group)
+
+    def _give_up(self, group: _Group) -> None:
+        """The slots of a group, but for those that should be on the host and are not: these are
+        pinned once more meanwhile, which counts as a use, so that others are tried next."""
+        slots = self._owner.slots
+        assert slots is not None
+        written = {at: one for at, one in group.origins.items() if self._there(one, Tier.HOST)}
+        with contextlib.ExitStack() as pins:
+            for at in group.origins.keys() - written.keys():
+                origin = group.origins[at]
+                key = np.ascontiguousarray(origin.path.key(origin.count))
+                pins.enter_context(slots.match(key, namespace=origin.path.space.device))
+            gone = slots.discard(group.lease)
+        left = [at for at, origin in written.items() if not self._there(origin, Tier.DEVICE)]
+        for at in left:
+            self._origins.pop(at, None)
+        self._owner.counts.add(
+            demotions=len(left),
+            demotions_lost=max(0, gone - len(left)),
+            kept_unwritten=len(group.origins) - len(written),
+        )
+
+    def _there(self, origin: _Origin, tier: Tier) -> bool:
+        """Whether a tier has that checkpoint."""
+        index = self._owner.slots if tier is Tier.DEVICE else self._owner.host
+        path, key = origin.path, np.ascontiguousarray(origin.path.key(origin.count))
+        return index is not None and bool(index.peek(key, namespace=path.space.of(tier)))
 
     # ---- upkeep
 

@@ -15,7 +15,7 @@ from lightcache.errors import ConfigError, LeaseLost, OutOfPages
 from lightcache.hybrid.checkpoints import Checkpoints
 from lightcache.hybrid.copiers import ArrayCopier
 from lightcache.hybrid.spaces import Tier
-from lightcache.manager import Prompt, WritePolicy
+from lightcache.manager import Prompt, Wishes, WritePolicy
 
 
 @pytest.fixture
@@ -180,6 +180,76 @@ def test_to_the_host_when_room_is_needed(worlds: Any) -> None:
     world.nothing_left()
 
 
+@pytest.mark.parametrize("why", ["failed", "no room"])
+def test_what_could_not_be_written_back_stays(worlds: Any, why: str) -> None:
+    world = worlds(slots=4, state_pages=1, states={"write": WritePolicy.BACK, "low_water": 0})
+    prompt, other = Prompt(tokens(41)), Prompt(tokens(41, 1))
+    if why == "failed":
+        world.mover.fail_next = 1
+    else:
+        world.compute(other)
+        world.save(other, 8)
+        assert world.checkpoints.demote(1) == 1
+        assert world.plan(other, limit=12).tier is Tier.HOST  # in use: the host's only page
+    before = world.checkpoints.stats().demotions
+    world.save(prompt, 8, 16)
+    assert world.checkpoints.demote(1) == 1
+    world.settle()
+    assert world.there(prompt) == {"device": [8, 16], "host": []}
+    found = world.checkpoints.stats()
+    assert (found.demotions - before, found.demotions_lost, found.kept_unwritten) == (0, 0, 1)
+    world.hybrid.cancel("plan")
+    assert world.checkpoints.demote(1) == 1  # another one: it counts as just used
+    assert world.there(prompt) == {"device": [8], "host": [16]}
+    assert host_state(world, prompt, 16) == stamps_of(prompt.tokens)[15]
+    world.nothing_left()
+
+
+def test_write_back_needs_no_low_water_to_be_said(worlds: Any) -> None:
+    assert worlds(slots=100, states={"write": WritePolicy.BACK}).checkpoints.low_water == 2
+    assert worlds(slots=100).checkpoints.low_water == 0
+    world = worlds(slots=4, states={"write": WritePolicy.BACK}, pages=200, blocks=200)
+    assert world.checkpoints.low_water == 1
+    for seed in range(12):
+        world.run(seed, tokens(22, seed))
+    found = world.hybrid.stats()
+    assert (found.donated, found.demotions_lost) == (12, 0)
+    assert found.offloads == found.demotions >= 9
+    world.nothing_left()
+
+
+def test_a_slot_that_is_needed_at_once_is_written_first_where_that_takes_no_time(
+    worlds: Any,
+) -> None:
+    world = worlds(slots=4, states={"write": WritePolicy.BACK, "low_water": 0})
+    prompt = Prompt(tokens(41))
+    world.save(prompt, 8, 16, 24, 32)
+    held = [world.checkpoints.acquire(1)]
+    assert world.there(prompt) == {"device": [16, 24, 32], "host": [8]}
+    world.mover.at_once = False
+    held.append(world.checkpoints.acquire(1))  # 16 is on its way; another one goes without
+    assert world.there(prompt)["device"] == [16, 32]
+    found = world.checkpoints.stats()
+    assert (found.demotions, found.demotions_lost) == (1, 1)
+    world.settle()
+    assert world.there(prompt) == {"device": [32], "host": [8, 16]}
+    held.append(world.checkpoints.acquire(1))
+    held.append(world.checkpoints.acquire(1))  # nothing beside it: it goes
+    assert world.checkpoints.stats().demotions_lost == 2
+    world.checkpoints.free(np.concatenate(held))
+    world.nothing_left()
+
+
+def test_what_does_not_go_to_the_host_is_given_up(worlds: Any) -> None:
+    world = worlds(slots=4, states={"write": WritePolicy.BACK, "low_water": 0})
+    prompt = Prompt(tokens(42))
+    world.run("a", prompt, wishes=Wishes(tiers={"device"}))
+    assert world.checkpoints.demote(4) == 1
+    assert world.there(prompt) == {"device": [], "host": []}
+    assert world.checkpoints.stats().demotions_lost == 1
+    world.nothing_left()
+
+
 def test_a_checkpoint_that_somebody_comes_for_stays(worlds: Any) -> None:
     world = worlds(slots=4, states={"write": WritePolicy.BACK})
     prompt = Prompt(tokens(41))
@@ -195,7 +265,7 @@ def test_a_checkpoint_that_somebody_comes_for_stays(worlds: Any) -> None:
 
 
 def test_a_slot_written_anew_is_not_taken_for_what_it_was(worlds: Any) -> None:
-    world = worlds(slots=1, states={"write": WritePolicy.BACK})
+    world = worlds(slots=1, states={"write": WritePolicy.BACK, "low_water": 0})
     one, other = Prompt(tokens(41)), Prompt(tokens(41, 1))
     world.save(one, 8)
     world.checkpoints.slots.evict(1)
