@@ -18,8 +18,9 @@ _PARTED = 1 << 12  # forks that are remembered
 
 
 class PathBound:
-    """With more than so many on a path the shallowest go, but no forks, not the last one, and none
-    in use. Whoever adds one enforces it."""
+    """With more than so many on a path the shallowest go, but no forks, not the deepest, and none
+    in use; the one that was added goes last. Whoever adds one enforces it, as far as it knows the
+    path: what hangs on the new one by other keys is seen by whoever adds one there."""
 
     def __init__(self, most: int | None, counts: Counts) -> None:
         """No fork is known.
@@ -42,19 +43,20 @@ class PathBound:
             self._parted.popitem(last=False)
 
     def enforce(self, index: PageIndex, path: Path, tier: Tier, count: int) -> None:
-        """One was added at the last of the first `count` positions of a path."""
+        """One was added at the last of the first `count` positions of a path, which may go on."""
         if self._most is not None:
             with contextlib.suppress(LightcacheError):  # then whoever adds the next one looks
                 self._enforce(index, path, tier, count, self._most)
 
     def _enforce(self, index: PageIndex, path: Path, tier: Tier, count: int, most: int) -> None:
-        space, keys = path.space.of(tier), path.keys[:count]
-        there = np.flatnonzero(index.peek_many(keys, np.arange(count + 1), namespace=space))
+        space, keys = path.space.of(tier), path.keys
+        there = np.flatnonzero(index.peek_many(keys, np.arange(len(keys) + 1), namespace=space))
         excess = len(there) - most
         if excess <= 0:
             return
         forks = self._forks(index.children(keys[there], namespace=space), keys[there])
-        for i, fork in zip(there[:-1].tolist(), forks, strict=False):
+        others = zip(there[:-1].tolist(), forks, strict=False)
+        for i, fork in sorted(others, key=lambda one: one[0] == count - 1):
             if excess and not fork and index.drop(keys[i : i + 1], namespace=space):
                 self._counts.add(bounded=1)
                 excess -= 1

@@ -139,8 +139,8 @@ class Donor:
         if one.states is None or running is None or running.space is None:
             return None
         every = running.device_chain if owner.by_blocks else running.host_chain
-        keys, count = owner.strided(every.keys), position // owner.step
-        return Path(keys[:count], one.states) if len(keys) >= count else None
+        keys = owner.strided(every.keys)
+        return Path(keys, one.states) if len(keys) >= position // owner.step else None
 
     # ---- when it ends
 

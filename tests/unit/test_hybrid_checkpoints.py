@@ -118,6 +118,33 @@ def test_at_most_so_many_on_a_path(worlds: Any, states: dict[str, Any]) -> None:
     world.nothing_left()
 
 
+def test_the_bound_looks_behind_the_new_one(worlds: Any) -> None:
+    world = worlds(states={"most": 2})
+    prompt = Prompt(tokens(62))
+    world.save(prompt, 40, 60, 24)
+    assert world.there(prompt) == {"device": [24, 60], "host": [24, 60]}
+    world = worlds(states={"most": 1})
+    world.save(prompt, 60, 24)  # the deepest stays, so the new one goes
+    assert world.there(prompt) == {"device": [60], "host": [60]}
+
+
+def test_the_bound_knows_the_request_s_own_path(worlds: Any) -> None:
+    world = worlds(states={"most": 2}, chunk=8)
+    prompt = Prompt(tokens(62))
+    world.compute(prompt)
+    world.save(prompt, 40, 56)
+    assert world.begin("a", prompt, limit=30).branching == 24
+    world.step("a", 30)
+    world.hybrid.release("a")
+    assert world.there(prompt) == {"device": [24, 56], "host": [24, 56]}
+    # Who does not know how it goes on does not see what lies there; the next one to add one does.
+    world.save(Prompt(prompt.tokens[:12]), 8)
+    assert world.there(prompt)["device"] == [8, 24, 56]
+    world.save(prompt, 48)
+    assert world.there(prompt)["device"] == [24, 56]
+    world.nothing_left()
+
+
 def test_the_bound_spares_forks(worlds: Any) -> None:
     world = worlds(states={"most": 2})
     stem = tokens(16)
