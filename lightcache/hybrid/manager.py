@@ -79,7 +79,9 @@ class HybridManager(HybridUpkeep):
         self._lock = self.inner.lock
         self._planner = HybridPlanner(self)
         self._donor = Donor(self)
-        self._guard = self.inner.guard(self._planner.let_go)
+        # Of our own: calls of the manager within ours go well while states fail, and would prove to
+        # a guard of both that the cache is well.
+        self._guard = self.inner.guard(self._planner.let_go, "HybridManager")
         self._requests: dict[Hashable, HybridRequest] = {}
 
     # ---- finding
@@ -247,8 +249,10 @@ class HybridManager(HybridUpkeep):
 
         Args:
             slots: of the engine, where checkpoints have none on the device: for each request the
-                working one, and `RequestSlots.needed` to save in, or none.
-            stream: that computes; None: the current one.
+                working one, and `RequestSlots.needed` to save in, or none. No step that uses them
+                may be in flight on any but the current stream.
+            stream: that computes, for copies and zeros; None: the current one. Loads from the host
+                begin behind the current one, whatever this is: no step uses a free slot of ours.
 
         Raises:
             OutOfPages: not even a working slot for each. Nothing changed; release somebody.

@@ -38,7 +38,11 @@ class Restored:
 
     def wait_on(self, stream: Any = None) -> None:
         """Let a stream of the device wait for the loads (None: the current one). The copies need no
-        wait: they are launched on the stream that computes."""
+        wait: they are launched on the stream that computes.
+
+        Raises:
+            TransferFailed: one is over already, and failed. `HybridFetch.failed` says whose.
+        """
         for movement in self.loads.values():
             wait_on(movement, stream)
 
@@ -84,7 +88,11 @@ class HybridFetch:
             self._request.loading.wait(None if end is None else max(0.0, end - time.monotonic()))
 
     def wait_on(self, stream: Any = None) -> None:
-        """Let a stream of the device wait for both (None: the current one), not this thread."""
+        """Let a stream of the device wait for both (None: the current one), not this thread.
+
+        Raises:
+            TransferFailed: either is over already, and failed.
+        """
         self._kv.wait_on(stream)
         if self._request.loading is not None:
             wait_on(self._request.loading, stream)

@@ -74,8 +74,14 @@ class HybridUpkeep:
                 self.checkpoints.clear_tenant(weights, tenant)
             return cleared
 
+    @property
+    def disabled(self) -> bool:
+        """Whether nothing is asked of the cache of KV, or of both, any more, after too many
+        errors: then nothing is usable."""
+        return self._guard.disabled or self.manager.disabled
+
     def enable(self) -> None:
-        """Ask the cache again, after too many errors."""
+        """Ask both again. `KVCacheManager.enable` alone does not."""
         self.manager.enable()
         self._guard.enable()
 

@@ -38,14 +38,15 @@ class Extension:
         """Where KV is read from behind the host; None: nowhere."""
         return self._manager._storage
 
-    def guard(self, let_go: Callable[[], None]) -> Guard:
+    def guard(self, let_go: Callable[[], None], of: str) -> Guard:
         """Another one of the manager's kind: its errors are counted among the manager's, and as
         many, one behind the other, disable it.
 
         Args:
             let_go: gives back what is not needed without the cache.
+            of: whose `enable` ends that.
         """
-        return Guard(self._manager.config.failures, self._manager._figures, let_go)
+        return Guard(self._manager.config.failures, self._manager._figures, let_go, of)
 
     # ---- weights
 

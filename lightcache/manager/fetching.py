@@ -69,7 +69,11 @@ class Fetch:
 
     def wait_on(self, stream: Any = None) -> None:
         """Let a stream of the device wait for it (None: the current one), not this thread: with an
-        engine of this process. See `Transfer.wait_on`."""
+        engine of this process. See `Transfer.wait_on`.
+
+        Raises:
+            TransferFailed: it is over already, and failed.
+        """
         if self._movement is not None:
             wait_on(self._movement, stream)
         else:
@@ -83,9 +87,10 @@ class Fetch:
 
 
 def wait_on(movement: Movement, stream: Any) -> None:
-    """Let a stream of the device wait for a copy, or this thread where no engine of ours makes
-    it."""
+    """Let a stream of the device wait for a copy, or this thread where no engine of ours makes it.
+    TransferFailed: it is over already, and failed."""
     if movement.over:
+        movement.done()
         return
     transfer = getattr(movement.moving, "transfer", None)
     if transfer is None:

@@ -19,13 +19,20 @@ _CALLERS = (ConfigError, LeaseLost, OutOfPages, WaitTimeout)
 class Guard:
     """Turns our errors into misses; disables the manager after so many, one behind the other."""
 
-    def __init__(self, failures: int, figures: Figures, let_go: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        failures: int,
+        figures: Figures,
+        let_go: Callable[[], None],
+        of: str = "KVCacheManager",
+    ) -> None:
         """Enabled.
 
         Args:
             let_go: gives back what is not needed without the cache; called when it is disabled.
+            of: whose `enable` ends that.
         """
-        self._most, self._figures, self._let_go = failures, figures, let_go
+        self._most, self._figures, self._let_go, self._of = failures, figures, let_go, of
         self._behind = 0
         self.disabled = False
         """Nothing is asked of the cache any more. `enable` ends it."""
@@ -61,10 +68,10 @@ class Guard:
             self.disabled = True
             _log.warning(
                 "the KV cache is disabled after %d errors, everything is computed; the last: %s; "
-                "`lightcache doctor` and `lightcache check` say more, KVCacheManager.enable() "
-                "tries again",
+                "`lightcache doctor` and `lightcache check` say more, %s.enable() tries again",
                 self._behind,
                 error,
+                self._of,
             )
             self._let_go()
 

@@ -304,8 +304,13 @@ def test_a_load_that_fails(worlds: Any, what: str) -> None:
     match = world.hybrid.take("b")
     assert match.usable == 40
     world.hybrid.allocate("b", 42)
-    world.hybrid.restore(["b"])
+    restored = world.hybrid.restore(["b"])
     fetch = world.hybrid.fetch("b")
+    if what == "state":
+        with pytest.raises(TransferFailed):
+            restored.wait_on()
+    with pytest.raises(TransferFailed):
+        fetch.wait_on()  # it failed at once: nothing to wait for
     with pytest.raises(TransferFailed):
         fetch.wait()
     with pytest.raises(TransferFailed):
@@ -575,7 +580,7 @@ def test_pausing(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_errors_of_states_are_misses(worlds: Any) -> None:
+def test_errors_of_states_are_misses(worlds: Any, caplog: pytest.LogCaptureFixture) -> None:
     world = worlds(failures=2)
     prompt = Prompt(tokens(42))
     world.run("a", prompt)
@@ -589,10 +594,37 @@ def test_errors_of_states_are_misses(worlds: Any) -> None:
     assert (match.usable, match.kv.usable) == (0, 0)
     assert world.hybrid.take("b").usable == 0
     world.hybrid.release("b")
+    assert not world.hybrid.disabled
     assert world.look(prompt).usable == 0  # and now it is not asked any more
+    assert world.hybrid.disabled
+    assert "HybridManager.enable() tries again" in caplog.text
     world.checkpoints.deepest = deepest
+    world.manager.enable()
+    assert world.look(prompt).usable == 0
+    assert world.hybrid.disabled
+    world.hybrid.enable()
+    assert not world.hybrid.disabled
+    assert world.look(prompt).usable == 40
+    world.nothing_left()
+
+
+def test_without_the_kv_nothing_is_usable_either(worlds: Any) -> None:
+    world = worlds(failures=1)
+    prompt = Prompt(tokens(42))
+    world.run("a", prompt)
+
+    def broken(*what: Any, **how: Any) -> Any:
+        raise NoSpace("arranged")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world.manager._planner, "plan", broken)
+        world.manager.plan("nobody", prompt)
+    assert world.manager.disabled
+    assert world.hybrid.disabled
     assert world.look(prompt).usable == 0
     world.hybrid.enable()
+    assert not world.manager.disabled
+    world.manager.cancel("nobody")
     assert world.look(prompt).usable == 40
     world.nothing_left()
 
