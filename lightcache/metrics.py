@@ -1,6 +1,7 @@
 """Figures of a cache for Prometheus (extra: `pip install lightcache[metrics]`).
 
     prometheus_client.REGISTRY.register(CacheMetrics(cache, counters))
+    prometheus_client.REGISTRY.register(CheckpointMetrics(checkpoints))
 
 Only this module imports prometheus_client. What is served, and how: docs/guides/metrics.md.
 """
@@ -12,7 +13,7 @@ import ctypes
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -26,6 +27,10 @@ from lightcache.page_index import PageIndex
 from lightcache.shm import ClientInfo, ClientState
 from lightcache.shm.layout import LOCK_OFFSET, LockRecord
 from lightcache.snapshot import IndexStats
+
+if TYPE_CHECKING:  # who has none need not import them
+    from lightcache.hybrid.checkpoints import Checkpoints
+    from lightcache.hybrid.statistics import CheckpointStats
 
 _K = TypeVar("_K", bound=tuple[str, ...])
 
@@ -47,6 +52,12 @@ _LABELLED = frozenset(
     name for group in (_TOKENS, _MOVED, _FAILED, _PAGES, _BYTES, _STORED) for name in group.values()
 ) | frozenset(_EVICTED.values())
 
+# The same of `CheckpointStats`; hits of the host are those that storage had no part in.
+_CHECKPOINT_HITS = {"device": "device_hits", "host": "host_hits", "storage": "storage_hits"}
+_CHECKPOINT_LABELLED = frozenset(
+    name for group in (_CHECKPOINT_HITS, _MOVED, _FAILED) for name in group.values()
+)
+
 _OWN = frozenset({"cache", "tier", "state", "role", "direction", "part", "cause"})
 
 _SAID = {
@@ -63,6 +74,22 @@ _SAID = {
     "kept_by_match": "Blocks to be demoted that a request came for meanwhile.",
     "waits": "Requests that waited for another one's prefix.",
     "errors": "Calls that failed and were answered as a miss.",
+}
+
+_CHECKPOINTS_SAID = {
+    "requests": "Requests of hybrid models taken.",
+    "usable_tokens": "Tokens of prompts that need not be computed.",
+    "unusable_tokens": "Tokens whose KV was there, behind the checkpoint.",
+    "donated": "Saved states that became checkpoints.",
+    "merged": "Saved states that were checkpoints already.",
+    "refused": "Saved states that could not become checkpoints.",
+    "bounded": "Checkpoints evicted because their path had too many.",
+    "copies": "Copies from a checkpoint to a working slot.",
+    "no_room": "Checkpoints to be written to the host for which there was no room.",
+    "demotions": "Checkpoints that left the device ahead of need, and that the host had.",
+    "demotions_lost": "Checkpoints that left the device, and that the host had not.",
+    "kept_unwritten": "Checkpoints that stayed on the device, for they could not be written.",
+    "dropped_tokens": "Tokens of KV dropped behind the deepest checkpoint of their path.",
 }
 
 
@@ -82,7 +109,33 @@ class Totals(Protocol):
         """All that was counted so far; every figure only rises."""
 
 
-class CacheMetrics(Collector):
+class _Labelled(Collector):
+    """Metrics that have some labels in common."""
+
+    def __init__(self, cache: str, labels: Mapping[str, str] | None) -> None:
+        own = _OWN & (labels or {}).keys()
+        if own:
+            raise ConfigError(
+                f"labels: {', '.join(sorted(own))} are the metrics' own; choose other names"
+            )
+        self._labels = {"cache": cache, **(labels or {})}
+
+    def _gauge(self, name: str, said: str, values: Mapping[_K, float], *labels: str) -> Metric:
+        """`values` by the values of `labels`."""
+        metric = GaugeMetricFamily(f"lightcache_{name}", said, labels=[*self._labels, *labels])
+        for more, value in values.items():
+            metric.add_metric([*self._labels.values(), *more], value)
+        return metric
+
+    def _counter(self, name: str, said: str, values: Mapping[_K, float], *labels: str) -> Metric:
+        """The same; `_total` is put behind the name."""
+        metric = CounterMetricFamily(f"lightcache_{name}", said, labels=[*self._labels, *labels])
+        for more, value in values.items():
+            metric.add_metric([*self._labels.values(), *more], value)
+        return metric
+
+
+class CacheMetrics(_Labelled):
     """A collector for a registry of prometheus_client. One for each registry and cache.
 
     Scraping takes no lock of the cache and waits for nobody. A cache that is closed or was replaced
@@ -107,13 +160,8 @@ class CacheMetrics(Collector):
         Raises:
             ConfigError: a label that the metrics have themselves.
         """
+        super().__init__(cache.name, labels)
         self._cache, self._counters, self._device = cache, counters, device
-        self._labels = {"cache": cache.name, **(labels or {})}
-        own = _OWN & (labels or {}).keys()
-        if own:
-            raise ConfigError(
-                f"labels: {', '.join(sorted(own))} are the metrics' own; choose other names"
-            )
 
     def collect(self) -> Iterator[Metric]:
         """All metrics as they are now; those of a part that cannot be read are left out."""
@@ -137,22 +185,6 @@ class CacheMetrics(Collector):
         with contextlib.suppress(LightcacheError):
             return self._counters.total() if self._counters is not None else None
         return None
-
-    # ---- metrics of one kind
-
-    def _gauge(self, name: str, said: str, values: Mapping[_K, float], *labels: str) -> Metric:
-        """`values` by the values of `labels`."""
-        metric = GaugeMetricFamily(f"lightcache_{name}", said, labels=[*self._labels, *labels])
-        for more, value in values.items():
-            metric.add_metric([*self._labels.values(), *more], value)
-        return metric
-
-    def _counter(self, name: str, said: str, values: Mapping[_K, float], *labels: str) -> Metric:
-        """The same; `_total` is put behind the name."""
-        metric = CounterMetricFamily(f"lightcache_{name}", said, labels=[*self._labels, *labels])
-        for more, value in values.items():
-            metric.add_metric([*self._labels.values(), *more], value)
-        return metric
 
     # ---- indices: the host's, and the device's
 
@@ -234,6 +266,54 @@ class CacheMetrics(Collector):
                 yield self._counter(name, said, {(): float(getattr(found, name))})
 
 
+class CheckpointMetrics(_Labelled):
+    """A collector of what the checkpoints of a hybrid model count. These are figures of this
+    process: each that has `Checkpoints` serves its own. Takes their lock, which nobody holds while
+    bytes move; they may be closed.
+    """
+
+    def __init__(self, checkpoints: Checkpoints, labels: Mapping[str, str] | None = None) -> None:
+        """Nothing is read yet.
+
+        Args:
+            checkpoints: of a `HybridManager`, or by themselves.
+            labels: for every metric, beside `cache`: the name of the states' cache on the host, or
+                of the slots' index where there is none.
+
+        Raises:
+            ConfigError: a label that the metrics have themselves.
+        """
+        where = checkpoints.slots if checkpoints.host is None else checkpoints.host
+        assert where is not None
+        super().__init__(where.name, labels)
+        self._checkpoints = checkpoints
+        self._most: dict[str, int] = {}
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics as they are now."""
+        found = self._risen(self._checkpoints.stats())
+        own = found["host_hits"] - found["storage_hits"]
+        hits = {(tier,): float(found[name]) for tier, name in _CHECKPOINT_HITS.items()}
+        said = "Requests that went on from a checkpoint, by where it was found."
+        yield self._counter("checkpoint_hits", said, hits | {("host",): float(own)}, "tier")
+        for name, names, said in (
+            ("checkpoint_transfers", _MOVED, "Checkpoints moved between host and device."),
+            ("checkpoint_failed_transfers", _FAILED, "Those whose copy failed."),
+        ):
+            values = {(direction,): float(found[each]) for direction, each in names.items()}
+            yield self._counter(name, said, values, "direction")
+        for name in found.keys() - _CHECKPOINT_LABELLED:
+            said = _CHECKPOINTS_SAID.get(name, f"The checkpoints' {name.replace('_', ' ')}.")
+            yield self._counter(f"checkpoint_{name}", said, {(): float(found[name])})
+
+    def _risen(self, stats: CheckpointStats) -> dict[str, int]:
+        """What a request that begins anew takes back is held against what comes: a counter that
+        falls is taken for one that began again."""
+        for name in (each.name for each in fields(stats)):
+            self._most[name] = max(self._most.get(name, 0), getattr(stats, name))
+        return self._most
+
+
 def _read(index: PageIndex) -> _Reading | None:
     """An index's figures, each of some instant of the call; None: closed, replaced or damaged."""
     with contextlib.suppress(LightcacheError), index.segment.busy():
@@ -249,4 +329,4 @@ def _life(client: ClientInfo) -> str:
     return "alive" if client.alive else "dead"
 
 
-__all__ = ["CacheMetrics", "Totals"]
+__all__ = ["CacheMetrics", "CheckpointMetrics", "Totals"]

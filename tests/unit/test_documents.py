@@ -16,8 +16,10 @@ from support.fake_driver import FakeDriver
 from support.storing import fill, make_cache
 
 import lightcache
-from lightcache import Cache
+from lightcache import Cache, PageIndex
+from lightcache.hybrid import Checkpoints
 from lightcache.kernels import Move
+from lightcache.metrics import CheckpointMetrics
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")]
@@ -184,21 +186,29 @@ def test_transformers_hybrid(segment_name: str) -> None:
 
 def test_metrics(made: list[Any], segment_name: str) -> None:
     space = run("docs/guides/metrics.md", segment_name)
+    with PageIndex.create(f"{segment_name}-slots", pages=2, flat=True) as slots:
+        space["registry"].register(CheckpointMetrics(Checkpoints(slots, None)))
+        served = scraped(space)
+    document = (ROOT / "docs/guides/metrics.md").read_text()
+    families = set(re.findall(r"^# TYPE lightcache_(\w+) ", served, re.MULTILINE))
+    assert families == set(re.findall(r"`lightcache_(\w+)`", document))
+    assert f'lightcache_requests_total{{cache="{segment_name}",service="chat"}} 1.0' in served
+
+
+def scraped(space: dict[str, Any]) -> str:
+    """What the guide's server serves, once."""
     try:
         port = space["server"].server_port
         asked = HTTPConnection("127.0.0.1", port, timeout=60)
         asked.request("GET", "/metrics")
         served = asked.getresponse().read().decode()
         asked.close()
+        return served
     finally:
         space["server"].shutdown()
         space["server"].server_close()
         space["thread"].join(60)
         space["counters"].close()
-    document = (ROOT / "docs/guides/metrics.md").read_text()
-    families = set(re.findall(r"^# TYPE lightcache_(\w+) ", served, re.MULTILINE))
-    assert families == set(re.findall(r"`lightcache_(\w+)`", document))
-    assert f'lightcache_requests_total{{cache="{segment_name}",service="chat"}} 1.0' in served
 
 
 def test_storage(made: list[Any], segment_name: str) -> None:

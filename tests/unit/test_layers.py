@@ -32,7 +32,13 @@ BELOW = {
         "lightcache.kernels",
         ERRORS,
     ],
-    "lightcache.metrics": ["lightcache.manager", "lightcache", "lightcache.shm", ERRORS],
+    "lightcache.metrics": [
+        "lightcache.hybrid",
+        "lightcache.manager",
+        "lightcache",
+        "lightcache.shm",
+        ERRORS,
+    ],
     "lightcache.connectors": [
         "lightcache.hybrid",
         "lightcache.manager",

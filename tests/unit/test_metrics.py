@@ -9,10 +9,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.keys import keys
 
 from lightcache import Cache, ConfigError, PageIndex
+from lightcache.hybrid import Checkpoints, CheckpointStats
 from lightcache.manager.counters import NodeCounters
 from lightcache.manager.device import DeviceTier
 from lightcache.manager.statistics import ManagerStats
-from lightcache.metrics import CacheMetrics
+from lightcache.metrics import CacheMetrics, CheckpointMetrics
 from lightcache.shm.layout import LOCK_OFFSET, LockRecord
 
 PAGES, PAGE_BYTES = 8, 4096
@@ -203,6 +204,48 @@ def test_names_are_as_prometheus_wants_them(cache):
             assert family.type in ("counter", "gauge")
             for sample in family.samples:
                 assert sample.name.endswith("_total") == (family.type == "counter")
+
+
+@pytest.fixture
+def checkpoints(segment_name):
+    with PageIndex.create(f"{segment_name}.slots", pages=2, flat=True) as slots:
+        made = Checkpoints(slots, None)
+        yield made
+        made.close()
+
+
+def test_every_figure_of_checkpoints_is_served(checkpoints):
+    registry = CollectorRegistry(auto_describe=True)
+    registry.register(CheckpointMetrics(checkpoints, labels={"model": "m"}))
+    for field in fields(CheckpointStats):
+        before = Values(registry, checkpoints.slots).samples
+        checkpoints.counts.add(**{field.name: 1})
+        after = Values(registry, checkpoints.slots)
+        moved = {name for name, _ in after.samples if before[name, _] != after.samples[name, _]}
+        assert moved, field.name
+    for family in after.families.values():
+        assert family.name.startswith("lightcache_checkpoint_")
+        assert "The checkpoints'" not in family.documentation, "nobody has said what it is"
+    with pytest.raises(ConfigError, match="labels: tier"):
+        CheckpointMetrics(checkpoints, labels={"tier": "x"})
+
+
+def test_figures_of_checkpoints(checkpoints):
+    registry = CollectorRegistry(auto_describe=True)
+    registry.register(CheckpointMetrics(checkpoints))
+    checkpoints.counts.add(requests=9, device_hits=4, host_hits=3, storage_hits=1)
+    checkpoints.counts.add(loads=5, offloads=6, failed_loads=7, failed_offloads=8)
+    checkpoints.counts.add(usable_tokens=100)
+    values = Values(registry, checkpoints.slots)
+    hits = [values("checkpoint_hits_total", tier=at) for at in ("device", "host", "storage")]
+    assert hits == [4, 2, 1]
+    for direction, well, failed in (("load", 5, 7), ("offload", 6, 8)):
+        assert values("checkpoint_transfers_total", direction=direction) == well
+        assert values("checkpoint_failed_transfers_total", direction=direction) == failed
+    checkpoints.counts.subtract(usable_tokens=40)  # a request that began anew
+    assert Values(registry, checkpoints.slots)("checkpoint_usable_tokens_total") == 100
+    checkpoints.counts.add(usable_tokens=50)
+    assert Values(registry, checkpoints.slots)("checkpoint_usable_tokens_total") == 110
 
 
 def test_labels(cache):
