@@ -156,8 +156,8 @@ class HybridPrefixCache(PrefixCache):
         return super().get_conv_state(layer_idx, *arguments, **more)
 
     def has_previous_state(self, layer_idx: int | None = None, *more: Any, **named: Any) -> bool:
-        """See `DynamicCache.has_previous_state`. In transformers 5.17 models ask this, and then read
-        the layer itself."""
+        """See `DynamicCache.has_previous_state`. Models of transformers 5.17 ask this, and then
+        read the layer itself."""
         if layer_idx == self._first:
             self._begin()
         return bool(super().has_previous_state(layer_idx, *more, **named))
