@@ -142,7 +142,7 @@ class Rig:
         """Opens everything; `close` closes it.
 
         Args:
-            states: for the Checkpoints.
+            states: for the Checkpoints, without a bound on a path unless it says one.
             config: for the HybridConfig.
         """
         self.where = where
@@ -187,7 +187,7 @@ class Rig:
             self.host,
             EngineMover(self.states.engine, after=self.after),
             self.states.copier,
-            **(states or {}),
+            **{"most": None, **(states or {})},
         )
         self.hybrid = HybridManager(
             self.manager,
