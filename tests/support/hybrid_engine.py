@@ -142,7 +142,7 @@ class HybridEngine:
                 store.state_geometry, store.state_planes, threads=1
             )
         mover = None if self.state_engine is None else EngineMover(self.state_engine)
-        self.checkpoints = Checkpoints(self.slots, self.states, mover, self.stream)
+        self.checkpoints = Checkpoints(self.slots, self.states, mover, self.stream, most=None)
         self.grid = Grid(block, page, chunk, every)
         how = HybridConfig(saves=saves, between=between, ahead=ahead, **config)
         self.hybrid = HybridManager(self.manager, self.checkpoints, self.grid, config=how)

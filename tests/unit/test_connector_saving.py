@@ -16,6 +16,7 @@ from support.connecting import SECRET, held, ready, save, small_cache  # noqa: E
 from support.tiny_models import answer, assert_same, kept, model, prompt  # noqa: E402
 
 from lightcache import Cache, ConfigError, Detached, InUse  # noqa: E402
+from lightcache.connectors import transfers  # noqa: E402
 from lightcache.connectors import transformers as lct  # noqa: E402
 
 PAGE = 16
@@ -255,7 +256,7 @@ def test_an_error_on_the_way_leaks_nothing(
         raise MemoryError(where)
 
     with monkeypatch.context() as patch:
-        patch.setattr(lct.PrefixCache if where == "allocate" else lct, where, broken)
+        patch.setattr(lct.PrefixCache if where == "allocate" else transfers, where, broken)
         with pytest.raises(MemoryError, match=where):
             save(connector, llama, prompt(70))
     gc.collect()

@@ -248,7 +248,7 @@ def test_write_back_needs_no_low_water_to_be_said(worlds: Any) -> None:
 def test_a_slot_that_is_needed_at_once_is_written_first_where_that_takes_no_time(
     worlds: Any,
 ) -> None:
-    world = worlds(slots=4, states={"write": WritePolicy.BACK, "low_water": 0})
+    world = worlds(slots=4, states={"write": WritePolicy.BACK, "low_water": 0, "most": None})
     prompt = Prompt(tokens(41))
     world.save(prompt, 8, 16, 24, 32)
     held = [world.checkpoints.acquire(1)]

@@ -617,7 +617,7 @@ def test_without_the_kv_nothing_is_usable_either(worlds: Any) -> None:
         raise NoSpace("arranged")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(world.manager._planner, "plan", broken)
+        patch.setattr(world.manager._planner, "plan_one", broken)
         world.manager.plan("nobody", prompt)
     assert world.manager.disabled
     assert world.hybrid.disabled

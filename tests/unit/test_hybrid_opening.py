@@ -17,6 +17,7 @@ from lightcache.errors import ConfigError, InUse, LayoutMismatch  # noqa: E402
 from lightcache.hybrid import Checkpoints, States, Tier, open_states, state_layout  # noqa: E402
 from lightcache.hybrid.spaces import Path  # noqa: E402
 from lightcache.manager import WritePolicy  # noqa: E402
+from lightcache.namespaces import Namespace  # noqa: E402
 
 SECRET = b"a secret of tests"
 SLOTS = 6
@@ -58,7 +59,9 @@ def states(segment_name: str, tensors: Any) -> Iterator[States]:
 
 
 def path_of(checkpoints: Checkpoints, positions: int, seed: int = 0) -> Path:
-    return Path(prompt(seed, positions), checkpoints.spaces.open("w", ""))
+    space = checkpoints.spaces.beside(Namespace("w", "", 1), lambda: True)
+    assert space is not None
+    return Path(prompt(seed, positions), space)
 
 
 def settled(checkpoints: Checkpoints) -> None:
@@ -84,7 +87,7 @@ def test_a_state_goes_to_the_host_and_comes_back_to_another_slot(
     for each in [*tensors["conv"], *tensors["recurrent"]]:
         each.zero_()
     assert checkpoints.deepest(path) == (Tier.HOST, 2)
-    assert checkpoints.plan_many(["r"], [path], [(Tier.HOST, 2)], 60) == [True]
+    assert checkpoints.plan("r", path, (Tier.HOST, 2), 60)
     taken = checkpoints.take("r")
     assert taken is not None
     checkpoints.traffic.load(taken[1], 5).wait(60)
