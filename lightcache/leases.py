@@ -85,6 +85,19 @@ class Lease(Borrowed):
         if code != 0:
             check(code, "release a lease")
 
+    def detach(self) -> Pages:
+        """The pages, int32, whose pins are the caller's from now on: `PageIndex.unpin` gives them
+        up, `PageIndex.unname` takes their names. This object has nothing left to release.
+
+        Raises:
+            LeaseLost: released already.
+        """
+        if self._done:
+            raise LeaseLost("this lease was released before; there is nothing to detach")
+        pages = self.pages.copy()
+        self._done = True
+        return pages
+
     def ticket(self, adopters: list[ClientId], *, timeout: float = 60.0) -> Ticket:
         """Pin the same pages for others, who `adopt` the ticket's 16 bytes. See `Ticket`.
 

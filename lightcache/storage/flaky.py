@@ -136,7 +136,14 @@ class FlakyStorage(Storage):
                 reason = reason or f"{kind} on purpose, of key {key}"
         return self._counters.read(ReadResult(tuple(statuses), reason))
 
-    def write(self, keys: Keys, buffers: Sequence[Buffer], *, timeout: float) -> WriteResult:
+    def write(
+        self,
+        keys: Keys,
+        buffers: Sequence[Buffer],
+        *,
+        timeout: float,
+        parent: Keys | None = None,
+    ) -> WriteResult:
         """See `Storage.write`."""
         _, views = check_batch(keys, buffers, self.spec.page_bytes, writable=False)
         self._usable()
@@ -147,7 +154,8 @@ class FlakyStorage(Storage):
             nonlocal reason
             good = [key for key in range(first, end) if key not in plan.keys]
             chosen = [views[key] for key in good]
-            done = self.inner.write(keys[good], chosen, timeout=_left(deadline))
+            before = keys[first - 1 : first] if first else parent
+            done = self.inner.write(keys[good], chosen, timeout=_left(deadline), parent=before)
             reason = reason or done.reason
             found = dict(zip(good, done.statuses, strict=True))
             return [found.get(key, WriteStatus.FAILED) for key in range(first, end)]

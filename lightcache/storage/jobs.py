@@ -138,7 +138,8 @@ class WriteJob(Job):
         buffers = [self.tier.cache.pool[page] for page in self._numbers[first:end]]
         for buffer in buffers:
             buffer.flags.writeable = False
-        result = self.tier._write(self, keys, buffers)
+        parent = self._keys[first - 1 : first] if first else None
+        result = self.tier._write(self, keys, buffers, parent)
         self.task._count(
             stored=result.count(WriteStatus.STORED),
             present=result.count(WriteStatus.PRESENT),

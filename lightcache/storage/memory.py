@@ -120,8 +120,16 @@ class MemoryStorage(Storage):
                 del self._pages[name]
         return ReadStatus.CORRUPT, f"corrupt: the checksum of page {name.hex()} is wrong"
 
-    def write(self, keys: Keys, buffers: Sequence[Buffer], *, timeout: float) -> WriteResult:
+    def write(
+        self,
+        keys: Keys,
+        buffers: Sequence[Buffer],
+        *,
+        timeout: float,
+        parent: Keys | None = None,
+    ) -> WriteResult:
         """See `Storage.write`."""
+        del parent
         names, views = check_batch(keys, buffers, self.spec.page_bytes, writable=False)
         deadline = Deadline(timeout)
         batch = set(names)

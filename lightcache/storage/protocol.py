@@ -196,9 +196,21 @@ class Storage(ABC):
         """
 
     @abstractmethod
-    def write(self, keys: Keys, buffers: Sequence[Buffer], *, timeout: float) -> WriteResult:
+    def write(
+        self,
+        keys: Keys,
+        buffers: Sequence[Buffer],
+        *,
+        timeout: float,
+        parent: Keys | None = None,
+    ) -> WriteResult:
         """Store pages. One that is stored already is not written again, since equal keys mean equal
         content. A page is either found whole by every later call, or not at all.
+
+        Args:
+            parent: one key, shape (1, 2): of the page in front of the first one, which was written
+                before; None: there is none. For the order of eviction alone: in front of a prefix
+                goes what hangs on it. A backend may pass over it.
 
         Raises:
             StorageError: the backend could do nothing that it knows of.

@@ -165,9 +165,11 @@ class RunningTier:
 
         return self._crew.call(job, "read", run, _unread)
 
-    def _write(self, job: Job, keys: Keys, buffers: Sequence[Buffer]) -> WriteResult:
+    def _write(
+        self, job: Job, keys: Keys, buffers: Sequence[Buffer], parent: Keys | None
+    ) -> WriteResult:
         def run(left: float) -> WriteResult:
-            result = self.storage.write(keys, buffers, timeout=left)
+            result = self.storage.write(keys, buffers, timeout=left, parent=parent)
             checked_statuses("write", result.statuses, len(keys))
             self._tally(written_bytes=result.count(WriteStatus.STORED) * self.cache.page_bytes)
             self._note_evicted()

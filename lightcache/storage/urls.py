@@ -22,7 +22,7 @@ from lightcache.storage.memory import MemoryStorage
 from lightcache.storage.protocol import Storage, StorageSpec
 
 GROUP = "lightcache.storage"
-LATER = ("disk", "redis", "s3", "mooncake")
+LATER = ("redis", "s3", "mooncake")
 """Schemes that are kept for backends to come."""
 
 Opener = Callable[[str, StorageSpec], Storage]
@@ -37,7 +37,7 @@ def open_storage(
     """Open a backend.
 
     Args:
-        url: `memory:`, `memory:?capacity=1GiB`, `memory:?pages=1000`,
+        url: `disk:/mnt/nvme/cache?capacity=1TiB`, `memory:`, `memory:?capacity=1GiB`,
             `flaky:read_fail=0.1,corrupt=0.01,seed=3:memory:`, or of a scheme of somebody else's.
         page_bytes: of a page; or
         spec: whose pages they are: `StorageSpec.of(cache)`.
@@ -122,6 +122,13 @@ def _open_memory(rest: str, spec: StorageSpec) -> Storage:
     return MemoryStorage.open(_options(query, "&") if query else {}, spec)
 
 
+def _open_disk(rest: str, spec: StorageSpec) -> Storage:
+    from lightcache.storage.disk import DiskStorage  # its index is only needed by who has a disk
+
+    where, _, query = rest.partition("?")
+    return DiskStorage.open(where, _options(query, "&") if query else {}, spec)
+
+
 def _open_flaky(rest: str, spec: StorageSpec) -> Storage:
     options, colon, inner = rest.partition(":")
     if not colon or not inner:
@@ -139,6 +146,10 @@ def _open_flaky(rest: str, spec: StorageSpec) -> Storage:
 
 
 _lock = threading.Lock()
-_openers: dict[str, Opener] = {"memory": _open_memory, "flaky": _open_flaky}
+_openers: dict[str, Opener] = {
+    "memory": _open_memory,
+    "disk": _open_disk,
+    "flaky": _open_flaky,
+}
 
 __all__ = ["GROUP", "LATER", "Opener", "open_storage", "register", "schemes"]

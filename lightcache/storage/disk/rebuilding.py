@@ -1,0 +1,100 @@
+"""The index of a disk, made anew from what its slots say of themselves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightcache._arguments import Keys, Pages
+from lightcache.page_index import PageIndex
+from lightcache.storage.disk.footers import NO_PARENT, Footer, unpack
+from lightcache.storage.disk.slots import SlotFiles
+
+_THREADS = 16  # a footer is one small read: a disk needs many at a time
+_PART = 4096  # slots of a turn
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """What a rebuild found, in slots."""
+
+    slots: int
+    pages: int
+    """Known now."""
+    dropped: int
+    """With a footer that is damaged, of another slot, or of a page that stands elsewhere, too. Not
+    those that were never written."""
+    unreadable: int
+    seconds: float
+
+
+def rebuild(index: PageIndex, slots: SlotFiles, spec: bytes, epoch: int, length: int) -> Rebuilt:
+    """Fill a fresh index with the slots of an epoch, in the order in which they were written. What
+    a page holds is not looked at: its checksum is verified when it is read.
+
+    Args:
+        spec: 8 bytes, of the pages that count.
+        length: of a page.
+    """
+    begin = time.monotonic()
+    held = index.allocate(index.pages)
+    numbers = held.detach()  # of a fresh index: all, in order
+    newest: dict[bytes, Footer] = {}
+    dropped = unreadable = 0
+    for slot, block in _footers(slots, index.pages):
+        footer = None if block is None else unpack(block)
+        unreadable += block is None
+        if footer is None:
+            dropped += block is not None and any(block)
+            continue
+        if (footer.spec, footer.slot, footer.length) != (spec, slot, length):
+            dropped += 1
+        elif footer.epoch == epoch:
+            other = newest.get(footer.key)
+            dropped += other is not None
+            if other is None or other.written < footer.written:
+                newest[footer.key] = footer
+    _name(index, sorted(newest.values(), key=lambda each: each.written))
+    empty = np.ones(len(numbers), bool)
+    empty[[footer.slot for footer in newest.values()]] = False
+    index.free(np.ascontiguousarray(numbers[empty]))
+    seconds = time.monotonic() - begin
+    return Rebuilt(index.pages, len(newest), dropped, unreadable, seconds)
+
+
+def _footers(slots: SlotFiles, count: int) -> Iterator[tuple[int, bytes | None]]:
+    def read(slot: int) -> bytes | None:
+        try:
+            return slots.read_footer(slot)
+        except OSError:
+            return None
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for first in range(0, count, _PART):
+            part = range(first, min(first + _PART, count))
+            yield from zip(part, pool.map(read, part, chunksize=64), strict=True)
+
+
+def _name(index: PageIndex, footers: list[Footer]) -> None:
+    """Older ones first: a page stands before what hangs on it, and is used before it."""
+    known: set[bytes] = set()
+    keys, offsets, starts = [], [0], []
+    for footer in footers:
+        before = footer.parent != NO_PARENT and footer.parent in known
+        keys += [footer.parent, footer.key] if before else [footer.key]
+        starts.append(int(before))
+        offsets.append(len(keys))
+        known.add(footer.key)
+    if not footers:
+        return
+    pages: Pages = np.array([footer.slot for footer in footers], np.int32)
+    every: Keys = np.frombuffer(b"".join(keys), "<u8").astype(np.uint64).reshape(-1, 2)
+    index.name_many(pages, every, np.array(offsets, np.int64), np.array(starts, np.int64))
+    index.unpin(pages)
+
+
+__all__ = ["Rebuilt", "rebuild"]

@@ -1,0 +1,157 @@
+"""Pages from where the caller has them to slots."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from lightcache._arguments import Keys
+from lightcache.errors import ConfigError, WaitTimeout
+from lightcache.reservations import Reservation
+from lightcache.storage.arguments import Deadline, check_keys, checksum
+from lightcache.storage.disk.folder import Folder
+from lightcache.storage.disk.footers import NO_PARENT, Footer
+from lightcache.storage.disk.health import Health
+from lightcache.storage.disk.lanes import WRITE, Lanes
+from lightcache.storage.protocol import WriteResult, WriteStatus
+
+STORED, PRESENT = WriteStatus.STORED, WriteStatus.PRESENT
+FAILED, REFUSED = WriteStatus.FAILED, WriteStatus.REFUSED
+
+
+class _Page:
+    """One page to be written."""
+
+    def __init__(
+        self, folder: Folder, slot: int, name: bytes, parent: bytes, view: memoryview, written: int
+    ) -> None:
+        self._folder, self._slot, self._view = folder, slot, view
+        self._name, self._parent, self._written = name, parent, written
+        self.done = False
+        self.error: OSError | None = None
+
+    def __call__(self) -> None:
+        header = self._folder.header
+        footer = Footer(
+            spec=bytes.fromhex(header.spec.name),
+            epoch=header.epoch,
+            slot=self._slot,
+            key=self._name,
+            parent=self._parent,
+            written=self._written,
+            length=len(self._view),
+            checksum=checksum(self._name, self._view),
+        )
+        try:
+            self._folder.slots.write(self._slot, self._view, footer.pack())
+            self.done = True
+        except OSError as error:
+            self.error = error
+
+
+class _Batch:
+    """A call's keys, and what has become of them."""
+
+    def __init__(
+        self, keys: Keys, names: list[bytes], views: list[memoryview], parent: Keys | None
+    ) -> None:
+        self.keys, self.names, self.views = keys, names, views
+        self.statuses: list[WriteStatus | None] = [None] * len(names)
+        self.reason = ""
+        self.late = False
+        self.before = NO_PARENT
+        self.chain, self.start = keys, 0
+        if parent is not None:
+            (self.before,) = check_keys(parent)
+            self.chain, self.start = np.concatenate([parent, keys]), 1
+
+    def say(self, status: WriteStatus, positions: Sequence[int], reason: str = "") -> None:
+        """Of these positions, as far as nothing is known of them."""
+        for at in positions:
+            if self.statuses[at] is None:
+                self.statuses[at] = status
+                self.reason = self.reason or reason
+
+    @property
+    def rest(self) -> list[int]:
+        """Of which nothing is known."""
+        return [at for at, status in enumerate(self.statuses) if status is None]
+
+    def result(self) -> WriteResult:
+        """When nothing is left."""
+        assert None not in self.statuses
+        return WriteResult(tuple(each for each in self.statuses if each is not None), self.reason)
+
+
+class Writer:
+    """Reserves slots, fills them, and makes them found; all of a batch or none."""
+
+    def __init__(self, folder: Folder, lanes: Lanes, health: Health) -> None:
+        """Writes nothing yet."""
+        self._folder, self._lanes, self.health = folder, lanes, health
+
+    def write(
+        self,
+        keys: Keys,
+        names: list[bytes],
+        views: list[memoryview],
+        parent: Keys | None,
+        deadline: Deadline,
+    ) -> tuple[WriteResult, bool]:
+        """See `Storage.write`; and whether the time was up."""
+        if parent is not None and (not isinstance(parent, np.ndarray) or parent.shape != (1, 2)):
+            raise ConfigError(f"parent: expected one key, shape (1, 2), found {parent!r}")
+        batch = _Batch(keys, names, views, parent)
+        while batch.rest:
+            if deadline.passed:
+                batch.say(FAILED, batch.rest, deadline.reason)
+                batch.late = True
+            elif why := self.health.allow():
+                batch.say(REFUSED, batch.rest, why)
+            elif wrong := self._folder.refresh():
+                batch.say(REFUSED, batch.rest, self.health.ill(wrong))
+            else:
+                self._turn(batch, deadline)
+        return batch.result(), batch.late
+
+    def _turn(self, batch: _Batch, deadline: Deadline) -> None:
+        """Write what is new, and wait for what others are writing."""
+        start = batch.start
+        index = self._folder.index
+        with index.reserve(batch.chain, start, timeout=deadline.left) as reservation:
+            batch.say(PRESENT, (reservation.present - start).tolist())
+            missing = (reservation.missing - start).tolist()
+            batch.say(REFUSED, missing, f"refused: no slot could be had: {reservation.why}")
+            busy = reservation.busy
+            ours = (reservation.new - start).tolist()
+            if ours:
+                self._fill(batch, ours, reservation, deadline)
+        if len(busy):
+            with contextlib.suppress(WaitTimeout):  # the next turn says that the time is up
+                index.wait(np.ascontiguousarray(batch.chain[busy]), timeout=deadline.left)
+
+    def _fill(
+        self, batch: _Batch, ours: list[int], reservation: Reservation, deadline: Deadline
+    ) -> None:
+        now, work = time.time_ns(), []
+        for at, slot in zip(ours, reservation.pages.tolist(), strict=True):
+            parent = batch.names[at - 1] if at else batch.before
+            name, view = batch.names[at], batch.views[at]
+            work.append(_Page(self._folder, slot, name, parent, view, now + at))
+        self._lanes.run(work, WRITE, deadline)
+        error = next((page.error for page in work if page.error is not None), None)
+        if error is not None:
+            batch.say(FAILED, ours, self.health.ill(str(error)))
+        elif not all(page.done for page in work):
+            batch.say(FAILED, ours, deadline.reason)
+            batch.late = True
+        else:
+            reservation.publish()
+            self.health.well()
+            batch.say(STORED, ours)
+
+
+__all__ = ["Writer"]
