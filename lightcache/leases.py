@@ -94,8 +94,9 @@ class Lease(Borrowed):
         """
         if self._done:
             raise LeaseLost("this lease was released before; there is nothing to detach")
-        pages = self.pages.copy()
+        pages: Pages = self.pages.copy()
         self._done = True
+        self._buffer[0] = 0
         return pages
 
     def ticket(self, adopters: list[ClientId], *, timeout: float = 60.0) -> Ticket:

@@ -95,6 +95,27 @@ def test_many_requests_in_one_call(index: PageIndex) -> None:
     assert index.peek_many(keys(), np.array([0])).tolist() == []
 
 
+def test_what_is_detached_is_unpinned_by_its_pages(index: PageIndex) -> None:
+    have = fill(index, 1, 4)
+    with index.match(have[:3]) as lease:
+        pages = lease.detach()
+        assert len(lease) == 0
+    assert pages.dtype == np.int32
+    assert len(pages) == 3
+    assert pins(index) == 3  # leaving the with, or losing the lease, releases nothing
+    for call in (lease.release, lease.detach, lambda: lease.pages):
+        with pytest.raises(LeaseLost):
+            call()
+    index.unpin(pages[:1])
+    index.unname(pages[2:])
+    assert index.peek(have) == 2
+    index.free(pages[2:])
+    index.unpin(pages[1:2])
+    assert pins(index) == 0
+    with index.match(prompt(9, 2)) as nothing:
+        assert nothing.detach().tolist() == []
+
+
 def test_a_batch_splits_into_leases_of_their_own(index: PageIndex) -> None:
     first, second = fill(index, 1, 2), fill(index, 2, 3)
     batch = index.match_many(np.concatenate([first, second]), np.array([0, 2, 5]))
