@@ -200,6 +200,18 @@ def _call(verb: Any, keys: Any, buffers: Any) -> Callable[[], object]:
     return lambda: verb(keys, buffers, timeout=TIMEOUT)
 
 
+def check_parent(factory: Factory) -> None:
+    """Pages behind others that were written before, or that never were."""
+    keys = make_keys(6)
+    with factory(SPEC) as storage:
+        _write(storage, keys[:2], pages_of(keys[:2]))
+        for first, parent in ((2, 1), (5, 4)):  # of which the second is not stored
+            part, before = keys[first : first + 2], keys[parent : parent + 1]
+            wrote = storage.write(part, list(pages_of(part)), timeout=TIMEOUT, parent=before)
+            _same(wrote.prefix, len(part), "write with a parent: prefix")
+        _holds(storage, keys, [OK, OK, OK, OK, ABSENT, OK])
+
+
 def check_delete(factory: Factory) -> None:
     """What was deleted is gone, the rest is not, and it can be stored anew."""
     keys = make_keys(6)
@@ -310,6 +322,7 @@ CHECKS: tuple[Callable[[Factory], None], ...] = (
     check_keys_are_whole,
     check_buffers,
     check_input,
+    check_parent,
     check_delete,
     check_clear,
     check_time_is_up,

@@ -105,6 +105,7 @@ class Recorder(MemoryStorage):
         super().__init__(spec)
         self.calls: list[tuple[str, int]] = []
         self.batches: list[Any] = []
+        self.parents: list[Any] = []
         self.gate = threading.Event()
         self.gate.set()
         self.arrived = threading.Semaphore(0)
@@ -125,6 +126,7 @@ class Recorder(MemoryStorage):
         self._note("read", keys)
         return super().read(keys, buffers, timeout=timeout)
 
-    def write(self, keys: Any, buffers: Any, *, timeout: float) -> Any:
+    def write(self, keys: Any, buffers: Any, *, timeout: float, parent: Any = None) -> Any:
         self._note("write", keys)
-        return super().write(keys, buffers, timeout=timeout)
+        self.parents.append(parent)
+        return super().write(keys, buffers, timeout=timeout, parent=parent)

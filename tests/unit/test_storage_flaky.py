@@ -96,6 +96,26 @@ def test_a_write_of_one_key_goes_wrong() -> None:
         assert put(storage).prefix == 6
 
 
+def test_a_parent_is_passed_on() -> None:
+    """Of a write that is done in two parts, each has its own."""
+    told: list[Any] = []
+
+    class Noting(MemoryStorage):
+        def write(self, *arguments: Any, parent: Any = None, **how: Any) -> Any:
+            told.append(None if parent is None else parent.tolist())
+            return super().write(*arguments, **how)
+
+    before = make_keys(1, 7)
+    with FlakyStorage(Noting(SPEC), script={"write": [Fault("hang", at=3)]}) as storage:
+        how: Any = {"timeout": 60.0, "parent": before}
+        thread = threading.Thread(target=storage.write, args=(KEYS, list(PAGES)), kwargs=how)
+        thread.start()
+        assert storage.wait_hanging()
+        storage.let_go()
+        thread.join()
+    assert told == [before.tolist(), KEYS[2:3].tolist()]
+
+
 def test_whole_calls_fail() -> None:
     fail: Any = [Fault("fail")]
     with flaky(script=dict.fromkeys(["contains", "read", "write", "delete", "clear"], fail)) as one:
@@ -246,8 +266,8 @@ def test_urls() -> None:
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("disk:/var/pages", r"\['flaky', 'memory'\], found 'disk'; 'disk' is not there yet"),
-        ("tape:", r"\['flaky', 'memory'\], found 'tape'; others"),
+        ("redis:", r"\['disk', 'flaky', 'memory'\], found 'redis'; 'redis' is not there yet"),
+        ("tape:", r"\['disk', 'flaky', 'memory'\], found 'tape'; others"),
         ("memory", "such as 'memory:'"),
         ("memory:/somewhere", "'memory:\\?options'"),
         ("memory:?size=3", "capacity= or pages=, found"),
@@ -304,7 +324,7 @@ def test_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
         return [point for point in points if name in (None, point.name)]
 
     monkeypatch.setattr(urls, "entry_points", found)
-    assert schemes() == ["broken", "flaky", "memory", "theirs"]
+    assert schemes() == ["broken", "disk", "flaky", "memory", "theirs"]
     with open_storage("theirs:?pages=3", spec=SPEC) as storage:
         assert storage.capacity == 3  # type: ignore[attr-defined]
     with pytest.raises(StorageError, match="no_such_package"):

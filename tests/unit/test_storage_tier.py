@@ -75,11 +75,21 @@ def test_what_is_stored_is_not_written_again(cache: Cache) -> None:
     ]
 
 
+def test_each_group_hangs_on_the_one_before(cache: Cache) -> None:
+    fill(cache, KEYS[:10])
+    storage = Recorder(StorageSpec.of(cache))
+    with StorageTier(cache, storage, group=4) as tier:
+        assert tier.write(KEYS[:10]).wait().stored == 10
+    assert storage.parents[0] is None
+    parents = [each.tolist() for each in storage.parents[1:]]
+    assert parents == [KEYS[3:4].tolist(), KEYS[7:8].tolist()]
+
+
 def test_a_backend_cannot_write_to_what_it_is_to_store(cache: Cache) -> None:
     seen: list[bool] = []
 
     class Curious(MemoryStorage):
-        def write(self, keys: Any, buffers: Any, *, timeout: float) -> Any:
+        def write(self, keys: Any, buffers: Any, *, timeout: float, parent: Any = None) -> Any:
             seen.extend(memoryview(each).readonly for each in buffers)
             return super().write(keys, buffers, timeout=timeout)
 
