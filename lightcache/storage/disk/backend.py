@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 
 import numpy as np
 
 from lightcache import _arguments
-from lightcache.errors import (
-    Abandoned,
-    ConfigError,
-    Detached,
-    InUse,
-    LeaseLost,
-    LockTimeout,
-    StorageError,
-)
-from lightcache.leases import LeaseBatch
+from lightcache.errors import ConfigError, Detached, LightcacheError, StorageError
+from lightcache.layout import Cause
 from lightcache.sizes import parse_size
 from lightcache.storage.arguments import Clock, Counters, Deadline, check_batch
-from lightcache.storage.disk.folder import Folder, remove_folder
+from lightcache.storage.disk.dropping import drop
+from lightcache.storage.disk.folder import Folder, How, remove_folder
 from lightcache.storage.disk.health import Health
 from lightcache.storage.disk.lanes import Lanes
+from lightcache.storage.disk.making import Wanted
+from lightcache.storage.disk.options import parse
 from lightcache.storage.disk.reading import read_pages
 from lightcache.storage.disk.rebuilding import Rebuilt
 from lightcache.storage.disk.writing import Writer
@@ -39,14 +37,14 @@ from lightcache.storage.protocol import (
     WriteResult,
 )
 
-_OPTIONS = {"capacity", "threads", "files", "direct", "index", "retry"}
 _CLOSING = 10.0  # seconds that `close` waits for calls
 
 
 class DiskStorage(Storage):
     """Slot files in a folder, made as large as they may become when it is opened first. Each slot
     holds a page and says what it is; an index in shared memory says which slot has which page, and
-    is made anew from the slots when there is none. All processes that open the folder share both.
+    is made anew from the slots when there is none. All processes that open the folder share both:
+    63 at most.
 
     A lookup is one of the index: no system call. A page is read or written by one system call
     between the disk and the page's own memory, where the file system has direct I/O. When all slots
@@ -54,6 +52,9 @@ class DiskStorage(Storage):
 
     Nothing is waited for until the disk has it for good: if the machine stops, the last pages may
     be lost or damaged, and are found out when they are read, by their checksums.
+
+    What was evicted, or written by a call that failed, still stands in its slot until another page
+    does, so a rebuild may find it again, deleted or not. What was cleared no rebuild finds.
     """
 
     def __init__(
@@ -88,56 +89,35 @@ class DiskStorage(Storage):
         Raises:
             ConfigError: an argument out of range, or no capacity for a new folder.
             LayoutMismatch: it was made by another version.
-            InUse: it is used with another capacity, or by processes with another /dev/shm.
+            InUse: it is used with another capacity, by processes with another /dev/shm, or by 63.
+            NoSpace: no room for the index in /dev/shm: 206 bytes a slot.
             StorageError: it cannot be made, or has not so much room.
         """
         self.spec = spec
         _arguments.count(threads, "threads", 1, 256)
         _arguments.count(files, "files", 1, 1000)
+        if not 0 <= retry < math.inf:
+            raise ConfigError(f"retry: expected seconds, found {retry!r}")
+        wanted = Wanted(None if capacity is None else parse_size(capacity, "capacity"), files)
         where = Path(path) / f"lightcache-{spec.name}"
-        wanted = None if capacity is None else parse_size(capacity, "capacity")
-        self._folder = Folder(
-            where,
-            spec,
-            wanted,
-            files=files,
-            direct=direct,
-            persistent=persistent,
-            timeout=timeout,
-        )
+        self._closed = True
+        self._folder = Folder(where, spec, How(wanted, direct, persistent, timeout))
         self._index, self._counters = self._folder.index, Counters()
-        self._lanes: Lanes | None = Lanes(threads)
+        try:
+            self._lanes: Lanes | None = Lanes(threads)
+        except RuntimeError as error:  # no more threads here
+            self._folder.close()
+            raise StorageError(f"disk: {error}; give fewer threads=") from error
         self._writer = Writer(self._folder, self._lanes, Health(f"disk {path}", retry, clock))
         self._state = threading.Condition()
         self._calls = 0
+        self._process = os.getpid()
         self._closed = False
 
     @classmethod
     def open(cls, path: str, options: Mapping[str, str], spec: StorageSpec) -> DiskStorage:
         """As in `disk:/mnt/nvme/cache?capacity=1TiB&threads=8&direct=no&index=keep`."""
-        if unknown := set(options) - _OPTIONS:
-            raise ConfigError(f"disk: expected {sorted(_OPTIONS)}, found {sorted(unknown)}")
-        if not path:
-            raise ConfigError("disk: expected a folder, as in 'disk:/mnt/nvme?capacity=1TiB'")
-        numbers: dict[str, int] = {}
-        try:
-            for name in {"threads", "files"} & set(options):
-                numbers[name] = int(options[name])
-            retry = float(options.get("retry", "30"))
-        except ValueError as error:
-            raise ConfigError(f"disk: expected numbers for threads, files, retry: {error}") from None
-        for name, choices in (("direct", ("yes", "no")), ("index", ("keep", "drop"))):
-            if options.get(name, choices[0]) not in choices:
-                raise ConfigError(f"{name}: expected one of {choices}, found {options[name]!r}")
-        return cls(
-            path,
-            spec,
-            capacity=options.get("capacity"),
-            direct=options.get("direct") != "no",
-            persistent=options.get("index") == "keep",
-            retry=retry,
-            **numbers,
-        )
+        return cls(path, spec, **parse(path, options))
 
     @staticmethod
     def remove(path: str | Path, spec: StorageSpec) -> None:
@@ -163,13 +143,13 @@ class DiskStorage(Storage):
 
     @property
     def rebuilt(self) -> Rebuilt | None:
-        """What was found in the slots, if the index was made by this process; None: it was there."""
+        """What was found in the slots, if this process made the index; None: it was there."""
         return self._folder.rebuilt
 
     @property
     def index_name(self) -> str:
         """Of the index in shared memory: for `lightcache dump`."""
-        return self._folder.header.index_name
+        return self._index.name
 
     @property
     def write_trouble(self) -> str:
@@ -179,34 +159,36 @@ class DiskStorage(Storage):
     # ---- calls
 
     def contains(self, keys: Keys, *, timeout: float) -> int:
-        """See `Storage.contains`. Some 5 ns a key."""
-        deadline = Deadline(timeout)
-        with self._call():
-            self._in_time("contains", deadline)
+        """See `Storage.contains`. Takes no lock; 5 ns a key while the index is in the processor's
+        cache."""
+        if not (type(timeout) is float and timeout > 0.0):
+            self._in_time("contains", Deadline(timeout))
+        try:
             found = self._index.peek(keys)
             if not found and len(keys) and self._folder.renewed():
                 found = self._index.peek(keys)
-            return found
+        except Detached as error:
+            raise self._gone(error) from error
+        return found
 
     def read(self, keys: Keys, buffers: Sequence[Buffer], *, timeout: float) -> ReadResult:
-        """See `Storage.read`."""
+        """See `Storage.read`. A page that the disk does not give any more is FAILED, and dropped
+        as a corrupt one is: else it could never be stored anew."""
         names, views = check_batch(keys, buffers, self.spec.page_bytes, writable=True)
         deadline = Deadline(timeout)
-        with self._call():
+        with self._call() as lanes:
             self._folder.renewed()
-            held = self._pinned(keys)
+            # Each key by itself: pages are wanted behind holes, too.
+            held = self._index.match_many(keys, np.arange(len(keys) + 1))
             try:
-                pages = [int(each[0]) if len(each) else None for each in held]
-                assert self._lanes is not None
-                found = read_pages(self._folder, self._lanes, names, pages, views, deadline)
+                slots = np.full(len(keys), -1, np.int32)
+                slots[held.counts > 0] = held.pages
+                found = read_pages(self._folder, lanes, names, slots.tolist(), views, deadline)
             finally:
                 held.release()
-            self._drop(keys[found.bad])
+            if found.bad:
+                drop(self._folder, keys[found.bad], slots[found.bad])
         return self._counters.read(found.result, timed_out=found.late)
-
-    def _pinned(self, keys: Keys) -> LeaseBatch:
-        """Each key by itself: pages are wanted behind holes, too."""
-        return self._index.match_many(keys, np.arange(len(keys) + 1))
 
     def write(
         self,
@@ -229,36 +211,14 @@ class DiskStorage(Storage):
         deadline = Deadline(timeout)
         with self._call():
             self._in_time("delete", deadline)
-            gone, kept = self._drop(keys)
-            if kept:
-                raise StorageError(
-                    f"delete: {kept} of {len(keys)} pages are being read, and stay; call again"
-                )
-        return self._counters.deleted(gone)
-
-    def _drop(self, keys: Keys) -> tuple[int, int]:
-        """Forget these pages, here and for any rebuild; how many went, and how many could not,
-        since others read them."""
-        gone = kept = 0
-        for row in range(len(keys)):
-            with self._index.match(np.ascontiguousarray(keys[row : row + 1])) as lease:
-                pages = lease.detach()
-            if not len(pages):
-                continue
-            try:
-                self._index.unname(pages)
-            except InUse:
-                self._index.unpin(pages)
-                kept += 1
-                continue
-            except LeaseLost:  # others have cleared it
-                self._index.unpin(pages)
-                continue
-            with contextlib.suppress(OSError):  # then its checksum is all that speaks against it
-                self._folder.slots.erase(int(pages[0]))
-            self._index.free(pages)
-            gone += 1
-        return gone, kept
+            self._folder.renewed()
+            dropped = drop(self._folder, keys)
+        self._counters.deleted(dropped.gone)
+        if dropped.kept:
+            raise StorageError(
+                f"delete: {dropped.kept} of {len(keys)} pages are being read, and stay; call again"
+            )
+        return dropped.gone
 
     def clear(self, *, timeout: float) -> int:
         """See `Storage.clear`."""
@@ -266,38 +226,60 @@ class DiskStorage(Storage):
         with self._call():
             self._in_time("clear", deadline)
             self._folder.begin_epoch(deadline.left)
+            self._folder.renewed()
             gone = self._index.stats().ready
             self._index.clear()
         return self._counters.deleted(gone)
 
     def stats(self) -> StorageStats:
         """See `Storage.stats`: pages are those of all processes."""
-        if self._closed:
-            return self._counters.snapshot(0, 0)
-        self._counters.evicted(sum(self._index._take_evicted().values()))
-        pages = self._index.stats().ready
+        causes = self._index._take_evicted()
+        self._counters.evicted(causes[Cause.ROOM] + causes[Cause.QUOTA])
+        try:
+            pages = self._index.stats().ready
+        except Detached:  # closed, or in a forked child
+            pages = 0
         return self._counters.snapshot(pages, pages * self.spec.page_bytes)
 
     def _in_time(self, what: str, deadline: Deadline) -> None:
         if deadline.passed:
+            self._usable()
             self._counters.timed_out()
             raise StorageError(f"{what}: {deadline.reason}; give it more time")
 
     # ---- the end
 
     def _usable(self) -> None:
+        if self._process != os.getpid():
+            raise Detached("this storage belongs to the process that forked us; open it here")
         if self._closed:
             raise Detached("this storage was closed; open it again")
 
+    def _gone(self, error: Detached) -> LightcacheError:
+        """What to raise when the index says that we are not attached."""
+        try:
+            self._usable()
+        except Detached as ours:
+            return ours
+        return StorageError(f"disk: its index was removed ({error}); close it, and open it again")
+
     @contextlib.contextmanager
-    def _call(self) -> Iterator[None]:
+    def _call(self) -> Iterator[Lanes]:
         """Around everything that uses the folder: it is not closed meanwhile."""
+        if self._process != os.getpid():  # before a lock that may have been held at the fork
+            self._usable()
         with self._state:
             self._usable()
+            lanes = self._lanes
             self._calls += 1
         try:
-            yield
-        except (LockTimeout, Abandoned) as error:
+            assert lanes is not None
+            yield lanes
+        except (ConfigError, StorageError):
+            raise
+        except Detached as error:
+            raise self._gone(error) from error
+        except LightcacheError as error:
             raise StorageError(f"disk: {error}") from error
         finally:
             with self._state:
@@ -309,7 +291,10 @@ class DiskStorage(Storage):
 
         Raises:
             StorageError: a call hangs; call again.
+            Detached: in a forked child.
         """
+        if self._process != os.getpid():
+            self._usable()
         with self._state:
             self._closed = True
             if not self._state.wait_for(lambda: not self._calls, _CLOSING):
@@ -318,6 +303,15 @@ class DiskStorage(Storage):
         if lanes is not None:
             lanes.close()
             self._folder.close()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._process == os.getpid():  # a forked child leaves the statement without a word
+            self.close()
 
 
 __all__ = ["DiskStorage"]

@@ -21,14 +21,15 @@ class Header:
 
     version: int
     uuid: str
-    """Of this folder, for good: it names the index in shared memory."""
+    """Of this folder, for good: the index in shared memory says whose it is."""
     page_bytes: int
     fingerprint: str
     algorithm: str
     files: int
     slots: int
-    epoch: int = 1
-    """Clearing begins another one; slots of those before hold nothing."""
+    epoch: int
+    """Clearing begins another one; slots of those before hold nothing. The first is by chance: if a
+    header is lost, the next one knows nothing of the slots, cleared ones among them."""
     index: int = 0
     """How many indexes were begun. That in shared memory says which it is: an older one does not
     know what was written since."""
@@ -40,16 +41,12 @@ class Header:
         """Whose pages."""
         return StorageSpec(self.page_bytes, self.fingerprint, self.algorithm)
 
-    @property
-    def index_name(self) -> str:
-        """Of the index, in shared memory."""
-        return f"lightcache-disk-{self.uuid}"
-
 
 def new_header(spec: StorageSpec, files: int, slots: int) -> Header:
     """Of a folder that is made now."""
-    uuid = secrets.token_hex(8)
-    return Header(VERSION, uuid, spec.page_bytes, spec.fingerprint, spec.algorithm, files, slots)
+    uuid, epoch = secrets.token_hex(8), secrets.randbits(62)
+    whose = (spec.page_bytes, spec.fingerprint, spec.algorithm)
+    return Header(VERSION, uuid, *whose, files, slots, epoch)
 
 
 def read_header(folder: Path) -> Header | None:

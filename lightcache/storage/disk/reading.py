@@ -18,7 +18,8 @@ class Read:
 
     result: ReadResult
     bad: list[int]
-    """Keys whose pages are to be dropped."""
+    """Keys whose pages are corrupt, or that the disk does not give any more: to be dropped, or
+    they could never be stored anew."""
     late: bool
 
 
@@ -29,12 +30,14 @@ class _Page:
         self._folder, self._name, self._slot, self._view = folder, name, slot, view
         self.status: ReadStatus | None = None  # None: its turn did not come in time
         self.why = ""
+        self.unreadable = False
 
     def __call__(self) -> None:
         try:
             self.status, self.why = self._read()
         except OSError as error:
             self.status, self.why = ReadStatus.FAILED, f"disk: slot {self._slot}: {error}"
+            self.unreadable = True
 
     def _read(self) -> tuple[ReadStatus, str]:
         footer = unpack(self._folder.slots.read(self._slot, self._view))
@@ -49,23 +52,24 @@ def read_pages(
     folder: Folder,
     lanes: Lanes,
     names: Sequence[bytes],
-    slots: Sequence[int | None],
+    slots: Sequence[int],
     views: Sequence[memoryview],
     deadline: Deadline,
 ) -> Read:
-    """Read pages that are pinned; of those without a slot nothing is stored."""
+    """Read pages that are pinned; of those with slot -1 nothing is stored."""
     every = zip(names, slots, views, strict=True)
-    work = [None if slot is None else _Page(folder, name, slot, view) for name, slot, view in every]
+    work = [None if slot < 0 else _Page(folder, name, slot, view) for name, slot, view in every]
     lanes.run([page for page in work if page is not None], READ, deadline)
-    statuses, reason, late = [], "", False
-    for page in work:
+    statuses, bad, reason, late = [], [], "", False
+    for at, page in enumerate(work):
         status = ReadStatus.ABSENT if page is None else page.status
         why = "" if page is None else page.why
         if status is None:
             status, why, late = ReadStatus.FAILED, deadline.reason, True
+        if status is ReadStatus.CORRUPT or (page is not None and page.unreadable):
+            bad.append(at)
         statuses.append(status)
         reason = reason or why
-    bad = [i for i, status in enumerate(statuses) if status is ReadStatus.CORRUPT]
     return Read(ReadResult(tuple(statuses), reason), bad, late)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from lightcache._arguments import Keys, Pages
 from lightcache.page_index import PageIndex
 from lightcache.storage.disk.footers import NO_PARENT, Footer, unpack
+from lightcache.storage.disk.header import Header
 from lightcache.storage.disk.slots import SlotFiles
 
 _THREADS = 16  # a footer is one small read: a disk needs many at a time
@@ -32,15 +33,11 @@ class Rebuilt:
     seconds: float
 
 
-def rebuild(index: PageIndex, slots: SlotFiles, spec: bytes, epoch: int, length: int) -> Rebuilt:
-    """Fill a fresh index with the slots of an epoch, in the order in which they were written. What
-    a page holds is not looked at: its checksum is verified when it is read.
-
-    Args:
-        spec: 8 bytes, of the pages that count.
-        length: of a page.
-    """
+def rebuild(index: PageIndex, slots: SlotFiles, header: Header) -> Rebuilt:
+    """Fill a fresh index with the slots of the header's epoch, in the order in which they were
+    written. What a page holds is not looked at: its checksum is verified when it is read."""
     begin = time.monotonic()
+    spec, length = bytes.fromhex(header.spec.name), header.page_bytes
     held = index.allocate(index.pages)
     numbers = held.detach()  # of a fresh index: all, in order
     newest: dict[bytes, Footer] = {}
@@ -53,7 +50,7 @@ def rebuild(index: PageIndex, slots: SlotFiles, spec: bytes, epoch: int, length:
             continue
         if (footer.spec, footer.slot, footer.length) != (spec, slot, length):
             dropped += 1
-        elif footer.epoch == epoch:
+        elif footer.epoch == header.epoch:
             other = newest.get(footer.key)
             dropped += other is not None
             if other is None or other.written < footer.written:
@@ -61,7 +58,7 @@ def rebuild(index: PageIndex, slots: SlotFiles, spec: bytes, epoch: int, length:
     _name(index, sorted(newest.values(), key=lambda each: each.written))
     empty = np.ones(len(numbers), bool)
     empty[[footer.slot for footer in newest.values()]] = False
-    index.free(np.ascontiguousarray(numbers[empty]))
+    index.free(np.ascontiguousarray(numbers[empty][::-1]))  # what is freed last is used first
     seconds = time.monotonic() - begin
     return Rebuilt(index.pages, len(newest), dropped, unreadable, seconds)
 

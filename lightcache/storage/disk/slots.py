@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -22,7 +23,8 @@ class SlotFiles:
 
     With direct I/O bytes go between the disk and the caller's memory, without a copy, and leave the
     page cache alone. It needs addresses and lengths that are multiples of a block; whatever is not
-    goes through the page cache.
+    goes through the page cache, and the kernel is told that it need not stay there: the pool in
+    front of us is the cache. Only who wants no direct I/O at all has the page cache for himself.
     """
 
     def __init__(self, folder: Path, files: int, page_bytes: int, *, direct: bool) -> None:
@@ -38,6 +40,7 @@ class SlotFiles:
         self.slot_bytes = slot_bytes(page_bytes)
         self._plain: list[int] = []
         self._direct: list[int] = []
+        self._passing = direct  # what goes through the page cache all the same shall not stay
         try:
             for number in range(files):
                 self._plain.append(os.open(file_of(folder, number), os.O_RDWR | os.O_CLOEXEC))
@@ -70,7 +73,9 @@ class SlotFiles:
             OSError: it could not be read.
         """
         block, where = self._block(), self._where(slot)
-        got = os.preadv(self._file(slot, page), [page, block], where)
+        file = self._file(slot, page)
+        got = os.preadv(file, [page, block], where)
+        self._passed(file, where)
         return self._whole(got, block, "read")
 
     def write(self, slot: int, page: memoryview, footer: bytes) -> None:
@@ -81,17 +86,20 @@ class SlotFiles:
         """
         block, where = self._block(), self._where(slot)
         block[-BLOCK:] = footer
-        put = os.pwritev(self._file(slot, page), [page, block], where)
+        file = self._file(slot, page)
+        put = os.pwritev(file, [page, block], where)
+        self._passed(file, where)
         self._whole(put, block, "written")
 
     def read_footer(self, slot: int) -> bytes:
-        """A slot's last block.
+        """A slot's last block; empty: the file ends before it.
 
         Raises:
             OSError: it could not be read.
         """
-        where = self._where(slot) + self.slot_bytes - BLOCK
-        return os.pread(self._plain[slot % len(self._plain)], BLOCK, where)
+        block = self._block()[-BLOCK:]
+        got = os.preadv(self._file(slot, block), [block], self._end(slot) - BLOCK)
+        return bytes(block[:got])
 
     def erase(self, slot: int) -> None:
         """Overwrite a slot's footer: it describes nothing.
@@ -99,15 +107,23 @@ class SlotFiles:
         Raises:
             OSError: it could not be written.
         """
-        where = self._where(slot) + self.slot_bytes - BLOCK
-        os.pwrite(self._plain[slot % len(self._plain)], bytes(BLOCK), where)
+        block = self._block()[-BLOCK:]
+        block[:] = bytes(BLOCK)
+        os.pwritev(self._file(slot, block), [block], self._end(slot) - BLOCK)
 
     def _where(self, slot: int) -> int:
         return slot // len(self._plain) * self.slot_bytes
 
-    def _file(self, slot: int, page: memoryview) -> int:
-        files = self._direct if self._direct and _aligned(page) else self._plain
+    def _end(self, slot: int) -> int:
+        return self._where(slot) + self.slot_bytes
+
+    def _file(self, slot: int, memory: memoryview) -> int:
+        files = self._direct if self._direct and _aligned(memory) else self._plain
         return files[slot % len(files)]
+
+    def _passed(self, file: int, where: int) -> None:
+        if self._passing and file in self._plain:
+            os.posix_fadvise(file, where, self.slot_bytes, os.POSIX_FADV_DONTNEED)
 
     def _block(self) -> memoryview:
         """Of this thread, at an address that direct I/O takes, as long as a page needs to fill up
@@ -143,14 +159,49 @@ def file_of(folder: Path, number: int) -> Path:
     return folder / f"slots-{number:03}"
 
 
-def make_file(path: Path, nbytes: int) -> None:
-    """Make a slot file, or let one grow or shrink: with all its blocks on the disk, so that writing
-    a slot never finds the disk full.
+def file_bytes(number: int, files: int, slots: int, page_bytes: int) -> int:
+    """Of a slot file, when `slots` are dealt to so many."""
+    return (slots + files - 1 - number) // files * slot_bytes(page_bytes)
+
+
+def whole(folder: Path, files: int, slots: int, page_bytes: int) -> bool:
+    """Whether all slot files are there and as long as they should be, or longer.
 
     Raises:
-        OSError: no room. A new file is removed again.
+        OSError: that cannot be seen.
     """
-    there = path.exists()
+    for number in range(files):
+        path = file_of(folder, number)
+        wanted = file_bytes(number, files, slots, page_bytes)
+        if not path.exists() or path.stat().st_size < wanted:
+            return False
+    return True
+
+
+def make_files(folder: Path, files: int, slots: int, page_bytes: int) -> None:
+    """Make slot files, or let them grow or shrink: with all their blocks on the disk, so that
+    writing a slot never finds the disk full.
+
+    Raises:
+        OSError: no room. What was added is given back.
+    """
+    before: list[tuple[Path, int | None]] = []
+    try:
+        for number in range(files):
+            path = file_of(folder, number)
+            before.append((path, path.stat().st_size if path.exists() else None))
+            _make_file(path, file_bytes(number, files, slots, page_bytes))
+    except OSError:
+        for path, size in before:
+            with contextlib.suppress(OSError):
+                if size is None:
+                    path.unlink()
+                elif path.stat().st_size > size:
+                    os.truncate(path, size)
+        raise
+
+
+def _make_file(path: Path, nbytes: int) -> None:
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         size = os.fstat(handle).st_size
@@ -163,17 +214,13 @@ def make_file(path: Path, nbytes: int) -> None:
                 os.ftruncate(handle, nbytes)  # no blocks ahead here: a full disk shows later
         elif nbytes < size:
             os.ftruncate(handle, nbytes)
-    except OSError:
-        if not there:
-            path.unlink(missing_ok=True)
-        raise
     finally:
         os.close(handle)
 
 
-def _aligned(page: memoryview) -> bool:
-    address: int = np.frombuffer(page, np.uint8).ctypes.data
+def _aligned(memory: memoryview) -> bool:
+    address: int = np.frombuffer(memory, np.uint8).ctypes.data
     return address % BLOCK == 0
 
 
-__all__ = ["SlotFiles", "file_of", "make_file", "slot_bytes"]
+__all__ = ["SlotFiles", "file_bytes", "file_of", "make_files", "slot_bytes", "whole"]

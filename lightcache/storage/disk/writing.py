@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lightcache._arguments import Keys
-from lightcache.errors import ConfigError, WaitTimeout
+from lightcache.errors import Abandoned, ConfigError, WaitTimeout
 from lightcache.reservations import Reservation
 from lightcache.storage.arguments import Deadline, check_keys, checksum
 from lightcache.storage.disk.folder import Folder
@@ -31,7 +31,7 @@ class _Page:
         self._folder, self._slot, self._view = folder, slot, view
         self._name, self._parent, self._written = name, parent, written
         self.done = False
-        self.error: OSError | None = None
+        self.error = ""  # as text: an error itself would hold on to the caller's memory
 
     def __call__(self) -> None:
         header = self._folder.header
@@ -49,7 +49,7 @@ class _Page:
             self._folder.slots.write(self._slot, self._view, footer.pack())
             self.done = True
         except OSError as error:
-            self.error = error
+            self.error = str(error)
 
 
 class _Batch:
@@ -102,7 +102,7 @@ class Writer:
         deadline: Deadline,
     ) -> tuple[WriteResult, bool]:
         """See `Storage.write`; and whether the time was up."""
-        if parent is not None and (not isinstance(parent, np.ndarray) or parent.shape != (1, 2)):
+        if parent is not None and np.shape(parent) != (1, 2):
             raise ConfigError(f"parent: expected one key, shape (1, 2), found {parent!r}")
         batch = _Batch(keys, names, views, parent)
         while batch.rest:
@@ -114,7 +114,8 @@ class Writer:
             elif wrong := self._folder.refresh():
                 batch.say(REFUSED, batch.rest, self.health.ill(wrong))
             else:
-                self._turn(batch, deadline)
+                with contextlib.suppress(Abandoned):  # cleared by somebody: anew, in the new epoch
+                    self._turn(batch, deadline)
         return batch.result(), batch.late
 
     def _turn(self, batch: _Batch, deadline: Deadline) -> None:
@@ -124,7 +125,8 @@ class Writer:
         with index.reserve(batch.chain, start, timeout=deadline.left) as reservation:
             batch.say(PRESENT, (reservation.present - start).tolist())
             missing = (reservation.missing - start).tolist()
-            batch.say(REFUSED, missing, f"refused: no slot could be had: {reservation.why}")
+            if missing and not index.reap():  # the dead may hold slots: then there is another turn
+                batch.say(REFUSED, missing, f"refused: no slot could be had: {reservation.why}")
             busy = reservation.busy
             ours = (reservation.new - start).tolist()
             if ours:
@@ -142,9 +144,9 @@ class Writer:
             name, view = batch.names[at], batch.views[at]
             work.append(_Page(self._folder, slot, name, parent, view, now + at))
         self._lanes.run(work, WRITE, deadline)
-        error = next((page.error for page in work if page.error is not None), None)
-        if error is not None:
-            batch.say(FAILED, ours, self.health.ill(str(error)))
+        error = next((page.error for page in work if page.error), "")
+        if error:
+            batch.say(FAILED, ours, self.health.ill(error))
         elif not all(page.done for page in work):
             batch.say(FAILED, ours, deadline.reason)
             batch.late = True
