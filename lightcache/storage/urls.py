@@ -58,6 +58,23 @@ def open_storage(
     return _opener(scheme)(rest, spec)
 
 
+def check_url(url: str) -> None:
+    """Say what is wrong with a URL, as far as that can be said without making anything: a disk is
+    not opened, since that would take its room for pages of a size that nobody has.
+
+    Raises:
+        As `open_storage`.
+    """
+    scheme, _, rest = url.partition(":")
+    if scheme == "disk":
+        from lightcache.storage.disk.options import parse
+
+        where, _, query = rest.partition("?")
+        parse(where, _options(query, "&") if query else {})
+    else:
+        open_storage(url, page_bytes=4096).close()
+
+
 def register(scheme: str, opener: Opener) -> None:
     """Have URLs of a scheme opened by this, in this process. For tests, and for who has no package.
 
@@ -152,4 +169,4 @@ _openers: dict[str, Opener] = {
     "flaky": _open_flaky,
 }
 
-__all__ = ["GROUP", "LATER", "Opener", "open_storage", "register", "schemes"]
+__all__ = ["GROUP", "LATER", "Opener", "check_url", "open_storage", "register", "schemes"]

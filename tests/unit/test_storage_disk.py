@@ -31,7 +31,7 @@ from support.disks import (
 )
 from support.scripts import with_support
 
-from lightcache import ConfigError, Detached, StorageError
+from lightcache import ConfigError, Detached, LockTimeout, PageIndex, StorageError
 from lightcache.storage import ReadStatus, StorageSpec, open_storage
 from lightcache.storage.arguments import Deadline
 from lightcache.storage.conformance import CHECKS, PAGE_BYTES, SPEC, make_keys, pages_of
@@ -155,6 +155,7 @@ def test_what_was_deleted_no_rebuild_finds(where: Path) -> None:
     with disk(where) as storage:
         put(storage, KEYS[:6])
         assert storage.delete(KEYS[2:4], timeout=60.0) == 2
+        assert storage._index.stats().held == 0
     with disk(where) as storage:
         assert got(storage, KEYS[:6]) == [OK, OK, ABSENT, ABSENT, OK, OK]
 
@@ -175,6 +176,11 @@ def test_others_see_that_it_was_cleared(where: Path) -> None:
         put(one, KEYS[:4])
         assert one.clear(timeout=60.0) == 4
         assert found(other, KEYS) == 0
+        put(one, KEYS[:2])
+        assert one.clear(timeout=60.0) == 2
+        put(one, KEYS[:2])
+        assert found(other, KEYS) == 2  # what was written since
+        assert one.clear(timeout=60.0) == 2
         assert put(other, KEYS[:4]) == [STORED] * 4  # in the new epoch
         assert got(one, KEYS[:4]) == [OK] * 4
         assert other.clear(timeout=60.0) == 4
@@ -333,20 +339,37 @@ def test_an_error_of_a_piece_is_its_callers() -> None:
     assert done == [1, 2]
 
 
-def test_ctrl_c_waits_for_what_has_begun() -> None:
-    """Whoever is interrupted may give the memory to others: nothing may still write to it."""
+def test_ctrl_c_waits_for_what_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is interrupted may give the memory to others: nothing may still write to it, nor
+    begin to. It comes a second time while that is waited for."""
+    leaving = threading.Event()
+
+    class Telling(threading.Condition):
+        def wait_for(self, predicate: Any, timeout: float | None = None) -> Any:
+            if timeout is None:
+                leaving.set()
+            return super().wait_for(predicate, timeout)
+
     lanes, hanging = Lanes(1), Gate()
+    began: list[int] = []
+    main = threading.get_ident()
 
     def interrupt() -> None:
         assert hanging.began.wait(60.0)
-        signal.raise_signal(signal.SIGINT)
-        threading.Timer(0.05, hanging.may.set).start()
+        signal.pthread_kill(main, signal.SIGINT)
+        assert leaving.wait(60.0)
+        signal.pthread_kill(main, signal.SIGINT)
+        threading.Timer(0.3, hanging.may.set).start()
 
-    threading.Thread(target=interrupt).start()
+    monkeypatch.setattr(threading, "Condition", Telling)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
     with pytest.raises(KeyboardInterrupt):
-        lanes.run([hanging, hanging], READ, Deadline(60.0))
+        lanes.run([hanging, lambda: began.append(1)], READ, Deadline(60.0))
+    thread.join(60.0)
     assert hanging.over
     lanes.close()
+    assert not began
 
 
 def test_no_time_limit(where: Path) -> None:
@@ -404,6 +427,19 @@ def test_a_call_that_hangs_holds_closing_up(where: Path, monkeypatch: pytest.Mon
     assert storage.stats().reads_ok == 1
 
 
+def test_closing_that_failed_is_done_again(where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def held(index: PageIndex) -> None:
+        raise LockTimeout("on purpose")
+
+    storage = disk(where)
+    monkeypatch.setattr(PageIndex, "close", held)
+    with pytest.raises(LockTimeout):
+        storage.close()
+    monkeypatch.undo()
+    storage.close()
+    assert not indexes(where)
+
+
 def test_its_index_was_removed(where: Path) -> None:
     with disk(where) as storage:
         put(storage, KEYS[:2])
@@ -416,13 +452,22 @@ def test_its_index_was_removed(where: Path) -> None:
 
 
 FORKS = """
-import os, sys
+import os, sys, threading, warnings
 from lightcache import Detached
 from support.disks import KEYS, disk, got, put, found, OK
 from pathlib import Path
+warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads
 where = Path(sys.argv[1])
 with disk(where) as storage:
     put(storage, KEYS[:2])
+    held, forked = threading.Event(), threading.Event()
+    def hold():
+        with storage._state:  # nobody gives it back in the child
+            held.set()
+            forked.wait()
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait()
     child = os.fork()
     if child == 0:
         refused = 0
@@ -439,6 +484,8 @@ with disk(where) as storage:
         storage.__exit__(None, None, None)
         os._exit(refused)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 4
+    forked.set()
+    holder.join()
     assert got(storage, KEYS[:2]) == [OK] * 2
 holder_r, holder_w = os.pipe()
 storage = disk(where)

@@ -151,6 +151,18 @@ def test_of_two_slots_with_a_page_the_newer_counts(where: Path) -> None:
         assert got(storage, KEYS[:2]) == [OK] * 2
 
 
+def test_a_footer_in_another_slot_than_it_says(where: Path) -> None:
+    """It must not be taken for that slot's: what stands there is something else."""
+    medium, slots = written(where)
+    footer = medium.read(slots[1])[PAGE_BYTES:]
+    medium.write(slots[1], medium.read(slots[1])[:PAGE_BYTES] + bytes(BLOCK))
+    medium.write(15, footer, PAGE_BYTES)
+    with disk(where) as storage:
+        assert storage.rebuilt is not None
+        assert (storage.rebuilt.pages, storage.rebuilt.dropped) == (3, 1)
+        assert got(storage, KEYS[:4]) == [OK, ABSENT, OK, OK]
+
+
 def test_a_page_under_another_key(where: Path) -> None:
     """The index says one thing, the slot another: a lost write, and the page of before."""
     with disk(where, 4) as storage:

@@ -35,6 +35,7 @@ from lightcache.storage import StorageSpec, open_storage
 from lightcache.storage.conformance import SPEC, make_keys
 from lightcache.storage.disk import DiskStorage
 from lightcache.storage.disk.header import read_header, write_header
+from lightcache.storage.urls import check_url
 
 __all__ = ["where"]
 
@@ -160,11 +161,24 @@ def test_bad_arguments(where: Path, how: dict[str, Any], what: str) -> None:
 
 @pytest.mark.parametrize(
     "rest",
-    ["", "?capacity=1MiB", "/x?size=1MiB", "/x?threads=many", "/x?direct=maybe", "/x?index=lose"],
+    [
+        *("", "?capacity=1MiB", "/x?size=1MiB", "/x?threads=many", "/x?direct=maybe"),
+        *("/x?index=lose", "/x?capacity=much"),
+    ],
 )
 def test_bad_urls(rest: str) -> None:
     with pytest.raises(ConfigError):
         open_storage(f"disk:{rest}", spec=SPEC)
+    with pytest.raises(ConfigError):
+        check_url(f"disk:{rest}")
+
+
+def test_a_url_is_checked_and_nothing_made(where: Path) -> None:
+    check_url(f"disk:{where}?capacity=1TiB&threads=4&files=2&retry=1.5&direct=no&index=keep")
+    assert not where.exists()
+    check_url("memory:?pages=3")
+    with pytest.raises(ConfigError, match="found 'tape'"):
+        check_url("tape:")
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
@@ -283,11 +297,15 @@ def test_an_index_whose_maker_died_in_the_rebuild(where: Path) -> None:
         assert found(storage, KEYS) == 6
 
 
-def test_a_damaged_index_is_made_anew(where: Path) -> None:
+@pytest.mark.parametrize("at", [0, 16384 + 32768])
+def test_a_damaged_index_is_made_anew(where: Path, at: int) -> None:
+    """Its header, or what it says of itself behind that."""
     with disk(where, persistent=True) as storage:
         put(storage, KEYS[:6])
     (index,) = indexes(where)
-    index.write_bytes(b"?" * 4096)
+    with open(index, "r+b") as file:
+        file.seek(at)
+        file.write(b"?" * 512)
     with disk(where) as storage:
         assert storage.rebuilt is not None
         assert got(storage, KEYS[:6]) == [OK] * 6
@@ -353,25 +371,23 @@ def test_a_copy_of_a_folder_is_another_one(where: Path, tmp_path: Path) -> None:
             assert got(one, KEYS[:3]) == [OK] * 3
 
 
-def test_who_opens_while_the_last_one_leaves(where: Path) -> None:
-    """The index has gone, the folder is still held."""
+def test_who_opens_while_the_last_one_leaves(where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The index has gone, the folder is still held: that is waited for."""
     leaving = disk(where)
     put(leaving, KEYS[:3])
-    folder = leaving._folder
-    folder.index.close()
-    opened: list[int] = []
+    leaving._folder.index.close()
+    waits: list[int] = []
 
-    def enter() -> None:
-        with disk(where) as storage:
-            opened.append(found(storage, KEYS))
+    def wait(pause: ofd.Pause) -> bool:
+        waits.append(1)
+        leaving.close()
+        return True
 
-    entering = threading.Thread(target=enter)
-    entering.start()
-    while ofd.try_lock(folder._lock, 0):  # until it has begun
-        ofd.unlock(folder._lock, 0)
-    leaving.close()
-    entering.join(60.0)
-    assert opened == [3]
+    monkeypatch.setattr(ofd.Pause, "sleep", wait)
+    with disk(where) as storage:
+        assert storage.rebuilt is not None
+        assert found(storage, KEYS) == 3
+    assert waits == [1]
 
 
 def test_several_open_at_once(where: Path) -> None:

@@ -291,6 +291,7 @@ class DiskStorage(Storage):
 
         Raises:
             StorageError: a call hangs; call again.
+            LockTimeout: the index's lock was held for long; call again.
             Detached: in a forked child.
         """
         if self._process != os.getpid():
@@ -299,10 +300,10 @@ class DiskStorage(Storage):
             self._closed = True
             if not self._state.wait_for(lambda: not self._calls, _CLOSING):
                 raise StorageError(f"close: {self._calls} calls have not returned; close it again")
-            lanes, self._lanes = self._lanes, None
-        if lanes is not None:
-            lanes.close()
-            self._folder.close()
+            if self._lanes is not None:
+                self._lanes.close()
+                self._folder.close()  # what it raises leaves the rest for another call
+                self._lanes = None
 
     def __exit__(
         self,

@@ -127,7 +127,8 @@ class Folder:
             raise NotReady(f"{self.path} has no index that knows all of its slots")
         whole = {**_config(header), "pages": header.slots}
         index = PageIndex.attach(self.index_name, config=whole, role="disk", timeout=_LEAVING)
-        index.reap()  # a process that is started often follows one that was killed
+        with contextlib.suppress(LockTimeout):  # it is done again when no slot can be had
+            index.reap()  # a process that is started often follows one that was killed
         return index
 
     def _fresh(self, lifetime: str) -> PageIndex:

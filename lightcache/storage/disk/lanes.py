@@ -33,7 +33,7 @@ class _Batch:
             if self._deadline.passed:
                 self._waiting.clear()
             if not self._waiting:
-                self._changed.notify_all()
+                self._tell()
                 return
             piece = self._waiting.popleft()
             self._running += 1
@@ -45,6 +45,11 @@ class _Batch:
         with self._changed:
             self._error = self._error or error
             self._running -= 1
+            self._tell()
+
+    def _tell(self) -> None:
+        """Once, in the end: whoever waits is not woken for each piece."""
+        if not self._waiting and not self._running:
             self._changed.notify_all()
 
     def wait(self) -> None:
@@ -110,7 +115,6 @@ class Lanes:
             if batch is None:
                 return
             batch.turn()
-            del batch  # with it went the caller's memory: we may sleep for long
 
     def close(self) -> None:
         """Turns that wait come before they end."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightcache.errors import ConfigError
+from lightcache.sizes import parse_size
 
 _CHOICES = {"direct": ("yes", "no"), "index": ("drop", "keep")}
 _NUMBERS = {"threads": int, "files": int, "retry": float}
@@ -34,7 +35,8 @@ def parse(path: str, options: Mapping[str, str]) -> dict[str, Any]:
             raise ConfigError(f"{name}: expected {' or '.join(choices)}, found {options[name]!r}")
     found["direct"] = options.get("direct") != "no"
     found["persistent"] = options.get("index") == "keep"
-    found["capacity"] = options.get("capacity")
+    if "capacity" in options:
+        found["capacity"] = parse_size(options["capacity"], "capacity")
     return found
 
 
