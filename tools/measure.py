@@ -14,6 +14,7 @@ from lightcache.tools.output import Command, cell, console, emit, fail, json_opt
 TAKES = {
     "trace": ("policy", "manager", "hybrid"),
     "only": ("transfer", "serve"),
+    "path": ("storage",),
     **dict.fromkeys(
         ("model", "device", "workers", "prefix_tokens", "requests", "pool", "size"), ("serve",)
     ),
@@ -28,6 +29,11 @@ TAKES = {
     "--trace",
     type=click.Path(exists=True, dir_okay=False),
     help="A request trace, for `policy`, `manager` and `hybrid`.",
+)
+@click.option(
+    "--path",
+    type=click.Path(exists=True, file_okay=False, writable=True),
+    help="For `storage`: a folder on the disk to measure; else the current one.",
 )
 @click.option("--only", help="Parts to run, such as 2,3, for `transfer` and `serve`.")
 @click.option("--model", help="For `serve`: small, medium, 8b, or a folder with a checkpoint.")

@@ -186,7 +186,7 @@ def test_the_summary() -> None:
         ),
         (
             {"storage": "mine://me:password@there", "turns": [served(0, reused={"storage": 1500})]},
-            "storage        1,500 tokens that the host had evicted came from mine:\n",
+            "storage        1,500 tokens that the host did not have came from mine:\n",
             "password",
         ),
         (

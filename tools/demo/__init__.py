@@ -141,7 +141,7 @@ def _settings(
     """What is asked for, checked before any process is started."""
     from lightcache.shm.sweep import sweep
     from lightcache.sizes import parse_size
-    from lightcache.storage import open_storage
+    from lightcache.storage.urls import check_url
     from lightcache.tools.demo import machine, models
     from lightcache.tools.demo.settings import Settings, run_name
 
@@ -161,7 +161,7 @@ def _settings(
     facts = models.preflight(choice)
     nbytes = parse_size(size)
     if storage is not None:  # whatever is wrong with it is said now: each worker opens it again
-        open_storage(storage, page_bytes=4096).close()
+        check_url(storage)
     sweep(prefix="demo-")  # what demos left whose every process was killed: it may be in the way
     machine.preflight(nbytes)
     if trace is not None:

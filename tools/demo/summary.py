@@ -164,7 +164,7 @@ class Outcome:
             return (
                 f"nothing came from {scheme}, the host had all that was asked for; give --size less"
             )
-        return f"{count:,} tokens that the host had evicted came from {scheme}"
+        return f"{count:,} tokens that the host did not have came from {scheme}"
 
     def _killed(self) -> str:
         held, found = self.holding, self.recovery
