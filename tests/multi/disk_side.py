@@ -22,18 +22,19 @@ from lightcache.storage.disk import folder, rebuilding
 from lightcache.storage.disk.slots import SlotFiles
 
 PROMPT, SLOTS = 6, 40
-POINTS = (
-    "before the page",
-    "half a page",
-    "the page without its footer",
-    "half a footer",
-    "behind the page",
-    "before publishing",
-    "behind publishing",
-    "dropped, not erased",
-    "erased, not free",
-    "cleared the epoch, not the index",
-)
+POINTS = {
+    "before the page": 60,
+    "half a page": 60,
+    "the page without its footer": 60,
+    "half a footer": 60,
+    "behind the page": 60,
+    "before publishing": 20,
+    "behind publishing": 20,
+    "dropped, not erased": 8,
+    "erased, not free": 8,
+    "cleared the epoch, not the index": 4,
+}
+"""Which time is the last: slots are used again by then, and have footers of evicted pages."""
 
 
 def prompt(seed: int, number: int) -> Any:

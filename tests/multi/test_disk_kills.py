@@ -87,7 +87,7 @@ def usable(storage: DiskStorage, seed: int) -> None:
 @pytest.mark.parametrize("stops", [False, True], ids=["process", "machine"])
 @pytest.mark.parametrize("point", POINTS)
 def test_killed_between_two_steps(where: Path, point: str, stops: bool) -> None:
-    with doomed(where, 1, point, 4) as child:
+    with doomed(where, 1, point, POINTS[point]) as child:
         done = len(lines(child, "stopped")) - 1
     if stops:
         machine_stops(where)
@@ -152,10 +152,19 @@ def test_slots_of_the_dead_are_taken_when_there_are_no_others(where: Path) -> No
 
 
 def test_what_one_writes_others_find(where: Path) -> None:
-    with disk(where, SLOTS) as storage, doomed(where, 4) as child:
-        for line in lines(child, most=20):
-            statuses = got(storage, prompt(4, int(line)))
-            assert CORRUPT not in statuses
-            assert set(put(storage, prompt(4, int(line)))) <= {PRESENT, STORED}
-    with disk(where, SLOTS) as storage:  # the index of the dead one
-        machine_stops(where)
+    """At once, and while the writer lives."""
+    with disk(where, SLOTS) as storage:
+        with doomed(where, 4, "behind publishing", 12) as child:
+            assert len(lines(child, "stopped")) == 6  # of the sixth prompt it has not told yet
+            for number in range(6):
+                assert got(storage, prompt(4, number)) == [OK] * PROMPT
+                assert put(storage, prompt(4, number)) == [PRESENT] * PROMPT
+            assert storage.stats().pages == 6 * PROMPT
+
+
+def test_several_write_and_read_at_once(where: Path) -> None:
+    with disk(where, SLOTS) as storage, doomed(where, 5) as one, doomed(where, 5) as other:
+        for line in lines(one, most=20) + lines(other, most=20):
+            assert CORRUPT not in got(storage, prompt(5, int(line)))
+            assert set(put(storage, prompt(5, int(line)))) <= {PRESENT, STORED}
+            assert CORRUPT not in got(storage, prompt(5, int(line)))

@@ -6,6 +6,8 @@ import errno
 import logging
 import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from support.disks import (
     slot_of,
     where,
 )
+from support.scripts import with_support
 
 from lightcache import StorageError
 from lightcache.storage.conformance import PAGE_BYTES
@@ -227,6 +230,58 @@ def test_a_disk_that_cannot_be_written(
     warnings = [each for each in caplog.records if each.levelno == logging.WARNING]
     assert len(warnings) == 1
     assert "written to again" in caplog.records[-1].getMessage()
+
+
+FULL = """
+import contextlib, os, sys
+from pathlib import Path
+from lightcache import StorageError
+from support.disks import FAILED, KEYS, OK, PRESENT, STORED, disk, found, got, home, put
+where = Path(sys.argv[1])
+try:
+    disk(where, 200)
+except StorageError as error:
+    assert "do not fit" in str(error), error
+assert not list(home(where).glob("slots-*"))
+def unsupported(*arguments):
+    raise OSError(95, "no blocks ahead here")
+os.posix_fallocate = unsupported
+with disk(where, 200) as storage:
+    stored = 0
+    while put(storage, KEYS[stored : stored + 1]) == [STORED]:
+        stored += 1
+        with contextlib.suppress(OSError):
+            (where / f"filler-{stored}").write_bytes(bytes(32 << 10))
+    assert 0 < stored < 10
+    assert "No space left" in storage.write_trouble, storage.write_trouble
+    assert got(storage, KEYS[:stored]) == [OK] * stored
+    for each in where.glob("filler-*"):
+        each.unlink()
+    assert put(storage, KEYS) == [PRESENT] * stored + [STORED] * (12 - stored)
+    assert storage.write_trouble == ""
+print("full")
+"""
+
+
+def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
+    """A tmpfs in a mount namespace; without blocks ahead, where a full disk shows when written."""
+    mount = 'mount -t tmpfs -o size=256k tmpfs "$1" && shift && exec "$@"'
+    small = tmp_path / "small"
+    small.mkdir()
+    inside = ["unshare", "--mount", "sh", "-c", mount, "sh", str(small)]
+    try:
+        subprocess.run([*inside, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no mount namespaces here")
+    path = tmp_path / "full.py"
+    path.write_text(with_support(FULL))
+    done = subprocess.run(
+        [*inside, sys.executable, str(path), str(small / "disk")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "full\n", done.stderr
 
 
 def test_one_page_of_a_batch_fails(where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
