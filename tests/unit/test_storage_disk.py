@@ -224,6 +224,27 @@ def test_a_page_that_others_read_is_not_deleted(
         assert other.delete(KEYS[:1], timeout=60.0) == 1
 
 
+def test_deleted_by_another_thread_while_it_is_read(
+    where: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of our own process: its pins do not keep it. That is no corruption."""
+    whole = SlotFiles.read
+    with disk(where) as storage:
+        put(storage, KEYS[:2])
+
+        def deleting(*arguments: Any) -> Any:
+            monkeypatch.undo()
+            assert storage.delete(KEYS[:1], timeout=60.0) == 1
+            assert storage._index.stats().doomed == 1  # nobody gets the slot meanwhile
+            return whole(*arguments)
+
+        monkeypatch.setattr(SlotFiles, "read", deleting)
+        assert got(storage, KEYS[:1]) == [ABSENT]
+        assert storage.stats().reads_corrupt == 0
+        assert got(storage, KEYS[:2]) == [ABSENT, OK]
+        storage._index.check().raise_if_broken()
+
+
 def test_a_corrupt_page_that_was_stored_anew_stays(where: Path) -> None:
     with disk(where) as one, disk(where) as other:
         put(one, KEYS[:1])

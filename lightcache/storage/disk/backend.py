@@ -183,7 +183,9 @@ class DiskStorage(Storage):
             try:
                 slots = np.full(len(keys), -1, np.int32)
                 slots[held.counts > 0] = held.pages
-                found = read_pages(self._folder, lanes, names, slots.tolist(), views, deadline)
+                found = read_pages(
+                    self._folder, lanes, keys, names, slots.tolist(), views, deadline
+                )
             finally:
                 held.release()
             if found.bad:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightcache._arguments import Keys
 from lightcache.storage.arguments import Deadline, checksum
 from lightcache.storage.disk.folder import Folder
 from lightcache.storage.disk.footers import unpack
@@ -51,6 +52,7 @@ class _Page:
 def read_pages(
     folder: Folder,
     lanes: Lanes,
+    keys: Keys,
     names: Sequence[bytes],
     slots: Sequence[int],
     views: Sequence[memoryview],
@@ -66,6 +68,8 @@ def read_pages(
         why = "" if page is None else page.why
         if status is None:
             status, why, late = ReadStatus.FAILED, deadline.reason, True
+        if status is ReadStatus.CORRUPT and not folder.index.peek(keys[at : at + 1]):
+            status, why = ReadStatus.ABSENT, ""  # another thread deleted it while we read it
         if status is ReadStatus.CORRUPT or (page is not None and page.unreadable):
             bad.append(at)
         statuses.append(status)
