@@ -312,6 +312,23 @@ static void minimums_of_all_namespaces_fit(void) {
     tear_down();
 }
 
+/* What a repair cannot believe, it forgets: a promise of more than there is, or to nobody. */
+static void a_repair_believes_minimums_that_can_be(void) {
+    lci_ns_ref good, large, gone;
+    set_up(64);
+    CHECK_EQ(limits("good", 0, 30, &good), LC_OK);
+    CHECK_EQ(limits("large", 0, 5, &large), LC_OK);
+    CHECK_EQ(limits("gone", 0, 6, &gone), LC_OK);
+    CHECK_EQ(lci_clear(a.h, gone, BLOCKING), LC_OK);
+    lc_store(&a.h->ns[lci_ns_id(large)].minimum, 65);
+    lc_store(&a.h->ns[lci_ns_id(gone)].minimum, 6);
+    CHECK_EQ(lci_repair(a.h, BLOCKING), LC_OK);
+    CHECK_EQ(lc_load(&a.h->ns[lci_ns_id(good)].minimum), 30);
+    CHECK_EQ(lc_load(&a.h->ns[lci_ns_id(large)].minimum), 0);
+    CHECK_EQ(lc_load(&a.h->ns[lci_ns_id(gone)].minimum), 0);
+    tear_down();
+}
+
 /* ------------------------------------------------------------------ counting */
 
 static bool evicted(client *c, uint32_t cause, uint32_t pages) {
@@ -389,6 +406,7 @@ const test keep_tests[] = {
 #endif
     TEST(a_minimum_holds_within_a_step),
     TEST(minimums_of_all_namespaces_fit),
+    TEST(a_repair_believes_minimums_that_can_be),
     TEST(evictions_are_counted_by_cause),
     TEST(room_in_a_chain_counts_as_room),
     END_OF_TESTS,
