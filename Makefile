@@ -63,7 +63,8 @@ help:
 # ---- set-up, once ----
 
 requirements := setuptools wheel numpy xxhash posix_ipc click rich prometheus_client transformers \
-                pytest pytest-timeout hypothesis lmdb ruff mypy
+                pytest pytest-timeout hypothesis lmdb ruff mypy redis obstore \
+                mooncake-transfer-engine-non-cuda moto[s3] flask flask-cors
 
 $(venv)/.requirements: constraints.txt
 	@echo "creating $(venv)"
