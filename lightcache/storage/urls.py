@@ -10,10 +10,12 @@ group `lightcache.storage` whose name is the scheme and whose object is an `Open
 
 from __future__ import annotations
 
+import importlib
 import re
 import threading
 from collections.abc import Callable
 from importlib.metadata import entry_points
+from typing import Any
 from urllib.parse import parse_qsl
 
 from lightcache.errors import ConfigError, LightcacheError, StorageError
@@ -22,8 +24,17 @@ from lightcache.storage.memory import MemoryStorage
 from lightcache.storage.protocol import Storage, StorageSpec
 
 GROUP = "lightcache.storage"
-LATER = ("redis", "s3", "mooncake")
-"""Schemes that are kept for backends to come."""
+REMOTE = {
+    "mooncake": "mooncake",
+    "redis": "redis",
+    "rediss": "redis",
+    "s3": "s3",
+    "valkey": "redis",
+    "valkeys": "redis",
+}
+"""Schemes of `lightcache.storage.remote`, and the module of each. Such a module has `parse(scheme,
+where, options)`, which checks a URL without connecting, and `open_url(scheme, where, options,
+spec)`. It imports the store's client when it is opened, and says what to install."""
 
 Opener = Callable[[str, StorageSpec], Storage]
 """Opens what stands behind "scheme:" for a spec. Raises ConfigError or StorageError."""
@@ -37,7 +48,8 @@ def open_storage(
     """Open a backend.
 
     Args:
-        url: `disk:/mnt/nvme/cache?capacity=1TiB`, `memory:`, `memory:?capacity=1GiB`,
+        url: `disk:/mnt/nvme/cache?capacity=1TiB`, `redis://host:6379/0`, `s3://bucket/prefix`,
+            `mooncake://host:50051`, `memory:`, `memory:?capacity=1GiB`,
             `flaky:read_fail=0.1,corrupt=0.01,seed=3:memory:`, or of a scheme of somebody else's.
         page_bytes: of a page; or
         spec: whose pages they are: `StorageSpec.of(cache)`.
@@ -71,6 +83,9 @@ def check_url(url: str) -> None:
 
         where, _, query = rest.partition("?")
         parse(where, _options(query, "&") if query else {})
+    elif scheme in REMOTE:
+        where, _, query = rest.partition("?")
+        _remote(scheme).parse(scheme, where, _options(query, "&") if query else {})
     else:
         open_storage(url, page_bytes=4096).close()
 
@@ -113,10 +128,9 @@ def _opener(scheme: str) -> Opener:
                 "repair or remove its package"
             ) from error
         return opener
-    later = f"{scheme!r} is not there yet; " if scheme in LATER else ""
     raise ConfigError(
-        f"storage: expected a scheme of {schemes()}, found {scheme!r}; {later}others come with "
-        f"packages that have an entry point {GROUP!r}, or by register()"
+        f"storage: expected a scheme of {schemes()}, found {scheme!r}; others come with packages "
+        f"that have an entry point {GROUP!r}, or by register()"
     )
 
 
@@ -146,6 +160,21 @@ def _open_disk(rest: str, spec: StorageSpec) -> Storage:
     return DiskStorage.open(where, _options(query, "&") if query else {}, spec)
 
 
+def _remote(scheme: str) -> Any:
+    return importlib.import_module(f"lightcache.storage.remote.{REMOTE[scheme]}")
+
+
+def _remote_opener(scheme: str) -> Opener:
+    def opened(rest: str, spec: StorageSpec) -> Storage:
+        where, _, query = rest.partition("?")
+        found: Storage = _remote(scheme).open_url(
+            scheme, where, _options(query, "&") if query else {}, spec
+        )
+        return found
+
+    return opened
+
+
 def _open_flaky(rest: str, spec: StorageSpec) -> Storage:
     options, colon, inner = rest.partition(":")
     if not colon or not inner:
@@ -167,6 +196,7 @@ _openers: dict[str, Opener] = {
     "memory": _open_memory,
     "disk": _open_disk,
     "flaky": _open_flaky,
+    **{scheme: _remote_opener(scheme) for scheme in REMOTE},
 }
 
-__all__ = ["GROUP", "LATER", "Opener", "check_url", "open_storage", "register", "schemes"]
+__all__ = ["GROUP", "REMOTE", "Opener", "check_url", "open_storage", "register", "schemes"]

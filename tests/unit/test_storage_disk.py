@@ -413,7 +413,7 @@ def test_closing_waits_for_calls(where: Path, monkeypatch: pytest.MonkeyPatch) -
 
     def closing(*arguments: Any) -> Any:
         closer.start()
-        while not storage._closed:
+        while not storage._calls._closed:
             pass
         return whole(*arguments)
 
@@ -425,7 +425,7 @@ def test_closing_waits_for_calls(where: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_call_that_hangs_holds_closing_up(where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightcache.storage.disk.backend._CLOSING", 0.01)
+    monkeypatch.setattr("lightcache.storage.calls.CLOSING", 0.01)
     whole, hanging = SlotFiles.read, Gate()
     storage = disk(where)
     put(storage, KEYS[:1])
@@ -484,7 +484,7 @@ with disk(where) as storage:
     put(storage, KEYS[:2])
     held, forked = threading.Event(), threading.Event()
     def hold():
-        with storage._state:  # nobody gives it back in the child
+        with storage._calls._state:  # nobody gives it back in the child
             held.set()
             forked.wait()
     holder = threading.Thread(target=hold)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +16,7 @@ from lightcache.errors import ConfigError, Detached, LightcacheError, StorageErr
 from lightcache.layout import Cause
 from lightcache.sizes import parse_size
 from lightcache.storage.arguments import Clock, Counters, Deadline, check_batch
+from lightcache.storage.calls import Calls
 from lightcache.storage.disk.dropping import drop
 from lightcache.storage.disk.folder import Folder, How, remove_folder
 from lightcache.storage.disk.health import Health
@@ -36,8 +35,6 @@ from lightcache.storage.protocol import (
     StorageStats,
     WriteResult,
 )
-
-_CLOSING = 10.0  # seconds that `close` waits for calls
 
 
 class DiskStorage(Storage):
@@ -100,19 +97,15 @@ class DiskStorage(Storage):
             raise ConfigError(f"retry: expected seconds, found {retry!r}")
         wanted = Wanted(None if capacity is None else parse_size(capacity, "capacity"), files)
         where = Path(path) / f"lightcache-{spec.name}"
-        self._closed = True
         self._folder = Folder(where, spec, How(wanted, direct, persistent, timeout))
         self._index, self._counters = self._folder.index, Counters()
         try:
-            self._lanes: Lanes | None = Lanes(threads)
+            self._lanes = Lanes(threads)
         except RuntimeError as error:  # no more threads here
             self._folder.close()
             raise StorageError(f"disk: {error}; give fewer threads=") from error
         self._writer = Writer(self._folder, self._lanes, Health(f"disk {path}", retry, clock))
-        self._state = threading.Condition()
-        self._calls = 0
-        self._process = os.getpid()
-        self._closed = False
+        self._calls = Calls()
 
     @classmethod
     def open(cls, path: str, options: Mapping[str, str], spec: StorageSpec) -> DiskStorage:
@@ -245,22 +238,16 @@ class DiskStorage(Storage):
 
     def _in_time(self, what: str, deadline: Deadline) -> None:
         if deadline.passed:
-            self._usable()
+            self._calls.check()
             self._counters.timed_out()
             raise StorageError(f"{what}: {deadline.reason}; give it more time")
 
     # ---- the end
 
-    def _usable(self) -> None:
-        if self._process != os.getpid():
-            raise Detached("this storage belongs to the process that forked us; open it here")
-        if self._closed:
-            raise Detached("this storage was closed; open it again")
-
     def _gone(self, error: Detached) -> LightcacheError:
         """What to raise when the index says that we are not attached."""
         try:
-            self._usable()
+            self._calls.check()
         except Detached as ours:
             return ours
         return StorageError(f"disk: its index was removed ({error}); close it, and open it again")
@@ -268,25 +255,15 @@ class DiskStorage(Storage):
     @contextlib.contextmanager
     def _call(self) -> Iterator[Lanes]:
         """Around everything that uses the folder: it is not closed meanwhile."""
-        if self._process != os.getpid():  # before a lock that may have been held at the fork
-            self._usable()
-        with self._state:
-            self._usable()
-            lanes = self._lanes
-            self._calls += 1
-        try:
-            assert lanes is not None
-            yield lanes
-        except (ConfigError, StorageError):
-            raise
-        except Detached as error:
-            raise self._gone(error) from error
-        except LightcacheError as error:
-            raise StorageError(f"disk: {error}") from error
-        finally:
-            with self._state:
-                self._calls -= 1
-                self._state.notify_all()
+        with self._calls.one():
+            try:
+                yield self._lanes
+            except (ConfigError, StorageError):
+                raise
+            except Detached as error:
+                raise self._gone(error) from error
+            except LightcacheError as error:
+                raise StorageError(f"disk: {error}") from error
 
     def close(self) -> None:
         """See `Storage.close`. Waits up to 10 s for calls of other threads.
@@ -296,16 +273,11 @@ class DiskStorage(Storage):
             LockTimeout: the index's lock was held for long; call again.
             Detached: in a forked child.
         """
-        if self._process != os.getpid():
-            self._usable()
-        with self._state:
-            self._closed = True
-            if not self._state.wait_for(lambda: not self._calls, _CLOSING):
-                raise StorageError(f"close: {self._calls} calls have not returned; close it again")
-            if self._lanes is not None:
-                self._lanes.close()
-                self._folder.close()  # what it raises leaves the rest for another call
-                self._lanes = None
+        self._calls.end(self._release)
+
+    def _release(self) -> None:
+        self._lanes.close()
+        self._folder.close()
 
     def __exit__(
         self,
@@ -313,7 +285,7 @@ class DiskStorage(Storage):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._process == os.getpid():  # a forked child leaves the statement without a word
+        if self._calls.ours:  # a forked child leaves the statement without a word
             self.close()
 
 

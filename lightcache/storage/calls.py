@@ -1,0 +1,78 @@
+"""Who is in a backend just now: it is closed when nobody is, and is of no use in a forked child."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+
+from lightcache.errors import Detached, StorageError
+
+CLOSING = 10.0  # seconds that `close` waits for calls
+
+
+class Calls:
+    """Counts the calls that are under way."""
+
+    def __init__(self) -> None:
+        """Open, of this process."""
+        self._state = threading.Condition()
+        self._process = os.getpid()
+        self._under_way = 0
+        self._closed = False
+        self._released = False
+
+    @property
+    def ours(self) -> bool:
+        """Whether this process opened it."""
+        return self._process == os.getpid()
+
+    def check(self) -> None:
+        """Raises Detached: closed, or opened by the process that forked us."""
+        if not self.ours:
+            raise Detached("this storage belongs to the process that forked us; open it here")
+        if self._closed:
+            raise Detached("this storage was closed; open it again")
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[None]:
+        """Around a call: nothing is closed meanwhile.
+
+        Raises:
+            Detached: see `check`.
+        """
+        if not self.ours:  # before a lock that may have been held at the fork
+            self.check()
+        with self._state:
+            self.check()
+            self._under_way += 1
+        try:
+            yield
+        finally:
+            with self._state:
+                self._under_way -= 1
+                self._state.notify_all()
+
+    def end(self, release: Callable[[], None]) -> None:
+        """Refuse further calls, wait for those under way, then give back what they used; once. What
+        that raises leaves it to another call.
+
+        Raises:
+            StorageError: a call hangs; call again.
+            Detached: in a forked child.
+        """
+        if not self.ours:
+            self.check()
+        with self._state:
+            self._closed = True
+            if not self._state.wait_for(lambda: not self._under_way, CLOSING):
+                raise StorageError(
+                    f"close: {self._under_way} calls have not returned; close it again"
+                )
+            if not self._released:
+                release()
+                self._released = True
+
+
+__all__ = ["CLOSING", "Calls"]

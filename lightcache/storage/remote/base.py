@@ -1,0 +1,264 @@
+"""What storages beyond one machine have in common. A backend is left with moving values by name."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+
+from lightcache.errors import ConfigError, Detached, StorageError
+from lightcache.storage.arguments import Counters, Deadline, check_batch, check_keys
+from lightcache.storage.calls import Calls
+from lightcache.storage.protocol import (
+    Buffer,
+    Keys,
+    ReadResult,
+    ReadStatus,
+    Storage,
+    StorageSpec,
+    StorageStats,
+    WriteResult,
+    WriteStatus,
+)
+from lightcache.storage.remote.claims import Claims
+
+Read = tuple[ReadStatus, str]
+"""Of a key: what became of it, and why, if it is FAILED or CORRUPT."""
+Wrote = tuple[WriteStatus, str]
+"""Of a key: what became of it, and why, if it is FAILED or REFUSED."""
+
+
+class RemoteStorage(Storage):
+    """Pages as values of a store that many machines share.
+
+    A value's name is the spec's name and the key; beside the page stands a trailer (`trailer`), by
+    which every read is verified. How long the store keeps what is its own affair.
+
+    What a subclass implements takes keys as 16 bytes each, blocks no longer than `deadline`, and
+    touches the views no more when it has returned. Any exception becomes a StorageError.
+    """
+
+    scheme: str
+    """Of its URLs, for errors."""
+    asking = 4096
+    """Keys that `_exists` is asked for at a time: behind the first that is absent no more are."""
+
+    def __init__(self, spec: StorageSpec) -> None:
+        """For subclasses, when they are connected."""
+        self.spec = spec
+        self._counters = Counters()
+        self._calls = Calls()
+        self._claims = Claims()
+
+    # ---- what a backend does
+
+    @abstractmethod
+    def _exists(self, names: Sequence[bytes], deadline: Deadline) -> list[bool]:
+        """Whether each is stored."""
+
+    @abstractmethod
+    def _fetch(
+        self, names: Sequence[bytes], views: Sequence[memoryview], deadline: Deadline
+    ) -> list[Read]:
+        """Fill the views, each judged by its trailer; one name may stand there twice."""
+
+    @abstractmethod
+    def _put(
+        self, names: Sequence[bytes], views: Sequence[memoryview], deadline: Deadline
+    ) -> list[Wrote]:
+        """Store pages, each wholly or not at all: names that were absent a moment ago, each once.
+        PRESENT: somebody was faster."""
+
+    @abstractmethod
+    def _remove(self, names: Sequence[bytes], deadline: Deadline) -> int:
+        """Remove values; how many there were."""
+
+    @abstractmethod
+    def _remove_all(self, deadline: Deadline) -> int:
+        """Remove all values of this spec; how many there were."""
+
+    @abstractmethod
+    def _disconnect(self) -> None:
+        """No call is under way, and none will be."""
+
+    def object_name(self, name: bytes) -> str:
+        """What a page is called in the store."""
+        return f"lightcache/{self.spec.name}/{name.hex()}"
+
+    # ---- calls
+
+    def contains(self, keys: Keys, *, timeout: float) -> int:
+        """See `Storage.contains`."""
+        names = check_keys(keys)
+        with self._call("contains", Deadline(timeout)) as deadline:
+            for first in range(0, len(names), self.asking):
+                there = self._exists(names[first : first + self.asking], deadline)
+                if not all(there):
+                    return first + there.index(False)
+        return len(names)
+
+    def read(self, keys: Keys, buffers: Sequence[Buffer], *, timeout: float) -> ReadResult:
+        """See `Storage.read`."""
+        names, views = check_batch(keys, buffers, self.spec.page_bytes, writable=True)
+        deadline = Deadline(timeout)
+        with self._call():
+            try:
+                found = self._fetch_in_time(names, views, deadline)
+            except Exception:
+                self._counters.failed("reads", len(names))
+                raise
+            corrupt = [
+                name
+                for name, (status, _) in zip(names, found, strict=True)
+                if status is ReadStatus.CORRUPT
+            ]
+            if corrupt:
+                with contextlib.suppress(Exception):  # who reads it next tries again
+                    self._remove(corrupt, deadline)
+        reason = next((why for _, why in found if why), "")
+        late = reason.startswith(_LATE)
+        result = ReadResult(tuple(status for status, _ in found), reason)
+        return self._counters.read(result, timed_out=late)
+
+    def write(
+        self,
+        keys: Keys,
+        buffers: Sequence[Buffer],
+        *,
+        timeout: float,
+        parent: Keys | None = None,
+    ) -> WriteResult:
+        """See `Storage.write`."""
+        del parent  # the store evicts as it likes
+        names, views = check_batch(keys, buffers, self.spec.page_bytes, writable=False)
+        deadline = Deadline(timeout)
+        with self._call():
+            try:
+                found = self._write_each(dict(zip(names, views, strict=True)), deadline)
+            except Exception:
+                self._counters.failed("writes", len(names))
+                raise
+        statuses: list[WriteStatus] = []
+        for name in names:
+            status, why = found[name]
+            statuses.append(status)
+            if status is WriteStatus.STORED:
+                found[name] = WriteStatus.PRESENT, why  # for the same key again
+        reason = next((why for _, why in found.values() if why), "")
+        late = reason.startswith(_LATE)
+        return self._counters.write(WriteResult(tuple(statuses), reason), timed_out=late)
+
+    def _fetch_in_time(
+        self, names: Sequence[bytes], views: Sequence[memoryview], deadline: Deadline
+    ) -> list[Read]:
+        if deadline.passed:
+            return [(ReadStatus.FAILED, deadline.reason)] * len(names)
+        try:
+            return self._fetch(names, views, deadline)
+        except Exception as error:
+            if deadline.left:
+                raise
+            return [(ReadStatus.FAILED, f"{deadline.reason}: {error}")] * len(names)
+
+    def _write_each(self, views: dict[bytes, memoryview], deadline: Deadline) -> dict[bytes, Wrote]:
+        found: dict[bytes, Wrote] = {}
+        while len(found) < len(views):
+            left = [name for name in views if name not in found]
+            mine = self._claims.take(left)
+            try:
+                if mine and not deadline.passed:
+                    found.update(self._write_mine(mine, views, deadline))
+            finally:
+                self._claims.give_back(mine)
+            others = [name for name in left if name not in mine]
+            if deadline.passed or not self._claims.wait(others, deadline):
+                failed = WriteStatus.FAILED, deadline.reason
+                return {name: found.get(name, failed) for name in views}
+        return found
+
+    def _write_mine(
+        self, names: Sequence[bytes], views: dict[bytes, memoryview], deadline: Deadline
+    ) -> dict[bytes, Wrote]:
+        try:
+            there = self._exists(names, deadline)
+            found = dict.fromkeys(names, (WriteStatus.PRESENT, ""))
+            absent = [name for name, known in zip(names, there, strict=True) if not known]
+            if absent:
+                wrote = self._put(absent, [views[name] for name in absent], deadline)
+                found.update(zip(absent, wrote, strict=True))
+            return found
+        except Exception as error:
+            if deadline.left:
+                raise
+            return dict.fromkeys(names, (WriteStatus.FAILED, f"{deadline.reason}: {error}"))
+
+    def delete(self, keys: Keys, *, timeout: float) -> int:
+        """See `Storage.delete`."""
+        names = list(dict.fromkeys(check_keys(keys)))
+        with self._call("delete", Deadline(timeout)) as deadline:
+            return self._counters.deleted(self._remove(names, deadline) if names else 0)
+
+    def clear(self, *, timeout: float) -> int:
+        """See `Storage.clear`."""
+        with self._call("clear", Deadline(timeout)) as deadline:
+            return self._counters.deleted(self._remove_all(deadline))
+
+    def stats(self) -> StorageStats:
+        """See `Storage.stats`: pages are those that were stored here and not deleted here; the
+        store may have let go of some, and have more of others."""
+        found = self._counters.snapshot(0, 0)
+        pages = max(0, found.writes_stored - found.deletes)
+        return self._counters.snapshot(pages, pages * self.spec.page_bytes)
+
+    # ---- around calls
+
+    @contextlib.contextmanager
+    def _call(self, what: str = "", deadline: Deadline | None = None) -> Iterator[Deadline]:
+        """Around everything that uses the store. With a deadline: that has not passed.
+
+        Raises:
+            StorageError: it has, or whatever the store's client raised.
+        """
+        deadline = deadline or Deadline(0.0)
+        with self._calls.one():
+            try:
+                if what and deadline.passed:
+                    raise StorageError("nothing was asked")
+                yield deadline
+            except (ConfigError, Detached):
+                raise
+            except Exception as error:
+                if what and deadline.passed:
+                    self._counters.timed_out()
+                    raise StorageError(
+                        f"{what}: {deadline.reason}; give it more time: {error}"
+                    ) from error
+                if isinstance(error, StorageError):
+                    raise
+                raise StorageError(f"{self.scheme}: {error}") from error
+
+    # ---- the end
+
+    def close(self) -> None:
+        """See `Storage.close`. Waits up to 10 s for calls of other threads.
+
+        Raises:
+            StorageError: a call hangs; call again.
+            Detached: in a forked child.
+        """
+        self._calls.end(self._disconnect)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._calls.ours:  # a forked child leaves the statement without a word
+            self.close()
+
+
+_LATE = "timed out"
+
+__all__ = ["Read", "RemoteStorage", "Wrote"]

@@ -1,0 +1,69 @@
+"""Servers that tests talk to: real ones, on loopback, started by a fixture and stopped behind it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+STARTING = 60.0  # seconds after which a server that does not answer is a failure
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listens on just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def listens(port: int) -> bool:
+    """Whether somebody answers on this port of loopback."""
+    with contextlib.closing(socket.socket()) as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def missing(what: str, remedy: str) -> None:
+    """Skip the test; in CI, where everything is installed, fail it."""
+    text = f"{what} is not there; {remedy}"
+    if os.environ.get("CI"):
+        pytest.fail(text)
+    pytest.skip(text)
+
+
+@contextlib.contextmanager
+def running(
+    command: Sequence[str | Path], ready: Callable[[], bool], log: Path, **how: object
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A server that is ready; killed at the end, if it lives.
+
+    Args:
+        ready: whether it answers by now.
+        log: where its output goes; a failure shows the end of it.
+        how: for Popen.
+    """
+    with log.open("ab") as out:
+        server = subprocess.Popen(
+            [str(part) for part in command],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            **how,  # type: ignore[call-overload]
+        )
+    try:
+        end = time.monotonic() + STARTING
+        while not ready():
+            text = log.read_text(errors="replace")[-2000:]
+            assert server.poll() is None, f"{command[0]} ended: {text}"
+            assert time.monotonic() < end, f"{command[0]} does not answer: {text}"
+            time.sleep(0.01)
+        yield server
+    finally:
+        server.kill()
+        server.wait()
