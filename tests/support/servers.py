@@ -1,4 +1,4 @@
-"""Servers that tests talk to: real ones, on loopback, started by a fixture and stopped behind it."""
+"""Servers that tests talk to: real ones, on loopback, started and stopped by fixtures."""
 
 from __future__ import annotations
 
