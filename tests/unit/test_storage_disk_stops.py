@@ -1,8 +1,8 @@
 """The machine stops: of what was never synced, the disk has any mixture of earlier instants.
 
-Slots are written and never synced, so each sector of them may be as it was at any instant up to the
-last; the header is synced when it is replaced, so it is the last one. Every such image must open, give
-right bytes or none, know nothing from before the last `clear`, and be as usable as any other.
+Slots are written and never synced, so each sector of them may be as it was at any instant up to
+the last; the header is synced when it is replaced, so it is the last one. Every such image must
+open, give right bytes or none, know nothing from before the last `clear`, and be of use again.
 """
 
 from __future__ import annotations
