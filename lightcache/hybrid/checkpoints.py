@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from lightcache.hybrid.copiers import StateCopier
     from lightcache.manager.movers import Mover
     from lightcache.manager.traffic import Movement
-    from lightcache.storage.worker import StorageTier
+    from lightcache.storage.tiers import BaseTier
 
 _NEW, _PRESENT = int(KeyStatus.NEW), int(KeyStatus.PRESENT)
 
@@ -60,7 +60,7 @@ class Checkpoints:
         write: WritePolicy = WritePolicy.THROUGH,
         most: int | None = 2,
         low_water: int | None = None,
-        storage: StorageTier | None = None,
+        storage: BaseTier | None = None,
         time_limit: float = 0.25,
     ) -> None:
         """Everything stays the caller's to close, behind this.
@@ -79,7 +79,7 @@ class Checkpoints:
                 before it (docs/benchmarks.md). None: no bound.
             low_water: slots that are kept free by writing back ahead of need. None: with BACK a
                 fiftieth of them, 1 at least; else none.
-            storage: a `StorageTier` of the host cache; None: none.
+            storage: a `StorageTier` or `StorageClient` of the host cache; None: none.
             time_limit: seconds that a call may wait for a lock.
 
         Raises:

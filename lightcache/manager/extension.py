@@ -15,7 +15,7 @@ from lightcache.manager.requests import Request, Space
 if TYPE_CHECKING:
     from lightcache.manager.manager import KVCacheManager
     from lightcache.storage.tasks import StorageTask
-    from lightcache.storage.worker import StorageTier
+    from lightcache.storage.tiers import BaseTier
 
 
 class Extension:
@@ -34,7 +34,7 @@ class Extension:
         return self._manager._lock
 
     @property
-    def storage(self) -> StorageTier | None:
+    def storage(self) -> BaseTier | None:
         """Where KV is read from behind the host; None: nowhere."""
         return self._manager._storage
 

@@ -10,7 +10,7 @@ from lightcache.manager.prompts import Prompt
 if TYPE_CHECKING:
     from lightcache.manager.manager import KVCacheManager
     from lightcache.storage.tasks import StorageTask
-    from lightcache.storage.worker import StorageTier
+    from lightcache.storage.tiers import BaseTier
 
 
 def keep(manager: KVCacheManager, prompt: Prompt, kept: bool) -> dict[str, int]:
@@ -48,7 +48,7 @@ def drop(manager: KVCacheManager, prompt: Prompt, start: int) -> dict[str, int]:
     return _tokens(manager, gone)
 
 
-def prefetch(manager: KVCacheManager, prompt: Prompt, storage: StorageTier | None) -> StorageTask:
+def prefetch(manager: KVCacheManager, prompt: Prompt, storage: BaseTier | None) -> StorageTask:
     """Bring what storage has of a prompt to the host; its task."""
     if storage is None:
         raise ConfigError("prefetch: the manager has no storage; make it with storage=")

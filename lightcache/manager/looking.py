@@ -13,13 +13,13 @@ from lightcache.manager.requests import Space
 
 if TYPE_CHECKING:
     from lightcache.manager.manager import KVCacheManager
-    from lightcache.storage.worker import StorageTier
+    from lightcache.storage.tiers import BaseTier
 
 
 class Looker:
     """Finds and pins what plans can use. The manager's lock is around every call."""
 
-    def __init__(self, manager: KVCacheManager, storage: StorageTier | None) -> None:
+    def __init__(self, manager: KVCacheManager, storage: BaseTier | None) -> None:
         """Nothing is looked for yet."""
         self._manager, self._storage = manager, storage
 

@@ -45,7 +45,7 @@ from lightcache.manager.writing import Writer
 if TYPE_CHECKING:
     from lightcache.costs import Costs
     from lightcache.manager.counters import NodeCounters
-    from lightcache.storage.worker import StorageTier
+    from lightcache.storage.tiers import BaseTier
 
 
 class KVCacheManager(Upkeep):
@@ -65,7 +65,7 @@ class KVCacheManager(Upkeep):
         *,
         config: ManagerConfig | None = None,
         costs: Costs | None = None,
-        storage: StorageTier | None = None,
+        storage: BaseTier | None = None,
         weights: str = "",
         counters: NodeCounters | None = None,
     ) -> None:
@@ -77,7 +77,7 @@ class KVCacheManager(Upkeep):
             device: `OwnedDevice` or `AttachedDevice`.
             mover: who moves bytes between the two.
             costs: `lightcache.costs.Costs`: whether so few pages are worth loading; None: always.
-            storage: a `StorageTier` of the same cache; None: none.
+            storage: a `StorageTier` or `StorageClient` of the same cache; None: none.
             weights: version of the weights that are being served.
             counters: of the node, which our figures are added to; None: they stay our own.
 

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from lightcache.costs import Costs
     from lightcache.manager.manager import KVCacheManager
     from lightcache.storage.tasks import StorageTask
-    from lightcache.storage.worker import StorageTier
+    from lightcache.storage.tiers import BaseTier
 
 
 class Planner:
     """The plans of one manager. Its lock is around every call."""
 
     def __init__(
-        self, manager: KVCacheManager, costs: Costs | None, storage: StorageTier | None
+        self, manager: KVCacheManager, costs: Costs | None, storage: BaseTier | None
     ) -> None:
         """Nothing is planned yet."""
         self._manager = manager

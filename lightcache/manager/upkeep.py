@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from lightcache.manager.traffic import Traffic
     from lightcache.manager.weights import Weights
     from lightcache.storage.tasks import StorageTask
-    from lightcache.storage.worker import StorageTier
+    from lightcache.storage.tiers import BaseTier
 
 
 TELL = 0.5
@@ -57,7 +57,7 @@ class Upkeep:
     _requests: dict[Hashable, Request]
     _leaving: Leaving
     _demotion: Demotion
-    _storage: StorageTier | None
+    _storage: BaseTier | None
     _counters: NodeCounters | None
     _told: Figures
     """What the node's counters know of our figures."""

@@ -17,12 +17,13 @@ from lightcache.storage.protocol import (
     WriteResult,
     WriteStatus,
 )
-from lightcache.storage.running import TierStats
 from lightcache.storage.tasks import StorageTask, TaskResult, TaskState
+from lightcache.storage.tiers import BaseTier, TierStats
 from lightcache.storage.urls import open_storage, register, schemes
 from lightcache.storage.worker import StorageTier
 
 __all__ = [
+    "BaseTier",
     "Fault",
     "FlakyStorage",
     "MemoryStorage",

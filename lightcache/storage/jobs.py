@@ -97,6 +97,10 @@ class Job:
         """See `StorageTask.cancel`."""
         self.tier._cancel(self)
 
+    def stop(self) -> None:
+        """See `StorageTask`."""
+        self.stopping = True
+
     def publish(self, pages: int) -> StorageTask:
         """See `StorageTask.publish`."""
         raise ConfigError("publish: this task holds nothing; prefetch with hold=True")

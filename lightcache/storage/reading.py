@@ -173,7 +173,7 @@ class ReadJob(Job):
         elif policy == "deadline":
             with contextlib.suppress(WaitTimeout):
                 self.task.wait(self._soft.left)
-        self.stopping = True
+        self.stop()
 
     def _abandon(self) -> None:
         for reservation in self._all():

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from types import TracebackType
-from typing import Literal, TypeVar
+from typing import Literal
 
 from lightcache.cache import Cache
 from lightcache.errors import Detached
@@ -25,46 +23,10 @@ from lightcache.storage.protocol import (
 )
 from lightcache.storage.tasks import StorageTask
 from lightcache.storage.threads import Crew
-
-T = TypeVar("T", bound="RunningTier")
-
-
-@dataclass(frozen=True)
-class TierStats:
-    """Totals of a tier since it was made; in pages unless said otherwise. See `TaskResult`."""
-
-    loaded: int
-    stored: int
-    present: int
-    absent: int
-    failed: int
-    corrupt: int
-    refused: int
-    skipped: int
-    busy: int
-    no_room: int
-    tasks_finished: int
-    """Tasks, as are the following three."""
-    tasks_failed: int
-    queued: int
-    running: int
-    timeouts: int
-    """Calls of the storage that did not return in time."""
-    stuck: int
-    """Of these, such as have not returned yet: each keeps a thread, and its pages."""
-    writing: int
-    """Pages pinned for writes."""
-    read_bytes: int
-    """That calls of the storage brought, whatever became of the pages; of late ones, too."""
-    written_bytes: int
-    """That it has stored."""
-    evicted: int
-    """Pages that the storage let go of to make room, as of our last write; see `StorageStats`."""
-    state: Literal["closed", "open", "half-open"]
-    """Of the breaker: open means that the storage is not used."""
+from lightcache.storage.tiers import TAKEN, BaseTier, TierStats
 
 
-class RunningTier:
+class RunningTier(BaseTier):
     """A tier without its calls: see `StorageTier`."""
 
     def __init__(
@@ -205,10 +167,9 @@ class RunningTier:
             )
 
     def _take_figures(self) -> Counter[str]:
-        """Of `_TAKEN`, what came since this was asked last: so nothing is counted twice, whoever
-        asks."""
+        """See `BaseTier`."""
         with self._crew.changed:
-            now = Counter({name: self._crew.tally[name] for name in _TAKEN})
+            now = Counter({name: self._crew.tally[name] for name in TAKEN})
             more, self._taken = now - self._taken, now
             return more
 
@@ -243,17 +204,6 @@ class RunningTier:
         self._crew.join()
         return True
 
-    def __enter__(self: T) -> T:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         return f"<StorageTier of {self.cache.name!r}, {self._breaker.state}>"
 
@@ -275,6 +225,5 @@ _TALLIES = (
     *("no_room", "tasks_finished", "tasks_failed", "timeouts"),
     *("read_bytes", "written_bytes", "evicted"),
 )
-_TAKEN = ("read_bytes", "written_bytes", "evicted")
 
 __all__ = ["RunningTier", "TierStats"]

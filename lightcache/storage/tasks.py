@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 from lightcache.errors import ConfigError, WaitTimeout
-
-if TYPE_CHECKING:
-    from lightcache.storage.jobs import Job
 
 
 class TaskState(Enum):
@@ -59,9 +57,26 @@ class TaskResult:
     """What went wrong, each once, in order."""
 
 
-_COUNTS = tuple(
+COUNTS = tuple(
     name for name in TaskResult.__dataclass_fields__ if name not in ("pages", "prefix", "reasons")
 )
+
+
+class Carrier(Protocol):
+    """Who carries a task out, as far as the task knows."""
+
+    def take(self) -> None:
+        """See `StorageTask.take`."""
+
+    def cancel(self) -> None:
+        """See `StorageTask.cancel`."""
+
+    def stop(self) -> None:
+        """Begin nothing more; what was done counts."""
+
+    def publish(self, pages: int) -> StorageTask:
+        """See `StorageTask.publish`."""
+        ...
 
 
 class StorageTask:
@@ -77,7 +92,8 @@ class StorageTask:
         self._counts: Counter[str] = Counter()
         self._prefix = 0
         self._reasons: list[str] = []
-        self._job: Job | None = None
+        self._job: Carrier | None = None
+        self._observer: Callable[[], None] | None = None
 
     # ---- looking at it
 
@@ -113,7 +129,7 @@ class StorageTask:
     def result(self) -> TaskResult:
         """What it has done so far."""
         with self._changed:
-            counts = {name: self._counts[name] for name in _COUNTS}
+            counts = {name: self._counts[name] for name in COUNTS}
             return TaskResult(
                 pages=self._pages, prefix=self._prefix, reasons=tuple(self._reasons), **counts
             )
@@ -177,6 +193,7 @@ class StorageTask:
         with self._changed:
             if self._state is TaskState.NOT_STARTED:
                 self._state = TaskState.RUNNING
+        self._notify()
 
     def _count(self, **pages: int) -> None:
         with self._changed:
@@ -185,6 +202,7 @@ class StorageTask:
     def _reach(self, prefix: int) -> None:
         with self._changed:
             self._prefix = prefix
+        self._notify()
 
     def _say(self, reason: str) -> None:
         with self._changed:
@@ -201,10 +219,36 @@ class StorageTask:
             self._changed.notify_all()
             return True
 
+    def _become(
+        self, state: TaskState, prefix: int, counts: Mapping[str, int], reasons: Sequence[str]
+    ) -> None:
+        """What somebody else says of it. Nothing changes behind its end."""
+        with self._changed:
+            if self._state not in _OVER:
+                self._state, self._prefix = state, prefix
+                self._counts = Counter(counts)
+                self._reasons = list(reasons)
+                self._changed.notify_all()
+
+    def _stop(self) -> None:
+        """Let it begin nothing more."""
+        if self._job is not None:
+            self._job.stop()
+
+    def _watch(self, observer: Callable[[], None]) -> None:
+        """Call this when it starts, gets on, or has ended and was counted; and now. It is called in
+        the tier's threads, with no lock held, and does not block."""
+        self._observer = observer
+        observer()
+
+    def _notify(self) -> None:
+        if self._observer is not None:
+            self._observer()
+
     def __repr__(self) -> str:
         return f"<StorageTask {self.kind} {self.pages_done}/{self._pages} {self.state.value}>"
 
 
 _OVER = (TaskState.FINISHED, TaskState.FAILED)
 
-__all__ = ["StorageTask", "TaskResult", "TaskState"]
+__all__ = ["COUNTS", "Carrier", "StorageTask", "TaskResult", "TaskState"]

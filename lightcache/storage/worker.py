@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from lightcache import _arguments
 from lightcache.cache import Cache
 from lightcache.errors import ConfigError, LayoutMismatch
-from lightcache.hashing import Tokens
 from lightcache.leases import Lease
 from lightcache.namespaces import Namespace
 from lightcache.shm.codes import Code, check
@@ -22,8 +20,8 @@ from lightcache.storage.protocol import Keys, Storage
 from lightcache.storage.reading import ReadJob
 from lightcache.storage.running import RunningTier
 from lightcache.storage.tasks import StorageTask
+from lightcache.storage.tiers import ReadPolicy, checked_write
 
-ReadPolicy = Literal["wait", "best_effort", "deadline"]
 BusyPolicy = Literal["wait", "skip"]
 
 
@@ -129,33 +127,9 @@ class StorageTier(RunningTier):
         namespace: Namespace | None = None,
         timeout: float | None = None,
     ) -> StorageTask:
-        """Store what the cache has of a prompt, and the storage has not. Does not block. The pages
-        are pinned in our own name until they are written; whose lease they are may end at once.
-
-        Args:
-            keys: of the prompt's pages from its first on; the longest ready prefix is written.
-            request: whose pages they are, anything hashable: writes of one request stand together
-                in the queue, and no call of the storage has pages of two.
-            lease: pages of these keys that the caller holds: no more than these are written.
-            tokens: of the whole prompt, for `min_tokens`; None: those of its keys.
-            timeout: seconds; None: the tier's.
-
-        Raises:
-            ConfigError: bad keys, or a lease of more pages than there are keys.
-            Detached: the tier or the cache was closed.
-        """
+        """See `BaseTier`."""
         deadline = self._begin(timeout)
-        _arguments.keys(keys)
-        if lease is not None and len(lease) > len(keys):
-            raise ConfigError(
-                f"lease: expected at most {len(keys)} pages, one for each key, found {len(lease)}; "
-                "give the keys that were matched"
-            )
-        try:
-            hash(request)
-        except TypeError:
-            raise ConfigError(f"request: expected something hashable, found {request!r}") from None
-        wanted = keys if lease is None else keys[: len(lease)]
+        wanted = checked_write(keys, request, lease)
         chosen, reason = self._worth_writing(keys, wanted, tokens)
         if not chosen:
             return self._nothing("write", len(wanted), reason, skipped=len(wanted))
@@ -179,22 +153,6 @@ class StorageTier(RunningTier):
         job.request = job if request is None else request
         return self._submit(job)
 
-    def write_tokens(
-        self,
-        tokens: Tokens,
-        request: object = None,
-        *,
-        salt: str | bytes = b"",
-        lora: bytes = b"",
-        extra: Mapping[int, bytes] | None = None,
-        namespace: Namespace | None = None,
-        timeout: float | None = None,
-    ) -> StorageTask:
-        """`write` for who has neither keys nor lease, as when a request ends that another process
-        began: from its tokens alone. For the rest see `Cache.hash_pages`."""
-        keys = self.cache.hash_pages(tokens, salt=salt, lora=lora, extra=extra, namespace=namespace)
-        return self.write(keys, request, tokens=len(tokens), namespace=namespace, timeout=timeout)
-
     def _worth_writing(self, keys: Keys, wanted: Keys, tokens: int | None) -> tuple[int, str]:
         """How many pages, and why not all."""
         if self._breaker.shut:
@@ -216,22 +174,7 @@ class StorageTier(RunningTier):
         hold: bool = False,
         timeout: float | None = None,
     ) -> StorageTask:
-        """Read keys[start:] into the cache, as far as they are stored. Does not block. What is read
-        is ready for everybody as it comes, and nobody pins it: match when the task is over.
-
-        Args:
-            keys: of the whole chain from its root, as for `Cache.reserve`.
-            start: first key that the cache does not have, usually `len(lease)`.
-            hold: make nothing ready: `StorageTask.publish` does that, or `cancel` gives the pages
-                back. For ranks that agree on how many pages all of them could read. Until then
-                others see these keys as being written, but for no longer than the tier's `timeout`
-                behind the end of the task. One process of each cache does this.
-            timeout: seconds; None: the tier's.
-
-        Raises:
-            ConfigError: bad keys, or a start behind them.
-            Detached: the tier or the cache was closed.
-        """
+        """See `BaseTier`."""
         deadline = self._begin(timeout)
         _arguments.keys(keys)
         _arguments.count(start, "start", 0, len(keys))
@@ -249,19 +192,7 @@ class StorageTier(RunningTier):
         namespace: Namespace | None = None,
         timeout: float | None = None,
     ) -> StorageTask:
-        """Read the last of these keys that is stored into the cache, and no other: for pages that
-        are worth something without those before them, as checkpoints of recurrent state are. Does
-        not block. Stops at one that the cache has. `StorageTask.pages_done` is how many keys end
-        with it, when the task is over; 0: none is stored.
-
-        Args:
-            most: keys to ask for, from the last on; the storage is asked for each by itself.
-            timeout: seconds; None: the tier's.
-
-        Raises:
-            ConfigError: bad keys.
-            Detached: the tier or the cache was closed.
-        """
+        """See `BaseTier`."""
         deadline = self._begin(timeout)
         _arguments.keys(keys)
         _arguments.count(most, "most", 0, 1 << 30)
