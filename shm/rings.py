@@ -63,27 +63,67 @@ class SharedRing:
 
     @classmethod
     def create(
-        cls, name: str, *, capacity: int, message_bytes: int, lifetime: str = "attached"
+        cls,
+        name: str,
+        *,
+        capacity: int,
+        message_bytes: int,
+        lifetime: str = "attached",
+        group: str | int | None = None,
+        lock_timeout: float = 10.0,
     ) -> SharedRing:
-        """Create one that does not exist; see `Segment.create` for name, lifetime and errors.
+        """Create one that does not exist; see `Segment.create` for name, lifetime, group, errors.
+
+        Args:
+            lock_timeout: seconds that a call of ours waits for the ring's lock.
 
         Raises:
             ConfigError: capacity not 1 to 2^24, message_bytes not 1 to 65,536.
         """
-        return cls(Segment.create(**_arranged(name, capacity, message_bytes), lifetime=lifetime))
+        arranged = _arranged(name, capacity, message_bytes)
+        segment = Segment.create(**arranged, lifetime=lifetime, group=group)
+        return cls._over(segment, lock_timeout)
 
     @classmethod
     def open(
-        cls, name: str, *, capacity: int, message_bytes: int, lifetime: str = "attached"
+        cls,
+        name: str,
+        *,
+        capacity: int,
+        message_bytes: int,
+        lifetime: str = "attached",
+        group: str | int | None = None,
+        lock_timeout: float = 10.0,
     ) -> SharedRing:
         """Attach to an equal one, with the messages that are in it, or create it; see
-        `Segment.open`."""
-        return cls(Segment.open(**_arranged(name, capacity, message_bytes), lifetime=lifetime))
+        `Segment.open`, and `create` for `lock_timeout`."""
+        arranged = _arranged(name, capacity, message_bytes)
+        segment = Segment.open(**arranged, lifetime=lifetime, group=group)
+        return cls._over(segment, lock_timeout)
 
     @classmethod
-    def attach(cls, name: str, *, readonly: bool = False) -> SharedRing:
-        """Attach to one that exists; see `Segment.attach`."""
-        return cls(Segment.attach(name, readonly=readonly, kind=Kind.RING, reaper=free_dead_slots))
+    def attach(
+        cls,
+        name: str,
+        *,
+        readonly: bool = False,
+        group: str | int | None = None,
+        lock_timeout: float = 10.0,
+    ) -> SharedRing:
+        """Attach to one that exists; see `Segment.attach`, and `create` for `lock_timeout`."""
+        segment = Segment.attach(
+            name, readonly=readonly, kind=Kind.RING, group=group, reaper=free_dead_slots
+        )
+        return cls._over(segment, lock_timeout)
+
+    @classmethod
+    def _over(cls, segment: Segment, lock_timeout: float) -> SharedRing:
+        try:
+            return cls(segment, lock_timeout=lock_timeout)
+        except BaseException:
+            segment.free_slot_on_close()
+            segment.close()
+            raise
 
     # ---- pushing
 

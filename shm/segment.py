@@ -260,6 +260,25 @@ class Segment:
             own = self._client.slot if self._client else 0
             return clients.read_table(table, self._hold.opened.fd, own)
 
+    def lives(self, slot: int, epoch: int) -> bool:
+        """Whether the client that got this slot in that epoch is still there. A system call at
+        most; takes no lock.
+
+        Raises:
+            ConfigError: no slot, 1 to 63.
+            Detached: closed, retired, or a forked child.
+        """
+        if not 0 < slot < layout.SLOTS:
+            raise ConfigError(f"slot: expected 1 to {layout.SLOTS - 1}, found {slot!r}")
+        with self._hold.used():
+            own = self._client is not None and self._client.slot == slot
+            alive = own or ofd.held(self._hold.opened.fd, layout.BYTE_SLOTS + slot)
+            where = self.address + layout.CLIENTS_OFFSET + slot * ctypes.sizeof(layout.ClientRecord)
+            # Behind the lock: whoever took the slot over meanwhile has another epoch.
+            record = layout.ClientRecord.from_address(where)
+            taken = record.state != layout.ClientState.FREE
+            return alive and taken and int(record.epoch) == epoch
+
     # ---- memory
 
     @property

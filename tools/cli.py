@@ -20,6 +20,7 @@ COMMANDS = {
     "disable": ("keep", "Make every lookup and reservation an error, at once."),
     "enable": ("keep", "Undo `disable`."),
     "sweep": ("keep", "Remove what the dead left and nobody needs."),
+    "storage": ("storage_service", "Serve a cache with a storage, for all of its processes."),
     "doctor": ("doctor", "Look at this machine, and say what to change."),
     "demo": ("demo", "A router and model workers serve out of one cache."),
     "bench": ("measure", "Run a benchmark."),

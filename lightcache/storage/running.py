@@ -80,6 +80,7 @@ class RunningTier(BaseTier):
             task._reach(0 if counts else pages)
             task._end(failed=False)
         self._tally(**counts)
+        task._settle()
         return task
 
     def _pinned(self) -> int:

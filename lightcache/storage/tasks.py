@@ -94,6 +94,8 @@ class StorageTask:
         self._reasons: list[str] = []
         self._job: Carrier | None = None
         self._observer: Callable[[], None] | None = None
+        self._settled = False
+        """It is over, and the tier has counted what it did."""
 
     # ---- looking at it
 
@@ -236,10 +238,14 @@ class StorageTask:
             self._job.stop()
 
     def _watch(self, observer: Callable[[], None]) -> None:
-        """Call this when it starts, gets on, or has ended and was counted; and now. It is called in
-        the tier's threads, with no lock held, and does not block."""
+        """Call this when it starts, gets on, and is settled; and now. It is called in the tier's
+        threads, with no lock held, and does not block."""
         self._observer = observer
         observer()
+
+    def _settle(self) -> None:
+        self._settled = True
+        self._notify()
 
     def _notify(self) -> None:
         if self._observer is not None:

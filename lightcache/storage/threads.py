@@ -110,7 +110,7 @@ class Crew:
         with self.changed:
             self.running.discard(job)
             self.changed.notify_all()
-        job.task._notify()
+        job.task._settle()
 
     def hold(self, job: Job) -> None:
         """Remember that a job has pages for `publish`."""
@@ -239,7 +239,7 @@ class Crew:
         self.abandon(call.job.lose)
         self.hold(call.job)
         self.tell(call.job, reason, failed=True)
-        call.job.task._notify()
+        call.job.task._settle()
 
     def abandon(self, how: Callable[[], None]) -> None:
         """`give_up` or `lose` a job. What cannot be abandoned now is when it is released."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.serving import make_tier
 from support.storing import (
     KEYS,
     Recorder,
@@ -37,7 +38,7 @@ from lightcache.storage.conformance import make_keys, pages_of
 
 FINISHED, FAILED = TaskState.FINISHED, TaskState.FAILED
 
-__all__ = ["cache"]
+__all__ = ["cache", "make_tier"]
 
 
 # ---------------------------------------------------------------- others read, too
@@ -50,10 +51,10 @@ def other(cache: Cache) -> Iterator[Cache]:
         yield made
 
 
-def test_busy_keys_are_waited_for(cache: Cache, other: Cache) -> None:
+def test_busy_keys_are_waited_for(make_tier: Any, cache: Cache, other: Cache) -> None:
     storage = Recorder(StorageSpec.of(cache))
     store(storage, KEYS)
-    with StorageTier(cache, storage, group=8, threads=1) as tier:
+    with make_tier(cache, storage, group=8, threads=1) as tier:
         with other.reserve(KEYS[:6], 2) as theirs:
             task = tier.prefetch(KEYS)
             while cache.peek(KEYS) < 2:
@@ -66,8 +67,8 @@ def test_busy_keys_are_waited_for(cache: Cache, other: Cache) -> None:
     assert sound(cache, KEYS) == 20
 
 
-def test_busy_keys_that_are_abandoned_are_read(cache: Cache, other: Cache) -> None:
-    with StorageTier(cache, full(cache), group=8) as tier:
+def test_busy_keys_that_are_abandoned_are_read(make_tier: Any, cache: Cache, other: Cache) -> None:
+    with make_tier(cache, full(cache), group=8) as tier:
         with other.reserve(KEYS[:6], 2):
             task = tier.prefetch(KEYS)
             while cache.peek(KEYS) < 2:
@@ -76,8 +77,8 @@ def test_busy_keys_that_are_abandoned_are_read(cache: Cache, other: Cache) -> No
         assert (result.loaded, result.present, result.prefix) == (20, 0, 20)
 
 
-def test_busy_keys_are_skipped(cache: Cache, other: Cache) -> None:
-    with StorageTier(cache, full(cache), group=8, busy="skip") as tier:
+def test_busy_keys_are_skipped(make_tier: Any, cache: Cache, other: Cache) -> None:
+    with make_tier(cache, full(cache), group=8, busy="skip") as tier:
         with other.reserve(KEYS[:6], 2) as theirs:
             result = tier.prefetch(KEYS).wait(60.0)
             assert (result.loaded, result.busy, result.prefix) == (16, 4, 2)
@@ -291,9 +292,9 @@ def test_taking_behind_a_deadline(cache: Cache) -> None:
         assert tier.prefetch(KEYS).take().prefix == 20
 
 
-def test_taking_all_of_it(cache: Cache) -> None:
+def test_taking_all_of_it(make_tier: Any, cache: Cache) -> None:
     fill(cache, KEYS[:1])
-    with StorageTier(cache, full(cache)) as tier:
+    with make_tier(cache, full(cache)) as tier:
         assert tier.prefetch(KEYS).take().prefix == 20
         assert tier.write(KEYS[:1]).take().prefix == 1
 
@@ -312,16 +313,16 @@ Deeds = st.lists(
 
 
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(deeds=Deeds, seed=st.integers(0, 1000), bad=st.sampled_from([0.0, 0.1, 0.4]))
 def test_whatever_fails_no_page_is_wrong(
-    cache: Cache, deeds: list[Any], seed: int, bad: float
+    make_tier: Any, cache: Cache, deeds: list[Any], seed: int, bad: float
 ) -> None:
     memory = empty(cache)
     rates = Rates(bad, bad, bad / 2, bad / 2, bad, bad / 2, bad / 4)
     flaky = FlakyStorage(memory, rates=rates, seed=seed)
-    with StorageTier(cache, flaky, group=4, failures=1000) as tier:
+    with make_tier(cache, flaky, group=4, failures=1000) as tier:
         tasks: list[Any] = []
         for deed, which, number in deeds:
             keys = PROMPTS[which]
@@ -329,7 +330,7 @@ def test_whatever_fails_no_page_is_wrong(
                 fill(cache, keys)
                 tasks.append(tier.write(keys, which))
             elif deed in ("read", "hold"):
-                tasks.append(tier.prefetch(keys, hold=deed == "hold"))
+                tasks.append(tier.prefetch(keys, hold=deed == "hold" and make_tier is StorageTier))
             elif deed == "cancel" and tasks:
                 tasks[number % len(tasks)].cancel()
             elif deed == "evict":

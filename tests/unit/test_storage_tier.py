@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.serving import make_tier
 from support.storing import (
     KEYS,
     PAGE_TOKENS,
@@ -34,16 +35,16 @@ from lightcache.storage.queueing import JobQueue
 
 FINISHED, FAILED = TaskState.FINISHED, TaskState.FAILED
 
-__all__ = ["cache"]
+__all__ = ["cache", "make_tier"]
 
 
 # ---------------------------------------------------------------- it works
 
 
-def test_there_and_back(cache: Cache) -> None:
+def test_there_and_back(make_tier: Any, cache: Cache) -> None:
     fill(cache, KEYS)
     storage = empty(cache)
-    with StorageTier(cache, storage, group=8) as tier:
+    with make_tier(cache, storage, group=8) as tier:
         task = tier.write(KEYS, "request 1")
         result = task.wait()
         assert task.state is FINISHED
@@ -61,10 +62,10 @@ def test_there_and_back(cache: Cache) -> None:
         assert (found.queued, found.running, found.writing, found.state) == (0, 0, 0, "closed")
 
 
-def test_what_is_stored_is_not_written_again(cache: Cache) -> None:
+def test_what_is_stored_is_not_written_again(make_tier: Any, cache: Cache) -> None:
     fill(cache, KEYS)
     storage = Recorder(StorageSpec.of(cache))
-    with StorageTier(cache, storage) as tier:
+    with make_tier(cache, storage) as tier:
         tier.write(KEYS[:5]).wait()
         result = tier.write(KEYS[:9]).wait()
         assert (result.present, result.stored, result.prefix) == (5, 4, 9)
@@ -75,17 +76,17 @@ def test_what_is_stored_is_not_written_again(cache: Cache) -> None:
     ]
 
 
-def test_each_group_hangs_on_the_one_before(cache: Cache) -> None:
+def test_each_group_hangs_on_the_one_before(make_tier: Any, cache: Cache) -> None:
     fill(cache, KEYS[:10])
     storage = Recorder(StorageSpec.of(cache))
-    with StorageTier(cache, storage, group=4) as tier:
+    with make_tier(cache, storage, group=4) as tier:
         assert tier.write(KEYS[:10]).wait().stored == 10
     assert storage.parents[0] is None
     parents = [each.tolist() for each in storage.parents[1:]]
     assert parents == [KEYS[3:4].tolist(), KEYS[7:8].tolist()]
 
 
-def test_a_backend_cannot_write_to_what_it_is_to_store(cache: Cache) -> None:
+def test_a_backend_cannot_write_to_what_it_is_to_store(make_tier: Any, cache: Cache) -> None:
     seen: list[bool] = []
 
     class Curious(MemoryStorage):
@@ -94,17 +95,17 @@ def test_a_backend_cannot_write_to_what_it_is_to_store(cache: Cache) -> None:
             return super().write(keys, buffers, timeout=timeout)
 
     fill(cache, KEYS[:3])
-    with StorageTier(cache, Curious(StorageSpec.of(cache))) as tier:
+    with make_tier(cache, Curious(StorageSpec.of(cache))) as tier:
         assert tier.write(KEYS[:3]).wait().stored == 3
     assert seen == [True] * 3
 
 
-def test_only_what_the_cache_lacks_is_read(cache: Cache) -> None:
+def test_only_what_the_cache_lacks_is_read(make_tier: Any, cache: Cache) -> None:
     fill(cache, KEYS[:7])
     storage = Recorder(StorageSpec.of(cache))
     store(storage, KEYS[:15])
     storage.calls.clear()
-    with StorageTier(cache, storage) as tier:
+    with make_tier(cache, storage) as tier:
         result = tier.prefetch(KEYS, 4).wait()
         assert (result.pages, result.present, result.loaded, result.absent) == (16, 3, 8, 5)
         assert result.prefix == 11
@@ -112,7 +113,7 @@ def test_only_what_the_cache_lacks_is_read(cache: Cache) -> None:
         assert sound(cache, KEYS) == 15
 
 
-def test_a_hole_in_the_cache_is_read_and_the_rest_left_alone(cache: Cache) -> None:
+def test_a_hole_in_the_cache_is_read_and_the_rest_left_alone(make_tier: Any, cache: Cache) -> None:
     fill(cache, KEYS)
     with cache.match(KEYS) as hit:
         ends = hit.pages.tolist()
@@ -122,16 +123,16 @@ def test_a_hole_in_the_cache_is_read_and_the_rest_left_alone(cache: Cache) -> No
     cache.evict(96)
     fill(cache, KEYS[3:6].copy())
     storage.calls.clear()
-    with StorageTier(cache, storage) as tier:
+    with make_tier(cache, storage) as tier:
         result = tier.prefetch(KEYS[:8]).wait()
         assert (result.loaded, result.present, result.prefix) == (5, 3, 8)
     assert ("read", 5) in storage.calls
     assert sound(cache, KEYS) == 8
 
 
-def test_nothing_to_do(cache: Cache) -> None:
+def test_nothing_to_do(make_tier: Any, cache: Cache) -> None:
     storage = Recorder(StorageSpec.of(cache))
-    with StorageTier(cache, storage) as tier:
+    with make_tier(cache, storage) as tier:
         assert tier.prefetch(KEYS, 20).wait().pages == 0
         result = tier.write(KEYS).wait()
         assert (result.skipped, result.reasons) == (20, ("nothing of it is in the cache",))
@@ -142,9 +143,9 @@ def test_nothing_to_do(cache: Cache) -> None:
 # ---------------------------------------------------------------- what is worth writing
 
 
-def test_a_short_prompt_is_not_written(cache: Cache) -> None:
+def test_a_short_prompt_is_not_written(make_tier: Any, cache: Cache) -> None:
     fill(cache, KEYS)
-    with StorageTier(cache, empty(cache), min_tokens=4 * PAGE_TOKENS) as tier:
+    with make_tier(cache, empty(cache), min_tokens=4 * PAGE_TOKENS) as tier:
         result = tier.write(KEYS[:3]).wait()
         assert (result.skipped, result.stored) == (3, 0)
         assert "48 tokens" in result.reasons[0]
@@ -152,9 +153,9 @@ def test_a_short_prompt_is_not_written(cache: Cache) -> None:
         assert tier.write(KEYS[:4]).wait().stored == 1
 
 
-def test_pages_are_written_when_they_were_seen_often_enough(cache: Cache) -> None:
+def test_pages_are_written_when_they_were_seen_often_enough(make_tier: Any, cache: Cache) -> None:
     fill(cache, KEYS)
-    with StorageTier(cache, empty(cache), seen=2, seen_keys=8) as tier:
+    with make_tier(cache, empty(cache), seen=2, seen_keys=8) as tier:
         assert tier.write(KEYS[:4]).wait().skipped == 4
         result = tier.write(KEYS[:6]).wait()
         assert (result.stored, result.skipped) == (4, 2)
@@ -225,11 +226,11 @@ def test_a_write_that_was_put_back_is_next() -> None:
     assert not queue.remove(begun)
 
 
-def test_a_task_waits_with_a_limit(cache: Cache) -> None:
+def test_a_task_waits_with_a_limit(make_tier: Any, cache: Cache) -> None:
     storage = Recorder(StorageSpec.of(cache))
     storage.closed_gate_for = "contains"
     storage.gate.clear()
-    with StorageTier(cache, storage, threads=1) as tier:
+    with make_tier(cache, storage, threads=1) as tier:
         task = tier.prefetch(KEYS)
         with pytest.raises(WaitTimeout, match="20 pages is not over"):
             task.wait(0.0)
@@ -259,20 +260,20 @@ def test_a_task_waits_with_a_limit(cache: Cache) -> None:
         {"read_seconds": "1"},
     ],
 )
-def test_arguments_out_of_range(cache: Cache, how: Any) -> None:
+def test_arguments_out_of_range(make_tier: Any, cache: Cache, how: Any) -> None:
     before = threading.active_count()
     with pytest.raises(ConfigError, match=next(iter(how))):
-        StorageTier(cache, empty(cache), **how)
+        make_tier(cache, empty(cache), **how)
     assert threading.active_count() == before
 
 
-def test_a_storage_for_other_pages(cache: Cache) -> None:
+def test_a_storage_for_other_pages(make_tier: Any, cache: Cache) -> None:
     for spec in (StorageSpec(8192), StorageSpec(4096, "another model")):
         with pytest.raises(LayoutMismatch, match=r"StorageSpec\.of"):
-            StorageTier(cache, MemoryStorage(spec))
+            make_tier(cache, MemoryStorage(spec))
     with pytest.raises(ConfigError, match="expected a Storage"):
-        StorageTier(cache, {})  # type: ignore[arg-type]
-    StorageTier(cache, MemoryStorage(StorageSpec(4096))).close()
+        make_tier(cache, {})  # type: ignore[arg-type]
+    make_tier(cache, MemoryStorage(StorageSpec(4096))).close()
 
 
 def test_a_cache_that_is_attached_read_only(cache: Cache) -> None:
@@ -281,9 +282,9 @@ def test_a_cache_that_is_attached_read_only(cache: Cache) -> None:
             StorageTier(reader, empty(cache))
 
 
-def test_bad_calls(cache: Cache) -> None:
+def test_bad_calls(make_tier: Any, cache: Cache) -> None:
     fill(cache, KEYS)
-    with StorageTier(cache, empty(cache)) as tier, cache.match(KEYS) as lease:
+    with make_tier(cache, empty(cache)) as tier, cache.match(KEYS) as lease:
         with pytest.raises(ConfigError, match="keys"):
             tier.write(KEYS.astype(np.int64))  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="keys"):

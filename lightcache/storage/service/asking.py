@@ -1,0 +1,134 @@
+"""What a client has asked of the storage service and not heard the end of."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from lightcache.errors import ConfigError, WaitTimeout
+from lightcache.storage.arguments import Clock, Deadline
+from lightcache.storage.breaker import log
+from lightcache.storage.service.board import Service
+from lightcache.storage.service.messages import Kind
+from lightcache.storage.tasks import StorageTask
+
+if TYPE_CHECKING:
+    from lightcache.storage.service.client import StorageClient
+
+
+class Asked:
+    """The client's side of a task: see `tasks.Carrier`."""
+
+    def __init__(
+        self,
+        client: StorageClient,
+        number: int,
+        task: StorageTask,
+        deadline: Deadline,
+        service: Service,
+    ) -> None:
+        """It was not pushed yet."""
+        self.number = number
+        self.task = task
+        self.deadline = deadline
+        self.service = service
+        self.heard = False
+        """Whether the service has said anything of it."""
+        self._client = client
+        policy, seconds, grace = client._board.policy()
+        self._policy = policy
+        self._soft = Deadline(seconds, client.clock)
+        self.end = Deadline(deadline.left + grace + client.grace, client.clock)
+        """Behind it, the service's silence is taken for its answer."""
+        task._job = self
+
+    def take(self) -> None:
+        """See `StorageTask.take`."""
+        if self._policy == "wait" or self.task.kind == "write":
+            self.task.wait()
+        elif self._policy == "deadline":
+            with contextlib.suppress(WaitTimeout):
+                self.task.wait(self._soft.left)
+        if not self.task.over:
+            self.stop()
+
+    def stop(self) -> None:
+        """See `StorageTask`."""
+        self._client._say(Kind.STOP, self)
+
+    def cancel(self) -> None:
+        """See `StorageTask.cancel`."""
+        if not self.task.over and not self._client._say(Kind.CANCEL, self):
+            self._client._give_up(self, "cancelled; the storage service could not be told")
+
+    def publish(self, pages: int) -> StorageTask:
+        """See `StorageTask.publish`."""
+        raise ConfigError("publish: this task holds nothing; a StorageTier prefetches with hold")
+
+
+class Silence:
+    """A service that does not answer is left alone: after `most` tasks in a row that ended without
+    a word, for `retry` seconds. Then one more such task is enough."""
+
+    def __init__(self, most: int, retry: float, clock: Clock) -> None:
+        """It has answered."""
+        self._most, self._retry, self._clock = most, retry, clock
+        self._lock = threading.Lock()
+        self._row = 0
+        self._until: float | None = None
+
+    def unanswered(self) -> None:
+        """A task ended without a word."""
+        with self._lock:
+            self._row += 1
+            if self._row < self._most:
+                return
+            first, self._until = self._row == self._most, self._clock() + self._retry
+        if first:
+            log.warning("%s", self._text())
+
+    def answered(self) -> None:
+        """It has said something."""
+        with self._lock:
+            self._row, self._until = 0, None
+
+    @property
+    def reason(self) -> str:
+        """Why it is not asked; empty: it is."""
+        with self._lock:
+            quiet = self._until is not None and self._clock() < self._until
+        return self._text() if quiet else ""
+
+    def _text(self) -> str:
+        return (
+            f"the storage service did not answer {self._most} tasks in a row and is not asked; it "
+            f"is tried again every {self._retry:g} s"
+        )
+
+
+class Warned:
+    """Says something once, until it is over."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        """Nothing is wrong."""
+        self._say = say
+        self._lock = threading.Lock()
+        self._wrong = False
+
+    def wrong(self, why: str) -> None:
+        """It is wrong, now or still."""
+        with self._lock:
+            first, self._wrong = not self._wrong, True
+        if first:
+            self._say(why)
+
+    def right(self) -> None:
+        """It is right, again or still."""
+        if self._wrong:
+            with self._lock:
+                self._wrong = False
+
+
+__all__ = ["Asked", "Silence", "Warned"]

@@ -1,0 +1,61 @@
+"""The rings of a storage service: one for what is asked of it, one for the answers of each client.
+
+All of them go with the last who is attached. A lock of theirs is waited for a short time only: a
+process that is stopped while it holds one is not waited for.
+"""
+
+from __future__ import annotations
+
+from lightcache.cache import Cache
+from lightcache.shm import SharedRing
+from lightcache.storage.service.board import board_name, group_of
+from lightcache.storage.service.messages import ANSWER_BYTES, PART_BYTES
+
+TASKS = 256  # messages: 4 MiB, or the keys of 250,000 pages
+ANSWERS = 256
+LOCK_SECONDS = 0.2
+
+
+def prefix(cache: Cache) -> str:
+    """Of the names of all rings of a cache."""
+    return f"{board_name(cache.name, cache.index.segment.uuid)}-"
+
+
+def tasks(cache: Cache) -> SharedRing:
+    """That of what is asked, made if it is not there."""
+    return SharedRing.open(
+        f"{prefix(cache)}tasks",
+        capacity=TASKS,
+        message_bytes=PART_BYTES,
+        group=group_of(cache),
+        lock_timeout=LOCK_SECONDS,
+    )
+
+
+def answers_name(cache: Cache, pid: int, client: int) -> str:
+    """Of a client's answers."""
+    return f"{prefix(cache)}{pid}-{client:016x}"
+
+
+def make_answers(cache: Cache, pid: int, client: int) -> SharedRing:
+    """A client's own."""
+    return SharedRing.create(
+        answers_name(cache, pid, client),
+        capacity=ANSWERS,
+        message_bytes=ANSWER_BYTES,
+        group=group_of(cache),
+        lock_timeout=LOCK_SECONDS,
+    )
+
+
+def find_answers(cache: Cache, pid: int, client: int) -> SharedRing:
+    """Somebody else's.
+
+    Raises:
+        NotReady: it is gone.
+    """
+    name = answers_name(cache, pid, client)
+    return SharedRing.attach(name, group=group_of(cache), lock_timeout=LOCK_SECONDS)
+
+
+__all__ = ["LOCK_SECONDS", "find_answers", "make_answers", "prefix", "tasks"]

@@ -1,0 +1,263 @@
+"""StorageService: carries out what the processes of a cache ask of a storage."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import Counter
+from types import TracebackType
+from typing import Any
+
+from lightcache import _arguments
+from lightcache.cache import Cache
+from lightcache.errors import Detached, LightcacheError, LockTimeout, WaitTimeout
+from lightcache.shm import sweep
+from lightcache.storage.breaker import log
+from lightcache.storage.protocol import Storage
+from lightcache.storage.service import rings
+from lightcache.storage.service.answering import Answers, Served
+from lightcache.storage.service.board import COUNTED, Board, Phase
+from lightcache.storage.service.messages import Ask, Kind, Malformed, Part
+from lightcache.storage.service.peers import Peer, Peers
+from lightcache.storage.service.status import ServiceStats, stats_of
+from lightcache.storage.tasks import StorageTask
+from lightcache.storage.worker import StorageTier
+
+_IDLE = 0.1  # seconds of waiting for a message between two looks around
+_LOOK = 0.25  # seconds between two looks at clients, and at the cache
+_SWEEP = 10.0  # seconds between two sweeps of rings that nobody ever asked with
+_BATCH = 16  # messages that a kill of the service may take along
+
+
+class StorageService:
+    """Serves all `StorageClient`s of a cache, out of a `StorageTier` of its own, in threads.
+
+    It is for a process of its own (`lightcache storage NAME`), and works in any attached one. There
+    is one for each cache. Its death loses the tasks that it had, which end FAILED; what still stood
+    in its ring, the next service takes.
+
+    Close it before the cache. It owns neither cache nor storage. Not for forked children.
+    """
+
+    def __init__(self, cache: Cache, storage: Storage, *, most: int = 4096, **tier: Any) -> None:
+        """Serves from now on.
+
+        Args:
+            storage: opened for pages of this cache's: `StorageSpec.of(cache)`.
+            most: tasks at a time; further ones wait in the ring, and when that is full, clients
+                are refused.
+            tier: as of `StorageTier`.
+
+        Raises:
+            InUse: the cache has a service; names its pid.
+            ConfigError, LayoutMismatch, PermissionDenied: as `StorageTier`.
+        """
+        self.cache = cache
+        self._most = _arguments.count(most, "most", 1, 1 << 24)
+        self._counted: Counter[str] = Counter()
+        self._ending = threading.Event()
+        self._over = threading.Event()
+        self._why = ""
+        self._looked = self._swept = 0.0
+        self._publishing = threading.Lock()
+        self._closed, self._pid = False, os.getpid()
+        with contextlib.ExitStack() as stack:
+            self._tier = StorageTier(cache, storage, **tier)
+            stack.callback(self._tier.close, 0.0)
+            self._board = Board.open(cache)
+            stack.callback(self._board.close)
+            self._board.claim()
+            stack.callback(self._board.end, Phase.NONE)
+            self._base = self._board.read()
+            self._clean_up()
+            self._ring = rings.tasks(cache)
+            stack.callback(self._ring.close)
+            self._peers = Peers(cache, self._counted)
+            self._answers = Answers(self._publish, self._lose)
+            self._publish()
+            self._thread = threading.Thread(
+                target=self._serve, name="lightcache-storage-service", daemon=True
+            )
+            self._answers.start()
+            self._thread.start()
+            self._board.begin(self._tier.read_policy, self._tier.read_seconds, self._tier._grace)
+            stack.pop_all()
+
+    def _clean_up(self) -> None:
+        """What the one before us left, if it was killed: pins, and rings that nobody has."""
+        with contextlib.suppress(LockTimeout):  # whoever needs it does the same
+            self.cache.reap()
+        sweep(prefix=rings.prefix(self.cache))
+
+    # ---- taking messages out
+
+    def _serve(self) -> None:
+        try:
+            while not self._ending.is_set():
+                self._turn(_IDLE)
+        except LightcacheError as error:
+            self._why = str(error)
+            log.warning("the storage service of %r ends: %s", self.cache.name, self._why)
+        finally:
+            self._over.set()
+
+    def _turn(self, timeout: float) -> int:
+        """Take some messages out, and look around. How many there were."""
+        messages: list[bytes] = []
+        if len(self._answers) >= self._most:
+            self._counted["full"] += 1
+            self._ending.wait(min(timeout, 0.01))
+        else:
+            with contextlib.suppress(WaitTimeout, LockTimeout):
+                messages = self._ring.pop_many(_BATCH) or [self._ring.pop(timeout=timeout)]
+        for message in messages:
+            try:
+                self._take(message)
+            except Malformed as error:
+                self._counted["malformed"] += 1
+                log.debug("a malformed message was passed over: %s", error)
+            except Detached:
+                raise
+            except Exception:  # ours, then: the next message may be a good one
+                log.exception("a message to the storage service could not be used")
+        if time.monotonic() - self._looked >= _LOOK:
+            self._look_around()
+        return len(messages)
+
+    def _look_around(self) -> None:
+        self._looked = time.monotonic()
+        self.cache.index.segment.check_usable()
+        self._ring.segment.check_usable()
+        self._peers.part()
+        if self._looked - self._swept >= _SWEEP:
+            self._swept = self._looked
+            sweep(prefix=rings.prefix(self.cache))
+        self._publish()
+
+    def _take(self, message: bytes) -> None:
+        self._counted["taken"] += 1
+        part = Part.unpack(message)
+        peer = self._peers.meet(part.pid, part.client)
+        if peer is None:
+            self._counted["orphans"] += 1
+            return
+        if part.kind in (Kind.STOP, Kind.CANCEL):
+            task = self._answers.find(part.client, part.task)
+            if task is not None:
+                task._stop() if part.kind is Kind.STOP else task.cancel()
+            return
+        body = peer.halves.add(part)
+        if body is None:
+            return
+        if self._answers.find(part.client, part.task) is not None:
+            raise Malformed(f"a second task of number {part.task}")
+        self._carry_out(peer, part, Ask.unpack(body))
+
+    def _carry_out(self, peer: Peer, part: Part, ask: Ask) -> None:
+        left = min(ask.end - self._tier.clock(), ask.timeout)
+        if left <= 0:
+            self._counted["late"] += 1
+            reason = f"timed out: not done within {ask.timeout:g} s, all of it in the queue"
+            task = self._failed(part, ask, reason)
+        else:
+            try:
+                task = self._begin(part, ask, left)
+            except LightcacheError as error:
+                task = self._failed(part, ask, str(error))
+        self._answers.serve(Served(peer, part.client, part.task, task))
+
+    def _begin(self, part: Part, ask: Ask, left: float) -> StorageTask:
+        how: Any = {"namespace": ask.namespace, "timeout": left}
+        if part.kind is Kind.WRITE:
+            # Two clients' requests of one number are not the same.
+            request = None if ask.request is None else (part.client, ask.request)
+            return self._tier.write(ask.keys, request, tokens=ask.tokens, **how)
+        if part.kind is Kind.PREFETCH:
+            return self._tier.prefetch(ask.keys, ask.start, **how)
+        return self._tier.prefetch_deepest(ask.keys, most=ask.most, **how)
+
+    def _failed(self, part: Part, ask: Ask, reason: str) -> StorageTask:
+        kind = "write" if part.kind is Kind.WRITE else "read"
+        pages = max(0, len(ask.keys) - ask.start)
+        return self._tier._nothing(kind, pages, reason, failed=pages)  # type: ignore[arg-type]
+
+    # ---- figures
+
+    def _lose(self, answers: int) -> None:
+        self._counted["lost"] += answers
+
+    def _publish(self) -> None:
+        with self._publishing:
+            counted = {name: self._counted[name] for name in COUNTED}
+            counted["halves"] += self._peers.halves
+            with contextlib.suppress(Detached):
+                stats = self._tier.stats()
+                self._board.publish(stats, self._base, clients=len(self._peers), **counted)
+
+    def stats(self) -> ServiceStats:
+        """Figures, as its clients see them."""
+        self._publish()
+        return stats_of(self._board)
+
+    # ---- the end
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Block until it takes no more messages, since it was closed or ended by itself, as when
+        the cache was removed: `why` says so then. False: not in these seconds."""
+        return self._over.wait(timeout)
+
+    @property
+    def why(self) -> str:
+        """Why it has ended by itself; empty: it has not."""
+        return self._why
+
+    def close(self, timeout: float = 10.0) -> bool:
+        """Take no new tasks, finish what is queued, cancel what is left then, and leave. May be
+        called again.
+
+        Args:
+            timeout: seconds for finishing; 0: cancel at once.
+
+        Returns:
+            Whether everything has ended. False: a call of the storage hangs; its pages stay pinned
+            until it returns, and until then the cache cannot be closed (InUse).
+        """
+        if os.getpid() != self._pid:
+            return True
+        end = time.monotonic() + timeout
+        self._board.end(Phase.CLOSING)
+        self._ending.set()
+        self._thread.join()
+        if not self._closed:
+            with contextlib.suppress(LightcacheError):
+                while not self._why and time.monotonic() < end and self._turn(0.0):
+                    pass
+        ended = self._tier.close(max(0.0, end - time.monotonic()))
+        self._answers.close()
+        if not self._closed:
+            self._closed = True
+            self._publish()
+            self._peers.close()
+            self._board.end(Phase.NONE)
+            self._ring.close()
+            self._board.close()
+        return ended
+
+    def __enter__(self) -> StorageService:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<StorageService of {self.cache.name!r}>"
+
+
+__all__ = ["StorageService"]

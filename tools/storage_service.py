@@ -1,0 +1,196 @@
+"""`lightcache storage`: a process that writes a cache's pages to a storage, and reads them back."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+import click
+
+from lightcache.cache import Cache
+from lightcache.errors import InUse
+from lightcache.sizes import format_size
+from lightcache.storage import StorageSpec, open_storage
+from lightcache.storage.service import ServiceStats, StorageService, service_stats
+from lightcache.storage.urls import check_url
+from lightcache.tools.attaching import group_option_help, guest
+from lightcache.tools.output import BROKEN, Command, age, console, emit, fail, json_option, lines
+
+_PAUSE = 0.5  # seconds between two looks at whether the service has ended by itself
+
+
+@click.command(cls=Command)
+@click.argument("name")
+@click.option("--url", "urls", multiple=True, help="Of the storage, as disk:/mnt/x?capacity=1TiB.")
+@click.option("--threads", type=int, default=2, show_default=True, help="That call the storage.")
+@click.option(
+    "--min-tokens", type=int, default=0, show_default=True, help="Shorter prompts are not written."
+)
+@click.option(
+    "--seen", type=int, default=1, show_default=True, help="Times a page is offered until written."
+)
+@click.option(
+    "--read-policy",
+    type=click.Choice(["wait", "best_effort", "deadline"]),
+    default="wait",
+    show_default=True,
+    help="What a request does that is to run while it is read for.",
+)
+@click.option("--read-seconds", type=float, default=1.0, show_default=True, help='Of "deadline".')
+@click.option(
+    "--busy",
+    type=click.Choice(["wait", "skip"]),
+    default="wait",
+    show_default=True,
+    help="Pages that others are reading or computing.",
+)
+@click.option(
+    "--batch", "pages", type=int, default=16, show_default=True, help="Pages of a storage's call."
+)
+@click.option("--write-pages", type=int, help="Most that writes pin; default: a quarter.")
+@click.option(
+    "--grace",
+    type=float,
+    default=1.0,
+    show_default=True,
+    help="Seconds behind its time until a call of the storage counts as hanging.",
+)
+@click.option(
+    "--finish",
+    type=click.FloatRange(0),
+    default=30.0,
+    show_default=True,
+    help="Seconds to finish what is queued, at the end.",
+)
+@click.option("--group", help=group_option_help)
+@click.option("--status", is_flag=True, help="Show what the service of NAME does, and end.")
+@json_option
+@click.pass_context
+def storage(
+    ctx: click.Context,
+    /,
+    name: str,
+    urls: tuple[str, ...],
+    pages: int,
+    finish: float,
+    group: str | None,
+    status: bool,
+    as_json: bool,
+    **tier: Any,
+) -> None:
+    """Serve the cache NAME with a storage.
+
+    Processes that attach to the cache ask this one through shared memory (StorageClient); the
+    storage is opened here alone. It runs until Ctrl-C or SIGTERM, and finishes then what is queued;
+    a second signal ends it at once. Keys come from the clients, so it needs no secret.
+    """
+    if status:
+        if urls:
+            raise click.UsageError("--status looks at a service that runs: give no --url")
+        ctx.exit(_show(service_stats(name, group=group), name, as_json))
+    if len(urls) != 1:
+        raise click.UsageError("give one --url, such as --url disk:/mnt/nvme/pages?capacity=1TiB")
+    check_url(urls[0])
+    with guest(name), Signals() as signals, contextlib.ExitStack() as stack:
+        cache = Cache.attach(name, role="storage", group=group)
+        stack.callback(_leave, cache)
+        backend = open_storage(urls[0], spec=StorageSpec.of(cache))
+        stack.callback(backend.close)
+        service = StorageService(cache, backend, group=pages, **tier)
+        try:
+            _say_start(name, urls[0], as_json)
+            while not (signals.end.wait(_PAUSE) or service.wait(0.0)):
+                pass
+        finally:
+            stats = service.stats() if not service.why else None
+            ended = service.close(finish)
+        problem = service.why or ("" if ended else "calls of the storage hang; see its log")
+        _say_end(name, stats, as_json)
+    if problem:
+        fail(f"{name}: {problem}")
+        ctx.exit(BROKEN)
+
+
+class Signals:
+    """SIGINT and SIGTERM: the first one sets `end`, the next one interrupts."""
+
+    def __init__(self) -> None:
+        """As before, until it is entered."""
+        self.end = threading.Event()
+        self._before: dict[int, Any] = {}
+
+    def _come(self, number: int, frame: FrameType | None) -> None:
+        if self.end.is_set():
+            raise KeyboardInterrupt
+        self.end.set()
+
+    def __enter__(self) -> Signals:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._come)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def _leave(cache: Cache) -> None:
+    with contextlib.suppress(InUse):  # a call of the storage hangs with its pages: see `close`
+        cache.close()
+
+
+def _say_start(name: str, url: str, as_json: bool) -> None:
+    shown = re.sub(r"//[^/@]*@", "//...@", url)  # whoever reads it needs no password
+    if as_json:
+        emit({"name": name, "url": shown, "pid": os.getpid()})
+    else:
+        click.echo(f"serving {name} with {shown} (pid {os.getpid()}); Ctrl-C ends it")
+
+
+def _say_end(name: str, stats: ServiceStats | None, as_json: bool) -> None:
+    if as_json:
+        emit(None if stats is None else dataclasses.asdict(stats))
+    elif stats is not None:
+        tier = stats.tier
+        click.echo(
+            f"served {name}: {tier.tasks_finished:,} tasks finished, {tier.tasks_failed:,} failed; "
+            f"{format_size(tier.written_bytes)} written, {format_size(tier.read_bytes)} read"
+        )
+
+
+def _show(stats: ServiceStats, name: str, as_json: bool) -> int:
+    if as_json:
+        emit(dataclasses.asdict(stats))
+    else:
+        _show_lines(stats, name)
+    return 0 if stats.serving else BROKEN
+
+
+def _show_lines(stats: ServiceStats, name: str) -> None:
+    tier = dataclasses.asdict(stats.tier)
+    mine = dataclasses.asdict(stats)
+    serving = f"pid {stats.pid}, {age(stats.age_s)}" if stats.serving else "nobody"
+    first = [("serving", serving), ("storage", _used(stats))]
+    names = ("clients", "taken", "malformed", "halves", "late", "orphans", "lost", "full")
+    sizes = ("read_bytes", "written_bytes")
+    console().print(lines(f"storage service of {name}", first))
+    console().print(lines("messages", [(each, mine[each]) for each in names]))
+    rows: list[tuple[str, object]] = [
+        (each, format_size(value) if each in sizes else value)
+        for each, value in tier.items()
+        if each != "state"
+    ]
+    console().print(lines("tier, in pages", rows))
+
+
+def _used(stats: ServiceStats) -> str:
+    if not stats.serving:
+        return "not used"
+    words = {"closed": "used", "half-open": "tried again", "open": "not used: it failed"}
+    return words[stats.tier.state]
