@@ -17,6 +17,7 @@ from lightcache.storage.protocol import (
     WriteResult,
     WriteStatus,
 )
+from lightcache.storage.stacked import LevelStats, StackedStorage
 from lightcache.storage.tasks import StorageTask, TaskResult, TaskState
 from lightcache.storage.tiers import BaseTier, TierStats
 from lightcache.storage.urls import open_storage, register, schemes
@@ -26,10 +27,12 @@ __all__ = [
     "BaseTier",
     "Fault",
     "FlakyStorage",
+    "LevelStats",
     "MemoryStorage",
     "Rates",
     "ReadResult",
     "ReadStatus",
+    "StackedStorage",
     "Storage",
     "StorageSpec",
     "StorageStats",

@@ -7,6 +7,7 @@ import threading
 from typing import Literal
 
 from lightcache.storage.arguments import Clock
+from lightcache.storage.protocol import ReadResult, WriteResult
 
 log = logging.getLogger("lightcache.storage")
 
@@ -16,8 +17,13 @@ class Breaker:
     seconds later it is half-open: one call goes through as a probe, whose success closes it and
     whose failure opens it for as long again. Any thread may call it."""
 
-    def __init__(self, failures: int, retry: float, clock: Clock) -> None:
-        """Closed."""
+    def __init__(self, failures: int, retry: float, clock: Clock, what: str = "storage") -> None:
+        """Closed.
+
+        Args:
+            what: is disabled: messages call it so.
+        """
+        self._what = what
         self._most = failures
         self._retry = retry
         self._clock = clock
@@ -41,7 +47,7 @@ class Breaker:
         """Why calls do not go through, for people."""
         with self._lock:
             return (
-                f"storage is disabled after {self._failures} failures in a row, the last: "
+                f"{self._what} is disabled after {self._failures} failures in a row, the last: "
                 f"{self._why}; it is tried again every {self._retry:g} s"
             )
 
@@ -70,7 +76,7 @@ class Breaker:
             was, self._opened = self._opened, None
             self._failures, self._probing = 0, False
         if was is not None:
-            log.info("storage works again and is used from now on")
+            log.info("%s works again and is used from now on", self._what)
 
     def failure(self, why: str) -> None:
         """A call did not, or has not come back."""
@@ -82,12 +88,26 @@ class Breaker:
                 self._opened, self._probing = self._clock(), False
         if opens:  # once, not with every probe that fails
             log.warning(
-                "storage is disabled after %d failures in a row, the last: %s; it is tried again "
+                "%s is disabled after %d failures in a row, the last: %s; it is tried again "
                 "every %g s",
+                self._what,
                 self._most,
                 why,
                 self._retry,
             )
 
 
-__all__ = ["Breaker", "log"]
+def unread(result: ReadResult) -> str:
+    """Why a read counts as a failure of the storage; empty: it does not. A batch of which nothing
+    could be read does; absent and corrupt are answers of a storage that works."""
+    names = {status.name for status in result.statuses}
+    return result.reason or "failed" if "FAILED" in names and "OK" not in names else ""
+
+
+def unwritten(result: WriteResult) -> str:
+    """The same of a write, if nothing of it could be written."""
+    names = {status.name for status in result.statuses}
+    return result.reason or "failed" if "FAILED" in names and len(names) == 1 else ""
+
+
+__all__ = ["Breaker", "log", "unread", "unwritten"]

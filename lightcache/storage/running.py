@@ -10,7 +10,7 @@ from typing import Literal
 from lightcache.cache import Cache
 from lightcache.errors import Detached
 from lightcache.storage.arguments import Clock, Deadline
-from lightcache.storage.breaker import Breaker, log
+from lightcache.storage.breaker import Breaker, log, unread, unwritten
 from lightcache.storage.jobs import Job, checked_contains, checked_statuses
 from lightcache.storage.protocol import (
     Buffer,
@@ -126,7 +126,7 @@ class RunningTier(BaseTier):
             self._tally(read_bytes=result.count(ReadStatus.OK) * self.cache.page_bytes)
             return result
 
-        return self._crew.call(job, "read", run, _unread)
+        return self._crew.call(job, "read", run, unread)
 
     def _write(
         self, job: Job, keys: Keys, buffers: Sequence[Buffer], parent: Keys | None
@@ -138,7 +138,7 @@ class RunningTier(BaseTier):
             self._note_evicted()
             return result
 
-        return self._crew.call(job, "write", run, _unwritten)
+        return self._crew.call(job, "write", run, unwritten)
 
     def _note_evicted(self) -> None:
         """Ask the storage, in the thread that has written: nobody else waits if it takes long."""
@@ -207,18 +207,6 @@ class RunningTier(BaseTier):
 
     def __repr__(self) -> str:
         return f"<StorageTier of {self.cache.name!r}, {self._breaker.state}>"
-
-
-def _unread(result: ReadResult) -> str:
-    """A batch of which nothing could be read counts as a failure; absent and corrupt are answers
-    of a storage that works."""
-    names = {status.name for status in result.statuses}
-    return result.reason or "failed" if "FAILED" in names and "OK" not in names else ""
-
-
-def _unwritten(result: WriteResult) -> str:
-    names = {status.name for status in result.statuses}
-    return result.reason or "failed" if "FAILED" in names and len(names) == 1 else ""
 
 
 _TALLIES = (

@@ -13,12 +13,13 @@ from __future__ import annotations
 import importlib
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 from typing import Any
 from urllib.parse import parse_qsl
 
 from lightcache.errors import ConfigError, LightcacheError, StorageError
+from lightcache.storage import stack_urls
 from lightcache.storage.flaky import FlakyStorage
 from lightcache.storage.memory import MemoryStorage
 from lightcache.storage.protocol import Storage, StorageSpec
@@ -43,7 +44,10 @@ _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 
 
 def open_storage(
-    url: str, *, page_bytes: int | None = None, spec: StorageSpec | None = None
+    url: str | Sequence[str],
+    *,
+    page_bytes: int | None = None,
+    spec: StorageSpec | None = None,
 ) -> Storage:
     """Open a backend.
 
@@ -51,6 +55,7 @@ def open_storage(
         url: `disk:/mnt/nvme/cache?capacity=1TiB`, `redis://host:6379/0`, `s3://bucket/prefix`,
             `mooncake://host:50051`, `memory:`, `memory:?capacity=1GiB`,
             `flaky:read_fail=0.1,corrupt=0.01,seed=3:memory:`, or of a scheme of somebody else's.
+            Several, in a list or as `stack:URL|URL`: a `StackedStorage`, the nearest first.
         page_bytes: of a page; or
         spec: whose pages they are: `StorageSpec.of(cache)`.
 
@@ -64,21 +69,29 @@ def open_storage(
     if spec is None:
         assert page_bytes is not None
         spec = StorageSpec(page_bytes)
-    scheme, colon, rest = url.partition(":")
+    if isinstance(url, (list, tuple)):
+        return _stack(url, spec)
+    scheme, colon, rest = _text(url).partition(":")
     if not colon:
         raise ConfigError(f"storage: expected a URL such as 'memory:', found {url!r}")
     return _opener(scheme)(rest, spec)
 
 
-def check_url(url: str) -> None:
-    """Say what is wrong with a URL, as far as that can be said without making anything: a disk is
-    not opened, since that would take its room for pages of a size that nobody has.
+def check_url(url: str | Sequence[str]) -> None:
+    """Say what is wrong with a URL, or several, as far as that can be said without making anything:
+    a disk is not opened, since that would take its room for pages of a size that nobody has.
 
     Raises:
         As `open_storage`.
     """
-    scheme, _, rest = url.partition(":")
-    if scheme == "disk":
+    if isinstance(url, (list, tuple)):
+        for each in _stack_of(url)[1]:
+            check_url(each)
+        return
+    scheme, _, rest = _text(url).partition(":")
+    if scheme == "stack":
+        check_url(rest.split("|"))
+    elif scheme == "disk":
         from lightcache.storage.disk.options import parse
 
         where, _, query = rest.partition("?")
@@ -146,6 +159,27 @@ def _options(text: str, separator: str) -> dict[str, str]:
     return dict(pairs)
 
 
+def _text(url: object) -> str:
+    if not isinstance(url, str):
+        raise ConfigError(f"storage: expected a URL such as 'memory:', or a list, found {url!r}")
+    return url
+
+
+def _stack_of(parts: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Options and URLs of a stack, checked."""
+    query, urls = stack_urls.split(parts)
+    return stack_urls.parse(_options(query, "&") if query else {}), urls
+
+
+def _stack(parts: Sequence[str], spec: StorageSpec) -> Storage:
+    how, urls = _stack_of(parts)
+    return stack_urls.open_stack(urls, spec, lambda url, spec: open_storage(url, spec=spec), **how)
+
+
+def _open_stack(rest: str, spec: StorageSpec) -> Storage:
+    return _stack(rest.split("|"), spec)
+
+
 def _open_memory(rest: str, spec: StorageSpec) -> Storage:
     where, _, query = rest.partition("?")
     if where:
@@ -197,6 +231,7 @@ _openers: dict[str, Opener] = {
     "disk": _open_disk,
     "flaky": _open_flaky,
     **{scheme: _remote_opener(scheme) for scheme in REMOTE},
+    "stack": _open_stack,
 }
 
 __all__ = ["GROUP", "REMOTE", "Opener", "check_url", "open_storage", "register", "schemes"]

@@ -1,0 +1,119 @@
+"""Stacks of storages by URL: `stack:?promote=64MiB|disk:/mnt/nvme/cache|s3://bucket/prefix`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lightcache.errors import ConfigError, LightcacheError, StorageError
+from lightcache.sizes import parse_size
+from lightcache.storage.breaker import log
+from lightcache.storage.protocol import Storage, StorageSpec
+from lightcache.storage.stacked import StackedStorage
+
+OPTIONS = ("promote", "failures", "retry", "missing")
+_EXAMPLE = "'stack:disk:/mnt/nvme/cache|s3://bucket/prefix'"
+
+
+def split(parts: Sequence[str]) -> tuple[str, list[str]]:
+    """What stands between the bars: options, without their question mark, and the URLs.
+
+    Raises:
+        ConfigError: fewer than two URLs, or something that is none.
+    """
+    for each in parts:
+        if not isinstance(each, str):
+            raise ConfigError(f"storage: expected URLs in a list, found {each!r}")
+    query = parts[0][1:] if parts and parts[0].startswith("?") else ""
+    urls = list(parts[1:] if query or parts[:1] == ["?"] else parts)
+    if len(urls) < 2:
+        raise ConfigError(
+            f"stack: expected two URLs or more, the nearest first and with | between them, as in "
+            f"{_EXAMPLE}, found {len(urls)}; in a shell put them in quotes"
+        )
+    for number, url in enumerate(urls, 1):
+        if ":" not in url:
+            raise ConfigError(f"stack: expected URLs as in {_EXAMPLE}, found {url!r} as {number}.")
+        if url.startswith("stack:"):
+            raise ConfigError(f"stack: found a stack in a stack, as {number}.; name its storages")
+    return query, urls
+
+
+def parse(options: Mapping[str, str]) -> dict[str, Any]:
+    """Arguments of `open_stack` and `StackedStorage`.
+
+    Raises:
+        ConfigError: an option that there is not, or a value that is none.
+    """
+    if unknown := sorted(set(options) - set(OPTIONS)):
+        raise ConfigError(f"stack: expected {', '.join(OPTIONS)}, found {', '.join(unknown)}")
+    found: dict[str, Any] = {}
+    missing = options.get("missing", "raise")
+    if missing not in ("raise", "skip"):
+        raise ConfigError(f"missing: expected raise or skip, found {missing!r}")
+    found["skip"] = missing == "skip"
+    if "promote" in options:
+        text = options["promote"]
+        found["promote_bytes"] = 0 if text == "no" else parse_size(text, "promote")
+    for name, kind in (("failures", int), ("retry", float)):
+        try:
+            if name in options:
+                found[name] = kind(options[name])
+        except ValueError:
+            raise ConfigError(f"{name}: expected a number, found {options[name]!r}") from None
+    if not 0 <= found.get("retry", 0) < math.inf:
+        raise ConfigError(f"retry: expected seconds, found {options['retry']!r}")
+    if found.get("failures", 1) < 1:
+        raise ConfigError(f"failures: expected 1 or more, found {options['failures']!r}")
+    return found
+
+
+def open_stack(
+    urls: Sequence[str],
+    spec: StorageSpec,
+    open_one: Callable[[str, StorageSpec], Storage],
+    *,
+    skip: bool = False,
+    **how: Any,
+) -> Storage:
+    """Open all of them; if one cannot be opened, those that were are closed again.
+
+    Args:
+        skip: do without one that cannot be opened, with a warning, for as long as this lasts: one
+            that is left is not put in a stack. Not if its URL is wrong.
+        how: for `StackedStorage`.
+
+    Raises:
+        ConfigError: a URL that is wrong.
+        StorageError: one cannot be opened; the message says which. With `skip`: none can.
+    """
+    opened: list[Storage] = []
+    names: list[str] = []
+    error: LightcacheError | None = None
+    try:
+        for number, url in enumerate(urls, 1):
+            name = f"{number} of {len(urls)}, {url.partition(':')[0]}:"
+            try:
+                opened.append(open_one(url, spec))
+                names.append(f"{url.partition(':')[0]}:")
+            except ConfigError as wrong:
+                raise ConfigError(f"stack, storage {name} {wrong}") from wrong
+            except LightcacheError as raised:
+                error = error or raised
+                if not skip:
+                    raise StorageError(
+                        f"stack: storage {name} cannot be opened: {raised}; mend it, leave it out, "
+                        "or begin with 'stack:?missing=skip|'"
+                    ) from raised
+                log.warning("storage %s cannot be opened and is left out: %s", name, raised)
+        if not opened:
+            raise StorageError(f"stack: none of {len(urls)} can be opened: {error}") from error
+        return opened[0] if len(opened) == 1 else StackedStorage(opened, names=names, **how)
+    except BaseException:
+        for each in opened:
+            each.close()
+        raise
+
+
+__all__ = ["OPTIONS", "open_stack", "parse", "split"]
