@@ -99,6 +99,9 @@ def check_url(url: str | Sequence[str]) -> None:
     elif scheme in REMOTE:
         where, _, query = rest.partition("?")
         _remote(scheme).parse(scheme, where, _options(query, "&") if query else {})
+    elif scheme == "flaky" and (inner := rest.partition(":")[2]):
+        check_url(inner)
+        open_storage(f"flaky:{rest.partition(':')[0]}:memory:", page_bytes=4096).close()
     else:
         open_storage(url, page_bytes=4096).close()
 

@@ -175,7 +175,11 @@ def test_bad_urls(rest: str) -> None:
 
 def test_a_url_is_checked_and_nothing_made(where: Path) -> None:
     check_url(f"disk:{where}?capacity=1TiB&threads=4&files=2&retry=1.5&direct=no&index=keep")
+    check_url(f"flaky:read_fail=0.5,seed=1:disk:{where}?capacity=1TiB")
     assert not where.exists()
+    for wrong in ("flaky:seed=1:disk:", "flaky:sed=1:memory:", "flaky:", "flaky:seed=1"):
+        with pytest.raises(ConfigError):
+            check_url(wrong)
     check_url("memory:?pages=3")
     with pytest.raises(ConfigError, match="found 'tape'"):
         check_url("tape:")
