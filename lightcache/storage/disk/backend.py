@@ -20,12 +20,12 @@ from lightcache.storage.calls import Calls
 from lightcache.storage.disk.dropping import drop
 from lightcache.storage.disk.folder import Folder, How, remove_folder
 from lightcache.storage.disk.health import Health
-from lightcache.storage.disk.lanes import Lanes
 from lightcache.storage.disk.making import Wanted
 from lightcache.storage.disk.options import parse
 from lightcache.storage.disk.reading import read_pages
 from lightcache.storage.disk.rebuilding import Rebuilt
 from lightcache.storage.disk.writing import Writer
+from lightcache.storage.lanes import Lanes
 from lightcache.storage.protocol import (
     Buffer,
     Keys,

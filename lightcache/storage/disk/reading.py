@@ -9,7 +9,7 @@ from lightcache._arguments import Keys
 from lightcache.storage.arguments import Deadline, checksum
 from lightcache.storage.disk.folder import Folder
 from lightcache.storage.disk.footers import unpack
-from lightcache.storage.disk.lanes import READ, Lanes
+from lightcache.storage.lanes import READ, Lanes
 from lightcache.storage.protocol import ReadResult, ReadStatus
 
 

@@ -15,7 +15,7 @@ from lightcache.storage.arguments import Deadline, check_keys, checksum
 from lightcache.storage.disk.folder import Folder
 from lightcache.storage.disk.footers import NO_PARENT, Footer
 from lightcache.storage.disk.health import Health
-from lightcache.storage.disk.lanes import WRITE, Lanes
+from lightcache.storage.lanes import WRITE, Lanes
 from lightcache.storage.protocol import WriteResult, WriteStatus
 
 STORED, PRESENT = WriteStatus.STORED, WriteStatus.PRESENT

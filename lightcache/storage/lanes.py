@@ -1,4 +1,4 @@
-"""A few threads that do the reading and writing of a disk, what is read before what is written."""
+"""A few threads that read and write for a backend, what is read before what is written."""
 
 from __future__ import annotations
 
@@ -80,14 +80,18 @@ class _Batch:
 
 
 class Lanes:
-    """A disk is at its best with several requests at a time, and its system calls block."""
+    """A disk, and a network, is at its best with several requests at a time, and calls block."""
 
-    def __init__(self, threads: int) -> None:
-        """Starts them. Daemons: a disk that hangs does not keep the process alive."""
+    def __init__(self, threads: int, name: str = "disk") -> None:
+        """Starts them. Daemons: a disk that hangs does not keep the process alive.
+
+        Args:
+            name: of whose they are, for who looks at a process's threads.
+        """
         self._queue: queue.PriorityQueue[tuple[int, int, _Batch | None]] = queue.PriorityQueue()
         self._numbers = itertools.count()
         self._threads = [
-            threading.Thread(target=self._work, name=f"lightcache-disk-{i}", daemon=True)
+            threading.Thread(target=self._work, name=f"lightcache-{name}-{i}", daemon=True)
             for i in range(threads)
         ]
         for thread in self._threads:
