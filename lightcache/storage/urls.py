@@ -98,7 +98,7 @@ def check_url(url: str | Sequence[str]) -> None:
         parse(where, _options(query, "&") if query else {})
     elif scheme in REMOTE:
         where, _, query = rest.partition("?")
-        _remote(scheme).parse(scheme, where, _options(query, "&") if query else {})
+        _remote(scheme).parse(scheme, where, _remote_options(scheme, query))
     elif scheme == "flaky" and (inner := rest.partition(":")[2]):
         check_url(inner)
         open_storage(f"flaky:{rest.partition(':')[0]}:memory:", page_bytes=4096).close()
@@ -205,11 +205,22 @@ def _remote_opener(scheme: str) -> Opener:
     def opened(rest: str, spec: StorageSpec) -> Storage:
         where, _, query = rest.partition("?")
         found: Storage = _remote(scheme).open_url(
-            scheme, where, _options(query, "&") if query else {}, spec
+            scheme, where, _remote_options(scheme, query), spec
         )
         return found
 
     return opened
+
+
+def _remote_options(scheme: str, query: str) -> dict[str, str]:
+    """They may be the end of a password with a question mark in it: no error shows them."""
+    try:
+        return _options(query, "&") if query else {}
+    except ConfigError:
+        raise ConfigError(
+            f"{scheme}: expected options such as name=value&name=value behind the '?', each "
+            "once; in a password '?' is written %3F"
+        ) from None
 
 
 def _open_flaky(rest: str, spec: StorageSpec) -> Storage:

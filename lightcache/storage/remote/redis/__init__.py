@@ -1,0 +1,24 @@
+"""Pages in Valkey or Redis: `redis://host:6379/0`, `rediss:` for TLS, `redis:/path` of a socket."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lightcache.storage.protocol import StorageSpec
+from lightcache.storage.remote.redis.backend import RedisStorage
+from lightcache.storage.remote.redis.options import RedisOptions, parse
+
+
+def open_url(
+    scheme: str, where: str, options: Mapping[str, str], spec: StorageSpec
+) -> RedisStorage:
+    """See `lightcache.storage.urls.REMOTE`.
+
+    Raises:
+        ConfigError: a URL that is none, or the package redis is not installed.
+        StorageError: the server is not there, or will not have us.
+    """
+    return RedisStorage(parse(scheme, where, options), spec)
+
+
+__all__ = ["RedisOptions", "RedisStorage", "open_url", "parse"]

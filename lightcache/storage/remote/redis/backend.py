@@ -1,0 +1,228 @@
+"""Pages as strings of a Redis or Valkey server.
+
+A value is the page and its trailer, in one string: `SET name value NX` stores it in one step or not
+at all, and of two machines that write one page one stores it. Commands are sent ahead of the
+answers, so the server sends the next page while the checksum of this one is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from lightcache.errors import StorageError
+from lightcache.storage.arguments import Deadline
+from lightcache.storage.lanes import READ, WRITE, Lanes
+from lightcache.storage.protocol import ReadStatus, StorageSpec, WriteStatus
+from lightcache.storage.remote import trailer
+from lightcache.storage.remote.base import Read, RemoteStorage, Wrote
+from lightcache.storage.remote.redis.connecting import Connections
+from lightcache.storage.remote.redis.options import RedisOptions
+from lightcache.storage.remote.redis.wire import Wire, around_value, command
+from lightcache.storage.remote.redis.words import ServerError
+
+T = TypeVar("T")
+AHEAD = 4 << 20  # bytes of pages that are asked for before the first has come
+_MOST_AHEAD = 64  # pages
+_BATCH = 1000  # names of one SCAN or UNLINK
+_BULK = 512 << 20  # bytes of a value, if the server does not say
+
+
+class RedisStorage(RemoteStorage):
+    """Pages of one spec in one database of a server. Of several threads at once."""
+
+    def __init__(self, options: RedisOptions, spec: StorageSpec) -> None:
+        """Connects, unless `required` is no.
+
+        Raises:
+            ConfigError: no client library, or a file that the URL names is not there.
+            StorageError: the server is not there, will not have us, or does not take such pages.
+        """
+        super().__init__(spec)
+        self.scheme = options.scheme
+        self.options = options
+        self._connections = Connections(options, options.connections + 1)
+        self._keeping = [b"EX", b"%d" % options.ttl] if options.ttl else []
+        self._ahead = min(_MOST_AHEAD, max(2, AHEAD // spec.page_bytes))
+        try:
+            if options.required:
+                self._check_server(Deadline(options.connect_timeout))
+            self._lanes = Lanes(options.connections, "redis")
+        except RuntimeError as error:  # no more threads here
+            self._connections.close()
+            raise StorageError(f"{self.scheme}: {error}; give fewer connections=") from error
+        except BaseException:
+            self._connections.close()
+            raise
+
+    def __repr__(self) -> str:
+        return f"RedisStorage({self.options.shown!r})"
+
+    def _check_server(self, deadline: Deadline) -> None:
+        with self._connections.one(deadline) as wire:
+            wire.ask(b"PING")
+            facts = _allowed(wire, b"INFO", b"server") or b""
+            limit = _allowed(wire, b"CONFIG", b"GET", b"proto-max-bulk-len")
+        for mode in (b"cluster", b"sentinel"):
+            if b"redis_mode:" + mode in facts:
+                raise StorageError(
+                    f"{self.options.shown}: expected one server, found a {mode.decode()}, which is "
+                    "not supported"
+                )
+        most = int(limit[1]) if limit else _BULK
+        if self.spec.page_bytes + trailer.BYTES > most:
+            raise StorageError(
+                f"{self.options.shown}: expected room for pages of {self.spec.page_bytes} bytes, "
+                f"found proto-max-bulk-len {most}; raise it"
+            )
+
+    # ---- what the base asks for
+
+    def _exists(self, names: Sequence[bytes], deadline: Deadline) -> list[bool]:
+        with self._connections.one(deadline) as wire:
+            wire.send(b"".join(command(b"EXISTS", self._named(name)) for name in names))
+            answers = [wire.answer() for _ in names]
+        for answer in answers:
+            if isinstance(answer, ServerError):
+                raise answer
+        return [bool(answer) for answer in answers]
+
+    def _fetch(
+        self, names: Sequence[bytes], views: Sequence[memoryview], deadline: Deadline
+    ) -> list[Read]:
+        verb = b"GETEX" if self._keeping else b"GET"
+
+        def ask(wire: Wire, i: int) -> None:
+            wire.send(command(verb, self._named(names[i]), *self._keeping))
+
+        def take(wire: Wire, i: int) -> Read:
+            return self._taken(names[i], views[i], wire.page(views[i]))
+
+        found, why = self._each(len(names), ask, take, READ, deadline)
+        return [each or (ReadStatus.FAILED, why) for each in found]
+
+    def _taken(
+        self, name: bytes, view: memoryview, answer: tuple[int, bytes] | ServerError | None
+    ) -> Read:
+        if answer is None:
+            return ReadStatus.ABSENT, ""
+        if isinstance(answer, ServerError):
+            if answer.kind == "WRONGTYPE":
+                return ReadStatus.CORRUPT, f"corrupt: page {name.hex()} is no string: {answer}"
+            return ReadStatus.FAILED, str(answer)
+        length, beside = answer
+        if not beside:
+            expected = len(view) + trailer.BYTES
+            why = f"corrupt: page {name.hex()} is stored in {length} bytes, not {expected}"
+            return ReadStatus.CORRUPT, why
+        return trailer.judge(name, view, beside)
+
+    def _put(
+        self, names: Sequence[bytes], views: Sequence[memoryview], deadline: Deadline
+    ) -> list[Wrote]:
+        after = [b"NX", *self._keeping]
+
+        def send(wire: Wire, i: int) -> None:
+            before = [b"SET", self._named(names[i])]
+            beside = trailer.make(names[i], views[i])
+            head, tail = around_value(before, len(views[i]) + len(beside), after)
+            wire.send(head, views[i], beside + tail)
+
+        def take(wire: Wire, i: int) -> Wrote:
+            answer = wire.answer()
+            if answer is None:
+                return WriteStatus.PRESENT, ""
+            if isinstance(answer, ServerError):
+                full = answer.kind == "OOM"
+                return WriteStatus.REFUSED if full else WriteStatus.FAILED, str(answer)
+            return WriteStatus.STORED, ""
+
+        found, why = self._each(len(names), send, take, WRITE, deadline)
+        return [each or (WriteStatus.FAILED, why) for each in found]
+
+    def _remove(self, names: Sequence[bytes], deadline: Deadline) -> int:
+        gone = 0
+        with self._connections.one(deadline) as wire:
+            for first in range(0, len(names), _BATCH):
+                part = names[first : first + _BATCH]
+                gone += wire.ask(b"UNLINK", *(self._named(name) for name in part))
+        return gone
+
+    def _remove_all(self, deadline: Deadline) -> int:
+        """Goes through the names of the whole database."""
+        gone, cursor = 0, b"0"
+        ours = self.object_name(b"").encode() + b"*"
+        with self._connections.one(deadline) as wire:
+            while True:
+                cursor, names = wire.ask(b"SCAN", cursor, b"MATCH", ours, b"COUNT", b"%d" % _BATCH)
+                if names:
+                    gone += wire.ask(b"UNLINK", *names)
+                if cursor == b"0":
+                    return gone
+
+    def _disconnect(self) -> None:
+        self._lanes.close()
+        self._connections.close()
+
+    # ---- many at a time
+
+    def _named(self, name: bytes) -> bytes:
+        return self.object_name(name).encode()
+
+    def _each(
+        self,
+        count: int,
+        send: Callable[[Wire, int], None],
+        take: Callable[[Wire, int], T],
+        kind: int,
+        deadline: Deadline,
+    ) -> tuple[list[T | None], str]:
+        """Send so many commands over as many connections as there are, and take the answers. The
+        first keys are the first to be sent, for those behind are no use without them.
+
+        Returns:
+            What came of each; None: of those, nobody knows, and why.
+
+        Raises:
+            StorageError: nothing came, though there was time.
+        """
+        found: list[T | None] = [None] * count
+        errors: list[Exception] = []
+        ways = min(self.options.connections, count)
+
+        def piece(first: int) -> Callable[[], None]:
+            mine = range(first, count, ways)
+
+            def run() -> None:
+                try:
+                    with self._connections.one(deadline) as wire:
+                        for at in range(len(mine) + self._ahead):
+                            if at < len(mine):
+                                send(wire, mine[at])
+                            if at >= self._ahead:
+                                i = mine[at - self._ahead]
+                                found[i] = take(wire, i)
+                except Exception as error:
+                    errors.append(error)
+
+            return run
+
+        self._lanes.run([piece(first) for first in range(ways)], kind, deadline)
+        why = str(errors[0]) if errors else ""
+        if deadline.passed:
+            return found, f"{deadline.reason}: {why}" if why else deadline.reason
+        if errors and not any(found):
+            raise errors[0]
+        return found, why
+
+
+def _allowed(wire: Wire, *parts: bytes) -> bytes | list[bytes] | None:
+    """The answer, if this server lets us ask."""
+    try:
+        answer: bytes | list[bytes] | None = wire.ask(*parts)
+        return answer
+    except ServerError:
+        return None
+
+
+__all__ = ["AHEAD", "RedisStorage"]
