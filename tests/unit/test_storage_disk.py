@@ -37,8 +37,8 @@ from lightcache.storage.arguments import Deadline
 from lightcache.storage.conformance import CHECKS, PAGE_BYTES, SPEC, make_keys, pages_of
 from lightcache.storage.disk import DiskStorage
 from lightcache.storage.disk.dropping import Dropped, drop
-from lightcache.storage.lanes import READ, WRITE, Lanes
 from lightcache.storage.disk.slots import SlotFiles
+from lightcache.storage.lanes import READ, WRITE, Lanes
 
 __all__ = ["where"]
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.redis_server import DATABASES, Server, redis_server, redis_url
+from support.remote_pages import KEYS, PAGES, TIMEOUT, read, write
 from support.storing import SECRET, fill, make_cache, nothing_is_held, sound
 
 from lightcache import StorageError
@@ -19,15 +20,11 @@ from lightcache.storage import (
     WriteStatus,
     open_storage,
 )
-from lightcache.storage.conformance import CHECKS, PAGE_BYTES, SPEC, make_keys, pages_of
+from lightcache.storage.conformance import CHECKS, PAGE_BYTES, SPEC, make_keys
 from lightcache.storage.remote import trailer
 from lightcache.storage.remote.redis import RedisStorage, backend
 
 __all__ = ["redis_server", "redis_url"]
-
-KEYS = make_keys(12)
-PAGES = list(pages_of(KEYS))
-TIMEOUT = 60.0
 
 
 def opened(url: str, spec: StorageSpec = SPEC) -> RedisStorage:
@@ -47,19 +44,6 @@ def client(redis_server: Server) -> Iterator[Any]:
     """Somebody else's, of the same database."""
     with redis_server.client() as made:
         yield made
-
-
-def write(storage: Any, keys: Any = KEYS, timeout: float = TIMEOUT) -> Any:
-    return storage.write(keys, list(pages_of(keys)), timeout=timeout)
-
-
-def read(storage: Any, keys: Any = KEYS, timeout: float = TIMEOUT) -> Any:
-    """The result; pages that are OK must be the right ones."""
-    into = np.zeros((len(keys), PAGE_BYTES), np.uint8)
-    result = storage.read(keys, list(into), timeout=timeout)
-    for data, expected, status in zip(into, pages_of(keys), result.statuses, strict=True):
-        assert status is not ReadStatus.OK or (data == expected).all()
-    return result
 
 
 def name_of(storage: RedisStorage, number: int) -> str:

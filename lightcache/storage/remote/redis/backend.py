@@ -196,12 +196,7 @@ class RedisStorage(RemoteStorage):
             def run() -> None:
                 try:
                     with self._connections.one(deadline) as wire:
-                        for at in range(len(mine) + self._ahead):
-                            if at < len(mine):
-                                send(wire, mine[at])
-                            if at >= self._ahead:
-                                i = mine[at - self._ahead]
-                                found[i] = take(wire, i)
+                        self._share(wire, mine, send, take, found)
                 except Exception as error:
                     errors.append(error)
 
@@ -214,6 +209,31 @@ class RedisStorage(RemoteStorage):
         if errors and not any(found):
             raise errors[0]
         return found, why
+
+    def _share(
+        self,
+        wire: Wire,
+        mine: Sequence[int],
+        send: Callable[[Wire, int], None],
+        take: Callable[[Wire, int], T],
+        found: list[T | None],
+    ) -> None:
+        """One connection's part of it. What was answered before it broke is taken."""
+        sent = taken = 0
+        failure: StorageError | None = None
+        while taken < sent or sent < len(mine):
+            if sent < len(mine) and sent - taken < self._ahead:
+                try:
+                    send(wire, mine[sent])
+                except StorageError as error:
+                    failure, mine = error, mine[:sent]
+                else:
+                    sent += 1
+            else:
+                found[mine[taken]] = take(wire, mine[taken])
+                taken += 1
+        if failure is not None:
+            raise failure
 
 
 def _allowed(wire: Wire, *parts: bytes) -> bytes | list[bytes] | None:

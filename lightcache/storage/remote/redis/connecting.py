@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from lightcache.errors import ConfigError, LightcacheError, StorageError
+from lightcache.errors import ConfigError, StorageError
 from lightcache.storage.arguments import Deadline
 from lightcache.storage.remote.redis.options import RedisOptions
 from lightcache.storage.remote.redis.wire import Wire
@@ -17,6 +17,8 @@ from lightcache.storage.remote.redis.words import ServerError
 
 _ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 """Seconds, and how often: that a server's machine is gone is noticed within 45 s."""
+
+_THERE = "is the server started, and the address right?"
 
 
 def library(scheme: str) -> ModuleType:
@@ -155,16 +157,14 @@ class Connections:
         )
         return self._redis.SSLConnection, place
 
-    def _failed(self, error: Exception) -> LightcacheError:
-        if isinstance(error, LightcacheError):
-            return error
+    def _failed(self, error: Exception) -> StorageError:
+        if isinstance(error, StorageError):
+            return StorageError(f"{error}; {_THERE}")
         server, exceptions = self._options.shown, self._redis.exceptions
         if isinstance(error, exceptions.ResponseError):
             return ServerError(server, str(error))
         what = "no answer in time" if isinstance(error, exceptions.TimeoutError) else str(error)
-        return StorageError(
-            f"{server}: cannot connect: {what}; is the server started, and the address right?"
-        )
+        return StorageError(f"{server}: cannot connect: {what.rstrip('.')}; {_THERE}")
 
     def _certificates(self) -> None:
         for name in ("ca", "cert", "key"):

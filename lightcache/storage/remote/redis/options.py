@@ -18,6 +18,7 @@ from lightcache.storage.options import Options
 PORT = 6379
 _TLS = ("ca", "cert", "key")
 _COMMON = ("connect_timeout", "connections", "password_file", "required", "ttl", "user")
+_NUMBER = re.compile(r"[0-9]{1,9}")
 _HOST = re.compile(r"\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+")
 
 
@@ -119,17 +120,15 @@ def _server(scheme: str, where: str) -> dict[str, object]:
     )
     if not where.startswith("//"):
         raise ConfigError(f"{expected}, found neither two slashes nor a path behind '{scheme}:'")
-    authority, slash, database = where[2:].partition("/")
+    authority, _, database = where[2:].partition("/")
     if "@" in database:
         raise ConfigError(f"{scheme}: {_ESCAPE}")
     user, password, place = _credentials(scheme, authority)
     host, port = _place(expected, scheme, place)
-    if slash and not (database.isascii() and database.isdigit() and int(database) < 1 << 31):
-        if database:
-            raise ConfigError(
-                f"{scheme}: expected the number of a database behind the host, found {database!r}"
-            )
-        database = "0"
+    if database and not _NUMBER.fullmatch(database):
+        raise ConfigError(
+            f"{scheme}: expected the number of a database behind the host, found {database!r}"
+        )
     return {
         "scheme": scheme,
         "host": host,
@@ -165,7 +164,7 @@ def _place(expected: str, scheme: str, place: str) -> tuple[str, int]:
         raise ConfigError(f"{expected}, found no host")
     if not _HOST.fullmatch(head):
         raise ConfigError(f"{expected}, found a host that is none (IPv6 is written in brackets)")
-    if not (tail.isascii() and tail.isdigit() and 1 <= int(tail) <= 65535):
+    if not (_NUMBER.fullmatch(tail) and 1 <= int(tail) <= 65535):
         raise ConfigError(
             f"{scheme}: expected a port from 1 to 65535 behind the host, found something else"
         )
