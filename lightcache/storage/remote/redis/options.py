@@ -88,7 +88,8 @@ def parse(scheme: str, where: str, options: Mapping[str, str]) -> RedisOptions:
             value that is none.
     """
     tls = scheme in ("rediss", "valkeys")
-    if "@" in "".join(options):
+    known = (*_COMMON, *_TLS, "db")
+    if any("@" in name + value for name, value in options.items() if name not in known):
         raise ConfigError(f"{scheme}: {_ESCAPE}")
     if where.startswith("/") and not where.startswith("//"):
         given = Options(scheme, options, (*_COMMON, "db"))
