@@ -15,6 +15,7 @@ TAKES = {
     "trace": ("policy", "manager", "hybrid"),
     "only": ("transfer", "serve"),
     "path": ("storage",),
+    "url": ("storage",),
     **dict.fromkeys(
         ("model", "device", "workers", "prefix_tokens", "requests", "pool", "size"), ("serve",)
     ),
@@ -35,6 +36,7 @@ TAKES = {
     type=click.Path(exists=True, file_okay=False, writable=True),
     help="For `storage`: a folder on the disk to measure; else the current one.",
 )
+@click.option("--url", help="For `storage`: one to measure instead, such as redis://host:6379/0.")
 @click.option("--only", help="Parts to run, such as 2,3, for `transfer` and `serve`.")
 @click.option("--model", help="For `serve`: small, medium, 8b, or a folder with a checkpoint.")
 @click.option("--device", help="For `serve`: cpu, cuda, or names with commas between.")

@@ -5,20 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 
 from lightcache.errors import StorageError
-
-
-@dataclass(frozen=True)
-class Rate:
-    """Of one run."""
-
-    gb_per_s: float
-    """By 10^9 bytes."""
-    cpu: float
-    """Seconds of processor time for 10^9 bytes, user and system."""
+from lightcache.tools.bench._rates import Rate
 
 
 def missing() -> bool:
@@ -53,4 +43,4 @@ def run(folder: Path, verb: str, block: int, nbytes: int, threads: int, direct: 
     return Rate(job[verb]["bw_bytes"] / 1e9, busy / moved)
 
 
-__all__ = ["Rate", "missing", "run"]
+__all__ = ["missing", "run"]

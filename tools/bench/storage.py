@@ -1,4 +1,4 @@
-"""A disk behind a cache: reading and writing against fio, looking up, making the index anew.
+"""A disk behind a cache, or any storage: reading and writing, looking up, making the index anew.
 
 - Reading and writing: pages of 2 and 8 MiB by calls of 16 from two threads, as a tier makes them,
   in turns with fio on the same folder: as many threads, one system call a page, direct I/O as well.
@@ -8,28 +8,29 @@
 - The index: of 100,000 slots, each with a page of 4 KiB, from their footers; what that takes
   depends on how many small reads the disk does, not on the size of a page.
 
-The folder decides what is measured: give one on the disk that is meant (`--path`).
+The folder decides what is measured: give one on the disk that is meant (`--path`). With `--url` it
+is the storage of that URL: reading and writing against a plain loop of its client library, by as
+many callers, and looking up (`_remote`).
 """
 
 from __future__ import annotations
 
 import mmap
 import tempfile
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lightcache._arguments import Keys
-from lightcache.errors import StorageError
+from lightcache.errors import ConfigError, StorageError
 from lightcache.storage.arguments import checksum
 from lightcache.storage.disk import DiskStorage
 from lightcache.storage.disk.slots import slot_bytes
 from lightcache.storage.protocol import StorageSpec
-from lightcache.tools.bench import Row, _fio, meets
+from lightcache.tools.bench import Row, _fio, _remote, meets
+from lightcache.tools.bench._rates import Rate, rate_rows, timed
 from lightcache.tools.bench._timing import clocked, interleaved, median, spread
 
 MIB = 1 << 20
@@ -37,14 +38,23 @@ THREADS, CALLERS, CALL = 8, 2, 16
 TIMEOUT = 600.0
 
 
-def rows(quick: bool, path: str | Path = ".") -> Iterator[Row]:
+def rows(quick: bool, path: str | Path | None = None, url: str | None = None) -> Iterator[Row]:
     """See `Benchmark.rows`.
 
     Args:
         quick: 128 MiB once, and 2,000 slots.
         path: a folder on the disk that is to be measured; what is made there is removed.
+        url: of a storage that is to be measured instead.
+
+    Raises:
+        ConfigError: both.
     """
-    with tempfile.TemporaryDirectory(prefix="lightcache-bench-", dir=path) as made:
+    if url is not None:
+        if path is not None:
+            raise ConfigError("bench storage: expected --path or --url, found both")
+        yield from _remote.rows(url, quick)
+        return
+    with tempfile.TemporaryDirectory(prefix="lightcache-bench-", dir=path or ".") as made:
         folder = Path(made)
         for page_bytes in (2 * MIB, 8 * MIB):
             yield from _rates(folder, page_bytes, 128 * MIB if quick else 1024 * MIB, quick)
@@ -71,18 +81,18 @@ class _Load:
         self._turn = 0
         self.keys = _keys(self.pages, 0)
 
-    def write(self) -> _fio.Rate:
+    def write(self) -> Rate:
         """All pages once, in a disk that was cleared."""
         self.storage.clear(timeout=TIMEOUT)
         self._turn += 1
         self.keys = _keys(self.pages, self._turn)
         return self._run(self.storage.write)
 
-    def read(self) -> _fio.Rate:
+    def read(self) -> Rate:
         """The same again."""
         return self._run(self.storage.read)
 
-    def _run(self, verb: Any) -> _fio.Rate:
+    def _run(self, verb: Any) -> Rate:
         parts = np.array_split(self.keys, CALLERS)
 
         def caller(number: int) -> None:
@@ -92,20 +102,15 @@ class _Load:
                 if result.prefix < len(keys):
                     raise StorageError(f"bench: {result.reason or 'a page is missing'}")
 
-        busy, begin = time.process_time(), time.perf_counter()
-        with ThreadPoolExecutor(CALLERS) as pool:
-            list(pool.map(caller, range(CALLERS)))
-        taken, busy = time.perf_counter() - begin, time.process_time() - busy
-        moved = self.pages * self.page_bytes / 1e9
-        return _fio.Rate(moved / taken, busy / moved)
+        return timed(caller, CALLERS, self.pages * self.page_bytes)
 
 
 def _rates(folder: Path, page_bytes: int, nbytes: int, quick: bool) -> Iterator[Row]:
     load = _Load(folder, page_bytes, nbytes)
     with load.storage as storage:
         direct, alone = storage.direct, _fio.missing()
-        found: dict[str, list[_fio.Rate]] = {name: [] for name in ("write", "read")}
-        fio: dict[str, list[_fio.Rate]] = {name: [] for name in found}
+        found: dict[str, list[Rate]] = {name: [] for name in ("write", "read")}
+        fio: dict[str, list[Rate]] = {name: [] for name in found}
         for turn in range(1 if quick else 8):
             for verb, rates in found.items():
                 for ours in (True, False) if turn % 2 else (False, True):
@@ -118,27 +123,9 @@ def _rates(folder: Path, page_bytes: int, nbytes: int, quick: bool) -> Iterator[
     if alone:
         params["baseline"] = "fio is not installed"
     for verb in found:
-        yield from _rate_rows(verb, params, found[verb], fio[verb])
+        yield from rate_rows(verb, params, found[verb], fio[verb], "fio")
     DiskStorage.remove(folder, storage.spec)
     (folder / "fio").unlink(missing_ok=True)
-
-
-def _rate_rows(
-    verb: str, params: dict[str, Any], ours: list[_fio.Rate], plain: list[_fio.Rate]
-) -> Iterator[Row]:
-    rate, cpu = median([each.gb_per_s for each in ours]), median([each.cpu for each in ours])
-    against: dict[str, Any] = {}
-    if plain:
-        fio = median([each.gb_per_s for each in plain])
-        params, ratio = {**params, "fio": round(fio, 3)}, rate / fio
-        against = {"baseline": "fio", "ratio": ratio, "target": ">= 0.9"}
-        against["met"] = meets(ratio, against["target"])
-    yield Row(verb, {**params, **spread([r.gb_per_s for r in ours])}, rate, "GB/s", **against)
-    if plain:
-        theirs = median([each.cpu for each in plain])
-        params = {**params, "fio": round(theirs, 3)}
-        against = {"baseline": "fio", "ratio": cpu / theirs}
-    yield Row(f"{verb}: processor time", params, cpu, "s/GB", **against)
 
 
 def _checksum(quick: bool) -> Row:
