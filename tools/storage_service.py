@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import re
 import signal
@@ -14,12 +15,13 @@ from typing import Any
 import click
 
 from lightcache.cache import Cache
-from lightcache.errors import InUse
+from lightcache.errors import ConfigError, InUse, NotReady
 from lightcache.sizes import format_size
 from lightcache.storage import StorageSpec, open_storage
 from lightcache.storage.service import ServiceStats, StorageService, service_stats
 from lightcache.storage.urls import check_url
 from lightcache.tools.attaching import group_option_help, guest
+from lightcache.tools.image import require
 from lightcache.tools.output import BROKEN, Command, age, console, emit, fail, json_option, lines
 
 _PAUSE = 0.5  # seconds between two looks at whether the service has ended by itself
@@ -51,7 +53,12 @@ _PAUSE = 0.5  # seconds between two looks at whether the service has ended by it
     help="Pages that others are reading or computing.",
 )
 @click.option(
-    "--batch", "pages", type=int, default=16, show_default=True, help="Pages of a storage's call."
+    "--batch",
+    "pages",
+    type=click.IntRange(1),
+    default=16,
+    show_default=True,
+    help="Pages of one call of the storage.",
 )
 @click.option("--write-pages", type=int, help="Most that writes pin; default: a quarter.")
 @click.option(
@@ -93,10 +100,11 @@ def storage(
     if status:
         if urls:
             raise click.UsageError("--status looks at a service that runs: give no --url")
-        ctx.exit(_show(service_stats(name, group=group), name, as_json))
+        ctx.exit(_show(_status(name, group), name, as_json))
     if len(urls) != 1:
         raise click.UsageError("give one --url, such as --url disk:/mnt/nvme/pages?capacity=1TiB")
     check_url(urls[0])
+    _check_kind(name)
     with guest(name), Signals() as signals, contextlib.ExitStack() as stack:
         cache = Cache.attach(name, role="storage", group=group)
         stack.callback(_leave, cache)
@@ -145,23 +153,45 @@ def _leave(cache: Cache) -> None:
         cache.close()
 
 
+def shown_url(url: str) -> str:
+    """A URL for people, without the name and password that it may have."""
+    return re.sub(r"//[^/@]*@", "//...@", url)
+
+
 def _say_start(name: str, url: str, as_json: bool) -> None:
-    shown = re.sub(r"//[^/@]*@", "//...@", url)  # whoever reads it needs no password
+    shown = shown_url(url)
     if as_json:
-        emit({"name": name, "url": shown, "pid": os.getpid()})
+        click.echo(json.dumps({"name": name, "url": shown, "pid": os.getpid()}))
     else:
         click.echo(f"serving {name} with {shown} (pid {os.getpid()}); Ctrl-C ends it")
 
 
 def _say_end(name: str, stats: ServiceStats | None, as_json: bool) -> None:
     if as_json:
-        emit(None if stats is None else dataclasses.asdict(stats))
+        click.echo(json.dumps(stats and dataclasses.asdict(stats)))
     elif stats is not None:
         tier = stats.tier
         click.echo(
             f"served {name}: {tier.tasks_finished:,} tasks finished, {tier.tasks_failed:,} failed; "
             f"{format_size(tier.written_bytes)} written, {format_size(tier.read_bytes)} read"
         )
+
+
+def _check_kind(name: str) -> None:
+    info = require(name)
+    if info.kind not in ("index", ""):
+        raise ConfigError(f"{name!r} holds a {info.kind}; a storage service serves a cache")
+
+
+def _status(name: str, group: str | None) -> ServiceStats:
+    _check_kind(name)
+    try:
+        return service_stats(name, group=group)
+    except NotReady:
+        raise NotReady(
+            f"no storage service of {name!r} is there, nor a client of one; `lightcache storage "
+            f"{name} --url ...` starts one"
+        ) from None
 
 
 def _show(stats: ServiceStats, name: str, as_json: bool) -> int:

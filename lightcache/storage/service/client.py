@@ -187,7 +187,6 @@ class StorageClient(BaseTier):
             service = self._serving(keys)
             asked = Asked(self, next(self._numbers), task, deadline, service)
         except (StorageError, Detached) as error:
-            self._missing.wrong(str(error))
             return self._refused(task, str(error))
         if namespace is None:
             namespace = self.cache.index.default_namespace
@@ -203,7 +202,6 @@ class StorageClient(BaseTier):
             if self._closing:
                 raise Detached("this storage client was closed; make another one")
             self._asked[asked.number] = asked
-            self._changed.notify_all()
         try:
             self._push(parts)
         except LightcacheError as error:
@@ -214,6 +212,8 @@ class StorageClient(BaseTier):
         except BaseException:
             self._forget(asked)
             raise
+        with self._changed:  # behind the push: who listens does not take our time for it
+            self._changed.notify_all()
         self._missing.right()
         return task
 
@@ -229,10 +229,9 @@ class StorageClient(BaseTier):
             raise StorageError(f"{len(keys)} keys are more than one task may have, {MOST_KEYS}")
         service = self._board.service()
         if service is None or not self._board.open_for_tasks:
-            raise StorageError(
-                f"no storage service serves {name!r}; `lightcache storage {name} --url ...` "
-                "starts one"
-            )
+            why = f"no storage service serves {name!r}; `lightcache storage {name} --url ...`"
+            self._missing.wrong(f"{why} starts one")
+            raise StorageError(f"{why} starts one")
         if reason := self._silence.reason:
             raise StorageError(reason)
         if time.monotonic() < self._held_until:

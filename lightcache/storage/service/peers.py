@@ -98,10 +98,9 @@ class Peers:
                 self._drop(name, peer)
 
     def _drop(self, name: tuple[int, int], peer: Peer) -> None:
+        peer.close()
         del self._peers[name]
         self._counted["halves"] += peer.halves.dropped + peer.halves.waiting
-        peer.halves = Halves()
-        peer.close()
 
     @property
     def halves(self) -> int:

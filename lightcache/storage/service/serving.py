@@ -25,7 +25,7 @@ from lightcache.storage.service.status import ServiceStats, stats_of
 from lightcache.storage.tasks import StorageTask
 from lightcache.storage.worker import StorageTier
 
-_IDLE = 0.1  # seconds of waiting for a message between two looks around
+_IDLE = 0.05  # seconds of waiting for a message between two looks around
 _LOOK = 0.25  # seconds between two looks at clients, and at the cache
 _SWEEP = 10.0  # seconds between two sweeps of rings that nobody ever asked with
 _BATCH = 16  # messages that a kill of the service may take along

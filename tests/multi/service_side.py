@@ -1,0 +1,81 @@
+"""Run as a program: a storage service, or a client of one, to be killed or stopped.
+
+service_side.py serve NAME FOLDER SLOTS        says "serving"; serves until stdin ends
+service_side.py ask NAME SEED                  writes and reads prompts of its own, again and
+                                               again; says the number of each round
+service_side.py half NAME                      pushes the first part of a task; says "half"
+service_side.py wait NAME SEED                 asks for one prompt; says how it ended, and how
+                                               another one did when the service is gone
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from support.disks import disk
+from support.storing import SECRET, fill, sound
+
+from lightcache import Cache
+from lightcache.storage import StorageSpec
+from lightcache.storage.conformance import make_keys
+from lightcache.storage.service import StorageClient, StorageService
+from lightcache.storage.service.messages import Ask, Kind, split
+
+PROMPT = 12  # pages
+
+
+def prompt(seed: int, number: int) -> object:
+    """Keys of a client's own."""
+    return make_keys(PROMPT, seed=1000 * seed + number)
+
+
+def serve(name: str, folder: str, slots: str) -> None:
+    """See above."""
+    with Cache.attach(name, role="storage", secret=SECRET) as cache:
+        storage = disk(Path(folder), int(slots), StorageSpec.of(cache))
+        with storage, StorageService(cache, storage, group=4):
+            print("serving", flush=True)
+            sys.stdin.read()
+
+
+def ask(name: str, seed: str) -> None:
+    """See above."""
+    cache = Cache.attach(name, role="engine", secret=SECRET)
+    client = StorageClient(cache, timeout=5.0, grace=0.1)
+    for number in range(1 << 30):
+        keys = prompt(int(seed), number % 8)
+        client.prefetch(keys).wait(60.0)  # type: ignore[arg-type]
+        sound(cache, keys)
+        fill(cache, keys)  # the rest is computed
+        sound(cache, keys)
+        client.write(keys, number).wait(60.0)  # type: ignore[arg-type]
+        cache.evict(PROMPT)
+        print(number, flush=True)
+
+
+def half(name: str) -> None:
+    """See above."""
+    cache = Cache.attach(name, role="engine", secret=SECRET)
+    client = StorageClient(cache)
+    space = cache.index.default_namespace
+    body = Ask(1e9, 1e9, make_keys(3000, seed=1), space).pack()
+    parts = split(Kind.WRITE, client._pid, client._client, 1, body)
+    client._push(parts[:1])
+    print("half", flush=True)
+    sys.stdin.read()
+
+
+def wait(name: str, seed: str) -> None:
+    """See above."""
+    with Cache.attach(name, role="engine", secret=SECRET) as cache:
+        with StorageClient(cache, timeout=2.0, grace=0.1) as client:
+            keys = prompt(int(seed), 0)
+            for _ in range(2):
+                result = client.prefetch(keys).wait(60.0)  # type: ignore[arg-type]
+                print(result.prefix, *result.reasons, flush=True)
+                sys.stdin.readline()
+
+
+if __name__ == "__main__":
+    {"serve": serve, "ask": ask, "half": half, "wait": wait}[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,174 @@
+"""`lightcache storage`: starting, looking at it, ending, and what is typed wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from support.disks import where
+from support.storing import KEYS, cache, fill, make_cache, sound
+
+from lightcache import Cache
+from lightcache.shm import Segment, SharedRing
+from lightcache.storage.service import StorageClient
+from lightcache.tools import cli
+
+LIMIT = 60.0
+
+__all__ = ["cache", "where"]
+
+
+class Served:
+    """A `lightcache storage` that runs."""
+
+    def __init__(self, *arguments: object) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", "from lightcache.tools.cli import main; main()", "storage"]
+            + [str(each) for each in arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+        assert self.process.stdout
+        ready, _, _ = select.select([self.process.stdout], [], [], LIMIT)
+        assert ready
+        self.begun = self.process.stdout.readline()
+
+    def end(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, str, str]:
+        """Signal it; status, the rest of what it said, and its errors."""
+        self.process.send_signal(number)
+        out, errors = self.process.communicate(timeout=LIMIT)
+        return self.process.returncode, out, errors
+
+
+@pytest.fixture
+def served() -> Iterator[Callable[..., Served]]:
+    """Starts them, and kills what is left."""
+    made: list[Served] = []
+
+    def start(*arguments: object) -> Served:
+        made.append(Served(*arguments))
+        return made[-1]
+
+    yield start
+    for each in made:
+        each.process.kill()
+        each.process.communicate(timeout=LIMIT)
+
+
+def run(*arguments: object) -> Any:
+    """The command, in this process."""
+    return CliRunner().invoke(cli.group, ["storage", *map(str, arguments)])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_start_use_end(served: Any, cache: Cache, where: Path, number: signal.Signals) -> None:
+    url = f"disk:{where}?capacity=1MiB"
+    service = served(cache.name, "--url", url, "--batch", 4, "--read-policy", "best_effort")
+    assert service.begun == (
+        f"serving {cache.name} with {url} (pid {service.process.pid}); Ctrl-C ends it\n"
+    )
+    fill(cache, KEYS)
+    with StorageClient(cache) as client:
+        assert client.read_policy == "best_effort"
+        assert client.write(KEYS).wait(LIMIT).stored == 20
+        cache.evict(96)
+        assert client.prefetch(KEYS).wait(LIMIT).loaded == 20
+        assert sound(cache, KEYS) == 20
+        shown = json.loads(run(cache.name, "--status", "--json").output)
+        assert (shown["serving"], shown["pid"]) == (True, service.process.pid)
+        assert shown["tier"]["stored"] == 20
+        text = run(cache.name, "--status")
+        assert text.exit_code == 0
+        assert f"pid {service.process.pid}" in text.output
+        status, out, errors = service.end(number)
+        assert (status, errors) == (0, "")
+        assert out == (
+            f"served {cache.name}: 2 tasks finished, 0 failed; 80.0 KiB written, 80.0 KiB read\n"
+        )
+        gone = run(cache.name, "--status")
+        assert gone.exit_code == 1
+        assert "nobody" in gone.output
+
+
+def test_json(served: Any, cache: Cache) -> None:
+    service = served(cache.name, "--url", "memory:", "--json")
+    status, out, _ = service.end()
+    expected = {"name": cache.name, "url": "memory:", "pid": service.process.pid}
+    assert json.loads(service.begun) == expected
+    assert json.loads(out)["tier"]["tasks_failed"] == 0
+    assert status == 0
+
+
+def test_a_second_service(served: Any, cache: Cache) -> None:
+    service = served(cache.name, "--url", "memory:")
+    done = run(cache.name, "--url", "memory:")
+    assert done.exit_code == 2
+    assert f"pid {service.process.pid}" in done.output
+    assert service.end()[0] == 0
+
+
+def test_a_cache_that_is_removed(served: Any, segment_name: str) -> None:
+    with make_cache(segment_name):
+        service = served(segment_name, "--url", "memory:")
+        Segment.unlink(segment_name, force=True)
+        _, errors = service.process.communicate(timeout=LIMIT)
+        assert service.process.returncode == 1
+        assert errors.splitlines()[-1].startswith(f"error: {segment_name}: ")
+
+
+def test_a_password_is_not_shown(served: Any, cache: Cache) -> None:
+    from lightcache.tools.storage_service import shown_url
+
+    assert shown_url("redis://user:secret@host:1/0") == "redis://...@host:1/0"
+    assert shown_url("disk:/mnt/x?capacity=1TiB") == "disk:/mnt/x?capacity=1TiB"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "what"),
+    [
+        ((), 2, "give one --url"),
+        (("--url", "memory:", "--url", "memory:"), 2, "give one --url"),
+        (("--url", "memory"), 2, "expected a URL"),
+        (("--url", "ftp://x"), 2, "expected a scheme of"),
+        (("--url", "memory:?speed=1"), 2, "speed"),
+        (("--url", "disk:?capacity=1MiB"), 2, "disk"),
+        (("--url", "memory:", "--threads", 0), 2, "threads"),
+        (("--url", "memory:", "--threads", "two"), 2, "--threads"),
+        (("--url", "memory:", "--read-policy", "later"), 2, "--read-policy"),
+        (("--url", "memory:", "--batch", 0), 2, "--batch"),
+        (("--url", "memory:", "--finish", -1), 2, "--finish"),
+        (("--url", "memory:", "--group", "no-such-group"), 2, "no-such-group"),
+        (("--url", "memory:", "--status"), 2, "give no --url"),
+        (("--status",), 2, "no storage service"),
+    ],
+)
+def test_what_is_typed_wrong(cache: Cache, arguments: Any, status: int, what: str) -> None:
+    done = run(cache.name, *arguments)
+    assert done.exit_code == status, done.output
+    assert what in done.output
+    assert "Traceback" not in done.output
+
+
+def test_a_name_that_is_none(segment_name: str) -> None:
+    for name in (segment_name, "no/name"):
+        for more in (("--url", "memory:"), ("--status",)):
+            done = run(name, *more)
+            assert done.exit_code == 2
+            assert name in done.output
+            assert len(done.output.splitlines()) == 1
+    with SharedRing.create(segment_name, capacity=1, message_bytes=8):
+        for more in (("--url", "memory:"), ("--status",)):
+            done = run(segment_name, *more)
+            assert done.exit_code == 2
+            assert "holds a ring" in done.output
