@@ -28,7 +28,9 @@ class ServedTier(StorageClient):
 
     @property
     def _crew(self) -> Any:
-        """The threads of the service's tier."""
+        """The threads of the service's tier, once it has done all that this client asked for."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: not self._asked, 60.0)
         return self.serving._tier._crew
 
     def close(self, timeout: float = 10.0) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.hybrid_case import made_hybrids, tokens
+from support.serving import ServedTier
 from support.storing import Recorder, make_cache, store
 
 from lightcache import Cache, ConfigError, Detached
@@ -31,6 +32,12 @@ def kept(cache: Cache) -> StorageTier:
     return StorageTier(cache, storage, write_pages=cache.pages)
 
 
+def served(cache: Cache) -> ServedTier:
+    """The same, by way of a service."""
+    storage = MemoryStorage(StorageSpec.of(cache))
+    return ServedTier(cache, storage, write_pages=cache.pages)
+
+
 def wait_idle(tier: StorageTier) -> None:
     """What was begun is over."""
     assert tier._crew.wait_idle(60.0)
@@ -52,8 +59,9 @@ def forget_kv(world: Any) -> None:
     world.manager.host.evict(99)
 
 
-def test_a_state_from_storage(worlds: Any) -> None:
-    world = worlds(state_storage=kept)
+@pytest.mark.parametrize("kind", [kept, served])
+def test_a_state_from_storage(worlds: Any, kind: Any) -> None:
+    world = worlds(state_storage=kind)
     prompt = Prompt(tokens(42))
     world.compute(prompt)
     world.save(prompt, 8, 24)

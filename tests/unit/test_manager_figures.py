@@ -10,6 +10,7 @@ import pytest
 from support.crew import PAGE, Crew
 from support.device_sides import Device
 from support.manager_case import SECRET, World, made_worlds, open_cache, tokens
+from support.serving import make_tier
 from support.stamped import TOKEN_BYTES, stamps_of
 
 from lightcache import Cache
@@ -23,7 +24,9 @@ from lightcache.manager import (
     Prompt,
     WritePolicy,
 )
-from lightcache.storage import StorageSpec, StorageTier, open_storage
+from lightcache.storage import StorageSpec, open_storage
+
+__all__ = ["make_tier"]
 
 
 @pytest.fixture
@@ -336,10 +339,10 @@ def test_the_node_is_told_of_everything_once(worlds: Any) -> None:
 # ---- storage
 
 
-def test_bytes_and_evictions_of_storage(segment_name: str) -> None:
+def test_bytes_and_evictions_of_storage(segment_name: str, make_tier: Any) -> None:
     cache = open_cache(segment_name, 32, 4)
     storage = open_storage("memory:?pages=4", spec=StorageSpec.of(cache))
-    tier = StorageTier(cache, storage)
+    tier = make_tier(cache, storage)
     world = World(f"{segment_name}.w", cache=cache, storage=lambda _: tier)
     for seed in (1, 2):
         prompt = Prompt(tokens(13, seed))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.manager_case import World, made_worlds, tokens
+from support.serving import ServedTier
 from support.stamped import StampedDevice, stamps_of
 
 from lightcache import Cache, PageIndex
@@ -215,8 +216,14 @@ def memory(cache: Cache) -> StorageTier:
     return StorageTier(cache, open_storage("memory:?capacity=1MiB", spec=StorageSpec.of(cache)))
 
 
-def test_what_the_host_lost_comes_from_storage(worlds: Any) -> None:
-    world = worlds(storage=memory)
+def served(cache: Cache) -> ServedTier:
+    """The same, by way of a service."""
+    return ServedTier(cache, open_storage("memory:?capacity=1MiB", spec=StorageSpec.of(cache)))
+
+
+@pytest.mark.parametrize("kind", [memory, served])
+def test_what_the_host_lost_comes_from_storage(worlds: Any, kind: Any) -> None:
+    world = worlds(storage=kind)
     prompt = Prompt(tokens(18))
     world.run("a", prompt)
     keys, tier = prompt.keys(world.cache.key_spec()), world.manager._storage

@@ -14,7 +14,16 @@ from typing import Any
 
 import pytest
 
-from lightcache.shm import ClientState, InUse, Kind, Segment, _native, layout
+from lightcache.shm import (
+    ClientState,
+    ConfigError,
+    Detached,
+    InUse,
+    Kind,
+    Segment,
+    _native,
+    layout,
+)
 from lightcache.shm.codes import Code
 from lightcache.shm.objects import OpenObject
 
@@ -53,6 +62,28 @@ def test_a_slot_says_who_we_are(segment_name: str) -> None:
         with Segment.attach(segment_name) as third:
             again = third.join()
             assert (again.slot, again.epoch) == (2, 3)  # raised when given back and when taken
+
+
+def test_whether_a_client_lives(segment_name: str, script: Script) -> None:
+    with Segment.create(segment_name, 1) as segment, Segment.attach(segment_name) as other:
+        assert not segment.lives(1, 1)
+        mine, theirs = segment.join(), other.join()
+        for each in (segment, other):
+            assert each.lives(mine.slot, mine.epoch)
+            assert each.lives(theirs.slot, theirs.epoch)
+            assert not each.lives(theirs.slot, theirs.epoch + 1)
+        with Segment.attach(segment_name, readonly=True) as reader:
+            assert reader.lives(theirs.slot, theirs.epoch)
+        other.close()
+        assert not segment.lives(theirs.slot, theirs.epoch)
+        script(JOIN_AND_DIE, segment_name, 1, status=-signal.SIGKILL)
+        (dead,) = [client for client in segment.clients() if client.role == "dead-0"]
+        assert not segment.lives(dead.slot, dead.epoch)
+        for slot in (0, 64):
+            with pytest.raises(ConfigError, match="slot"):
+                segment.lives(slot, 1)
+    with pytest.raises(Detached):
+        segment.lives(1, 1)
 
 
 def test_join_twice(segment_name: str) -> None:

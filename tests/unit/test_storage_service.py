@@ -28,7 +28,7 @@ from support.storing import (
 )
 
 from lightcache import Cache, ConfigError, Detached, InUse, NotReady, PermissionDenied
-from lightcache.shm import Segment
+from lightcache.shm import Segment, layout
 from lightcache.storage import Fault, FlakyStorage, StorageSpec, TaskState
 from lightcache.storage.conformance import make_keys
 from lightcache.storage.service import StorageClient, StorageService, rings, service_stats
@@ -356,7 +356,7 @@ def test_cancelling(cache: Cache, wait_until: Wait) -> None:
         second.cancel()
         assert second.wait(60.0).reasons == ("cancelled",)
         first.cancel()
-        (job,) = tier._crew.running
+        (job,) = tier.serving._tier._crew.running
         wait_until(lambda: job._given_up, "the word to cancel")
         storage.gate.set()
         assert first.wait(60.0).reasons == ("cancelled",)
@@ -371,7 +371,9 @@ def test_taking_what_there_is(cache: Cache, wait_until: Wait) -> None:
         assert flaky.wait_hanging()
         wait_until(lambda: task.pages_done == 8, "the first group")
         assert task.take().prefix == 8
-        wait_until(lambda: next(iter(tier._crew.running)).stopping, "the word to stop")
+        wait_until(
+            lambda: next(iter(tier.serving._tier._crew.running)).stopping, "the word to stop"
+        )
         flaky.let_go()
         assert task.wait(60.0).prefix == 16  # the group at hand, and nothing more
         assert task.state is FINISHED
@@ -387,6 +389,13 @@ def test_taking_behind_a_deadline(cache: Cache) -> None:
         task.wait(60.0)
     with ServedTier(cache, full(cache), read_policy="deadline", read_seconds=60.0) as tier:
         assert tier.prefetch(KEYS).take().prefix == 20
+
+
+def test_a_task_that_may_take_for_ever(cache: Cache) -> None:
+    with ServedTier(cache, full(cache)) as tier:
+        assert tier.prefetch(KEYS, timeout=float("inf")).wait(60.0).loaded == 20
+        assert tier.prefetch(KEYS, timeout=1e300).wait(60.0).present == 20
+        assert tier._crew._threads[-1].is_alive()
 
 
 def test_figures_are_given_once(cache: Cache) -> None:
@@ -492,6 +501,33 @@ def test_ctrl_c_anywhere_in_a_call(cache: Cache) -> None:
             assert task.wait(60.0).prefix == 4
         assert len(done) > 10
         assert client.close()
+
+
+def test_what_lies_between_is_for_the_group_that_the_cache_is_for(segment_name: str) -> None:
+    group = os.getgid()
+    with make_cache(segment_name, group=group) as cache, ServedTier(cache, full(cache)) as tier:
+        assert tier.prefetch(KEYS).wait(60.0).loaded == 20
+        for name in ours(cache):
+            access = (Path("/dev/shm") / name).stat()
+            assert (access.st_mode & 0o777, access.st_gid) == (0o660, group)
+        assert service_stats(segment_name, group=group).clients == 1
+
+
+def test_a_lock_that_is_held_holds_up_one_call(cache: Cache) -> None:
+    with StorageService(cache, full(cache)), StorageClient(cache) as client:
+        segment = client._tasks.segment
+        lock = layout.LockRecord.from_address(segment.address + layout.LOCK_OFFSET)
+        assert segment.client is not None
+        with rings.tasks(cache) as other:
+            holder = other.segment.client
+            assert holder is not None
+            while True:  # as who is stopped in a push does; the service takes it for its pops
+                lock.word = holder.slot | holder.epoch << layout.LOCK_EPOCH_SHIFT
+                task = client.prefetch(KEYS)
+                if task.over and "the lock" in task.result.reasons[0]:
+                    break
+            assert "holds the lock" in client.prefetch(KEYS).result.reasons[0]
+            lock.word = 0
 
 
 # ---------------------------------------------------------------- bad input

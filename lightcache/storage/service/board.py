@@ -82,6 +82,7 @@ class Board:
         self.segment = segment
         if segment.payload_bytes < 8 * len(_WORDS):
             raise LayoutMismatch(f"the segment {segment.name!r} is too short for figures")
+        self._said: dict[str, int] = {}  # by `publish`: what has not changed is not stored again
         self._words = (
             {}
             if segment.readonly
@@ -177,7 +178,9 @@ class Board:
         words = {name: base[name] + getattr(stats, name) for name in TOTALS}
         words |= {name: base[name] + counted[name] for name in COUNTED}
         words |= {name: getattr(stats, name) for name in GAUGES}
-        self.store(state=_STATES.index(stats.state), clients=counted["clients"], **words)
+        words |= {"state": _STATES.index(stats.state), "clients": counted["clients"]}
+        self.store(**dict(words.items() - self._said.items()))
+        self._said = words
 
     def begin(self, policy: ReadPolicy, read_seconds: float, grace: float) -> None:
         """What clients should know of the tier."""

@@ -28,6 +28,7 @@ from lightcache.storage.worker import StorageTier
 _IDLE = 0.05  # seconds of waiting for a message between two looks around
 _LOOK = 0.25  # seconds between two looks at clients, and at the cache
 _SWEEP = 10.0  # seconds between two sweeps of rings that nobody ever asked with
+_LONGEST = 1e6  # seconds of a task, whatever its client said: timers end somewhere
 _BATCH = 16  # messages that a kill of the service may take along
 
 
@@ -156,7 +157,7 @@ class StorageService:
         self._carry_out(peer, part, Ask.unpack(body))
 
     def _carry_out(self, peer: Peer, part: Part, ask: Ask) -> None:
-        left = min(ask.end - self._tier.clock(), ask.timeout)
+        left = min(ask.end - self._tier.clock(), ask.timeout, _LONGEST)
         if left <= 0:
             self._counted["late"] += 1
             reason = f"timed out: not done within {ask.timeout:g} s, all of it in the queue"
