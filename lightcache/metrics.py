@@ -68,6 +68,7 @@ _SAID = {
     "cut_items": "Matches cut back to the start of a multimodal item.",
     "absent_pages": "Pages looked for on the host and not there; failures are counted apart.",
     "no_room_pages": "Pages to be written to the host for which there was no room.",
+    "storage_declined_pages": "Pages not read from storage: computing them is faster.",
     "duplicates": "Device blocks whose content another one had already.",
     "demotions": "Device blocks evicted for low_water or demote that the host has.",
     "demotions_lost": "Device blocks evicted for low_water or demote that the host has not.",

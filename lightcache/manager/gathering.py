@@ -26,6 +26,7 @@ _STORAGE = {
     "read_bytes": "storage_read_bytes",
     "written_bytes": "storage_written_bytes",
     "evicted": "storage_evicted_room",
+    "declined": "storage_declined_pages",
 }
 
 

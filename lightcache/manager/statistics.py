@@ -74,6 +74,8 @@ class ManagerStats:
     """Pages evicted by calls of the cache itself: `evict`, `discard`."""
     storage_evicted_room: int = 0
     """Pages that the storage let go of to make room, if it says so."""
+    storage_declined_pages: int = 0
+    """Pages that our storage tier did not read: computing them is faster."""
     demotions: int = 0
     """Of the blocks that write-back evicted (for room, for low water, by `demote`), those that the
     host had then: written back, or there before."""

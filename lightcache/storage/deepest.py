@@ -33,6 +33,11 @@ class DeepestJob(ReadJob):
         super().__init__(tier, task, deadline, keys[:0], 0, namespace, False)
         self._every, self._most = keys, most
 
+    @property
+    def reads(self) -> int:
+        """See `Job`."""
+        return 1
+
     def step(self) -> bool:
         """See `Job`."""
         for last in range(len(self._every), max(0, len(self._every) - self._most), -1):

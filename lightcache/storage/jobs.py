@@ -49,6 +49,11 @@ class Job:
         """Pages that it pins for a write."""
         return 0
 
+    @property
+    def reads(self) -> int:
+        """Pages that it may still read."""
+        return 0
+
     def step(self) -> bool:
         """Do some of it, in a thread of the tier; whether there is more.
 

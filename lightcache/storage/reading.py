@@ -38,18 +38,30 @@ class ReadJob(Job):
         start: int,
         namespace: Namespace | None,
         hold: bool,
+        *,
+        declinable: bool = False,
     ) -> None:
-        """Nothing is reserved yet."""
+        """Nothing is reserved yet.
+
+        Args:
+            declinable: it is not read if computing what is found is faster.
+        """
         super().__init__(tier, task, deadline)
         self._keys = keys
         self._start = start
         self._namespace = namespace
         self._hold = hold
+        self._declinable = declinable
         self._soft = Deadline(tier.read_seconds, tier.clock)
         self._reservation: Reservation | None = None
         self._calling = False
         """The storage has the pages of the reservation."""
         self._held: list[tuple[int, int, Reservation]] = []
+
+    @property
+    def reads(self) -> int:
+        """See `Job`."""
+        return max(0, self.task._pages - self.task.pages_done)
 
     def step(self) -> bool:
         """See `Job`. Reads are not interrupted by others."""
@@ -62,6 +74,8 @@ class ReadJob(Job):
         rest = self._keys[at:]
         end = at + (self.tier._contains(self, rest) if len(rest) else 0)
         task._count(absent=len(self._keys) - end)
+        if self._declines(end - at):
+            return False
         while at < end and not self.stopping:
             group_end = min(at + self.tier.group, end)
             at = self._group(at, group_end)
@@ -72,6 +86,17 @@ class ReadJob(Job):
             ready = cache.peek(self._keys, namespace=self._namespace)
             task._reach(max(0, ready - self._start))
         return False
+
+    def _declines(self, pages: int) -> bool:
+        """Fewer than were asked for may be stored: then a call costs more than it brings."""
+        costs = self.tier._costs
+        why = ""
+        if costs is not None and self._declinable:
+            why = costs.decide_found(pages).declined
+        if why:
+            self.task._count(declined=pages)
+            self.task._say(why)
+        return bool(why)
 
     def _group(self, first: int, end: int) -> int:
         """Read keys[first:end]; up to where everything is there now, or left to somebody else."""
@@ -225,7 +250,7 @@ class ReadJob(Job):
         if again is None:
             return self.tier._nothing("read", pages)
         keys = self._keys[: self._start + pages]
-        return self.tier.prefetch(keys, again, namespace=self._namespace)
+        return self.tier._fetch(keys, again, self._namespace)  # all agreed on it: not declined
 
     def _publish_held(self, end: int) -> int | None:
         """Publish groups up to `end`; where a group begins that it cuts in two."""

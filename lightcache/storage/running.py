@@ -11,6 +11,7 @@ from lightcache.cache import Cache
 from lightcache.errors import Detached
 from lightcache.storage.arguments import Clock, Deadline
 from lightcache.storage.breaker import Breaker, log, unread, unwritten
+from lightcache.storage.costs import ReadCosts
 from lightcache.storage.jobs import Job, checked_contains, checked_statuses
 from lightcache.storage.protocol import (
     Buffer,
@@ -48,6 +49,8 @@ class RunningTier(BaseTier):
         self._breaker = breaker
         self._page_tokens: int | None = cache.index.segment.config.get("page_tokens")
         self._crew = Crew(breaker, clock, grace)
+        self._costs: ReadCosts | None = None
+        """None: reads are never declined, and not measured."""
         self._taken: Counter[str] = Counter()
 
     # ---- its threads
@@ -111,19 +114,32 @@ class RunningTier(BaseTier):
         elif held:
             self._crew.let_go(job)
 
+    def _reads_ahead(self) -> list[int]:
+        """Pages of each read that runs or waits."""
+        with self._crew.changed:
+            return [job.reads for job in self._jobs() if job.reads]
+
     # ---- calls of the storage, in its threads
 
     def _contains(self, job: Job, keys: Keys) -> int:
         def run(left: float) -> int:
-            return checked_contains(self.storage.contains(keys, timeout=left), len(keys))
+            begun = self.clock()
+            found = checked_contains(self.storage.contains(keys, timeout=left), len(keys))
+            if self._costs is not None and job.task.kind == "read":
+                self._costs.note_lookup(len(keys), found, self.clock() - begun)
+            return found
 
         return self._crew.call(job, "contains", run, lambda found: "")
 
     def _read(self, job: Job, keys: Keys, buffers: Sequence[Buffer]) -> ReadResult:
         def run(left: float) -> ReadResult:
+            begun = self.clock()
             result = self.storage.read(keys, buffers, timeout=left)
             checked_statuses("read", result.statuses, len(keys))
-            self._tally(read_bytes=result.count(ReadStatus.OK) * self.cache.page_bytes)
+            good = result.count(ReadStatus.OK)
+            self._tally(read_bytes=good * self.cache.page_bytes)
+            if self._costs is not None:
+                self._costs.note_read(good, self.clock() - begun)
             return result
 
         return self._crew.call(job, "read", run, unread)
@@ -156,6 +172,7 @@ class RunningTier(BaseTier):
     def stats(self) -> TierStats:
         """Totals."""
         crew = self._crew
+        line = (None if self._costs is None else self._costs.figures()) or (None, None)
         with crew.changed:
             tally = {name: crew.tally[name] for name in _TALLIES}
             return TierStats(
@@ -165,6 +182,8 @@ class RunningTier(BaseTier):
                 stuck=sum(call.overdue for call in crew.calls),
                 writing=sum(job.pinned for job in self._jobs()),
                 state=self._breaker.state,
+                read_call_seconds=line[0],
+                read_page_seconds=line[1],
             )
 
     def _take_figures(self) -> Counter[str]:
@@ -211,7 +230,7 @@ class RunningTier(BaseTier):
 
 _TALLIES = (
     *("loaded", "stored", "present", "absent", "failed", "corrupt", "refused", "skipped", "busy"),
-    *("no_room", "tasks_finished", "tasks_failed", "timeouts"),
+    *("no_room", "declined", "tasks_finished", "tasks_failed", "timeouts"),
     *("read_bytes", "written_bytes", "evicted"),
 )
 

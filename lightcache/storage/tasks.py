@@ -53,6 +53,9 @@ class TaskResult:
     """Of a prefetch: somebody else is reading or computing them."""
     no_room: int
     """Of a prefetch: the cache had no page for them."""
+    declined: int
+    """Of a prefetch: computing them is faster than reading them. See `prefill_tokens_per_s` of
+    StorageTier; `reasons` has both figures."""
     reasons: tuple[str, ...]
     """What went wrong, each once, in order."""
 
@@ -186,6 +189,8 @@ class StorageTask:
             Abandoned: the namespace was cleared meanwhile; everything was given back.
         """
         if self._job is None:
+            if self.kind == "read" and type(pages) is int and pages == 0:
+                return self  # declined, or the storage is disabled: what others agreed on is none
             raise ConfigError("publish: this task holds nothing; prefetch with hold=True")
         return self._job.publish(pages)
 

@@ -271,7 +271,7 @@ class Crew:
 
 _TALLIED = (
     *("loaded", "stored", "present", "absent", "failed", "corrupt", "refused", "skipped", "busy"),
-    "no_room",
+    *("no_room", "declined"),
 )
 
 __all__ = ["Crew"]

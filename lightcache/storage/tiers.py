@@ -37,6 +37,7 @@ class TierStats:
     skipped: int
     busy: int
     no_room: int
+    declined: int
     tasks_finished: int
     """Tasks, as are the following three."""
     tasks_failed: int
@@ -56,6 +57,11 @@ class TierStats:
     """Pages that the storage let go of to make room, as of our last write; see `StorageStats`."""
     state: Literal["closed", "open", "half-open"]
     """Of the breaker: open means that the storage is not used."""
+    read_call_seconds: float | None = None
+    """That a call which reads takes beside its pages, as measured; None: nothing was, or nobody
+    asked for it. So is the next one."""
+    read_page_seconds: float | None = None
+    """That each page adds."""
 
 
 class BaseTier(ABC):
@@ -118,7 +124,8 @@ class BaseTier(ABC):
         timeout: float | None = None,
     ) -> StorageTask:
         """Read keys[start:] into the cache, as far as they are stored. Does not block. What is read
-        is ready for everybody as it comes, and nobody pins it: match when the task is over.
+        is ready for everybody as it comes, and nobody pins it: match when the task is over. What
+        would take longer to read than to compute is declined, where a tier was told to.
 
         Args:
             keys: of the whole chain from its root, as for `Cache.reserve`.
@@ -189,7 +196,7 @@ class BaseTier(ABC):
         self.close()
 
 
-TAKEN = ("read_bytes", "written_bytes", "evicted")
+TAKEN = ("read_bytes", "written_bytes", "evicted", "declined")
 
 
 def checked_write(keys: Keys, request: object, lease: Lease | None) -> Keys:

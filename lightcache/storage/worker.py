@@ -14,6 +14,7 @@ from lightcache.shm.codes import Code, check
 from lightcache.storage.admission import SeenKeys
 from lightcache.storage.arguments import Clock, Deadline
 from lightcache.storage.breaker import Breaker
+from lightcache.storage.costs import ReadCosts
 from lightcache.storage.deepest import DeepestJob
 from lightcache.storage.jobs import WriteJob
 from lightcache.storage.protocol import Keys, Storage
@@ -54,6 +55,7 @@ class StorageTier(RunningTier):
         grace: float = 1.0,
         failures: int = 5,
         retry: float = 30.0,
+        prefill_tokens_per_s: float | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         """Starts its threads.
@@ -74,10 +76,15 @@ class StorageTier(RunningTier):
             grace: seconds behind that until a call that has not returned counts as hanging.
             failures: in a row, after which the storage is not used.
             retry: seconds until it is tried again.
+            prefill_tokens_per_s: what the model computes. A prefetch that would take longer than
+                computing its pages, by what reads have taken so far, is declined; every `retry`
+                seconds one of those is read all the same, to see whether it still would. None: all
+                are read.
             clock: in seconds; for tests.
 
         Raises:
-            ConfigError: an argument out of range; `min_tokens` for a cache without page_tokens.
+            ConfigError: an argument out of range; `min_tokens` or `prefill_tokens_per_s` for a
+                cache without page_tokens.
             LayoutMismatch: the storage was opened for pages of another size or fingerprint.
             PermissionDenied: the cache is attached read-only.
         """
@@ -107,13 +114,22 @@ class StorageTier(RunningTier):
         self._min_tokens = _arguments.count(min_tokens, "min_tokens", 0, 1 << 40)
         if min_tokens and self._page_tokens is None:
             raise ConfigError("min_tokens: this cache was created without page_tokens")
+        if prefill_tokens_per_s is not None:
+            if self._page_tokens is None:
+                raise ConfigError(
+                    "prefill_tokens_per_s: this cache was created without page_tokens"
+                )
+            self._costs = ReadCosts(
+                prefill_tokens_per_s, self._page_tokens, self.group, retry, clock
+            )
         self._seen = SeenKeys(
             _arguments.count(seen, "seen", 1, 1 << 30),
             _arguments.count(seen_keys, "seen_keys", 1, 1 << 30),
         )
         most = max(1, cache.pages // 4) if write_pages is None else write_pages
         self._write_pages = _arguments.count(most, "write_pages", 0, cache.pages)
-        self._crew.start(_arguments.count(threads, "threads", 1, 256))
+        self._threads = _arguments.count(threads, "threads", 1, 256)
+        self._crew.start(self._threads)
 
     # ---- writing
 
@@ -179,10 +195,31 @@ class StorageTier(RunningTier):
         _arguments.keys(keys)
         _arguments.count(start, "start", 0, len(keys))
         pages = len(keys) - start
+        probe = False
+        if self._costs is not None and not self._breaker.shut:
+            threads = max(1, self._threads - self._crew.stuck)
+            verdict = self._costs.decide(pages, self._reads_ahead(), threads)
+            if verdict.declined:
+                return self._nothing("read", pages, verdict.declined, declined=pages)
+            probe = verdict.probe
+        return self._fetch(keys, start, namespace, deadline, hold=hold, declinable=not probe)
+
+    def _fetch(
+        self,
+        keys: Keys,
+        start: int,
+        namespace: Namespace | None,
+        deadline: Deadline | None = None,
+        **how: bool,
+    ) -> StorageTask:
+        """A prefetch that is not declined before it begins."""
+        pages = len(keys) - start
         if self._breaker.shut:
             return self._nothing("read", pages, self._breaker.reason, failed=pages)
         task = StorageTask("read", pages, self._page_tokens)
-        return self._submit(ReadJob(self, task, deadline, keys.copy(), start, namespace, hold))
+        deadline = self._begin(None) if deadline is None else deadline
+        how = {"hold": False, **how}
+        return self._submit(ReadJob(self, task, deadline, keys.copy(), start, namespace, **how))
 
     def prefetch_deepest(
         self,

@@ -364,3 +364,21 @@ def test_bytes_and_evictions_of_storage(segment_name: str, make_tier: Any) -> No
     assert world.manager.stats().storage_read_bytes == 3 * cache.page_bytes, "not once more"
     world.close()
     cache.close()
+
+
+def test_pages_that_storage_declined(segment_name: str) -> None:
+    cache = open_cache(segment_name, 32, 4)
+    storage = open_storage("memory:", spec=StorageSpec.of(cache))
+    tier = StorageTier(cache, storage, prefill_tokens_per_s=1e12)  # no storage is faster than that
+    world = World(f"{segment_name}.w", cache=cache, storage=lambda _: tier)
+    prompt = Prompt(tokens(13))
+    world.run("a", prompt)
+    tier.write(prompt.keys(cache.key_spec())).wait(60)
+    for left in (3, 0):
+        while cache.stats().ready:
+            cache.evict(32)
+        assert world.manager.prefetch(prompt).wait(60).loaded == left
+    assert world.manager.stats().storage_declined_pages == tier.stats().declined == 3
+    assert world.manager.stats().storage_declined_pages == 3, "not once more"
+    world.close()
+    cache.close()

@@ -31,10 +31,13 @@ _KEPT = ("service", "phase", "pid", "since_ns", "read_policy", "read_us", "grace
 COUNTED = ("taken", "malformed", "halves", "late", "orphans", "lost", "full")
 """What a service counts of its messages."""
 GAUGES = ("queued", "running", "stuck", "writing")
-TOTALS = tuple(name for name in TierStats.__dataclass_fields__ if name not in (*GAUGES, "state"))
+COSTS = ("read_call_seconds", "read_page_seconds")
+"""Kept as nanoseconds and one more; 0: None."""
+_OTHERS = (*GAUGES, *COSTS, "state")
+TOTALS = tuple(name for name in TierStats.__dataclass_fields__ if name not in _OTHERS)
 _WORDS = (
     *_KEPT,
-    *("clients", "state", *GAUGES, *TOTALS, *COUNTED),
+    *("clients", "state", *GAUGES, *COSTS, *TOTALS, *COUNTED),
     *(f"given_{name}" for name in TAKEN),
 )
 _PLACE = {name: 8 * i for i, name in enumerate(_WORDS)}
@@ -178,6 +181,7 @@ class Board:
         words = {name: base[name] + getattr(stats, name) for name in TOTALS}
         words |= {name: base[name] + counted[name] for name in COUNTED}
         words |= {name: getattr(stats, name) for name in GAUGES}
+        words |= {name: _cost_word(getattr(stats, name)) for name in COSTS}
         words |= {"state": _STATES.index(stats.state), "clients": counted["clients"]}
         self.store(**dict(words.items() - self._said.items()))
         self._said = words
@@ -223,7 +227,12 @@ def tier_stats(words: dict[str, int], serving: bool) -> TierStats:
     """The figures of a tier out of the words of `Board.read`."""
     counts = {name: words[name] for name in (*TOTALS, *GAUGES)}
     state: Any = _STATES[words["state"] % len(_STATES)] if serving else "open"
-    return TierStats(**counts, state=state)
+    costs = {name: (words[name] - 1) / 1e9 if words[name] else None for name in COSTS}
+    return TierStats(**counts, **costs, state=state)
+
+
+def _cost_word(seconds: float | None) -> int:
+    return 0 if seconds is None else 1 + round(min(seconds, 1e9) * 1e9)
 
 
 __all__ = ["COUNTED", "Board", "Phase", "Service", "board_name", "group_of", "tier_stats"]
