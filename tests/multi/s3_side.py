@@ -1,6 +1,6 @@
 """Run as a program: stores pages in S3, until it is killed in the middle of one.
 
-    s3_side.py URL PAGES PAGE_BYTES
+s3_side.py URL PAGES PAGE_BYTES
 """
 
 from __future__ import annotations

@@ -70,10 +70,25 @@ def hold(after: int) -> Fault:
         data = handler.partly(after)
         handler.server.held.release()
         assert handler.server.released.wait(LIMIT)
-        with contextlib.suppress(OSError):  # the client may be gone, and should
+        try:
             handler.wfile.write(data[after:])
-        handler.close_connection = True
+        except OSError:  # the client is gone, as it may
+            handler.close_connection = True
         handler.server.late.release()
+
+    return fault
+
+
+def until_gone(after: int) -> Fault:
+    """So many bytes of the object, and no more: counts it when the client leaves."""
+
+    def fault(handler: Handler) -> None:
+        handler.partly(after)
+        handler.connection.settimeout(LIMIT)
+        with contextlib.suppress(ConnectionError):
+            assert not handler.connection.recv(1), "it asks for more"
+        handler.close_connection = True
+        handler.server.gone.release()
 
     return fault
 
@@ -172,6 +187,7 @@ class FailingS3(ThreadingHTTPServer):
         self.faults: dict[str, Fault] = {}
         self.times: dict[str, int] = {}
         self.held, self.late = threading.Semaphore(0), threading.Semaphore(0)
+        self.gone = threading.Semaphore(0)
         self.released = threading.Event()
 
     def fail(self, method: str, fault: Fault, times: int | None = None) -> None:
@@ -223,5 +239,6 @@ __all__ = [
     "hold",
     "lengthen",
     "refuse",
+    "until_gone",
     "web_page",
 ]

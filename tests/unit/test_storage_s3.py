@@ -21,7 +21,7 @@ from support.storing import fill, make_cache, nothing_is_held, sound
 from lightcache import ConfigError, Detached, StorageError
 from lightcache.storage import ReadStatus, StorageSpec, StorageTier, open_storage
 from lightcache.storage.conformance import CHECKS, PAGE_BYTES, SPEC, make_keys, pages_of
-from lightcache.storage.remote import s3
+from lightcache.storage.remote import s3, trailer
 from lightcache.storage.remote.s3 import S3Storage
 from lightcache.storage.urls import check_url
 
@@ -82,7 +82,7 @@ def test_an_object_is_the_page_and_its_trailer(storage: S3Storage) -> None:
     page = pages_of(KEYS[:1])[0].tobytes()
     data = bucket.get(KEYS[0])
     assert data[:PAGE_BYTES] == page
-    assert data[PAGE_BYTES:] == s3.trailer.make(KEYS[0].astype("<u8").tobytes(), page)
+    assert data[PAGE_BYTES:] == trailer.make(KEYS[0].astype("<u8").tobytes(), page)
     assert bucket.names() == [bucket.name(KEYS[0])]
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from support.failing_s3 import (
     hold,
     lengthen,
     refuse,
+    until_gone,
     web_page,
 )
 from support.proxy import Proxy
@@ -137,16 +139,24 @@ def test_a_failure_that_passes_is_not_seen(server: FailingS3) -> None:
         assert got(storage, KEYS[:1]) == [OK]
 
 
-def test_retries_end_with_the_time_of_the_call(server: FailingS3) -> None:
+def test_retries_end_with_the_time_of_the_call(
+    server: FailingS3, wait_until: Callable[..., None]
+) -> None:
     with opened(server.url(retries=10), SPEC) as storage:
         server.fail("GET", refuse(503, "SlowDown"))
         result, _ = read(storage, timeout=0.3)
         assert result.statuses == (ReadStatus.FAILED,) * 4
         assert result.reason.startswith("timed out")
-        asked = server.count("GET")
-        server.heal()
-        assert got(storage, KEYS[:1]) == [ABSENT]
-        assert server.count("GET") == asked + 1  # nothing of the first call goes on
+        loop = storage._requests._loop
+        wait_until(lambda: not asyncio.all_tasks(loop), "retries to end")
+
+
+def test_requests_whose_time_is_up_are_given_up(server: FailingS3, storage: S3Storage) -> None:
+    server.fail("GET", until_gone(1000))
+    result, _ = read(storage, timeout=0.3)
+    assert result.reason.startswith("timed out")
+    for _ in range(server.count("GET") - 1):  # but for the one of opening
+        assert server.gone.acquire(timeout=60.0)
 
 
 # ---- what it sends

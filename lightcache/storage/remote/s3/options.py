@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from lightcache.errors import ConfigError
 from lightcache.storage.options import Options
-from lightcache.storage.remote.s3_errors import CREDENTIALS
+from lightcache.storage.remote.s3.words import CREDENTIALS
 
 KNOWN = (
     *("endpoint", "region", "addressing", "requests", "retries"),
@@ -97,8 +97,8 @@ class Place:
         return f"{scheme}://{self.bucket}.{rest}" if self.virtual else self.endpoint
 
 
-def parse_place(scheme: str, where: str, options: Mapping[str, str]) -> Place:
-    """Of "//bucket/prefix" and the options.
+def parse(scheme: str, where: str, options: Mapping[str, str]) -> Place:
+    """Of "//bucket/prefix" and the options. Asks nobody.
 
     Raises:
         ConfigError: names what is wrong. No text of a URL that may hold credentials is in it.
@@ -160,4 +160,4 @@ def _endpoint(scheme: str, text: str) -> str:
     return text.rstrip("/")
 
 
-__all__ = ["Place", "parse_place"]
+__all__ = ["Place", "parse"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,36 +21,11 @@ from lightcache.storage.arguments import Deadline
 from lightcache.storage.protocol import ReadStatus, StorageSpec, WriteStatus
 from lightcache.storage.remote import trailer
 from lightcache.storage.remote.base import Read, RemoteStorage, Wrote
-from lightcache.storage.remote.flights import Job, Requests
-from lightcache.storage.remote.s3_errors import absent, explain
-from lightcache.storage.remote.s3_options import Place, parse_place
+from lightcache.storage.remote.s3.flights import Job, Requests
+from lightcache.storage.remote.s3.options import Place
+from lightcache.storage.remote.s3.words import absent, explain
 
 MOST = (5 << 30) - trailer.BYTES  # of a page: what S3 takes in one request
-
-
-def parse(scheme: str, where: str, options: Mapping[str, str]) -> Place:
-    """What a URL says. Asks nobody.
-
-    Raises:
-        ConfigError: it is wrong.
-    """
-    return parse_place(scheme, where, options)
-
-
-def open_url(scheme: str, where: str, options: Mapping[str, str], spec: StorageSpec) -> S3Storage:
-    """Open "s3:" + where. Waits for an answer of the store, `wait=` seconds at most.
-
-    Raises:
-        ConfigError: the URL is wrong, or pages are larger than the store takes.
-        StorageError: no client is installed, or the store does not answer as it should.
-    """
-    storage = S3Storage(parse(scheme, where, options), spec)
-    try:
-        storage.ask()
-    except BaseException:
-        storage.close()
-        raise
-    return storage
 
 
 class S3Storage(RemoteStorage):
@@ -247,4 +222,4 @@ class S3Storage(RemoteStorage):
         return explain(error) + ("; or open it all the same by wait=0" if opening else "")
 
 
-__all__ = ["S3Storage", "open_url", "parse"]
+__all__ = ["S3Storage"]
