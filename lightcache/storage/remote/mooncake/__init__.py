@@ -1,0 +1,23 @@
+"""Mooncake Store: pages in memory that the machines of a cluster lend to one another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lightcache.storage.protocol import Storage, StorageSpec
+from lightcache.storage.remote.mooncake.options import MooncakeOptions, parse
+
+
+def open_url(scheme: str, where: str, options: Mapping[str, str], spec: StorageSpec) -> Storage:
+    """Join the cluster of a master.
+
+    Raises:
+        ConfigError: as `parse`, or the buffer has no room for a page.
+        StorageError: the client is not installed, or the cluster cannot be joined.
+    """
+    from lightcache.storage.remote.mooncake.backend import MooncakeStorage
+
+    return MooncakeStorage(parse(scheme, where, options), spec)
+
+
+__all__ = ["MooncakeOptions", "open_url", "parse"]

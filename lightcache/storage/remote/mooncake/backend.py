@@ -1,0 +1,249 @@
+"""A storage in the memory of a Mooncake cluster."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from lightcache.errors import StorageError
+from lightcache.storage.arguments import Deadline
+from lightcache.storage.calls import CLOSING
+from lightcache.storage.protocol import ReadStatus, StorageSpec, WriteStatus
+from lightcache.storage.remote import trailer
+from lightcache.storage.remote.base import Read, RemoteStorage, Wrote
+from lightcache.storage.remote.mooncake import codes
+from lightcache.storage.remote.mooncake.callers import Callers, Task
+from lightcache.storage.remote.mooncake.client import ANSWERING, BATCH, Client
+from lightcache.storage.remote.mooncake.options import MooncakeOptions
+from lightcache.storage.remote.mooncake.staging import Staging
+
+GROUP = 16 << 20  # bytes of pages in one call of the client: enough that asking does not matter
+PATIENCE = 55.0  # seconds; after 60 the client gives up on a transfer, which may go on behind it
+
+Flight = tuple[range, list[int], Task[list[int]]]
+"""What is under way: which keys of the batch, their slots, and codes in the end."""
+
+
+class MooncakeStorage(RemoteStorage):
+    """Values in memory that processes of the cluster lend. Pages pass through memory of ours: see
+    `staging` why. Of a call several groups are under way, while others are copied."""
+
+    scheme = "mooncake"
+    asking = BATCH
+
+    def __init__(self, options: MooncakeOptions, spec: StorageSpec) -> None:
+        """Join the cluster.
+
+        Raises:
+            ConfigError: the buffer has no room for a page.
+            StorageError: see `Client`.
+        """
+        super().__init__(spec)
+        self._threads = options.threads
+        self._staging = Staging(options.buffer, spec.page_bytes)
+        share = max(1, self._staging.slots // (options.threads + 1))
+        self._group = max(1, min(share, GROUP // spec.page_bytes, BATCH))
+        self._client = Client(options, self._staging, self._staging.address, self._staging.nbytes)
+        self._callers = Callers(options.threads)
+
+    def __repr__(self) -> str:
+        return f"<MooncakeStorage {self.spec.name}, {self._staging.slots} slots>"
+
+    # ---- what a backend does
+
+    def _exists(self, names: Sequence[bytes], deadline: Deadline) -> list[bool]:
+        whole = [self.object_name(name) for name in names]
+        return self._callers.ask(lambda: self._client.exists(whole), deadline)
+
+    def _fetch(
+        self, names: Sequence[bytes], views: Sequence[memoryview], deadline: Deadline
+    ) -> list[Read]:
+        unlike = list(dict.fromkeys(names))  # of one name twice the client fills one buffer alone
+        wanted: dict[bytes, list[int]] = {name: [] for name in unlike}
+        for i, name in enumerate(names):
+            wanted[name].append(i)
+        results: list[Read] = [(ReadStatus.FAILED, deadline.reason)] * len(names)
+
+        def landed(part: range, slots: Sequence[int], found: Sequence[int]) -> None:
+            for which, slot, code in zip(part, slots, found, strict=True):
+                for i in wanted[unlike[which]]:
+                    results[i] = self._landed(names[i], views[i], slot, code)
+
+        self._fly(unlike, deadline, lambda which, slot: None, self._get, landed)
+        return results
+
+    def _put(
+        self, names: Sequence[bytes], views: Sequence[memoryview], deadline: Deadline
+    ) -> list[Wrote]:
+        found: list[Wrote] = []
+
+        def loaded(i: int, slot: int) -> None:
+            self._staging.fill(slot, names[i], views[i])
+
+        def landed(part: range, slots: Sequence[int], results: Sequence[int]) -> None:
+            found.extend(_wrote(code) for code in results)
+
+        self._fly(names, deadline, loaded, self._send, landed)
+        late = WriteStatus.FAILED, deadline.reason
+        return found + [late] * (len(names) - len(found))
+
+    def _remove(self, names: Sequence[bytes], deadline: Deadline) -> int:
+        whole = [self.object_name(name) for name in names]
+        results = self._callers.ask(lambda: self._client.remove(whole), deadline)
+        if bad := next((code for code in results if code and not codes.absent(code)), 0):
+            raise StorageError(f"mooncake: {codes.meaning(bad)}")
+        return results.count(0)
+
+    def _remove_all(self, deadline: Deadline) -> int:
+        pattern = f"^lightcache/{self.spec.name}/[0-9a-f]+$"
+        gone = self._callers.ask(lambda: self._client.remove_all(pattern), deadline)
+        if gone < 0:
+            raise StorageError(f"mooncake: {codes.meaning(gone)}")
+        return gone
+
+    def _disconnect(self) -> None:
+        if not self._callers.stop(CLOSING):
+            raise StorageError("mooncake: close: a call of its client hangs; close it again")
+        asking = Callers(1)  # of its own: it may hang, and is left behind then
+        try:
+            asking.ask(lambda: self._client.exists(["lightcache"]), Deadline(ANSWERING))
+        except (StorageError, TimeoutError):
+            self._client.leave()
+        else:
+            self._client.close()
+        finally:
+            asking.stop(0.0)
+
+    # ---- groups of pages on their way
+
+    def _fly(
+        self,
+        names: Sequence[bytes],
+        deadline: Deadline,
+        load: Callable[[int, int], None],
+        call: Callable[[Sequence[bytes], Sequence[int]], list[int]],
+        land: Callable[[range, Sequence[int], Sequence[int]], None],
+    ) -> None:
+        """Move pages group by group. What is not landed when the time is up is left behind.
+
+        Args:
+            load: what is to be done for key number i and its slot before the call.
+            call: of a group, by another thread, which has nothing of the caller's.
+            land: what came of a group, in order.
+        """
+        flights: deque[Flight] = deque()
+        first = 0
+        try:
+            while first < len(names) or flights:
+                full = len(flights) > self._threads  # one more than threads: none waits for us
+                slots = [] if full else self._slots(len(names) - first, flights, deadline)
+                if slots:
+                    part = range(first, first + len(slots))
+                    first = part.stop
+                    flights.append(self._start(names, part, slots, load, call))
+                    continue
+                if not flights:  # no slots in time, or none for ever
+                    return
+                if not flights[0][2].wait(deadline):
+                    return
+                part, slots, task = flights[0]
+                land(part, slots, task.result())
+                flights.popleft()
+                task.finish()
+        finally:
+            for _, _, task in flights:
+                task.finish()
+
+    def _slots(self, left: int, flights: Sequence[Flight], deadline: Deadline) -> list[int]:
+        """For the next group. Who has pages on their way does not wait for slots: two such would
+        wait for each other."""
+        if not left or deadline.passed:
+            return []
+        slots = self._staging.take(min(left, self._group), None if flights else deadline)
+        if not slots and self._staging.lost == self._staging.slots:
+            raise StorageError(
+                "mooncake: transfers hang in all of the buffer; close this storage and open it anew"
+            )
+        return slots
+
+    def _start(
+        self,
+        names: Sequence[bytes],
+        part: range,
+        slots: list[int],
+        load: Callable[[int, int], None],
+        call: Callable[[Sequence[bytes], Sequence[int]], list[int]],
+    ) -> Flight:
+        kept = list(slots)  # those to be given back; the call takes lost ones out
+
+        def after() -> None:
+            self._staging.give_back(kept)
+
+        try:
+            for i, slot in zip(part, slots, strict=True):
+                load(i, slot)
+        except BaseException:
+            after()
+            raise
+        wanted = [names[i] for i in part]
+
+        def called() -> list[int]:
+            began = time.monotonic()
+            try:
+                return call(wanted, slots)
+            finally:
+                if time.monotonic() - began > PATIENCE:
+                    self._staging.lose(kept)
+                    kept.clear()
+
+        return part, slots, self._callers.submit(called, after)
+
+    # ---- by the threads of `Callers`
+
+    def _get(self, names: Sequence[bytes], slots: Sequence[int]) -> list[int]:
+        whole = [self.object_name(name) for name in names]
+        size = self._staging.value_bytes
+        found = self._client.get(whole, self._staging.addresses(slots), size)
+        for i, code in enumerate(found):
+            if code in (codes.SMALLER, codes.FAILED):  # either may be a value of another length
+                length = self._client.size(whole[i])
+                if length != size and (length >= 0 or codes.absent(length)):
+                    found[i] = length
+        return found
+
+    def _send(self, names: Sequence[bytes], slots: Sequence[int]) -> list[int]:
+        whole = [self.object_name(name) for name in names]
+        size = self._staging.value_bytes
+        found = self._client.put(whole, self._staging.addresses(slots), size)
+        good = [i for i, code in enumerate(found) if not code]
+        there = self._client.ask([whole[i] for i in good]) if good else []
+        for i, known in zip(good, there, strict=True):
+            if known != 1:  # "stored", and not there: somebody else has begun to write it
+                found[i] = known or codes.NOT_READY
+        return found
+
+    def _landed(self, name: bytes, view: memoryview, slot: int, code: int) -> Read:
+        if code == self._staging.value_bytes or code == codes.LEASE_OVER:
+            found = trailer.judge(name, view, self._staging.empty(slot, view))
+            if code > 0 or found[0] is ReadStatus.OK:  # an old lease does not matter if it is whole
+                return found
+        elif code >= 0:
+            why = f"corrupt: page {name.hex()} is stored as {code} bytes, "
+            return ReadStatus.CORRUPT, f"{why}not {self._staging.value_bytes}"
+        elif codes.absent(code):
+            return ReadStatus.ABSENT, ""
+        return ReadStatus.FAILED, f"mooncake: {codes.meaning(code)}"
+
+
+def _wrote(code: int) -> Wrote:
+    if not code:
+        return WriteStatus.STORED, ""
+    if codes.no_room(code):
+        return WriteStatus.REFUSED, f"mooncake: {codes.meaning(code)}"
+    if code == codes.NOT_READY:
+        return WriteStatus.FAILED, "mooncake: another process is writing this page, or died in it"
+    return WriteStatus.FAILED, f"mooncake: {codes.meaning(code)}"
+
+
+__all__ = ["MooncakeStorage"]
