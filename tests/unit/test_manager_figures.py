@@ -24,7 +24,7 @@ from lightcache.manager import (
     Prompt,
     WritePolicy,
 )
-from lightcache.storage import StorageSpec, open_storage
+from lightcache.storage import StorageSpec, StorageTier, open_storage
 
 __all__ = ["make_tier"]
 

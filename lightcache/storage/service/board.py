@@ -227,7 +227,9 @@ def tier_stats(words: dict[str, int], serving: bool) -> TierStats:
     """The figures of a tier out of the words of `Board.read`."""
     counts = {name: words[name] for name in (*TOTALS, *GAUGES)}
     state: Any = _STATES[words["state"] % len(_STATES)] if serving else "open"
-    costs = {name: (words[name] - 1) / 1e9 if words[name] else None for name in COSTS}
+    costs: dict[str, Any] = {
+        name: (words[name] - 1) / 1e9 if words[name] else None for name in COSTS
+    }
     return TierStats(**counts, **costs, state=state)
 
 

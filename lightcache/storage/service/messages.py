@@ -30,7 +30,7 @@ MOST_KEYS = 1 << 16
 _MAGIC = b"lcST"
 _HEAD = struct.Struct("<4sBBHIHHQQ")
 _BODY = struct.Struct("<ddqQQIIIHH")
-_ANSWER = struct.Struct("<4sBBHQI10I")
+_ANSWER = struct.Struct(f"<4sBBHQI{len(COUNTS)}I")
 _STATES = tuple(TaskState)
 _NO_TOKENS = -1
 
