@@ -280,6 +280,7 @@ def test_threads_share_a_ring(ring):
 def test_the_lock_tells_who_holds_it_and_in_what(segment_name):
     with shm.SharedRing.create(segment_name, capacity=4, message_bytes=8) as ring:
         slow = shm.SharedRing.attach(segment_name, lock_timeout=0.05)
+        assert slow._calls.lock_timeout == 0.05
         lock = layout.LockRecord.from_address(ring.segment.address + layout.LOCK_OFFSET)
         lock.word = ring.segment.client.slot | ring.segment.client.epoch << layout.LOCK_EPOCH_SHIFT
         lock.operation = 2

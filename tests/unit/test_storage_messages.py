@@ -101,10 +101,11 @@ def test_an_answer(
     assert cut == whole or (whole.startswith(cut) and len(data) > ANSWER_BYTES - 5)
 
 
-def test_a_reason_that_is_too_long_is_cut_off_between_characters() -> None:
-    answer = Answer(1, TaskState.FAILED, 0, {}, ("é" * ANSWER_BYTES,))
+@pytest.mark.parametrize("first", ["", "x"])
+def test_a_reason_that_is_too_long_is_cut_off_between_characters(first: str) -> None:
+    answer = Answer(1, TaskState.FAILED, 0, {}, (first + "é" * ANSWER_BYTES,))
     (reason,) = Answer.unpack(answer.pack()).reasons
-    assert set(reason) == {"é"}
+    assert set(reason) == {*first, "é"}
     assert len(reason) > ANSWER_BYTES // 3
 
 

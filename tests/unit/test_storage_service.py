@@ -29,10 +29,12 @@ from support.storing import (
 
 from lightcache import Cache, ConfigError, Detached, InUse, NotReady, PermissionDenied
 from lightcache.shm import Segment, layout
-from lightcache.storage import Fault, FlakyStorage, StorageSpec, TaskState
+from lightcache.storage import Fault, FlakyStorage, StorageSpec, StorageTask, TaskState
 from lightcache.storage.conformance import make_keys
 from lightcache.storage.service import StorageClient, StorageService, rings, service_stats
-from lightcache.storage.service.messages import PART_BYTES, Kind, Part
+from lightcache.storage.service.answering import Served
+from lightcache.storage.service.asking import Silence
+from lightcache.storage.service.messages import PART_BYTES, Answer, Kind, Part
 
 FINISHED, FAILED = TaskState.FINISHED, TaskState.FAILED
 Wait = Callable[[Callable[[], bool], str], None]
@@ -248,6 +250,33 @@ def test_tasks_of_a_silent_service_end_and_it_is_left_alone(cache: Cache, caplog
             one.prefetch(KEYS, timeout=60.0).wait(60.0)
             again = one.prefetch(KEYS, timeout=60.0).wait(60.0)
             assert again.reasons[0].endswith("in the queue")  # its clock is not ours: but it speaks
+
+
+def test_silence_is_counted_in_a_row() -> None:
+    now = [0.0]
+    silence = Silence(2, 5.0, lambda: now[0])
+    for _ in range(2):
+        silence.unanswered()
+        assert silence.reason == ""
+        silence.answered()
+    silence.unanswered()
+    silence.unanswered()
+    assert "2 tasks in a row" in silence.reason
+    now[0] = 5.0
+    assert silence.reason == ""
+    silence.unanswered()
+    assert silence.reason
+
+
+def test_the_end_of_a_task_is_told_when_it_was_counted() -> None:
+    task = StorageTask("read", 4, None)
+    served = Served(None, 1, 2, task)  # type: ignore[arg-type]
+    task._reach(4)
+    task._end(failed=False)
+    found = Answer.unpack(served.answer())
+    assert (found.task, found.state, found.prefix) == (2, TaskState.RUNNING, 4)
+    task._settle()
+    assert Answer.unpack(served.answer()).state is FINISHED
 
 
 def test_a_full_queue_refuses(cache: Cache) -> None:

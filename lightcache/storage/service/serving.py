@@ -130,7 +130,6 @@ class StorageService:
     def _look_around(self) -> None:
         self._looked = time.monotonic()
         self.cache.index.segment.check_usable()
-        self._ring.segment.check_usable()
         self._peers.part()
         if self._looked - self._swept >= _SWEEP:
             self._swept = self._looked
