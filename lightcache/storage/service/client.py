@@ -198,11 +198,11 @@ class StorageClient(BaseTier):
             **what,  # type: ignore[arg-type]
         ).pack()
         parts = split(kind, self._pid, self._client, asked.number, body)
-        with self._changed:
-            if self._closing:
-                raise Detached("this storage client was closed; make another one")
-            self._asked[asked.number] = asked
         try:
+            with self._changed:
+                if self._closing:
+                    raise Detached("the storage client was closed")
+                self._asked[asked.number] = asked
             self._push(parts)
         except LightcacheError as error:
             if isinstance(error, LockTimeout):  # a stopped process: not every call waits for it
