@@ -45,7 +45,10 @@ def test_the_plain_loop_moves_the_same(redis_url: str) -> None:
     plain.write("a", memoryview(b"hello"))
     plain.read("a", memoryview(into))
     assert into == b"hello"
-    plain.close(["a"])
+    plain.remove(["a", "b"])
+    with pytest.raises(TypeError):
+        plain.read("a", memoryview(into))
+    plain.close()
 
 
 def test_a_storage_without_a_plain_loop() -> None:

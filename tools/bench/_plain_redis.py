@@ -21,8 +21,10 @@ class _Plain:
     def read(self, name: str, view: memoryview) -> None:
         view[:] = self._client.get(name)
 
-    def close(self, names: list[str]) -> None:
-        self._client.delete(*names)
+    def remove(self, names: list[str]) -> None:
+        self._client.unlink(*names)
+
+    def close(self) -> None:
         self._client.close()
 
 

@@ -39,8 +39,12 @@ class Plain(Protocol):
         """Fill a page with what is stored there."""
         ...
 
-    def close(self, names: list[str]) -> None:
-        """Remove these, and disconnect."""
+    def remove(self, names: list[str]) -> None:
+        """Remove those of these that are there."""
+        ...
+
+    def close(self) -> None:
+        """Disconnect."""
         ...
 
 
@@ -100,13 +104,15 @@ class _Load:
         memory = np.frombuffer(mmap.mmap(-1, CALLERS * CALL * page_bytes), np.uint8)
         memory[:] = np.random.default_rng(1).integers(0, 256, len(memory), np.uint8)
         self._buffers = memory.reshape(CALLERS, CALL, page_bytes)
-        self._names = [f"lightcache-bench/{page_bytes}/{i}" for i in range(pages)]
         self._keys: Keys | None = None
+        self._names: list[str] = []
 
     def begin(self, turn: int) -> None:
-        """Keys that are nowhere; those of the last turn are removed."""
+        """Keys and names that are nowhere; those of the last turn are removed. Writing over what is
+        there is another thing: a server has memory at hand for it."""
         self._remove()
         self._keys = _keys(self._pages, turn)
+        self._names = [f"lightcache-bench/{key.tobytes().hex()}" for key in self._keys]
 
     def ours(self, verb: str) -> Rate:
         """Calls of 16 pages, as a tier makes them."""
@@ -138,6 +144,8 @@ class _Load:
     def _remove(self) -> None:
         if self._keys is not None:
             self._storage.delete(self._keys, timeout=TIMEOUT)
+        if self.plain is not None and self._names:
+            self.plain.remove(self._names)
 
     def close(self) -> None:
         """Nothing of it stays in the store."""
@@ -146,7 +154,7 @@ class _Load:
         finally:
             self._storage.close()
             if self.plain is not None:
-                self.plain.close(self._names)
+                self.plain.close()
 
 
 def contains(url: str, keys: int, times: int) -> Row:

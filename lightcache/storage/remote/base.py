@@ -47,6 +47,7 @@ class RemoteStorage(Storage):
     def __init__(self, spec: StorageSpec) -> None:
         """For subclasses, when they are connected."""
         self.spec = spec
+        self._prefix = f"lightcache/{spec.name}/"  # a digest: once, not for every key
         self._counters = Counters()
         self._calls = Calls()
         self._claims = Claims()
@@ -84,7 +85,7 @@ class RemoteStorage(Storage):
 
     def object_name(self, name: bytes) -> str:
         """What a page is called in the store."""
-        return f"lightcache/{self.spec.name}/{name.hex()}"
+        return self._prefix + name.hex()
 
     # ---- calls
 

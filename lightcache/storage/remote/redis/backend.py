@@ -80,7 +80,7 @@ class RedisStorage(RemoteStorage):
 
     def _exists(self, names: Sequence[bytes], deadline: Deadline) -> list[bool]:
         with self._connections.one(deadline) as wire:
-            wire.send(b"".join(command(b"EXISTS", self._named(name)) for name in names))
+            wire.send(b"".join([command(b"EXISTS", self._named(name)) for name in names]))
             answers = [wire.answer() for _ in names]
         for answer in answers:
             if isinstance(answer, ServerError):
