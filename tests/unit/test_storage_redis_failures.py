@@ -281,7 +281,7 @@ def test_a_user_who_may_not(redis_server: Server, redis_url: str) -> None:
         )
         try:
             url = redis_url.replace("//", "//reader:hush@")
-            with pytest.raises(StorageError, match=r"NOPERM.*allow this user") as caught:
+            with pytest.raises(StorageError, match=r"NOPERM.*allow this user the keys") as caught:
                 open_storage(url, spec=SPEC)
             assert "hush" not in str(caught.value)
             with open_storage(f"{url}?required=no", spec=SPEC) as storage:

@@ -10,7 +10,7 @@ _REMEDIES = {
     "LOADING": "it reads its data from disk; try again when it has",
     "NOAUTH": "give user and password: redis://user:password@host",
     "WRONGPASS": "correct user or password",
-    "NOPERM": "allow this user the commands GET GETEX SET EXISTS UNLINK SCAN and keys lightcache/*",
+    "NOPERM": "allow this user the keys lightcache/* and the commands of docs/storage.md",
     "MISCONF": "it cannot save its data and takes no writes: see its log; a cache needs no saving",
     "MASTERDOWN": "it is a replica without its primary: give the address of the primary",
     "MOVED": "it is a node of a cluster, which is not supported: give one server",
