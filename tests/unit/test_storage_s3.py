@@ -15,6 +15,7 @@ import pytest
 from obstore.store import S3Store
 from support.disks import ABSENT, CORRUPT, FAILED, KEYS, OK, PRESENT, STORED, found, got, put
 from support.s3_server import BUCKET, Server, opened, s3_credentials, s3_server, s3_url
+from support.s3_server import KEYS as KEYS_OF_TESTS
 from support.storing import KEYS as MORE
 from support.storing import fill, make_cache, nothing_is_held, sound
 
@@ -335,6 +336,22 @@ def test_a_bucket_in_the_name_of_the_host() -> None:
     assert place.config["endpoint"] == "https://pages.host:90"
     assert place.config["virtual_hosted_style_request"]
     assert not place.client["allow_http"]
+
+
+def test_an_endpoint_of_http_must_stand_in_the_url(s3_server: Server, monkeypatch: Any) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server.endpoint)
+    with pytest.raises(StorageError, match="say endpoint=http://"):
+        opened(f"s3://{BUCKET}/t", SPEC)
+
+
+def test_without_credentials_it_says_so(s3_server: Server, monkeypatch: Any) -> None:
+    for name in KEYS_OF_TESTS:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:1")
+    with pytest.raises(StorageError, match="credentials"):
+        opened(s3_server.url(retries=0), SPEC)
+    with opened(s3_server.url(anonymous="yes"), SPEC) as storage:
+        assert found(storage, KEYS) == 0
 
 
 def test_pages_that_no_request_can_hold_are_refused(s3_server: Server) -> None:

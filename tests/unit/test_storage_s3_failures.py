@@ -221,6 +221,21 @@ def test_a_page_that_changes_behind_a_call_is_not_what_is_sent(
             storage.clear(timeout=60.0)
 
 
+def test_memory_is_used_again_when_the_store_has_what_is_in_it(
+    server: FailingS3, storage: S3Storage
+) -> None:
+    assert len(storage._spare) == 4
+    server.fail("PUT", hold(0))
+    wrote = storage.write(KEYS[4:8], list(pages_of(KEYS[4:8])), timeout=0.3)
+    assert wrote.statuses == (WriteStatus.FAILED,) * 4
+    assert not storage._spare  # somebody may still read what was given up
+    server.heal()
+    server.released.set()
+    assert set(put(storage, KEYS)) <= {STORED, PRESENT}
+    assert len(storage._spare) <= 4
+    assert got(storage, KEYS) == [OK] * 12
+
+
 def test_a_connection_that_is_cut_in_the_middle_of_an_answer(s3_server: Server) -> None:
     with Proxy(s3_server.port) as proxy:
         with opened(s3_server.url(port=proxy.port, retries=0), SPEC) as storage:

@@ -126,7 +126,9 @@ class _Call:
             try:
                 result = self._done.get(timeout=min(deadline.left, threading.TIMEOUT_MAX))
             except queue.Empty:
-                return
+                if deadline.passed:
+                    return
+                continue
             under_way -= 1
             yield result
 

@@ -13,6 +13,7 @@ _STATUS = re.compile(r"non-2xx status code: (\d{3})")
 _CODE = re.compile(r"<Code>([A-Za-z0-9.]{1,64})</Code>")
 _KIND = re.compile(r"kind: ([A-Z][A-Za-z]{1,30})")
 _SYSTEM = re.compile(r'message: "([^"\\]{1,100})"')
+_METADATA = re.compile(r"/latest/(api/token|meta-data/)")  # asked by who has no credentials
 
 CREDENTIALS = "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN"
 _KEYS = f"the credentials are not accepted; look at {CREDENTIALS}"
@@ -58,11 +59,11 @@ def explain(error: BaseException) -> str:
         return _REGION if "LOCATION" in text else "no answer in time"
     if "BadScheme" in text:
         return "the endpoint is of http and was not named in the URL; say endpoint=http://..."
+    if _METADATA.search(text):
+        return f"there are no credentials; set {CREDENTIALS}, or say anonymous=yes"
     status, code = _first(_STATUS, text), _first(_CODE, text)
     if status or code:
         return _join(f"{status} {code}".strip(), _REMEDIES.get(code) or _BY_STATUS.get(status, ""))
-    if "169.254.169.254" in text or "redential" in text:
-        return f"there are no credentials; set {CREDENTIALS}, or say anonymous=yes"
     below = _first(_SYSTEM, text) or _first(_KIND, text) or type(error).__name__
     return f"no proper answer ({below}); see that the store is up and the endpoint is right"
 
@@ -74,7 +75,7 @@ def absent(error: BaseException, *, told: bool) -> bool:
         told: the answer has a body, which tells that from a missing bucket, or from a server that
             is no store. The answer to a HEAD has none.
     """
-    if not isinstance(error, FileNotFoundError):
+    if not isinstance(error, FileNotFoundError) or _METADATA.search(str(error)):
         return False
     return not told or _first(_CODE, str(error)) == "NoSuchKey"
 
