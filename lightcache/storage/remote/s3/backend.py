@@ -48,7 +48,8 @@ class S3Storage(RemoteStorage):
         self.place = place
         self.asking = place.requests
         self._body = spec.page_bytes + trailer.BYTES
-        # Bodies that were sent: the system takes six times as long to give memory as copying does.
+        # Bodies that were sent. Fresh memory is what costs: 1.5 ms for a page of 2 MiB and its
+        # checksum, which alone takes 0.15.
         self._spare: list[npt.NDArray[np.uint8]] = []
         try:
             import obstore
