@@ -175,6 +175,22 @@ def test_a_lender_that_dies(storage: Any, own_cluster: Cluster, wait_until: Any)
     assert read(storage)[0].prefix == 12
 
 
+def test_a_copy_in_memory_of_another_survives(own_cluster: Cluster, wait_until: Any) -> None:
+    own_cluster.lend()
+    with open_storage(f"{own_cluster.url}&replicas=2", spec=StorageSpec(PAGE_BYTES)) as storage:
+        assert storage.write(KEYS, PAGES, timeout=TIMEOUT).prefix == 12
+        own_cluster.lenders[0].kill()
+        own_cluster.lenders[0].wait()
+
+        def found() -> bool:
+            result, into = read(storage)
+            for status, page, expected in zip(result.statuses, into, PAGES, strict=True):
+                assert status is not ReadStatus.OK or (page == expected).all()
+            return bool(result.prefix == 12)
+
+        wait_until(found, "the master to point at the other copies")
+
+
 def test_other_threads_run_while_one_waits(storage: Any, own_cluster: Cluster) -> None:
     stop(own_cluster.master)
     turns, over = [0], threading.Event()

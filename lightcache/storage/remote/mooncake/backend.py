@@ -18,7 +18,7 @@ from lightcache.storage.remote.mooncake.client import ANSWERING, BATCH, Client
 from lightcache.storage.remote.mooncake.options import MooncakeOptions
 from lightcache.storage.remote.mooncake.staging import Staging
 
-GROUP = 16 << 20  # bytes of pages in one call of the client: enough that asking does not matter
+GROUP = 8 << 20  # bytes of pages in one call of the client: enough that asking does not matter
 PATIENCE = 55.0  # seconds; after 60 the client gives up on a transfer, which may go on behind it
 
 Flight = tuple[range, list[int], Task[list[int]]]

@@ -65,8 +65,8 @@ class Staging:
             if deadline is not None:
                 left = min(deadline.left, threading.TIMEOUT_MAX)
                 self._changed.wait_for(lambda: self._free or self._lost == self.slots, left)
-            taken = self._free[:most]
-            del self._free[:most]
+            taken = self._free[-most:]  # those used last: they are in the processor's caches
+            del self._free[-most:]
             return taken
 
     def give_back(self, slots: Iterable[int]) -> None:

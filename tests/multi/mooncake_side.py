@@ -1,0 +1,64 @@
+"""Run as a program: a node of a Mooncake cluster.
+
+mooncake_side.py URL SEED for-ever     writes prompts until it is killed; a line for each
+mooncake_side.py URL SEED N            writes N prompts and leaves properly
+mooncake_side.py URL SEED wait         writes one prompt and waits until its input ends
+mooncake_side.py URL SEED stuck        as that; closes then, and says so
+mooncake_side.py URL SEED middle       stops for ever with a page that is half written
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from typing import Any
+
+from lightcache.storage import Storage, StorageSpec, open_storage
+from lightcache.storage.conformance import make_keys, pages_of
+
+PROMPT, PAGE_BYTES = 6, 1 << 18
+SPEC = StorageSpec(PAGE_BYTES, "nodes")
+
+
+def prompt(seed: int, number: int) -> Any:
+    """The keys of one."""
+    return make_keys(PROMPT, seed * 100_000 + number)
+
+
+def put(storage: Storage, seed: int, number: int) -> None:
+    """Store one."""
+    keys = prompt(seed, number)
+    found = storage.write(keys, list(pages_of(keys, PAGE_BYTES)), timeout=60.0)
+    print(found.prefix, flush=True)
+
+
+def stop_in_the_middle(storage: Any, seed: int) -> None:
+    """The master has made room for a page, the lender has the first half of it, and no more."""
+    name = storage.object_name(prompt(seed, 0)[0].astype("<u8").tobytes())
+    size = storage._staging.value_bytes
+    library = storage._client._store
+    assert library.batch_put_session_start([name], [size]) == [0]
+    here = storage._staging.addresses([0])
+    half = [[size // 2]]
+    assert library.batch_put_from_multi_buffer_ranges([name], [here], half, [[0]]) is not None
+    print("stopped", flush=True)
+    sys.stdin.read()
+
+
+def main(url: str, seed: str, what: str) -> None:
+    """See above."""
+    with open_storage(url, spec=SPEC) as storage:
+        if what == "middle":
+            stop_in_the_middle(storage, int(seed))
+            return
+        endless = itertools.count()
+        numbers = {"for-ever": endless, "wait": range(1), "stuck": range(1)}
+        for number in numbers[what] if what in numbers else range(int(what)):
+            put(storage, int(seed), number)
+        if what in ("wait", "stuck"):
+            sys.stdin.read()
+    print("closed", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
