@@ -9,15 +9,18 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import lightcache
 from lightcache.shm import sweep
+from lightcache.tools.demo.scratch import PREFIX, Scratch, sweep_folders
 from lightcache.tools.demo.settings import SECRET
 
 pytest.importorskip("transformers")
@@ -29,8 +32,10 @@ _COMMAND = (sys.executable, "-c", "from lightcache.tools.cli import main; main()
 
 
 def left(pid: int) -> list[str]:
-    """Objects of the demo with that PID."""
-    return [path.name for path in Path("/dev/shm").iterdir() if f".demo-{pid}-" in path.name]
+    """Segments and temporary folders of the demo with that PID."""
+    segments = [path.name for path in Path("/dev/shm").iterdir() if f".demo-{pid}-" in path.name]
+    folders = Path(tempfile.gettempdir()).glob(f"{PREFIX}{pid}-*")
+    return segments + [path.name for path in folders]
 
 
 def processes(pid: int, role: str = "") -> list[int]:
@@ -62,6 +67,7 @@ def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
         for each in processes(process.pid):
             os.kill(each, signal.SIGKILL)
         sweep(prefix=f"demo-{process.pid}-")
+        sweep_folders()
 
 
 def read_until(process: subprocess.Popen[str], pattern: str) -> str:
@@ -73,6 +79,15 @@ def read_until(process: subprocess.Popen[str], pattern: str) -> str:
         if re.search(pattern, line):
             return seen
     raise AssertionError(f"{pattern!r} was never said:\n{seen}")
+
+
+def came_back(facts: dict[str, Any]) -> bool:
+    """Whether all conversations went on behind a restart, the first from storage alone."""
+    found = facts["restart"]
+    assert found["turns"] == found["reused_turns"] == 3
+    assert facts["hit_tokens"].get("storage", 0) == 0
+    assert sum(found["hit_tokens"].values()) < found["prompt_tokens"]
+    return bool(found["hit_tokens"]["storage"] > found["prompt_tokens"] / found["turns"] / 2)
 
 
 @pytest.mark.slow
@@ -87,7 +102,8 @@ def test_all_of_it_holds() -> None:
     assert 0 < facts["hit_tokens"]["host"] < facts["prompt_tokens"]
     assert facts["killed"]["doomed_pages"] >= 1
     assert facts["clean"]
-    assert facts["verified_turns"] == facts["reused_turns"]
+    assert came_back(facts)
+    assert facts["verified_turns"] == facts["reused_turns"] + facts["restart"]["reused_turns"]
     assert facts["largest_difference"] < 1e-4
     assert facts["loaded_bytes"] > 0
     assert facts["offloaded_bytes"] > 0
@@ -98,12 +114,13 @@ def test_all_of_it_holds() -> None:
 @pytest.mark.crash
 @pytest.mark.parametrize("routing", ["random", "prefix"])
 def test_it_holds_however_turns_are_routed(routing: str) -> None:
-    with started("--json", "--routing", routing) as process:
+    with started("--json", "--no-restart", "--routing", routing) as process:
         out, _ = process.communicate()
     assert process.returncode == 0, out
     facts = json.loads(out)
     assert facts["problems"] == []
     assert facts["killed"]["doomed_pages"] >= 1
+    assert facts["restart"] is None
     assert facts["hit_tokens"]["host"] > 0
     assert (facts["hit_tokens"].get("device", 0) > 0) == (routing == "prefix")
     assert left(process.pid) == []
@@ -121,6 +138,8 @@ def test_a_hybrid_model() -> None:
     assert facts["killed"]["doomed_pages"] >= 1
     assert 0 < facts["hit_tokens"]["host"] < facts["prompt_tokens"]
     assert facts["hit_tokens"]["host"] % 64 == 0, "only up to states, which are on the grid"
+    assert came_back(facts)
+    assert sum(facts["restart"]["hit_tokens"].values()) % 64 == 0
     assert facts["largest_difference"] < 1e-4
     assert left(process.pid) == []
 
@@ -137,6 +156,51 @@ def test_a_pool_that_is_too_small_has_storage_behind_it() -> None:
     assert facts["hit_tokens"]["storage"] > 0
     assert facts["hit_tokens"]["host"] > 0
     assert facts["verified_turns"] == facts["reused_turns"]
+    assert left(process.pid) == []
+
+
+@pytest.mark.slow
+def test_a_storage_that_was_given_stays(tmp_path: Path) -> None:
+    """With its index gone: a second demo finds from its first turn on what the first one stored."""
+    url = f"disk:{tmp_path}/pages?capacity=64MiB"
+    for expected in (0, 400):
+        with started("--json", "--no-kill", "--storage", url) as process:
+            out, _ = process.communicate()
+        assert process.returncode == 0, out
+        facts = json.loads(out)
+        assert facts["problems"] == []
+        assert facts["restart"]["hit_tokens"]["storage"] > 0 or expected
+        assert facts["hit_tokens"].get("storage", 0) >= expected
+        assert left(process.pid) == []
+        (folder,) = (tmp_path / "pages").iterdir()
+        assert Scratch(tmp_path).indexes() == [], "of the disk"
+        assert any(folder.glob("slots-*"))
+
+
+@pytest.mark.slow
+def test_nothing_from_storage_behind_a_restart_is_a_problem(tmp_path: Path) -> None:
+    url = f"flaky:read_fail=1:disk:{tmp_path}/pages?capacity=64MiB"
+    with started("--json", "--no-kill", "--workers", "1", "--storage", url) as process:
+        out, _ = process.communicate()
+    assert process.returncode == 1, out
+    facts = json.loads(out[out.index("{") :])
+    (problem,) = facts["problems"]
+    assert problem.startswith("nothing came from storage behind the restart")
+    assert facts["restart"]["hit_tokens"].get("storage", 0) == 0
+    assert left(process.pid) == []
+
+
+@pytest.mark.slow
+@pytest.mark.crash
+def test_a_worker_killed_behind_a_restart_is_replaced() -> None:
+    with started("--no-kill") as process:
+        seen = read_until(process, r"^starting anew")
+        seen += read_until(process, r"is there")
+        os.kill(processes(process.pid, "worker")[0], signal.SIGKILL)
+        out, _ = process.communicate()
+    assert process.returncode == 0, seen + out
+    assert "is there again" in out
+    assert "All of it held" in out
     assert left(process.pid) == []
 
 
@@ -177,6 +241,7 @@ def test_nobody_outlives_a_killed_report(wait_until: WaitUntil) -> None:
         process.wait()
         wait_until(lambda: not processes(process.pid), "the processes of the demo leave")
         sweep(prefix="demo-")  # as the next demo does when it begins
+        sweep_folders()
         assert left(process.pid) == []
 
 
@@ -192,7 +257,7 @@ def seeds() -> list[int]:
 def test_whoever_is_killed_the_cache_goes_on(seed: int, wait_until: WaitUntil) -> None:
     """Any process at any moment, with somebody else attached, who goes on afterwards."""
     chance = random.Random(seed)
-    with started("--no-kill") as process:
+    with started("--no-kill", "--no-restart") as process:
         read_until(process, r"^turn ")
         (name,) = [each for each in left(process.pid) if each.endswith("-cache")]
         name = name.removeprefix("lightcache.")
@@ -228,7 +293,7 @@ def test_whoever_is_killed_the_cache_goes_on(seed: int, wait_until: WaitUntil) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("moment", [r"^starting", r"^turn "])
+@pytest.mark.parametrize("moment", [r"^starting", r"^turn ", r"^everything has ended"])
 def test_an_interrupt_ends_and_removes_everything(
     sent: signal.Signals, status: int, moment: str
 ) -> None:
@@ -261,6 +326,7 @@ def test_two_at_once() -> None:
         (["--svg", "/tmp"], "expected a file that can be written, found '/tmp'"),
         (["--storage", "hamster"], "expected a URL such as 'memory:', found 'hamster'"),
         (["--storage", "redis://there"], "'redis' is not there yet"),
+        (["--storage", "disk:/nowhere/x?capacity=few"], "few"),
         (["--storage", "memory:?pages=few"], "pages: expected a number, found 'few'"),
     ],
 )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,10 +19,13 @@ from support.demo_desk import LEAVES_A_RING, settings_of
 from lightcache.errors import ConfigError
 from lightcache.shm import SharedRing, read_segment
 from lightcache.tools import cli
-from lightcache.tools.demo import machine
+from lightcache.tools.demo import machine, urls
 from lightcache.tools.demo.models import ModelChoice
 from lightcache.tools.demo.prompts import Prompts
+from lightcache.tools.demo.report import Report
+from lightcache.tools.demo.returning import Returning
 from lightcache.tools.demo.settings import Settings
+from lightcache.tools.demo.stage import Stage
 from lightcache.tools.demo.turns import Turn
 
 PLAIN: dict[str, Any] = {
@@ -113,11 +119,121 @@ def test_room_is_looked_for_when_the_dead_are_gone(
     assert looked == [1 << 20]
 
 
-@pytest.mark.parametrize("more", [["--routing", "prefix"], ["--storage", "memory:"]])
-def test_what_a_hybrid_model_cannot_have_yet(more: list[str]) -> None:
-    found = CliRunner().invoke(cli.group, ["demo", "--model", "hybrid", *more])
+def test_what_a_hybrid_model_cannot_have_yet() -> None:
+    found = CliRunner().invoke(cli.group, ["demo", "--model", "hybrid", "--routing", "prefix"])
     assert found.exit_code != 0
-    assert "--model hybrid: expected neither --storage nor --routing prefix" in found.output
+    assert "--model hybrid: expected another --routing than prefix" in found.output
+
+
+def test_settings_behind_a_restart() -> None:
+    """The same in all but what is asked, and under names of their own."""
+    before = settings_of("run-1", hold_at=3, storage="disk:/there")
+    found = before.again("/turns.json")
+    assert found.run == "run-1-again"
+    assert (found.hold_at, found.storage, found.seed) == (None, "disk:/there", before.seed)
+    total, vocabulary = before.make_workload().total, before.workload["vocabulary"]
+    assert found.workload == {
+        "kind": "again",
+        "path": "/turns.json",
+        "first": total,
+        "vocabulary": vocabulary,
+    }
+    assert Settings.from_json(found.to_json()) == found
+
+
+# ---- storage
+
+
+@pytest.mark.parametrize(
+    ("url", "found"),
+    [
+        ("disk:/mnt/x?capacity=1GiB", True),
+        ("memory:?capacity=1GiB", False),
+        ("flaky:read_fail=0.1,seed=3:memory:", False),
+        ("flaky:read_fail=0.1:disk:/mnt/x", True),
+        ("flaky:read_fail=0.1:flaky:seed=1:memory:", False),
+        ("mine://there", True),
+    ],
+)
+def test_what_outlives_its_processes(url: str, found: bool) -> None:
+    assert urls.outlives(url) is found
+
+
+def test_a_folder_is_the_one_that_was_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers have another working folder."""
+    monkeypatch.chdir(tmp_path)
+    assert urls.checked("disk:pages?capacity=1MiB") == f"disk:{tmp_path}/pages?capacity=1MiB"
+    assert urls.checked("disk:/mnt/x") == "disk:/mnt/x"
+    assert urls.checked("memory:?pages=4") == "memory:?pages=4"
+    assert not list(tmp_path.iterdir()), "nothing is made"
+
+
+class Started(Exception):
+    """A run would begin."""
+
+
+@pytest.mark.parametrize(
+    ("more", "storage", "restarts"),
+    [
+        ([], f"disk:.*/pages\\?capacity={2 << 20}$", True),
+        (["--model", "hybrid"], f"disk:.*/pages\\?capacity={1 << 20}$", True),
+        (["--storage", "none"], None, False),
+        (["--no-restart"], None, False),
+        (["--storage", "disk:/there?capacity=1MiB"], r"disk:/there\?capacity=1MiB$", True),
+        (["--storage", "disk:/there", "--no-restart"], "disk:/there$", False),
+        (["--storage", "memory:"], "memory:$", False),
+    ],
+)
+def test_where_pages_go(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    more: list[str],
+    storage: str | None,
+    restarts: bool,
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    seen: list[Report] = []
+
+    def run(self: Report) -> None:
+        seen.append(self)
+        assert bool(list(tmp_path.iterdir())) is restarts
+        raise Started
+
+    monkeypatch.setattr(Report, "run", run)
+    found = CliRunner().invoke(cli.group, ["demo", "--size", "1MiB", *more])
+    assert isinstance(found.exception, Started), found.output
+    (report,) = seen
+    if storage is None:
+        assert report.settings.storage is None
+    else:
+        assert re.match(storage, report.settings.storage or "")
+    assert (report.scratch is not None) is report.outcome.wanted_restart is restarts
+    assert not list(tmp_path.iterdir()), "it is removed, whatever happens"
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("hamster", "expected a URL such as 'memory:', found 'hamster'"),
+        ("", "expected a URL such as 'memory:', found ''"),
+        ("None", "expected a URL such as 'memory:', found 'None'"),
+        ("disk:", "disk: expected a folder"),
+        ("disk:/there?capacity=lots", "capacity"),
+        ("disk:/there?size=1GiB", "found size"),
+        ("memory:?pages=few", "pages: expected a number, found 'few'"),
+    ],
+)
+def test_a_bad_storage_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, words: str
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(Stage, "__enter__", lambda self: pytest.fail("something starts"))
+    found = CliRunner().invoke(cli.group, ["demo", "--storage", url])
+    assert found.exit_code == 2
+    assert words in found.output
+    assert not list(tmp_path.iterdir())
 
 
 # ---- prompts
@@ -201,3 +317,48 @@ def test_out_of_order() -> None:
         prompts.answered(0, [1])
     with pytest.raises(ConfigError, match="number of the turn"):
         prompts.answered(5, [1])
+
+
+# ---- prompts that come back
+
+
+def returning(**changes: Any) -> Returning:
+    given = {name: value for name, value in PLAIN.items() if name != "count"}
+    return Returning(**{**given, "count": 5, "lag": 2, **changes})
+
+
+@pytest.mark.parametrize(("count", "lag"), [(5, 2), (1, 1), (2, 3), (4, 4), (3, 1)])
+def test_prompts_that_come_back(count: int, lag: int) -> None:
+    """One at a time; each again behind `lag` others that are new, and at once again."""
+    turns, most = played(returning(count=count, lag=lag))
+    assert most == 1
+    asked = [(turn.conversation, turn.turn) for turn in turns]
+    assert sorted(asked) == [(prompt, repeat) for prompt in range(count) for repeat in range(3)]
+    assert len(turns) == returning(count=count, lag=lag).total == 3 * count
+    for prompt in range(count):
+        first, again, more = (asked.index((prompt, repeat)) for repeat in range(3))
+        assert more == again + 1
+        between = [each for each in asked[first + 1 : again] if each[1] == 0]
+        assert between == [(each, 0) for each in range(prompt + 1, min(prompt + lag + 1, count))]
+        prefixes = {tuple(turns[at].tokens[:12].tolist()) for at in (first, again, more)}
+        assert len(prefixes) == 1
+        assert len({tuple(turns[at].tokens[12:].tolist()) for at in (first, again, more)}) == 3
+
+
+def test_prompts_that_never_come_back() -> None:
+    with pytest.raises(ConfigError, match="lag: expected at least 1, found 0"):
+        returning(lag=0)
+    with pytest.raises(ConfigError, match="count: expected at least 1"):
+        returning(count=0)
+
+
+def test_what_comes_back_out_of_order() -> None:
+    prompts = returning()
+    (first,) = prompts.begin()
+    with pytest.raises(ConfigError, match="has begun"):
+        prompts.begin()
+    with pytest.raises(ConfigError, match="token ids"):
+        prompts.answered(first.number, [1000])
+    assert prompts.answered(first.number, [1])
+    with pytest.raises(ConfigError, match="answered before"):
+        prompts.answered(first.number, [1])

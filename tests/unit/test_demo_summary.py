@@ -132,6 +132,70 @@ def test_what_did_not_hold(changes: dict[str, Any], said: list[str]) -> None:
     assert outcome(**changes).problems() == said
 
 
+def restarted(**changes: Any) -> dict[str, Any]:
+    """Changes of a run that went on behind a restart."""
+    again = [
+        served(4, reused={"host": 0, "storage": 64}),
+        served(5, reused={"host": 16, "storage": 48}),
+    ]
+    return {
+        "wanted_restart": True,
+        "wanted_again": 2,
+        "again": again,
+        "storage": "disk:/there",
+        **changes,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, []),
+        ({"wanted_again": 3}, ["expected 3 answers behind the restart, found 2"]),
+        (
+            {"again": [served(4, reused={"host": 0}), served(5, reused={"storage": 0})]},
+            [
+                "nothing came from storage behind the restart; give it more room, or leave the "
+                "restart out (--no-restart)"
+            ],
+        ),
+        (
+            {"again": [served(5, reused={"storage": 9}), served(4, reused={"host": 3})]},
+            [
+                "the first turn behind the restart had 3 tokens from the host tier, which should "
+                "have been empty"
+            ],
+        ),
+        (
+            {"again": [served(4, reused={"device": 3, "storage": 9}), served(5)]},
+            [
+                "the first turn behind the restart had 3 tokens from the device tier, which should "
+                "have been empty"
+            ],
+        ),
+        # Its first attempt had read to the host what the second found there.
+        ({"again": [served(4, attempts=2), served(5, reused={"storage": 1})]}, []),
+    ],
+)
+def test_what_did_not_hold_behind_a_restart(changes: dict[str, Any], said: list[str]) -> None:
+    assert outcome(**restarted(**changes)).problems() == said
+
+
+def test_nobody_was_asked_behind_a_restart() -> None:
+    for count in (0, 2):
+        found = outcome(**restarted(again=[], wanted_again=count))
+        assert len(found.problems()) == 2
+        assert "restart        nobody was asked anything" in text(found)
+        json.dumps(found.facts(), allow_nan=False)
+
+
+def test_a_restart_that_nobody_asked_for_is_no_problem() -> None:
+    found = outcome(**restarted(wanted_restart=False, again=[]))
+    assert found.problems() == []
+    assert "restart " not in text(found)
+    assert found.facts()["restart"] is None
+
+
 def test_exactly_the_tolerance_is_within() -> None:
     assert not outcome(verified=[Verified(1, True, 1e-4)] * 3).problems()
 
@@ -196,6 +260,23 @@ def test_the_summary() -> None:
         ),
         ({"storage": "memory:"}, "and to read what storage has (median)", "pin what there is ("),
         ({}, "lookup ", "storage"),
+        (
+            restarted(),
+            "restart        everything ended and began anew, with an empty cache: of 200 prompt "
+            "tokens 112 came from disk:, 16 from the host, where these had been read to before; "
+            "the first of 2 turns had its first token after 10 ms, 50 ms from nothing\n",
+            "nothing came from",
+        ),
+        (
+            restarted(again=[served(4, reused={"storage": 64})], storage="mine:me:word@there"),
+            "tokens 64 came from mine:; the first of 1 turns",
+            "word",
+        ),
+        (
+            restarted(turns=[served(0, reused={"storage": 7})]),
+            "storage        7 tokens that the host did not have came from disk:\n",
+            "nothing came from",
+        ),
     ],
 )
 def test_what_is_said_otherwise(changes: dict[str, Any], has: str, lacks: str) -> None:
@@ -226,12 +307,30 @@ def test_facts() -> None:
             "doomed_pages": 6,
             "recovered_s": 0.004,
         },
+        "restart": None,
         "check": "64 pages: every invariant holds",
         "clean": True,
         "verified_turns": 3,
         "largest_difference": 3e-6,
         "seconds": 12.25,
         "problems": [],
+    }
+
+
+def test_facts_of_a_restart() -> None:
+    """Apart from those before it."""
+    facts = outcome(**restarted()).facts()
+    assert facts["restart"] == {
+        "turns": 2,
+        "prompt_tokens": 200,
+        "hit_tokens": {"host": 16, "storage": 112},
+        "reused_turns": 2,
+        "first_token_s": 0.01,
+        "first_token_from_nothing_s": 0.05,
+    }
+    plain = outcome().facts()
+    assert {name: facts[name] for name in plain if name != "restart"} == {
+        name: plain[name] for name in plain if name != "restart"
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,14 @@ def tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = {name: SIZES[name] for name in (*_SHAPE, "num_key_value_heads")}
     made_up = {"vocab_size": 128, "head_dim": 8}
     monkeypatch.setattr(models, "SIZES", {**models.SIZES, "tiny": {**tiny, **made_up}})
+
+
+def tiny_hybrid(monkeypatch: pytest.MonkeyPatch) -> ModelChoice:
+    """A hybrid model of milliseconds."""
+    tiny = {name: SIZES[name] for name in (*_SHAPE, "num_key_value_heads")}
+    form = {**tiny, **LINEAR, "vocab_size": 128}
+    monkeypatch.setattr(models, "SIZES", {**models.SIZES, models.HYBRID: form})
+    return ModelChoice(size=models.HYBRID)
 
 
 @pytest.mark.parametrize(
@@ -129,10 +138,7 @@ def test_some_from_the_device_and_some_from_the_host(
 
 def test_a_hybrid_model(segment_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What one worker left, keys, values and states, is found by the other."""
-    tiny = {name: SIZES[name] for name in (*_SHAPE, "num_key_value_heads")}
-    form = {**tiny, **LINEAR, "vocab_size": 128}
-    monkeypatch.setattr(models, "SIZES", {**models.SIZES, models.HYBRID: form})
-    settings = settings_of(segment_name, model=ModelChoice(size=models.HYBRID), size=8 << 20)
+    settings = settings_of(segment_name, model=tiny_hybrid(monkeypatch), size=8 << 20)
     with ExitStack() as stack:
         report = stack.enter_context(Mailbox(settings.report_ring))
         one, other = (Worker(settings, number, 0, report, stack) for number in (0, 1))
@@ -188,3 +194,107 @@ def test_what_the_host_has_evicted_comes_from_storage(
         loaded = {"storage": pages * settings.page_tokens} if pages else {}
         assert found[1].reused == {"host": 0, **loaded}
         assert (tier.stats().loaded, tier.stats().failed) == (pages, 4 - pages)
+
+
+def settled(worker: Worker, wait_until: Callable[[Callable[[], bool], str], None]) -> None:
+    """What it writes is written."""
+    assert worker.hybrid is not None
+    stored: Any = worker.hybrid._stored
+    for tier in (stored._kv_tier, stored._states_tier):
+        wait_until(lambda: not tier.stats().running + tier.stats().queued, "it is written")  # noqa: B023
+
+
+def test_a_hybrid_model_behind_a_restart(
+    segment_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys and values come back, and the states with them, up to a state and no further."""
+    settings = settings_of(
+        segment_name,
+        model=tiny_hybrid(monkeypatch),
+        size=8 << 20,
+        storage=f"disk:{tmp_path}?capacity=8MiB",
+    )
+    tokens, found = np.arange(150, dtype=np.int32) % 128, []
+    for number in range(2):
+        with ExitStack() as stack:
+            report = stack.enter_context(Mailbox(settings.report_ring))
+            worker = Worker(settings, 0, number, report, stack)
+            asked = Request(number, 6, 0.0, True, False, False, tokens=tokens)
+            found.append(worker.serve(asked))
+            whole = np.concatenate([tokens, found[-1].tokens])
+            equal, difference = compare(worker.model, len(tokens), whole, found[-1].logprobs)
+            assert equal
+            assert difference < 1e-4
+            tokens = np.concatenate([whole, tokens[:60]])
+    assert [each.reused for each in found] == [{"host": 0}, {"host": 0, "storage": 128}]
+
+
+@pytest.mark.parametrize(("states", "kv"), [(True, True), (True, False), (False, True)])
+def test_what_the_host_of_a_hybrid_model_has_evicted(
+    segment_name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    wait_until: Callable[[Callable[[], bool], str], None],
+    states: bool,
+    kv: bool,
+) -> None:
+    """Of either cache, or of both."""
+    settings = settings_of(
+        segment_name,
+        model=tiny_hybrid(monkeypatch),
+        size=8 << 20,
+        storage=f"disk:{tmp_path}?capacity=8MiB",
+    )
+    with ExitStack() as stack:
+        report = stack.enter_context(Mailbox(settings.report_ring))
+        worker = Worker(settings, 0, 0, report, stack)
+        assert worker.hybrid is not None
+        tokens, found = np.arange(150, dtype=np.int32) % 128, []
+        for number in range(2):
+            found.append(worker.serve(Request(number, 2, 0.0, True, False, False, tokens=tokens)))
+            settled(worker, wait_until)
+            for evict, cache in (
+                (states, worker.hybrid.caches.states),
+                (kv, worker.hybrid.caches.kv),
+            ):
+                if evict:
+                    assert cache is not None
+                    cache.evict(cache.pages)
+        assert found[1].tokens.tolist() == found[0].tokens.tolist()
+        assert sum(found[1].reused.values()) == 128
+        assert found[1].reused.get("storage", 0) == (128 if kv else 0)
+
+
+def test_a_hybrid_models_keys_and_values_that_storage_has_not(
+    segment_name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    wait_until: Callable[[Callable[[], bool], str], None],
+) -> None:
+    """A state that is deeper than they reach is of no use: the one before it is."""
+    settings = settings_of(
+        segment_name,
+        model=tiny_hybrid(monkeypatch),
+        size=8 << 20,
+        storage=f"disk:{tmp_path}?capacity=8MiB",
+    )
+    with ExitStack() as stack:
+        report = stack.enter_context(Mailbox(settings.report_ring))
+        worker = Worker(settings, 0, 0, report, stack)
+        assert worker.hybrid is not None
+        stored, caches = worker.hybrid._stored, worker.hybrid.caches
+        assert stored is not None
+        every = np.arange(150, dtype=np.int32) % 128
+        for number, tokens in enumerate((every[:100], every)):
+            worker.serve(Request(number, 2, 0.0, True, False, False, tokens=tokens))
+            settled(worker, wait_until)
+        for cache in (caches.states, caches.kv):
+            assert cache is not None
+            cache.evict(cache.pages)
+        keys = caches.kv.hash_pages(every)
+        backend = stored._kv_tier.storage
+        assert backend.delete(keys[64 // settings.page_tokens :], timeout=60.0)
+        found = worker.serve(Request(2, 2, 0.0, True, False, False, tokens=every))
+        assert found.reused == {"host": 0, "storage": 64}
+        whole = np.concatenate([every, found.tokens])
+        assert compare(worker.model, len(every), whole, found.logprobs)[0]

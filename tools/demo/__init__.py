@@ -49,9 +49,16 @@ _KEPT = 4  # caches of former requests that a worker keeps, so that there is som
 @click.option(
     "--storage",
     metavar="URL",
-    help="Where each worker writes pages when a request ends, and reads back what the host has "
-    "evicted, as memory: or memory:?capacity=1GiB. Of memory: each worker has its own. Something "
-    "is evicted with such as --size 8MiB.",
+    help="Where each worker writes pages when a request ends, and reads back what the host does "
+    "not have, such as disk:/mnt/nvme/x?capacity=2GiB. By default a disk in a temporary folder, "
+    "which is removed in the end; `none`: no storage. Of memory: each worker has its own, which "
+    "ends with it.",
+)
+@click.option(
+    "--no-restart",
+    is_flag=True,
+    help="Leave out the end: everything ends, begins anew with the same storage, and goes on with "
+    "some conversations. There is none without storage, and none with memory:.",
 )
 @click.option(
     "--page-tokens",
@@ -95,16 +102,16 @@ def demo(ctx: click.Context, /, svg: str | None, as_json: bool, **asked: Any) ->
     """A router and model workers serve conversations out of one cache.
 
     Each turn of a conversation goes to another worker, unless --routing says otherwise. Halfway, a
-    worker is killed in the middle of an offload. At the end the cache is checked, and some turns
-    are computed again from nothing. Exit status 0: all of it held.
+    worker is killed in the middle of an offload. Then everything ends, begins anew with an empty
+    cache, and conversations go on from what storage has. At the end the cache is checked, and some
+    turns are computed again from nothing. Exit status 0: all of it held.
     """
-    from lightcache.tools.demo.report import Report
     from lightcache.tools.demo.show import Show
 
     if svg is not None:
         check_writable("--svg", svg)
     out = console()
-    outcome = Report(_settings(**asked), Show(out, quiet=as_json)).run()
+    outcome = _run(Show(out, quiet=as_json), **asked)
     problems = outcome.problems()
     if as_json:
         emit(outcome.facts())
@@ -119,6 +126,24 @@ def demo(ctx: click.Context, /, svg: str | None, as_json: bool, **asked: Any) ->
     if svg is not None:
         _picture(svg, outcome)
     ctx.exit(BROKEN if problems else OK)
+
+
+def _run(show: Any, *, storage: str | None, no_restart: bool, **asked: Any) -> Any:
+    """The run, in a temporary folder if something is to be found again."""
+    from lightcache.tools.demo.report import Report
+    from lightcache.tools.demo.scratch import scratch
+    from lightcache.tools.demo.stage import terminable
+    from lightcache.tools.demo.urls import NONE, checked, outlives
+
+    url = None if storage in (None, NONE) else checked(storage)
+    settings = _settings(**asked, storage=url)
+    if no_restart or storage == NONE or (url is not None and not outlives(url)):
+        return Report(settings, show).run()
+    with terminable(), scratch() as folder:
+        if url is None:
+            caches = 2 if settings.model.hybrid else 1  # each has a half of the memory then
+            settings = replace(settings, storage=folder.storage(settings.size // caches))
+        return Report(settings, show, folder).run()
 
 
 def _settings(
@@ -141,15 +166,14 @@ def _settings(
     """What is asked for, checked before any process is started."""
     from lightcache.shm.sweep import sweep
     from lightcache.sizes import parse_size
-    from lightcache.storage.urls import check_url
     from lightcache.tools.demo import machine, models
     from lightcache.tools.demo.settings import Settings, run_name
 
     hybrid = directory == models.HYBRID
-    if hybrid and (storage is not None or routing == "prefix"):
+    if hybrid and routing == "prefix":
         raise ConfigError(
-            "--model hybrid: expected neither --storage nor --routing prefix, which need a manager "
-            "that knows about recurrent states"
+            "--model hybrid: expected another --routing than prefix, which goes by what workers "
+            "keep on their devices: without a manager they keep nothing there"
         )
     choice = models.ModelChoice(
         directory=os.path.abspath(directory) if directory and not hybrid else None,
@@ -160,8 +184,6 @@ def _settings(
     )
     facts = models.preflight(choice)
     nbytes = parse_size(size)
-    if storage is not None:  # whatever is wrong with it is said now: each worker opens it again
-        check_url(storage)
     sweep(prefix="demo-")  # what demos left whose every process was killed: it may be in the way
     machine.preflight(nbytes)
     if trace is not None:
@@ -205,7 +227,7 @@ def _picture(path: str, outcome: Any) -> None:
 
     picture = Console(record=True, width=_SVG_WIDTH, file=io.StringIO(), force_terminal=True)
     turns = Turns()
-    for turn in outcome.turns:
+    for turn in (*outcome.turns, *outcome.again):
         turns.add(turn)
     picture.print(turns.table(turns.rows))
     picture.print()

@@ -1,7 +1,7 @@
 """How a worker serves a hybrid model: keys and values in one cache, recurrent states in another.
 
 By the connector's own `prefix` and `prefill`, without a manager: a worker has one request at a
-time, and nothing of it stays on the device.
+time, and nothing of it stays on the device. What only storage has is brought to the host before.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from lightcache._arguments import Keys
 from lightcache.connectors import transformers as connector
 from lightcache.manager import ManagerStats
 from lightcache.tools.demo.generate import Generated, generate
+from lightcache.tools.demo.hybrid_storage import HybridStorage
 from lightcache.tools.demo.messages import Request, Tokens
 from lightcache.tools.demo.settings import SECRET, Settings
 
@@ -46,6 +47,11 @@ class HybridSide:
             connector.Connector(self.caches.kv, model, states=self.caches.states)
         )
         self._model = model
+        self._stored: HybridStorage | None = None
+        if settings.storage is not None:
+            assert self.connector.hybrid is not None
+            checkpoints = self.connector.hybrid.checkpoints
+            self._stored = HybridStorage(settings.storage, self.caches, checkpoints, stack)
 
     def serve(
         self, request: Request, hold: Callable[[Reservation, Any], None]
@@ -61,6 +67,9 @@ class HybridSide:
             keys and values.
         """
         before = time.perf_counter()
+        brought = 0
+        if self._stored is not None:
+            brought = self._stored.bring(self.caches.kv.hash_pages(request.tokens, leave_one=True))
         lookup = self._lookup(request.tokens, before)
         with self.connector.prefix(request.tokens) as past:
             self.connector.prefill(past)
@@ -70,8 +79,12 @@ class HybridSide:
             new = len(keys) - self.caches.kv.peek(keys)
             if request.hold:
                 self._hold(keys, past, hold)
+        if self._stored is not None:
+            self._stored.write(keys, [one.tokens for one in past.taken])
+        from_storage = min(past.reused, brought * self.caches.kv.index.page_tokens)
         stats = ManagerStats(
-            host_tokens=past.reused,
+            host_tokens=past.reused - from_storage,
+            storage_tokens=from_storage,
             loaded_pages=past.reused // self.caches.kv.index.page_tokens,
             offloaded_pages=new,
         )

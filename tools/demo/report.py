@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import lightcache
 from lightcache.shm.listing import list_segments
+from lightcache.tools.demo.again import write_again
 from lightcache.tools.demo.messages import (
     Finished,
     Hello,
@@ -19,28 +22,37 @@ from lightcache.tools.demo.messages import (
     Verified,
     Verify,
 )
+from lightcache.tools.demo.models import preflight
+from lightcache.tools.demo.scratch import Scratch
 from lightcache.tools.demo.settings import SECRET, STATES, Settings
 from lightcache.tools.demo.show import Show
 from lightcache.tools.demo.stage import Stage
 from lightcache.tools.demo.summary import Outcome, sample
 
 _SAMPLE = 8  # turns that are computed again
+_AGAIN = 4  # conversations that go on behind a restart; all of their turns are computed again
 
 
 class Report:
     """One run, from its beginning to its verdict."""
 
-    def __init__(self, settings: Settings, show: Show) -> None:
-        """Nothing is started yet."""
-        self.settings, self.show = settings, show
+    def __init__(self, settings: Settings, show: Show, scratch: Scratch | None = None) -> None:
+        """Nothing is started yet.
+
+        Args:
+            scratch: where to keep what is asked behind a restart; None: there is none.
+        """
+        self.settings, self.show, self.scratch = settings, show, scratch
         self.outcome = Outcome(
             wanted_turns=settings.make_workload().total,
             wanted_kill=settings.hold_at is not None,
+            wanted_restart=scratch is not None,
             storage=settings.storage,
         )
         self.stage = Stage(settings)
         self.caches: dict[str, lightcache.Cache] = {}
         self._stack = contextlib.ExitStack()
+        self._turns = self.outcome.turns
 
     def run(self) -> Outcome:
         """All of it. Blocks.
@@ -49,15 +61,51 @@ class Report:
             RunFailed: some process could not go on.
         """
         began = time.monotonic()
-        with self.show, self.stage, self._stack:
-            self.show.status("starting: a router and workers, each with a model of its own")
-            self._watch()
-            self._judge()
+        with self.show:
+            with self.stage, self._stack:
+                self.show.status("starting: a router and workers, each with a model of its own")
+                self._watch()
+                self._check()
+                if self.scratch is None:
+                    self._compare(sample(self.outcome.turns, _SAMPLE))
+            self._look_for_what_is_left()
+            if self.scratch is not None:
+                self._restart(self.scratch.path / "turns.json")
             self.show.finish()
-        prefix = f"{self.settings.run}-"
-        self.outcome.left = [info.name for info in list_segments() if info.name.startswith(prefix)]
         self.outcome.seconds = time.monotonic() - began
         return self.outcome
+
+    def _restart(self, path: Path) -> None:
+        """Everything anew, with what is stored, and some conversations go on. What the reference
+        computes again is of both lives: it loads its model once."""
+        outcome, before = self.outcome, self.settings
+        outcome.wanted_again = write_again(
+            path,
+            outcome.turns,
+            _AGAIN,
+            vocabulary=before.workload["vocabulary"],
+            positions=preflight(before.model).positions,
+            seed=before.seed,
+        )
+        self.show.say("everything has ended: what is left is in storage", "yellow")
+        self.settings = before.again(str(path))
+        self.stage, self.caches = Stage(self.settings), {}
+        self._stack, self._turns = contextlib.ExitStack(), outcome.again
+        with self.stage, self._stack:
+            self.show.status("starting anew: router, workers, and an empty cache")
+            self._watch()
+            self._check()
+            again = sample(outcome.again, _AGAIN)
+            self._compare([*sample(outcome.turns, _SAMPLE), *again])
+        self._look_for_what_is_left()
+
+    def _look_for_what_is_left(self) -> None:
+        """In shared memory, of processes that have all ended."""
+        prefix = f"{self.settings.run}-"
+        names = [info.name for info in list_segments() if info.name.startswith(prefix)]
+        if self.scratch is not None:
+            names += self.scratch.indexes()
+        self.outcome.left += [name for name in names if name not in self.outcome.left]
 
     def _watch(self) -> None:
         """Until every turn is answered, and a worker that was killed has its successor."""
@@ -80,7 +128,8 @@ class Report:
             elif isinstance(event, Lost):
                 missing.add(event.worker)
             elif isinstance(event, Finished):
-                finished, self.outcome.lookup_us = True, event.lookup_us
+                finished = True
+                self.outcome.lookup_us = self.outcome.lookup_us or event.lookup_us
             else:
                 if isinstance(event, Hello):
                     missing.discard(event.worker)
@@ -108,7 +157,7 @@ class Report:
         )
 
     def _on_served(self, turn: Served) -> None:
-        self.outcome.turns.append(turn)
+        self._turns.append(turn)
         self.show.add(turn)
 
     def _on_recovered(self, found: Recovered) -> None:
@@ -119,15 +168,19 @@ class Report:
             "yellow",
         )
 
-    def _judge(self) -> None:
-        """Check the cache, and compute a sample of the turns again."""
+    def _check(self) -> None:
+        """Look at every invariant of the caches."""
+        if self.outcome.check is not None and not self.outcome.check.clean:
+            return
         self.show.status("checking the cache: every invariant, derived again")
         for cache in self.caches.values():
             self.outcome.check = cache.check()
             self.outcome.checked += 1
             if not self.outcome.check.clean:
                 break
-        chosen = sample(self.outcome.turns, _SAMPLE)
+
+    def _compare(self, chosen: Sequence[Served]) -> None:
+        """Compute turns again."""
         self.outcome.wanted_verified = len(chosen)
         if not chosen:
             return

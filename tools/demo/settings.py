@@ -7,11 +7,13 @@ import json
 import os
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from lightcache.tools.demo.again import Again
 from lightcache.tools.demo.models import ModelChoice
 from lightcache.tools.demo.prompts import Prompts
+from lightcache.tools.demo.returning import Returning
 from lightcache.tools.demo.workload import Workload, conversations, trace
 
 SECRET = b"a demo keeps no secret from anybody"
@@ -21,6 +23,8 @@ WORKLOADS: dict[str, Callable[..., Workload]] = {
     "conversations": conversations,
     "trace": trace,
     "prompts": Prompts,
+    "again": Again,
+    "returning": Returning,
 }
 Pool = Literal["shared", "private", "none"]
 Routing = Literal["another", "random", "prefix"]
@@ -56,8 +60,8 @@ class Settings:
     """another: never the worker of the turn before; random: any; prefix: the one at which the turn
     costs least, by what is cached where and by what waits there."""
     storage: str | None = None
-    """URL of what each worker's manager writes to when a request ends, and reads from what the
-    host has evicted; None: nothing."""
+    """URL of what each worker writes to when a request ends, and reads from what the host does not
+    have; None: nothing."""
     kept: int = 0
     """Transformers caches that each worker keeps on its device when their requests are over."""
     seed: int = 0
@@ -70,6 +74,21 @@ class Settings:
     hold_at: int | None = None
     """The worker that is given this turn, or the next one that writes any pages, is killed at
     it."""
+
+    def again(self, path: str) -> Settings:
+        """Of the run behind a restart. Its names are others: nothing of this one could be found by
+        it even if it were there still.
+
+        Args:
+            path: of the turns that are asked, see `write_again`.
+        """
+        workload = {
+            "kind": "again",
+            "path": path,
+            "first": self.make_workload().total,
+            "vocabulary": self.workload["vocabulary"],
+        }
+        return replace(self, run=f"{self.run}-again", workload=workload, hold_at=None)
 
     @property
     def router_ring(self) -> str:

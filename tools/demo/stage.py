@@ -31,6 +31,28 @@ def _leave(number: int, frame: object) -> None:
     sys.exit(128 + number)
 
 
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """No signal that ends a run is heard meanwhile: a second one would leave what the first one
+    began to remove. For what takes seconds at most."""
+    heard = {each: signal.signal(each, signal.SIG_IGN) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in heard.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """SIGTERM is an exception within."""
+    before = signal.signal(signal.SIGTERM, _leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name

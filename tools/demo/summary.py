@@ -24,9 +24,13 @@ class Outcome:
 
     wanted_turns: int
     wanted_kill: bool
+    wanted_restart: bool = False
     storage: str | None = None
     """Its URL, if there was one behind the host."""
     turns: list[Served] = field(default_factory=list)
+    again: list[Served] = field(default_factory=list)
+    """Behind the restart."""
+    wanted_again: int = 0
     holding: Holding | None = None
     recovered: list[Recovered] = field(default_factory=list)
     successors: list[Hello] = field(default_factory=list)
@@ -67,6 +71,8 @@ class Outcome:
             )
         if self.wanted_kill:
             found += self._kill_problems()
+        if self.wanted_restart:
+            found += self._restart_problems()
         if self.check is None or not self.check.clean:
             found.append(f"check: {self.check.message if self.check else 'it did not run'}")
         if self.reused and (not self.verified or len(self.verified) != self.wanted_verified):
@@ -90,6 +96,28 @@ class Outcome:
             return ["what the killed worker held was not taken back"]
         found = [] if self.recovery.doomed else ["the killed worker left no doomed page"]
         return found if self.successors else [*found, "the killed worker has no successor"]
+
+    def _restart_problems(self) -> list[str]:
+        found = []
+        if not self.again or len(self.again) != self.wanted_again:
+            found.append(
+                f"expected {self.wanted_again} answers behind the restart, found {len(self.again)}"
+            )
+        reused = _by_tier(self.again)
+        if not reused.get("storage"):
+            found.append(
+                "nothing came from storage behind the restart; give it more room, or leave the "
+                "restart out (--no-restart)"
+            )
+        first = min(self.again, key=lambda turn: turn.number, default=None)
+        if first is not None and first.attempts == 1:
+            found += [
+                f"the first turn behind the restart had {count} tokens from the {tier} tier, which "
+                "should have been empty"
+                for tier, count in first.reused.items()
+                if count and tier != "storage"
+            ]
+        return found
 
     # ---- for people
 
@@ -115,21 +143,19 @@ class Outcome:
             ("lookup", self._lookup()),
             ("moved", f"{loaded / 2**20:,.1f} MiB loaded, {stored / 2**20:,.1f} MiB offloaded"),
         ]
-        if self.storage is not None:
+        if self.storage is not None and (self.hits().get("storage") or not self.wanted_restart):
             lines.append(("storage", self._stored(self.storage)))
         if self.wanted_kill:
             lines.append(("killed", self._killed()))
+        if self.wanted_restart:
+            lines.append(("restart", self._restarted()))
         if self.check is not None:
             lines.append(("check", self._verdict()))
         return [*lines, ("equal", self._equal())]
 
     def hits(self) -> dict[str, int]:
         """Reused tokens of each tier."""
-        found: dict[str, int] = {}
-        for turn in self.turns:
-            for tier, count in turn.reused.items():
-                found[tier] = found.get(tier, 0) + count
-        return found
+        return _by_tier(self.turns)
 
     def moved(self) -> tuple[int, int]:
         """Bytes loaded and offloaded."""
@@ -138,10 +164,7 @@ class Outcome:
 
     def medians(self) -> tuple[float, float] | None:
         """Seconds to the first token of reused turns, with the cache and from nothing."""
-        both = [(t.first_s, t.baseline_s) for t in self.reused if t.baseline_s is not None]
-        if not both:
-            return None
-        return statistics.median(a for a, _ in both), statistics.median(b for _, b in both)
+        return _medians(self.reused)
 
     def _first_token(self) -> str:
         found = self.medians()
@@ -158,13 +181,27 @@ class Outcome:
         return f"{self.lookup_us:.0f} us to hash, find and pin what there is{reading} (median)"
 
     def _stored(self, url: str) -> str:
-        scheme = f"{url.partition(':')[0]}:"  # not all of it: there may be a password in it
+        scheme = _scheme(url)
         count = self.hits().get("storage", 0)
         if count == 0:
             return (
                 f"nothing came from {scheme}, the host had all that was asked for; give --size less"
             )
         return f"{count:,} tokens that the host did not have came from {scheme}"
+
+    def _restarted(self) -> str:
+        if not self.again:
+            return "nobody was asked anything"
+        prompt, reused = sum(turn.prompt for turn in self.again), _by_tier(self.again)
+        first = min(self.again, key=lambda turn: turn.number)
+        others = sum(reused.values()) - reused.get("storage", 0)
+        read = f", {others:,} from the host, where these had been read to before" if others else ""
+        return (
+            f"everything ended and began anew, with an empty cache: of {prompt:,} prompt tokens "
+            f"{reused.get('storage', 0):,} came from {_scheme(self.storage or '')}{read}; the "
+            f"first of {len(self.again)} turns had its first token after "
+            f"{milliseconds(first.first_s)}, {milliseconds(first.baseline_s)} from nothing"
+        )
 
     def _killed(self) -> str:
         held, found = self.holding, self.recovery
@@ -222,6 +259,7 @@ class Outcome:
             "loaded_bytes": loaded,
             "offloaded_bytes": stored,
             "killed": self._kill_facts(),
+            "restart": self._restart_facts(),
             "check": self.check.message if self.check else None,
             "clean": bool(self.check and self.check.clean),
             "verified_turns": len(self.verified),
@@ -241,6 +279,41 @@ class Outcome:
             "doomed_pages": found.doomed,
             "recovered_s": found.seconds,
         }
+
+    def _restart_facts(self) -> dict[str, Any] | None:
+        if not self.wanted_restart:
+            return None
+        medians = _medians(self.again)
+        return {
+            "turns": len(self.again),
+            "prompt_tokens": sum(turn.prompt for turn in self.again),
+            "hit_tokens": _by_tier(self.again),
+            "reused_turns": sum(any(turn.reused.values()) for turn in self.again),
+            "first_token_s": medians[0] if medians else None,
+            "first_token_from_nothing_s": medians[1] if medians else None,
+        }
+
+
+def _by_tier(turns: Sequence[Served]) -> dict[str, int]:
+    """Reused tokens of each tier."""
+    found: dict[str, int] = {}
+    for turn in turns:
+        for tier, count in turn.reused.items():
+            found[tier] = found.get(tier, 0) + count
+    return found
+
+
+def _medians(turns: Sequence[Served]) -> tuple[float, float] | None:
+    """Seconds to the first token, with the cache and from nothing."""
+    both = [(t.first_s, t.baseline_s) for t in turns if t.baseline_s is not None]
+    if not both:
+        return None
+    return statistics.median(a for a, _ in both), statistics.median(b for _, b in both)
+
+
+def _scheme(url: str) -> str:
+    """Not all of it: there may be a password in it."""
+    return f"{url.partition(':')[0]}:"
 
 
 def sample(turns: Sequence[Served], count: int) -> list[Served]:
