@@ -14,10 +14,11 @@ from lightcache.tools.output import Command, cell, console, emit, fail, json_opt
 TAKES = {
     "trace": ("policy", "manager", "hybrid"),
     "only": ("transfer", "serve"),
-    "path": ("storage",),
+    "path": ("storage", "serve"),
     "url": ("storage",),
     **dict.fromkeys(
-        ("model", "device", "workers", "prefix_tokens", "requests", "pool", "size"), ("serve",)
+        ("model", "device", "workers", "prefix_tokens", "requests", "pool", "size", "storage"),
+        ("serve",),
     ),
 }
 """Options that not every benchmark takes, and which do."""
@@ -34,9 +35,10 @@ TAKES = {
 @click.option(
     "--path",
     type=click.Path(exists=True, file_okay=False, writable=True),
-    help="For `storage`: a folder on the disk to measure; else the current one.",
+    help="For `storage` and `serve`: a folder on the disk to measure; else the current one.",
 )
 @click.option("--url", help="For `storage`: one to measure instead, such as redis://host:6379/0.")
+@click.option("--storage", metavar="URL", help="For `serve`: a storage to measure, not a disk.")
 @click.option("--only", help="Parts to run, such as 2,3, for `transfer` and `serve`.")
 @click.option("--model", help="For `serve`: small, medium, 8b, or a folder with a checkpoint.")
 @click.option("--device", help="For `serve`: cpu, cuda, or names with commas between.")

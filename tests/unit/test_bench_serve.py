@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click.testing
@@ -12,10 +14,10 @@ import pytest
 from support.demo_desk import LEAVES_A_RING
 from support.demo_turns import answered
 
-from lightcache.errors import ConfigError
+from lightcache.errors import ConfigError, StorageError
 from lightcache.shm import read_segment
 from lightcache.tools import cli
-from lightcache.tools.bench import Row, serve
+from lightcache.tools.bench import Row, _serve_storage, serve
 from lightcache.tools.bench._serve_runs import Run
 from lightcache.tools.demo import machine, models
 from lightcache.tools.demo.messages import Finished, Recovered
@@ -100,7 +102,11 @@ def test_each_device_has_a_worker(runs: Runs, monkeypatch: pytest.MonkeyPatch) -
     ("options", "said"),
     [
         ({"pool": "hamster"}, r"--pool: expected one of shared, private, none; found 'hamster'"),
-        ({"only": "4"}, r"--only: expected parts such as 1,3 of 1, 2, 3; found '4'"),
+        ({"only": "5"}, r"--only: expected parts such as 1,3 of 1, 2, 3, 4; found '5'"),
+        ({"only": ""}, r"--only: expected parts such as 1,3 of 1, 2, 3, 4; found ''"),
+        ({"path": ".", "storage": "disk:/x"}, r"--path, --storage: expected one of them"),
+        ({"path": ".", "only": "1"}, r"--path, --storage: are of part 4; found --only 1"),
+        ({"storage": "hamster"}, r"expected a URL such as 'memory:', found 'hamster'"),
         ({"only": "1;2"}, r"--only: expected numbers such as 1,3; found '1;2'"),
         ({"only": "1,"}, r"--only: expected numbers"),
         ({"prefix_tokens": "many"}, r"--prefix-tokens: expected numbers .*'many'"),
@@ -183,6 +189,87 @@ def test_rows_of_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
     assert long.target == ">= 10"
     assert long.met is (long.ratio is not None and long.ratio >= 10)
     assert runs[0].workload["repeats"] == 3
+
+
+def three_ways(turn: Turn) -> dict[str, Any]:
+    """What a prompt of 256 tokens finds that is computed, stored, and on the host."""
+    reused = ({"host": 0}, {"host": 0, "storage": 256}, {"host": 256})[turn.turn]
+    first = (0.1, 0.02, 0.01)[turn.turn]
+    return {"first_s": 99.0 if turn.conversation == 0 else first, "reused": reused}
+
+
+def test_rows_of_storage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A disk in the folder that was given, which has all prompts, with less than these on the
+    host."""
+    runs = play(monkeypatch, three_ways)
+    monkeypatch.setattr(_serve_storage, "serve", serve.serve)
+    rows = measured(only="4", path=str(tmp_path), prefix_tokens="256")
+    (one,) = runs
+    assert one.storage is not None
+    assert re.match(rf"disk:{tmp_path}/lightcache-bench-\w+\?capacity=\d+$", one.storage)
+    assert (one.workers, one.pool, one.baseline) == (1, "shared", False)
+    page = 16 * 8192
+    assert 2 * 17 * page < one.size < 3 * 17 * page
+    assert one.workload["lag"] == 3
+    assert int(one.storage.partition("=")[2]) > one.workload["count"] * 17 * page
+    assert not list(tmp_path.iterdir())
+    name = "first token, prefix of 256 tokens"
+    assert list(rows) == [
+        f"{name}, computed beside storage",
+        f"{name}, from storage",
+        f"{name}, from the host",
+    ]
+    assert [row.value for row in rows.values()] == [pytest.approx(v) for v in (100, 20, 10)]
+    cold, stored, host = rows.values()
+    assert (stored.ratio, host.ratio) == (pytest.approx(5), pytest.approx(10))
+    assert stored.baseline == host.baseline == cold.name
+    assert (cold.params["samples"], stored.params["reused_tokens"]) == (1, 256)
+    for row in rows.values():
+        assert (row.params["storage"], row.params["model"]) == ("disk:", "small")
+        assert (row.params["device"], row.params["threads"]) == ("cpu", one.threads)
+        assert row.params["processor"]
+        assert "quartiles" in row.params
+
+
+def test_a_storage_instead_of_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Former runs have left other prompts in it."""
+    runs = play(monkeypatch, three_ways)
+    monkeypatch.setattr(_serve_storage, "serve", serve.serve)
+    for _ in range(2):
+        rows = measured(only="4", storage="flaky:seed=1:memory:", prefix_tokens="256")
+        assert rows["first token, prefix of 256 tokens, from storage"].params["storage"] == "flaky:"
+    one, other = runs
+    assert one.storage == other.storage == "flaky:seed=1:memory:"
+    assert one.workload["seed"] != other.workload["seed"]
+
+
+@pytest.mark.parametrize("options", [{"path": "."}, {"storage": "memory:"}])
+def test_a_place_for_storage_asks_for_its_part(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    runs = play(monkeypatch, lambda turn: three_ways(turn) if turn.turn < 3 else {})
+    monkeypatch.setattr(_serve_storage, "serve", serve.serve)
+    measured(**options)
+    assert [one.storage is not None for one in runs] == [False] * 7 + [True]
+
+
+@pytest.mark.parametrize(
+    "reused",
+    [
+        ({"host": 0}, {"host": 256}, {"host": 256}),
+        ({"host": 0}, {"host": 16, "storage": 240}, {"host": 256}),
+        ({"host": 0}, {"host": 0, "storage": 256}, {"host": 240}),
+        ({"host": 0, "storage": 16}, {"host": 0, "storage": 256}, {"host": 256}),
+    ],
+)
+def test_figures_of_something_else_are_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reused: tuple[dict[str, int], ...]
+) -> None:
+    play(monkeypatch, lambda turn: {"reused": reused[turn.turn]})
+    monkeypatch.setattr(_serve_storage, "serve", serve.serve)
+    with pytest.raises(StorageError, match="expected 256 tokens from the"):
+        measured(only="4", path=str(tmp_path), prefix_tokens="256")
+    assert not list(tmp_path.iterdir())
 
 
 def test_rows_of_pools(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,8 @@ Runs what the demo runs: a router and model workers as processes.
 2. Pools: conversations whose turns are routed at random, with the same host memory in total: one
    pool for all workers, one for each, none; and shared and private once more with a worker killed.
 3. Overhead: prompts that never hit, every other one past the cache, in the same processes.
+4. Storage: prompts whose prefix is computed, comes from storage, and from the host, by turns; on
+   a disk (`--path`: a folder on it) or by `--storage URL`. Only with one of these, or `--only 4`.
 """
 
 from __future__ import annotations
@@ -13,23 +15,26 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from lightcache.errors import ConfigError
 from lightcache.shm.sweep import sweep
 from lightcache.sizes import parse_size
-from lightcache.tools.bench import Row, meets
+from lightcache.tools.bench import Row, _serve_storage, meets
 from lightcache.tools.bench._serve_runs import Run, median, percentile, serve, steps
 from lightcache.tools.demo import machine
 from lightcache.tools.demo.messages import Served
 from lightcache.tools.demo.models import ModelChoice, preflight
 from lightcache.tools.demo.settings import Pool, Settings, run_name
+from lightcache.tools.demo.urls import checked
 
 SIZES = ("small", "medium", "8b")
 POOLS: tuple[Pool, ...] = ("shared", "private", "none")
 NAMES = {"shared": "one pool", "private": "a pool for each", "none": "no pool"}
 _FASTER = ">= 10"
 _OVERHEAD = "<= 1.01"
+_STORED = 12  # prompts of part 4: each is measured once from storage
 _WARM = 4  # turns of the overhead that are not counted
 
 
@@ -49,6 +54,7 @@ class Asked:
     """Bytes of host memory, in total."""
     parts: tuple[int, ...]
     repeats: int
+    place: _serve_storage.Place
 
     @property
     def on_gpu(self) -> bool:
@@ -66,6 +72,8 @@ def rows(
     pool: str | None = None,
     size: str | None = None,
     only: str | None = None,
+    path: str | None = None,
+    storage: str | None = None,
 ) -> Iterator[Row]:
     """See the module.
 
@@ -73,22 +81,29 @@ def rows(
         model: small, medium, 8b, or a folder; None: 8b on a GPU, small without.
         device: cpu, cuda, or names with commas between; None: all GPUs, or the processor.
         workers: None: one for each device, two on the processor.
-        prefix_tokens: of part 1, with commas between.
+        prefix_tokens: of parts 1 and 4, with commas between.
         requests: turns of part 2, prompts of part 3.
         pool: shared, private or none: only that one; None: all.
         size: of host memory in total, such as "16GiB".
         only: parts, such as "1,3".
+        path, storage: of part 4: a folder on the disk that is to be measured (what is made there is
+            removed), or the URL of a storage; neither: the current folder.
 
     Raises:
         ConfigError: something that does not exist, or does not fit.
     """
     preflight(ModelChoice())  # says which packages are missing, before one is imported
-    asked = _asked(quick, model, device, workers, prefix_tokens, requests, pool, size, only)
+    place = _place(path, storage)
+    if only is None:
+        only = "1,2,3" if path is None and storage is None else "1,2,3,4"
+    asked = _asked(quick, model, device, workers, prefix_tokens, requests, pool, size, only, place)
+    if 4 not in asked.parts and not (path is None and storage is None):
+        raise ConfigError(f"--path, --storage: are of part 4; found --only {only}")
     base = _settings(asked)
     sweep(prefix="bench-serve-")  # what earlier ones left whose every process was killed
     machine.preflight(asked.size)
     for part in asked.parts:
-        yield from {1: _first_token, 2: _pools, 3: _overhead}[part](asked, base)
+        yield from {1: _first_token, 2: _pools, 3: _overhead, 4: _storage}[part](asked, base)
 
 
 def _asked(
@@ -100,7 +115,8 @@ def _asked(
     requests: int | None,
     pool: str | None,
     size: str | None,
-    only: str | None,
+    only: str,
+    place: _serve_storage.Place,
 ) -> Asked:
     devices = _devices(device)
     gpu = devices[0] != "cpu"
@@ -111,9 +127,9 @@ def _asked(
     )
     if any(prefix < 1 for prefix in prefixes):
         raise ConfigError(f"--prefix-tokens: expected at least 1 each; found {prefix_tokens!r}")
-    parts = _numbers(only, "--only") or (1, 2, 3)
-    if any(part not in (1, 2, 3) for part in parts):
-        raise ConfigError(f"--only: expected parts such as 1,3 of 1, 2, 3; found {only!r}")
+    parts = _numbers(only, "--only")
+    if not parts or any(part not in (1, 2, 3, 4) for part in parts):
+        raise ConfigError(f"--only: expected parts such as 1,3 of 1, 2, 3, 4; found {only!r}")
     return Asked(
         model=model or ("8b" if gpu else "small"),
         devices=devices,
@@ -124,7 +140,15 @@ def _asked(
         size=parse_size(size) if size else (40 << 30 if gpu else 64 << 20),
         parts=parts,
         repeats=1 if quick else 5,
+        place=place,
     )
+
+
+def _place(path: str | None, storage: str | None) -> _serve_storage.Place:
+    if path is not None and storage is not None:
+        raise ConfigError("--path, --storage: expected one of them, found both")
+    folder = Path("." if path is None else path)
+    return _serve_storage.Place(folder, None if storage is None else checked(storage))
 
 
 def _devices(device: str | None) -> tuple[str, ...]:
@@ -301,3 +325,11 @@ def _overhead(asked: Asked, base: Settings) -> Iterator[Row]:
             _OVERHEAD,
             meets(ratio, _OVERHEAD),
         )
+
+
+# ---- 4. storage
+
+
+def _storage(asked: Asked, base: Settings) -> Iterator[Row]:
+    repeats = 1 if asked.repeats == 1 else _STORED
+    yield from _serve_storage.rows(asked.model, asked.prefixes, repeats, base, asked.place)
