@@ -48,6 +48,10 @@ def begin_request(
         planned.host_first,
         known=len(prompt),
     )
+    storage, wishes = manager._storage, planned.wishes
+    if storage is not None and storage.wants_tokens:
+        stored = wishes.write and "storage" in wishes.tiers
+        made.said = bytearray() if stored else None
     blocks = min(match.device, match.usable) // manager.device.block_tokens
     if hit is not None:
         made.table = hit.pages[:blocks].copy()

@@ -158,6 +158,9 @@ class Request:
     """`fetch` was called."""
     counted: Figures = field(default_factory=Figures)
     """What it adds to the manager's figures."""
+    said: bytearray | None = None
+    """Ids of the tokens that were generated, as `pack_tokens` has them; None: storage does not want
+    to know them."""
     stored: bool = True
     """Whether it goes to storage when it ends: not if it was aborted."""
     sound: Callable[[], bool] | None = None
@@ -192,10 +195,19 @@ class Request:
         """
         if new_tokens:
             self.known += len(new_tokens) // 4
+            if self.said is not None:
+                self.said += new_tokens
             self.device_chain.extend(new_tokens)
             if self.host_chain is not self.device_chain:
                 self.host_chain.extend(new_tokens)
         self.total = total
+
+    def token_ids(self, count: int) -> npt.NDArray[np.uint32] | None:
+        """Of its first tokens; None where they are not kept."""
+        if self.said is None:
+            return None
+        said = np.frombuffer(bytes(self.said), "<u4").astype(np.uint32, copy=False)
+        return np.concatenate((self.prompt.tokens, said))[:count]
 
     def let_go_of_host(self) -> None:
         """What was found on the host and is not on its way is not wanted. Harmless twice, and if

@@ -107,7 +107,8 @@ class Writer:
         pages = one.publishable() // self._manager.page_tokens
         if pages and one.stored and self._manager._weights.good(space):
             keys = one.host_chain.keys[:pages]
-            storage.write(keys, one.id, tokens=one.total, namespace=space.host)
+            ids = one.token_ids(pages * self._manager.page_tokens)
+            storage.write(keys, one.id, tokens=one.total, token_ids=ids, namespace=space.host)
 
     def _span(self, one: Request, full: int, look: Look) -> list[Span]:
         """What of a request's next pages, up to `full`, is to be written: a span, or none."""

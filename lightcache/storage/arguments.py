@@ -18,7 +18,9 @@ from lightcache.storage.protocol import (
     Keys,
     ReadResult,
     ReadStatus,
+    Storage,
     StorageStats,
+    TokenRows,
     WriteResult,
     WriteStatus,
 )
@@ -69,6 +71,41 @@ def _view(number: int, buffer: Buffer, page_bytes: int, writable: bool) -> memor
         f"buffers: expected contiguous {'writable ' if writable else ''}bytes, {page_bytes} of "
         f"them, for key {number}, found {found}"
     )
+
+
+def check_tokens(tokens: TokenRows | None, pages: int) -> TokenRows | None:
+    """Token ids as they were given.
+
+    Raises:
+        ConfigError: neither None nor an array of integers with a row for each page.
+    """
+    found: Any = tokens
+    if found is None:
+        return None
+    what = type(found).__name__
+    if isinstance(found, np.ndarray):
+        if found.dtype.kind in "iu" and found.ndim == 2 and len(found) == pages:
+            return found
+        what = f"{found.dtype} {found.shape}"
+    raise ConfigError(f"tokens: expected integers of shape ({pages}, page_tokens), found {what}")
+
+
+def write_to(
+    storage: Storage,
+    keys: Keys,
+    buffers: Sequence[Buffer],
+    *,
+    timeout: float,
+    parent: Keys | None,
+    tokens: TokenRows | None,
+) -> WriteResult:
+    """`storage.write`, with the token ids if it wants them: else it need not know of them."""
+    if storage.wants_tokens:
+        write = cast(Any, storage).write
+        return cast(
+            WriteResult, write(keys, buffers, timeout=timeout, parent=parent, tokens=tokens)
+        )
+    return storage.write(keys, buffers, timeout=timeout, parent=parent)
 
 
 def checksum(key: bytes, page: Buffer | bytes) -> int:
@@ -173,4 +210,14 @@ class Counters:
 
 _NOW = ("pages", "bytes")
 
-__all__ = ["KEY_BYTES", "Clock", "Counters", "Deadline", "check_batch", "check_keys", "checksum"]
+__all__ = [
+    "KEY_BYTES",
+    "Clock",
+    "Counters",
+    "Deadline",
+    "check_batch",
+    "check_keys",
+    "check_tokens",
+    "checksum",
+    "write_to",
+]

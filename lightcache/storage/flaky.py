@@ -9,7 +9,15 @@ from dataclasses import fields, replace
 from typing import TypeVar
 
 from lightcache.errors import ConfigError, Detached, StorageError
-from lightcache.storage.arguments import Clock, Counters, Deadline, check_batch, check_keys
+from lightcache.storage.arguments import (
+    Clock,
+    Counters,
+    Deadline,
+    check_batch,
+    check_keys,
+    check_tokens,
+    write_to,
+)
 from lightcache.storage.faults import Fault, Operation, Plan, Planner, Rates, Script
 from lightcache.storage.protocol import (
     Buffer,
@@ -18,6 +26,7 @@ from lightcache.storage.protocol import (
     ReadStatus,
     Storage,
     StorageStats,
+    TokenRows,
     WriteResult,
     WriteStatus,
 )
@@ -53,6 +62,7 @@ class FlakyStorage(Storage):
         """
         self.inner = inner
         self.spec = inner.spec
+        self.wants_tokens = inner.wants_tokens
         self._planner = Planner(rates or Rates(), seed, script)
         self._sleep = sleep
         self._clock = clock
@@ -143,9 +153,11 @@ class FlakyStorage(Storage):
         *,
         timeout: float,
         parent: Keys | None = None,
+        tokens: TokenRows | None = None,
     ) -> WriteResult:
-        """See `Storage.write`."""
+        """See `Storage.write`, and `wants_tokens`, which is that of the other backend."""
         _, views = check_batch(keys, buffers, self.spec.page_bytes, writable=False)
+        check_tokens(tokens, len(keys))
         self._usable()
         plan, deadline = self._planner.plan("write", len(keys)), Deadline(timeout, self._clock)
         reason = ""
@@ -155,7 +167,15 @@ class FlakyStorage(Storage):
             good = [key for key in range(first, end) if key not in plan.keys]
             chosen = [views[key] for key in good]
             before = keys[first - 1 : first] if first else parent
-            done = self.inner.write(keys[good], chosen, timeout=_left(deadline), parent=before)
+            rows = None if tokens is None else tokens[good]
+            done = write_to(
+                self.inner,
+                keys[good],
+                chosen,
+                timeout=_left(deadline),
+                parent=before,
+                tokens=rows,
+            )
             reason = reason or done.reason
             found = dict(zip(good, done.statuses, strict=True))
             return [found.get(key, WriteStatus.FAILED) for key in range(first, end)]

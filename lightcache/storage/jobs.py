@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from lightcache.errors import ConfigError, StorageError
 from lightcache.leases import Lease
 from lightcache.storage.arguments import Deadline
-from lightcache.storage.protocol import Keys, WriteStatus
+from lightcache.storage.protocol import Keys, TokenRows, WriteStatus
 from lightcache.storage.tasks import StorageTask
 
 if TYPE_CHECKING:
@@ -115,12 +115,23 @@ class WriteJob(Job):
     """Pages of a lease, written group by group."""
 
     def __init__(
-        self, tier: StorageTier, task: StorageTask, deadline: Deadline, keys: Keys, lease: Lease
+        self,
+        tier: StorageTier,
+        task: StorageTask,
+        deadline: Deadline,
+        keys: Keys,
+        lease: Lease,
+        tokens: TokenRows | None,
     ) -> None:
-        """Owns the lease."""
+        """Owns the lease.
+
+        Args:
+            tokens: of these pages and perhaps of more behind them.
+        """
         super().__init__(tier, task, deadline)
         self._keys = keys
         self._lease = lease
+        self._tokens = tokens
         self._numbers = lease.pages.tolist()
         self._pinned = len(lease)
         self._at: int | None = None  # None: not asked yet what is stored
@@ -148,7 +159,8 @@ class WriteJob(Job):
         for buffer in buffers:
             buffer.flags.writeable = False
         parent = self._keys[first - 1 : first] if first else None
-        result = self.tier._write(self, keys, buffers, parent)
+        tokens = None if self._tokens is None else self._tokens[first:end]
+        result = self.tier._write(self, keys, buffers, parent, tokens)
         self.task._count(
             stored=result.count(WriteStatus.STORED),
             present=result.count(WriteStatus.PRESENT),

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightcache.errors import LightcacheError, StorageError
-from lightcache.storage.arguments import Clock
+from lightcache.storage.arguments import Clock, write_to
 from lightcache.storage.breaker import Breaker, log, unread, unwritten
 from lightcache.storage.jobs import checked_contains, checked_statuses
 from lightcache.storage.protocol import (
@@ -27,6 +27,7 @@ from lightcache.storage.protocol import (
     ReadResult,
     Storage,
     StorageStats,
+    TokenRows,
     WriteResult,
 )
 
@@ -145,12 +146,19 @@ class Level:
         return self._ask("read", seconds, run, unread)
 
     def write(
-        self, keys: Keys, buffers: Sequence[Buffer], parent: Keys | None, seconds: float
+        self,
+        keys: Keys,
+        buffers: Sequence[Buffer],
+        parent: Keys | None,
+        seconds: float,
+        tokens: TokenRows | None = None,
     ) -> WriteResult:
         """See `Storage.write`."""
 
         def run(left: float) -> WriteResult:
-            result = self.storage.write(keys, buffers, timeout=left, parent=parent)
+            result = write_to(
+                self.storage, keys, buffers, timeout=left, parent=parent, tokens=tokens
+            )
             checked_statuses("write", result.statuses, len(keys))
             return result
 

@@ -7,10 +7,19 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from lightcache import _arguments
 from lightcache.errors import ConfigError, Detached, StorageError
 from lightcache.sizes import parse_size
-from lightcache.storage.arguments import Counters, Deadline, check_batch, check_keys, checksum
+from lightcache.storage.arguments import (
+    Counters,
+    Deadline,
+    check_batch,
+    check_keys,
+    check_tokens,
+    checksum,
+)
 from lightcache.storage.protocol import (
     Buffer,
     Keys,
@@ -19,6 +28,7 @@ from lightcache.storage.protocol import (
     Storage,
     StorageSpec,
     StorageStats,
+    TokenRows,
     WriteResult,
     WriteStatus,
 )
@@ -30,6 +40,7 @@ _MOST = 1 << 40
 class _Page:
     data: bytes
     checksum: int
+    tokens: TokenRows | None = None
 
 
 class MemoryStorage(Storage):
@@ -46,12 +57,14 @@ class MemoryStorage(Storage):
         *,
         pages: int | None = None,
         capacity: int | str | None = None,
+        tokens: bool = False,
     ) -> None:
         """Empty.
 
         Args:
             pages: most pages at a time; or
             capacity: most bytes of pages, as a number or "1GiB"; neither: no bound.
+            tokens: want token ids, and keep them: `tokens_of`.
 
         Raises:
             ConfigError: both, or no count, or no size.
@@ -62,6 +75,7 @@ class MemoryStorage(Storage):
             pages = parse_size(capacity, "capacity") // spec.page_bytes
         self.spec = spec
         self.capacity = _MOST if pages is None else _arguments.count(pages, "pages", 0, _MOST)
+        self.wants_tokens = bool(tokens)
         self._lock = threading.Lock()
         self._pages: OrderedDict[bytes, _Page] = OrderedDict()  # least recently used first
         self._counters = Counters()
@@ -69,14 +83,20 @@ class MemoryStorage(Storage):
 
     @classmethod
     def open(cls, options: Mapping[str, str], spec: StorageSpec) -> MemoryStorage:
-        """As in `memory:?capacity=1GiB` or `memory:?pages=1000`."""
-        if unknown := set(options) - {"capacity", "pages"}:
-            raise ConfigError(f"memory: expected capacity= or pages=, found {sorted(unknown)}")
+        """As in `memory:?capacity=1GiB` or `memory:?pages=1000&tokens=yes`."""
+        if unknown := set(options) - {"capacity", "pages", "tokens"}:
+            raise ConfigError(
+                f"memory: expected capacity= or pages=, and tokens=, found {sorted(unknown)}"
+            )
+        tokens = options.get("tokens", "no")
+        if tokens not in ("yes", "no"):
+            raise ConfigError(f"tokens: expected yes or no, found {tokens!r}")
         try:
             pages = int(options["pages"]) if "pages" in options else None
         except ValueError:
             raise ConfigError(f"pages: expected a number, found {options['pages']!r}") from None
-        return cls(spec, pages=pages, capacity=options.get("capacity"))
+        capacity = options.get("capacity")
+        return cls(spec, pages=pages, capacity=capacity, tokens=tokens == "yes")
 
     def contains(self, keys: Keys, *, timeout: float) -> int:
         """See `Storage.contains`."""
@@ -127,21 +147,25 @@ class MemoryStorage(Storage):
         *,
         timeout: float,
         parent: Keys | None = None,
+        tokens: TokenRows | None = None,
     ) -> WriteResult:
-        """See `Storage.write`."""
+        """See `Storage.write`, and `wants_tokens`."""
         del parent
         names, views = check_batch(keys, buffers, self.spec.page_bytes, writable=False)
         deadline = Deadline(timeout)
+        rows: list[TokenRows | None] = [None] * len(names)
+        if check_tokens(tokens, len(names)) is not None and self.wants_tokens:
+            rows = [*np.array(tokens)]  # our own
         batch = set(names)
         statuses: list[WriteStatus] = []
         reason = ""
         self._usable()
-        for name, view in zip(names, views, strict=True):
+        for name, view, row in zip(names, views, rows, strict=True):
             if deadline.passed:
                 statuses.append(WriteStatus.FAILED)
                 reason = reason or deadline.reason
                 continue
-            statuses.append(self._write_one(name, view, batch))
+            statuses.append(self._write_one(name, view, row, batch))
             if statuses[-1] is WriteStatus.REFUSED:
                 reason = reason or f"refused: {self.capacity} pages are the most it may have"
         with self._lock:
@@ -149,12 +173,14 @@ class MemoryStorage(Storage):
         late = WriteStatus.FAILED in statuses
         return self._counters.write(WriteResult(tuple(statuses), reason), timed_out=late)
 
-    def _write_one(self, name: bytes, view: memoryview, batch: set[bytes]) -> WriteStatus:
+    def _write_one(
+        self, name: bytes, view: memoryview, tokens: TokenRows | None, batch: set[bytes]
+    ) -> WriteStatus:
         with self._lock:
             if name in self._pages:
                 return WriteStatus.PRESENT
         data = bytes(view)
-        page = _Page(data, checksum(name, data))
+        page = _Page(data, checksum(name, data), tokens)
         with self._lock:
             self._usable()
             if name in self._pages:  # another thread was faster
@@ -196,6 +222,17 @@ class MemoryStorage(Storage):
             self._closed = True
             self._pages.clear()
 
+    def tokens_of(self, key: Keys) -> TokenRows | None:
+        """Token ids of a page; None: it is not stored, or was stored without.
+
+        Args:
+            key: one row, or an array of one.
+        """
+        (name,) = check_keys(key.reshape(1, 2))
+        with self._lock:
+            page = self._pages.get(name)
+        return None if page is None or page.tokens is None else page.tokens.copy()
+
     def damage(self, key: Keys, *, length: int | None = None) -> None:
         """For tests: change a byte of a stored page, or cut it to `length` bytes.
 
@@ -212,7 +249,7 @@ class MemoryStorage(Storage):
                 raise StorageError(f"damage: there is no page {name.hex()}; store it first")
             data = bytearray(page.data)
             data[0] ^= 1
-            self._pages[name] = _Page(bytes(data[:length]), page.checksum)
+            self._pages[name] = _Page(bytes(data[:length]), page.checksum, page.tokens)
 
     def _touch(self, names: Sequence[bytes]) -> None:
         for name in reversed(names):

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 Keys: TypeAlias = npt.NDArray[np.uint64]  # shape (n, 2), C-contiguous: as made by hash_pages
 Buffer: TypeAlias = "npt.NDArray[np.uint8] | memoryview"  # one page, contiguous, of single bytes
+TokenRows: TypeAlias = npt.NDArray[np.integer[Any]]
+"""Token ids, shape (n, page_tokens): a row for each page."""
 T = TypeVar("T", bound="Storage")
 
 
@@ -176,6 +178,11 @@ class Storage(ABC):
 
     spec: StorageSpec
     """What it was opened for."""
+    wants_tokens: bool = False
+    """Whether `write` is to be told which tokens are in each page. A backend that says so takes one
+    more argument, `tokens`: `TokenRows`, or None where nobody knows them; they are the caller's, as
+    buffers are. It is never given to one that does not, which need not have it. Token ids are the
+    prompt in clear: docs/storage.md says what follows."""
 
     @abstractmethod
     def contains(self, keys: Keys, *, timeout: float) -> int:
@@ -262,6 +269,7 @@ __all__ = [
     "Storage",
     "StorageSpec",
     "StorageStats",
+    "TokenRows",
     "WriteResult",
     "WriteStatus",
 ]

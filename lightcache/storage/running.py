@@ -9,7 +9,7 @@ from typing import Literal
 
 from lightcache.cache import Cache
 from lightcache.errors import Detached
-from lightcache.storage.arguments import Clock, Deadline
+from lightcache.storage.arguments import Clock, Deadline, write_to
 from lightcache.storage.breaker import Breaker, log, unread, unwritten
 from lightcache.storage.costs import ReadCosts
 from lightcache.storage.jobs import Job, checked_contains, checked_statuses
@@ -19,6 +19,7 @@ from lightcache.storage.protocol import (
     ReadResult,
     ReadStatus,
     Storage,
+    TokenRows,
     WriteResult,
     WriteStatus,
 )
@@ -43,6 +44,7 @@ class RunningTier(BaseTier):
         """No threads yet."""
         self.cache = cache
         self.storage = storage
+        self.wants_tokens = storage.wants_tokens
         self.timeout = timeout
         self.clock = clock
         self._grace = grace
@@ -145,10 +147,17 @@ class RunningTier(BaseTier):
         return self._crew.call(job, "read", run, unread)
 
     def _write(
-        self, job: Job, keys: Keys, buffers: Sequence[Buffer], parent: Keys | None
+        self,
+        job: Job,
+        keys: Keys,
+        buffers: Sequence[Buffer],
+        parent: Keys | None,
+        tokens: TokenRows | None,
     ) -> WriteResult:
         def run(left: float) -> WriteResult:
-            result = self.storage.write(keys, buffers, timeout=left, parent=parent)
+            result = write_to(
+                self.storage, keys, buffers, timeout=left, parent=parent, tokens=tokens
+            )
             checked_statuses("write", result.statuses, len(keys))
             self._tally(written_bytes=result.count(WriteStatus.STORED) * self.cache.page_bytes)
             self._note_evicted()

@@ -12,7 +12,14 @@ from lightcache.errors import StorageError
 from lightcache.storage.arguments import Deadline
 from lightcache.storage.levels import Level, NotAsked, Pages, own_memory
 from lightcache.storage.promoting import Promoter, Promotion
-from lightcache.storage.protocol import Keys, ReadResult, ReadStatus, WriteResult, WriteStatus
+from lightcache.storage.protocol import (
+    Keys,
+    ReadResult,
+    ReadStatus,
+    TokenRows,
+    WriteResult,
+    WriteStatus,
+)
 
 PIECE = 64 << 20
 """Bytes of our own memory that one call has at a time; a page more than that is a piece itself."""
@@ -172,6 +179,7 @@ class Writing:
         keys: Keys,
         views: list[memoryview],
         parent: Keys | None,
+        tokens: TokenRows | None,
         deadline: Deadline,
     ) -> None:
         """Nothing is written yet."""
@@ -179,6 +187,7 @@ class Writing:
         self._keys = keys
         self._views = views
         self._parent = parent
+        self._tokens = tokens
         self._deadline = deadline
         self._statuses: list[WriteStatus | None] = [None] * len(keys)
         self._reason = ""
@@ -222,14 +231,16 @@ class Writing:
         chosen = slice(piece.start, piece.stop)
         parent = self._keys[piece.start - 1 : piece.start] if piece.start else self._parent
         views, keys = self._views[chosen], self._keys[chosen]
+        tokens = None if self._tokens is None else self._tokens[chosen]
         if not level.apart:
-            result = level.write(keys, views, parent, limit.left)
+            result = level.write(keys, views, parent, limit.left, tokens)
         else:
             pages = own_memory(len(views), len(views[0]))
             for row, view in zip(pages, views, strict=True):
                 row[:] = view
             parent = None if parent is None else parent.copy()
-            result = level.write(keys.copy(), list(pages), parent, limit.left)
+            tokens = None if tokens is None else tokens.copy()
+            result = level.write(keys.copy(), list(pages), parent, limit.left, tokens)
         self._note(piece, result.statuses)
         self._reason = self._reason or level.named(result.reason)
 

@@ -9,7 +9,14 @@ from typing import Any
 
 from lightcache import _arguments
 from lightcache.errors import ConfigError, Detached, StorageError
-from lightcache.storage.arguments import Clock, Counters, Deadline, check_batch, check_keys
+from lightcache.storage.arguments import (
+    Clock,
+    Counters,
+    Deadline,
+    check_batch,
+    check_keys,
+    check_tokens,
+)
 from lightcache.storage.breaker import Breaker, log
 from lightcache.storage.levels import Level, LevelStats
 from lightcache.storage.promoting import Promoter
@@ -20,6 +27,7 @@ from lightcache.storage.protocol import (
     ReadStatus,
     Storage,
     StorageStats,
+    TokenRows,
     WriteResult,
     WriteStatus,
 )
@@ -71,6 +79,7 @@ class StackedStorage(Storage):
         """
         _fitting(storages)
         self.spec = storages[0].spec
+        self.wants_tokens = any(each.wants_tokens for each in storages)
         for name, seconds in (("retry", retry), ("promote_seconds", promote_seconds)):
             if Deadline(seconds, clock, name).timeout < 0:
                 raise ConfigError(f"{name}: expected seconds, 0 or more, found {seconds!r}")
@@ -126,17 +135,19 @@ class StackedStorage(Storage):
         *,
         timeout: float,
         parent: Keys | None = None,
+        tokens: TokenRows | None = None,
     ) -> WriteResult:
         """See `Storage.write`. A page is stored when one storage has it; the furthest that has it
         says whether it is STORED or was PRESENT. Of one that nobody has: FAILED if one that was
-        asked says so, else REFUSED."""
+        asked says so, else REFUSED. Token ids go to those that want them."""
         _, views = check_batch(keys, buffers, self.spec.page_bytes, writable=False)
+        check_tokens(tokens, len(keys))
         self._usable()
         deadline = Deadline(timeout)
         if deadline.passed:
             late = WriteResult((WriteStatus.FAILED,) * len(keys), deadline.reason)
             return self._counters.write(late, timed_out=True)
-        writing = Writing(self._levels, keys, views, parent, deadline)
+        writing = Writing(self._levels, keys, views, parent, tokens, deadline)
         try:
             result = writing.run()
         except StorageError:

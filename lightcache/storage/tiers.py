@@ -69,6 +69,8 @@ class BaseTier(ABC):
     request fail. Close it before the cache."""
 
     cache: Cache
+    wants_tokens: bool = False
+    """Whether token ids that `write` is given reach the storage, which wants them."""
 
     @abstractmethod
     def write(
@@ -78,6 +80,7 @@ class BaseTier(ABC):
         *,
         lease: Lease | None = None,
         tokens: int | None = None,
+        token_ids: Tokens | None = None,
         namespace: Namespace | None = None,
         timeout: float | None = None,
     ) -> StorageTask:
@@ -90,10 +93,13 @@ class BaseTier(ABC):
                 in the queue, and no call of the storage has pages of two.
             lease: pages of these keys that the caller holds: no more than these are written.
             tokens: of the whole prompt, for `min_tokens`; None: those of its keys.
+            token_ids: of the prompt from its first on, for a storage that wants them (see
+                `wants_tokens`); to others they are not given. None: nobody knows them.
             timeout: seconds; None: the tier's.
 
         Raises:
-            ConfigError: bad keys, or a lease of more pages than there are keys.
+            ConfigError: bad keys, a lease of more pages than there are keys, or token ids that
+                are none, fewer than the pages have, or of a cache without page_tokens.
             Detached: the tier or the cache was closed.
         """
 
@@ -111,7 +117,14 @@ class BaseTier(ABC):
         """`write` for who has neither keys nor lease, as when a request ends that another process
         began: from its tokens alone. For the rest see `Cache.hash_pages`."""
         keys = self.cache.hash_pages(tokens, salt=salt, lora=lora, extra=extra, namespace=namespace)
-        return self.write(keys, request, tokens=len(tokens), namespace=namespace, timeout=timeout)
+        return self.write(
+            keys,
+            request,
+            tokens=len(tokens),
+            token_ids=tokens if self.wants_tokens else None,
+            namespace=namespace,
+            timeout=timeout,
+        )
 
     @abstractmethod
     def prefetch(

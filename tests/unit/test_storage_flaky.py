@@ -266,11 +266,14 @@ def test_urls() -> None:
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("redis:", r"\['disk', 'flaky', 'memory'\], found 'redis'; 'redis' is not there yet"),
-        ("tape:", r"\['disk', 'flaky', 'memory'\], found 'tape'; others"),
+        (
+            "redis:",
+            r"\['disk', 'flaky', 'memory', 'stack'\], found 'redis'; 'redis' is not there yet",
+        ),
+        ("tape:", r"\['disk', 'flaky', 'memory', 'stack'\], found 'tape'; others"),
         ("memory", "such as 'memory:'"),
         ("memory:/somewhere", "'memory:\\?options'"),
-        ("memory:?size=3", "capacity= or pages=, found"),
+        ("memory:?size=3", "capacity= or pages=, and tokens=, found"),
         ("memory:?pages=many", "pages: expected a number"),
         ("memory:?pages", "name=value"),
         ("memory:?pages=1&pages=2", "each option once"),
@@ -324,7 +327,7 @@ def test_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
         return [point for point in points if name in (None, point.name)]
 
     monkeypatch.setattr(urls, "entry_points", found)
-    assert schemes() == ["broken", "disk", "flaky", "memory", "theirs"]
+    assert schemes() == ["broken", "disk", "flaky", "memory", "stack", "theirs"]
     with open_storage("theirs:?pages=3", spec=SPEC) as storage:
         assert storage.capacity == 3  # type: ignore[attr-defined]
     with pytest.raises(StorageError, match="no_such_package"):

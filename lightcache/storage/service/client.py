@@ -22,6 +22,7 @@ from lightcache.errors import (
     StorageError,
     WaitTimeout,
 )
+from lightcache.hashing import Tokens
 from lightcache.leases import Lease
 from lightcache.namespaces import Namespace
 from lightcache.storage.arguments import Clock, Deadline
@@ -114,12 +115,14 @@ class StorageClient(BaseTier):
         *,
         lease: Lease | None = None,
         tokens: int | None = None,
+        token_ids: Tokens | None = None,
         namespace: Namespace | None = None,
         timeout: float | None = None,
     ) -> StorageTask:
         """See `BaseTier`. The service pins the pages when it takes the message out: what was
         evicted before counts as skipped, so keep a lease until the task is running if all of them
-        should be written."""
+        should be written. Token ids do not go through the service: they are not looked at."""
+        del token_ids
         deadline = self._begin(timeout)
         wanted = checked_write(keys, request, lease)
         if tokens is not None:
