@@ -99,9 +99,10 @@ def check_url(url: str | Sequence[str]) -> None:
     elif scheme in REMOTE:
         where, _, query = rest.partition("?")
         _remote(scheme).parse(scheme, where, _remote_options(scheme, query))
-    elif scheme == "flaky" and (inner := rest.partition(":")[2]):
+    elif scheme == "flaky":
+        chosen, inner = _flaky_of(rest)
+        FlakyStorage.open(chosen, MemoryStorage(StorageSpec(4096))).close()
         check_url(inner)
-        open_storage(f"flaky:{rest.partition(':')[0]}:memory:", page_bytes=4096).close()
     else:
         open_storage(url, page_bytes=4096).close()
 
@@ -223,14 +224,19 @@ def _remote_options(scheme: str, query: str) -> dict[str, str]:
         ) from None
 
 
-def _open_flaky(rest: str, spec: StorageSpec) -> Storage:
+def _flaky_of(rest: str) -> tuple[dict[str, str], str]:
+    """Options, and the URL of what stands behind."""
     options, colon, inner = rest.partition(":")
     if not colon or not inner:
         raise ConfigError(
             f"flaky: expected options, a colon, and the URL of another backend, as in "
             f"'flaky:read_fail=0.1,seed=3:memory:', found {rest!r}"
         )
-    chosen = _options(options, ",") if options else {}
+    return _options(options, ",") if options else {}, inner
+
+
+def _open_flaky(rest: str, spec: StorageSpec) -> Storage:
+    chosen, inner = _flaky_of(rest)
     backend = open_storage(inner, spec=spec)
     try:
         return FlakyStorage.open(chosen, backend)

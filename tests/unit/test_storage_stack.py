@@ -438,6 +438,8 @@ def test_a_stack_by_url(where: Path) -> None:
 def test_checking_opens_no_disk(where: Path) -> None:
     check_url(f"stack:memory:|disk:{where}?capacity=1GiB")
     check_url(["memory:", f"disk:{where}?capacity=1GiB"])
+    check_url(f"stack:flaky:seed=1:disk:{where}?capacity=1GiB|memory:")
+    check_url(f"flaky::stack:memory:|disk:{where}?capacity=1GiB")
     assert not where.exists()
 
 
@@ -449,6 +451,9 @@ def test_checking_opens_no_disk(where: Path) -> None:
         ("stack:?missing=skip|memory:", "found 1"),
         ("stack:memory:|", "found '' as 2"),
         ("stack:memory:|tape:", "tape"),
+        ("stack:flaky:luck=1:memory:|memory:", "luck"),
+        ("stack:flaky:seed=1:|memory:", "the URL of another backend"),
+        ("flaky:seed=1:stack:memory:", "found 1"),
         ("stack:memory:|stack:memory:|memory:", "a stack in a stack"),
         ("stack:memory:?speed=9|memory:", "capacity= or pages="),
         ("stack:?speed=9|memory:|memory:", "expected promote, failures, retry, missing"),

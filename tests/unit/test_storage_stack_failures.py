@@ -261,8 +261,8 @@ def test_one_that_uses_up_its_time(place: int) -> None:
     put(pair[0], range(4))
     pair.insert(place, Slow(SPEC))
     with StackedStorage(pair, failures=100) as stack:
-        assert stack.contains(KEYS, timeout=0.2) == 4
-        result = get(stack, timeout=0.2)
+        assert stack.contains(KEYS, timeout=1.0) == 4
+        result = get(stack, timeout=1.0)
         assert result.statuses == (OK,) * 4 + (FAILED,) * 4
         assert result.reason.startswith("timed out")
 
@@ -277,11 +277,11 @@ def test_a_lower_that_hangs_keeps_neither_the_caller_nor_its_pages(
     hang: Any = [Fault("hang", at=0)]
     lower = flaky(range(8), script={"read": hang})
     with StackedStorage([upper, lower], failures=100, clock=lambda: now[0]) as stack:
-        result = get(stack, timeout=0.2)
+        result = get(stack, timeout=1.0)
         assert result.statuses == (OK,) * 4 + (FAILED,) * 4
         assert "timed out: read has not returned" in result.reason
         assert lower.hanging == 1
-        now[0] = 0.2 + levels.GRACE
+        now[0] = 1.0 + levels.GRACE
         assert stack.contains(KEYS, timeout=60.0) == 4
         assert upper.given[-1] > 50.0  # all of the time: nobody behind it is asked
         assert stack.levels()[1].hanging == 1
@@ -299,12 +299,12 @@ def test_every_call_of_a_lower_has_a_limit(verb: str) -> None:
     lower = flaky(range(8), script=hang)
     with StackedStorage([MemoryStorage(SPEC), lower], failures=100) as stack:
         if verb == "contains":
-            assert stack.contains(KEYS, timeout=0.2) == 0
+            assert stack.contains(KEYS, timeout=1.0) == 0
         elif verb == "write":
-            assert put(stack, timeout=0.2).statuses == (STORED,) * 8
+            assert put(stack, timeout=1.0).statuses == (STORED,) * 8
         else:
             with pytest.raises(StorageError, match="timed out: delete has not returned"):
-                stack.delete(KEYS, timeout=0.2)
+                stack.delete(KEYS, timeout=1.0)
         assert lower.hanging == 1
 
 
