@@ -267,11 +267,34 @@ def test_a_lease_that_ended_meanwhile_matters_only_if_the_page_does(
 # ---- much at a time
 
 
+class Sizes:
+    """Notes of how many names each call of the library was."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        self.sizes: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._library, name)
+
+        def noted(*given: Any) -> Any:
+            if given and isinstance(given[0], list):
+                self.sizes.append(len(given[0]))
+            return call(*given)
+
+        return noted
+
+
+def opened(url: str, spec: StorageSpec) -> Any:
+    return open_storage(url, spec=spec)
+
+
 def test_more_keys_than_the_client_takes_and_more_pages_than_slots(mooncake_url: str) -> None:
     keys = make_keys(5000, seed=8)
     pages = np.arange(5000, dtype=np.uint64).view(np.uint8).reshape(5000, 8)
     url = mooncake_url.replace("4MiB", "64KiB")
-    with open_storage(url, spec=StorageSpec(8, "many")) as storage:
+    with opened(url, StorageSpec(8, "many")) as storage:
+        storage._client._store = noted = Sizes(storage._client._store)
         assert storage.write(keys, list(pages), timeout=TIMEOUT).count(WriteStatus.STORED) == 5000
         assert storage.contains(keys, timeout=TIMEOUT) == 5000
         into = np.zeros_like(pages)
@@ -279,7 +302,17 @@ def test_more_keys_than_the_client_takes_and_more_pages_than_slots(mooncake_url:
         assert (into == pages).all()
         assert storage.delete(keys[:4000], timeout=TIMEOUT) == 4000
         assert storage.clear(timeout=TIMEOUT) == 1000
+        assert 1000 < max(noted.sizes) <= 2048
         assert len(storage._staging._free) == storage._staging.slots
+
+
+def test_one_key_several_times(storage: Any) -> None:
+    write(storage)
+    storage._staging._memory[:] = 0  # what a slot held before must not help
+    which = [0, 1, 0, 0, 1]
+    result, into = read(storage, KEYS[which])
+    assert result.prefix == 5
+    assert (into == [PAGES[i] for i in which]).all()
 
 
 def test_slots_that_the_client_may_still_touch_are_used_no_more(

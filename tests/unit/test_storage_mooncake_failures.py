@@ -13,9 +13,10 @@ from support.mooncake_server import Cluster, own_cluster
 from support.storing import KEYS as CACHED
 from support.storing import cache, fill, sound
 
-from lightcache import Cache, StorageError
+from lightcache import Cache, Detached, StorageError
 from lightcache.storage import ReadStatus, StorageSpec, StorageTier, WriteStatus, open_storage
 from lightcache.storage.conformance import PAGE_BYTES, make_keys, pages_of
+from lightcache.storage.remote.mooncake import backend
 
 __all__ = ["cache", "own_cluster"]
 
@@ -206,6 +207,49 @@ def test_other_threads_run_while_one_waits(storage: Any, own_cluster: Cluster) -
     other.join(TIMEOUT)
     go_on(own_cluster.master)
     assert turns[0] > 10
+
+
+def test_calls_end_before_those_of_the_client_do(
+    own_cluster: Cluster, wait_until: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MC_RPC_TIMEOUT_MS", "60000")
+    ended: list[str] = []
+    with open_storage(own_cluster.url, spec=StorageSpec(PAGE_BYTES)) as storage:
+        client: Any = storage._client  # type: ignore[attr-defined]
+        for name in ("exists", "remove"):
+            real = getattr(client, name)
+            monkeypatch.setattr(
+                client,
+                name,
+                lambda names, real=real, name=name: (real(names), ended.append(name))[0],
+            )
+        stop(own_cluster.master)
+        with pytest.raises(StorageError, match="timed out"):
+            storage.contains(KEYS, timeout=SHORT)
+        with pytest.raises(StorageError, match="timed out"):
+            storage.delete(KEYS, timeout=SHORT)
+        assert read(storage, SHORT)[0].statuses == (ReadStatus.FAILED,) * 12  # no thread is left
+        assert not ended
+        go_on(own_cluster.master)
+        wait_until(lambda: len(ended) == 2, "the client to come back")
+        assert read(storage)[0].statuses == (ReadStatus.ABSENT,) * 12
+
+
+def test_close_while_a_call_hangs(
+    storage: Any, own_cluster: Cluster, wait_until: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop(own_cluster.lenders[0])
+    assert read(storage, 2.0)[0].reason.startswith("timed out")
+    assert not settled(storage)
+    monkeypatch.setattr(backend, "CLOSING", 0.01)
+    with pytest.raises(StorageError, match="hangs; close it again"):
+        storage.close()
+    go_on(own_cluster.lenders[0])
+    wait_until(lambda: settled(storage), "the client to come back")
+    monkeypatch.undo()
+    storage.close()
+    with pytest.raises(Detached):
+        storage.contains(KEYS, timeout=TIMEOUT)
 
 
 def test_a_tier_stops_using_a_dead_cluster_and_tries_it_again(

@@ -54,8 +54,9 @@ class Task(Generic[T]):
     def wait(self, deadline: Deadline) -> bool:
         """Whether it is over in time."""
         with self._changed:
-            left = min(deadline.left, threading.TIMEOUT_MAX)
-            return self._changed.wait_for(lambda: self._over, left)
+            while not self._over and not deadline.passed:  # a wait may end a little early
+                self._changed.wait(min(deadline.left, threading.TIMEOUT_MAX))
+            return self._over
 
     def result(self) -> T:
         """Of one that is over; raises what the call raised."""

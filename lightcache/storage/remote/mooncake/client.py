@@ -148,7 +148,8 @@ def _way_to(options: MooncakeOptions) -> str:
     """The address of ours that a master sees, if it answers."""
     try:
         with socket.create_connection((options.host, options.port), options.connect) as way:
-            return str(way.getsockname()[0])
+            found = str(way.getsockname()[0])
+            return f"[{found}]" if ":" in found else found
     except OSError as error:
         raise StorageError(
             f"mooncake: the master at {options.master} cannot be reached: {error}; see whether "
@@ -162,7 +163,7 @@ def _started(library: Any, options: MooncakeOptions, local: str) -> Any:
     for _ in range(ATTEMPTS):
         store = library.MooncakeDistributedStore()
         code = store.setup(
-            f"[{local}]" if ":" in local and "." not in local and local[0] != "[" else local,
+            local,
             options.metadata,
             options.segment,
             0,  # no buffer of its own: values pass through ours
