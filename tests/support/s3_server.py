@@ -1,8 +1,8 @@
 """A real server of S3's protocol on loopback (moto's), with one bucket for all tests.
 
-It is not S3: it accepts any signature and any region, asks for no rights, never says SlowDown, closes
-the connection behind every answer, and forgets all when it stops. What S3 does in these matters is
-played by `failing_s3`.
+It is not S3: it accepts any signature and any region, asks for no rights, never says SlowDown,
+closes the connection behind every answer, and forgets all when it stops. What S3 does in these
+matters is played by `failing_s3`.
 """
 
 from __future__ import annotations
