@@ -1,4 +1,4 @@
-"""Several processes in one Mooncake cluster: what one stores others find; deaths of all kinds."""
+"""Processes in one Mooncake cluster: what one stores others find, and deaths of all kinds."""
 
 from __future__ import annotations
 
