@@ -17,30 +17,38 @@ from typing import Any
 import pytest
 from multi import pausing
 from support.disks import indexes
+from support.mooncake_server import own_cluster
+from support.redis_server import redis_server, redis_url
+from support.s3_server import s3_credentials, s3_server
 
 from lightcache.shm import sweep
+
+__all__ = ["own_cluster", "redis_server", "redis_url", "s3_credentials", "s3_server"]
 
 pytestmark = pytest.mark.timeout(180)  # several processes
 
 TESTS = Path(__file__).parent.parent
-STORAGES = ["disk"]
-"""Those that two machines can reach. One that has a server is added here by its scheme, beside a
-fixture `SCHEME_url` in support.servers that yields the URL of an empty one and skips without it."""
+STORAGES = ("disk", "redis", "s3", "mooncake")
+"""Those that two machines can reach."""
 NOTHING = {"device": 0, "host": 0, "storage": 0}
 
 
 @pytest.fixture(params=STORAGES)
 def shared_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """A storage that both machines reach, with nothing in it."""
-    if request.param != "disk":
-        yield request.getfixturevalue(f"{request.param}_url")
-        return
-    folder = tmp_path / "shared"
-    yield f"disk:{folder}?capacity=4MiB"
-    left = indexes(folder)
-    for index in left:
-        index.unlink()
-    assert not left
+    if request.param == "redis":
+        yield request.getfixturevalue("redis_url")
+    elif request.param == "s3":
+        yield request.getfixturevalue("s3_server").url()
+    elif request.param == "mooncake":
+        yield request.getfixturevalue("own_cluster").url
+    else:
+        folder = tmp_path / "shared"
+        yield f"disk:{folder}?capacity=4MiB"
+        left = indexes(folder)
+        for index in left:
+            index.unlink()
+        assert not left
 
 
 class Machine:
