@@ -259,8 +259,15 @@ class Level:
 def own_memory(pages: int, page_bytes: int) -> Pages:
     """Memory of ours for so many pages. It begins at a page of the machine, as direct I/O wants;
     huge ones where there are some, since touching new memory for the first time is what costs most:
-    for 32 MiB 13 ms instead of 42, while copying them takes 9."""
-    made = mmap.mmap(-1, pages * page_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for 32 MiB 13 ms instead of 42, while copying them takes 9.
+
+    Raises:
+        StorageError: there is not so much.
+    """
+    try:
+        made = mmap.mmap(-1, pages * page_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, MemoryError) as error:
+        raise StorageError(f"no memory for {pages} pages of {page_bytes} bytes: {error}") from error
     with contextlib.suppress(OSError):  # a kernel that has no huge ones
         made.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(made, np.uint8).reshape(pages, page_bytes)

@@ -340,6 +340,25 @@ def test_without_a_thread_nothing_is_promoted(monkeypatch: pytest.MonkeyPatch) -
         stack.close()
 
 
+def test_time_that_never_ends_is_waited_for(wait_until: Any) -> None:
+    upper, lower = Gated(SPEC), Gated(SPEC)
+    upper.gate.set()
+    with StackedStorage([upper, lower]) as stack, ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(put, stack, [0], timeout=float("inf"))
+        assert lower.arrived.wait(60.0)
+        lower.gate.set()
+        assert writing.result(60.0).statuses == (STORED,)
+        upper.clear(timeout=60.0)
+        upper.gate.clear()
+        upper.arrived.clear()
+        assert get(stack, [0]).prefix == 1
+        assert upper.arrived.wait(60.0)
+        clearing = pool.submit(stack.clear, timeout=float("inf"))
+        wait_until(lambda: stack._promoter._paused > 0, "the clearing to begin")
+        upper.gate.set()
+        assert clearing.result(60.0) == 1
+
+
 # ---------------------------------------------------------------- figures, and what is refused
 
 

@@ -232,11 +232,14 @@ def test_one_leaves_half_of_the_time_to_those_behind() -> None:
             assert 500.0 < lower.given.pop() <= 900.0
 
 
-def test_time_that_never_ends() -> None:
-    with StackedStorage([MemoryStorage(SPEC), MemoryStorage(SPEC)]) as stack:
-        assert put(stack, timeout=float("inf")).prefix == 8
-        assert stack.contains(KEYS, timeout=float("inf")) == 8
-        stack.delete(KEYS, timeout=float("inf"))
+def test_without_time_nobody_is_asked() -> None:
+    stack, upper, lower = noting(failures=1)
+    with stack:
+        for level in stack._levels:
+            with pytest.raises(StorageError, match=r"timed out: no time was left for contains"):
+                level.contains(KEYS, 0.0)
+        assert upper.calls == lower.calls == []
+        assert [one.state for one in stack.levels()] == ["closed", "closed"]
 
 
 class Slow(MemoryStorage):
@@ -341,6 +344,21 @@ def test_no_thread_for_a_lower(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.undo()
         assert stack.contains(KEYS, timeout=60.0) == 2
         assert [what for what, _ in lower.calls] == ["contains"]
+
+
+def test_no_memory_for_a_lower(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*arguments: Any, **how: Any) -> Any:
+        raise OSError("Cannot allocate memory")
+
+    stack, _, lower = noting(upper=[0], lower=[0, 1])
+    with stack:
+        monkeypatch.setattr("lightcache.storage.levels.mmap.mmap", none)
+        result = get(stack, [0, 1])
+        assert result.statuses == (OK, FAILED)
+        assert "no memory for 1 pages" in result.reason
+        assert put(stack, [2]).statuses == (STORED,)
+        monkeypatch.undo()
+        assert (get(stack, [0, 1]).prefix, has(lower)) == (2, [0, 1])
 
 
 # ---------------------------------------------------------------- under a tier
