@@ -18,7 +18,7 @@ import pytest
 from multi import pausing
 from multi.service_side import PROMPT, prompt
 from support.disks import where
-from support.storing import SECRET, fill, make_cache, nothing_is_held, sound
+from support.storing import fill, make_cache, nothing_is_held, sound
 
 from lightcache import Cache
 from lightcache.shm import sweep
@@ -263,20 +263,21 @@ def test_two_services(sides: Any, cache: Cache, where: Path, tmp_path: Path) -> 
     serve(sides, cache, where).end()
 
 
-def test_a_service_and_its_clients_are_all_killed(
-    sides: Any, segment_name: str, where: Path
+def test_all_of_them_are_killed(
+    sides: Any, segment_name: str, where: Path, wait_until: Wait
 ) -> None:
-    cache = make_cache(segment_name)
-    service = serve(sides, cache, where)
-    client = sides("ask", cache.name, 0)
-    client.says()
-    client.kill()
-    service.kill()
-    with Cache.attach(cache.name, secret=SECRET) as other:
-        assert other.reap() >= 0
-    again = serve(sides, cache, where)
-    assert again.end() == 0
-    assert sweep(prefix=f"{segment_name}.storage-") == []  # the next one left nothing
-    cache.reap()
-    assert cache.check().pins == 0
-    cache.close()
+    with make_cache(segment_name) as cache:
+        service = serve(sides, cache, where)
+        client = sides("ask", cache.name, 0)
+        client.says()
+        client.kill()
+        service.kill()
+        answers = list(Path("/dev/shm").glob(f"*{cache.name}.storage-*-{client.process.pid}-*"))
+        assert len(answers) == 1
+        again = serve(sides, cache, where)
+        wait_until(lambda: not answers[0].exists(), "the ring that nobody has")
+        assert all(each.alive for each in cache.index.segment.clients())  # the dead were reaped
+        report = cache.check()
+        assert (report.clean, report.pins) == (True, 0)
+        assert again.end() == 0
+        assert sweep(prefix=f"{segment_name}.storage-") == []  # and leaves nothing

@@ -27,7 +27,7 @@ from lightcache.storage.worker import StorageTier
 
 _IDLE = 0.05  # seconds of waiting for a message between two looks around
 _LOOK = 0.25  # seconds between two looks at clients, and at the cache
-_SWEEP = 10.0  # seconds between two sweeps of rings that nobody ever asked with
+_SWEEP = 10.0  # seconds between two sweeps of rings of clients that we have not met
 _LONGEST = 1e6  # seconds of a task, whatever its client said: timers end somewhere
 _BATCH = 16  # messages that a kill of the service may take along
 
@@ -72,7 +72,8 @@ class StorageService:
             self._board.claim()
             stack.callback(self._board.end, Phase.NONE)
             self._base = self._board.read()
-            self._clean_up()
+            with contextlib.suppress(LockTimeout):  # whoever needs it does the same
+                cache.reap()  # what the one before us held, if it was killed
             self._ring = rings.tasks(cache)
             stack.callback(self._ring.close)
             self._peers = Peers(cache, self._counted)
@@ -85,12 +86,6 @@ class StorageService:
             self._thread.start()
             self._board.begin(self._tier.read_policy, self._tier.read_seconds, self._tier._grace)
             stack.pop_all()
-
-    def _clean_up(self) -> None:
-        """What the one before us left, if it was killed: pins, and rings that nobody has."""
-        with contextlib.suppress(LockTimeout):  # whoever needs it does the same
-            self.cache.reap()
-        sweep(prefix=rings.prefix(self.cache))
 
     # ---- taking messages out
 
