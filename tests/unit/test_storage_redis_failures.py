@@ -26,6 +26,7 @@ from lightcache.storage import (
 )
 from lightcache.storage.conformance import PAGE_BYTES, SPEC
 from lightcache.storage.remote import trailer
+from lightcache.storage.remote.redis.wire import Wire
 
 __all__ = ["cache", "redis_server", "redis_url"]
 
@@ -101,6 +102,27 @@ def test_a_server_that_dies_in_the_middle_of_an_answer(own: Server) -> None:
             read(storage)
         own.start()
         assert read(storage).count(ReadStatus.ABSENT) == 12
+
+
+def test_what_was_answered_before_sending_failed_is_used(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with through(proxy) as storage:
+        write(storage)
+        send, sent = Wire.send, [0]
+
+        def fails(wire: Wire, *parts: Any) -> None:
+            sent[0] += 1
+            if sent[0] > 5:
+                raise StorageError("no route")
+            send(wire, *parts)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Wire, "send", fails)
+            result = read(storage)
+        assert result.statuses == (ReadStatus.OK,) * 5 + (ReadStatus.FAILED,) * 7
+        assert result.reason == "no route"
+        assert read(storage).prefix == 12
 
 
 def test_nothing_leaks_when_calls_fail(proxy: Proxy, wait_until: Any) -> None:

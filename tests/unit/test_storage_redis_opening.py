@@ -98,6 +98,7 @@ def test_bad_urls(url: str, message: str) -> None:
         "redis://hush@h",
         "redis://me:hush@h@h",
         "redis://:hush/hush@h",
+        "redis://me:12/hush@h",
         "redis://:hush?hush@h",
         "redis://:x?hush=hush@h",
         "redis://:x?hush@h=1",
@@ -287,7 +288,9 @@ def test_a_database_that_there_is_not(tmp_path: Path) -> None:
 
 
 def test_an_address_that_is_none() -> None:
-    with pytest.raises(StorageError, match=r"redis://no-such-host\.invalid:6379/0: .*not known"):
+    with pytest.raises(
+        StorageError, match=r"redis://no-such-host\.invalid:6379/0: this host is not known"
+    ):
         open_storage("redis://no-such-host.invalid", spec=SPEC)
     with pytest.raises(StorageError, match=r"redis:/nowhere/at/all.*cannot connect"):
         open_storage("redis:/nowhere/at/all", spec=SPEC)
