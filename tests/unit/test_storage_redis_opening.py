@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.redis_server import Server
 from support.remote_pages import KEYS, read, write
-from support.servers import missing
+from support.servers import free_port, missing
 
 from lightcache import ConfigError, StorageError
 from lightcache.storage import StorageSpec, open_storage
@@ -266,7 +266,8 @@ def test_tls_on_one_side_alone(encrypted: Server, guarded: Server, certificates:
 
 
 def test_a_cluster_is_refused(tmp_path: Path) -> None:
-    with Server(tmp_path, "--cluster-enabled", "yes") as server:
+    bus = str(free_port())  # that of the server and 10,000 may be none
+    with Server(tmp_path, "--cluster-enabled", "yes", "--cluster-port", bus) as server:
         with pytest.raises(StorageError, match="found a cluster, which is not supported"):
             open_storage(server.url(), spec=SPEC)
         with open_storage(server.url(options="required=no"), spec=SPEC) as storage:
