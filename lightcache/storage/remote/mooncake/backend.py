@@ -41,6 +41,7 @@ class MooncakeStorage(RemoteStorage):
         """
         super().__init__(spec)
         self._threads = options.threads
+        self._prefix = self.object_name(b"")  # making it takes longer than all the rest of a name
         self._staging = Staging(options.buffer, spec.page_bytes)
         share = max(1, self._staging.slots // (options.threads + 1))
         self._group = max(1, min(share, GROUP // spec.page_bytes, BATCH))
@@ -53,7 +54,7 @@ class MooncakeStorage(RemoteStorage):
     # ---- what a backend does
 
     def _exists(self, names: Sequence[bytes], deadline: Deadline) -> list[bool]:
-        whole = [self.object_name(name) for name in names]
+        whole = self._names(names)
         return self._callers.ask(lambda: self._client.exists(whole), deadline)
 
     def _fetch(
@@ -89,14 +90,14 @@ class MooncakeStorage(RemoteStorage):
         return found + [late] * (len(names) - len(found))
 
     def _remove(self, names: Sequence[bytes], deadline: Deadline) -> int:
-        whole = [self.object_name(name) for name in names]
+        whole = self._names(names)
         results = self._callers.ask(lambda: self._client.remove(whole), deadline)
         if bad := next((code for code in results if code and not codes.absent(code)), 0):
             raise StorageError(f"mooncake: {codes.meaning(bad)}")
         return results.count(0)
 
     def _remove_all(self, deadline: Deadline) -> int:
-        pattern = f"^lightcache/{self.spec.name}/[0-9a-f]+$"
+        pattern = f"^{self._prefix}[0-9a-f]+$"
         gone = self._callers.ask(lambda: self._client.remove_all(pattern), deadline)
         if gone < 0:
             raise StorageError(f"mooncake: {codes.meaning(gone)}")
@@ -114,6 +115,9 @@ class MooncakeStorage(RemoteStorage):
             self._client.close()
         finally:
             asking.stop(0.0)
+
+    def _names(self, names: Sequence[bytes]) -> list[str]:
+        return [self._prefix + name.hex() for name in names]
 
     # ---- groups of pages on their way
 
@@ -202,7 +206,7 @@ class MooncakeStorage(RemoteStorage):
     # ---- by the threads of `Callers`
 
     def _get(self, names: Sequence[bytes], slots: Sequence[int]) -> list[int]:
-        whole = [self.object_name(name) for name in names]
+        whole = self._names(names)
         size = self._staging.value_bytes
         found = self._client.get(whole, self._staging.addresses(slots), size)
         for i, code in enumerate(found):
@@ -213,7 +217,7 @@ class MooncakeStorage(RemoteStorage):
         return found
 
     def _send(self, names: Sequence[bytes], slots: Sequence[int]) -> list[int]:
-        whole = [self.object_name(name) for name in names]
+        whole = self._names(names)
         size = self._staging.value_bytes
         found = self._client.put(whole, self._staging.addresses(slots), size)
         good = [i for i, code in enumerate(found) if not code]
