@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
 import subprocess
 import time
@@ -48,9 +49,11 @@ def running(
         log: where its output goes; a failure shows the end of it.
         how: for Popen.
     """
+    # Nothing of ours runs when a watchdog ends the tests; the server then ends as well.
+    bound = ("setpriv", "--pdeathsig", "KILL") if shutil.which("setpriv") else ()
     with log.open("ab") as out:
         server = subprocess.Popen(
-            [str(part) for part in command],
+            [*bound, *(str(part) for part in command)],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
