@@ -40,7 +40,8 @@ def stop_in_the_middle(storage: Any, seed: int) -> None:
     assert library.batch_put_session_start([name], [size]) == [0]
     here = storage._staging.addresses([0])
     half = [[size // 2]]
-    assert library.batch_put_from_multi_buffer_ranges([name], [here], half, [[0]]) is not None
+    wrote = library.batch_put_from_multi_buffer_ranges([name], [here], half, [[0]])
+    assert wrote[0] >= 0, wrote
     print("stopped", flush=True)
     sys.stdin.read()
 
