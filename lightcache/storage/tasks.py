@@ -216,12 +216,21 @@ class StorageTask:
             if reason and reason not in self._reasons:
                 self._reasons.append(reason)
 
-    def _end(self, reason: str = "", *, failed: bool) -> bool:
-        """False: it was over before."""
+    def _end(
+        self,
+        reason: str = "",
+        *,
+        failed: bool,
+        count: Callable[[TaskResult], None] | None = None,
+    ) -> bool:
+        """False: it was over before. Else `count` is told the result first: who waits for the end
+        finds it in the tier's figures."""
         self._say("" if self.over else reason)
         with self._changed:
             if self._state in _OVER:
                 return False
+            if count is not None:
+                count(self.result)
             self._state = TaskState.FAILED if failed else TaskState.FINISHED
             self._changed.notify_all()
             return True

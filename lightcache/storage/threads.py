@@ -17,6 +17,7 @@ from lightcache.storage.arguments import Clock, Deadline
 from lightcache.storage.breaker import Breaker, log
 from lightcache.storage.jobs import Job, Stopped
 from lightcache.storage.queueing import JobQueue
+from lightcache.storage.tasks import TaskResult
 
 R = TypeVar("R")
 RETRY = 0.5  # seconds until pages that could not be given back (LockTimeout) are tried again
@@ -126,11 +127,12 @@ class Crew:
 
     def tell(self, job: Job, reason: str, *, failed: bool) -> None:
         """End its task, unless that has ended, and add up what it did."""
-        if job.task._end(reason, failed=failed):
-            found = job.task.result
-            names = [name for name in found.__dataclass_fields__ if name in _TALLIED]
-            counts = {name: getattr(found, name) for name in names}
+
+        def count(found: TaskResult) -> None:
+            counts = {name: getattr(found, name) for name in _TALLIED}
             self.add(**counts, **{"tasks_failed" if failed else "tasks_finished": 1})
+
+        job.task._end(reason, failed=failed, count=count)
 
     def add(self, **counts: int) -> None:
         """Add to the totals."""

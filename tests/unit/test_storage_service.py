@@ -35,6 +35,7 @@ from lightcache.storage.service import StorageClient, StorageService, rings, ser
 from lightcache.storage.service.answering import Served
 from lightcache.storage.service.asking import Silence
 from lightcache.storage.service.messages import PART_BYTES, Answer, Kind, Part
+from lightcache.tools.keep import _switch
 
 FINISHED, FAILED = TaskState.FINISHED, TaskState.FAILED
 Wait = Callable[[Callable[[], bool], str], None]
@@ -203,7 +204,18 @@ def test_a_cache_that_is_disabled_or_cleared(cache: Cache) -> None:
         task = client.prefetch(KEYS, namespace=space)
         assert task.wait(60.0).prefix == 0
         assert task.state is FAILED
+        _switch(cache.name, None, 1)
+        for task in (client.write(KEYS), client.prefetch(KEYS), client.prefetch_deepest(KEYS)):
+            assert "disabled the cache" in task.wait(60.0).reasons[0]
+            assert task.state is FAILED
+        _switch(cache.name, None, 0)
         assert client.write(KEYS).wait(60.0).present == 20
+
+
+def test_a_client_that_is_attached_read_only(cache: Cache) -> None:
+    with StorageService(cache, full(cache)), Cache.attach(cache.name, readonly=True) as reader:
+        with StorageClient(reader) as client:
+            assert client.prefetch(KEYS).wait(60.0).loaded == 20
 
 
 def test_a_namespace_is_the_clients(cache: Cache) -> None:

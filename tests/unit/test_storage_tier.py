@@ -27,6 +27,7 @@ from lightcache import Cache, ConfigError, LayoutMismatch, PermissionDenied, Wai
 from lightcache.storage import (
     MemoryStorage,
     StorageSpec,
+    StorageTask,
     StorageTier,
     TaskState,
 )
@@ -237,6 +238,14 @@ def test_a_task_waits_with_a_limit(make_tier: Any, cache: Cache) -> None:
         assert not task.over
         storage.gate.set()
         assert task.wait().absent == 20
+
+
+def test_a_task_is_counted_before_it_is_over() -> None:
+    task, seen = StorageTask("read", 4, None), []
+    assert task._end(failed=False, count=lambda found: seen.append((found.pages, task.over)))
+    assert not task._end(failed=True, count=lambda found: seen.append((found.pages, task.over)))
+    assert seen == [(4, False)]
+    assert task.state is FINISHED
 
 
 # ---------------------------------------------------------------- bad input
