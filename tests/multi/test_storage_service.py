@@ -66,6 +66,17 @@ class Side:
     def signal(self, number: signal.Signals) -> None:
         os.kill(self.process.pid, number)
 
+    def stop(self, wait_until: Wait) -> None:
+        """Until none of its threads runs any more: the signal returns before that."""
+        self.signal(signal.SIGSTOP)
+        tasks = Path(f"/proc/{self.process.pid}/task")
+
+        def states() -> set[str]:
+            every = [(each / "stat").read_text() for each in tasks.iterdir()]
+            return {text.rpartition(")")[2].split()[0] for text in every}
+
+        wait_until(lambda: states() == {"T"}, "the stop of all of its threads")
+
     def kill(self) -> None:
         """As the kernel does when memory ends."""
         self.process.kill()
@@ -186,13 +197,15 @@ def test_the_service_is_killed_and_another_comes(
     assert stored_right(cache, where, 2) > 0
 
 
-def test_tasks_end_when_the_service_is_killed(sides: Any, cache: Cache, where: Path) -> None:
+def test_tasks_end_when_the_service_is_killed(
+    sides: Any, cache: Cache, where: Path, wait_until: Wait
+) -> None:
     service = serve(sides, cache, where)
     with StorageClient(cache) as client:
         keys: Any = prompt(0, 0)
         fill(cache, keys)
         assert client.write(keys).wait(LIMIT).prefix == PROMPT
-        service.signal(signal.SIGSTOP)
+        service.stop(wait_until)
         tasks = [client.prefetch(keys, timeout=600.0) for _ in range(5)]
         service.kill()
         for task in tasks:
@@ -206,11 +219,13 @@ def test_tasks_end_when_the_service_is_killed(sides: Any, cache: Cache, where: P
         assert again.end() == 0
 
 
-def test_a_stopped_service_holds_nobody_up(sides: Any, cache: Cache, where: Path) -> None:
+def test_a_stopped_service_holds_nobody_up(
+    sides: Any, cache: Cache, where: Path, wait_until: Wait
+) -> None:
     service = serve(sides, cache, where)
     client = sides("wait", cache.name, 0)
     assert client.says() == "0"
-    service.signal(signal.SIGSTOP)
+    service.stop(wait_until)
     client.go_on()
     assert "timed out: not done within 2 s" in client.says()
     client.go_on()
