@@ -29,7 +29,12 @@ _PAUSE = 0.5  # seconds between two looks at whether the service has ended by it
 
 @click.command(cls=Command)
 @click.argument("name")
-@click.option("--url", "urls", multiple=True, help="Of the storage, as disk:/mnt/x?capacity=1TiB.")
+@click.option(
+    "--url",
+    "urls",
+    multiple=True,
+    help="Of the storage, as disk:/mnt/x?capacity=1TiB. Several: one behind the other.",
+)
 @click.option("--threads", type=int, default=2, show_default=True, help="That call the storage.")
 @click.option(
     "--min-tokens", type=int, default=0, show_default=True, help="Shorter prompts are not written."
@@ -59,6 +64,11 @@ _PAUSE = 0.5  # seconds between two looks at whether the service has ended by it
     default=16,
     show_default=True,
     help="Pages of one call of the storage.",
+)
+@click.option(
+    "--prefill-tokens-per-s",
+    type=float,
+    help="What the model computes: reads that would take longer are declined.",
 )
 @click.option("--write-pages", type=int, help="Most that writes pin; default: a quarter.")
 @click.option(
@@ -101,18 +111,19 @@ def storage(
         if urls:
             raise click.UsageError("--status looks at a service that runs: give no --url")
         ctx.exit(_show(_status(name, group), name, as_json))
-    if len(urls) != 1:
-        raise click.UsageError("give one --url, such as --url disk:/mnt/nvme/pages?capacity=1TiB")
-    check_url(urls[0])
+    if not urls:
+        raise click.UsageError("give --url, such as --url disk:/mnt/nvme/pages?capacity=1TiB")
+    url = urls[0] if len(urls) == 1 else urls
+    check_url(url)
     _check_kind(name)
     with guest(name), Signals() as signals, contextlib.ExitStack() as stack:
         cache = Cache.attach(name, role="storage", group=group)
         stack.callback(_leave, cache)
-        backend = open_storage(urls[0], spec=StorageSpec.of(cache))
+        backend = open_storage(url, spec=StorageSpec.of(cache))
         stack.callback(backend.close)
         service = StorageService(cache, backend, group=pages, **tier)
         try:
-            _say_start(name, urls[0], as_json)
+            _say_start(name, urls, as_json)
             while not (signals.end.wait(_PAUSE) or service.wait(0.0)):
                 pass
         finally:
@@ -158,8 +169,8 @@ def shown_url(url: str) -> str:
     return re.sub(r"//[^/@]*@", "//...@", url)
 
 
-def _say_start(name: str, url: str, as_json: bool) -> None:
-    shown = shown_url(url)
+def _say_start(name: str, urls: tuple[str, ...], as_json: bool) -> None:
+    shown = ", then ".join(map(shown_url, urls))
     if as_json:
         click.echo(json.dumps({"name": name, "url": shown, "pid": os.getpid()}))
     else:

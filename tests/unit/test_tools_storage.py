@@ -101,6 +101,21 @@ def test_start_use_end(served: Any, cache: Cache, where: Path, number: signal.Si
         assert "nobody" in gone.output
 
 
+def test_several_storages_one_behind_the_other(served: Any, cache: Cache, where: Path) -> None:
+    far = f"disk:{where}?capacity=1MiB"
+    fill(cache, KEYS)
+    for near in ("memory:", "memory:?pages=30"):  # a new one, which has nothing
+        service = served(cache.name, "--url", near, "--url", far)
+        assert f"with {near}, then {far} (pid" in service.begun
+        with StorageClient(cache) as client:
+            client.write(KEYS).wait(LIMIT)
+            cache.evict(96)
+            assert client.prefetch(KEYS).wait(LIMIT).loaded == 20
+            assert sound(cache, KEYS) == 20
+        cache.evict(96)
+        service.end()
+
+
 def test_json(served: Any, cache: Cache) -> None:
     service = served(cache.name, "--url", "memory:", "--json")
     status, out, _ = service.end()
@@ -137,8 +152,9 @@ def test_a_password_is_not_shown(served: Any, cache: Cache) -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "what"),
     [
-        ((), 2, "give one --url"),
-        (("--url", "memory:", "--url", "memory:"), 2, "give one --url"),
+        ((), 2, "give --url"),
+        (("--url", "memory:", "--url", "tape:"), 2, "expected a scheme of"),
+        (("--url", "memory:", "--prefill-tokens-per-s", 0), 2, "prefill_tokens_per_s"),
         (("--url", "memory"), 2, "expected a URL"),
         (("--url", "ftp://x"), 2, "expected a scheme of"),
         (("--url", "memory:?speed=1"), 2, "speed"),
