@@ -37,6 +37,7 @@ from lightcache.manager.releasing import Leaving
 from lightcache.manager.requests import Request
 from lightcache.manager.spaces import Spaces
 from lightcache.manager.statistics import Figures, Recent
+from lightcache.manager.storing import storage_of
 from lightcache.manager.traffic import Traffic
 from lightcache.manager.upkeep import Upkeep
 from lightcache.manager.weights import Look, Weights
@@ -65,11 +66,11 @@ class KVCacheManager(Upkeep):
         *,
         config: ManagerConfig | None = None,
         costs: Costs | None = None,
-        storage: BaseTier | None = None,
+        storage: BaseTier | str | Sequence[str] | None = None,
         weights: str = "",
         counters: NodeCounters | None = None,
     ) -> None:
-        """Everything stays the caller's to close, after the manager.
+        """Everything stays the caller's to close, after the manager, but for what it opens.
 
         Args:
             host: the node's cache; its `page_tokens` must be a multiple of the device's block, or a
@@ -77,12 +78,14 @@ class KVCacheManager(Upkeep):
             device: `OwnedDevice` or `AttachedDevice`.
             mover: who moves bytes between the two.
             costs: `lightcache.costs.Costs`: whether so few pages are worth loading; None: always.
-            storage: a `StorageTier` or `StorageClient` of the same cache; None: none.
+            storage: a `StorageTier` or `StorageClient` of the same cache; or a URL, or several, as
+                "disk:/mnt/nvme/cache?capacity=1TiB", opened here and closed by `close`; None: none.
             weights: version of the weights that are being served.
             counters: of the node, which our figures are added to; None: they stay our own.
 
         Raises:
             ConfigError: page sizes that do not fit each other, or something else than it says.
+            StorageError: the storage cannot be opened.
         """
         self.config = ManagerConfig() if config is None else config
         check_parts(host, device, self.config)
@@ -102,8 +105,9 @@ class KVCacheManager(Upkeep):
         self._traffic = Traffic(self._lock)
         self._spaces = Spaces(host, device, weights)
         self._weights = Weights(self)
-        self._storage = storage
-        self._planner = Planner(self, costs, storage)
+        self._storage = storage_of(host, storage)
+        self._own_storage = None if self._storage is storage else self._storage
+        self._planner = Planner(self, costs, self._storage)
         self._requests: dict[Hashable, Request] = {}
         self._writer = Writer(self)
         self._leaving = Leaving(self)
@@ -438,6 +442,8 @@ class KVCacheManager(Upkeep):
         with self._lock:
             self._demotion.poll()
             self._tell()
+        if self._own_storage is not None:  # what ended requests have to be written is written
+            self._own_storage.close()
 
     def __enter__(self) -> KVCacheManager:
         return self

@@ -45,6 +45,8 @@ class RunningTier(BaseTier):
         self.cache = cache
         self.storage = storage
         self.wants_tokens = storage.wants_tokens
+        self._owns = False
+        """Whether the storage is closed with us."""
         self.timeout = timeout
         self.clock = clock
         self._grace = grace
@@ -231,6 +233,8 @@ class RunningTier(BaseTier):
                 )
                 return False
         self._crew.join()
+        if self._owns:
+            self.storage.close()
         return True
 
     def __repr__(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -20,11 +21,12 @@ from lightcache.storage.breaker import Breaker
 from lightcache.storage.costs import ReadCosts
 from lightcache.storage.deepest import DeepestJob
 from lightcache.storage.jobs import WriteJob
-from lightcache.storage.protocol import Keys, Storage, TokenRows
+from lightcache.storage.protocol import Keys, Storage, StorageSpec, TokenRows
 from lightcache.storage.reading import ReadJob
 from lightcache.storage.running import RunningTier
 from lightcache.storage.tasks import StorageTask
 from lightcache.storage.tiers import ReadPolicy, checked_write
+from lightcache.storage.urls import open_storage
 
 BusyPolicy = Literal["wait", "skip"]
 
@@ -37,7 +39,8 @@ class StorageTier(RunningTier):
     straight into pages of the pool and is published group by group, with checksums verified by the
     backend; processes of the cache find it as they find any page.
 
-    Close it before the cache. It owns neither of the two. Not for forked children.
+    Close it before the cache. It owns neither of the two, unless `open` made it. Not for forked
+    children.
     """
 
     def __init__(
@@ -133,6 +136,29 @@ class StorageTier(RunningTier):
         self._write_pages = _arguments.count(most, "write_pages", 0, cache.pages)
         self._threads = _arguments.count(threads, "threads", 1, 256)
         self._crew.start(self._threads)
+
+    @classmethod
+    def open(cls, cache: Cache, url: str | Sequence[str], **how: Any) -> StorageTier:
+        """A tier with a storage of its own, which it closes when it is closed.
+
+        Args:
+            url: of the storage, or of several, the nearest first: see `open_storage`.
+            how: as of the constructor.
+
+        Raises:
+            ConfigError: no such URL, or an argument out of range.
+            StorageError: the storage cannot be opened.
+        """
+        if cache.index.readonly:
+            check(Code.READONLY, "use a storage tier")
+        storage = open_storage(url, spec=StorageSpec.of(cache))
+        try:
+            made = cls(cache, storage, **how)
+        except BaseException:
+            storage.close()
+            raise
+        made._owns = True
+        return made
 
     # ---- writing
 

@@ -4,7 +4,7 @@ none, on the processor."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from http.client import HTTPConnection
 from importlib import import_module
 from pathlib import Path
@@ -68,11 +68,19 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Any]]
         one.close()
 
 
-def run(document: str, name: str, begin: str = "", end: str = "", **more: Any) -> dict[str, Any]:
+def run(
+    document: str,
+    name: str,
+    begin: str = "",
+    end: str = "",
+    instead: Mapping[str, str] | None = None,
+    **more: Any,
+) -> dict[str, Any]:
     """Run the blocks of a document one after another; what is defined in the end.
 
     Args:
         begin, end: only what stands between these words.
+        instead: words that are read as others.
     """
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
@@ -105,6 +113,8 @@ def run(document: str, name: str, begin: str = "", end: str = "", **more: Any) -
     for found in [each for each in blocks if first <= each.start() < last]:
         source = found[2].replace('"llama', f'"{name}').replace('size="32GiB"', 'size="128MiB"')
         source = source.replace('"qwen3-next', f'"{name}').replace("8GiB", "16MiB")
+        for there, here in (instead or {}).items():
+            source = source.replace(there, here)
         source = source.replace('pin(device="cuda:0")', "pin(driver=FakeDriver())")
         lines = "\n" * text.count("\n", 0, found.start(2))  # so that errors name the document's
         code = compile(lines + source, str(ROOT / document), "exec")
@@ -122,8 +132,12 @@ def test_transfers(made: list[Any], segment_name: str) -> None:
     assert space["cache"].peek(space["others"]) == len(space["others"]) == 4
 
 
-def test_readme(made: list[Any], segment_name: str) -> None:
-    space = run("README.md", segment_name)
+def test_readme(made: list[Any], segment_name: str, tmp_path: Path) -> None:
+    disk = {"/mnt/nvme/cache?capacity=1TiB": f"{tmp_path}/cache?capacity=64MiB"}
+    space = run("README.md", segment_name, instead=disk)
+    assert next(tmp_path.glob("cache/lightcache-*/header.json"))
+    space["manager"].close()
+    space["device"].close()
     assert len(made) == 2
     assert space["offload"].ready
     assert space["past"].get_seq_length() >= 40

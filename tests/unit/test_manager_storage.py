@@ -1,0 +1,98 @@
+"""A manager that is given its storage as a URL: it opens it, and closes what it has opened."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.disks import indexes, where
+from support.manager_case import World, open_cache, tokens
+
+from lightcache import ConfigError, PermissionDenied, StorageError
+from lightcache.manager import Prompt
+from lightcache.storage import StorageSpec, StorageTier, open_storage
+
+PROMPT = Prompt(tokens(18))
+
+__all__ = ["where"]
+
+
+def threads() -> int:
+    return sum(thread.name.startswith("lightcache-storage") for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_prompt_outlives_everything_but_its_disk(
+    segment_name: str, where: Path, several: bool
+) -> None:
+    before = threads()
+    url: Any = f"disk:{where}?capacity=1MiB"
+    for turn in range(2):
+        given = ["memory:", url] if several else url
+        made = World(f"{segment_name}-{turn}", storage=lambda _, given=given: given)
+        assert threads() > before
+        assert indexes(where)
+        match = made.run("a", PROMPT)
+        assert match.storage == (16 if turn else 0)
+        assert match.usable == (16 if turn else 0)
+        assert (match.device, match.host) == (0, 0)
+        made.mover.finish()
+        made.manager.close()  # what is to be written is written
+        assert made.cache.check().pins == 0
+        made.close()
+        assert threads() == before
+        assert not indexes(where)
+
+
+def test_closing_again_does_nothing(segment_name: str, where: Path) -> None:
+    world = World(segment_name, storage=lambda _: f"disk:{where}?capacity=1MiB")
+    world.manager.close()
+    world.manager.close()
+    world.close()
+
+
+def test_a_tier_that_is_given_stays_open(segment_name: str) -> None:
+    with open_cache(segment_name, 32, 4) as cache:
+        storage = open_storage("memory:", spec=StorageSpec.of(cache))
+        with StorageTier(cache, storage) as tier:
+            world = World(f"{segment_name}.w", cache=cache, storage=lambda _: tier)
+            world.manager.close()
+            assert tier.write(np.zeros((0, 2), np.uint64)).wait(60).stored == 0
+            world.close()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "what"),
+    [
+        ("tape:", ConfigError, "scheme"),
+        ("disk", ConfigError, "expected a URL"),
+        (["memory:"], ConfigError, "two URLs"),
+        (7, ConfigError, "expected a StorageTier, a StorageClient, or a URL"),
+        ("disk:/proc/nothing?capacity=1MiB", StorageError, "disk"),
+        ("memory:?pages=no", ConfigError, "pages"),
+    ],
+)
+def test_what_is_no_storage(segment_name: str, wrong: Any, kind: type, what: str) -> None:
+    before = threads()
+    with pytest.raises(kind, match=what):
+        World(segment_name, storage=lambda _: wrong)
+    assert threads() == before
+
+
+def test_opening_a_tier(segment_name: str, where: Path) -> None:
+    url = f"disk:{where}?capacity=1MiB"
+    with open_cache(segment_name, 32, 4) as cache:
+        with pytest.raises(ConfigError, match="threads"):
+            StorageTier.open(cache, url, threads=0)
+        assert not indexes(where)
+        tier = StorageTier.open(cache, url, threads=1)
+        assert tier.close()
+        assert not indexes(where)
+        assert tier.close()
+        with type(cache).attach(cache.name, readonly=True) as reader:
+            with pytest.raises(PermissionDenied):
+                StorageTier.open(reader, url)
+        assert not indexes(where)
