@@ -44,14 +44,15 @@ class Calls:
         """
         if not self.ours:  # before a lock that may have been held at the fork
             self.check()
-        with self._state:
-            self.check()
-            self._under_way += 1
-        try:
+        entered = 0
+        try:  # around the count as well: an interrupt may come behind any line
+            with self._state:
+                self.check()
+                self._under_way, entered = self._under_way + 1, 1
             yield
         finally:
             with self._state:
-                self._under_way -= 1
+                self._under_way -= entered
                 self._state.notify_all()
 
     def end(self, release: Callable[[], None]) -> None:

@@ -149,7 +149,8 @@ class StorageTask:
             WaitTimeout: it is not over; it goes on.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: self._state in _OVER, timeout):
+            left = None if timeout is None else min(timeout, threading.TIMEOUT_MAX)
+            if not self._changed.wait_for(lambda: self._state in _OVER, left):
                 raise WaitTimeout(
                     f"wait: after {timeout} s the {self.kind} of {self._pages} pages is not over; "
                     "wait longer, or cancel it"

@@ -209,7 +209,7 @@ class Crew:
         pauses += [job.deadline.left for job in self.queue.jobs()]
         pauses += [job.kept.left for job in self.holding if job.kept is not None]
         pauses += [RETRY] if self._owed else []
-        return max(0.001, min(pauses)) if pauses else None
+        return max(0.001, min(*pauses, threading.TIMEOUT_MAX)) if pauses else None
 
     def poll(self) -> None:
         """Fail what is overdue, and try again to give back what could not be given back."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -286,3 +287,13 @@ def test_a_closed_cache_ends_tasks(segment_name: str) -> None:
     with pytest.raises(Detached):
         tier.prefetch(KEYS)
     assert tier.close()
+
+
+def test_time_without_an_end(cache: Cache) -> None:
+    storage = full(cache)
+    with StorageTier(cache, storage, timeout=math.inf, read_seconds=math.inf) as tier:
+        task = tier.prefetch(KEYS, timeout=math.inf)
+        assert task.wait(math.inf).loaded == len(KEYS)
+        assert task.take().loaded == len(KEYS)
+        assert tier.write(KEYS).wait(60.0).present == len(KEYS)
+        assert all(thread.is_alive() for thread in tier._crew._threads)

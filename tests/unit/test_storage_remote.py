@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.interrupts import interrupt
 
 from lightcache import Detached, StorageError
 from lightcache.storage import ReadStatus, StorageSpec, WriteStatus
@@ -283,3 +284,21 @@ def test_a_forked_child_cannot_use_it_and_does_not_close_it() -> None:
             os._exit(status if storage.values else 2)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert storage.contains(KEYS, timeout=TIMEOUT) == 6
+
+
+@pytest.mark.parametrize("verb", ["contains", "read", "write", "delete"])
+def test_an_interrupt_at_any_place_leaves_nothing(verb: str) -> None:
+    calls: dict[str, Callable[[RemoteStorage], object]] = {
+        "contains": lambda storage: storage.contains(KEYS, timeout=TIMEOUT),
+        "read": read,
+        "write": write,
+        "delete": lambda storage: storage.delete(KEYS, timeout=TIMEOUT),
+    }
+    at, more = 0, True
+    while more:
+        with DictStorage(SPEC) as storage:
+            more = interrupt(lambda storage=storage: calls[verb](storage), at)  # type: ignore[misc]
+            assert storage._calls._under_way == 0, f"at {at}"
+            assert write(storage).prefix == 6, f"at {at}"
+        at += 1
+    assert at > 20

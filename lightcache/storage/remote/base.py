@@ -21,7 +21,7 @@ from lightcache.storage.protocol import (
     WriteResult,
     WriteStatus,
 )
-from lightcache.storage.remote.claims import Claims
+from lightcache.storage.remote.claims import Claims, Owner
 
 Read = tuple[ReadStatus, str]
 """Of a key: what became of it, and why, if it is FAILED or CORRUPT."""
@@ -165,13 +165,13 @@ class RemoteStorage(Storage):
     def _write_each(self, views: dict[bytes, memoryview], deadline: Deadline) -> dict[bytes, Wrote]:
         found: dict[bytes, Wrote] = {}
         while len(found) < len(views):
-            left = [name for name in views if name not in found]
-            mine = self._claims.take(left)
+            left, owner = [name for name in views if name not in found], Owner()
             try:
+                mine = self._claims.take(left, owner)
                 if mine and not deadline.passed:
                     found.update(self._write_mine(mine, views, deadline))
             finally:
-                self._claims.give_back(mine)
+                self._claims.give_back(owner)
             others = [name for name in left if name not in mine]
             if deadline.passed or not self._claims.wait(others, deadline):
                 failed = WriteStatus.FAILED, deadline.reason
