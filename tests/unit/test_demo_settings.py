@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.demo_desk import LEAVES_A_RING, settings_of
 
-from lightcache.errors import ConfigError
+from lightcache.errors import ConfigError, StorageError
 from lightcache.shm import SharedRing, read_segment
 from lightcache.tools import cli
 from lightcache.tools.demo import machine, urls
@@ -153,6 +153,8 @@ def test_settings_behind_a_restart() -> None:
         ("flaky:read_fail=0.1:disk:/mnt/x", True),
         ("flaky:read_fail=0.1:flaky:seed=1:memory:", False),
         ("mine://there", True),
+        ("stack:?promote=no|memory:|disk:/mnt/x", True),
+        ("stack:memory:|memory:?pages=1", False),
     ],
 )
 def test_what_outlives_its_processes(url: str, found: bool) -> None:
@@ -167,6 +169,10 @@ def test_a_folder_is_the_one_that_was_meant(
     assert urls.checked("disk:pages?capacity=1MiB") == f"disk:{tmp_path}/pages?capacity=1MiB"
     assert urls.checked("disk:/mnt/x") == "disk:/mnt/x"
     assert urls.checked("memory:?pages=4") == "memory:?pages=4"
+    stack = urls.checked("stack:?promote=no|memory:|disk:pages?capacity=1MiB")
+    assert stack == f"stack:?promote=no|memory:|disk:{tmp_path}/pages?capacity=1MiB"
+    with pytest.raises(StorageError, match=r"127\.0\.0\.1:1"):
+        urls.checked("flaky::redis://127.0.0.1:1")
     assert not list(tmp_path.iterdir()), "nothing is made"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from lightcache.storage.urls import check_url
+from lightcache.storage.urls import REMOTE, check_url, open_storage
 
 NONE = "none"
 """In place of a URL: no storage."""
@@ -16,6 +16,8 @@ def outlives(url: str) -> bool:
     scheme, _, rest = url.partition(":")
     if scheme == "flaky":
         return outlives(rest.partition(":")[2])
+    if scheme == "stack":
+        return any(map(outlives, _stacked(rest)))
     return scheme != "memory"
 
 
@@ -24,10 +26,22 @@ def checked(url: str) -> str:
 
     Raises:
         As `open_storage`: whatever is wrong with it, as far as it can be said without making
-            anything.
+            anything. A server is asked whether it is there.
     """
     check_url(url)
+    _ask(url)
     return _rooted(url)
+
+
+def _ask(url: str) -> None:
+    scheme, _, rest = url.partition(":")
+    if scheme == "flaky":
+        _ask(rest.partition(":")[2])
+    elif scheme == "stack":
+        for each in _stacked(rest):
+            _ask(each)
+    elif scheme in REMOTE:
+        open_storage(url, page_bytes=4096).close()
 
 
 def _rooted(url: str) -> str:
@@ -35,10 +49,17 @@ def _rooted(url: str) -> str:
     if scheme == "flaky":
         options, colon, inner = rest.partition(":")
         return f"{scheme}:{options}{colon}{_rooted(inner)}"
+    if scheme == "stack":
+        return f"{scheme}:{'|'.join(_rooted(each) for each in rest.split('|'))}"
     if scheme == "disk":
         where, mark, query = rest.partition("?")
         return f"{scheme}{colon}{os.path.abspath(where)}{mark}{query}"
     return url
+
+
+def _stacked(rest: str) -> list[str]:
+    """URLs of a stack, without its options."""
+    return [each for each in rest.split("|") if not each.startswith("?")]
 
 
 __all__ = ["NONE", "checked", "outlives"]
