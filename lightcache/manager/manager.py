@@ -444,6 +444,8 @@ class KVCacheManager(Upkeep):
             self._tell()
         if self._own_storage is not None:  # what ended requests have to be written is written
             self._own_storage.close()
+            with self._lock:
+                self._tell()  # of what was written just now
 
     def __enter__(self) -> KVCacheManager:
         return self

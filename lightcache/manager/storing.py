@@ -16,7 +16,7 @@ def storage_of(host: Cache, storage: BaseTier | str | Sequence[str] | None) -> B
     """The tier; made here, with a storage of its own, if it is a URL or several.
 
     Raises:
-        ConfigError: something else, or no such URL.
+        ConfigError: something else, a tier of another cache, or no such URL.
         StorageError: the storage cannot be opened.
     """
     if storage is None:
@@ -32,7 +32,12 @@ def storage_of(host: Cache, storage: BaseTier | str | Sequence[str] | None) -> B
             "storage: expected a StorageTier, a StorageClient, or a URL such as "
             f"'disk:/mnt/nvme/cache?capacity=1TiB', found {storage!r}"
         )
-    return found
+    if storage.cache.index.segment.uuid != host.index.segment.uuid:
+        raise ConfigError(
+            f"storage: expected a tier of the host cache {host.name!r}, found one of "
+            f"{storage.cache.name!r}"
+        )
+    return storage
 
 
 __all__ = ["storage_of"]

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any, cast
 
 import numpy as np
@@ -131,11 +132,14 @@ class Deadline:
         Raises:
             ConfigError: no number.
         """
-        if isinstance(timeout, bool) or not isinstance(timeout, (int, float, np.number)):
+        if isinstance(timeout, (bool, np.bool_)) or not isinstance(timeout, Real):
             raise ConfigError(f"{what}: expected seconds, found {timeout!r}")
         if timeout != timeout:
             raise ConfigError(f"{what}: expected seconds, found a number that is none (nan)")
-        self.timeout = float(timeout)
+        try:
+            self.timeout = float(timeout)
+        except OverflowError:  # an integer beyond all floats
+            raise ConfigError(f"{what}: expected seconds, found too many of them") from None
         self._clock = clock
         self._end = clock() + self.timeout
 

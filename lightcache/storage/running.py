@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
@@ -121,7 +122,9 @@ class RunningTier(BaseTier):
     def _reads_ahead(self) -> list[int]:
         """Pages of each read that runs or waits."""
         with self._crew.changed:
-            return [job.reads for job in self._jobs() if job.reads]
+            jobs = self._jobs()
+        # Outside of the lock: a task that ends takes its own lock, and then this one.
+        return [pages for job in jobs if (pages := job.reads)]
 
     # ---- calls of the storage, in its threads
 
@@ -170,7 +173,7 @@ class RunningTier(BaseTier):
     def _note_evicted(self) -> None:
         """Ask the storage, in the thread that has written: nobody else waits if it takes long."""
         with contextlib.suppress(Exception):  # its figures are no reason to call a write failed
-            found = self.storage.stats().evicted
+            found = max(0, operator.index(self.storage.stats().evicted))
             with self._crew.changed:
                 self._crew.tally["evicted"] = max(found, self._crew.tally["evicted"])
 
@@ -213,7 +216,11 @@ class RunningTier(BaseTier):
         Returns:
             Whether everything has ended. False: a call of the storage hangs; its pages stay pinned
             until it returns, and until then the cache cannot be closed (InUse).
+
+        Raises:
+            ConfigError: `timeout` is no number.
         """
+        Deadline(timeout, what="timeout")  # no number is refused before anything is closed
         with self._crew.changed:
             self._crew.closing = True
             self._crew.changed.notify_all()

@@ -120,6 +120,9 @@ class Crew:
                 job.kept = Deadline(job.tier.timeout, self._clock)
                 self.holding.add(job)
                 self.changed.notify_all()
+                closing = self.closing
+            if closing:  # nobody looks at it any more, and `close` has looked already
+                self.abandon(job.give_up)
             if job._given_up:  # cancelled by somebody who did not see it among these
                 with self.changed:
                     self.holding.discard(job)
@@ -262,7 +265,8 @@ class Crew:
         """Wait until nothing runs and nothing waits; False: not in these seconds."""
         with self.changed:
             return self.changed.wait_for(
-                lambda: not (self.running or self.queue.jobs() or self._owed), timeout
+                lambda: not (self.running or self.queue.jobs() or self._owed),
+                min(timeout, threading.TIMEOUT_MAX),
             )
 
     def join(self) -> None:

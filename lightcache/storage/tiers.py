@@ -212,13 +212,16 @@ class BaseTier(ABC):
 TAKEN = ("read_bytes", "written_bytes", "evicted", "declined")
 
 
-def checked_write(keys: Keys, request: object, lease: Lease | None) -> Keys:
+def checked_write(keys: Keys, request: object, lease: Lease | None, tokens: int | None) -> Keys:
     """The arguments of a `BaseTier.write`; which of the keys are wanted.
 
     Raises:
-        ConfigError: bad keys, more leased pages than keys, a request that is not hashable.
+        ConfigError: bad keys, more leased pages than keys, a request that is not hashable, tokens
+            that are no count.
     """
     _arguments.keys(keys)
+    if tokens is not None:
+        _arguments.count(tokens, "tokens", 0, 1 << 62)
     if lease is not None and len(lease) > len(keys):
         raise ConfigError(
             f"lease: expected at most {len(keys)} pages, one for each key, found {len(lease)}; "

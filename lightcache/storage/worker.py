@@ -175,7 +175,7 @@ class StorageTier(RunningTier):
     ) -> StorageTask:
         """See `BaseTier`."""
         deadline = self._begin(timeout)
-        wanted = checked_write(keys, request, lease)
+        wanted = checked_write(keys, request, lease, tokens)
         rows = None if token_ids is None else self._rows(token_ids, len(wanted))
         chosen, reason = self._worth_writing(keys, wanted, tokens)
         if not chosen:

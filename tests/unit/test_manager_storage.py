@@ -42,6 +42,8 @@ def test_a_prompt_outlives_everything_but_its_disk(
         made.mover.finish()
         made.manager.close()  # what is to be written is written
         assert made.cache.check().pins == 0
+        stats = made.manager.stats()
+        assert (stats.storage_written_bytes > 0) == (turn == 0)
         made.close()
         assert threads() == before
         assert not indexes(where)
@@ -96,3 +98,16 @@ def test_opening_a_tier(segment_name: str, where: Path) -> None:
             with pytest.raises(PermissionDenied):
                 StorageTier.open(reader, url)
         assert not indexes(where)
+
+
+def test_a_tier_of_another_cache(segment_name: str) -> None:
+    with open_cache(segment_name, 32, 4) as cache, open_cache(f"{segment_name}.o", 32, 4) as other:
+        with StorageTier.open(other, "memory:") as tier:
+            with pytest.raises(ConfigError, match=f"host cache '{segment_name}', found one of"):
+                World(f"{segment_name}.w", cache=cache, storage=lambda _: tier)
+
+
+def test_tokens_that_are_no_count(segment_name: str) -> None:
+    with open_cache(segment_name, 32, 4) as cache, StorageTier.open(cache, "memory:") as tier:
+        with pytest.raises(ConfigError, match="tokens"):
+            tier.write(np.zeros((0, 2), np.uint64), tokens="a")  # type: ignore[arg-type]

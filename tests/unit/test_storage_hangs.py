@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import threading
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from support.storing import (
     KEYS,
@@ -19,11 +22,14 @@ from support.storing import (
     store,
 )
 
-from lightcache import Cache, Detached, LockTimeout
+from lightcache import Cache, ConfigError, Detached, LockTimeout
 from lightcache.storage import (
     Fault,
     FlakyStorage,
+    MemoryStorage,
     StorageSpec,
+    StorageStats,
+    StorageTask,
     StorageTier,
     TaskState,
 )
@@ -297,3 +303,74 @@ def test_time_without_an_end(cache: Cache) -> None:
         assert task.take().loaded == len(KEYS)
         assert tier.write(KEYS).wait(60.0).present == len(KEYS)
         assert all(thread.is_alive() for thread in tier._crew._threads)
+
+
+def test_no_task_is_asked_under_the_lock_of_the_tier(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task that ends has its own lock and takes the tier's: the other order is a deadlock."""
+    storage = Recorder(StorageSpec.of(cache))
+    store(storage, KEYS)
+    storage.closed_gate_for = "read"
+    storage.gate.clear()
+    with StorageTier(cache, storage, prefill_tokens_per_s=1.0) as tier:
+        task = tier.prefetch(KEYS)
+        assert storage.arrived.acquire(timeout=60.0)
+        whole, held = StorageTask.pages_done, []
+
+        def noted(task: StorageTask) -> int:
+            held.append(tier._crew.changed._is_owned())  # type: ignore[attr-defined]
+            return whole.fget(task)  # type: ignore[attr-defined, no-any-return]
+
+        monkeypatch.setattr(StorageTask, "pages_done", property(noted))
+        assert tier._reads_ahead() == [20]
+        monkeypatch.undo()
+        assert held
+        assert not any(held)
+        storage.gate.set()
+        assert task.wait(60.0).loaded == 20
+
+
+def test_held_pages_of_a_read_that_ends_while_the_tier_is_closed(cache: Cache) -> None:
+    storage = Recorder(StorageSpec.of(cache))
+    store(storage, KEYS)
+    storage.closed_gate_for = "read"
+    storage.gate.clear()
+    tier = StorageTier(cache, storage, group=32)
+    tier.prefetch(KEYS, hold=True)
+    assert storage.arrived.acquire(timeout=60.0)
+    closed: list[bool] = []
+    closer = threading.Thread(target=lambda: closed.append(tier.close(60.0)))
+    closer.start()
+    with tier._crew.changed:
+        assert tier._crew.changed.wait_for(lambda: tier._crew.closing, 60.0)
+    storage.gate.set()
+    closer.join(60.0)
+    assert closed == [True]
+    with cache.reserve(KEYS) as again:
+        assert (len(again.new), len(again.busy)) == (20, 0)
+
+
+@pytest.mark.parametrize(
+    "wrong", [math.nan, "soon", None, 1j, True, pytest.param(10**400, id="too many")]
+)
+def test_seconds_that_are_none(cache: Cache, wrong: Any) -> None:
+    with StorageTier(cache, full(cache)) as tier:
+        with pytest.raises(ConfigError, match="timeout: expected seconds"):
+            tier.close(wrong)
+        assert tier.prefetch(KEYS).wait(60.0).loaded == 20  # it is as open as before
+        assert tier.close(math.inf)
+
+
+def test_figures_of_a_storage_are_numbers_of_python(cache: Cache) -> None:
+    class Other(MemoryStorage):
+        """Counts with numpy."""
+
+        def stats(self) -> StorageStats:
+            return replace(super().stats(), evicted=np.int64(3))  # type: ignore[arg-type]
+
+    fill(cache, KEYS)
+    with StorageTier(cache, Other(StorageSpec.of(cache))) as tier:
+        tier.write(KEYS).wait(60.0)
+        assert type(tier.stats().evicted) is int
+        assert tier.stats().evicted == 3

@@ -124,9 +124,7 @@ class StorageClient(BaseTier):
         should be written. Token ids do not go through the service: they are not looked at."""
         del token_ids
         deadline = self._begin(timeout)
-        wanted = checked_write(keys, request, lease)
-        if tokens is not None:
-            _arguments.count(tokens, "tokens", 0, 1 << 62)
+        wanted = checked_write(keys, request, lease, tokens)
         have = len(keys) * (self._page_tokens or 0) if tokens is None else tokens
         task = StorageTask("write", len(wanted), self._page_tokens)
         number = None if request is None else hash(request) & 0xFFFFFFFFFFFFFFFF
