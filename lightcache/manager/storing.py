@@ -32,12 +32,12 @@ def storage_of(host: Cache, storage: BaseTier | str | Sequence[str] | None) -> B
             "storage: expected a StorageTier, a StorageClient, or a URL such as "
             f"'disk:/mnt/nvme/cache?capacity=1TiB', found {storage!r}"
         )
-    if storage.cache.index.segment.uuid != host.index.segment.uuid:
+    if found.cache.index.segment.uuid != host.index.segment.uuid:
         raise ConfigError(
             f"storage: expected a tier of the host cache {host.name!r}, found one of "
-            f"{storage.cache.name!r}"
+            f"{found.cache.name!r}"
         )
-    return storage
+    return found
 
 
 __all__ = ["storage_of"]

@@ -132,14 +132,15 @@ class Deadline:
         Raises:
             ConfigError: no number.
         """
-        if isinstance(timeout, (bool, np.bool_)) or not isinstance(timeout, Real):
-            raise ConfigError(f"{what}: expected seconds, found {timeout!r}")
-        if timeout != timeout:
-            raise ConfigError(f"{what}: expected seconds, found a number that is none (nan)")
+        found: Any = timeout
+        if isinstance(found, (bool, np.bool_)) or not isinstance(found, Real):
+            raise ConfigError(f"{what}: expected seconds, found {found!r}")
         try:
-            self.timeout = float(timeout)
+            self.timeout: float = float(found)
         except OverflowError:  # an integer beyond all floats
             raise ConfigError(f"{what}: expected seconds, found too many of them") from None
+        if self.timeout != self.timeout:
+            raise ConfigError(f"{what}: expected seconds, found a number that is none (nan)")
         self._clock = clock
         self._end = clock() + self.timeout
 
