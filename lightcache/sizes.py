@@ -28,7 +28,10 @@ def parse_size(size: int | str, what: str = "size") -> int:
                 f"{what}: expected bytes or a size such as '64GiB' (KiB MiB GiB TiB, or KB MB GB "
                 f"TB by thousands), found {size!r}"
             )
-        size = int(float(match[1]) * _UNITS[match[2].lower()])
+        number = float(match[1]) * _UNITS[match[2].lower()]
+        if number >= 2**62:
+            raise ConfigError(f"{what}: expected less than 4 EiB, found {size[:40]!r}")
+        size = int(number)
     if isinstance(size, bool) or not isinstance(size, int):
         raise ConfigError(f"{what}: expected an integer or a text, found {size!r}")
     if size <= 0:

@@ -42,8 +42,7 @@ class Calls:
         Raises:
             Detached: see `check`.
         """
-        if not self.ours:  # before a lock that may have been held at the fork
-            self.check()
+        self.check()  # before the lock: it may have been held at a fork, or be held by `end`
         entered = 0
         try:  # around the count as well: an interrupt may come behind any line
             with self._state:
@@ -51,9 +50,16 @@ class Calls:
                 self._under_way, entered = self._under_way + 1, 1
             yield
         finally:
-            with self._state:
-                self._under_way -= entered
-                self._state.notify_all()
+            interrupt: KeyboardInterrupt | None = None
+            while entered:
+                try:
+                    with self._state:
+                        self._under_way, entered = self._under_way - entered, 0
+                        self._state.notify_all()
+                except KeyboardInterrupt as found:
+                    interrupt = found
+            if interrupt is not None:
+                raise interrupt
 
     def end(self, release: Callable[[], None]) -> None:
         """Refuse further calls, wait for those under way, then give back what they used; once. What

@@ -43,7 +43,8 @@ class _Batch:
         except BaseException as found:  # told to the caller: this thread has others to serve
             error = found
         with self._changed:
-            self._error = self._error or error
+            # Not kept here as well: its traceback has this frame, and views of the caller's.
+            self._error, error = self._error or error, None
             self._running -= 1
             self._tell()
 
@@ -75,8 +76,11 @@ class _Batch:
     def raise_error(self) -> None:
         """The first that a piece raised."""
         error, self._error = self._error, None
-        if error is not None:
-            raise error
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # as in `turn`
 
 
 class Lanes:
@@ -94,8 +98,15 @@ class Lanes:
             threading.Thread(target=self._work, name=f"lightcache-{name}-{i}", daemon=True)
             for i in range(threads)
         ]
-        for thread in self._threads:
-            thread.start()
+        started = 0
+        try:
+            for thread in self._threads:
+                thread.start()
+                started += 1
+        except BaseException:  # no more threads here
+            self._threads = self._threads[:started]
+            self.close()
+            raise
 
     def run(self, pieces: Sequence[Piece], kind: int, deadline: Deadline) -> None:
         """Have these done. When the time is up, what has not begun is left out; what has begun is

@@ -239,14 +239,15 @@ class Level:
     def _carry_out(
         self, call: _Call, run: Callable[[], R], bad: Callable[[R], str], answers: list[R]
     ) -> None:
-        error = ""
+        error = "interrupted"
         try:
             answer = run()
             error = bad(answer)
             answers.append(answer)
         except Exception as raised:  # a text, as a traceback would keep views of buffers
             error = str(raised) if isinstance(raised, LightcacheError) else repr(raised)
-        self._end(call, error)
+        finally:
+            self._end(call, error)
 
     def _end(self, call: _Call, error: str) -> None:
         call.error = error

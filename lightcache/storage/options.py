@@ -40,7 +40,7 @@ class Options:
             ConfigError: none, or outside of it.
         """
         text = self._given.get(name, str(default))
-        if not (text.isascii() and text.isdigit() and low <= int(text) <= high):
+        if not (text.isascii() and text.isdigit() and len(text) < 20 and low <= int(text) <= high):
             raise ConfigError(
                 f"{self._scheme}: {name}: expected a number from {low} to {high}, found {text!r}"
             )

@@ -90,7 +90,9 @@ class Promoter:
     def settle(self, timeout: float) -> bool:
         """Wait until nothing is left to be promoted; False: not in these seconds."""
         with self._changed:
-            return self._changed.wait_for(lambda: not (self._queue or self._writing), timeout)
+            return self._changed.wait_for(
+                lambda: not (self._queue or self._writing), min(timeout, threading.TIMEOUT_MAX)
+            )
 
     @contextlib.contextmanager
     def paused(self, deadline: Deadline) -> Iterator[None]:
@@ -99,19 +101,20 @@ class Promoter:
         Raises:
             StorageError: a page is being written for longer than that.
         """
-        with self._changed:
-            self._paused += 1
-            self._begin_generation()
-            quiet = self._changed.wait_for(
-                lambda: not self._writing, min(deadline.left, threading.TIMEOUT_MAX)
-            )
-        try:
+        entered = 0
+        try:  # around the count as well: an interrupt may come behind any line
+            with self._changed:
+                self._paused, entered = self._paused + 1, 1
+                self._begin_generation()
+                quiet = self._changed.wait_for(
+                    lambda: not self._writing, min(deadline.left, threading.TIMEOUT_MAX)
+                )
             if not quiet:
                 raise StorageError(f"{deadline.reason}; a page is still being promoted, call again")
             yield
         finally:
             with self._changed:
-                self._paused -= 1
+                self._paused -= entered
                 self._begin_generation()
 
     def _begin_generation(self) -> None:

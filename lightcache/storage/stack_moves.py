@@ -44,7 +44,7 @@ def contained(levels: Sequence[Level], keys: Keys, deadline: Deadline) -> int:
     while at < len(keys):
         before = at
         for number, level in enumerate(levels):
-            if without[number] == at or deadline.passed or at == len(keys):
+            if without[number] >= at or deadline.passed or at == len(keys):
                 continue
             try:
                 at += level.contains(keys[at:], share(levels, number, deadline).left)

@@ -34,7 +34,10 @@ def split(parts: Sequence[str]) -> tuple[str, list[str]]:
         )
     for number, url in enumerate(urls, 1):
         if ":" not in url:
-            raise ConfigError(f"stack: expected URLs as in {_EXAMPLE}, found {url!r} as {number}.")
+            raise ConfigError(  # which may be the end of a password: it is not shown
+                f"stack: expected URLs as in {_EXAMPLE}, found none as {number}.; in a password "
+                "'|' is written %7C"
+            )
         if url.startswith("stack:"):
             raise ConfigError(f"stack: found a stack in a stack, as {number}.; name its storages")
     return query, urls

@@ -118,7 +118,7 @@ class RemoteStorage(Storage):
                 with contextlib.suppress(Exception):  # who reads it next tries again
                     self._remove(corrupt, deadline)
         reason = next((why for _, why in found if why), "")
-        late = reason.startswith(_LATE)
+        late = any(why.startswith(_LATE) for _, why in found)
         result = ReadResult(tuple(status for status, _ in found), reason)
         return self._counters.read(result, timed_out=late)
 
@@ -146,8 +146,8 @@ class RemoteStorage(Storage):
             statuses.append(status)
             if status is WriteStatus.STORED:
                 found[name] = WriteStatus.PRESENT, why  # for the same key again
-        reason = next((why for _, why in found.values() if why), "")
-        late = reason.startswith(_LATE)
+        reason = next((found[name][1] for name in names if found[name][1]), "")
+        late = any(why.startswith(_LATE) for _, why in found.values())
         return self._counters.write(WriteResult(tuple(statuses), reason), timed_out=late)
 
     def _fetch_in_time(
@@ -169,14 +169,30 @@ class RemoteStorage(Storage):
             try:
                 mine = self._claims.take(left, owner)
                 if mine and not deadline.passed:
-                    found.update(self._write_mine(mine, views, deadline))
+                    found.update(self._write_some(mine, views, deadline, not found))
             finally:
                 self._claims.give_back(owner)
-            others = [name for name in left if name not in mine]
+            ours = set(mine)
+            others = [name for name in left if name not in ours]
             if deadline.passed or not self._claims.wait(others, deadline):
                 failed = WriteStatus.FAILED, deadline.reason
                 return {name: found.get(name, failed) for name in views}
         return found
+
+    def _write_some(
+        self,
+        names: Sequence[bytes],
+        views: dict[bytes, memoryview],
+        deadline: Deadline,
+        first: bool,
+    ) -> dict[bytes, Wrote]:
+        """Behind the first pages that were stored, a failure is that of these."""
+        try:
+            return self._write_mine(names, views, deadline)
+        except Exception as error:
+            if first:
+                raise
+            return dict.fromkeys(names, (WriteStatus.FAILED, f"{self.scheme}: {error}"))
 
     def _write_mine(
         self, names: Sequence[bytes], views: dict[bytes, memoryview], deadline: Deadline

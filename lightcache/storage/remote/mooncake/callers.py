@@ -60,8 +60,12 @@ class Task(Generic[T]):
 
     def result(self) -> T:
         """Of one that is over; raises what the call raised."""
-        if self._error is not None:
-            raise self._error
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # its traceback has this frame, and views of who waits
         return self._result
 
     def finish(self) -> None:

@@ -150,7 +150,7 @@ def _way_to(options: MooncakeOptions) -> str:
         with socket.create_connection((options.host, options.port), options.connect) as way:
             found = str(way.getsockname()[0])
             return f"[{found}]" if ":" in found else found
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise StorageError(
             f"mooncake: the master at {options.master} cannot be reached: {error}; see whether "
             "mooncake_master runs there, and listens on that address and port"

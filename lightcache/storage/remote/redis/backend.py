@@ -202,13 +202,16 @@ class RedisStorage(RemoteStorage):
 
             return run
 
-        self._lanes.run([piece(first) for first in range(ways)], kind, deadline)
-        why = str(errors[0]) if errors else ""
-        if deadline.passed:
-            return found, f"{deadline.reason}: {why}" if why else deadline.reason
-        if errors and not any(found):
-            raise errors[0]
-        return found, why
+        try:
+            self._lanes.run([piece(first) for first in range(ways)], kind, deadline)
+            why = str(errors[0]) if errors else ""
+            if deadline.passed:
+                return found, f"{deadline.reason}: {why}" if why else deadline.reason
+            if errors and not any(found):
+                raise errors[0]
+            return found, why
+        finally:  # their tracebacks have views, and would keep them until garbage is collected
+            errors.clear()
 
     def _share(
         self,
@@ -232,8 +235,11 @@ class RedisStorage(RemoteStorage):
             else:
                 found[mine[taken]] = take(wire, mine[taken])
                 taken += 1
-        if failure is not None:
-            raise failure
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            failure = None  # as in `_each`
 
 
 def _allowed(wire: Wire, *parts: bytes) -> bytes | list[bytes] | None:

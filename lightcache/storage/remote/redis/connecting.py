@@ -104,14 +104,20 @@ class Connections:
         hurry = Deadline(min(options.connect_timeout, deadline.left))
         wire = Wire(options.shown)
         wire.by(hurry)
+        try:
+            secret = options.secret()
+        except ConfigError as error:  # the file was there before
+            raise StorageError(f"{options.shown}: {error}") from None
         kind, place = self._place(hurry)
+        # Connecting and the handshake of TLS each take as long as they are given.
+        parts = 2 if options.tls else 1
         connection = kind(
             **place,
             db=options.database,
             username=options.user or None,
-            password=options.secret() or None,
+            password=secret or None,
             protocol=2,
-            socket_timeout=max(hurry.left, 1e-3),
+            socket_timeout=max(hurry.left / parts, 1e-3),
             parser_class=lambda socket_read_size: wire,
         )
         try:
@@ -133,12 +139,12 @@ class Connections:
             return self._redis.UnixDomainSocketConnection, place
         try:
             found = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             raise StorageError(f"{options.shown}: this host is not known: {error}") from error
         place = {
             "host": options.host,
             "port": options.port,
-            "socket_connect_timeout": max(hurry.left / len(found), 1e-3),
+            "socket_connect_timeout": max(hurry.left / len(found) / (1 + options.tls), 1e-3),
             "socket_keepalive": True,
             "socket_keepalive_options": {
                 getattr(socket, name): value
@@ -162,7 +168,8 @@ class Connections:
             return StorageError(f"{error}; {_THERE}")
         server, exceptions = self._options.shown, self._redis.exceptions
         if isinstance(error, exceptions.ResponseError):
-            return ServerError(server, str(error))
+            # A server that does not know AUTH repeats what it was given.
+            return ServerError(server, str(error).partition(", with args")[0])
         what = "no answer in time" if isinstance(error, exceptions.TimeoutError) else str(error)
         return StorageError(f"{server}: cannot connect: {what.rstrip('.')}; {_THERE}")
 

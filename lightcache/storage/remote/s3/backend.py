@@ -10,6 +10,7 @@ One thing a store does not say: whether a name that it removed was there. `delet
 from __future__ import annotations
 
 import functools
+import os
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ from lightcache.storage.remote.s3.flights import Job, Requests
 from lightcache.storage.remote.s3.options import Place
 from lightcache.storage.remote.s3.words import absent, explain
 
+_opened_by: int | None = None  # the process that opened one first: its threads are in no child
 MOST = (5 << 30) - trailer.BYTES  # of a page: what S3 takes in one request
 
 
@@ -58,6 +60,13 @@ class S3Storage(RemoteStorage):
             raise StorageError(
                 "s3: the package obstore is not installed; pip install 'lightcache[s3]'"
             ) from error
+        global _opened_by
+        if _opened_by not in (None, os.getpid()):
+            raise StorageError(
+                "s3: the process that forked us has opened one, and the client's threads are not "
+                "here; start processes by spawn"
+            )
+        _opened_by = os.getpid()
         self._client: Any = obstore
         try:
             self._store: Any = S3Store(
@@ -69,7 +78,10 @@ class S3Storage(RemoteStorage):
             )
         except Exception as error:
             raise StorageError(f"s3: {place}: {explain(error)}") from None
-        self._requests = Requests(place.requests, "lightcache-s3")
+        try:
+            self._requests = Requests(place.requests, "lightcache-s3")
+        except RuntimeError as error:
+            raise StorageError(f"s3: {error}; end some threads of this process") from error
         # For who forgets to close it: requests must not go on into an interpreter that ends.
         self._ended = weakref.finalize(self, self._requests.close)
 
