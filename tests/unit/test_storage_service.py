@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,15 @@ from support.storing import (
     sound,
 )
 
-from lightcache import Cache, ConfigError, Detached, InUse, NotReady, PermissionDenied
+from lightcache import (
+    Cache,
+    CacheCorrupted,
+    ConfigError,
+    Detached,
+    InUse,
+    NotReady,
+    PermissionDenied,
+)
 from lightcache.shm import Segment, layout
 from lightcache.storage import Fault, FlakyStorage, StorageSpec, StorageTask, TaskState
 from lightcache.storage.conformance import make_keys
@@ -319,6 +328,92 @@ def test_answers_that_nobody_reads_are_lost(cache: Cache, wait_until: Wait) -> N
         wait_until(lambda: service.stats().lost > 0, "answers that found no room")
         assert task.wait(60.0).reasons[0].startswith("timed out")
         ring.close()
+
+
+@pytest.mark.parametrize("service_goes", [True, False])
+def test_answers_that_nobody_listened_to_in_time(
+    cache: Cache, wait_until: Wait, service_goes: bool
+) -> None:
+    """More of them than are heard at once lie in the ring when the listener comes to it: of a
+    service that is gone meanwhile, or of tasks that are overdue."""
+    late, gate, told = [0.0], threading.Event(), threading.Event()
+
+    def clock() -> float:
+        return time.monotonic() + late[0]
+
+    with StorageService(cache, full(cache)) as service, StorageClient(cache, clock=clock) as client:
+        client._messages = lambda: (gate.wait(60.0), [])[1]  # type: ignore
+        whole = service._answers._tell_of
+        told.set()
+
+        def tell_of(news: Any) -> None:
+            told.clear()
+            whole(news)
+            told.set()
+
+        service._answers._tell_of = tell_of  # type: ignore[method-assign]
+        tasks = [client.prefetch(KEYS) for _ in range(70)]
+        wait_until(
+            lambda: service.stats().taken == 70 and not len(service._answers) and told.is_set(),
+            "the last answer",
+        )
+        assert len(client._answers) >= 70
+        assert service.stats().lost == 0
+        if service_goes:
+            service.close()
+        else:
+            late[0] = 1000.0
+        gate.set()
+        assert {task.wait(60.0).prefix for task in tasks} == {20}
+        assert {task.state for task in tasks} == {FINISHED}
+
+
+def failing(error: Exception) -> Callable[..., Any]:
+    """What raises this, whatever it is given."""
+
+    def fail(*given: object) -> Any:
+        raise error
+
+    return fail
+
+
+def test_a_service_whose_thread_fails_says_that_it_does_not_serve(cache: Cache) -> None:
+    with StorageService(cache, full(cache)) as service, StorageClient(cache) as client:
+        service._look_around = failing(RuntimeError("ours"))  # type: ignore[method-assign]
+        assert service.wait(60.0)
+        assert service.why == "RuntimeError('ours')"
+        assert not client.service().serving
+        task = client.prefetch(KEYS)
+        assert (task.state, task.result.failed) == (FAILED, 20)
+
+
+def test_answers_go_out_though_figures_do_not(cache: Cache) -> None:
+    with StorageService(cache, full(cache)) as service, StorageClient(cache) as client:
+        service._answers._publish = failing(RuntimeError("ours"))
+        assert client.prefetch(KEYS).wait(60.0).loaded == 20
+
+
+def test_answers_that_cannot_be_taken_out(cache: Cache) -> None:
+    with StorageService(cache, full(cache)) as service, StorageClient(cache) as client:
+        client._messages = failing(CacheCorrupted("broken"))  # type: ignore[method-assign]
+        assert "cannot be heard: broken" in client.prefetch(KEYS).wait(60.0).reasons[0]
+        client._messages = failing(RuntimeError("ours"))  # type: ignore[method-assign]
+        task = client.prefetch(KEYS)
+        assert service.close()
+        task.wait(60.0)  # looks at who serves do not end
+        assert task.state is FINISHED
+
+
+def test_an_answer_that_cannot_be_used_takes_no_other_along(client: StorageClient) -> None:
+    heard: list[bytes] = []
+
+    def hear(message: bytes) -> None:
+        heard.append(message)
+        raise RuntimeError("ours")
+
+    client._hear = hear  # type: ignore[method-assign]
+    client._hear_all([b"first", b"second"])
+    assert heard == [b"first", b"second"]
 
 
 # ---------------------------------------------------------------- strange messages

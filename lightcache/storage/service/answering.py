@@ -97,7 +97,10 @@ class Answers:
             if over:
                 with self._changed:
                     self._tasks.pop(served.name, None)
-        self._publish()
+        try:
+            self._publish()
+        except Exception:  # figures are late, then: the answers are waited for
+            log.exception("figures of the storage service could not be published")
         for peer, answers in by_peer.items():
             if lost := peer.push(answers):
                 self._lost(lost)

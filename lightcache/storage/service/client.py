@@ -9,6 +9,7 @@ import secrets
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
@@ -37,6 +38,7 @@ from lightcache.storage.tasks import StorageTask, TaskState
 from lightcache.storage.tiers import BaseTier, ReadPolicy, TierStats, checked_write
 
 SLICE = 0.05  # seconds of waiting for an answer between two looks at who serves
+_AT_ONCE = 64  # answers
 HELD = 1.0  # seconds without calls when a process that is stopped holds the ring's lock
 
 
@@ -270,25 +272,41 @@ class StorageClient(BaseTier):
     def _listen(self) -> None:
         looked = 0.0
         while self._wait_for_work():
-            try:
-                for message in self._messages():
-                    self._hear(message)
-                if time.monotonic() - looked >= SLICE:
-                    looked = time.monotonic()
-                    self._look()
-            except Detached as error:  # what we had in common was removed
-                self._give_up_all(f"the storage service cannot be heard: {error}")
-            except Exception:  # ours, then: the tasks of others should go on
-                log.exception("a message of the storage service could not be used")
+            self._try(self._hear_some)
+            if time.monotonic() - looked >= SLICE:
+                looked = time.monotonic()
+                self._try(self._look)
+
+    def _try(self, step: Callable[[], None]) -> None:
+        """What fails now may fail each time: neither step keeps the other from its turn, nor a
+        processor busy."""
+        try:
+            step()
+        except LightcacheError as error:  # what we had in common was removed, or is broken
+            self._give_up_all(f"the storage service cannot be heard: {error}")
+            time.sleep(SLICE)
+        except Exception:  # ours, then: the tasks of others should go on
+            log.exception("the storage service could not be listened to")
+            time.sleep(SLICE)
 
     def _wait_for_work(self) -> bool:
         with self._changed:
             self._changed.wait_for(lambda: self._asked or self._closing)
             return bool(self._asked)
 
+    def _hear_some(self) -> None:
+        self._hear_all(self._messages())
+
+    def _hear_all(self, messages: list[bytes]) -> None:
+        for message in messages:
+            try:
+                self._hear(message)
+            except Exception:  # ours, then: the others are answers to somebody, too
+                log.exception("a message of the storage service could not be used")
+
     def _messages(self) -> list[bytes]:
         try:
-            return self._answers.pop_many(64) or [self._answers.pop(timeout=SLICE)]
+            return self._answers.pop_many(_AT_ONCE) or [self._answers.pop(timeout=SLICE)]
         except (WaitTimeout, LockTimeout):
             return []
 
@@ -312,19 +330,41 @@ class StorageClient(BaseTier):
         """Give up what nobody carries out any more, and what is overdue."""
         with self._changed:
             every = list(self._asked.values())
-        service = self._board.service()
-        for asked in every:
-            if service is None or service.word != asked.service.word:
-                gone = f"the storage service of {self.cache.name!r} is gone"
-                self._give_up(asked, f"{gone} (pid {asked.service.pid})")
-            elif asked.end.passed:
-                if not asked.heard:
-                    self._silence.unanswered()
-                self._give_up(
-                    asked,
-                    f"{asked.deadline.reason}; the storage service (pid {service.pid}) does not "
-                    "say how far it is",
-                )
+        service = self._board.service()  # behind the list: what is asked now, may be the next one's
+        lost = [(each, why) for each in every if (why := self._lost(each, service))]
+        if not lost:
+            return
+        # Behind both: what was answered before its service went, or while we were stopped, lies in
+        # the ring, however long nobody has listened.
+        self._drain()
+        for asked, why in lost:
+            with self._changed:
+                waits = asked.number in self._asked
+            if waits and not asked.heard and service and service.word == asked.service.word:
+                self._silence.unanswered()
+            self._give_up(asked, why)
+
+    def _lost(self, asked: Asked, service: Service | None) -> str:
+        """Why no answer is waited for any more; empty: one is."""
+        if service is None or service.word != asked.service.word:
+            gone = f"the storage service of {self.cache.name!r} is gone"
+            return f"{gone} (pid {asked.service.pid})"
+        if asked.end.passed:
+            silent = f"the storage service (pid {service.pid}) does not say how far it is"
+            return f"{asked.deadline.reason}; {silent}"
+        return ""
+
+    def _drain(self) -> None:
+        """Hear what the ring holds now. Bounded: a service that goes on answering is no reason to
+        stay."""
+        for _ in range(rings.ANSWERS // _AT_ONCE):
+            try:
+                messages = self._answers.pop_many(_AT_ONCE)
+            except LockTimeout:
+                return
+            self._hear_all(messages)
+            if not messages:
+                return
 
     def _give_up_all(self, reason: str) -> None:
         with self._changed:

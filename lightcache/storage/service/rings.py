@@ -58,4 +58,4 @@ def find_answers(cache: Cache, pid: int, client: int) -> SharedRing:
     return SharedRing.attach(name, group=group_of(cache), lock_timeout=LOCK_SECONDS)
 
 
-__all__ = ["LOCK_SECONDS", "find_answers", "make_answers", "prefix", "tasks"]
+__all__ = ["ANSWERS", "LOCK_SECONDS", "find_answers", "make_answers", "prefix", "tasks"]

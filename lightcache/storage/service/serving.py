@@ -82,9 +82,11 @@ class StorageService:
             self._thread = threading.Thread(
                 target=self._serve, name="lightcache-storage-service", daemon=True
             )
+            stack.callback(self._answers.close)
             self._answers.start()
-            self._thread.start()
+            # Before the thread, which may end at once and say that nobody serves.
             self._board.begin(self._tier.read_policy, self._tier.read_seconds, self._tier._grace)
+            self._thread.start()
             stack.pop_all()
 
     # ---- taking messages out
@@ -96,7 +98,13 @@ class StorageService:
         except LightcacheError as error:
             self._why = str(error)
             log.warning("the storage service of %r ends: %s", self.cache.name, self._why)
+        except Exception as error:  # ours, then
+            self._why = repr(error)
+            log.exception("the storage service of %r ends", self.cache.name)
         finally:
+            with contextlib.suppress(LightcacheError):
+                if not self._ending.is_set():  # by itself: clients should not go on asking
+                    self._board.end(Phase.CLOSING)
             self._over.set()
 
     def _turn(self, timeout: float) -> int:
