@@ -127,10 +127,9 @@ def storage(
             while not (signals.end.wait(_PAUSE) or service.wait(0.0)):
                 pass
         finally:
-            stats = service.stats() if not service.why else None
             ended = service.close(finish)
         problem = service.why or ("" if ended else "calls of the storage hang; see its log")
-        _say_end(name, stats, as_json)
+        _say_end(name, None if service.why else service.stats(), as_json)
     if problem:
         fail(f"{name}: {problem}")
         ctx.exit(BROKEN)

@@ -34,6 +34,7 @@ from lightcache import (
     ConfigError,
     Detached,
     InUse,
+    LockTimeout,
     NotReady,
     PermissionDenied,
 )
@@ -43,7 +44,9 @@ from lightcache.storage.conformance import make_keys
 from lightcache.storage.service import StorageClient, StorageService, rings, service_stats
 from lightcache.storage.service.answering import Served
 from lightcache.storage.service.asking import Silence
+from lightcache.storage.service.board import Phase
 from lightcache.storage.service.messages import PART_BYTES, Answer, Kind, Part
+from lightcache.storage.service.peers import Peer
 from lightcache.tools.keep import _switch
 
 FINISHED, FAILED = TaskState.FINISHED, TaskState.FAILED
@@ -146,6 +149,7 @@ def test_what_the_queue_had_goes_to_the_next_service(cache: Cache, wait_until: W
             service.wait(60.0)
             service._turn = lambda timeout: 0  # type: ignore[method-assign]
             task = client.write(KEYS)
+            service.close(0.0)
         wait_until(lambda: task.over, "the end of its service")
         assert task.state is FAILED
         assert f"is gone (pid {os.getpid()})" in task.result.reasons[0]
@@ -164,6 +168,7 @@ def test_what_was_left_too_long_is_dropped(cache: Cache, wait_until: Wait) -> No
             service._turn = lambda timeout: 0  # type: ignore[method-assign]
             task = client.write(KEYS, timeout=0.0)
             wait_until(lambda: task.over, "its time")
+            service.close(0.0)
         with StorageService(cache, storage) as service:
             wait_until(lambda: service.stats().late == 1, "the late one")
     assert storage.calls == []
@@ -608,6 +613,110 @@ def test_closing_a_service_of_which_a_call_hangs(cache: Cache) -> None:
     assert ours(cache) == []
 
 
+def test_closing_takes_what_stands_in_the_ring_though_it_has_its_most(
+    cache: Cache, wait_until: Wait
+) -> None:
+    flaky = FlakyStorage(full(cache), script={"read": [Fault("hang", at=1)]})
+    service, client = StorageService(cache, flaky, most=1), StorageClient(cache)
+    tasks = [client.prefetch(KEYS)]
+    assert flaky.wait_hanging()
+    tasks += [client.prefetch(KEYS[:4]) for _ in range(5)]
+    assert len(client._tasks) == 5
+    closing = threading.Thread(target=service.close, args=(60.0,))
+    closing.start()
+    wait_until(lambda: not service._thread.is_alive(), "the closing")
+    seen = service.stats().full
+    wait_until(lambda: service.stats().full > seen or not closing.is_alive(), "a look in vain")
+    flaky.let_go()
+    closing.join(60.0)
+    assert {task.wait(60.0).failed for task in tasks} == {0}
+    assert {task.state for task in tasks} == {FINISHED}
+    assert client.close()
+
+
+def test_closing_that_was_interrupted_goes_on(cache: Cache) -> None:
+    """Between any two steps: another service may have come meanwhile."""
+    for where in ("_peers.close", "_board.end", "_ring.close", "_board.close"):
+        part, _, name = where.partition(".")
+        service = StorageService(cache, full(cache))
+        owner = getattr(service, part)
+        whole = getattr(owner, name)
+
+        def stop(*given: Any, whole: Any = whole, name: str = name) -> None:
+            whole(*given)
+            if name != "end" or given == (Phase.NONE,):
+                raise KeyboardInterrupt
+
+        setattr(owner, name, stop)
+        with pytest.raises(KeyboardInterrupt):
+            service.close()
+        setattr(owner, name, whole)
+        if where in ("_peers.close", "_ring.close"):
+            assert service.close()
+        with StorageService(cache, full(cache)) as next_one, StorageClient(cache) as client:
+            assert service.close()
+            assert client.prefetch(KEYS).wait(60.0).prefix == 20
+            assert next_one.stats().serving
+            assert next_one.stats().clients == 1
+        assert ours(cache) == []
+
+
+def test_the_last_figures_have_what_closing_finished(cache: Cache) -> None:
+    flaky = FlakyStorage(full(cache), script={"read": [Fault("hang", at=1)]})
+    service, client = StorageService(cache, flaky), StorageClient(cache)
+    client.prefetch(KEYS)
+    assert flaky.wait_hanging()
+    half = Part(Kind.WRITE, client._pid, client._client, 1 << 40, 0, 2, b"x" * (PART_BYTES - 32))
+    push(cache, half.pack())
+    closing = threading.Thread(target=service.close, args=(60.0,))
+    closing.start()
+    flaky.let_go()
+    closing.join(60.0)
+    found = service.stats()
+    assert (found.tier.tasks_finished, found.tier.loaded, found.halves) == (1, 20, 1)
+    assert (found.serving, found.pid) == (False, os.getpid())
+    assert client.service().halves == 1
+    assert client.close()
+    assert service.stats() == found
+
+
+def test_closing_may_take_for_ever_and_says_what_is_no_time(cache: Cache) -> None:
+    service, client = StorageService(cache, full(cache)), StorageClient(cache)
+    for each in (service, client):
+        for bad in (None, float("nan"), "1"):
+            with pytest.raises(ConfigError, match="timeout: expected seconds"):
+                each.close(bad)  # type: ignore[attr-defined]
+    task = client.prefetch(KEYS)
+    assert client.close(float("inf"))
+    assert task.result.loaded == 20
+    assert service.close(float("inf"))
+
+
+def test_who_was_killed_has_nothing_at_hand(cache: Cache) -> None:
+    with StorageClient(cache) as client:
+        with StorageService(cache, full(cache)):
+            client.prefetch(KEYS).wait(60.0)
+        names = ("queued", "running", "stuck", "writing", "clients")
+        client._board.store(**dict.fromkeys(names, 3))  # as a kill leaves them
+        found = client.service()
+        assert [getattr(found.tier, name) for name in names[:-1]] == [0, 0, 0, 0]
+        assert found.clients == 0
+        assert found.tier == client.stats()
+        assert found.tier.loaded == 20
+
+
+def test_only_answers_that_were_not_pushed_are_lost() -> None:
+    class Ring:
+        def push_many(self, messages: list[bytes]) -> int:
+            if len(messages) < 3:
+                raise LockTimeout("held")
+            return 1
+
+    peer = Peer(Ring())  # type: ignore[arg-type]
+    assert peer.push([b"a", b"b", b"c"]) == 2
+    assert peer.push([b"d"]) == 1  # mute for a while
+
+
 def test_a_forked_child_touches_nothing(cache: Cache) -> None:
     with StorageService(cache, full(cache)) as service, StorageClient(cache) as client:
         child = os.fork()
@@ -698,6 +807,9 @@ def test_bad_calls(cache: Cache, client: Any) -> None:
             client.prefetch_deepest(KEYS, most=-1)
         with pytest.raises(ConfigError, match="tokens"):
             client.write(KEYS, tokens=-1)
+        for call in (client.write, client.prefetch, client.prefetch_deepest):
+            with pytest.raises(ConfigError, match="expected a Namespace, found 'x'"):
+                call(KEYS, namespace="x")
 
 
 def test_who_asks_of_a_service_that_never_was(cache: Cache) -> None:

@@ -85,6 +85,7 @@ class Board:
         self.segment = segment
         if segment.payload_bytes < 8 * len(_WORDS):
             raise LayoutMismatch(f"the segment {segment.name!r} is too short for figures")
+        self._word = 0  # who serves, where it is us
         self._said: dict[str, int] = {}  # by `publish`: what has not changed is not stored again
         self._words = (
             {}
@@ -144,7 +145,8 @@ class Board:
                     f"(pid {serving.pid}); stop that one first, or use it with StorageClient"
                 )
             self.store(phase=Phase.NONE, pid=os.getpid(), since_ns=time.time_ns(), clients=0)
-            self.store(service=client.slot | client.epoch << 8)
+            self._word = client.slot | client.epoch << 8
+            self.store(service=self._word)
 
     def service(self) -> Service | None:
         """Who serves, if anybody does. Some microseconds."""
@@ -177,7 +179,10 @@ class Board:
             return dict(zip(_WORDS, found.tolist(), strict=True))
 
     def publish(self, stats: TierStats, base: dict[str, int], **counted: int) -> None:
-        """Figures of who serves, on top of those of the services before it."""
+        """Figures of who serves, on top of those of the services before it. Nothing where we do not
+        serve any more: the words are the next one's."""
+        if not self._ours:
+            return
         words = {name: base[name] + getattr(stats, name) for name in TOTALS}
         words |= {name: base[name] + counted[name] for name in COUNTED}
         words |= {name: getattr(stats, name) for name in GAUGES}
@@ -193,11 +198,18 @@ class Board:
         self.store(phase=Phase.SERVING)
 
     def end(self, phase: Phase) -> None:
-        """Take no more tasks; with `Phase.NONE`: serve no more."""
+        """Take no more tasks; with `Phase.NONE`: serve no more. May be called again."""
         with contextlib.suppress(Detached):
+            if not self._ours:
+                return
             self.store(phase=phase)
             if phase is Phase.NONE:
-                self.store(service=0, clients=0, **dict.fromkeys(GAUGES, 0))
+                self.store(clients=0, **dict.fromkeys(GAUGES, 0))
+                self.store(service=0)  # last: from here on, all words may be another one's
+
+    @property
+    def _ours(self) -> bool:
+        return bool(self._word) and self._words["service"].load() == self._word
 
     def policy(self) -> tuple[ReadPolicy, float, float]:
         """The read policy of who serves, or did last; its seconds, and the tier's `grace`."""
@@ -224,8 +236,10 @@ class Board:
 
 
 def tier_stats(words: dict[str, int], serving: bool) -> TierStats:
-    """The figures of a tier out of the words of `Board.read`."""
-    counts = {name: words[name] for name in (*TOTALS, *GAUGES)}
+    """The figures of a tier out of the words of `Board.read`. What it has at hand ends with it,
+    also where it was killed and could not say so."""
+    counts = {name: words[name] for name in TOTALS}
+    counts |= {name: words[name] if serving else 0 for name in GAUGES}
     state: Any = _STATES[words["state"] % len(_STATES)] if serving else "open"
     costs: dict[str, Any] = {
         name: (words[name] - 1) / 1e9 if words[name] else None for name in COSTS

@@ -125,7 +125,7 @@ class StorageClient(BaseTier):
         evicted before counts as skipped, so keep a lease until the task is running if all of them
         should be written. Token ids do not go through the service: they are not looked at."""
         del token_ids
-        deadline = self._begin(timeout)
+        deadline = self._begin(timeout, namespace)
         wanted = checked_write(keys, request, lease, tokens)
         have = len(keys) * (self._page_tokens or 0) if tokens is None else tokens
         task = StorageTask("write", len(wanted), self._page_tokens)
@@ -143,7 +143,7 @@ class StorageClient(BaseTier):
     ) -> StorageTask:
         """See `BaseTier`. Never with `hold`: pages that wait for a word of ours would be held by
         the service, which cannot know whether that word still comes."""
-        deadline = self._begin(timeout)
+        deadline = self._begin(timeout, namespace)
         _arguments.keys(keys)
         _arguments.count(start, "start", 0, len(keys))
         if hold:
@@ -163,7 +163,7 @@ class StorageClient(BaseTier):
         timeout: float | None = None,
     ) -> StorageTask:
         """See `BaseTier`."""
-        deadline = self._begin(timeout)
+        deadline = self._begin(timeout, namespace)
         _arguments.keys(keys)
         _arguments.count(most, "most", 0, 1 << 30)
         task = StorageTask("read", len(keys), self._page_tokens)
@@ -171,10 +171,12 @@ class StorageClient(BaseTier):
 
     # ---- asking
 
-    def _begin(self, timeout: float | None) -> Deadline:
+    def _begin(self, timeout: float | None, namespace: Namespace | None) -> Deadline:
         self.cache.index.segment.check_usable()
         if self._closing:
             raise Detached("this storage client was closed; make another one")
+        if namespace is not None and not isinstance(namespace, Namespace):
+            raise ConfigError(f"namespace: expected a Namespace, found {namespace!r}")
         return Deadline(self.timeout if timeout is None else timeout, self.clock)
 
     def _ask(
@@ -419,10 +421,11 @@ class StorageClient(BaseTier):
         ends FAILED, and the service may still be about it. The service goes on."""
         if os.getpid() != self._pid:
             return True
+        seconds = min(Deadline(timeout).timeout, threading.TIMEOUT_MAX)
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._asked, timeout)
+            self._changed.wait_for(lambda: not self._asked, seconds)
             left = list(self._asked.values())
         for asked in left:
             self._say(Kind.CANCEL, asked)

@@ -44,8 +44,8 @@ class Peer:
         with self._lock:
             if self._gone or time.monotonic() < self._mute_until:
                 return len(answers)
+            pushed = 0
             try:
-                pushed = 0
                 while pushed < len(answers):
                     more = self._ring.push_many(answers[pushed:])
                     if not more:
@@ -53,7 +53,6 @@ class Peer:
                     pushed += more
             except LockTimeout:
                 self._mute_until = time.monotonic() + _MUTE
-                pushed = 0
             except LightcacheError as error:
                 log.warning("answers of the storage service could not be pushed: %s", error)
             return len(answers) - pushed

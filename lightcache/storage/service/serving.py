@@ -14,6 +14,7 @@ from lightcache import _arguments
 from lightcache.cache import Cache
 from lightcache.errors import Detached, LightcacheError, LockTimeout, WaitTimeout
 from lightcache.shm import sweep
+from lightcache.storage.arguments import Deadline
 from lightcache.storage.breaker import log
 from lightcache.storage.protocol import Storage
 from lightcache.storage.service import rings
@@ -26,6 +27,7 @@ from lightcache.storage.tasks import StorageTask
 from lightcache.storage.worker import StorageTier
 
 _IDLE = 0.05  # seconds of waiting for a message between two looks around
+_PAUSE = 0.01  # seconds until it is looked again whether more tasks may be taken
 _LOOK = 0.25  # seconds between two looks at clients, and at the cache
 _SWEEP = 10.0  # seconds between two sweeps of rings of clients that we have not met
 _LONGEST = 1e6  # seconds of a task, whatever its client said: timers end somewhere
@@ -63,6 +65,7 @@ class StorageService:
         self._why = ""
         self._looked = self._swept = 0.0
         self._publishing = threading.Lock()
+        self._last: ServiceStats | None = None
         self._closed, self._pid = False, os.getpid()
         with contextlib.ExitStack() as stack:
             self._tier = StorageTier(cache, storage, **tier)
@@ -112,7 +115,7 @@ class StorageService:
         messages: list[bytes] = []
         if len(self._answers) >= self._most:
             self._counted["full"] += 1
-            self._ending.wait(min(timeout, 0.01))
+            self._ending.wait(min(timeout, _PAUSE))
         else:
             with contextlib.suppress(WaitTimeout, LockTimeout):
                 messages = self._ring.pop_many(_BATCH) or [self._ring.pop(timeout=timeout)]
@@ -200,7 +203,9 @@ class StorageService:
                 self._board.publish(stats, self._base, clients=len(self._peers), **counted)
 
     def stats(self) -> ServiceStats:
-        """Figures, as its clients see them."""
+        """Figures, as its clients see them; once it is closed, the last ones."""
+        if self._last is not None:
+            return self._last
         self._publish()
         return stats_of(self._board)
 
@@ -218,10 +223,13 @@ class StorageService:
 
     def close(self, timeout: float = 10.0) -> bool:
         """Take no new tasks, finish what is queued, cancel what is left then, and leave. May be
-        called again.
+        called again, also where it was interrupted.
 
         Args:
             timeout: seconds for finishing; 0: cancel at once.
+
+        Raises:
+            ConfigError: the timeout is no number; nothing was begun.
 
         Returns:
             Whether everything has ended. False: a call of the storage hangs; its pages stay pinned
@@ -229,24 +237,39 @@ class StorageService:
         """
         if os.getpid() != self._pid:
             return True
-        end = time.monotonic() + timeout
+        deadline = Deadline(timeout)
         self._board.end(Phase.CLOSING)
         self._ending.set()
         self._thread.join()
         if not self._closed:
             with contextlib.suppress(LightcacheError):
-                while not self._why and time.monotonic() < end and self._turn(0.0):
-                    pass
-        ended = self._tier.close(max(0.0, end - time.monotonic()))
+                self._take_the_rest(deadline)
+        ended = self._tier.close(min(deadline.left, threading.TIMEOUT_MAX))
         self._answers.close()
         if not self._closed:
-            self._closed = True
-            self._publish()
-            self._peers.close()
-            self._board.end(Phase.NONE)
-            self._ring.close()
-            self._board.close()
+            self._leave()
         return ended
+
+    def _take_the_rest(self, deadline: Deadline) -> None:
+        """Of what stood in the ring when it closed. Nothing may be taken while there are `most`
+        tasks, or somebody holds the lock: that is not the end of it."""
+        while not (self._why or deadline.passed):
+            if not self._turn(0.0):
+                if not len(self._ring):
+                    return
+                time.sleep(_PAUSE)
+
+    def _leave(self) -> None:
+        """Each step may be done again, should we be interrupted: the board knows whether it is
+        still ours."""
+        self._peers.close()
+        self._publish()  # behind the peers, which have counted what they had of tasks
+        with contextlib.suppress(LightcacheError):  # removed: nobody sees these figures
+            self._last = self._last or stats_of(self._board)
+        self._board.end(Phase.NONE)
+        self._ring.close()
+        self._board.close()
+        self._closed = True
 
     def __enter__(self) -> StorageService:
         return self

@@ -48,7 +48,7 @@ def stats_of(board: Board) -> ServiceStats:
         serving=alive and words["phase"] == Phase.SERVING,
         pid=words["pid"],
         age_s=age,
-        clients=words["clients"],
+        clients=words["clients"] if alive else 0,
         tier=tier_stats(words, alive),
         **{name: words[name] for name in COUNTED},
     )
