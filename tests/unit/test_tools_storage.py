@@ -19,7 +19,7 @@ from support.storing import KEYS, cache, fill, make_cache, sound
 
 from lightcache import Cache
 from lightcache.shm import Segment, SharedRing
-from lightcache.storage.service import StorageClient
+from lightcache.storage.service import ServiceStats, StorageClient, StorageService
 from lightcache.tools import cli
 
 LIMIT = 60.0
@@ -123,6 +123,27 @@ def test_json(served: Any, cache: Cache) -> None:
     assert json.loads(service.begun) == expected
     assert json.loads(out)["tier"]["tasks_failed"] == 0
     assert status == 0
+
+
+def test_it_has_ended_before_it_says_what_it_did(cache: Cache, monkeypatch: Any) -> None:
+    order: list[str] = []
+
+    class Told(StorageService):
+        def wait(self, timeout: float | None = None) -> bool:
+            return True
+
+        def close(self, timeout: float = 10.0) -> bool:
+            order.append("close")
+            return super().close(timeout)
+
+        def stats(self) -> ServiceStats:
+            order.append("stats")
+            return super().stats()
+
+    monkeypatch.setattr("lightcache.tools.storage_service.StorageService", Told)
+    done = run(cache.name, "--url", "memory:")
+    assert "0 tasks finished" in done.output
+    assert order == ["close", "stats"]
 
 
 def test_a_second_service(served: Any, cache: Cache) -> None:
