@@ -468,7 +468,7 @@ def test_checking_opens_no_disk(where: Path) -> None:
         ("stack:", "two URLs or more.*found 1.*quotes"),
         ("stack:memory:", "two URLs or more.*found 1"),
         ("stack:?missing=skip|memory:", "found 1"),
-        ("stack:memory:|", "found '' as 2"),
+        ("stack:memory:|", "found none as 2"),
         ("stack:memory:|tape:", "tape"),
         ("stack:flaky:luck=1:memory:|memory:", "luck"),
         ("stack:flaky:seed=1:|memory:", "the URL of another backend"),
