@@ -207,7 +207,7 @@ def test_a_worker_killed_behind_a_restart_is_replaced() -> None:
 @pytest.mark.crash
 def test_a_killed_worker_is_replaced() -> None:
     """Killed at any moment, not where it was arranged."""
-    with started("--no-kill") as process:
+    with started("--no-kill", "--no-restart") as process:
         seen = read_until(process, r"^turn ")
         os.kill(processes(process.pid, "worker")[0], signal.SIGKILL)
         out, _ = process.communicate()
@@ -308,7 +308,7 @@ def test_an_interrupt_ends_and_removes_everything(
 
 @pytest.mark.slow
 def test_two_at_once() -> None:
-    with started("--no-kill") as one, started("--no-kill", "--seed", "1") as other:
+    with started("--no-kill") as one, started("--no-kill", "--no-restart", "--seed", "1") as other:
         outs = [process.communicate()[0] for process in (one, other)]
     assert [one.returncode, other.returncode] == [0, 0], "\n".join(outs)
     assert left(one.pid) == left(other.pid) == []

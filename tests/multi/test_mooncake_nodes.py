@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import pytest
 from multi import pausing
 from multi.mooncake_side import PAGE_BYTES, PROMPT, SPEC, prompt
 from support.mooncake_server import Cluster, own_cluster
+from support.servers import hold
 
 from lightcache.storage import ReadStatus, WriteStatus, open_storage
 from lightcache.storage.conformance import pages_of
@@ -143,7 +143,7 @@ def test_a_node_leaves_a_cluster_that_does_not_answer(own_cluster: Cluster, whic
     with node(own_cluster.url, 4, "stuck") as child:
         assert lines(child, 1) == [str(PROMPT)]
         stopped = own_cluster.master if which == "master" else own_cluster.lenders[0]
-        stopped.send_signal(signal.SIGSTOP)
+        hold(stopped.pid)
         child.stdin.close()  # type: ignore[union-attr]
         assert lines(child, 1) == ["closed"]
         assert child.wait(TIMEOUT) == 0

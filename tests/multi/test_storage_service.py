@@ -18,6 +18,7 @@ import pytest
 from multi import pausing
 from multi.service_side import PROMPT, prompt
 from support.disks import where
+from support.servers import hold
 from support.storing import fill, make_cache, nothing_is_held, sound
 
 from lightcache import Cache
@@ -66,16 +67,9 @@ class Side:
     def signal(self, number: signal.Signals) -> None:
         os.kill(self.process.pid, number)
 
-    def stop(self, wait_until: Wait) -> None:
-        """Until none of its threads runs any more: the signal returns before that."""
-        self.signal(signal.SIGSTOP)
-        tasks = Path(f"/proc/{self.process.pid}/task")
-
-        def states() -> set[str]:
-            every = [(each / "stat").read_text() for each in tasks.iterdir()]
-            return {text.rpartition(")")[2].split()[0] for text in every}
-
-        wait_until(lambda: states() == {"T"}, "the stop of all of its threads")
+    def stop(self) -> None:
+        """Until none of its threads runs any more."""
+        hold(self.process.pid)
 
     def kill(self) -> None:
         """As the kernel does when memory ends."""
@@ -197,15 +191,13 @@ def test_the_service_is_killed_and_another_comes(
     assert stored_right(cache, where, 2) > 0
 
 
-def test_tasks_end_when_the_service_is_killed(
-    sides: Any, cache: Cache, where: Path, wait_until: Wait
-) -> None:
+def test_tasks_end_when_the_service_is_killed(sides: Any, cache: Cache, where: Path) -> None:
     service = serve(sides, cache, where)
     with StorageClient(cache) as client:
         keys: Any = prompt(0, 0)
         fill(cache, keys)
         assert client.write(keys).wait(LIMIT).prefix == PROMPT
-        service.stop(wait_until)
+        service.stop()
         tasks = [client.prefetch(keys, timeout=600.0) for _ in range(5)]
         service.kill()
         for task in tasks:
@@ -219,13 +211,11 @@ def test_tasks_end_when_the_service_is_killed(
         assert again.end() == 0
 
 
-def test_a_stopped_service_holds_nobody_up(
-    sides: Any, cache: Cache, where: Path, wait_until: Wait
-) -> None:
+def test_a_stopped_service_holds_nobody_up(sides: Any, cache: Cache, where: Path) -> None:
     service = serve(sides, cache, where)
     client = sides("wait", cache.name, 0)
     assert client.says() == "0"
-    service.stop(wait_until)
+    service.stop()
     client.go_on()
     assert "timed out: not done within 2 s" in client.says()
     client.go_on()

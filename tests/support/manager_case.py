@@ -17,6 +17,7 @@ from lightcache.manager import (
     PrefixMatch,
     Prompt,
 )
+from lightcache.storage import BaseTier
 
 SECRET = b"a secret of tests"
 
@@ -175,7 +176,7 @@ def on_device(world: World, prompt: Prompt) -> int:
     return peeked * world.device.block_tokens
 
 
-class Shelf:
+class Shelf(BaseTier):
     """A storage of pages in a dict, as a manager sees one: reads when it is told to."""
 
     def __init__(self, cache: Cache) -> None:
@@ -192,14 +193,29 @@ class Shelf:
             part = words[i * spec.page_tokens : (i + 1) * spec.page_tokens]
             self.pages[key.tobytes()] = part.tobytes()
 
-    def write(self, keys: Any, request: Any, **how: Any) -> None:
+    def write(self, keys: Any, request: Any = None, **how: Any) -> Any:
         """See `Writer.store`: this one is filled by the tests."""
 
-    def _take_figures(self) -> dict[str, int]:
-        """See `StorageTier`."""
+    def prefetch_deepest(self, keys: Any, **how: Any) -> Any:
+        """Nobody asks it for that."""
+        raise NotImplementedError
+
+    def stats(self) -> Any:
+        """Nobody asks it for that."""
+        raise NotImplementedError
+
+    def poll(self) -> None:
+        """Nothing is overdue."""
+
+    def close(self, timeout: float = 10.0) -> bool:
+        """Nothing is held."""
+        return True
+
+    def _take_figures(self) -> Any:
+        """It has none."""
         return {}
 
-    def prefetch(self, keys: Any, start: int, *, namespace: Any) -> Reading:
+    def prefetch(self, keys: Any, start: int = 0, *, namespace: Any = None, **how: Any) -> Any:
         """See `Planner`."""
         self.tasks.append(Reading(self, keys, start, namespace))
         return self.tasks[-1]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.servers import free_port, listens, missing, running
+from support.servers import free_port, hold, listens, missing, running
 
 DATABASES = 16
 
@@ -64,7 +64,7 @@ class Server:
     def silent(self) -> Iterator[None]:
         """It lives, and does nothing."""
         assert self.process is not None
-        self.process.send_signal(signal.SIGSTOP)
+        hold(self.process.pid)
         try:
             yield
         finally:

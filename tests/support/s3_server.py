@@ -64,7 +64,10 @@ class Server:
 
     def hold(self, stopped: bool) -> None:
         """It answers no more, or again; connections stand."""
-        os.kill(self.process, signal.SIGSTOP if stopped else signal.SIGCONT)
+        if stopped:
+            servers.hold(self.process)
+        else:
+            os.kill(self.process, signal.SIGCONT)
 
     def url(self, prefix: str = "", port: int | None = None, **options: object) -> str:
         """Of the bucket; a prefix of its own if none is given."""

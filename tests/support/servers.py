@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -36,6 +37,22 @@ def missing(what: str, remedy: str) -> None:
     if os.environ.get("CI"):
         pytest.fail(text)
     pytest.skip(text)
+
+
+def hold(process: int) -> None:
+    """Stop a process. When this returns none of its threads runs: the signal alone would let them
+    answer once more."""
+    os.kill(process, signal.SIGSTOP)
+    end = time.monotonic() + STARTING
+    while any(state not in "Tt" for state in _states(process)):
+        assert time.monotonic() < end, f"process {process} does not stop"
+        time.sleep(0.001)
+
+
+def _states(process: int) -> Iterator[str]:
+    for stat in Path(f"/proc/{process}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # a thread that ended meanwhile
+            yield stat.read_text().rpartition(") ")[2][:1]
 
 
 @contextlib.contextmanager

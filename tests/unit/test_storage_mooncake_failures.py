@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.mooncake_server import Cluster, own_cluster
+from support.servers import hold
 from support.storing import KEYS as CACHED
 from support.storing import cache, fill, sound
 
@@ -52,7 +53,7 @@ def settled(storage: Any) -> bool:
 
 
 def stop(process: Any) -> None:
-    process.send_signal(signal.SIGSTOP)
+    hold(process.pid)
 
 
 def go_on(process: Any) -> None:
