@@ -24,6 +24,7 @@ from lightcache import Cache, PageIndex
 from lightcache.manager import Item, Prompt
 
 TESTS = Path(__file__).parent.parent
+ROUNDS = 20
 KILLS = int(os.environ.get("LIGHTCACHE_MANAGER_KILLS", "4"))
 SEED = int(os.environ.get("LIGHTCACHE_TEST_SEED", "0"))
 
@@ -127,10 +128,28 @@ def device_is_whole(name: str, rank: int) -> None:
 
 
 def go_on(others: list[Rank], lines: int) -> None:
-    """They take some more steps, each of which is looked at."""
+    """They take ten more steps for each line, and look at what they have. What they said before
+    does not count."""
+    for other in others:
+        other.ask("stop", "stopped")
+        other.tell("live")
     for other in others:
         for _ in range(lines):
             other.hear(".")
+
+
+def live_on(cache: Cache, ranks: list[Rank]) -> list[Prompt]:
+    """They live until the host has pages to look at, each of which is right; behind an update a few
+    steps may write none. Returns what the ranks know."""
+    for _ in range(ROUNDS):
+        prompts = []
+        go_on(ranks, 3)
+        for rank in ranks:
+            rank.ask("stop", "stopped")
+            prompts += prompts_of(rank)
+        if check_host(cache, prompts) > 0:
+            return prompts
+    pytest.fail(f"nothing could be matched on the host behind {30 * ROUNDS} steps of each rank")
 
 
 @pytest.mark.crash
@@ -154,13 +173,7 @@ def test_killed_at_a_stage(segment_name: str, stage: str) -> None:
         successor.hear("ready")
         if stage.startswith("update"):
             successor.ask("update 1", "updated")
-        successor.tell("live")
-        go_on([successor, *others], 3)
-        prompts = []
-        for rank in (successor, *others):
-            rank.ask("stop", "stopped")
-            prompts += prompts_of(rank)
-        assert check_host(cache, prompts) > 0
+        prompts = live_on(cache, [successor, *others])
         for rank in (successor, *others):
             rank.ask("leave", "left")
             assert rank.process.wait() == 0
@@ -187,11 +200,7 @@ def test_killed_anywhere(segment_name: str) -> None:
             rank = stack.enter_context(living(Rank(segment_name, which, SEED + 10 + kill)))
             rank.ask("live", "ready")
             ranks[which] = rank
-        prompts = []
-        for rank in ranks:
-            rank.ask("stop", "stopped")
-            prompts += prompts_of(rank)
-        assert check_host(cache, prompts) > 0
+        live_on(cache, ranks)
         for rank in ranks:
             rank.ask("leave", "left")
         nothing_left(cache)
