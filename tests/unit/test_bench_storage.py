@@ -12,7 +12,7 @@ import pytest
 from support.disks import where
 
 from lightcache import StorageError
-from lightcache.tools.bench import _fio, storage
+from lightcache.tools.bench import _baseline, _fio, storage
 
 __all__ = ["where"]
 
@@ -83,7 +83,15 @@ def test_fio_fails(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_lookups_and_the_index(folder: Path) -> None:
     row = storage._contains(folder, True)
     assert row.params["keys"] == 2_000
-    assert row.value > 0
+    assert row.value > 0 < row.params["bare_us"]
     row = storage._rebuild(folder, 100)
     assert row.params["slots"] == 100
     assert storage._checksum(True).value > 0
+
+
+def test_lookups_where_there_is_no_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: object) -> None:
+        raise _baseline.Unavailable("no C compiler here")
+
+    monkeypatch.setattr(_baseline, "Probe", missing)
+    assert "bare_us" not in storage._contains(folder, True).params

@@ -4,7 +4,8 @@
   in turns with fio on the same folder: as many threads, one system call a page, direct I/O as well.
   Ours adds a footer and a checksum to each page. Processor time is that of the whole process, so
   the checksums are in it; what the checksum does alone stands beside it.
-- Looking up: 2,000 keys that are all stored, against a lookup of the index alone.
+- Looking up: 2,000 keys that are all stored, against a lookup of the index alone. `bare_us` is what
+  a loop in C takes that reads a bucket and a record for each key, of which nothing has to be true.
 - The index: of 100,000 slots, each with a page of 4 KiB, from their footers; what that takes
   depends on how many small reads the disk does, not on the size of a page.
 
@@ -25,13 +26,14 @@ import numpy as np
 
 from lightcache._arguments import Keys
 from lightcache.errors import ConfigError, StorageError
+from lightcache.page_index import geometry
 from lightcache.storage.arguments import checksum
 from lightcache.storage.disk import DiskStorage
 from lightcache.storage.disk.slots import slot_bytes
 from lightcache.storage.protocol import StorageSpec
-from lightcache.tools.bench import Row, _fio, _remote, meets
+from lightcache.tools.bench import Row, _baseline, _fio, _remote, meets
 from lightcache.tools.bench._rates import Rate, rate_rows, timed
-from lightcache.tools.bench._timing import clocked, interleaved, median, spread
+from lightcache.tools.bench._timing import Case, clocked, interleaved, median, spread
 
 MIB = 1 << 20
 THREADS, CALLERS, CALL = 8, 2, 16
@@ -150,14 +152,25 @@ def _contains(folder: Path, quick: bool) -> Row:
         cases = {
             "contains": clocked(lambda i: storage.contains(keys, timeout=TIMEOUT)),
             "peek": clocked(lambda i: storage._index.peek(keys)),
+            **_bare(storage._index.pages, keys),
         }
         taken = interleaved(cases, 20 if quick else 300, 20)
     DiskStorage.remove(folder, spec)
     value, alone, target = median(taken["contains"]), median(taken["peek"]), "<= 15"
     params = {"keys": len(keys), "peek_us": round(alone, 2), **spread(taken["contains"])}
+    if "bare" in taken:
+        params["bare_us"] = round(median(taken["bare"]), 2)
     against = "peek of the index alone"
     met = meets(value, target)
     return Row("contains", params, value, "us", against, value / alone, target, met)
+
+
+def _bare(pages: int, keys: Keys) -> dict[str, Case]:
+    """A loop in C over as many buckets and records: how fast the machine is in the same second."""
+    try:
+        return {"bare": _baseline.Probe(pages, geometry(pages).buckets, [keys]).case([0])}
+    except _baseline.Unavailable:
+        return {}
 
 
 # ---- the index
