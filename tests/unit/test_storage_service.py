@@ -692,6 +692,29 @@ def test_closing_may_take_for_ever_and_says_what_is_no_time(cache: Cache) -> Non
     assert service.close(float("inf"))
 
 
+def test_a_figure_that_is_counted_stands_behind_what_it_counts(
+    cache: Cache, wait_until: Wait
+) -> None:
+    """Words are stored one after another, and others read in between."""
+    with StorageService(cache, full(cache)) as service, StorageClient(cache) as client:
+        half = Part(
+            Kind.WRITE, client._pid, client._client, 1 << 40, 0, 2, b"x" * (PART_BYTES - 32)
+        )
+        push(cache, half.pack())
+        board, seen = service._board, []
+        whole = board._words["halves"].store
+
+        def store(value: int) -> None:
+            seen.append((value, board.read()["clients"]))
+            whole(value)
+
+        board._words["halves"].store = store  # type: ignore[method-assign]
+        wait_until(lambda: service.stats().clients == 1, "its half")
+        client.close()
+        wait_until(lambda: service.stats().halves == 1, "the half that is dropped")
+        assert seen[-1] == (1, 0)
+
+
 def test_who_was_killed_has_nothing_at_hand(cache: Cache) -> None:
     with StorageClient(cache) as client:
         with StorageService(cache, full(cache)):

@@ -183,12 +183,13 @@ class Board:
         serve any more: the words are the next one's."""
         if not self._ours:
             return
-        words = {name: base[name] + getattr(stats, name) for name in TOTALS}
-        words |= {name: base[name] + counted[name] for name in COUNTED}
+        words = {"clients": counted["clients"], "state": _STATES.index(stats.state)}
         words |= {name: getattr(stats, name) for name in GAUGES}
         words |= {name: _cost_word(getattr(stats, name)) for name in COSTS}
-        words |= {"state": _STATES.index(stats.state), "clients": counted["clients"]}
-        self.store(**dict(words.items() - self._said.items()))
+        words |= {name: base[name] + getattr(stats, name) for name in TOTALS}
+        words |= {name: base[name] + counted[name] for name in COUNTED}
+        # In this order: who sees that something was counted sees what is there no more.
+        self.store(**{name: each for name, each in words.items() if each != self._said.get(name)})
         self._said = words
 
     def begin(self, policy: ReadPolicy, read_seconds: float, grace: float) -> None:
