@@ -13,7 +13,7 @@ from lightcache.shm.codes import Code, check
 from lightcache.shm.errors import ConfigError, WaitTimeout
 from lightcache.shm.layout import Kind
 from lightcache.shm.locking import LockedCalls
-from lightcache.shm.segment import Segment, free_dead_slots
+from lightcache.shm.segment import DEFAULT_TIMEOUT, Segment, free_dead_slots
 from lightcache.shm.sync import Event
 
 Message = bytes | bytearray | memoryview
@@ -109,10 +109,17 @@ class SharedRing:
         readonly: bool = False,
         group: str | int | None = None,
         lock_timeout: float = 10.0,
+        timeout: float | None = DEFAULT_TIMEOUT,
     ) -> SharedRing:
-        """Attach to one that exists; see `Segment.attach`, and `create` for `lock_timeout`."""
+        """Attach to one that exists; see `Segment.attach`, also for `timeout`, and `create` for
+        `lock_timeout`."""
         segment = Segment.attach(
-            name, readonly=readonly, kind=Kind.RING, group=group, reaper=free_dead_slots
+            name,
+            readonly=readonly,
+            kind=Kind.RING,
+            group=group,
+            reaper=free_dead_slots,
+            timeout=timeout,
         )
         return cls._over(segment, lock_timeout)
 

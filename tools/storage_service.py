@@ -120,14 +120,20 @@ def storage(
         cache = Cache.attach(name, role="storage", group=group)
         stack.callback(_leave, cache)
         backend = open_storage(url, spec=StorageSpec.of(cache))
-        stack.callback(backend.close)
+        closing = stack.enter_context(contextlib.ExitStack())
+        closing.callback(backend.close)
         service = StorageService(cache, backend, group=pages, **tier)
+        ended = False
         try:
             _say_start(name, urls, as_json)
             while not (signals.end.wait(_PAUSE) or service.wait(0.0)):
                 pass
         finally:
-            ended = service.close(finish)
+            try:
+                ended = service.close(finish)
+            finally:
+                if not ended:  # closing it may wait for calls that hang: the process ends them
+                    closing.pop_all()
         problem = service.why or ("" if ended else "calls of the storage hang; see its log")
         _say_end(name, None if service.why else service.stats(), as_json)
     if problem:

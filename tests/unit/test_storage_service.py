@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -38,7 +39,8 @@ from lightcache import (
     NotReady,
     PermissionDenied,
 )
-from lightcache.shm import Segment, layout
+from lightcache.shm import Segment, layout, ofd
+from lightcache.shm.objects import OpenObject
 from lightcache.storage import Fault, FlakyStorage, StorageSpec, StorageTask, TaskState
 from lightcache.storage.conformance import make_keys
 from lightcache.storage.service import StorageClient, StorageService, rings, service_stats
@@ -333,6 +335,38 @@ def test_answers_that_nobody_reads_are_lost(cache: Cache, wait_until: Wait) -> N
         wait_until(lambda: service.stats().lost > 0, "answers that found no room")
         assert task.wait(60.0).reasons[0].startswith("timed out")
         ring.close()
+
+
+def test_an_end_that_found_no_room_is_told_again(cache: Cache, wait_until: Wait) -> None:
+    with StorageService(cache, full(cache)) as service, StorageClient(cache) as client:
+        client._messages = list  # type: ignore[method-assign]
+        with rings.find_answers(cache, client._pid, client._client) as ring:
+            while ring.push_many([b"x"] * 256):
+                pass
+            task = client.prefetch(KEYS, timeout=600.0)
+            wait_until(lambda: service.stats().tier.tasks_finished == 1, "the end")
+            wait_until(lambda: service.stats().lost > 0, "answers that found no room")
+            (peer,) = service._peers._every()
+            pushes, whole = [], peer.push
+            peer.push = lambda some: (pushes.append(some), whole(some))[1]  # type: ignore
+            wait_until(lambda: len(pushes) == 2, "that it is tried again, in vain")
+            del client._messages
+            assert task.wait(60.0).loaded == 20
+        assert service.stats().lost == 1  # once, however often it was tried
+
+
+def test_nothing_is_told_again_to_who_is_gone(cache: Cache, wait_until: Wait) -> None:
+    with StorageService(cache, full(cache)) as service:
+        with StorageClient(cache) as client:
+            client._messages = list  # type: ignore[method-assign]
+            with rings.find_answers(cache, client._pid, client._client) as ring:
+                while ring.push_many([b"x"] * 256):
+                    pass
+            client.prefetch(KEYS, timeout=600.0)
+            wait_until(lambda: service.stats().tier.tasks_finished == 1, "the end")
+            client.close(0.0)
+        wait_until(lambda: not service._answers._untold, "the end of telling")
+        wait_until(lambda: service.stats().clients == 0, "the client that left")
 
 
 @pytest.mark.parametrize("service_goes", [True, False])
@@ -781,21 +815,100 @@ def test_what_lies_between_is_for_the_group_that_the_cache_is_for(segment_name: 
         assert service_stats(segment_name, group=group).clients == 1
 
 
+@contextlib.contextmanager
+def held_lock(cache: Cache, client: StorageClient) -> Iterator[None]:
+    """Of the ring of tasks, as by somebody who was stopped in a push."""
+    with rings.tasks(cache) as other:
+        lock = layout.LockRecord.from_address(other.segment.address + layout.LOCK_OFFSET)
+        holder = other.segment.client
+        assert holder is not None
+        while True:  # the service takes it for its pops
+            lock.word = holder.slot | holder.epoch << layout.LOCK_EPOCH_SHIFT
+            try:
+                client._tasks.push(b"")
+            except LockTimeout:
+                break
+        try:
+            yield
+        finally:
+            lock.word = 0
+
+
 def test_a_lock_that_is_held_holds_up_one_call(cache: Cache) -> None:
     with StorageService(cache, full(cache)), StorageClient(cache) as client:
-        segment = client._tasks.segment
-        lock = layout.LockRecord.from_address(segment.address + layout.LOCK_OFFSET)
-        assert segment.client is not None
-        with rings.tasks(cache) as other:
-            holder = other.segment.client
-            assert holder is not None
-            while True:  # as who is stopped in a push does; the service takes it for its pops
-                lock.word = holder.slot | holder.epoch << layout.LOCK_EPOCH_SHIFT
-                task = client.prefetch(KEYS)
-                if task.over and "the lock" in task.result.reasons[0]:
-                    break
+        with held_lock(cache, client):
+            task = client.prefetch(KEYS)
+            assert "the lock" in task.result.reasons[0]
             assert "holds the lock" in client.prefetch(KEYS).result.reasons[0]
-            lock.word = 0
+
+
+def test_a_lock_that_is_held_is_waited_for_once_at_the_end(cache: Cache) -> None:
+    with StorageService(cache, full(cache)) as service, StorageClient(cache) as client:
+        gate = silent(service)
+        tasks = [client.prefetch(KEYS) for _ in range(5)]
+        with held_lock(cache, client):
+            pushed: list[Any] = []
+            whole = client._push
+            client._push = lambda parts: (pushed.append(parts), whole(parts))[1]  # type: ignore
+            assert client.close(0.0)
+        gate.set()
+        assert len(pushed) == 1
+        assert {task.state for task in tasks} == {FAILED}
+
+
+def test_closing_waits_for_a_word_that_is_being_said(cache: Cache, wait_until: Wait) -> None:
+    with StorageService(cache, full(cache)), StorageClient(cache) as client:
+        task = client.prefetch(KEYS)
+        task.wait(60.0)
+        inside, gate = threading.Event(), threading.Event()
+        ring, whole = client._tasks, client._tasks.push
+
+        def push(*given: Any, **how: Any) -> None:
+            with ring.segment.busy():
+                inside.set()
+                assert gate.wait(60.0)
+            whole(*given, **how)
+
+        ring.push = push  # type: ignore[method-assign]
+        saying = threading.Thread(target=task._stop)
+        saying.start()
+        assert inside.wait(60.0)
+        closed: list[bool] = []
+        closing = threading.Thread(target=lambda: closed.append(client.close()))
+        closing.start()
+        wait_until(lambda: client._answers.segment.closed, "the closing")
+        gate.set()
+        saying.join(60.0)
+        closing.join(60.0)
+        assert closed == [True]
+
+
+def test_a_client_that_is_stopped_while_it_leaves_holds_up_nobody_else(cache: Cache) -> None:
+    with (
+        StorageService(cache, full(cache)) as service,
+        StorageClient(cache) as client,
+        StorageClient(cache) as leaving,
+    ):
+        own = (leaving._pid, leaving._client)
+        opened = OpenObject.open(rings.answers_name(cache, *own), writable=True)
+        assert opened is not None
+        with contextlib.closing(opened), ofd.locked(opened.fd, layout.BYTE_LIFE, timeout=60.0):
+            push(cache, Part(Kind.CANCEL, *own, 1, 0, 1, b"").pack())
+            assert client.prefetch(KEYS).wait(5.0).loaded == 20  # not the 10 s of an attach
+        assert service.stats().orphans == 1
+
+
+def test_no_figure_is_stored_behind_the_end(cache: Cache) -> None:
+    service, ends = StorageService(cache, full(cache)), []
+    whole = service._board.end
+
+    def end(phase: Phase) -> None:
+        ends.append((phase, service._publishing.locked()))
+        whole(phase)
+
+    service._board.end = end  # type: ignore[method-assign]
+    service.close()
+    assert ends[-1] == (Phase.NONE, True)
 
 
 # ---------------------------------------------------------------- bad input

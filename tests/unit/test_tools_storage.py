@@ -19,6 +19,7 @@ from support.storing import KEYS, cache, fill, make_cache, sound
 
 from lightcache import Cache
 from lightcache.shm import Segment, SharedRing
+from lightcache.storage import MemoryStorage, StorageSpec
 from lightcache.storage.service import ServiceStats, StorageClient, StorageService
 from lightcache.tools import cli
 
@@ -144,6 +145,32 @@ def test_it_has_ended_before_it_says_what_it_did(cache: Cache, monkeypatch: Any)
     done = run(cache.name, "--url", "memory:")
     assert "0 tasks finished" in done.output
     assert order == ["close", "stats"]
+
+
+def test_a_storage_of_which_a_call_hangs_is_not_waited_for(cache: Cache, monkeypatch: Any) -> None:
+    closed: list[str] = []
+
+    class Hanging(StorageService):
+        def wait(self, timeout: float | None = None) -> bool:
+            return True
+
+        def close(self, timeout: float = 10.0) -> bool:
+            assert super().close(timeout)
+            return False
+
+    class Waiting(MemoryStorage):
+        def close(self) -> None:
+            closed.append("closed")
+
+    def opened(url: str, spec: StorageSpec) -> MemoryStorage:
+        return Waiting(spec)
+
+    monkeypatch.setattr("lightcache.tools.storage_service.StorageService", Hanging)
+    monkeypatch.setattr("lightcache.tools.storage_service.open_storage", opened)
+    done = run(cache.name, "--url", "memory:")
+    assert done.exit_code == 1
+    assert "calls of the storage hang" in done.output
+    assert closed == []
 
 
 def test_a_second_service(served: Any, cache: Cache) -> None:

@@ -10,6 +10,9 @@ from lightcache.storage.service.messages import Answer
 from lightcache.storage.service.peers import Peer
 from lightcache.storage.tasks import COUNTS, StorageTask, TaskState
 
+AGAIN = 0.25  # seconds until what a client did not let in is told once more
+_UNTOLD = 1 << 14  # answers that wait for that, of all clients
+
 
 class Served:
     """A task of a client's, and the tier's task for it."""
@@ -35,19 +38,22 @@ class Served:
 
 class Answers:
     """Tasks that live, and a thread that tells of them. What changes while it is about something
-    else is told once: clients hear of the last state, not of each."""
+    else is told once: clients hear of the last state, not of each. What a client has no room for,
+    or does not let in, is told again, as long as the client is there: nothing follows the end of
+    a task, and its client would wait for it until the task's time is up."""
 
     def __init__(self, publish: Callable[[], None], lost: Callable[[int], None]) -> None:
         """No thread yet.
 
         Args:
             publish: called before answers go out, so that figures have what they tell.
-            lost: told how many answers found no room.
+            lost: told how many answers were not let in, and are told again.
         """
         self._publish, self._lost = publish, lost
         self._changed = threading.Condition()
         self._tasks: dict[tuple[int, int], Served] = {}
         self._news: dict[Served, None] = {}
+        self._untold: dict[Served, None] = {}  # of the thread alone
         self._ending = False
         self._thread = threading.Thread(
             target=self._tell, name="lightcache-storage-answers", daemon=True
@@ -80,20 +86,21 @@ class Answers:
     def _tell(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._news or self._ending)
-                if not self._news:
+                pause = AGAIN if self._untold else None
+                self._changed.wait_for(lambda: self._news or self._ending, pause)
+                if not self._news and self._ending:
                     return
                 news, self._news = self._news, {}
             try:
-                self._tell_of(list(news))
+                self._tell_of([*(each for each in self._untold if each not in news), *news])
             except Exception:  # ours, then: other tasks are to be told of
                 log.exception("answers of the storage service could not be told")
 
     def _tell_of(self, news: list[Served]) -> None:
-        by_peer: dict[Peer, list[bytes]] = {}
+        by_peer: dict[Peer, list[tuple[Served, bytes]]] = {}
         for served in news:
             over = served.task._settled  # before the answer: it is told of once more if not
-            by_peer.setdefault(served.peer, []).append(served.answer())
+            by_peer.setdefault(served.peer, []).append((served, served.answer()))
             if over:
                 with self._changed:
                     self._tasks.pop(served.name, None)
@@ -101,12 +108,16 @@ class Answers:
             self._publish()
         except Exception:  # figures are late, then: the answers are waited for
             log.exception("figures of the storage service could not be published")
+        before, self._untold = self._untold, {}
         for peer, answers in by_peer.items():
-            if lost := peer.push(answers):
-                self._lost(lost)
+            lost = peer.push([answer for _, answer in answers])
+            untold = [served for served, _ in answers[len(answers) - lost :]]
+            self._lost(sum(served not in before for served in untold))
+            if peer.there and len(self._untold) + lost <= _UNTOLD:
+                self._untold.update(dict.fromkeys(untold))
 
     def close(self) -> None:
-        """Tell what there is to tell, and end."""
+        """Tell what there is to tell, once, and end."""
         with self._changed:
             self._ending = True
             self._changed.notify_all()

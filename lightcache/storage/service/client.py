@@ -427,12 +427,14 @@ class StorageClient(BaseTier):
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._asked, seconds)
             left = list(self._asked.values())
-        for asked in left:
-            self._say(Kind.CANCEL, asked)
+        told = True
+        for asked in left:  # who is stopped with the ring's lock is waited for once
+            told = told and self._say(Kind.CANCEL, asked)
             self._give_up(asked, "the storage client was closed")
         self._thread.join()
         self._answers.close()
-        self._tasks.close()
+        with self._pushing:  # a call that has come this far ends first
+            self._tasks.close()
         self._board.close()
         return True
 

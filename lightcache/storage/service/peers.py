@@ -29,6 +29,11 @@ class Peer:
         self._mute_until = 0.0
 
     @property
+    def there(self) -> bool:
+        """Whether its ring was not let go of."""
+        return not self._gone
+
+    @property
     def alive(self) -> bool:
         """Whether anybody but us is attached to its ring. Some 60 us."""
         own = self._ring.segment.client

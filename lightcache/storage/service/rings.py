@@ -52,10 +52,14 @@ def find_answers(cache: Cache, pid: int, client: int) -> SharedRing:
     """Somebody else's.
 
     Raises:
-        NotReady: it is gone.
+        NotReady: it is gone; or its client was stopped while it left it, or while it was swept.
     """
-    name = answers_name(cache, pid, client)
-    return SharedRing.attach(name, group=group_of(cache), lock_timeout=LOCK_SECONDS)
+    return SharedRing.attach(
+        answers_name(cache, pid, client),
+        group=group_of(cache),
+        lock_timeout=LOCK_SECONDS,
+        timeout=LOCK_SECONDS,
+    )
 
 
 __all__ = ["ANSWERS", "LOCK_SECONDS", "find_answers", "make_answers", "prefix", "tasks"]

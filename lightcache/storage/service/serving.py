@@ -266,7 +266,8 @@ class StorageService:
         self._publish()  # behind the peers, which have counted what they had of tasks
         with contextlib.suppress(LightcacheError):  # removed: nobody sees these figures
             self._last = self._last or stats_of(self._board)
-        self._board.end(Phase.NONE)
+        with self._publishing:  # who asks for figures just now stores none behind this
+            self._board.end(Phase.NONE)
         self._ring.close()
         self._board.close()
         self._closed = True
