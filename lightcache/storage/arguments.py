@@ -157,7 +157,16 @@ class Deadline:
     @property
     def reason(self) -> str:
         """What to say of a key that was not done by then."""
-        return f"timed out: not done within {self.timeout:g} s"
+        return f"{_LATE}: not done within {self.timeout:g} s"
+
+
+def timed_out(said: str, what: str = "") -> bool:
+    """Whether a reason, or the error of a call, says that the time was up.
+
+    Args:
+        what: the call, with which its errors may begin.
+    """
+    return said.startswith((_LATE, f"{what}: {_LATE}"))
 
 
 class Counters:
@@ -184,10 +193,11 @@ class Counters:
             self._counts["timeouts"] += timed_out
         return result
 
-    def failed(self, which: str, keys: int) -> None:
+    def failed(self, which: str, keys: int, *, timed_out: bool = False) -> None:
         """Count the keys of a "reads" or "writes" call that raised."""
         with self._lock:
             self._counts[f"{which}_failed"] += keys
+            self._counts["timeouts"] += timed_out
 
     def deleted(self, pages: int) -> int:
         """Count pages that were removed; returns how many."""
@@ -200,10 +210,10 @@ class Counters:
         with self._lock:
             self._counts["evicted"] += pages
 
-    def timed_out(self) -> None:
-        """Count a call that raised because its time was up."""
+    def timed_out(self, really: bool = True) -> None:
+        """Count a call that raised because its time was up, if it did."""
         with self._lock:
-            self._counts["timeouts"] += 1
+            self._counts["timeouts"] += really
 
     def snapshot(self, pages: int, nbytes: int) -> StorageStats:
         """All of them, of one instant."""
@@ -214,6 +224,7 @@ class Counters:
 
 
 _NOW = ("pages", "bytes")
+_LATE = "timed out"
 
 __all__ = [
     "KEY_BYTES",
@@ -224,5 +235,6 @@ __all__ = [
     "check_keys",
     "check_tokens",
     "checksum",
+    "timed_out",
     "write_to",
 ]

@@ -16,6 +16,7 @@ from lightcache.storage.arguments import (
     check_batch,
     check_keys,
     check_tokens,
+    timed_out,
     write_to,
 )
 from lightcache.storage.faults import Fault, Operation, Plan, Planner, Rates, Script
@@ -117,34 +118,34 @@ class FlakyStorage(Storage):
     def contains(self, keys: Keys, *, timeout: float) -> int:
         """See `Storage.contains`."""
         deadline = self._whole("contains", len(check_keys(keys)), timeout)
-        return self.inner.contains(keys, timeout=deadline.left)
+        return self._passed_on("contains", lambda: self.inner.contains(keys, timeout=deadline.left))
 
     def read(self, keys: Keys, buffers: Sequence[Buffer], *, timeout: float) -> ReadResult:
         """See `Storage.read`."""
         _, views = check_batch(keys, buffers, self.spec.page_bytes, writable=True)
         self._usable()
         plan, deadline = self._planner.plan("read", len(keys)), Deadline(timeout, self._clock)
-        reason = ""
+        reason, late = "", False
 
         def part(first: int, end: int) -> list[ReadStatus]:
-            nonlocal reason
+            nonlocal reason, late
             done = self.inner.read(keys[first:end], views[first:end], timeout=_left(deadline))
-            reason = reason or done.reason
+            reason, late = reason or done.reason, late or timed_out(done.reason)
             return list(done.statuses)
 
         try:
             if self._late(plan, deadline):
-                late = ReadResult((ReadStatus.FAILED,) * len(keys), deadline.reason)
-                return self._counters.read(late, timed_out=True)
+                failed = ReadResult((ReadStatus.FAILED,) * len(keys), deadline.reason)
+                return self._counters.read(failed, timed_out=True)
             statuses = self._in_two(plan, len(keys), part)
-        except StorageError:
-            self._counters.failed("reads", len(keys))
+        except StorageError as error:
+            self._counters.failed("reads", len(keys), timed_out=timed_out(str(error)))
             raise
         for key, kind in plan.keys.items():
             if statuses[key] is ReadStatus.OK or kind == "fail":
                 statuses[key] = _spoil(views[key], kind)
                 reason = reason or f"{kind} on purpose, of key {key}"
-        return self._counters.read(ReadResult(tuple(statuses), reason))
+        return self._counters.read(ReadResult(tuple(statuses), reason), timed_out=late)
 
     def write(
         self,
@@ -160,10 +161,10 @@ class FlakyStorage(Storage):
         check_tokens(tokens, len(keys))
         self._usable()
         plan, deadline = self._planner.plan("write", len(keys)), Deadline(timeout, self._clock)
-        reason = ""
+        reason, late = "", False
 
         def part(first: int, end: int) -> list[WriteStatus]:
-            nonlocal reason
+            nonlocal reason, late
             good = [key for key in range(first, end) if key not in plan.keys]
             chosen = [views[key] for key in good]
             before = keys[first - 1 : first] if first else parent
@@ -176,33 +177,37 @@ class FlakyStorage(Storage):
                 parent=before,
                 tokens=rows,
             )
-            reason = reason or done.reason
+            reason, late = reason or done.reason, late or timed_out(done.reason)
             found = dict(zip(good, done.statuses, strict=True))
             return [found.get(key, WriteStatus.FAILED) for key in range(first, end)]
 
         try:
             if self._late(plan, deadline):
-                late = WriteResult((WriteStatus.FAILED,) * len(keys), deadline.reason)
-                return self._counters.write(late, timed_out=True)
+                failed = WriteResult((WriteStatus.FAILED,) * len(keys), deadline.reason)
+                return self._counters.write(failed, timed_out=True)
             statuses = self._in_two(plan, len(keys), part)
-        except StorageError:
-            self._counters.failed("writes", len(keys))
+        except StorageError as error:
+            self._counters.failed("writes", len(keys), timed_out=timed_out(str(error)))
             raise
         for key, kind in plan.keys.items():
             if kind == "refuse":
                 statuses[key] = WriteStatus.REFUSED
             reason = reason or f"{kind} on purpose, of key {key}"
-        return self._counters.write(WriteResult(tuple(statuses), reason))
+        return self._counters.write(WriteResult(tuple(statuses), reason), timed_out=late)
 
     def delete(self, keys: Keys, *, timeout: float) -> int:
         """See `Storage.delete`."""
         deadline = self._whole("delete", len(check_keys(keys)), timeout)
-        return self._counters.deleted(self.inner.delete(keys, timeout=deadline.left))
+        return self._counters.deleted(
+            self._passed_on("delete", lambda: self.inner.delete(keys, timeout=deadline.left))
+        )
 
     def clear(self, *, timeout: float) -> int:
         """See `Storage.clear`."""
         deadline = self._whole("clear", 0, timeout)
-        return self._counters.deleted(self.inner.clear(timeout=deadline.left))
+        return self._counters.deleted(
+            self._passed_on("clear", lambda: self.inner.clear(timeout=deadline.left))
+        )
 
     def stats(self) -> StorageStats:
         """See `Storage.stats`; pages, bytes and what was evicted are those of the other backend."""
@@ -217,6 +222,13 @@ class FlakyStorage(Storage):
         self.inner.close()
 
     # ---- going wrong
+
+    def _passed_on(self, what: str, call: Callable[[], int]) -> int:
+        try:
+            return call()
+        except StorageError as error:
+            self._counters.timed_out(timed_out(str(error), what))
+            raise
 
     def _usable(self) -> None:
         if self._closed:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from lightcache.errors import StorageError
-from lightcache.storage.arguments import Deadline
+from lightcache.storage.arguments import Deadline, timed_out
 from lightcache.storage.levels import Level, NotAsked, Pages, own_memory
 from lightcache.storage.promoting import Promoter, Promotion
 from lightcache.storage.protocol import (
@@ -31,34 +31,48 @@ def share(levels: Sequence[Level], number: int, deadline: Deadline) -> Deadline:
     return Deadline(deadline.left / 2 if more else deadline.left)
 
 
-def contained(levels: Sequence[Level], keys: Keys, deadline: Deadline) -> int:
-    """How many keys from the first on any level has. A level is asked from the first key on that
-    those nearer by do not have; one that says nothing counts as one that has nothing.
+class Asking:
+    """A `contains`: how many keys from the first on any level has."""
 
-    Raises:
-        StorageError: none of them said anything.
-    """
-    at = answers = 0
-    without = [-1] * len(levels)  # at which key each has nothing, as far as it has said
-    why = ""
-    while at < len(keys):
-        before = at
-        for number, level in enumerate(levels):
-            if without[number] >= at or deadline.passed or at == len(keys):
-                continue
-            try:
-                at += level.contains(keys[at:], share(levels, number, deadline).left)
-                answers += 1
-                without[number] = at
-            except StorageError as error:
-                why = why or str(error)
-                without[number] = len(keys)
-                continue
-        if at == before:
-            break
-    if len(keys) and not answers:
-        raise StorageError(why or f"contains: {deadline.reason}; give it more time")
-    return at
+    def __init__(self, levels: Sequence[Level], keys: Keys, deadline: Deadline) -> None:
+        """Nobody is asked yet."""
+        self._levels = levels
+        self._keys = keys
+        self._deadline = deadline
+        self._late = False
+        self.late = False
+        """The time of one that was asked was up, and the answer may be too small by that."""
+
+    def run(self) -> int:
+        """A level is asked from the first key on that those nearer by do not have; one that says
+        nothing counts as one that has nothing.
+
+        Raises:
+            StorageError: none of them said anything.
+        """
+        at = answers = 0
+        keys, deadline = self._keys, self._deadline
+        without = [-1] * len(self._levels)  # at which key each has nothing, as far as it has said
+        why = ""
+        while at < len(keys):
+            before = at
+            for number, level in enumerate(self._levels):
+                if without[number] >= at or at == len(keys):
+                    continue
+                try:
+                    at += level.contains(keys[at:], share(self._levels, number, deadline).left)
+                    answers += 1
+                    without[number] = at
+                except StorageError as error:
+                    why = why or str(error)
+                    self._late |= timed_out(str(error), "contains")
+                    without[number] = len(keys)
+            if at == before:
+                break
+        self.late = self._late and at < len(keys)
+        if len(keys) and not answers:
+            raise StorageError(why)
+        return at
 
 
 class Reading:
@@ -77,7 +91,11 @@ class Reading:
         """Of each level that was asked, which keys it does not have, or not as they should be."""
         self._reason = ""
         self._answered = False
+        self._heard: set[int] = set()
+        """Keys of which the level that is asked just now has said what it has."""
+        self._late = False
         self.late = False
+        """The time of one that was asked was up, and pages are missing by that."""
 
     def run(self, promoter: Promoter) -> ReadResult:
         """Ask one level after another for what is missing.
@@ -94,6 +112,7 @@ class Reading:
                 self._too_late(missing)
                 break
             self._lacking.append([False] * len(self._keys))
+            self._heard.clear()
             limit = share(self._levels, number, self._deadline)
             try:
                 if not level.apart:
@@ -101,12 +120,12 @@ class Reading:
                 else:
                     for promotion in self._far(number, missing, limit):
                         promoter.put(promotion, generation)
-                self._answered = True
             except StorageError as error:
-                self._reason = self._reason or str(error)
+                self._say(str(error))
                 if not isinstance(error, NotAsked):
-                    left = [i for i in missing if self._statuses[i] is not ReadStatus.OK]
+                    left = [i for i in missing if i not in self._heard]
                     self._note(left, [ReadStatus.FAILED] * len(left))
+        self.late = self.late or (self._late and ReadStatus.FAILED in self._statuses)
         if not self._answered and len(self._keys):
             raise StorageError(self._reason)
         bad = {ReadStatus.FAILED, ReadStatus.CORRUPT} & set(self._statuses)
@@ -158,12 +177,18 @@ class Reading:
             first = end
 
     def _take(self, level: Level, which: list[int], result: ReadResult) -> None:
+        self._answered = True
         self._note(which, result.statuses)
-        self._reason = self._reason or level.named(result.reason)
+        self._say(level.named(result.reason))
+
+    def _say(self, reason: str) -> None:
+        self._late |= timed_out(reason)
+        self._reason = self._reason or reason
 
     def _note(self, which: list[int], statuses: Sequence[ReadStatus]) -> None:
         """What a level has said. Worse than absent stays, unless somebody has the page."""
         lacking = self._lacking[-1]
+        self._heard.update(which)
         for i, status in zip(which, statuses, strict=True):
             lacking[i] = status in (ReadStatus.ABSENT, ReadStatus.CORRUPT)
             if status is not ReadStatus.ABSENT:
@@ -191,7 +216,9 @@ class Writing:
         self._deadline = deadline
         self._statuses: list[WriteStatus | None] = [None] * len(keys)
         self._reason = ""
+        self._late = False
         self.late = False
+        """The time of one that was asked was up, and pages are not stored by that."""
 
     def run(self) -> WriteResult:
         """Give the pages to one level after another.
@@ -206,17 +233,20 @@ class Writing:
                 answered = True
                 break
             limit = share(self._levels, number, self._deadline)
+            done = 0  # of these keys this level has said what became of them
             try:
                 for piece in self._pieces(level):
                     self._write(level, piece, limit)
-                    answered = True
+                    answered, done = True, piece.stop
             except StorageError as error:
-                self._reason = self._reason or str(error)
+                self._say(str(error))
                 if not isinstance(error, NotAsked):
-                    self._note(range(len(self._keys)), [WriteStatus.FAILED] * len(self._keys))
+                    left = range(done, len(self._keys))
+                    self._note(left, [WriteStatus.FAILED] * len(left))
+        told = tuple(WriteStatus.FAILED if one is None else one for one in self._statuses)
+        self.late = self.late or (self._late and WriteStatus.FAILED in told)
         if not answered and len(self._keys):
             raise StorageError(self._reason)
-        told = tuple(WriteStatus.FAILED if one is None else one for one in self._statuses)
         bad = {WriteStatus.FAILED, WriteStatus.REFUSED} & set(told)
         return WriteResult(told, self._reason if bad else "")
 
@@ -242,7 +272,11 @@ class Writing:
             tokens = None if tokens is None else tokens.copy()
             result = level.write(keys.copy(), list(pages), parent, limit.left, tokens)
         self._note(piece, result.statuses)
-        self._reason = self._reason or level.named(result.reason)
+        self._say(level.named(result.reason))
+
+    def _say(self, reason: str) -> None:
+        self._late |= timed_out(reason)
+        self._reason = self._reason or reason
 
     def _note(self, which: range, statuses: Sequence[WriteStatus]) -> None:
         """The last level that has a page says whether it was there; if none has it, one that failed
@@ -267,4 +301,4 @@ def pieces(numbers: Sequence[int], page_bytes: int) -> Iterator[list[int]]:
         yield list(numbers[first : first + most])
 
 
-__all__ = ["PIECE", "Reading", "Writing", "contained", "pieces", "share"]
+__all__ = ["PIECE", "Asking", "Reading", "Writing", "pieces", "share"]

@@ -16,6 +16,7 @@ from lightcache.storage.arguments import (
     check_batch,
     check_keys,
     check_tokens,
+    timed_out,
 )
 from lightcache.storage.breaker import Breaker, log
 from lightcache.storage.levels import Level, LevelStats
@@ -31,7 +32,7 @@ from lightcache.storage.protocol import (
     WriteResult,
     WriteStatus,
 )
-from lightcache.storage.stack_moves import Reading, Writing, contained, share
+from lightcache.storage.stack_moves import Asking, Reading, Writing, share
 
 _CLOSING = 10.0  # seconds that `close` waits for a page that is being promoted
 
@@ -103,12 +104,14 @@ class StackedStorage(Storage):
         """See `Storage.contains`: the prefix may lie in several storages. One that fails, or is not
         asked, counts as one that has nothing."""
         check_keys(keys)
-        deadline = self._begin("contains", timeout)
+        asking = Asking(self._levels, keys, self._begin("contains", timeout))
         try:
-            return contained(self._levels, keys, deadline)
+            return asking.run()
         except StorageError:
             self._usable()
             raise
+        finally:
+            self._counters.timed_out(asking.late)
 
     def read(self, keys: Keys, buffers: Sequence[Buffer], *, timeout: float) -> ReadResult:
         """See `Storage.read`. Of a page that nobody has: CORRUPT or FAILED if one that was asked
@@ -124,7 +127,7 @@ class StackedStorage(Storage):
             result = reading.run(self._promoter)
         except StorageError:
             self._usable()
-            self._counters.failed("reads", len(keys))
+            self._counters.failed("reads", len(keys), timed_out=reading.late)
             raise
         return self._counters.read(result, timed_out=reading.late)
 
@@ -152,7 +155,7 @@ class StackedStorage(Storage):
             result = writing.run()
         except StorageError:
             self._usable()
-            self._counters.failed("writes", len(keys))
+            self._counters.failed("writes", len(keys), timed_out=writing.late)
             raise
         return self._counters.write(result, timed_out=writing.late)
 
@@ -222,16 +225,21 @@ class StackedStorage(Storage):
     def _remove(self, what: str, timeout: float, remove: Any) -> int:
         """Remove from all levels, and from what waits to be promoted."""
         deadline = self._begin(what, timeout)
-        gone, errors = 0, []
-        with self._promoter.paused(deadline):
-            for number, level in enumerate(self._levels):
-                try:
-                    left = share(self._levels, number, deadline).left
-                    gone = max(gone, remove(level, left))
-                except StorageError as error:
-                    errors.append(str(error))
+        gone = 0
+        errors: list[str] = []
+        try:
+            with self._promoter.paused(deadline):
+                for number, level in enumerate(self._levels):
+                    try:
+                        left = share(self._levels, number, deadline).left
+                        gone = max(gone, remove(level, left))
+                    except StorageError as error:
+                        errors.append(str(error).removeprefix(f"{what}: "))
+        except StorageError as error:  # nobody was asked
+            errors.append(str(error))
         self._usable()
         self._counters.deleted(gone)
+        self._counters.timed_out(any(timed_out(each) for each in errors))
         if errors:
             raise StorageError(f"{what}: {'; '.join(errors)}; what is there is still found")
         return gone

@@ -34,9 +34,9 @@ from support.disks import (
 )
 from support.scripts import with_support
 
-from lightcache import StorageError
-from lightcache.storage.conformance import PAGE_BYTES
-from lightcache.storage.disk import DiskStorage
+from lightcache import LockTimeout, StorageError
+from lightcache.storage.conformance import PAGE_BYTES, pages_of
+from lightcache.storage.disk import DiskStorage, backend
 from lightcache.storage.disk.footers import BLOCK, Footer, unpack
 from lightcache.storage.disk.slots import SlotFiles
 
@@ -407,3 +407,38 @@ def test_another_folder_in_its_place(where: Path) -> None:
             assert got(storage, KEYS[:2]) == [OK] * 2
             assert got(other, KEYS[:3]) == [OK] * 3
         assert isinstance(storage, DiskStorage)
+
+
+# ---------------------------------------------------------------- a part of a call
+
+
+def test_what_was_stored_counts_though_the_rest_fails(
+    where: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with disk(where) as storage:
+        put(storage, KEYS[:4])
+        with monkeypatch.context() as patch:
+            patch.setattr(storage._writer, "_fill", _locked)
+            result = storage.write(KEYS[:6], list(pages_of(KEYS[:6])), timeout=60.0)
+            assert list(result.statuses) == [PRESENT] * 4 + [FAILED] * 2
+            assert result.reason == "disk: the index is locked"
+            with pytest.raises(StorageError, match="disk: the index is locked"):
+                put(storage, KEYS[6:8])
+        assert put(storage, KEYS[:8]) == [PRESENT] * 4 + [STORED] * 4
+
+
+def test_what_was_read_counts_though_what_is_corrupt_cannot_be_dropped(
+    where: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    medium, slots = written(where)
+    medium.write(slots[1], b"?")
+    with disk(where) as storage:
+        with monkeypatch.context() as patch:
+            patch.setattr(backend, "drop", _locked)
+            assert got(storage, KEYS[:4]) == [OK, CORRUPT, OK, OK]
+        assert got(storage, KEYS[:4]) == [OK, CORRUPT, OK, OK]
+        assert got(storage, KEYS[:4]) == [OK, ABSENT, OK, OK]
+
+
+def _locked(*given: Any) -> Any:
+    raise LockTimeout("the index is locked")

@@ -324,10 +324,56 @@ def test_slots_that_the_client_may_still_touch_are_used_no_more(
         monkeypatch.setattr(backend, "PATIENCE", -1.0)  # every call took too long
         write(storage)
         slots = storage._staging.slots
-        assert storage._staging.lost >= 12
+        assert storage._staging.lost == 12
+        result, into = read(storage)  # what came is as good as ever
+        assert result.prefix == slots - 12
+        assert result.count(ReadStatus.FAILED) == 24 - slots
+        assert "close this storage and open it anew" in result.reason
+        assert (into[: slots - 12] == PAGES[: slots - 12]).all()
+        assert storage._staging.lost == slots
         with pytest.raises(StorageError, match="close this storage and open it anew"):
             read(storage)
-        assert storage._staging.lost == slots
+        storage.clear(timeout=TIMEOUT)
+
+
+@pytest.mark.parametrize("verb", ["get", "put"])
+@pytest.mark.parametrize(("bad", "good"), [([0], [1]), ([1], [0, 2]), ([0, 1, 2, 3], [])])
+def test_a_group_that_fails_leaves_the_others(
+    mooncake_url: str, monkeypatch: pytest.MonkeyPatch, verb: str, bad: list[int], good: list[int]
+) -> None:
+    """Four groups of seven, two at a time: behind one that failed none begins, and what is under
+    way counts."""
+    keys = make_keys(28, seed=9)
+    pages = list(pages_of(keys))
+    url = mooncake_url.replace("4MiB", "64KiB&threads=1")
+    with open_storage(url, spec=StorageSpec(PAGE_BYTES, f"groups {next(_specs)}")) as made:
+        storage: Any = made
+
+        def act() -> Any:
+            return read(storage, keys)[0] if verb == "get" else write(storage, keys, pages)
+
+        if verb == "get":
+            write(storage, keys, pages)
+        broken = {name_of(keys[7 * group], storage.spec) for group in bad}
+        real = getattr(storage._client, verb)
+
+        def call(names: Any, *how: Any) -> Any:
+            if broken & set(names):
+                raise RuntimeError("the client is broken")
+            return real(names, *how)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(storage._client, verb, call)
+            if good:
+                result = act()
+                assert result.reason == "mooncake: the client is broken"
+                found = [i for i, one in enumerate(result.statuses) if one.name != "FAILED"]
+                assert found == [i for i in range(28) if i // 7 in good]
+            else:
+                with pytest.raises(StorageError, match=r"^mooncake: the client is broken$"):
+                    act()
+        assert len(storage._staging._free) == storage._staging.slots
+        assert act().prefix == 28
         storage.clear(timeout=TIMEOUT)
 
 

@@ -253,6 +253,20 @@ def test_what_a_client_raises_behind_the_time_is_that_time_was_up() -> None:
         assert storage.stats().timeouts == 3
 
 
+def test_what_is_there_is_said_though_the_others_fail() -> None:
+    def fail() -> None:
+        raise OSError("no route")
+
+    with DictStorage(SPEC) as storage:
+        write(storage, KEYS[:2])
+        storage.error = lambda deadline: fail() if len(storage.sent) == 2 else None
+        result = write(storage)
+        assert result.statuses == (WriteStatus.PRESENT,) * 2 + (WriteStatus.FAILED,) * 4
+        assert result.reason == "dict: no route"
+        figures = storage.stats()
+        assert (figures.writes_stored, figures.writes_present, figures.writes_failed) == (2, 2, 4)
+
+
 def test_close_waits_for_calls() -> None:
     storage = DictStorage(SPEC)
     storage.gate.clear()

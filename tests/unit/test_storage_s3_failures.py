@@ -131,6 +131,23 @@ def test_behind_a_failure_no_more_of_a_call_is_asked(server: FailingS3, storage:
     assert server.count("PUT") - before <= 7
 
 
+def test_without_memory_the_pages_before_are_stored(
+    storage: S3Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, made = storage._whole, [0]
+
+    def few(name: bytes, view: memoryview) -> Any:
+        made[0] += 1
+        if made[0] > 3:
+            raise MemoryError
+        return whole(name, view)
+
+    monkeypatch.setattr(storage, "_whole", few)
+    result = storage.write(KEYS[4:], list(pages_of(KEYS[4:])), timeout=60.0)
+    assert result.statuses == (WriteStatus.STORED,) * 3 + (WriteStatus.FAILED,) * 5
+    assert result.reason == f"s3: no memory for a page of {PAGE_BYTES} bytes"
+
+
 def test_a_failure_that_passes_is_not_seen(server: FailingS3) -> None:
     with opened(server.url(retries=2), SPEC) as storage:
         for method in ("HEAD", "PUT", "GET"):

@@ -177,6 +177,21 @@ def test_a_piece_that_fails_leaves_those_before(monkeypatch: pytest.MonkeyPatch)
         assert put(stack).statuses == (STORED,) * 4 + (LOST,) * 4
 
 
+def test_pieces_that_were_done_count_though_nobody_else_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lightcache.storage.stack_moves.PIECE", 4 * 4096)
+    script: Any = {"read": [None, Fault("fail")], "write": [Fault("refuse"), Fault("fail")]}
+    for verb, expected in (
+        (get, (OK, OK, ABSENT, ABSENT) + (FAILED,) * 4),
+        (put, (REFUSED,) * 4 + (LOST,) * 4),
+    ):
+        with StackedStorage([dead(), flaky([0, 1, 6], script=script)], failures=1) as stack:
+            assert stack.contains(KEYS, timeout=60.0) == 2
+            assert stack.levels()[0].state == "open"
+            assert verb(stack).statuses == expected
+
+
 # ---------------------------------------------------------------- deleting
 
 

@@ -182,7 +182,8 @@ class DiskStorage(Storage):
             finally:
                 held.release()
             if found.bad:
-                drop(self._folder, keys[found.bad], slots[found.bad])
+                with contextlib.suppress(LightcacheError):  # who reads them next tries again
+                    drop(self._folder, keys[found.bad], slots[found.bad])
         return self._counters.read(found.result, timed_out=found.late)
 
     def write(

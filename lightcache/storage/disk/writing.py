@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lightcache._arguments import Keys
-from lightcache.errors import Abandoned, ConfigError, WaitTimeout
+from lightcache.errors import Abandoned, ConfigError, Detached, LightcacheError, WaitTimeout
 from lightcache.reservations import Reservation
 from lightcache.storage.arguments import Deadline, check_keys, checksum
 from lightcache.storage.disk.folder import Folder
@@ -80,6 +80,11 @@ class _Batch:
         """Of which nothing is known."""
         return [at for at, status in enumerate(self.statuses) if status is None]
 
+    @property
+    def done(self) -> bool:
+        """Whether any of it is stored."""
+        return STORED in self.statuses or PRESENT in self.statuses
+
     def result(self) -> WriteResult:
         """When nothing is left."""
         assert None not in self.statuses
@@ -114,8 +119,16 @@ class Writer:
             elif wrong := self._folder.refresh():
                 batch.say(REFUSED, batch.rest, self.health.ill(wrong))
             else:
-                with contextlib.suppress(Abandoned):  # cleared by somebody: anew, in the new epoch
+                try:
                     self._turn(batch, deadline)
+                except Abandoned:  # cleared by somebody: anew, in the new epoch
+                    continue
+                except (ConfigError, Detached):
+                    raise
+                except LightcacheError as error:  # what turns before this one did stands
+                    if not batch.done:
+                        raise
+                    batch.say(FAILED, batch.rest, f"disk: {error}")
         return batch.result(), batch.late
 
     def _turn(self, batch: _Batch, deadline: Deadline) -> None:

@@ -7,8 +7,8 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 
-from lightcache.errors import ConfigError, Detached, StorageError
-from lightcache.storage.arguments import Counters, Deadline, check_batch, check_keys
+from lightcache.errors import ConfigError, Detached, LightcacheError, StorageError
+from lightcache.storage.arguments import Counters, Deadline, check_batch, check_keys, timed_out
 from lightcache.storage.calls import Calls
 from lightcache.storage.protocol import (
     Buffer,
@@ -36,7 +36,8 @@ class RemoteStorage(Storage):
     which every read is verified. How long the store keeps what is its own affair.
 
     What a subclass implements takes keys as 16 bytes each, blocks no longer than `deadline`, and
-    touches the views no more when it has returned. Any exception becomes a StorageError.
+    touches the views no more when it has returned. Any exception becomes a StorageError. `_fetch`
+    and `_put` raise only if they have nothing to say of any key: else the others are FAILED.
     """
 
     scheme: str
@@ -118,7 +119,7 @@ class RemoteStorage(Storage):
                 with contextlib.suppress(Exception):  # who reads it next tries again
                     self._remove(corrupt, deadline)
         reason = next((why for _, why in found if why), "")
-        late = any(why.startswith(_LATE) for _, why in found)
+        late = any(timed_out(why) for _, why in found)
         result = ReadResult(tuple(status for status, _ in found), reason)
         return self._counters.read(result, timed_out=late)
 
@@ -147,7 +148,7 @@ class RemoteStorage(Storage):
             if status is WriteStatus.STORED:
                 found[name] = WriteStatus.PRESENT, why  # for the same key again
         reason = next((found[name][1] for name in names if found[name][1]), "")
-        late = any(why.startswith(_LATE) for _, why in found.values())
+        late = any(timed_out(why) for _, why in found.values())
         return self._counters.write(WriteResult(tuple(statuses), reason), timed_out=late)
 
     def _fetch_in_time(
@@ -192,23 +193,27 @@ class RemoteStorage(Storage):
         except Exception as error:
             if first:
                 raise
-            return dict.fromkeys(names, (WriteStatus.FAILED, f"{self.scheme}: {error}"))
+            return dict.fromkeys(names, (WriteStatus.FAILED, self._said(error)))
 
     def _write_mine(
         self, names: Sequence[bytes], views: dict[bytes, memoryview], deadline: Deadline
     ) -> dict[bytes, Wrote]:
+        found: dict[bytes, Wrote] = {}
         try:
             there = self._exists(names, deadline)
-            found = dict.fromkeys(names, (WriteStatus.PRESENT, ""))
-            absent = [name for name, known in zip(names, there, strict=True) if not known]
+            known = [name for name, known in zip(names, there, strict=True) if known]
+            found.update(dict.fromkeys(known, (WriteStatus.PRESENT, "")))
+            absent = [name for name in names if name not in found]
             if absent:
                 wrote = self._put(absent, [views[name] for name in absent], deadline)
                 found.update(zip(absent, wrote, strict=True))
             return found
         except Exception as error:
-            if deadline.left:
+            if deadline.left and not found:
                 raise
-            return dict.fromkeys(names, (WriteStatus.FAILED, f"{deadline.reason}: {error}"))
+            why = self._said(error) if deadline.left else f"{deadline.reason}: {error}"
+            failed = WriteStatus.FAILED, why
+            return {name: found.get(name, failed) for name in names}
 
     def delete(self, keys: Keys, *, timeout: float) -> int:
         """See `Storage.delete`."""
@@ -253,7 +258,11 @@ class RemoteStorage(Storage):
                     ) from error
                 if isinstance(error, StorageError):
                     raise
-                raise StorageError(f"{self.scheme}: {error}") from error
+                raise StorageError(self._said(error)) from error
+
+    def _said(self, error: Exception) -> str:
+        """What is said of it: our own errors say whose they are."""
+        return str(error) if isinstance(error, LightcacheError) else f"{self.scheme}: {error}"
 
     # ---- the end
 
@@ -275,7 +284,5 @@ class RemoteStorage(Storage):
         if self._calls.ours:  # a forked child leaves the statement without a word
             self.close()
 
-
-_LATE = "timed out"
 
 __all__ = ["Read", "RemoteStorage", "Wrote"]

@@ -64,30 +64,30 @@ class MooncakeStorage(RemoteStorage):
         wanted: dict[bytes, list[int]] = {name: [] for name in unlike}
         for i, name in enumerate(names):
             wanted[name].append(i)
-        results: list[Read] = [(ReadStatus.FAILED, deadline.reason)] * len(names)
+        results: list[Read | None] = [None] * len(names)
 
         def landed(part: range, slots: Sequence[int], found: Sequence[int]) -> None:
             for which, slot, code in zip(part, slots, found, strict=True):
                 for i in wanted[unlike[which]]:
                     results[i] = self._landed(names[i], views[i], slot, code)
 
-        self._fly(unlike, deadline, lambda which, slot: None, self._get, landed)
-        return results
+        why = self._fly(unlike, deadline, lambda which, slot: None, self._get, landed)
+        return [each or (ReadStatus.FAILED, why) for each in results]
 
     def _put(
         self, names: Sequence[bytes], views: Sequence[memoryview], deadline: Deadline
     ) -> list[Wrote]:
-        found: list[Wrote] = []
+        found: list[Wrote | None] = [None] * len(names)
 
         def loaded(i: int, slot: int) -> None:
             self._staging.fill(slot, names[i], views[i])
 
         def landed(part: range, slots: Sequence[int], results: Sequence[int]) -> None:
-            found.extend(_wrote(code) for code in results)
+            for i, code in zip(part, results, strict=True):
+                found[i] = _wrote(code)
 
-        self._fly(names, deadline, loaded, self._send, landed)
-        late = WriteStatus.FAILED, deadline.reason
-        return found + [late] * (len(names) - len(found))
+        why = self._fly(names, deadline, loaded, self._send, landed)
+        return [each or (WriteStatus.FAILED, why) for each in found]
 
     def _remove(self, names: Sequence[bytes], deadline: Deadline) -> int:
         whole = self._names(names)
@@ -128,36 +128,55 @@ class MooncakeStorage(RemoteStorage):
         load: Callable[[int, int], None],
         call: Callable[[Sequence[bytes], Sequence[int]], list[int]],
         land: Callable[[range, Sequence[int], Sequence[int]], None],
-    ) -> None:
-        """Move pages group by group. What is not landed when the time is up is left behind.
+    ) -> str:
+        """Move pages group by group. What is not landed when the time is up is left behind. When a
+        group fails no more of them begin; those under way are waited for, since they may be well.
 
         Args:
             load: what is to be done for key number i and its slot before the call.
             call: of a group, by another thread, which has nothing of the caller's.
             land: what came of a group, in order.
+
+        Returns:
+            Why what was not landed was not.
+
+        Raises:
+            StorageError: a group failed, and none was landed.
         """
         flights: deque[Flight] = deque()
-        first = 0
+        first = landed = 0
+        failed = ""  # a text, as a traceback would keep views of the caller's
         try:
-            while first < len(names) or flights:
-                full = len(flights) > self._threads  # one more than threads: none waits for us
-                slots = [] if full else self._slots(len(names) - first, flights, deadline)
-                if slots:
-                    part = range(first, first + len(slots))
-                    first = part.stop
-                    flights.append(self._start(names, part, slots, load, call))
-                    continue
-                if not flights:  # no slots in time, or none for ever
-                    return
-                if not flights[0][2].wait(deadline):
-                    return
-                part, slots, task = flights[0]
-                land(part, slots, task.result())
-                flights.popleft()
-                task.finish()
+            while flights or (first < len(names) and not failed):
+                full = failed or len(flights) > self._threads  # one more than threads: none waits
+                try:
+                    slots = [] if full else self._slots(len(names) - first, flights, deadline)
+                    if slots:
+                        part = range(first, first + len(slots))
+                        first = part.stop
+                        flights.append(self._start(names, part, slots, load, call))
+                        continue
+                    if not flights or not flights[0][2].wait(deadline):
+                        break  # no slots in time, or none for ever; or no answer in time
+                    part, slots, task = flights[0]
+                    try:
+                        land(part, slots, task.result())
+                    finally:
+                        task.finish()
+                        flights.popleft()
+                    landed += 1
+                except Exception as error:
+                    failed = failed or self._said(error)
         finally:
             for _, _, task in flights:
                 task.finish()
+        if failed and not landed:
+            raise StorageError(failed)
+        return (
+            f"{deadline.reason}: {failed}"
+            if failed and deadline.passed
+            else (failed or deadline.reason)
+        )
 
     def _slots(self, left: int, flights: Sequence[Flight], deadline: Deadline) -> list[int]:
         """For the next group. Who has pages on their way does not wait for slots: two such would

@@ -170,7 +170,12 @@ class S3Storage(RemoteStorage):
             for i, name in enumerate(names):
                 if failed:
                     return
-                yield i, functools.partial(self._send, name, self._whole(name, views[i]))
+                try:
+                    body = self._whole(name, views[i])
+                except MemoryError:
+                    failed.append(f"s3: no memory for a page of {len(views[i])} bytes")
+                    return
+                yield i, functools.partial(self._send, name, body)
 
         for i, result in self._requests.each(jobs(), deadline):
             found[i] = self._stored(result)
