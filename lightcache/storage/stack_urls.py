@@ -84,7 +84,7 @@ def open_stack(
 
     Args:
         skip: do without one that cannot be opened, with a warning, for as long as this lasts: one
-            that is left is not put in a stack. Not if its URL is wrong.
+            that is left is not put in a stack. Whatever the reason is, but that its URL is wrong.
         how: for `StackedStorage`.
 
     Raises:
@@ -93,7 +93,8 @@ def open_stack(
     """
     opened: list[Storage] = []
     names: list[str] = []
-    error: LightcacheError | None = None
+    first: Exception | None = None
+    why = ""
     try:
         for number, url in enumerate(urls, 1):
             name = f"{number} of {len(urls)}, {url.partition(':')[0]}:"
@@ -102,16 +103,17 @@ def open_stack(
                 names.append(f"{url.partition(':')[0]}:")
             except ConfigError as wrong:
                 raise ConfigError(f"stack, storage {name} {wrong}") from wrong
-            except LightcacheError as raised:
-                error = error or raised
+            except Exception as raised:  # somebody else's opener may raise anything
+                said = str(raised) if isinstance(raised, LightcacheError) else repr(raised)
+                first, why = first or raised, why or said
                 if not skip:
                     raise StorageError(
-                        f"stack: storage {name} cannot be opened: {raised}; mend it, leave it out, "
+                        f"stack: storage {name} cannot be opened: {said}; mend it, leave it out, "
                         "or begin with 'stack:?missing=skip|'"
                     ) from raised
-                log.warning("storage %s cannot be opened and is left out: %s", name, raised)
+                log.warning("storage %s cannot be opened and is left out: %s", name, said)
         if not opened:
-            raise StorageError(f"stack: none of {len(urls)} can be opened: {error}") from error
+            raise StorageError(f"stack: none of {len(urls)} can be opened: {why}") from first
         return opened[0] if len(opened) == 1 else StackedStorage(opened, names=names, **how)
     except BaseException:
         for each in opened:

@@ -85,8 +85,15 @@ def check_url(url: str | Sequence[str]) -> None:
         As `open_storage`.
     """
     if isinstance(url, (list, tuple)):
-        for each in _stack_of(url)[1]:
-            check_url(each)
+        how, urls = _stack_of(url)
+        for each in urls:
+            try:
+                check_url(each)
+            except ConfigError:
+                raise
+            except Exception:  # such as a package that is not there
+                if not how["skip"]:
+                    raise
         return
     scheme, _, rest = _text(url).partition(":")
     if scheme == "stack":

@@ -128,17 +128,19 @@ def test_options_do_not_show_a_password() -> None:
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "redis", None)
     check_url("redis://h")
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(StorageError) as caught:
         open_storage("valkey://h", spec=SPEC)
     expected = "valkey: the package redis is not installed; pip install 'lightcache[redis]'"
     assert str(caught.value) == expected
 
 
-def test_a_package_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("version", ["4.6.0", "unknown", ""])
+def test_a_package_that_is_too_old(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     import redis
 
-    monkeypatch.setattr(redis, "__version__", "4.6.0")
-    with pytest.raises(ConfigError, match=r"expected the package redis 5 or later, found 4\.6\.0"):
+    monkeypatch.setattr(redis, "__version__", version)
+    why = f"expected the package redis 5 or later, found {version};"
+    with pytest.raises(StorageError, match=why):
         open_storage("redis://h", spec=SPEC)
 
 

@@ -15,8 +15,9 @@ def open_url(
     """See `lightcache.storage.urls.REMOTE`.
 
     Raises:
-        ConfigError: a URL that is none, or the package redis is not installed.
-        StorageError: the server is not there, or will not have us.
+        ConfigError: a URL that is none.
+        StorageError: the package redis is not installed; the server is not there, or will not have
+            us.
     """
     return RedisStorage(parse(scheme, where, options), spec)
 

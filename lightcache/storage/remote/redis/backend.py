@@ -35,8 +35,9 @@ class RedisStorage(RemoteStorage):
         """Connects, unless `required` is no.
 
         Raises:
-            ConfigError: no client library, or a file that the URL names is not there.
-            StorageError: the server is not there, will not have us, or does not take such pages.
+            ConfigError: a file that the URL names is not there.
+            StorageError: no client library; the server is not there, will not have us, or does not
+                take such pages.
         """
         super().__init__(spec)
         self.scheme = options.scheme

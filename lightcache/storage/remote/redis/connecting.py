@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -25,16 +26,16 @@ def library(scheme: str) -> ModuleType:
     """The client library.
 
     Raises:
-        ConfigError: it is not installed, or too old.
+        StorageError: it is not installed, or too old. No ConfigError: the URL may be right.
     """
     install = "pip install 'lightcache[redis]'"
     try:
         import redis
-    except ImportError:
-        raise ConfigError(f"{scheme}: the package redis is not installed; {install}") from None
+    except ImportError as error:
+        raise StorageError(f"{scheme}: the package redis is not installed; {install}") from error
     version = str(getattr(redis, "__version__", "0"))
-    if int(version.partition(".")[0]) < 5:
-        raise ConfigError(
+    if not (found := re.match("[0-9]+", version)) or int(found[0]) < 5:
+        raise StorageError(
             f"{scheme}: expected the package redis 5 or later, found {version}; {install}"
         )
     return redis
@@ -47,7 +48,8 @@ class Connections:
         """None yet.
 
         Raises:
-            ConfigError: no client library, or a file that the URL names is not there.
+            ConfigError: a file that the URL names is not there.
+            StorageError: no client library.
         """
         self._options, self._keep = options, keep
         self._redis = library(options.scheme)
