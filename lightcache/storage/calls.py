@@ -1,4 +1,9 @@
-"""Who is in a backend just now: it is closed when nobody is, and is of no use in a forked child."""
+"""Who is in a backend just now: it is closed when nobody is, and is of no use in a forked child.
+
+A forked child has the memory of a backend and none of its threads; its locks as they were held, and
+its sockets and files together with its parent. So there is one rule: what was opened before is the
+parent's, and every call of the child's but `stats` raises Detached before it takes a lock.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +11,10 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator
+from types import TracebackType
 
 from lightcache.errors import Detached, StorageError
+from lightcache.storage.protocol import Storage
 
 CLOSING = 10.0  # seconds that `close` waits for calls
 
@@ -82,4 +89,19 @@ class Calls:
                 self._released = True
 
 
-__all__ = ["CLOSING", "Calls"]
+class Owned(Storage):
+    """A storage of the process that opened it."""
+
+    _calls: Calls
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._calls.ours:  # a forked child leaves the statement without a word
+            self.close()
+
+
+__all__ = ["CLOSING", "Calls", "Owned"]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import TypeVar
 
-from lightcache.errors import ConfigError, Detached, StorageError
+from lightcache.errors import ConfigError, StorageError
 from lightcache.storage.arguments import (
     Clock,
     Counters,
@@ -19,6 +19,7 @@ from lightcache.storage.arguments import (
     timed_out,
     write_to,
 )
+from lightcache.storage.calls import Calls, Owned
 from lightcache.storage.faults import Fault, Operation, Plan, Planner, Rates, Script
 from lightcache.storage.protocol import (
     Buffer,
@@ -35,7 +36,7 @@ from lightcache.storage.protocol import (
 S = TypeVar("S", ReadStatus, WriteStatus)
 
 
-class FlakyStorage(Storage):
+class FlakyStorage(Owned):
     """Passes every call on to another backend, and lets some of it go wrong: see `Fault`."""
 
     def __init__(
@@ -72,7 +73,7 @@ class FlakyStorage(Storage):
         self._let_go = False
         self._hanging = 0
         self._dead = False
-        self._closed = False
+        self._calls = Calls()
 
     @classmethod
     def open(cls, options: Mapping[str, str], inner: Storage) -> FlakyStorage:
@@ -123,7 +124,7 @@ class FlakyStorage(Storage):
     def read(self, keys: Keys, buffers: Sequence[Buffer], *, timeout: float) -> ReadResult:
         """See `Storage.read`."""
         _, views = check_batch(keys, buffers, self.spec.page_bytes, writable=True)
-        self._usable()
+        self._calls.check()
         plan, deadline = self._planner.plan("read", len(keys)), Deadline(timeout, self._clock)
         reason, late = "", False
 
@@ -159,7 +160,7 @@ class FlakyStorage(Storage):
         """See `Storage.write`, and `wants_tokens`, which is that of the other backend."""
         _, views = check_batch(keys, buffers, self.spec.page_bytes, writable=False)
         check_tokens(tokens, len(keys))
-        self._usable()
+        self._calls.check()
         plan, deadline = self._planner.plan("write", len(keys)), Deadline(timeout, self._clock)
         reason, late = "", False
 
@@ -216,8 +217,14 @@ class FlakyStorage(Storage):
         return replace(ours, evicted=inner.evicted)
 
     def close(self) -> None:
-        """See `Storage.close`. What hangs goes on."""
-        self._closed = True
+        """See `Storage.close`. What hangs goes on.
+
+        Raises:
+            Detached: in a forked child.
+        """
+        self._calls.end(self._release)
+
+    def _release(self) -> None:
         self.let_go()
         self.inner.close()
 
@@ -230,13 +237,9 @@ class FlakyStorage(Storage):
             self._counters.timed_out(timed_out(str(error), what))
             raise
 
-    def _usable(self) -> None:
-        if self._closed:
-            raise Detached("this storage was closed; open it again")
-
     def _whole(self, operation: Operation, keys: int, timeout: float) -> Deadline:
         """The beginning of a call that succeeds or fails as a whole."""
-        self._usable()
+        self._calls.check()
         plan, deadline = self._planner.plan(operation, keys), Deadline(timeout, self._clock)
         if self._late(plan, deadline) or deadline.passed:
             self._counters.timed_out()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightcache import _arguments
-from lightcache.errors import ConfigError, Detached, StorageError
+from lightcache.errors import ConfigError, StorageError
 from lightcache.sizes import parse_size
 from lightcache.storage.arguments import (
     Counters,
@@ -20,12 +20,12 @@ from lightcache.storage.arguments import (
     check_tokens,
     checksum,
 )
+from lightcache.storage.calls import Calls, Owned
 from lightcache.storage.protocol import (
     Buffer,
     Keys,
     ReadResult,
     ReadStatus,
-    Storage,
     StorageSpec,
     StorageStats,
     TokenRows,
@@ -43,7 +43,7 @@ class _Page:
     tokens: TokenRows | None = None
 
 
-class MemoryStorage(Storage):
+class MemoryStorage(Owned):
     """A dict of pages with a bound, and the least recently used one first out. It ends with the
     process, and is seen by nobody else.
 
@@ -79,7 +79,7 @@ class MemoryStorage(Storage):
         self._lock = threading.Lock()
         self._pages: OrderedDict[bytes, _Page] = OrderedDict()  # least recently used first
         self._counters = Counters()
-        self._closed = False
+        self._calls = Calls()
 
     @classmethod
     def open(cls, options: Mapping[str, str], spec: StorageSpec) -> MemoryStorage:
@@ -111,8 +111,9 @@ class MemoryStorage(Storage):
         """See `Storage.read`."""
         names, views = check_batch(keys, buffers, self.spec.page_bytes, writable=True)
         deadline = Deadline(timeout)
+        self._calls.check()
         with self._lock:
-            self._usable()
+            self._calls.check()
             found = [self._pages.get(name) for name in names]
             self._touch([name for name in names if name in self._pages])
         statuses: list[ReadStatus] = []
@@ -159,7 +160,7 @@ class MemoryStorage(Storage):
         batch = set(names)
         statuses: list[WriteStatus] = []
         reason = ""
-        self._usable()
+        self._calls.check()
         for name, view, row in zip(names, views, rows, strict=True):
             if deadline.passed:
                 statuses.append(WriteStatus.FAILED)
@@ -182,7 +183,7 @@ class MemoryStorage(Storage):
         data = bytes(view)
         page = _Page(data, checksum(name, data), tokens)
         with self._lock:
-            self._usable()
+            self._calls.check()
             if name in self._pages:  # another thread was faster
                 return WriteStatus.PRESENT
             while len(self._pages) >= self.capacity:
@@ -217,9 +218,15 @@ class MemoryStorage(Storage):
         return self._counters.snapshot(pages, pages * self.spec.page_bytes)
 
     def close(self) -> None:
-        """See `Storage.close`. Its pages are gone."""
+        """See `Storage.close`. Its pages are gone.
+
+        Raises:
+            Detached: in a forked child.
+        """
+        self._calls.end(self._forget)
+
+    def _forget(self) -> None:
         with self._lock:
-            self._closed = True
             self._pages.clear()
 
     def tokens_of(self, key: Keys) -> TokenRows | None:
@@ -255,12 +262,8 @@ class MemoryStorage(Storage):
         for name in reversed(names):
             self._pages.move_to_end(name)
 
-    def _usable(self) -> None:
-        if self._closed:
-            raise Detached("this storage was closed; open it again")
-
     def _begin(self, deadline: Deadline, what: str) -> None:
-        self._usable()
+        self._calls.check()
         if deadline.passed:
             self._counters.timed_out()
             raise StorageError(f"{what}: {deadline.reason}; give it more time")

@@ -173,7 +173,8 @@ class Storage(ABC):
     bytes, contiguous; those of `read` are writable, and pages go straight there. Either is refused
     with ConfigError before anything is done; `lightcache.storage.arguments.check_batch` does that.
 
-    After `close` every call but `close` and `stats` raises Detached.
+    After `close` every call but `close` and `stats` raises Detached. In a forked child every call
+    but `stats` does, and leaving the `with` statement does nothing: see `calls.Owned`.
     """
 
     spec: StorageSpec

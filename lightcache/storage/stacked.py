@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightcache import _arguments
-from lightcache.errors import ConfigError, Detached, StorageError
+from lightcache.errors import ConfigError, StorageError
 from lightcache.storage.arguments import (
     Clock,
     Counters,
@@ -19,6 +19,7 @@ from lightcache.storage.arguments import (
     timed_out,
 )
 from lightcache.storage.breaker import Breaker, log
+from lightcache.storage.calls import Calls, Owned
 from lightcache.storage.levels import Level, LevelStats
 from lightcache.storage.promoting import Promoter
 from lightcache.storage.protocol import (
@@ -37,7 +38,7 @@ from lightcache.storage.stack_moves import Asking, Reading, Writing, share
 _CLOSING = 10.0  # seconds that `close` waits for a page that is being promoted
 
 
-class StackedStorage(Storage):
+class StackedStorage(Owned):
     """Storages one behind the other, the nearest first. Each is given every page; a page is read
     from the nearest that has it, and written to those in front of that one, in the background.
 
@@ -96,7 +97,7 @@ class StackedStorage(Storage):
         most = _arguments.count(promote_bytes, "promote_bytes", 0, 1 << 50)
         self._promoter = Promoter(most, promote_seconds)
         self._counters = Counters()
-        self._closed = False
+        self._calls = Calls()
 
     # ---- the protocol
 
@@ -108,7 +109,7 @@ class StackedStorage(Storage):
         try:
             return asking.run()
         except StorageError:
-            self._usable()
+            self._calls.check()
             raise
         finally:
             self._counters.timed_out(asking.late)
@@ -117,7 +118,7 @@ class StackedStorage(Storage):
         """See `Storage.read`. Of a page that nobody has: CORRUPT or FAILED if one that was asked
         says so, else ABSENT."""
         _, views = check_batch(keys, buffers, self.spec.page_bytes, writable=True)
-        self._usable()
+        self._calls.check()
         deadline = Deadline(timeout)
         if deadline.passed:
             late = ReadResult((ReadStatus.FAILED,) * len(keys), deadline.reason)
@@ -126,7 +127,7 @@ class StackedStorage(Storage):
         try:
             result = reading.run(self._promoter)
         except StorageError:
-            self._usable()
+            self._calls.check()
             self._counters.failed("reads", len(keys), timed_out=reading.late)
             raise
         return self._counters.read(result, timed_out=reading.late)
@@ -145,7 +146,7 @@ class StackedStorage(Storage):
         asked says so, else REFUSED. Token ids go to those that want them."""
         _, views = check_batch(keys, buffers, self.spec.page_bytes, writable=False)
         check_tokens(tokens, len(keys))
-        self._usable()
+        self._calls.check()
         deadline = Deadline(timeout)
         if deadline.passed:
             late = WriteResult((WriteStatus.FAILED,) * len(keys), deadline.reason)
@@ -154,7 +155,7 @@ class StackedStorage(Storage):
         try:
             result = writing.run()
         except StorageError:
-            self._usable()
+            self._calls.check()
             self._counters.failed("writes", len(keys), timed_out=writing.late)
             raise
         return self._counters.write(result, timed_out=writing.late)
@@ -183,8 +184,11 @@ class StackedStorage(Storage):
 
         Raises:
             StorageError: the first one that could not be closed; call again.
+            Detached: in a forked child.
         """
-        self._closed = True
+        self._calls.end(self._release)
+
+    def _release(self) -> None:
         self._promoter.stop()
         error: Exception | None = None
         for level in self._levels:
@@ -210,12 +214,8 @@ class StackedStorage(Storage):
 
     # ---- within
 
-    def _usable(self) -> None:
-        if self._closed:
-            raise Detached("this storage was closed; open it again")
-
     def _begin(self, what: str, timeout: float) -> Deadline:
-        self._usable()
+        self._calls.check()
         deadline = Deadline(timeout)
         if deadline.passed:
             self._counters.timed_out()
@@ -237,7 +237,7 @@ class StackedStorage(Storage):
                         errors.append(str(error).removeprefix(f"{what}: "))
         except StorageError as error:  # nobody was asked
             errors.append(str(error))
-        self._usable()
+        self._calls.check()
         self._counters.deleted(gone)
         self._counters.timed_out(any(timed_out(each) for each in errors))
         if errors:

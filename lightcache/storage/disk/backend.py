@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from lightcache.errors import ConfigError, Detached, LightcacheError, StorageErr
 from lightcache.layout import Cause
 from lightcache.sizes import parse_size
 from lightcache.storage.arguments import Clock, Counters, Deadline, check_batch
-from lightcache.storage.calls import Calls
+from lightcache.storage.calls import Calls, Owned
 from lightcache.storage.disk.dropping import drop
 from lightcache.storage.disk.folder import Folder, How, remove_folder
 from lightcache.storage.disk.health import Health
@@ -30,14 +29,13 @@ from lightcache.storage.protocol import (
     Buffer,
     Keys,
     ReadResult,
-    Storage,
     StorageSpec,
     StorageStats,
     WriteResult,
 )
 
 
-class DiskStorage(Storage):
+class DiskStorage(Owned):
     """Slot files in a folder, made as large as they may become when it is opened first. Each slot
     holds a page and says what it is; an index in shared memory says which slot has which page, and
     is made anew from the slots when there is none. All processes that open the folder share both:
@@ -279,15 +277,6 @@ class DiskStorage(Storage):
     def _release(self) -> None:
         self._lanes.close()
         self._folder.close()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._calls.ours:  # a forked child leaves the statement without a word
-            self.close()
 
 
 __all__ = ["DiskStorage"]

@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 
 from lightcache.errors import ConfigError, Detached, LightcacheError, StorageError
 from lightcache.storage.arguments import Counters, Deadline, check_batch, check_keys, timed_out
-from lightcache.storage.calls import Calls
+from lightcache.storage.calls import Calls, Owned
 from lightcache.storage.protocol import (
     Buffer,
     Keys,
     ReadResult,
     ReadStatus,
-    Storage,
     StorageSpec,
     StorageStats,
     WriteResult,
@@ -29,7 +27,7 @@ Wrote = tuple[WriteStatus, str]
 """Of a key: what became of it, and why, if it is FAILED or REFUSED."""
 
 
-class RemoteStorage(Storage):
+class RemoteStorage(Owned):
     """Pages as values of a store that many machines share.
 
     A value's name is the spec's name and the key; beside the page stands a trailer (`trailer`), by
@@ -274,15 +272,6 @@ class RemoteStorage(Storage):
             Detached: in a forked child.
         """
         self._calls.end(self._disconnect)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._calls.ours:  # a forked child leaves the statement without a word
-            self.close()
 
 
 __all__ = ["Read", "RemoteStorage", "Wrote"]
