@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightcache.errors import LightcacheError, StorageError
-from lightcache.storage.arguments import Clock, write_to
+from lightcache.storage.arguments import Clock, Deadline, write_to
 from lightcache.storage.breaker import Breaker, log, unread, unwritten
 from lightcache.storage.jobs import checked_contains, checked_statuses
 from lightcache.storage.protocol import (
@@ -165,16 +165,22 @@ class Level:
         return self._ask("write", seconds, run, unwritten)
 
     def delete(self, keys: Keys, seconds: float) -> int:
-        """See `Storage.delete`."""
+        """See `Storage.delete`. Waits for writes under way: see `_behind_writes`."""
         keys = keys.copy() if self.apart else keys
         return self._ask(
-            "delete", seconds, lambda left: self.storage.delete(keys, timeout=left), lambda n: ""
+            "delete",
+            self._behind_writes(seconds),
+            lambda left: self.storage.delete(keys, timeout=left),
+            lambda n: "",
         )
 
     def clear(self, seconds: float) -> int:
-        """See `Storage.clear`."""
+        """See `Storage.clear`. Waits for writes under way, as `delete`."""
         return self._ask(
-            "clear", seconds, lambda left: self.storage.clear(timeout=left), lambda n: ""
+            "clear",
+            self._behind_writes(seconds),
+            lambda left: self.storage.clear(timeout=left),
+            lambda n: "",
         )
 
     def stats(self) -> LevelStats:
@@ -189,6 +195,26 @@ class Level:
         return f"{reason} ({self.name})" if reason else ""
 
     # ---- how they are made
+
+    def _behind_writes(self, seconds: float) -> float:
+        """Wait until those writes have returned that are under way now, and say what is left of the
+        time. Of one in a thread of its own whoever asked for it may have gone, and removes now what
+        it would bring back. One in its caller's thread has its caller, who has not gone.
+
+        Raises:
+            StorageError: one has not returned in this time.
+        """
+        if not self.apart:
+            return seconds
+        deadline = Deadline(seconds)
+        with self._lock:
+            writes = [call for call in self._calls if call.what == "write"]
+        for call in writes:
+            if not call.over.wait(min(deadline.left, threading.TIMEOUT_MAX)):
+                raise StorageError(
+                    self.named(f"timed out: a write has not returned in {seconds:g} s; call again")
+                )
+        return deadline.left
 
     def _ask(
         self, what: str, seconds: float, run: Callable[[float], R], bad: Callable[[R], str]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -208,6 +209,32 @@ def test_deleting_says_what_failed() -> None:
             stack.clear(timeout=60.0)
         assert (has(upper), has(lower)) == ([0, 1], [])
         assert stack.clear(timeout=60.0) == 2
+        assert has(stack) == []
+
+
+@pytest.mark.parametrize("verb", ["delete", "clear"])
+def test_a_write_that_comes_late_brings_back_nothing_that_was_removed(
+    verb: str, wait_until: Any
+) -> None:
+    upper, lower = MemoryStorage(SPEC), flaky(script={"write": [Fault("hang", at=0)]})
+    with StackedStorage([upper, lower], failures=100) as stack:
+
+        def remove(timeout: float) -> int:
+            if verb == "clear":
+                return stack.clear(timeout=timeout)
+            return stack.delete(KEYS, timeout=timeout)
+
+        assert put(stack, timeout=0.2).statuses == (STORED,) * 8
+        assert lower.hanging == 1
+        with pytest.raises(StorageError, match=f"^{verb}: timed out: a write has not returned"):
+            remove(0.2)
+        assert stack.stats().timeouts == 1
+        put(upper)
+        with ThreadPoolExecutor(1) as pool:
+            removing = pool.submit(remove, 60.0)
+            wait_until(lambda: not has(upper), "the removing to reach the second one")
+            lower.let_go()
+            assert removing.result(60.0) == 8
         assert has(stack) == []
 
 
