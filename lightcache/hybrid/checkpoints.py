@@ -358,14 +358,17 @@ class Checkpoints:
             self.spaces.clear_everywhere(weights, tenant)
 
     def poll(self) -> int:
-        """Each step: notice what is over, begin what waits. Returns copies that go on."""
+        """Each step: notice what is over, begin what waits. Returns copies that go on. Raises what
+        is none of our errors, of a mover or a copier, as `KVCacheManager.poll` does."""
         with self.lock:
             later, self._later = self._later, []
             self.give_back(later)
             if self.slots is not None and self.low_water and self.host is not None:
                 missing = self.low_water - self.slots.stats().free - self.traffic.going
                 self.traffic.demote(missing)
-            return self.traffic.poll()
+            going = self.traffic.poll()
+            self.traffic.moves.foreign.tell()
+            return going
 
     def reached_host(self, path: Path, count: int) -> None:
         """A checkpoint is on the host."""
@@ -390,11 +393,14 @@ class Checkpoints:
 
         Raises:
             WaitTimeout: a copy goes on; call again.
+            As `poll`, when all of this is done.
         """
         with self.lock:
             for request in list(self._planned):
                 self.cancel(request)
         self.traffic.close(timeout)
+        with self.lock:
+            self.traffic.moves.foreign.tell()
 
 
 def _low_water(slots: PageIndex | None) -> int:

@@ -423,9 +423,14 @@ class HybridManager(HybridUpkeep):
     def poll(self) -> int:
         """Each step: as `KVCacheManager.poll`, for KV and states. Returns copies that go on."""
         with self._lock:
-            going = self.manager.poll() + self.checkpoints.poll()
-            self._donor.poll()
-            return going
+            try:
+                going = self.manager.poll()
+            finally:  # what the movers of the one have raised holds the other up in nothing
+                try:
+                    states = self.checkpoints.poll()
+                finally:
+                    self._donor.poll()
+            return going + states
 
     @property
     def leaving(self) -> int:

@@ -76,9 +76,11 @@ class StateTraffic:
 
     def _look_at_copies(self) -> None:
         for one in list(self._copies):
-            with contextlib.suppress(LightcacheError):  # a device that failed copies nothing more
+            try:
                 if not one.copying.done():
                     continue
+            except Exception as error:  # a device that failed copies nothing more
+                self.moves.foreign.note(error)
             self._copies.remove(one)
             one.over = True
             for lease in one.leases:

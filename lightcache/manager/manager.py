@@ -429,6 +429,7 @@ class KVCacheManager(Upkeep):
 
         Raises:
             WaitTimeout: a copy goes on; call again.
+            As `poll`, when all of this is done.
         """
         with self._lock:
             self._closed = True
@@ -446,6 +447,8 @@ class KVCacheManager(Upkeep):
             self._own_storage.close()
             with self._lock:
                 self._tell()  # of what was written just now
+        with self._lock:
+            self._traffic.foreign.tell()
 
     def __enter__(self) -> KVCacheManager:
         return self

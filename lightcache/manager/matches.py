@@ -152,7 +152,9 @@ class ManagerConfig:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}: expected seconds > 0, found {getattr(self, name)!r}")
         if self.low_water is not None and not 0 <= self.low_water < 1:
-            raise ConfigError(f"low_water: expected a share of 0 to 1, found {self.low_water!r}")
+            raise ConfigError(
+                f"low_water: expected a share from 0 to less than 1, found {self.low_water!r}"
+            )
         if self.same_prefix not in ("compute", "wait"):
             raise ConfigError(
                 f"same_prefix: expected 'compute' or 'wait', found {self.same_prefix!r}"

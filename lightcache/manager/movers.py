@@ -24,7 +24,8 @@ class Moving(Protocol):
         """Whether it is over. Does not block.
 
         Raises:
-            TransferFailed, Abandoned: it is over, and failed.
+            TransferFailed, Abandoned: it is over, and failed. Any other exception says the same: so
+            raise none while bytes may still move.
         """
 
     def wait(self, timeout: float | None = None) -> None:
@@ -33,7 +34,10 @@ class Moving(Protocol):
 
 class Mover(Protocol):
     """Moves pages between the host pool and the device. What `load` and `offload` are given is
-    their own from then on, unless they raise."""
+    their own from then on, unless they raise: then nothing is being moved, and it is given back.
+
+    An exception that is none of our errors fails the copy as ours do, and comes out of the
+    manager's next `poll`, or its `close`, once."""
 
     @property
     def shards(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -13,6 +14,7 @@ import numpy.typing as npt
 
 from lightcache._arguments import Pages
 from lightcache.errors import LightcacheError, TransferFailed, WaitTimeout
+from lightcache.manager.foreign import Foreign
 from lightcache.manager.movers import Moving
 
 
@@ -55,8 +57,8 @@ class Movement:
         """Whether `Traffic.busy` knows of them."""
         self.state = _QUEUED
         self.moving: Moving | None = None
-        self.error: LightcacheError | None = None
-        """Why it failed."""
+        self.error: Exception | None = None
+        """Why it failed: an error of ours, or whatever its mover has raised."""
 
     @property
     def over(self) -> bool:
@@ -96,7 +98,7 @@ class Movement:
             moving.wait(timeout)
         except WaitTimeout:
             raise
-        except LightcacheError as error:
+        except Exception as error:  # whatever a driver may raise
             self.error = error
 
     def cancel(self) -> None:
@@ -105,7 +107,7 @@ class Movement:
             if self.state is _QUEUED:
                 self._traffic.forget(self)
                 self.state = State.CANCELLED
-                self._give_back()
+                self._let_go()
                 self._over(False, None)
 
     def _raise(self) -> None:
@@ -117,27 +119,37 @@ class Movement:
     def _start(self) -> None:
         try:
             self.moving = self._begin()
-            self.state = _RUNNING
-        except LightcacheError as error:
+        except Exception as error:  # as in `block`
             self.error = error
             self._end(_FAILED)
-            self._give_back()
+        else:
+            self.state = _RUNNING
 
     def _look(self) -> bool:
         """Whether it is over now."""
         assert self.moving is not None
+        moved = None
         try:
-            if self.error is None and not self.moving.done():
-                return False
-        except LightcacheError as error:
+            if self.error is None:
+                if not self.moving.done():
+                    return False
+                moved = getattr(self.moving, "nbytes", None)
+        except Exception as error:  # as in `block`
             self.error = error
-        self._end(_DONE if self.error is None else _FAILED)
+        self._end(_DONE if self.error is None else _FAILED, moved)
         return True
 
-    def _end(self, state: State) -> None:
+    def _end(self, state: State, moved: int | None = None) -> None:
         self.state = state
         self._traffic.landed(self)
-        self._over(state is _DONE, getattr(self.moving, "nbytes", None))
+        self._over(state is _DONE, moved)
+        if state is _FAILED:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        # A lock that is held for too long: the pages go with the last reference to them.
+        with contextlib.suppress(LightcacheError):
+            self._give_back()
 
 
 class Traffic:
@@ -157,6 +169,8 @@ class Traffic:
         self.paused = False
         self.failed = 0
         """Movements that failed."""
+        self.foreign = Foreign()
+        """What movers have raised that is none of ours: for whoever polls the manager."""
 
     @property
     def in_flight(self) -> int:
@@ -179,10 +193,12 @@ class Traffic:
 
         Args:
             blocks: that it touches.
-            call: begins it. An error of ours that it raises fails the movement.
+            call: begins it. What it raises fails the movement, and comes out of nothing here; what
+                is none of ours is for `foreign`.
             over: told once whether it went well, and how many bytes it moved; None: who moved them
                 does not say.
-            give_back: what it holds if it never begins.
+            give_back: what it holds, unless who moved it gave that back; called if it never begins,
+                and if it fails.
         """
         made = Movement(self, blocks, call, over, give_back)
         if self.paused:
@@ -223,6 +239,7 @@ class Traffic:
         if movement.counted:
             self._count(movement.blocks, -1)
         self.failed += movement.state is _FAILED
+        self.foreign.note(movement.error)
 
     def forget(self, movement: Movement) -> None:
         """A queued movement is not wanted any more."""

@@ -72,7 +72,12 @@ class Upkeep:
 
     def poll(self) -> int:
         """Each step: notice what is over, begin what waits, give back what has ended. Returns
-        transfers that go on. Does not block."""
+        transfers that go on. Does not block.
+
+        Raises:
+            Whatever a mover has raised since the last call, in whichever of ours, that is none of
+            our errors: once, when all of this is done. Of several the first; the others are logged.
+        """
         with self._lock:
             going = self._traffic.poll()
             self._leaving.poll()
@@ -80,6 +85,7 @@ class Upkeep:
             self._keep_low_water()
             if self._counters is not None and time.monotonic() >= self._tell_at:
                 self._tell()
+            self._traffic.foreign.tell()
             return going
 
     def _tell(self) -> None:

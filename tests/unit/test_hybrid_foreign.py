@@ -1,0 +1,112 @@
+"""Movers and copiers of states that raise what is none of our errors: as KV's, out of `poll`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support.hybrid_case import HybridWorld, made_hybrids
+from support.manager_case import tokens
+
+from lightcache.errors import TransferFailed
+from lightcache.manager import Prompt, WritePolicy
+
+PROMPT = Prompt(tokens(42))
+
+
+class Odd(RuntimeError):
+    """None of ours."""
+
+
+@pytest.fixture
+def worlds(segment_name: str) -> Iterator[Any]:
+    yield from made_hybrids(segment_name)
+
+
+def odd(*_: Any, **__: Any) -> Any:
+    raise Odd("arranged")
+
+
+def raised_once(world: HybridWorld) -> None:
+    """By `poll` of both together."""
+    with pytest.raises(Odd, match="arranged"):
+        world.hybrid.poll()
+    assert world.hybrid.poll() == 0
+
+
+@pytest.mark.parametrize("what", ["kv", "state"])
+def test_a_load(worlds: Any, what: str) -> None:
+    world = worlds()
+    world.run("a", PROMPT)
+    world.slots.evict(16)
+    world.world.index.evict(64)
+    world.hybrid.plan("b", PROMPT)
+    assert world.hybrid.take("b").usable == 40
+    world.hybrid.allocate("b", 42)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world.mover if what == "state" else world.world.mover, "load", odd)
+        world.hybrid.restore(["b"])
+        fetch = world.hybrid.fetch("b")
+    with pytest.raises(TransferFailed, match="arranged"):
+        fetch.wait()
+    assert (fetch.failed, fetch.tokens) == (True, 0)
+    raised_once(world)
+    assert world.hybrid.restart("b").usable == 0
+    world.hybrid.allocate("b", 42)
+    world.begun("b", PROMPT, 0)
+    world.step("b", 42)
+    world.end("b")
+    assert world.look(PROMPT).usable == 40
+    world.nothing_left()
+
+
+@pytest.mark.parametrize("write", [WritePolicy.THROUGH, WritePolicy.BACK], ids=["now", "later"])
+def test_an_offload(worlds: Any, write: WritePolicy) -> None:
+    world = worlds(states={"write": write, "low_water": 0})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world.mover, "offload", odd)
+        world.run("a", PROMPT)
+        if write is WritePolicy.BACK:
+            world.checkpoints.demote(4)
+    raised_once(world)
+    assert world.hybrid.stats().failed_offloads == 1
+    assert world.there(PROMPT) == {"device": [40], "host": []}  # it stays where it is
+    world.nothing_left()
+
+
+def test_of_both_in_one_step_neither_is_lost(worlds: Any) -> None:
+    world = worlds()
+    with pytest.MonkeyPatch.context() as patch:
+        for mover in (world.mover, world.world.mover):
+            patch.setattr(mover, "offload", odd)
+        world.run("a", PROMPT)
+    with pytest.raises(Odd, match="arranged") as found:
+        world.hybrid.poll()
+    assert isinstance(found.value.__context__, Odd)
+    assert world.hybrid.poll() == 0
+    world.nothing_left()
+
+
+def test_a_copy_between_slots(worlds: Any) -> None:
+    """The device has failed, so it copies nothing more: what that held goes back."""
+    world = worlds()
+    world.run("a", PROMPT)
+    world.copier.at_once = False
+    world.begin("b", PROMPT, wait=False)
+    world.copier.going[0].done = odd
+    raised_once(world)
+    world.copier.going.clear()
+    world.hybrid.release("b", publish=False, at=40)
+    world.nothing_left()
+
+
+def test_closing_raises_what_nobody_has_polled_for(worlds: Any) -> None:
+    world = worlds()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world.mover, "offload", odd)
+        world.run("a", PROMPT)
+    with pytest.raises(Odd, match="arranged"):
+        world.checkpoints.close()
+    world.checkpoints.close()
+    world.nothing_left()
