@@ -20,6 +20,7 @@ from lightcache.storage.protocol import (
     ReadResult,
     ReadStatus,
     Storage,
+    StorageSpec,
     StorageStats,
     TokenRows,
     WriteResult,
@@ -51,6 +52,11 @@ def check_batch(
             contiguous, not of single bytes, or read-only where it is to be written.
     """
     names = check_keys(keys)
+    if not hasattr(buffers, "__len__"):
+        raise ConfigError(
+            f"buffers: expected a list of one for each of {len(names)} keys, found "
+            f"{type(buffers).__name__}"
+        )
     if len(buffers) != len(names):
         raise ConfigError(f"buffers: expected one for each of {len(names)}, found {len(buffers)}")
     return names, [_view(i, each, page_bytes, writable) for i, each in enumerate(buffers)]
@@ -68,10 +74,37 @@ def _view(number: int, buffer: Buffer, page_bytes: int, writable: bool) -> memor
             if not (writable and view.readonly):
                 return view if view.format == "B" else view.cast("B")
             found = "one that is read-only"
+        elif not view.c_contiguous:
+            found += ", not contiguous"
     raise ConfigError(
         f"buffers: expected contiguous {'writable ' if writable else ''}bytes, {page_bytes} of "
         f"them, for key {number}, found {found}"
     )
+
+
+def check_spec(spec: StorageSpec) -> None:
+    """Refuse what is none.
+
+    Raises:
+        ConfigError: not a StorageSpec.
+    """
+    found: Any = spec
+    if not isinstance(found, StorageSpec):
+        raise ConfigError(
+            f"spec: expected a StorageSpec, found {spec!r}; give StorageSpec.of(cache)"
+        )
+
+
+def check_parent(parent: Keys) -> bytes:
+    """The key in front of a batch, as bytes.
+
+    Raises:
+        ConfigError: not one key.
+    """
+    found: Any = parent
+    if not isinstance(found, np.ndarray) or found.shape != (1, 2) or found.dtype != np.uint64:
+        raise ConfigError(f"parent: expected one key, uint64 of shape (1, 2), found {found!r}")
+    return check_keys(np.ascontiguousarray(found))[0]
 
 
 def check_tokens(tokens: TokenRows | None, pages: int) -> TokenRows | None:
@@ -233,6 +266,8 @@ __all__ = [
     "Deadline",
     "check_batch",
     "check_keys",
+    "check_parent",
+    "check_spec",
     "check_tokens",
     "checksum",
     "timed_out",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 from lightcache.errors import ConfigError
 
@@ -25,7 +26,7 @@ class Fault:
     """What goes wrong in one call.
 
     Raises:
-        ConfigError: there is no such kind, or `at` is no number of a key.
+        ConfigError: there is no such kind, `at` is no number of a key, `seconds` have no end.
     """
 
     kind: Kind
@@ -52,6 +53,7 @@ class Fault:
             raise ConfigError(f"fault: expected one of {get_args(Kind)}, found {self.kind!r}")
         if self.at is not None and (type(self.at) is not int or self.at < 0):
             raise ConfigError(f"at: expected the number of a key, or None, found {self.at!r}")
+        _finite(self.seconds, "seconds")
 
 
 Script = Mapping[Operation, Iterable["Fault | None"]]
@@ -81,9 +83,15 @@ class Rates:
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            most = float("inf") if each.name == "delay" else 1.0
-            if not isinstance(value, (int, float)) or not 0.0 <= value <= most:
-                raise ConfigError(f"{each.name}: expected 0 to {most:g}, found {value!r}")
+            if each.name == "delay":
+                _finite(value, each.name)
+            elif type(value) not in (int, float) or not 0.0 <= value <= 1.0:
+                raise ConfigError(f"{each.name}: expected 0 to 1, found {value!r}")
+
+
+def _finite(value: object, what: str) -> None:
+    if type(value) not in (int, float) or not 0.0 <= cast(float, value) < math.inf:
+        raise ConfigError(f"{what}: expected finite seconds, 0 or more, found {value!r}")
 
 
 @dataclass

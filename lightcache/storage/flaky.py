@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lightcache.errors import ConfigError, StorageError
 from lightcache.storage.arguments import (
@@ -15,6 +15,7 @@ from lightcache.storage.arguments import (
     Deadline,
     check_batch,
     check_keys,
+    check_parent,
     check_tokens,
     timed_out,
     write_to,
@@ -60,8 +61,11 @@ class FlakyStorage(Owned):
             clock: in seconds; goes on while `sleep` waits.
 
         Raises:
-            ConfigError: see `Planner`.
+            ConfigError: `inner` is no storage; and see `Planner`.
         """
+        given: Any = inner
+        if not isinstance(given, Storage):
+            raise ConfigError(f"inner: expected a Storage, found {inner!r}; see open_storage")
         self.inner = inner
         self.spec = inner.spec
         self.wants_tokens = inner.wants_tokens
@@ -160,6 +164,8 @@ class FlakyStorage(Owned):
         """See `Storage.write`, and `wants_tokens`, which is that of the other backend."""
         _, views = check_batch(keys, buffers, self.spec.page_bytes, writable=False)
         check_tokens(tokens, len(keys))
+        if parent is not None:
+            check_parent(parent)
         self._calls.check()
         plan, deadline = self._planner.plan("write", len(keys)), Deadline(timeout, self._clock)
         reason, late = "", False

@@ -17,6 +17,7 @@ from lightcache.storage.arguments import (
     Deadline,
     check_batch,
     check_keys,
+    check_parent,
     check_tokens,
     checksum,
 )
@@ -67,12 +68,18 @@ class MemoryStorage(Owned):
             tokens: want token ids, and keep them: `tokens_of`.
 
         Raises:
-            ConfigError: both, or no count, or no size.
+            ConfigError: both, or no count, or no size, or one without room for a page.
         """
         if pages is not None and capacity is not None:
             raise ConfigError("give the bound of the memory once: pages= or capacity=")
         if capacity is not None:
-            pages = parse_size(capacity, "capacity") // spec.page_bytes
+            room = parse_size(capacity, "capacity")
+            pages = room // spec.page_bytes
+            if not pages:
+                raise ConfigError(
+                    f"memory: capacity: expected {spec.page_bytes} bytes or more, those of a page, "
+                    f"found {room}"
+                )
         self.spec = spec
         self.capacity = _MOST if pages is None else _arguments.count(pages, "pages", 0, _MOST)
         self.wants_tokens = bool(tokens)
@@ -151,8 +158,9 @@ class MemoryStorage(Owned):
         tokens: TokenRows | None = None,
     ) -> WriteResult:
         """See `Storage.write`, and `wants_tokens`."""
-        del parent
         names, views = check_batch(keys, buffers, self.spec.page_bytes, writable=False)
+        if parent is not None:
+            check_parent(parent)  # and passed over: it is for the order of eviction
         deadline = Deadline(timeout)
         rows: list[TokenRows | None] = [None] * len(names)
         if check_tokens(tokens, len(names)) is not None and self.wants_tokens:

@@ -125,7 +125,7 @@ class StorageSpec:
     """Whose pages a backend is opened for. One backend may serve several; each sees its own only.
 
     Raises:
-        ConfigError: `page_bytes` is no size.
+        ConfigError: `page_bytes` is no size, or what should be a text is none.
     """
 
     page_bytes: int
@@ -140,10 +140,22 @@ class StorageSpec:
             raise ConfigError(
                 f"page_bytes: expected bytes of a page, 1 or more, found {self.page_bytes!r}"
             )
+        for name in ("fingerprint", "algorithm"):
+            if not isinstance(getattr(self, name), str):
+                raise ConfigError(f"{name}: expected a text, found {getattr(self, name)!r}")
 
     @classmethod
     def of(cls, cache: Cache) -> StorageSpec:
-        """That of a cache."""
+        """That of a cache.
+
+        Raises:
+            ConfigError: it is none.
+        """
+        from lightcache.cache import Cache  # not above: whoever writes a backend needs no cache
+
+        given: Any = cache
+        if not isinstance(given, Cache):
+            raise ConfigError(f"cache: expected a Cache, found {cache!r}; see Cache.open")
         algorithm = str(cache.index.segment.config["algorithm"])
         return cls(cache.page_bytes, cache.fingerprint, algorithm)
 

@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Literal, Protocol
 
 from lightcache.errors import ConfigError, WaitTimeout
+from lightcache.storage.arguments import Deadline
 
 
 class TaskState(Enum):
@@ -146,10 +147,13 @@ class StorageTask:
             timeout: seconds; None: as long as it may take, which the tier bounds.
 
         Raises:
+            ConfigError: `timeout` is no number.
             WaitTimeout: it is not over; it goes on.
         """
+        left = None  # a nan would be waited for without sleeping, and without an end
+        if timeout is not None:
+            left = min(Deadline(timeout).timeout, threading.TIMEOUT_MAX)
         with self._changed:
-            left = None if timeout is None else min(timeout, threading.TIMEOUT_MAX)
             if not self._changed.wait_for(lambda: self._state in _OVER, left):
                 raise WaitTimeout(
                     f"wait: after {timeout} s the {self.kind} of {self._pages} pages is not over; "

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from lightcache import _arguments
 from lightcache.cache import Cache
@@ -216,12 +216,15 @@ def checked_write(keys: Keys, request: object, lease: Lease | None, tokens: int 
     """The arguments of a `BaseTier.write`; which of the keys are wanted.
 
     Raises:
-        ConfigError: bad keys, more leased pages than keys, a request that is not hashable, tokens
-            that are no count.
+        ConfigError: bad keys, what is no lease, more leased pages than keys, a request that is not
+            hashable, tokens that are no count.
     """
     _arguments.keys(keys)
     if tokens is not None:
         _arguments.count(tokens, "tokens", 0, 1 << 62)
+    leased: Any = lease
+    if leased is not None and not isinstance(leased, Lease):
+        raise ConfigError(f"lease: expected a Lease, found {lease!r}; give what match returned")
     if lease is not None and len(lease) > len(keys):
         raise ConfigError(
             f"lease: expected at most {len(keys)} pages, one for each key, found {len(lease)}; "

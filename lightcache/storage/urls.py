@@ -20,6 +20,7 @@ from urllib.parse import parse_qsl
 
 from lightcache.errors import ConfigError, LightcacheError, StorageError
 from lightcache.storage import stack_urls
+from lightcache.storage.arguments import check_spec
 from lightcache.storage.flaky import FlakyStorage
 from lightcache.storage.memory import MemoryStorage
 from lightcache.storage.protocol import Storage, StorageSpec
@@ -69,11 +70,10 @@ def open_storage(
     if spec is None:
         assert page_bytes is not None
         spec = StorageSpec(page_bytes)
+    check_spec(spec)
     if isinstance(url, (list, tuple)):
         return _stack(url, spec)
-    scheme, colon, rest = _text(url).partition(":")
-    if not colon:
-        raise ConfigError(f"storage: expected a URL such as 'memory:', found {url!r}")
+    scheme, rest = _parts(url)
     return _opener(scheme)(rest, spec)
 
 
@@ -95,7 +95,7 @@ def check_url(url: str | Sequence[str]) -> None:
                 if not how["skip"]:
                     raise
         return
-    scheme, _, rest = _text(url).partition(":")
+    scheme, rest = _parts(url)
     if scheme == "stack":
         check_url(rest.split("|"))
     elif scheme == "disk":
@@ -110,21 +110,27 @@ def check_url(url: str | Sequence[str]) -> None:
         chosen, inner = _flaky_of(rest)
         FlakyStorage.open(chosen, MemoryStorage(StorageSpec(4096))).close()
         check_url(inner)
+    elif scheme == "memory":
+        _open_memory(rest, StorageSpec(1)).close()  # any capacity has room for such a page
     else:
-        open_storage(url, page_bytes=4096).close()
+        _opener(scheme)  # what somebody else's URL says, only its opener knows
 
 
 def register(scheme: str, opener: Opener) -> None:
     """Have URLs of a scheme opened by this, in this process. For tests, and for who has no package.
 
     Raises:
-        ConfigError: no name of a scheme, or one that is taken.
+        ConfigError: no name of a scheme, one that is taken, or nothing that can be called.
     """
-    if not _SCHEME.fullmatch(scheme):
+    given: Any = scheme
+    if not (isinstance(given, str) and _SCHEME.fullmatch(given)):
         raise ConfigError(
             f"scheme: expected a small letter, then small letters, digits and '+.-', found "
             f"{scheme!r}"
         )
+    if not callable(opener):
+        raise ConfigError(f"opener: expected a function of (rest_of_url, spec), found {opener!r}")
+    opener = _guarded(scheme, opener)
     with _lock:
         if scheme in _openers:
             raise ConfigError(f"scheme: {scheme!r} is registered already; choose another")
@@ -151,11 +157,33 @@ def _opener(scheme: str) -> Opener:
                 f"storage: {found.value} of scheme {scheme!r} cannot be imported: {error!r}; "
                 "repair or remove its package"
             ) from error
-        return opener
+        return _guarded(scheme, opener)
     raise ConfigError(
         f"storage: expected a scheme of {schemes()}, found {scheme!r}; others come with packages "
         f"that have an entry point {GROUP!r}, or by register()"
     )
+
+
+def _guarded(scheme: str, opener: Opener) -> Opener:
+    """Somebody else's: whatever it does instead of opening a storage is a StorageError."""
+
+    def opened(rest: str, spec: StorageSpec) -> Storage:
+        try:
+            found: Any = opener(rest, spec)
+        except LightcacheError:
+            raise
+        except Exception as error:
+            raise StorageError(
+                f"storage: the opener of scheme {scheme!r} failed: {error!r}; repair its package"
+            ) from error
+        if not isinstance(found, Storage):
+            raise StorageError(
+                f"storage: the opener of scheme {scheme!r} returned {found!r}, expected a "
+                "Storage; repair its package"
+            )
+        return found
+
+    return opened
 
 
 def _options(text: str, separator: str) -> dict[str, str]:
@@ -170,10 +198,17 @@ def _options(text: str, separator: str) -> dict[str, str]:
     return dict(pairs)
 
 
-def _text(url: object) -> str:
+def _parts(url: object) -> tuple[str, str]:
+    """The scheme, and what stands behind it."""
     if not isinstance(url, str):
         raise ConfigError(f"storage: expected a URL such as 'memory:', or a list, found {url!r}")
-    return url
+    scheme, colon, rest = url.partition(":")
+    if not colon:
+        raise ConfigError(
+            f"storage: expected a URL such as 'memory:', found {url!r}; a folder is "
+            "'disk:/mnt/nvme/cache?capacity=1TiB'"
+        )
+    return scheme, rest
 
 
 def _stack_of(parts: Sequence[str]) -> tuple[dict[str, Any], list[str]]:

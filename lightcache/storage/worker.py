@@ -92,10 +92,10 @@ class StorageTier(RunningTier):
             ConfigError: an argument out of range; `min_tokens` or `prefill_tokens_per_s` for a
                 cache without page_tokens.
             LayoutMismatch: the storage was opened for pages of another size or fingerprint.
+            Detached: the cache was closed.
             PermissionDenied: the cache is attached read-only.
         """
-        if cache.index.readonly:
-            check(Code.READONLY, "use a storage tier")
+        _usable(cache)
         _fitting(cache, storage)
         for name, value, choices in (
             ("read_policy", read_policy, get_args(ReadPolicy)),
@@ -149,8 +149,7 @@ class StorageTier(RunningTier):
             ConfigError: no such URL, or an argument out of range.
             StorageError: the storage cannot be opened.
         """
-        if cache.index.readonly:
-            check(Code.READONLY, "use a storage tier")
+        _usable(cache)
         storage = open_storage(url, spec=StorageSpec.of(cache))
         try:
             made = cls(cache, storage, **how)
@@ -285,6 +284,15 @@ class StorageTier(RunningTier):
             return self._nothing("read", len(keys), self._breaker.reason, failed=1)
         task = StorageTask("read", len(keys), self._page_tokens)
         return self._submit(DeepestJob(self, task, deadline, keys.copy(), most, namespace))
+
+
+def _usable(cache: Cache) -> None:
+    given: Any = cache
+    if not isinstance(given, Cache):
+        raise ConfigError(f"cache: expected a Cache, found {cache!r}; see Cache.open")
+    cache.index.segment.check_usable()
+    if cache.index.readonly:
+        check(Code.READONLY, "use a storage tier")
 
 
 def _fitting(cache: Cache, storage: Storage) -> None:

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -14,10 +15,11 @@ from lightcache import _arguments
 from lightcache.errors import ConfigError, Detached, LightcacheError, StorageError
 from lightcache.layout import Cause
 from lightcache.sizes import parse_size
-from lightcache.storage.arguments import Clock, Counters, Deadline, check_batch
+from lightcache.storage.arguments import Clock, Counters, Deadline, check_batch, check_spec
 from lightcache.storage.calls import Calls, Owned
 from lightcache.storage.disk.dropping import drop
 from lightcache.storage.disk.folder import Folder, How, remove_folder
+from lightcache.storage.disk.header import MAX_FILES
 from lightcache.storage.disk.health import Health
 from lightcache.storage.disk.making import Wanted
 from lightcache.storage.disk.options import parse
@@ -90,11 +92,12 @@ class DiskStorage(Owned):
         """
         self.spec = spec
         _arguments.count(threads, "threads", 1, 256)
-        _arguments.count(files, "files", 1, 1000)
-        if not 0 <= retry < math.inf:
-            raise ConfigError(f"retry: expected seconds, found {retry!r}")
+        _arguments.count(files, "files", 1, MAX_FILES)
+        for name, seconds, most in (("retry", retry, 1e9), ("timeout", timeout, math.inf)):
+            if not 0 <= Deadline(seconds, what=name).timeout <= most:
+                raise ConfigError(f"{name}: expected seconds, 0 or more, found {seconds!r}")
         wanted = Wanted(None if capacity is None else parse_size(capacity, "capacity"), files)
-        where = Path(path) / f"lightcache-{spec.name}"
+        where = _place(path, spec)
         self._folder = Folder(where, spec, How(wanted, direct, persistent, timeout))
         self._index, self._counters = self._folder.index, Counters()
         try:
@@ -115,10 +118,11 @@ class DiskStorage(Owned):
         """Remove what is stored of a spec, and its index. Harmless if there is nothing.
 
         Raises:
+            ConfigError: no path.
             InUse: somebody uses it.
             StorageError: it cannot be removed.
         """
-        remove_folder(Path(path) / f"lightcache-{spec.name}")
+        remove_folder(_place(path, spec))
 
     # ---- what it is
 
@@ -277,6 +281,15 @@ class DiskStorage(Owned):
     def _release(self) -> None:
         self._lanes.close()
         self._folder.close()
+
+
+def _place(path: str | Path, spec: StorageSpec) -> Path:
+    """The folder of a spec."""
+    check_spec(spec)
+    found: Any = path
+    if not isinstance(found, (str, Path)) or str(path) == "" or "\0" in str(path):
+        raise ConfigError(f"path: expected a folder, as in '/mnt/nvme/cache', found {path!r}")
+    return Path(path) / f"lightcache-{spec.name}"
 
 
 __all__ = ["DiskStorage"]

@@ -64,7 +64,7 @@ class Folder:
         self.path = path
         self.rebuilt: Rebuilt | None = None
         """What the rebuild found, if the index was made here and now."""
-        if not (path / NAME).exists():
+        if not _has_header(path):
             first_slots(path, spec, how.wanted)  # before anything is made
         with contextlib.ExitStack() as stack:
             self._place, self._lock = _open(path)
@@ -229,6 +229,13 @@ def index_name(place: int) -> str:
 
 def _config(header: Header) -> dict[str, object]:
     return {"folder": header.uuid, "index": header.index}
+
+
+def _has_header(path: Path) -> bool:
+    try:
+        return (path / NAME).exists()
+    except OSError as error:  # such as a name that is too long
+        raise StorageError(f"disk: {error}; give a folder that can be written to") from error
 
 
 def remove_folder(path: Path) -> None:

@@ -9,10 +9,12 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from lightcache.errors import LayoutMismatch, StorageError
+from lightcache.page_index import MAX_PAGES
 from lightcache.storage.protocol import StorageSpec
 
 VERSION = 1
 NAME = "header.json"
+MAX_FILES = 1000
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,13 @@ class Header:
         """Whose pages."""
         return StorageSpec(self.page_bytes, self.fingerprint, self.algorithm)
 
+    @property
+    def possible(self) -> bool:
+        """Whether its numbers are such as we write."""
+        counted = 0 <= self.epoch < 1 << 63 and 0 <= self.rebuilt <= self.index < 1 << 63
+        sized = 1 <= self.files <= MAX_FILES and 1 <= self.slots <= MAX_PAGES
+        return counted and sized and self.page_bytes > 0
+
 
 def new_header(spec: StorageSpec, files: int, slots: int) -> Header:
     """Of a folder that is made now."""
@@ -67,8 +76,9 @@ def read_header(folder: Path) -> Header | None:
         version = found["version"]
         if version == VERSION:
             kinds = {each.name: {"int": int, "str": str}[str(each.type)] for each in fields(Header)}
-            if {name: type(value) for name, value in found.items()} == kinds:
-                return Header(**found)
+            known = {name: type(value) for name, value in found.items()} == kinds
+            if known and (header := Header(**found)).possible:
+                return header
     except (ValueError, KeyError, TypeError, AttributeError):
         version = None
     if isinstance(version, int) and version != VERSION:

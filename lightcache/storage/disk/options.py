@@ -23,6 +23,11 @@ def parse(path: str, options: Mapping[str, str]) -> dict[str, Any]:
         raise ConfigError(f"disk: expected {', '.join(OPTIONS)}, found {', '.join(unknown)}")
     if not path:
         raise ConfigError("disk: expected a folder, as in 'disk:/mnt/nvme?capacity=1TiB'")
+    if path.startswith("~"):  # else a folder of that name is made, where the process happens to be
+        raise ConfigError(
+            f"disk: expected a folder, found {path!r}: no shell has replaced the '~'; write the "
+            "folder out, as in 'disk:/home/me/pages'"
+        )
     found: dict[str, Any] = {}
     for name, kind in _NUMBERS.items():
         try:

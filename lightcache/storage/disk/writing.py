@@ -11,7 +11,7 @@ import numpy as np
 from lightcache._arguments import Keys
 from lightcache.errors import Abandoned, ConfigError, Detached, LightcacheError, WaitTimeout
 from lightcache.reservations import Reservation
-from lightcache.storage.arguments import Deadline, check_keys, checksum
+from lightcache.storage.arguments import Deadline, check_parent, checksum
 from lightcache.storage.disk.folder import Folder
 from lightcache.storage.disk.footers import NO_PARENT, Footer
 from lightcache.storage.disk.health import Health
@@ -65,7 +65,7 @@ class _Batch:
         self.before = NO_PARENT
         self.chain, self.start = keys, 0
         if parent is not None:
-            (self.before,) = check_keys(parent)
+            self.before = check_parent(parent)
             self.chain, self.start = np.concatenate([parent, keys]), 1
 
     def say(self, status: WriteStatus, positions: Sequence[int], reason: str = "") -> None:
@@ -107,8 +107,6 @@ class Writer:
         deadline: Deadline,
     ) -> tuple[WriteResult, bool]:
         """See `Storage.write`; and whether the time was up."""
-        if parent is not None and np.shape(parent) != (1, 2):
-            raise ConfigError(f"parent: expected one key, shape (1, 2), found {parent!r}")
         batch = _Batch(keys, names, views, parent)
         while batch.rest:
             if deadline.passed:
