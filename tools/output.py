@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -20,6 +23,7 @@ OK = 0
 BROKEN = 1
 FAILED = 2
 INTERRUPTED = 130
+UNREAD = 141  # as a shell says of what SIGPIPE has ended
 
 _PIPE_WIDTH = 200  # nothing is cut off in a file or a pipe
 
@@ -33,13 +37,22 @@ class Command(click.Command):
         """Run it."""
         try:
             return super().invoke(ctx)
-        except BrokenPipeError:
-            raise  # click ends quietly: the reader has seen enough
+        except BrokenPipeError:  # the reader has seen enough, and nothing is broken
+            _hush()
+            ctx.exit(UNREAD)
         except KeyboardInterrupt:
             ctx.exit(INTERRUPTED)
         except (LightcacheError, OSError, MemoryError) as error:
             fail(str(error) or type(error).__name__)
             ctx.exit(FAILED)
+
+
+def _hush() -> None:
+    """Nothing is printed any more: what is still in a buffer would fail again when Python ends."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def check_writable(option: str, path: str) -> None:
@@ -58,10 +71,18 @@ def fail(message: str) -> None:
     click.echo(f"error: {printable(message)}", err=True)
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Not the end of the process with status 1, which would say that something is broken."""
+        raise BrokenPipeError
+
+
 def console(stderr: bool = False) -> Console:
     """Where tables go: as wide as the terminal, wide when there is none."""
-    file = sys.stderr if stderr else sys.stdout
-    return Console(file=file, width=None if file.isatty() else _PIPE_WIDTH, highlight=False)
+    file: TextIO | None = sys.stderr if stderr else sys.stdout
+    if file is None:  # it was closed before we began
+        return Console(file=io.StringIO(), quiet=True)
+    return _Console(file=file, width=None if file.isatty() else _PIPE_WIDTH, highlight=False)
 
 
 def emit(value: Any) -> None:
@@ -96,28 +117,69 @@ def cell(value: object, style: str = "") -> Text:
 
 def table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], right: str = ""
-) -> Table | Text:
+) -> RenderableType:
     """A table; columns named in `right` (separated by blanks) are aligned to the right. Without a
-    row the title alone."""
+    row the title alone. On a terminal where words would have to be cut one row stands below the
+    other."""
     cells = [[cell(value) for value in row] for row in rows]
     if not cells:
         return Text(title, style="bold")
-    made = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
-    numbers = right.split()
-    for column in columns:
-        made.add_column(column, justify="right" if column in numbers else "left")
-    for line in cells:
-        made.add_row(*line)
-    return made
+    return _Fitting(title, columns, cells, right.split())
 
 
-def lines(title: str, pairs: Iterable[tuple[str, object]]) -> Table:
-    """Names and values, one pair a line."""
+class _Fitting:
+    """A table that cuts no word, on a terminal of any width."""
+
+    def __init__(
+        self, title: str, columns: Sequence[str], cells: list[list[Text]], right: list[str]
+    ) -> None:
+        self._title, self._columns, self._cells, self._right = title, columns, cells, right
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        widths = self._widths(options.max_width)
+        if widths:
+            yield self._whole(widths)
+            return
+        yield Text(self._title, style="bold")
+        for row in self._cells:
+            yield lines("", zip(self._columns, row, strict=True))  # "": a line between them
+
+    def _widths(self, most: int) -> list[int]:
+        """Of the columns, without what stands between them; none: they do not fit."""
+        columns = [
+            [Text(name), *cells]
+            for name, cells in zip(self._columns, zip(*self._cells, strict=True), strict=True)
+        ]
+        widths = [max(each.cell_len for each in column) for column in columns]
+        least = [max(map(_longest, column)) for column in columns]
+        room = most - 3 * len(widths) - 1  # a line in front of each, a blank at both sides
+        if sum(least) > room:
+            return []
+        while sum(widths) > room:
+            spare = [wide - narrow for wide, narrow in zip(widths, least, strict=True)]
+            widths[spare.index(max(spare))] -= 1
+        return widths
+
+    def _whole(self, widths: list[int]) -> Table:
+        made = Table(title_justify="left", title_style="bold", header_style="bold")
+        made.title = self._title
+        for name, width in zip(self._columns, widths, strict=True):
+            made.add_column(name, justify="right" if name in self._right else "left", width=width)
+        for line in self._cells:
+            made.add_row(*line)
+        return made
+
+
+def _longest(text: Text) -> int:
+    return max((cell_len(word) for word in text.plain.split()), default=0)
+
+
+def lines(title: str, pairs: Iterable[tuple[str, object]]) -> RenderableType:
+    """Names and values, one pair a line, below a title that is as long as it likes."""
     made = Table.grid(padding=(0, 2))
-    made.title, made.title_justify, made.title_style = title, "left", "bold"
     for name, value in pairs:
         made.add_row(Text(f"  {name}", style="dim"), cell(value))
-    return made
+    return Group(Text(title, style="bold"), made)
 
 
 def age(seconds: float | None) -> str:
