@@ -18,6 +18,7 @@ from lightcache.cache import Cache
 from lightcache.errors import ConfigError, InUse, NotReady
 from lightcache.sizes import format_size
 from lightcache.storage import StorageSpec, open_storage
+from lightcache.storage.arguments import Deadline
 from lightcache.storage.service import ServiceStats, StorageService, service_stats
 from lightcache.storage.urls import check_url
 from lightcache.tools.attaching import group_option_help, guest
@@ -111,8 +112,9 @@ def storage(
         if urls:
             raise click.UsageError("--status looks at a service that runs: give no --url")
         ctx.exit(_show(_status(name, group), name, as_json))
+    Deadline(finish, what="finish")  # a nan passes for a number above 0, and fails at the end
     if not urls:
-        raise click.UsageError("give --url, such as --url disk:/mnt/nvme/pages?capacity=1TiB")
+        raise click.UsageError("give --url, such as --url 'disk:/mnt/nvme/pages?capacity=1TiB'")
     url = urls[0] if len(urls) == 1 else urls
     check_url(url)
     _check_kind(name)

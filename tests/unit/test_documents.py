@@ -198,6 +198,22 @@ def test_transformers_hybrid(segment_name: str) -> None:
     assert space["past"].held == 81 + 31 + 1  # the last token that was generated was not computed
 
 
+def test_keys(made: list[Any], segment_name: str) -> None:
+    digests = {"adapter_digest": b"an adapter", "image_digest": b"an image"}
+    with make_cache(segment_name) as cache:
+        tokens = list(range(80))
+        space = run("docs/guides/keys.md", segment_name, cache=cache, tokens=tokens, **digests)
+        assert space["keys"].shape == (5, 2)
+        assert not (space["keys"] == cache.hash_pages(tokens)).all(axis=1).any()
+
+
+def test_all_that_has_code_is_run() -> None:
+    mine = Path(__file__).read_text()
+    for document in ["README.md", *DOCUMENTS]:
+        if "```python" in (ROOT / document).read_text():
+            assert re.search(rf'(run\(|path(, hybrid)? =)\s*"{document}"', mine), document
+
+
 def test_metrics(made: list[Any], segment_name: str) -> None:
     space = run("docs/guides/metrics.md", segment_name)
     with PageIndex.create(f"{segment_name}-slots", pages=2, flat=True) as slots:

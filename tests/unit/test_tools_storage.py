@@ -212,6 +212,7 @@ def test_a_password_is_not_shown(served: Any, cache: Cache) -> None:
         (("--url", "memory:", "--read-policy", "later"), 2, "--read-policy"),
         (("--url", "memory:", "--batch", 0), 2, "--batch"),
         (("--url", "memory:", "--finish", -1), 2, "--finish"),
+        (("--url", "memory:", "--finish", "nan"), 2, "finish: expected seconds"),
         (("--url", "memory:", "--group", "no-such-group"), 2, "no-such-group"),
         (("--url", "memory:", "--status"), 2, "give no --url"),
         (("--status",), 2, "no storage service"),

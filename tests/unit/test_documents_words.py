@@ -1,0 +1,162 @@
+"""Commands, options, URLs and targets that the documents show are there, and can be typed as they
+stand. What their Python does is seen in test_documents."""
+
+from __future__ import annotations
+
+import configparser
+import contextlib
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+from support.disks import disk
+
+from lightcache.errors import ConfigError
+from lightcache.storage import StorageSpec
+from lightcache.storage.urls import GROUP, REMOTE, check_url, schemes
+from lightcache.tools import cli
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted(
+    ["README.md", *(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
+)
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+URL = re.compile(rf"\b(?:{'|'.join(schemes())}):[^\s`'\"]*")
+PLACEHOLDERS = {"NAME": "llama", "URL": "memory:", "FOLDER": ".", "DIR": ".", "N": "1"}
+
+
+def text(document: str) -> str:
+    """All of it; in tables a bar is written with a stroke in front of it."""
+    return (ROOT / document).read_text().replace("\\|", "|")
+
+
+def blocks(document: str) -> Iterator[str]:
+    """What is to be typed into a shell, and what is of no language."""
+    for language, block in FENCED.findall(text(document)):
+        if language in ("", "sh"):
+            yield block.replace("\\\n", " ")
+
+
+def spans(document: str) -> list[str]:
+    """What stands between two backticks."""
+    return re.findall(r"`([^`\n]+)`", FENCED.sub("", text(document)))
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """(document, command line) of all `lightcache ...`."""
+    for document in DOCUMENTS:
+        lines = [line for block in blocks(document) for line in block.splitlines()]
+        for line in [*lines, *spans(document)]:
+            if re.match(r"lightcache [a-z]+\b", line):
+                yield document, line
+
+
+@pytest.mark.parametrize(("document", "line"), list(commands()))
+def test_commands_can_be_typed(document: str, line: str) -> None:
+    words = shlex.split(line.replace("--url ...", "--url URL").replace("...", ""), comments=True)
+    for word in re.findall(r"\S*[?&|;*]\S*", line.split(" #")[0]):
+        assert word[0] + word[-1] in ("''", '""'), f"a shell reads {word} in its own way: quote it"
+    name, arguments = words[1], [PLACEHOLDERS.get(word, word) for word in words[2:]]
+    command = cli.group.get_command(click.Context(cli.group), name)
+    assert command is not None, name
+    wanted = [each for each in command.params if isinstance(each, click.Argument)]
+    if not arguments or arguments[0].startswith("-"):  # as in `lightcache dump --json`
+        arguments = ["llama" for each in wanted if each.required] + arguments
+    with contextlib.suppress(click.MissingParameter):  # it is about one option
+        command.make_context(name, arguments)
+
+
+def test_options_in_passing() -> None:
+    known = {"--version", "--help"}
+    for name in cli.COMMANDS:
+        command = cli.group.get_command(click.Context(cli.group), name)
+        assert command is not None
+        known |= {option for each in command.params for option in each.opts + each.secondary_opts}
+    for document in DOCUMENTS:
+        found = {
+            each for span in spans(document) for each in re.findall(r"(?<!\S)--[a-z-]+(?!\w)", span)
+        }
+        assert found - known == set(), document
+
+
+def test_urls() -> None:
+    seen = set()
+    for document in DOCUMENTS:
+        for block in [*blocks(document), *spans(document)]:
+            for url in URL.findall(block):
+                if re.search(r"\.\.\.|URL|^s3:\w|//$|:$", url):
+                    continue  # as in `stack:URL|URL`; a right; a scheme alone
+                check_url(url)
+                seen.add(url.partition(":")[0])
+    assert seen >= {"disk", "memory", "mooncake", "redis", "rediss", "s3", "stack"}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "examples"),
+    [
+        ("memory", ["memory:?{}"]),
+        ("disk", ["disk:/x?{}"]),
+        ("redis", ["redis://host?{}", "rediss://host?{}", "redis:/run/redis.sock?{}"]),
+        ("s3", ["s3://bucket?{}"]),
+        ("mooncake", ["mooncake://host?{}"]),
+        ("stack", ["stack:?{}|memory:|memory:"]),
+        ("flaky", ["flaky:{}:memory:"]),
+    ],
+)
+def test_the_guide_has_all_options(scheme: str, examples: list[str]) -> None:
+    known: set[str] = set()
+    for example in examples:
+        with pytest.raises(ConfigError) as refused:
+            check_url(example.format("nonesuch=1"))
+        (said,) = re.findall(r"expected (.*), found", str(refused.value))
+        known |= set(re.findall(r"\w+", said)) - {"and", "or"}
+    guide = text("docs/guides/storage.md")
+    (table,) = re.findall(rf"^\| option of `{scheme}:.*?\n\n", guide, re.DOTALL | re.MULTILINE)
+    rows = [row.split("` |")[0] for row in table.splitlines()[2:]]
+    assert {name for row in rows for name in re.findall(r"(\w+)=", row)} == known
+
+
+def test_the_documents_have_all_schemes() -> None:
+    (sentence,) = re.findall(r"^There are (.*)\.$", text("docs/guides/storage.md"), re.MULTILINE)
+    named = set(re.findall(r"`(\w+):`", sentence))
+    assert named | set(REMOTE) == set(schemes())
+    for scheme in named - {"valkey"}:
+        assert re.search(rf"^\| `{scheme}:", text("docs/storage.md"), re.MULTILINE), scheme
+
+
+def test_the_entry_point() -> None:
+    (block,) = re.findall(r"```ini\n(.*?)```", text("docs/guides/storage.md"), re.DOTALL)
+    found = configparser.ConfigParser()
+    found.read_string(block)
+    assert re.fullmatch(r"mine = [\w.]+:\w+", found["options.entry_points"][GROUP].strip())
+
+
+def test_which_folder_has_which_index(tmp_path: Path) -> None:
+    (line,) = re.findall(r"^printf .*$", text("docs/storage.md"), re.MULTILINE)
+    with disk(tmp_path) as one, disk(tmp_path, spec=StorageSpec(8192, "other")) as other:
+        command = ["sh", "-c", line.replace("/mnt/nvme/cache", str(tmp_path))]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        assert sorted(shown.stdout.split()) == sorted((one.index_name, other.index_name))
+
+
+def test_targets_of_make() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for document in (*DOCUMENTS, "CONTRIBUTING.md"):
+        shown = [
+            *spans(document),
+            *(line for each in blocks(document) for line in each.splitlines()),
+        ]
+        for line in shown:
+            for word in re.findall(r"^make ([a-z -]*)", line):
+                assert set(word.split()) <= targets, (document, line)
+
+
+def test_benchmarks_that_readme_lists() -> None:
+    from lightcache.tools import bench
+
+    (line,) = re.findall(r"^lightcache bench index .*also: (.*)$", text("README.md"), re.MULTILINE)
+    assert {"index", *line.split(", ")} == set(bench.names())
