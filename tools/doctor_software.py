@@ -16,7 +16,15 @@ from lightcache.shm import layout
 from lightcache.tools.findings import Finding, error, ok, warning
 
 _NEEDED = ("numpy", "xxhash", "posix_ipc", "click", "rich")
-_WELCOME = {"torch": "tensors and device transfers", "triton": "device kernels"}
+_WELCOME = {
+    "torch": "tensors and device transfers",
+    "triton": "device kernels",
+    "redis": "storages redis: and valkey:",
+    "obstore": "storages s3:",
+    "mooncake": "storages mooncake:",
+}
+_PACKAGES = {"mooncake": ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda")}
+"""Those that a name stands for, where it is none."""
 _PATIENCE = 10.0  # seconds: a driver that hangs must not hang us
 
 
@@ -30,7 +38,8 @@ def versions() -> list[Finding]:
         else:
             found.append(ok(package, version))
     for package, use in _WELCOME.items():
-        found.append(ok(package, _version(package) or f"not installed (only for {use})"))
+        known = filter(None, map(_version, _PACKAGES.get(package, (package,))))
+        found.append(ok(package, next(known, f"not installed (only for {use})")))
     return found
 
 
