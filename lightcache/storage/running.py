@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
@@ -45,9 +46,9 @@ class RunningTier(BaseTier):
         """No threads yet."""
         self.cache = cache
         self.storage = storage
-        self.wants_tokens = storage.wants_tokens
         self._owns = False
-        """Whether the storage is closed with us."""
+        """Whether the storage is to be closed with us."""
+        self._owning = threading.Lock()
         self.timeout = timeout
         self.clock = clock
         self._grace = grace
@@ -57,6 +58,11 @@ class RunningTier(BaseTier):
         self._costs: ReadCosts | None = None
         """None: reads are never declined, and not measured."""
         self._taken: Counter[str] = Counter()
+
+    @property
+    def wants_tokens(self) -> bool:
+        """See `BaseTier`."""
+        return self.storage.wants_tokens
 
     # ---- its threads
 
@@ -215,7 +221,9 @@ class RunningTier(BaseTier):
 
         Returns:
             Whether everything has ended. False: a call of the storage hangs; its pages stay pinned
-            until it returns, and until then the cache cannot be closed (InUse).
+            until it returns, and until then the cache cannot be closed (InUse). The rest is done
+            when it returns: pages go back, threads end, and a storage of our own is closed. Call
+            again to wait for that; until then `stats` has the task as running.
 
         Raises:
             ConfigError: `timeout` is no number.
@@ -232,17 +240,24 @@ class RunningTier(BaseTier):
                 left = self._jobs()
             for job in left:
                 self._cancel(job)
-            if not self._crew.wait_idle(self._grace):
+            if not self._crew.wait_idle(self._grace) and self._crew.leave(self._close_storage):
                 log.warning(
                     "the storage tier was closed while %d calls of the storage hang; pages stay "
-                    "pinned until they return",
+                    "pinned until they return%s",
                     len(self._crew.calls),
+                    ", and the storage open" if self._owns else "",
                 )
                 return False
         self._crew.join()
-        if self._owns:
-            self.storage.close()
+        self._close_storage()
         return True
+
+    def _close_storage(self) -> None:
+        """If it is ours; once no call of it is under way. Once."""
+        with self._owning:
+            owns, self._owns = self._owns, False
+            if owns:
+                self.storage.close()
 
     def __repr__(self) -> str:
         return f"<StorageTier of {self.cache.name!r}, {self._breaker.state}>"

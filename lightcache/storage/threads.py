@@ -48,6 +48,7 @@ class Crew:
         self.closing = False
         self.tally: Counter[str] = Counter()
         self._owed: list[Job] = []
+        self._last: Callable[[], None] = _nothing
         self._breaker = breaker
         self._clock = clock
         self._grace = grace
@@ -201,9 +202,13 @@ class Crew:
         while True:
             self.poll()
             with self.changed:
-                if self.closing and not (self.running or self.queue.jobs() or self._owed):
-                    return
+                if self.closing and not self._busy:
+                    break
                 self.changed.wait(self._pause())
+        try:
+            self._last()
+        except Exception:  # whoever closes again waits for this thread
+            log.exception("what a storage tier had left to do failed")
 
     def _pause(self) -> float | None:
         """Seconds until something may be overdue; None: whenever something changes."""
@@ -265,14 +270,30 @@ class Crew:
         """Wait until nothing runs and nothing waits; False: not in these seconds."""
         with self.changed:
             return self.changed.wait_for(
-                lambda: not (self.running or self.queue.jobs() or self._owed),
-                min(timeout, threading.TIMEOUT_MAX),
+                lambda: not self._busy, min(timeout, threading.TIMEOUT_MAX)
             )
+
+    def leave(self, last: Callable[[], None]) -> bool:
+        """Closing, and not waited for any more: the thread that ends last does this, in the end.
+        False: everything has ended meanwhile, and it does not."""
+        with self.changed:
+            busy = self._busy
+            if busy:
+                self._last = last
+            return busy
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self.running or self.queue.jobs() or self._owed)
 
     def join(self) -> None:
         """Once idle and closing: wait for the threads to end."""
         for thread in self._threads:
             thread.join()
+
+
+def _nothing() -> None:
+    pass
 
 
 _TALLIED = (

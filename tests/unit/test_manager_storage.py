@@ -11,7 +11,7 @@ import pytest
 from support.disks import indexes, where
 from support.manager_case import World, open_cache, tokens
 
-from lightcache import ConfigError, PermissionDenied, StorageError
+from lightcache import ConfigError, Detached, PermissionDenied, StorageError
 from lightcache.manager import Prompt
 from lightcache.storage import StorageSpec, StorageTier, open_storage
 
@@ -52,6 +52,25 @@ def test_a_prompt_outlives_everything_but_its_disk(
 def test_closing_again_does_nothing(segment_name: str, where: Path) -> None:
     world = World(segment_name, storage=lambda _: f"disk:{where}?capacity=1MiB")
     world.manager.close()
+    world.manager.close()
+    world.close()
+
+
+def test_a_storage_that_hangs_is_closed_when_it_answers(segment_name: str, wait_until: Any) -> None:
+    before = threads()
+    world = World(segment_name, storage=lambda _: "flaky:hang=1,seed=1:memory:")
+    tier: Any = world.manager._own_storage
+    tier._grace = 0.0
+    tier.prefetch(np.ones((1, 2), np.uint64))
+    assert tier.storage.wait_hanging()
+    closing = tier.close
+    tier.close = lambda: closing(0.0)
+    world.manager.close()  # with a warning
+    assert threads() > before
+    tier.storage.let_go()
+    wait_until(lambda: threads() == before, "the end of what hung")
+    with pytest.raises(Detached):
+        tier.storage.contains(np.ones((1, 2), np.uint64), timeout=1.0)
     world.manager.close()
     world.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from dataclasses import replace
@@ -22,7 +23,7 @@ from support.storing import (
     store,
 )
 
-from lightcache import Cache, ConfigError, Detached, LockTimeout
+from lightcache import Cache, ConfigError, Detached, InUse, LockTimeout
 from lightcache.storage import (
     Fault,
     FlakyStorage,
@@ -293,6 +294,60 @@ def test_a_closed_cache_ends_tasks(segment_name: str) -> None:
     with pytest.raises(Detached):
         tier.prefetch(KEYS)
     assert tier.close()
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_storage_of_our_own_is_closed_when_its_call_returns(
+    cache: Cache, wait_until: Any, caplog: pytest.LogCaptureFixture, again: bool
+) -> None:
+    flaky = FlakyStorage(full(cache), script={"read": [Fault("hang", at=1)]})
+    tier = StorageTier(cache, flaky, grace=0.0)
+    tier._owns = True
+    task = tier.prefetch(KEYS)
+    assert flaky.wait_hanging()
+    with caplog.at_level(logging.WARNING):
+        assert not tier.close(0.0)
+        assert not tier.close(0.0)
+    assert "1 calls of the storage hang; pages stay pinned" in caplog.text
+    assert "until they return, and the storage open" in caplog.text
+    assert not flaky._closed
+    assert (tier.stats().running, cache.check().pins) == (1, 16)
+    with pytest.raises(InUse):
+        cache.close()
+    flaky.let_go()
+    if again:
+        assert tier.close()
+    else:
+        wait_until(lambda: flaky._closed, "the end of the storage")
+    wait_until(lambda: not any(each.is_alive() for each in tier._crew._threads), "the threads")
+    assert flaky._closed
+    assert cache.check().pins == 0
+    assert task.state is FAILED
+    assert tier.close()
+
+
+def test_a_storage_that_is_given_stays_open_when_its_call_returns(cache: Cache) -> None:
+    flaky = FlakyStorage(full(cache), script={"read": [Fault("hang", at=1)]})
+    tier = StorageTier(cache, flaky, grace=0.0)
+    tier.prefetch(KEYS)
+    assert flaky.wait_hanging()
+    assert not tier.close(0.0)
+    flaky.let_go()
+    for each in tier._crew._threads:
+        each.join(60.0)
+    assert not flaky._closed
+    assert tier.close()
+
+
+def test_what_ends_just_when_it_is_left_is_closed_at_once(cache: Cache) -> None:
+    closed: list[int] = []
+    tier = StorageTier(cache, full(cache))
+    tier._owns = True
+    tier.storage.close = lambda: closed.append(1)  # type: ignore[method-assign]
+    tier._crew.wait_idle = lambda timeout: False  # type: ignore[method-assign]
+    assert tier.close()
+    assert tier.close()
+    assert closed == [1]
 
 
 def test_time_without_an_end(cache: Cache) -> None:
