@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
+import numpy as np
+
 from lightcache import _arguments
 from lightcache.cache import Cache
 from lightcache.errors import ConfigError
-from lightcache.hashing import Tokens
+from lightcache.hashing import Tokens, pack_tokens
 from lightcache.leases import Lease
 from lightcache.namespaces import Namespace
-from lightcache.storage.protocol import Keys
+from lightcache.storage.protocol import Keys, TokenRows
 from lightcache.storage.tasks import StorageTask
 
 T = TypeVar("T", bound="BaseTier")
@@ -69,8 +71,11 @@ class BaseTier(ABC):
     request fail. Close it before the cache."""
 
     cache: Cache
-    wants_tokens: bool = False
-    """Whether token ids that `write` is given reach the storage, which wants them."""
+
+    @property
+    def wants_tokens(self) -> bool:
+        """Whether token ids that `write` is given reach the storage, which wants them."""
+        return False
 
     @abstractmethod
     def write(
@@ -237,4 +242,29 @@ def checked_write(keys: Keys, request: object, lease: Lease | None, tokens: int 
     return keys if lease is None else keys[: len(lease)]
 
 
-__all__ = ["TAKEN", "BaseTier", "ReadPolicy", "TierStats", "checked_write"]
+def token_rows(
+    token_ids: Tokens, pages: int, page_tokens: int | None, *, wanted: bool
+) -> TokenRows | None:
+    """The token ids of a `BaseTier.write` page by page, in memory of ours; None: the storage does
+    not want them.
+
+    Raises:
+        ConfigError: see `BaseTier.write`; fewer than the pages have also when nobody wants them.
+    """
+    if page_tokens is None:
+        raise ConfigError("token_ids: this cache was created without page_tokens")
+    found: Any = token_ids
+    count = len(found) if hasattr(found, "__len__") else 0
+    least = pages * page_tokens
+    if count < least:
+        raise ConfigError(
+            f"token_ids: expected those of the prompt, {least} or more for {pages} pages, "
+            f"found {count if hasattr(found, '__len__') else repr(found)}"
+        )
+    if not wanted:
+        return None
+    packed = np.frombuffer(pack_tokens(found), "<u4")[:least]
+    return packed.astype(np.uint32, copy=False).reshape(pages, page_tokens)
+
+
+__all__ = ["TAKEN", "BaseTier", "ReadPolicy", "TierStats", "checked_write", "token_rows"]

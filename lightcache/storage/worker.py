@@ -6,12 +6,10 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
-import numpy as np
-
 from lightcache import _arguments
 from lightcache.cache import Cache
 from lightcache.errors import ConfigError, LayoutMismatch
-from lightcache.hashing import Tokens, pack_tokens
+from lightcache.hashing import Tokens
 from lightcache.leases import Lease
 from lightcache.namespaces import Namespace
 from lightcache.shm.codes import Code, check
@@ -21,11 +19,11 @@ from lightcache.storage.breaker import Breaker
 from lightcache.storage.costs import ReadCosts
 from lightcache.storage.deepest import DeepestJob
 from lightcache.storage.jobs import WriteJob
-from lightcache.storage.protocol import Keys, Storage, StorageSpec, TokenRows
+from lightcache.storage.protocol import Keys, Storage, StorageSpec
 from lightcache.storage.reading import ReadJob
 from lightcache.storage.running import RunningTier
 from lightcache.storage.tasks import StorageTask
-from lightcache.storage.tiers import ReadPolicy, checked_write
+from lightcache.storage.tiers import ReadPolicy, checked_write, token_rows
 from lightcache.storage.urls import open_storage
 
 BusyPolicy = Literal["wait", "skip"]
@@ -175,7 +173,9 @@ class StorageTier(RunningTier):
         """See `BaseTier`."""
         deadline = self._begin(timeout)
         wanted = checked_write(keys, request, lease, tokens)
-        rows = None if token_ids is None else self._rows(token_ids, len(wanted))
+        rows = None
+        if token_ids is not None:
+            rows = token_rows(token_ids, len(wanted), self._page_tokens, wanted=self.wants_tokens)
         chosen, reason = self._worth_writing(keys, wanted, tokens)
         if not chosen:
             return self._nothing("write", len(wanted), reason, skipped=len(wanted))
@@ -198,23 +198,6 @@ class StorageTier(RunningTier):
             raise
         job.request = job if request is None else request
         return self._submit(job)
-
-    def _rows(self, token_ids: Tokens, pages: int) -> TokenRows | None:
-        """Token ids page by page, in memory of ours; None: the storage does not want them."""
-        if self._page_tokens is None:
-            raise ConfigError("token_ids: this cache was created without page_tokens")
-        found: Any = token_ids
-        count = len(found) if hasattr(found, "__len__") else 0
-        least = pages * self._page_tokens
-        if count < least:
-            raise ConfigError(
-                f"token_ids: expected those of the prompt, {least} or more for {pages} pages, "
-                f"found {count if hasattr(found, '__len__') else repr(found)}"
-            )
-        if not self.wants_tokens:
-            return None
-        packed = np.frombuffer(pack_tokens(found), "<u4")[:least]
-        return packed.astype(np.uint32, copy=False).reshape(pages, self._page_tokens)
 
     def _worth_writing(self, keys: Keys, wanted: Keys, tokens: int | None) -> tuple[int, str]:
         """How many pages, and why not all."""

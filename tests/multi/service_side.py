@@ -4,6 +4,8 @@ service_side.py serve NAME FOLDER SLOTS        says "serving"; serves until stdi
 service_side.py ask NAME SEED                  writes and reads prompts of its own, again and
                                                again; says the number of each round
 service_side.py half NAME                      pushes the first part of a task; says "half"
+service_side.py hold NAME SEED                 has a prompt held; says how many pages, and again
+                                               what came of publishing them
 service_side.py wait NAME SEED                 asks for one prompt; says how it ended, and how
                                                another one did when the service is gone
 """
@@ -20,7 +22,8 @@ from lightcache import Cache
 from lightcache.storage import StorageSpec
 from lightcache.storage.conformance import make_keys
 from lightcache.storage.service import StorageClient, StorageService
-from lightcache.storage.service.messages import Ask, Kind, split
+from lightcache.storage.service.bodies import Ask
+from lightcache.storage.service.messages import Kind, split
 
 PROMPT = 12  # pages
 
@@ -34,7 +37,7 @@ def serve(name: str, folder: str, slots: str) -> None:
     """See above."""
     with Cache.attach(name, role="storage", secret=SECRET) as cache:
         storage = disk(Path(folder), int(slots), StorageSpec.of(cache))
-        with storage, StorageService(cache, storage, group=4):
+        with storage, StorageService(cache, storage, group=4, timeout=600.0):
             print("serving", flush=True)
             sys.stdin.read()
 
@@ -66,6 +69,17 @@ def half(name: str) -> None:
     sys.stdin.read()
 
 
+def hold(name: str, seed: str) -> None:
+    """See above."""
+    with Cache.attach(name, role="engine", secret=SECRET) as cache, StorageClient(cache) as client:
+        task = client.prefetch(prompt(int(seed), 0), hold=True)  # type: ignore[arg-type]
+        print(task.wait(60.0).prefix, flush=True)
+        sys.stdin.readline()
+        result = task.publish(PROMPT).wait(60.0)
+        print(result.prefix, *result.reasons, flush=True)
+        sys.stdin.readline()
+
+
 def wait(name: str, seed: str) -> None:
     """See above."""
     with Cache.attach(name, role="engine", secret=SECRET) as cache:
@@ -78,4 +92,5 @@ def wait(name: str, seed: str) -> None:
 
 
 if __name__ == "__main__":
-    {"serve": serve, "ask": ask, "half": half, "wait": wait}[sys.argv[1]](*sys.argv[2:])
+    sides = {"serve": serve, "ask": ask, "half": half, "hold": hold, "wait": wait}
+    sides[sys.argv[1]](*sys.argv[2:])

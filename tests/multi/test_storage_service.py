@@ -270,6 +270,54 @@ def test_a_client_is_killed_between_two_parts(
     assert service.end() == 0
 
 
+def write_one(cache: Cache) -> None:
+    """Have the first prompt stored, and out of the cache."""
+    with StorageClient(cache) as client:
+        keys: Any = prompt(0, 0)
+        fill(cache, keys)
+        assert client.write(keys).wait(LIMIT).prefix == PROMPT
+        cache.evict(cache.pages)
+
+
+def test_a_client_is_killed_while_pages_are_held_for_it(
+    sides: Any, cache: Cache, where: Path, wait_until: Wait
+) -> None:
+    service = serve(sides, cache, where)
+    write_one(cache)
+    client = sides("hold", cache.name, 0)
+    assert client.says() == str(PROMPT)
+    assert cache.stats().writing == PROMPT
+    client.kill()
+    wait_until(lambda: cache.stats().writing == 0, "what was held for it")
+    with StorageClient(cache) as other:
+        keys: Any = prompt(0, 0)
+        assert other.prefetch(keys).wait(LIMIT).prefix == PROMPT
+        assert sound(cache, keys) == PROMPT
+    assert service.end() == 0
+
+
+def test_the_service_is_killed_while_it_holds_pages(
+    sides: Any, cache: Cache, where: Path, wait_until: Wait
+) -> None:
+    service = serve(sides, cache, where)
+    write_one(cache)
+    client = sides("hold", cache.name, 0)
+    assert client.says() == str(PROMPT)
+    service.kill()
+    again = serve(sides, cache, where)  # which reaps
+    assert cache.stats().writing == 0
+    client.go_on()
+    said = client.says()
+    assert said.startswith(f"0 the storage service that held pages (pid {service.process.pid})")
+    client.go_on()
+    assert client.end() == 0
+    with StorageClient(cache) as other:
+        keys: Any = prompt(0, 0)
+        assert other.prefetch(keys).wait(LIMIT).prefix == PROMPT
+        assert sound(cache, keys) == PROMPT
+    assert again.end() == 0
+
+
 def test_two_services(sides: Any, cache: Cache, where: Path, tmp_path: Path) -> None:
     first = serve(sides, cache, where)
     second = sides("serve", cache.name, where, SLOTS)

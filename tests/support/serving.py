@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightcache import Cache
+from lightcache import Cache, LockTimeout
+from lightcache.shm import layout
 from lightcache.storage import Storage, StorageTier
-from lightcache.storage.service import StorageClient, StorageService
+from lightcache.storage.service import StorageClient, StorageService, rings
 
 
 class ServedTier(StorageClient):
@@ -46,3 +50,57 @@ KINDS: dict[str, Callable[..., Any]] = {"tier": StorageTier, "service": ServedTi
 def make_tier(request: Any) -> Callable[..., Any]:
     """Makes a tier of each kind: `make_tier(cache, storage, **how)`."""
     return KINDS[request.param]
+
+
+@pytest.fixture
+def client(cache: Cache) -> Iterator[StorageClient]:
+    """One that came before any service."""
+    with StorageClient(cache, grace=0.2) as made:
+        yield made
+
+
+def ours(cache: Cache) -> list[str]:
+    """What a service and its clients have in /dev/shm."""
+    start = f"lightcache.{cache.name}.storage-"
+    return sorted(path.name for path in Path("/dev/shm").glob(f"{start}*"))
+
+
+def silent(service: StorageService) -> threading.Event:
+    """It takes nothing out any more, and lives; set what is returned before it is closed."""
+    gate, whole = threading.Event(), service._take
+    service._take = lambda message: (gate.wait(60.0), whole(message))[0]  # type: ignore
+    return gate
+
+
+def failing(error: Exception) -> Callable[..., Any]:
+    """What raises this, whatever it is given."""
+
+    def fail(*given: object) -> Any:
+        raise error
+
+    return fail
+
+
+def push(cache: Cache, *messages: bytes) -> None:
+    with rings.tasks(cache) as ring:
+        for message in messages:
+            ring.push(message, timeout=60.0)
+
+
+@contextlib.contextmanager
+def held_lock(cache: Cache, client: StorageClient) -> Iterator[None]:
+    """Of the ring of tasks, as by somebody who was stopped in a push."""
+    with rings.tasks(cache) as other:
+        lock = layout.LockRecord.from_address(other.segment.address + layout.LOCK_OFFSET)
+        holder = other.segment.client
+        assert holder is not None
+        while True:  # the service takes it for its pops
+            lock.word = holder.slot | holder.epoch << layout.LOCK_EPOCH_SHIFT
+            try:
+                client._tasks.push(b"")
+            except LockTimeout:
+                break
+        try:
+            yield
+        finally:
+            lock.word = 0

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from lightcache.namespaces import Namespace
 from lightcache.storage import TaskState
 from lightcache.storage.conformance import make_keys
+from lightcache.storage.service.bodies import MOST_KEYS, Ask, Publish
 from lightcache.storage.service.messages import (
     ANSWER_BYTES,
-    MOST_KEYS,
+    MOST_BYTES,
     PART_BYTES,
     Answer,
-    Ask,
     Halves,
     Kind,
     Malformed,
@@ -30,7 +30,7 @@ from lightcache.storage.service.messages import (
 from lightcache.storage.tasks import COUNTS
 
 U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
-TASKS = st.sampled_from([Kind.WRITE, Kind.PREFETCH, Kind.DEEPEST])
+TASKS = st.sampled_from([Kind.WRITE, Kind.PREFETCH, Kind.DEEPEST, Kind.PUBLISH])
 names = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=11)
 asks = st.builds(
     Ask,
@@ -42,14 +42,20 @@ asks = st.builds(
     request=st.none() | U64,
     start=U32,
     most=U32,
+    hold=st.booleans(),
+    token_ids=st.none() | st.lists(U32, max_size=9).map(lambda ids: np.array(ids, np.uint32)),
 )
 ASK = Ask(1.0, 2.0, make_keys(3, seed=1), Namespace("v1", "t", 7), tokens=9, request=4)
 
 
 def same(one: Ask, other: Ask) -> bool:
     """Equal, keys and all."""
-    alike = replace(one, keys=other.keys) == other
-    return alike and np.array_equal(one.keys, other.keys)
+    alike = replace(one, keys=other.keys, token_ids=other.token_ids) == other
+    if one.token_ids is None or other.token_ids is None:
+        ids = one.token_ids is other.token_ids
+    else:
+        ids = np.array_equal(one.token_ids, other.token_ids)
+    return bool(alike and ids and np.array_equal(one.keys, other.keys))
 
 
 # ---------------------------------------------------------------- there and back
@@ -60,6 +66,12 @@ def test_a_task(ask: Ask) -> None:
     found = Ask.unpack(ask.pack())
     assert same(found, ask)
     assert (found.keys.dtype, found.keys.flags.c_contiguous) == (np.uint64, True)
+
+
+@given(st.floats(allow_nan=False), st.floats(allow_nan=False), U64, U32)
+def test_publishing(end: float, timeout: float, held: int, pages: int) -> None:
+    ask = Publish(end, timeout, held, pages)
+    assert Publish.unpack(ask.pack()) == ask
 
 
 @given(TASKS, st.integers(1, 2**32 - 1), U64, U64, st.binary(min_size=1, max_size=3 * PART_BYTES))
@@ -109,9 +121,14 @@ def test_a_reason_that_is_too_long_is_cut_off_between_characters(first: str) -> 
     assert len(reason) > ANSWER_BYTES // 3
 
 
-def test_the_longest_chain_has_all_of_its_parts() -> None:
-    keys = make_keys(MOST_KEYS, seed=3)
-    ask = replace(ASK, keys=keys, namespace=Namespace("w" * 47, "t" * 47, 1))
+@pytest.mark.parametrize("ids", [None, (MOST_BYTES - 16 * MOST_KEYS - 154) // 4])
+def test_the_longest_chain_has_all_of_its_parts(ids: int | None) -> None:
+    ask = replace(
+        ASK,
+        keys=make_keys(MOST_KEYS, seed=3),
+        namespace=Namespace("w" * 47, "t" * 47, 1),
+        token_ids=None if ids is None else np.arange(ids, dtype=np.uint32),
+    )
     halves = Halves()
     bodies = [halves.add(Part.unpack(each)) for each in split(Kind.WRITE, 1, 2, 3, ask.pack())]
     assert bodies[-1] is not None
@@ -123,7 +140,7 @@ def test_the_longest_chain_has_all_of_its_parts() -> None:
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_refused_or_understood(data: bytes) -> None:
-    for kind in (Part, Ask, Answer):
+    for kind in (Part, Ask, Publish, Answer):
         try:
             made: Any = kind.unpack(data)  # type: ignore[attr-defined]
         except Malformed:
@@ -131,24 +148,27 @@ def test_any_bytes_are_refused_or_understood(data: bytes) -> None:
         assert kind.unpack(made.pack()) is not None  # type: ignore[attr-defined]
 
 
-@given(st.sampled_from(["part", "ask", "answer"]), st.data())
+@given(st.sampled_from(["part", "ask", "told", "publish", "answer"]), st.data())
 def test_a_message_of_which_bytes_changed(which: str, data: Any) -> None:
     whole: bytes = {
         "part": Part(Kind.WRITE, 1, 2, 3, 0, 1, b"body").pack(),
         "ask": ASK.pack(),
+        "told": replace(ASK, token_ids=np.arange(9, dtype=np.uint32)).pack(),
+        "publish": Publish(1.0, 2.0, 3, 4).pack(),
         "answer": Answer(1, TaskState.RUNNING, 2, {}, ("why",)).pack(),
     }[which]
     at = data.draw(st.integers(0, len(whole) - 1))
     bad = bytearray(whole)
     bad[at] ^= data.draw(st.integers(1, 255))
-    unpack: Any = {"part": Part, "ask": Ask, "answer": Answer}[which]
+    kinds = {"part": Part, "ask": Ask, "told": Ask, "publish": Publish, "answer": Answer}
+    unpack: Any = kinds[which]
     with contextlib.suppress(Malformed):
         unpack.unpack(bytes(bad)[: data.draw(st.integers(0, len(bad)))])
 
 
 def head(kind: int = 1, part: int = 0, parts: int = 1, pid: int = 9, **how: Any) -> bytes:
     """A part's head, byte by byte."""
-    magic, version, zero = how.get("magic", b"lcST"), how.get("version", 1), how.get("zero", 0)
+    magic, version, zero = how.get("magic", b"lcST"), how.get("version", 2), how.get("zero", 0)
     return struct.pack("<4sBBHIHHQQ", magic, version, kind, zero, pid, part, parts, 1, 1)
 
 
@@ -158,11 +178,12 @@ def head(kind: int = 1, part: int = 0, parts: int = 1, pid: int = 9, **how: Any)
         b"",
         head()[:-1],
         head(magic=b"lcSU") + b"x",
-        head(version=2) + b"x",
+        head(version=1) + b"x",
         head(zero=1) + b"x",
         head(kind=0) + b"x",
         head(kind=6) + b"x",
-        head(kind=7) + b"x",
+        head(kind=7),
+        head(kind=8) + b"x",
         head(pid=0) + b"x",
         head(part=1) + b"x",
         head(parts=0) + b"x",
@@ -187,11 +208,12 @@ def body(**how: Any) -> bytes:
         "has": 0,
         "start": 0,
         "most": 0,
+        "keys": 2,
         "weights": 2,
         "tenant": 1,
         **how,
     }
-    return struct.pack("<ddqQQIIIHH", *fields.values()) + b"abc" + b"k" * 32
+    return struct.pack("<ddqQQIIIIHH", *fields.values()) + b"abc" + b"k" * 32
 
 
 @pytest.mark.parametrize(
@@ -202,19 +224,39 @@ def body(**how: Any) -> bytes:
         body(end=float("nan")),
         body(timeout=float("nan")),
         body(tokens=-2),
-        body(has=2),
+        body(has=8),
         body(ref=1 << 32),
+        body(keys=1),
+        body(keys=3),
+        body(keys=MOST_KEYS + 1) + b"k" * 16 * (MOST_KEYS - 1),
+        body() + b"k",
+        body() + b"idid",
+        body(has=4) + b"ids",
         body(weights=3),
         body(weights=48),
         body(tenant=60000),
         body().replace(b"abc", b"\xff\xfe\xfd"),
-        body() + b"k" * 16 * MOST_KEYS,
     ],
 )
 def test_no_task(message: bytes) -> None:
     assert len(Ask.unpack(body()).keys) == 2
     with pytest.raises(Malformed):
         Ask.unpack(message)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"",
+        Publish(1.0, 1.0, 1, 1).pack()[:-1],
+        Publish(1.0, 1.0, 1, 1).pack() + b"x",
+        Publish(float("nan"), 1.0, 1, 1).pack(),
+        Publish(1.0, float("nan"), 1, 1).pack(),
+    ],
+)
+def test_nothing_to_publish(message: bytes) -> None:
+    with pytest.raises(Malformed):
+        Publish.unpack(message)
 
 
 # ---------------------------------------------------------------- halves

@@ -109,8 +109,8 @@ def test_waiting_for_others_has_a_limit(cache: Cache, other: Cache) -> None:
 # ---------------------------------------------------------------- holding
 
 
-def held(cache: Cache, storage: Any = None, **how: Any) -> tuple[StorageTier, Any]:
-    tier = StorageTier(cache, storage or full(cache), group=8, **how)
+def held(cache: Cache, storage: Any = None, kind: Any = StorageTier, **how: Any) -> tuple[Any, Any]:
+    tier = kind(cache, storage or full(cache), group=8, **how)
     task = tier.prefetch(KEYS, hold=True)
     task.wait(60.0)
     assert cache.peek(KEYS) == 0
@@ -118,8 +118,8 @@ def held(cache: Cache, storage: Any = None, **how: Any) -> tuple[StorageTier, An
 
 
 @pytest.mark.parametrize("pages", [0, 3, 8, 11, 16, 20])
-def test_publishing_what_all_ranks_have(cache: Cache, pages: int) -> None:
-    tier, task = held(cache)
+def test_publishing_what_all_ranks_have(make_tier: Any, cache: Cache, pages: int) -> None:
+    tier, task = held(cache, kind=make_tier)
     with tier:
         assert task.result.prefix == 20
         assert task.result.loaded == 0
@@ -174,18 +174,18 @@ def test_what_nobody_publishes_goes_back_by_real_time(cache: Cache, wait_until: 
         wait_until(lambda: cache.stats().writing == 0, "the pages that were held")
 
 
-def test_holding_in_a_cache_that_is_full(cache: Cache) -> None:
+def test_holding_in_a_cache_that_is_full(make_tier: Any, cache: Cache) -> None:
     storage = Recorder(StorageSpec.of(cache))
     store(storage, KEYS)
     most = make_keys(84, seed=5)
     fill(cache, most)
     with cache.match(most) as lease:
         assert len(lease) == 84
-        tier, task = held(cache, storage)
+        tier, task = held(cache, storage, make_tier)
         with tier:
             assert (task.result.prefix, task.result.no_room) == (12, 4)
             storage.calls.clear()
-            assert task.publish(12).over  # nothing is read again
+            assert task.publish(12).wait(60.0).prefix == 12  # nothing is read again
             assert storage.calls == []
             assert sound(cache, KEYS) == 12
 
@@ -203,18 +203,18 @@ def test_cancelling_just_before_pages_are_held(cache: Cache) -> None:
         assert not tier._crew.holding
 
 
-def test_only_what_was_held_can_be_published(cache: Cache) -> None:
+def test_only_what_was_held_can_be_published(make_tier: Any, cache: Cache) -> None:
     fill(cache, KEYS[:2])
-    with StorageTier(cache, full(cache)) as tier:
+    with make_tier(cache, full(cache)) as tier:
         for task in (tier.prefetch(KEYS), tier.write(KEYS[:2]), tier.write(KEYS[10:])):
             task.wait(60.0)
             with pytest.raises(ConfigError):
                 task.publish(0)
 
 
-def test_what_was_held_before_a_failure_counts(cache: Cache) -> None:
+def test_what_was_held_before_a_failure_counts(make_tier: Any, cache: Cache) -> None:
     flaky = FlakyStorage(full(cache), script={"read": [None, Fault("die", at=1)]})
-    tier, task = held(cache, flaky)
+    tier, task = held(cache, flaky, make_tier)
     with tier:
         assert task.state is FAILED
         assert task.result.prefix == 8
@@ -256,8 +256,8 @@ def test_publishing_in_a_namespace_that_was_cleared(cache: Cache) -> None:
         assert cache.check().pins == 0
 
 
-def test_who_holds_pages_waits_for_nobody(cache: Cache, other: Cache) -> None:
-    with other.reserve(KEYS[:12], 10), StorageTier(cache, full(cache), group=8) as tier:
+def test_who_holds_pages_waits_for_nobody(make_tier: Any, cache: Cache, other: Cache) -> None:
+    with other.reserve(KEYS[:12], 10), make_tier(cache, full(cache), group=8) as tier:
         task = tier.prefetch(KEYS, hold=True)
         result = task.wait(60.0)
         assert (task.state, result.prefix, result.busy) == (FINISHED, 10, 2)

@@ -17,11 +17,18 @@ _UNTOLD = 1 << 14  # answers that wait for that, of all clients
 class Served:
     """A task of a client's, and the tier's task for it."""
 
-    def __init__(self, peer: Peer, client: int, number: int, task: StorageTask) -> None:
-        """As it was taken."""
+    def __init__(
+        self, peer: Peer, client: int, number: int, task: StorageTask, ahead: int = 0
+    ) -> None:
+        """As it was taken.
+
+        Args:
+            ahead: pages in front of those of the tier's task, which are done.
+        """
         self.peer = peer
         self.task = task
         self.name = (client, number)
+        self._ahead = ahead
 
     def answer(self) -> bytes:
         """How far it has come."""
@@ -33,7 +40,8 @@ class Served:
             state = TaskState.RUNNING
         found = task.result
         counts = {name: getattr(found, name) for name in COUNTS}
-        return Answer(self.name[1], state, found.prefix, counts, found.reasons).pack()
+        prefix = self._ahead + found.prefix
+        return Answer(self.name[1], state, prefix, counts, found.reasons).pack()
 
 
 class Answers:

@@ -7,10 +7,12 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from lightcache import _arguments
 from lightcache.errors import ConfigError, WaitTimeout
 from lightcache.storage.arguments import Clock, Deadline
 from lightcache.storage.breaker import log
 from lightcache.storage.service.board import Service
+from lightcache.storage.service.bodies import Ask, Publish
 from lightcache.storage.service.messages import Kind
 from lightcache.storage.tasks import StorageTask
 
@@ -28,6 +30,7 @@ class Asked:
         task: StorageTask,
         deadline: Deadline,
         service: Service,
+        ask: Ask | Publish,
     ) -> None:
         """It was not pushed yet."""
         self.number = number
@@ -36,6 +39,12 @@ class Asked:
         self.service = service
         self.heard = False
         """Whether the service has said anything of it."""
+        self.pushed = False
+        """Whether the service was told of it."""
+        self._holds = isinstance(ask, Ask) and ask.hold
+        self._settling = threading.Lock()
+        self._settled = False
+        """What was held was published, or given back."""
         self._client = client
         policy, seconds, grace = client._board.policy()
         self._policy = policy
@@ -60,12 +69,32 @@ class Asked:
 
     def cancel(self) -> None:
         """See `StorageTask.cancel`."""
-        if not self.task.over and not self._client._say(Kind.CANCEL, self):
-            self._client._give_up(self, "cancelled; the storage service could not be told")
+        if not self.task.over:
+            self._settled = self._holds
+            if not self._client._say(Kind.CANCEL, self):
+                self._client._give_up(self, "cancelled; the storage service could not be told")
+        elif self._holds:  # where it cannot be told, the service gives it back when its time is up
+            with self._settling:
+                if not self._settled:
+                    self._settled = self._client._say(Kind.CANCEL, self)
 
     def publish(self, pages: int) -> StorageTask:
         """See `StorageTask.publish`."""
-        raise ConfigError("publish: this task holds nothing; a StorageTier prefetches with hold")
+        if not self._holds:
+            raise ConfigError("publish: this task holds nothing; prefetch with hold=True")
+        with self._settling:
+            if self._settled or not self.task.over:
+                raise ConfigError(
+                    f"publish: expected a prefetch with hold=True that is over, and was neither "
+                    f"published nor cancelled before, found {self.task!r}"
+                )
+            _arguments.count(pages, "pages", 0, self.task.pages_done)
+            if not self.task.pages_done:
+                return self.task  # what others agreed on is none: nothing is held
+            task = self._client._publish(self, pages)
+            # What could not even be said may be said again.
+            self._settled = isinstance(task._job, Asked) and task._job.pushed
+            return task
 
 
 class Silence:

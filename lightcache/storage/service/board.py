@@ -25,9 +25,13 @@ from lightcache.errors import Detached, InUse, LayoutMismatch
 from lightcache.shm import Kind, Segment
 from lightcache.shm.segment import free_dead_slots
 from lightcache.shm.sync import AtomicU64, RobustLock
+from lightcache.storage.service.messages import VERSION
 from lightcache.storage.tiers import TAKEN, ReadPolicy, TierStats
 
-_KEPT = ("service", "phase", "pid", "since_ns", "read_policy", "read_us", "grace_us")
+_KEPT = (
+    *("service", "phase", "pid", "since_ns", "read_policy", "read_us", "grace_us"),
+    "wants_tokens",
+)
 COUNTED = ("taken", "malformed", "halves", "late", "orphans", "lost", "full")
 """What a service counts of its messages."""
 GAUGES = ("queued", "running", "stuck", "writing")
@@ -41,6 +45,7 @@ _WORDS = (
     *(f"given_{name}" for name in TAKEN),
 )
 _PLACE = {name: 8 * i for i, name in enumerate(_WORDS)}
+_FACTS = f"messages {VERSION}; {' '.join(_WORDS)}"  # who speaks otherwise does not attach
 _POLICIES: tuple[ReadPolicy, ...] = get_args(ReadPolicy)
 _STATES: tuple[Any, ...] = ("closed", "open", "half-open")
 _NAME_PART = 120  # of the cache's name in ours: the rest is for the UUID and a client's number
@@ -100,7 +105,7 @@ class Board:
             board_name(cache.name, cache.index.segment.uuid),
             8 * len(_WORDS),
             config={"cache": cache.name},
-            layout_facts=" ".join(_WORDS),
+            layout_facts=_FACTS,
             lifetime="attached",
             group=group_of(cache),
             reaper=free_dead_slots,
@@ -116,8 +121,7 @@ class Board:
         """
         with Segment.attach(cache_name, readonly=True, kind=Kind.INDEX, group=group) as index:
             name = board_name(cache_name, index.uuid)
-        facts = " ".join(_WORDS)
-        return cls._over(Segment.attach(name, readonly=True, layout_facts=facts, group=group))
+        return cls._over(Segment.attach(name, readonly=True, layout_facts=_FACTS, group=group))
 
     @classmethod
     def _over(cls, segment: Segment) -> Board:
@@ -192,11 +196,14 @@ class Board:
         self.store(**{name: each for name, each in words.items() if each != self._said.get(name)})
         self._said = words
 
-    def begin(self, policy: ReadPolicy, read_seconds: float, grace: float) -> None:
+    def begin(
+        self, policy: ReadPolicy, read_seconds: float, grace: float, *, wants_tokens: bool
+    ) -> None:
         """What clients should know of the tier."""
         read_us, grace_us = (round(min(each, 1e9) * 1e6) for each in (read_seconds, grace))
         self.store(read_policy=_POLICIES.index(policy), read_us=read_us, grace_us=grace_us)
-        self.store(phase=Phase.SERVING)
+        self.store(wants_tokens=wants_tokens)
+        self.store(phase=Phase.SERVING)  # last: from here on clients go by all of it
 
     def end(self, phase: Phase) -> None:
         """Take no more tasks; with `Phase.NONE`: serve no more. May be called again."""
@@ -216,6 +223,11 @@ class Board:
         """The read policy of who serves, or did last; its seconds, and the tier's `grace`."""
         chosen = _POLICIES[self._load("read_policy") % len(_POLICIES)]
         return chosen, self._load("read_us") / 1e6, self._load("grace_us") / 1e6
+
+    @property
+    def wants_tokens(self) -> bool:
+        """Whether the storage of who serves, or did last, wants token ids."""
+        return bool(self._load("wants_tokens"))
 
     def give(self) -> Counter[str]:
         """Of `TAKEN`, what nobody was given before. Who is killed in here takes it along."""

@@ -1,38 +1,30 @@
 """What clients and the storage service tell each other: bytes, checked strictly.
 
-A ring's message is a `Part`: a head, and as much of a body as fits. A task's body (`Ask`) is split
-into as many parts as it takes, in order; whoever reads them puts them together (`Halves`). The
-answers are `Answer`s, one message each. All integers are little-endian; times are CLOCK_MONOTONIC,
-which the processes of a node have in common.
+A ring's message is a `Part`: a head, and as much of a body as fits. A task's body (see `bodies`) is
+split into as many parts as it takes, in order; whoever reads them puts them together (`Halves`).
+The answers are `Answer`s, one message each. All integers are little-endian.
 """
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
-import numpy as np
-
-from lightcache.namespaces import NAME_BYTES, Namespace
-from lightcache.storage.protocol import Keys
 from lightcache.storage.tasks import COUNTS, TaskState
 
-VERSION = 1
+VERSION = 2
 PART_BYTES = 16 << 10
 """Of a message to the service: some thousand keys."""
 ANSWER_BYTES = 1 << 10
-MOST_KEYS = 1 << 16
-"""Of one task: more would not pass through the ring in one piece."""
+MOST_PARTS = 240
+"""Of one task: more would not pass through the ring in one piece, with those of others."""
 
 _MAGIC = b"lcST"
 _HEAD = struct.Struct("<4sBBHIHHQQ")
-_BODY = struct.Struct("<ddqQQIIIHH")
 _ANSWER = struct.Struct(f"<4sBBHQI{len(COUNTS)}I")
 _STATES = tuple(TaskState)
-_NO_TOKENS = -1
 
 
 class Malformed(Exception):
@@ -50,9 +42,13 @@ class Kind(IntEnum):
     CANCEL = 5
     ANSWER = 6
     """The other way."""
+    PUBLISH = 7
+    """Of a prefetch with `hold`: a task of its own."""
 
 
-_TASKS = (Kind.WRITE, Kind.PREFETCH, Kind.DEEPEST)
+_TASKS = (Kind.WRITE, Kind.PREFETCH, Kind.DEEPEST, Kind.PUBLISH)
+MOST_BYTES = MOST_PARTS * (PART_BYTES - _HEAD.size)
+"""Of a body."""
 
 
 @dataclass(frozen=True)
@@ -95,80 +91,6 @@ class Part:
         if (kind in _TASKS) != bool(data) or (kind not in _TASKS and parts != 1):
             raise Malformed(f"{len(data)} bytes in part {part} of {parts} of kind {kind}")
         return cls(Kind(kind), pid, client, task, part, parts, data)
-
-
-@dataclass(frozen=True)
-class Ask:
-    """A task: the body of `WRITE`, `PREFETCH` and `DEEPEST`."""
-
-    end: float
-    """When its time is up, by CLOCK_MONOTONIC."""
-    timeout: float
-    """Seconds that it had."""
-    keys: Keys
-    namespace: Namespace
-    tokens: int | None = None
-    """Of a write."""
-    request: int | None = None
-    """Of a write, of the client's."""
-    start: int = 0
-    """Of a prefetch."""
-    most: int = 0
-    """Of a `DEEPEST`."""
-
-    def pack(self) -> bytes:
-        """Its bytes."""
-        space = self.namespace
-        weights, tenant = space.weights.encode(), space.tenant.encode()
-        body = _BODY.pack(
-            self.end,
-            self.timeout,
-            _NO_TOKENS if self.tokens is None else self.tokens,
-            0 if self.request is None else self.request,
-            space.ref,
-            self.request is not None,
-            self.start,
-            self.most,
-            len(weights),
-            len(tenant),
-        )
-        return b"".join((body, weights, tenant, self.keys.astype("<u8", copy=False).tobytes()))
-
-    @classmethod
-    def unpack(cls, body: bytes) -> Ask:
-        """Read one.
-
-        Raises:
-            Malformed: it is none.
-        """
-        if len(body) < _BODY.size:
-            raise Malformed(f"{len(body)} bytes are no task")
-        end, timeout, tokens, request, ref, has, start, most, weights, tenant = _BODY.unpack_from(
-            body
-        )
-        at = _BODY.size + weights + tenant
-        keys = len(body) - at
-        if max(weights, tenant) > NAME_BYTES or keys < 0 or keys % 16 or keys // 16 > MOST_KEYS:
-            raise Malformed(f"{len(body)} bytes, names of {weights} and {tenant}")
-        if math.isnan(end) or math.isnan(timeout) or tokens < _NO_TOKENS or has not in (0, 1):
-            raise Malformed(f"end {end}, timeout {timeout}, {tokens} tokens")
-        if ref > 0xFFFFFFFF:
-            raise Malformed(f"namespace {ref:#x}")
-        try:
-            names = [body[_BODY.size : at - tenant].decode(), body[at - tenant : at].decode()]
-        except UnicodeDecodeError as error:
-            raise Malformed(str(error)) from None
-        found = np.frombuffer(body, "<u8", offset=at).astype(np.uint64).reshape(-1, 2)
-        return cls(
-            end=end,
-            timeout=timeout,
-            keys=found,
-            namespace=Namespace(names[0], names[1], ref),
-            tokens=None if tokens == _NO_TOKENS else tokens,
-            request=request if has else None,
-            start=start,
-            most=most,
-        )
 
 
 @dataclass(frozen=True)
@@ -241,7 +163,7 @@ class Halves:
         if part.part != len(self._parts):
             raise Malformed(f"part {part.part} of {part.parts} without those before it")
         room = PART_BYTES - _HEAD.size
-        if (part.part + 1 < part.parts and len(part.data) != room) or part.parts > _MOST_PARTS:
+        if (part.part + 1 < part.parts and len(part.data) != room) or part.parts > MOST_PARTS:
             self._parts.clear()
             raise Malformed(f"part {part.part} of {part.parts} has {len(part.data)} bytes")
         self._parts.append(part)
@@ -265,14 +187,13 @@ def _follows(before: Part, part: Part) -> bool:
     return same and part.part == before.part + 1
 
 
-_MOST_PARTS = -(-(_BODY.size + 2 * NAME_BYTES + 16 * MOST_KEYS) // (PART_BYTES - _HEAD.size))
-
 __all__ = [
     "ANSWER_BYTES",
-    "MOST_KEYS",
+    "MOST_BYTES",
+    "MOST_PARTS",
     "PART_BYTES",
+    "VERSION",
     "Answer",
-    "Ask",
     "Halves",
     "Kind",
     "Malformed",

@@ -18,19 +18,18 @@ from lightcache.storage.arguments import Deadline
 from lightcache.storage.breaker import log
 from lightcache.storage.protocol import Storage
 from lightcache.storage.service import rings
-from lightcache.storage.service.answering import Answers, Served
+from lightcache.storage.service.answering import Answers
 from lightcache.storage.service.board import COUNTED, Board, Phase
-from lightcache.storage.service.messages import Ask, Kind, Malformed, Part
-from lightcache.storage.service.peers import Peer, Peers
+from lightcache.storage.service.carrying import Carrying
+from lightcache.storage.service.messages import Malformed
+from lightcache.storage.service.peers import Peers
 from lightcache.storage.service.status import ServiceStats, stats_of
-from lightcache.storage.tasks import StorageTask
 from lightcache.storage.worker import StorageTier
 
 _IDLE = 0.05  # seconds of waiting for a message between two looks around
 _PAUSE = 0.01  # seconds until it is looked again whether more tasks may be taken
 _LOOK = 0.25  # seconds between two looks at clients, and at the cache
 _SWEEP = 10.0  # seconds between two sweeps of rings of clients that we have not met
-_LONGEST = 1e6  # seconds of a task, whatever its client said: timers end somewhere
 _BATCH = 16  # messages that a kill of the service may take along
 
 
@@ -81,6 +80,7 @@ class StorageService:
             stack.callback(self._ring.close)
             self._peers = Peers(cache, self._counted)
             self._answers = Answers(self._publish, self._lose)
+            self._carrying = Carrying(self._tier, self._peers, self._answers, self._counted)
             self._publish()
             self._thread = threading.Thread(
                 target=self._serve, name="lightcache-storage-service", daemon=True
@@ -88,7 +88,12 @@ class StorageService:
             stack.callback(self._answers.close)
             self._answers.start()
             # Before the thread, which may end at once and say that nobody serves.
-            self._board.begin(self._tier.read_policy, self._tier.read_seconds, self._tier._grace)
+            self._board.begin(
+                self._tier.read_policy,
+                self._tier.read_seconds,
+                self._tier._grace,
+                wants_tokens=self._tier.wants_tokens,
+            )
             self._thread.start()
             stack.pop_all()
 
@@ -137,6 +142,7 @@ class StorageService:
         self._looked = time.monotonic()
         self.cache.index.segment.check_usable()
         self._peers.part()
+        self._carrying.holds.look()
         if self._looked - self._swept >= _SWEEP:
             self._swept = self._looked
             sweep(prefix=rings.prefix(self.cache))
@@ -144,50 +150,7 @@ class StorageService:
 
     def _take(self, message: bytes) -> None:
         self._counted["taken"] += 1
-        part = Part.unpack(message)
-        peer = self._peers.meet(part.pid, part.client)
-        if peer is None:
-            self._counted["orphans"] += 1
-            return
-        if part.kind in (Kind.STOP, Kind.CANCEL):
-            task = self._answers.find(part.client, part.task)
-            if task is not None:
-                task._stop() if part.kind is Kind.STOP else task.cancel()
-            return
-        body = peer.halves.add(part)
-        if body is None:
-            return
-        if self._answers.find(part.client, part.task) is not None:
-            raise Malformed(f"a second task of number {part.task}")
-        self._carry_out(peer, part, Ask.unpack(body))
-
-    def _carry_out(self, peer: Peer, part: Part, ask: Ask) -> None:
-        left = min(ask.end - self._tier.clock(), ask.timeout, _LONGEST)
-        if left <= 0:
-            self._counted["late"] += 1
-            reason = f"timed out: not done within {ask.timeout:g} s, all of it in the queue"
-            task = self._failed(part, ask, reason)
-        else:
-            try:
-                task = self._begin(part, ask, left)
-            except LightcacheError as error:
-                task = self._failed(part, ask, str(error))
-        self._answers.serve(Served(peer, part.client, part.task, task))
-
-    def _begin(self, part: Part, ask: Ask, left: float) -> StorageTask:
-        how: Any = {"namespace": ask.namespace, "timeout": left}
-        if part.kind is Kind.WRITE:
-            # Two clients' requests of one number are not the same.
-            request = None if ask.request is None else (part.client, ask.request)
-            return self._tier.write(ask.keys, request, tokens=ask.tokens, **how)
-        if part.kind is Kind.PREFETCH:
-            return self._tier.prefetch(ask.keys, ask.start, **how)
-        return self._tier.prefetch_deepest(ask.keys, most=ask.most, **how)
-
-    def _failed(self, part: Part, ask: Ask, reason: str) -> StorageTask:
-        kind = "write" if part.kind is Kind.WRITE else "read"
-        pages = max(0, len(ask.keys) - ask.start)
-        return self._tier._nothing(kind, pages, reason, failed=pages)  # type: ignore[arg-type]
+        self._carrying.take(message)
 
     # ---- figures
 

@@ -1,0 +1,274 @@
+"""Storage services and clients of which one does not answer, or does not listen."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support.serving import client, failing, held_lock, push, silent
+from support.storing import (
+    KEYS,
+    cache,
+    full,
+    sound,
+)
+
+from lightcache import (
+    Cache,
+    CacheCorrupted,
+    LockTimeout,
+)
+from lightcache.shm import layout, ofd
+from lightcache.shm.objects import OpenObject
+from lightcache.storage import StorageTask, TaskState
+from lightcache.storage.service import StorageClient, StorageService, rings
+from lightcache.storage.service.answering import Served
+from lightcache.storage.service.asking import Silence
+from lightcache.storage.service.messages import Answer, Kind, Part
+from lightcache.storage.service.peers import Peer
+
+FINISHED, FAILED = TaskState.FINISHED, TaskState.FAILED
+Wait = Callable[[Callable[[], bool], str], None]
+
+__all__ = ["cache", "client"]
+
+
+# ---------------------------------------------------------------- a service that is silent
+
+
+def test_tasks_of_a_silent_service_end_and_it_is_left_alone(cache: Cache, caplog: Any) -> None:
+    now = [0.0]
+    with StorageService(cache, full(cache), grace=0.0) as service:
+        with StorageClient(cache, timeout=0.0, grace=0.0, failures=3, clock=lambda: now[0]) as one:
+            gate = silent(service)
+            with caplog.at_level(logging.WARNING):
+                for _ in range(3):
+                    task = one.prefetch(KEYS)
+                    assert "does not say" in task.wait(60.0).reasons[0]
+                    assert task.state is FAILED
+                task = one.prefetch(KEYS)
+                assert task.over
+                assert "did not answer 3 tasks" in task.result.reasons[0]
+                assert one.write(KEYS).over
+            texts = [record.getMessage() for record in caplog.records]
+            assert sum("did not answer 3 tasks" in text for text in texts) == 1
+            now[0] = 5.0  # it is tried again: one failure is enough now
+            one.prefetch(KEYS).wait(60.0)
+            assert one.prefetch(KEYS).over
+            gate.set()
+            now[0] = 10.0
+            one.prefetch(KEYS, timeout=60.0).wait(60.0)
+            again = one.prefetch(KEYS, timeout=60.0).wait(60.0)
+            assert again.reasons[0].endswith("in the queue")  # its clock is not ours: but it speaks
+
+
+def test_silence_is_counted_in_a_row() -> None:
+    now = [0.0]
+    silence = Silence(2, 5.0, lambda: now[0])
+    for _ in range(2):
+        silence.unanswered()
+        assert silence.reason == ""
+        silence.answered()
+    silence.unanswered()
+    silence.unanswered()
+    assert "2 tasks in a row" in silence.reason
+    now[0] = 5.0
+    assert silence.reason == ""
+    silence.unanswered()
+    assert silence.reason
+
+
+def test_a_full_queue_refuses(cache: Cache) -> None:
+    with StorageService(cache, full(cache), most=1) as service, StorageClient(cache) as client:
+        gate = silent(service)
+        tasks = [client.prefetch(KEYS) for _ in range(rings.TASKS + 40)]
+        refused = [task for task in tasks if task.over]
+        assert 20 < len(refused) <= 40
+        assert "cannot be asked" in refused[0].result.reasons[0]
+        gate.set()
+        for task in tasks:
+            task.wait(60.0)
+        assert sound(cache, KEYS) == 20
+
+
+def test_a_service_whose_thread_fails_says_that_it_does_not_serve(cache: Cache) -> None:
+    with StorageService(cache, full(cache)) as service, StorageClient(cache) as client:
+        service._look_around = failing(RuntimeError("ours"))  # type: ignore[method-assign]
+        assert service.wait(60.0)
+        assert service.why == "RuntimeError('ours')"
+        assert not client.service().serving
+        task = client.prefetch(KEYS)
+        assert (task.state, task.result.failed) == (FAILED, 20)
+
+
+# ---------------------------------------------------------------- answers
+
+
+def test_the_end_of_a_task_is_told_when_it_was_counted() -> None:
+    task = StorageTask("read", 4, None)
+    served = Served(None, 1, 2, task)  # type: ignore[arg-type]
+    task._reach(4)
+    task._end(failed=False)
+    found = Answer.unpack(served.answer())
+    assert (found.task, found.state, found.prefix) == (2, TaskState.RUNNING, 4)
+    task._settle()
+    assert Answer.unpack(served.answer()).state is FINISHED
+
+
+def test_answers_that_nobody_reads_are_lost(cache: Cache, wait_until: Wait) -> None:
+    how: Any = {"grace": 0.0}
+    with (
+        StorageService(cache, full(cache), **how) as service,
+        StorageClient(cache, **how) as client,
+    ):
+        client._messages = list  # type: ignore[method-assign]
+        ring = rings.find_answers(cache, client._pid, client._client)
+        while ring.push_many([b"x"] * 256):
+            pass
+        task = client.prefetch(KEYS, timeout=0.5)
+        wait_until(lambda: sound(cache, KEYS) == 20, "the pages, which come all the same")
+        wait_until(lambda: service.stats().lost > 0, "answers that found no room")
+        assert task.wait(60.0).reasons[0].startswith("timed out")
+        ring.close()
+
+
+def test_an_end_that_found_no_room_is_told_again(cache: Cache, wait_until: Wait) -> None:
+    with StorageService(cache, full(cache)) as service, StorageClient(cache) as client:
+        client._messages = list  # type: ignore[method-assign]
+        with rings.find_answers(cache, client._pid, client._client) as ring:
+            while ring.push_many([b"x"] * 256):
+                pass
+            task = client.prefetch(KEYS, timeout=600.0)
+            wait_until(lambda: service.stats().tier.tasks_finished == 1, "the end")
+            wait_until(lambda: service.stats().lost > 0, "answers that found no room")
+            (peer,) = service._peers._every()
+            pushes, whole = [], peer.push
+            peer.push = lambda some: (pushes.append(some), whole(some))[1]  # type: ignore
+            wait_until(lambda: len(pushes) == 2, "that it is tried again, in vain")
+            del client._messages
+            assert task.wait(60.0).loaded == 20
+        assert service.stats().lost == 1  # once, however often it was tried
+
+
+def test_nothing_is_told_again_to_who_is_gone(cache: Cache, wait_until: Wait) -> None:
+    with StorageService(cache, full(cache)) as service:
+        with StorageClient(cache) as client:
+            client._messages = list  # type: ignore[method-assign]
+            with rings.find_answers(cache, client._pid, client._client) as ring:
+                while ring.push_many([b"x"] * 256):
+                    pass
+            client.prefetch(KEYS, timeout=600.0)
+            wait_until(lambda: service.stats().tier.tasks_finished == 1, "the end")
+            client.close(0.0)
+        wait_until(lambda: not service._answers._untold, "the end of telling")
+        wait_until(lambda: service.stats().clients == 0, "the client that left")
+
+
+@pytest.mark.parametrize("service_goes", [True, False])
+def test_answers_that_nobody_listened_to_in_time(
+    cache: Cache, wait_until: Wait, service_goes: bool
+) -> None:
+    """More of them than are heard at once lie in the ring when the listener comes to it: of a
+    service that is gone meanwhile, or of tasks that are overdue."""
+    late, gate, told = [0.0], threading.Event(), threading.Event()
+
+    def clock() -> float:
+        return time.monotonic() + late[0]
+
+    with StorageService(cache, full(cache)) as service, StorageClient(cache, clock=clock) as client:
+        client._messages = lambda: (gate.wait(60.0), [])[1]  # type: ignore
+        whole = service._answers._tell_of
+        told.set()
+
+        def tell_of(news: Any) -> None:
+            told.clear()
+            whole(news)
+            told.set()
+
+        service._answers._tell_of = tell_of  # type: ignore[method-assign]
+        tasks = [client.prefetch(KEYS) for _ in range(70)]
+        wait_until(
+            lambda: service.stats().taken == 70 and not len(service._answers) and told.is_set(),
+            "the last answer",
+        )
+        assert len(client._answers) >= 70
+        assert service.stats().lost == 0
+        if service_goes:
+            service.close()
+        else:
+            late[0] = 1000.0
+        gate.set()
+        assert {task.wait(60.0).prefix for task in tasks} == {20}
+        assert {task.state for task in tasks} == {FINISHED}
+
+
+def test_answers_go_out_though_figures_do_not(cache: Cache) -> None:
+    with StorageService(cache, full(cache)) as service, StorageClient(cache) as client:
+        service._answers._publish = failing(RuntimeError("ours"))
+        assert client.prefetch(KEYS).wait(60.0).loaded == 20
+
+
+def test_answers_that_cannot_be_taken_out(cache: Cache) -> None:
+    with StorageService(cache, full(cache)) as service, StorageClient(cache) as client:
+        client._messages = failing(CacheCorrupted("broken"))  # type: ignore[method-assign]
+        assert "cannot be heard: broken" in client.prefetch(KEYS).wait(60.0).reasons[0]
+        client._messages = failing(RuntimeError("ours"))  # type: ignore[method-assign]
+        task = client.prefetch(KEYS)
+        assert service.close()
+        task.wait(60.0)  # looks at who serves do not end
+        assert task.state is FINISHED
+
+
+def test_an_answer_that_cannot_be_used_takes_no_other_along(client: StorageClient) -> None:
+    heard: list[bytes] = []
+
+    def hear(message: bytes) -> None:
+        heard.append(message)
+        raise RuntimeError("ours")
+
+    client._hear = hear  # type: ignore[method-assign]
+    client._hear_all([b"first", b"second"])
+    assert heard == [b"first", b"second"]
+
+
+def test_only_answers_that_were_not_pushed_are_lost() -> None:
+    class Ring:
+        def push_many(self, messages: list[bytes]) -> int:
+            if len(messages) < 3:
+                raise LockTimeout("held")
+            return 1
+
+    peer = Peer(Ring())  # type: ignore[arg-type]
+    assert peer.push([b"a", b"b", b"c"]) == 2
+    assert peer.push([b"d"]) == 1  # mute for a while
+
+
+# ---------------------------------------------------------------- who is stopped
+
+
+def test_a_lock_that_is_held_holds_up_one_call(cache: Cache) -> None:
+    with StorageService(cache, full(cache)), StorageClient(cache) as client:
+        with held_lock(cache, client):
+            task = client.prefetch(KEYS)
+            assert "the lock" in task.result.reasons[0]
+            assert "holds the lock" in client.prefetch(KEYS).result.reasons[0]
+
+
+def test_a_client_that_is_stopped_while_it_leaves_holds_up_nobody_else(cache: Cache) -> None:
+    with (
+        StorageService(cache, full(cache)) as service,
+        StorageClient(cache) as client,
+        StorageClient(cache) as leaving,
+    ):
+        own = (leaving._pid, leaving._client)
+        opened = OpenObject.open(rings.answers_name(cache, *own), writable=True)
+        assert opened is not None
+        with contextlib.closing(opened), ofd.locked(opened.fd, layout.BYTE_LIFE, timeout=60.0):
+            push(cache, Part(Kind.CANCEL, *own, 1, 0, 1, b"").pack())
+            assert client.prefetch(KEYS).wait(5.0).loaded == 20  # not the 10 s of an attach
+        assert service.stats().orphans == 1

@@ -1,0 +1,195 @@
+"""Tasks that a storage service carries out, its figures, and messages that are none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from support.serving import ServedTier, push
+from support.storing import (
+    KEYS,
+    PAGE_BYTES,
+    Recorder,
+    cache,
+    empty,
+    fill,
+    full,
+    make_cache,
+)
+
+from lightcache import (
+    Cache,
+)
+from lightcache.storage import Fault, FlakyStorage, StorageSpec, TaskState
+from lightcache.storage.conformance import make_keys
+from lightcache.storage.service import StorageClient, StorageService, rings, service_stats
+from lightcache.storage.service.messages import PART_BYTES, Kind, Part
+
+FINISHED, FAILED = TaskState.FINISHED, TaskState.FAILED
+Wait = Callable[[Callable[[], bool], str], None]
+
+__all__ = ["cache"]
+
+
+# ---------------------------------------------------------------- tasks
+
+
+def test_long_chains(segment_name: str) -> None:
+    keys = make_keys(2500, seed=9)
+    with make_cache(segment_name, pages=2600) as cache:
+        fill(cache, keys)
+        with ServedTier(cache, empty(cache), group=500, write_pages=2600) as tier:
+            assert tier.write(keys).wait(60.0).stored == 2500
+            while cache.stats().ready:
+                cache.evict(2600)
+            assert tier.prefetch(keys).wait(60.0).loaded == 2500
+            task = tier.prefetch(make_keys((1 << 16) + 1, seed=3))
+            assert task.over
+            assert "more than one task" in task.result.reasons[0]
+
+
+def test_cancelling(cache: Cache, wait_until: Wait) -> None:
+    storage = Recorder(StorageSpec.of(cache))
+    storage.gate.clear()
+    fill(cache, KEYS)
+    with ServedTier(cache, storage, threads=1, group=4, write_pages=96) as tier:
+        first, second = tier.write(KEYS), tier.write(KEYS[:6])
+        assert storage.arrived.acquire(timeout=60.0)
+        second.cancel()
+        assert second.wait(60.0).reasons == ("cancelled",)
+        first.cancel()
+        (job,) = tier.serving._tier._crew.running
+        wait_until(lambda: job._given_up, "the word to cancel")
+        storage.gate.set()
+        assert first.wait(60.0).reasons == ("cancelled",)
+    assert storage.calls == [("contains", 20), ("write", 4)]
+
+
+def test_taking_what_there_is(cache: Cache, wait_until: Wait) -> None:
+    flaky = FlakyStorage(full(cache), script={"read": [None, Fault("hang", at=1)]})
+    with ServedTier(cache, flaky, group=8, read_policy="best_effort") as tier:
+        assert tier.read_policy == "best_effort"
+        task = tier.prefetch(KEYS)
+        assert flaky.wait_hanging()
+        wait_until(lambda: task.pages_done == 8, "the first group")
+        assert task.take().prefix == 8
+        wait_until(
+            lambda: next(iter(tier.serving._tier._crew.running)).stopping, "the word to stop"
+        )
+        flaky.let_go()
+        assert task.wait(60.0).prefix == 16  # the group at hand, and nothing more
+        assert task.state is FINISHED
+
+
+def test_taking_behind_a_deadline(cache: Cache) -> None:
+    flaky = FlakyStorage(full(cache), script={"read": [Fault("hang", at=1)]})
+    with ServedTier(cache, flaky, read_policy="deadline", read_seconds=0.01) as tier:
+        task = tier.prefetch(KEYS)
+        assert task.take().prefix == 0
+        assert not task.over
+        flaky.let_go()
+        task.wait(60.0)
+    with ServedTier(cache, full(cache), read_policy="deadline", read_seconds=60.0) as tier:
+        assert tier.prefetch(KEYS).take().prefix == 20
+
+
+def test_a_task_that_may_take_for_ever(cache: Cache) -> None:
+    with ServedTier(cache, full(cache)) as tier:
+        assert tier.prefetch(KEYS, timeout=float("inf")).wait(60.0).loaded == 20
+        assert tier.prefetch(KEYS, timeout=1e300).wait(60.0).present == 20
+        assert tier._crew._threads[-1].is_alive()
+
+
+# ---------------------------------------------------------------- figures
+
+
+def test_figures_are_given_once(cache: Cache) -> None:
+    fill(cache, KEYS)
+    with ServedTier(cache, empty(cache)) as tier, StorageClient(cache) as other:
+        tier.write(KEYS).wait(60.0)
+        assert other._take_figures() == {"written_bytes": 20 * PAGE_BYTES}
+        assert tier._take_figures() == other._take_figures() == {}
+        other.write(KEYS[:3]).wait(60.0)
+        cache.evict(96)
+        tier.prefetch(KEYS[:5]).wait(60.0)
+        assert tier._take_figures() == {"read_bytes": 5 * PAGE_BYTES}
+        assert tier.stats() == other.stats()
+        assert service_stats(cache.name).tier == tier.stats()
+
+
+def test_a_figure_that_is_counted_stands_behind_what_it_counts(
+    cache: Cache, wait_until: Wait
+) -> None:
+    """Words are stored one after another, and others read in between."""
+    with StorageService(cache, full(cache)) as service, StorageClient(cache) as client:
+        half = Part(
+            Kind.WRITE, client._pid, client._client, 1 << 40, 0, 2, b"x" * (PART_BYTES - 32)
+        )
+        push(cache, half.pack())
+        board, seen = service._board, []
+        whole = board._words["halves"].store
+
+        def store(value: int) -> None:
+            seen.append((value, board.read()["clients"]))
+            whole(value)
+
+        board._words["halves"].store = store  # type: ignore[method-assign]
+        wait_until(lambda: service.stats().clients == 1, "its half")
+        client.close()
+        wait_until(lambda: service.stats().halves == 1, "the half that is dropped")
+        assert seen[-1] == (1, 0)
+
+
+def test_who_was_killed_has_nothing_at_hand(cache: Cache) -> None:
+    with StorageClient(cache) as client:
+        with StorageService(cache, full(cache)):
+            client.prefetch(KEYS).wait(60.0)
+        names = ("queued", "running", "stuck", "writing", "clients")
+        client._board.store(**dict.fromkeys(names, 3))  # as a kill leaves them
+        found = client.service()
+        assert [getattr(found.tier, name) for name in names[:-1]] == [0, 0, 0, 0]
+        assert found.clients == 0
+        assert found.tier == client.stats()
+        assert found.tier.loaded == 20
+
+
+# ---------------------------------------------------------------- strange messages
+
+
+def test_malformed_messages_are_counted_and_passed_over(cache: Cache, wait_until: Wait) -> None:
+    with StorageService(cache, full(cache)) as service, StorageClient(cache) as client:
+        own = (client._pid, client._client)
+        bad = [
+            b"",
+            b"nonsense",
+            Part(Kind.WRITE, *own, 1 << 40, 0, 1, b"no body").pack(),
+            Part(Kind.WRITE, *own, 1 << 40, 1, 2, b"no first part").pack(),
+        ]
+        push(cache, *bad)
+        wait_until(lambda: service.stats().malformed == 4, "four malformed messages")
+        push(cache, Part(Kind.CANCEL, *own, 1 << 40, 0, 1, b"").pack())  # of nothing: nothing
+        assert client.prefetch(KEYS).wait(60.0).loaded == 20
+        assert service.stats().malformed == 4
+
+
+def test_messages_of_who_is_gone_are_counted(cache: Cache, wait_until: Wait) -> None:
+    with StorageService(cache, full(cache)) as service, StorageClient(cache) as client:
+        push(cache, Part(Kind.WRITE, 1, 2, 3, 0, 1, b"x").pack())
+        wait_until(lambda: service.stats().orphans == 1, "a message of nobody")
+        half = Part(
+            Kind.WRITE, client._pid, client._client, 1 << 40, 0, 2, b"x" * (PART_BYTES - 32)
+        )
+        push(cache, half.pack())
+        assert client.prefetch(KEYS).wait(60.0).loaded == 20
+        assert service.stats().halves == 1
+        push(cache, half.pack())
+        wait_until(lambda: service.stats().taken == 4, "the other half")
+        client.close()
+        wait_until(lambda: service.stats().clients == 0, "the client that left")
+        assert service.stats().halves == 2
+
+
+def test_a_malformed_answer_is_passed_over(cache: Cache) -> None:
+    with StorageService(cache, full(cache)), StorageClient(cache) as client:
+        with rings.find_answers(cache, client._pid, client._client) as ring:
+            ring.push(b"nonsense")
+        assert client.prefetch(KEYS).wait(60.0).loaded == 20
