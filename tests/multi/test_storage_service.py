@@ -326,6 +326,25 @@ def test_two_services(sides: Any, cache: Cache, where: Path, tmp_path: Path) -> 
     serve(sides, cache, where).end()
 
 
+def test_of_services_that_come_at_once_one_serves(sides: Any, cache: Cache, where: Path) -> None:
+    several = [sides("serve", cache.name, where, SLOTS) for _ in range(3)]
+    pipes = {each.process.stdout: each for each in several}
+    serving: list[Side] = []
+    while pipes:
+        ready, _, _ = select.select(list(pipes), [], [], LIMIT)
+        assert ready, "they say nothing"
+        for pipe in ready:
+            side = pipes.pop(pipe)
+            if pipe.readline():
+                serving.append(side)
+            else:
+                assert side.process.wait(LIMIT) == 1
+    (one,) = serving
+    assert figures(one, cache).pid == one.process.pid
+    write_one(cache)
+    assert one.end() == 0
+
+
 def test_all_of_them_are_killed(
     sides: Any, segment_name: str, where: Path, wait_until: Wait
 ) -> None:
