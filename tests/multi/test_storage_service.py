@@ -22,10 +22,10 @@ from support.servers import hold
 from support.storing import fill, make_cache, nothing_is_held, sound
 
 from lightcache import Cache, NotReady
-from lightcache.shm import sweep
+from lightcache.shm import layout, sweep
 from lightcache.storage import StorageSpec, TaskState
 from lightcache.storage.disk import DiskStorage
-from lightcache.storage.service import ServiceStats, StorageClient, service_stats
+from lightcache.storage.service import ServiceStats, StorageClient, rings, service_stats
 
 pytestmark = [pytest.mark.crash]
 
@@ -324,6 +324,36 @@ def test_two_services(sides: Any, cache: Cache, where: Path, tmp_path: Path) -> 
     assert second.process.wait(LIMIT) == 1
     first.kill()
     serve(sides, cache, where).end()
+
+
+def test_a_client_that_was_stopped_hears_what_became_of_its_task(
+    sides: Any, cache: Cache, where: Path, wait_until: Wait
+) -> None:
+    service = serve(sides, cache, where)
+    write_one(cache)
+    client = sides("hold", cache.name, 0)
+    assert client.says() == str(PROMPT)
+    with rings.tasks(cache) as ring:
+        at = ring.segment.address + layout.LOCK_OFFSET
+        lock = layout.LockRecord.from_address(at)
+        service.stop()
+        while lock.word:  # stopped in a pop, it would keep the client from pushing
+            service.signal(signal.SIGCONT)
+            service.stop()
+        client.go_on()
+        # Behind its push: with the lock it would hold up the others.
+        wait_until(lambda: len(ring) == 1 and lock.word == 0, "what it asks for")
+        client.stop()
+    service.signal(signal.SIGCONT)
+    keys: Any = prompt(0, 0)
+    wait_until(lambda: cache.peek(keys) == PROMPT, "the pages that were held")
+    with StorageClient(cache) as other:
+        assert other.prefetch(keys).wait(LIMIT).present == PROMPT
+    client.signal(signal.SIGCONT)
+    assert client.says() == str(PROMPT)
+    client.go_on()
+    assert client.end() == 0
+    assert service.end() == 0
 
 
 def test_of_services_that_come_at_once_one_serves(sides: Any, cache: Cache, where: Path) -> None:
