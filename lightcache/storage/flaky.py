@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
-from lightcache.errors import ConfigError, StorageError
+from lightcache.errors import StorageError
 from lightcache.storage.arguments import (
     Clock,
     Counters,
@@ -22,6 +22,7 @@ from lightcache.storage.arguments import (
 )
 from lightcache.storage.calls import Calls, Owned
 from lightcache.storage.faults import Fault, Operation, Plan, Planner, Rates, Script
+from lightcache.storage.options import Options
 from lightcache.storage.protocol import (
     Buffer,
     Keys,
@@ -82,18 +83,16 @@ class FlakyStorage(Owned):
     @classmethod
     def open(cls, options: Mapping[str, str], inner: Storage) -> FlakyStorage:
         """As in `flaky:read_fail=0.1,corrupt=0.01,seed=3:memory:`; the names are those of `Rates`,
-        and `seed`."""
-        known = {each.name for each in fields(Rates)}
-        if unknown := set(options) - known - {"seed"}:
-            raise ConfigError(
-                f"flaky: expected {sorted(known | {'seed'})}, found {sorted(unknown)}"
-            )
-        try:
-            seed = int(options.get("seed", "0"))
-            rates = {name: float(text) for name, text in options.items() if name != "seed"}
-        except ValueError as error:
-            raise ConfigError(f"flaky: expected numbers: {error}") from None
-        return cls(inner, rates=Rates(**rates), seed=seed)
+        and `seed`.
+
+        Raises:
+            ConfigError: an option that there is not, or a value that is none.
+        """
+        chances = [each.name for each in fields(Rates) if each.name != "delay"]
+        given = Options("flaky", options, (*chances, "delay", "seed"))
+        rates = {name: given.chance(name) for name in chances}
+        delay, seed = given.seconds("delay", 0.0), given.count("seed", 0, low=0, high=1 << 62)
+        return cls(inner, rates=Rates(**rates, delay=delay), seed=seed)
 
     # ---- what tests do with it
 

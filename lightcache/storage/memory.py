@@ -22,6 +22,7 @@ from lightcache.storage.arguments import (
     checksum,
 )
 from lightcache.storage.calls import Calls, Owned
+from lightcache.storage.options import Options
 from lightcache.storage.protocol import (
     Buffer,
     Keys,
@@ -90,20 +91,18 @@ class MemoryStorage(Owned):
 
     @classmethod
     def open(cls, options: Mapping[str, str], spec: StorageSpec) -> MemoryStorage:
-        """As in `memory:?capacity=1GiB` or `memory:?pages=1000&tokens=yes`."""
-        if unknown := set(options) - {"capacity", "pages", "tokens"}:
-            raise ConfigError(
-                f"memory: expected capacity= or pages=, and tokens=, found {sorted(unknown)}"
-            )
-        tokens = options.get("tokens", "no")
-        if tokens not in ("yes", "no"):
-            raise ConfigError(f"tokens: expected yes or no, found {tokens!r}")
-        try:
-            pages = int(options["pages"]) if "pages" in options else None
-        except ValueError:
-            raise ConfigError(f"pages: expected a number, found {options['pages']!r}") from None
-        capacity = options.get("capacity")
-        return cls(spec, pages=pages, capacity=capacity, tokens=tokens == "yes")
+        """As in `memory:?capacity=1GiB` or `memory:?pages=1000&tokens=yes`.
+
+        Raises:
+            ConfigError: an option that there is not, a value that is none, or both bounds.
+        """
+        given = Options("memory", options, ("capacity", "pages", "tokens"))
+        return cls(
+            spec,
+            pages=given.count("pages", 0, 0, _MOST) if "pages" in given else None,
+            capacity=given.size("capacity"),
+            tokens=given.choice("tokens", ("no", "yes")) == "yes",
+        )
 
     def contains(self, keys: Keys, *, timeout: float) -> int:
         """See `Storage.contains`."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 
 from lightcache.errors import ConfigError
 from lightcache.sizes import parse_size
+
+_INTEGER = re.compile("[+-]?[0-9]+")
 
 
 class Options:
@@ -19,11 +22,16 @@ class Options:
             known: all that there are.
 
         Raises:
-            ConfigError: one that there is not.
+            ConfigError: one that there is not, or that has no value.
         """
         if unknown := sorted(set(given) - set(known)):
             expected = ", ".join(known) or "no options"
             raise ConfigError(f"{scheme}: expected {expected}, found {', '.join(unknown)}")
+        if empty := [name for name, text in given.items() if not text]:
+            name = empty[0]
+            raise ConfigError(
+                f"{scheme}: {name}: expected a value, found none; leave '{name}=' out"
+            )
         self._scheme, self._given = scheme, given
 
     def __contains__(self, name: str) -> bool:
@@ -40,11 +48,31 @@ class Options:
             ConfigError: none, or outside of it.
         """
         text = self._given.get(name, str(default))
-        if not (text.isascii() and text.isdigit() and len(text) < 20 and low <= int(text) <= high):
+        if not _INTEGER.fullmatch(text):
+            raise ConfigError(f"{self._scheme}: {name}: expected a number, found {text[:40]!r}")
+        if not (len(text) < 20 and low <= int(text) <= high):
             raise ConfigError(
-                f"{self._scheme}: {name}: expected a number from {low} to {high}, found {text!r}"
+                f"{self._scheme}: {name}: expected a number from {low} to {high}, found "
+                f"{text[:40]!r}"
             )
         return int(text)
+
+    def chance(self, name: str) -> float:
+        """A probability; 0 if nothing is said.
+
+        Raises:
+            ConfigError: none.
+        """
+        text = self._given.get(name, "0")
+        try:
+            found = float(text)
+        except ValueError:
+            found = math.nan
+        if not 0.0 <= found <= 1.0:
+            raise ConfigError(
+                f"{self._scheme}: {name}: expected a number from 0 to 1, found {text!r}"
+            )
+        return found
 
     def seconds(self, name: str, default: float, low: float = 0.0) -> float:
         """Seconds, finite.

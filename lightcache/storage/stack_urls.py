@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lightcache.errors import ConfigError, LightcacheError, StorageError
-from lightcache.sizes import parse_size
 from lightcache.storage.breaker import log
+from lightcache.storage.options import Options
 from lightcache.storage.protocol import Storage, StorageSpec
 from lightcache.storage.stacked import StackedStorage
 
@@ -44,31 +43,20 @@ def split(parts: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def parse(options: Mapping[str, str]) -> dict[str, Any]:
-    """Arguments of `open_stack` and `StackedStorage`.
+    """Arguments of `open_stack` and `StackedStorage`: those that are said.
 
     Raises:
         ConfigError: an option that there is not, or a value that is none.
     """
-    if unknown := sorted(set(options) - set(OPTIONS)):
-        raise ConfigError(f"stack: expected {', '.join(OPTIONS)}, found {', '.join(unknown)}")
-    found: dict[str, Any] = {}
-    missing = options.get("missing", "raise")
-    if missing not in ("raise", "skip"):
-        raise ConfigError(f"missing: expected raise or skip, found {missing!r}")
-    found["skip"] = missing == "skip"
-    if "promote" in options:
-        text = options["promote"]
-        found["promote_bytes"] = 0 if text == "no" else parse_size(text, "promote")
-    for name, kind in (("failures", int), ("retry", float)):
-        try:
-            if name in options:
-                found[name] = kind(options[name])
-        except ValueError:
-            raise ConfigError(f"{name}: expected a number, found {options[name]!r}") from None
-    if not 0 <= found.get("retry", 0) < math.inf:
-        raise ConfigError(f"retry: expected seconds, found {options['retry']!r}")
-    if found.get("failures", 1) < 1:
-        raise ConfigError(f"failures: expected 1 or more, found {options['failures']!r}")
+    given = Options("stack", options, OPTIONS)
+    found: dict[str, Any] = {"skip": given.choice("missing", ("raise", "skip")) == "skip"}
+    if "promote" in given:
+        nothing = given.text("promote") in ("no", "0")
+        found["promote_bytes"] = 0 if nothing else given.size("promote")
+    if "failures" in given:
+        found["failures"] = given.count("failures", 0)
+    if "retry" in given:
+        found["retry"] = given.seconds("retry", 0.0)
     return found
 
 

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 from typing import Any
-from urllib.parse import parse_qsl
+from urllib.parse import unquote
 
 from lightcache.errors import ConfigError, LightcacheError, StorageError
 from lightcache.storage import stack_urls
@@ -187,15 +187,18 @@ def _guarded(scheme: str, opener: Opener) -> Opener:
 
 
 def _options(text: str, separator: str) -> dict[str, str]:
-    try:
-        pairs = parse_qsl(text, keep_blank_values=True, strict_parsing=True, separator=separator)
-    except ValueError:
-        raise ConfigError(
-            f"storage: expected options such as name=value{separator}..., found {text!r}"
-        ) from None
-    if len(dict(pairs)) != len(pairs):
-        raise ConfigError(f"storage: expected each option once, found {text!r}")
-    return dict(pairs)
+    """A plus is a plus: these are sizes and files, and nothing that a browser has filled in."""
+    found: dict[str, str] = {}
+    for part in text.split(separator):
+        name, equals, value = part.partition("=")
+        if not (name and equals):
+            raise ConfigError(
+                f"storage: expected options such as name=value{separator}..., found {text!r}"
+            )
+        if unquote(name) in found:
+            raise ConfigError(f"storage: expected each option once, found {name} twice: {text!r}")
+        found[unquote(name)] = unquote(value)
+    return found
 
 
 def _parts(url: object) -> tuple[str, str]:

@@ -112,7 +112,7 @@ def test_a_url_says_how_to_join() -> None:
         ("mooncake://host?connect=-1", "connect: expected seconds"),
         ("mooncake://host?protocol=udp", "protocol: expected tcp or rdma"),
         ("mooncake://host?device=mlx5_0", "device is of protocol=rdma"),
-        ("mooncake://host?local=", "local: expected host or host:port"),
+        ("mooncake://host?local=", "local: expected a value, found none"),
     ],
 )
 def test_bad_urls(url: str, why: str) -> None:

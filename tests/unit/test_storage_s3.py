@@ -315,7 +315,7 @@ def test_without_the_client_it_says_what_to_install(monkeypatch: Any, s3_server:
         ("s3://bucket?endpoint=ftp://host", "expected one such as"),
         ("s3://bucket?endpoint=http://host:99999", "expected one such as"),
         ("s3://bucket?endpoint=http://host/path", "expected one such as"),
-        ("s3://bucket?endpoint=", "expected one such as"),
+        ("s3://bucket?endpoint=", "endpoint: expected a value, found none"),
         ("s3://bucket?region=eu west", "region: expected one such as eu-west-1"),
         ("s3://bucket?requests=0", "requests: expected a number from 1 to 1024"),
         ("s3://bucket?addressing=host", "addressing: expected path or virtual"),

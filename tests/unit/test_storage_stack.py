@@ -474,7 +474,7 @@ def test_checking_opens_no_disk(where: Path) -> None:
         ("stack:flaky:seed=1:|memory:", "the URL of another backend"),
         ("flaky:seed=1:stack:memory:", "found 1"),
         ("stack:memory:|stack:memory:|memory:", "a stack in a stack"),
-        ("stack:memory:?speed=9|memory:", "capacity= or pages="),
+        ("stack:memory:?speed=9|memory:", "memory: expected capacity, pages"),
         ("stack:?speed=9|memory:|memory:", "expected promote, failures, retry, missing"),
         ("stack:?promote=much|memory:|memory:", "promote"),
         ("stack:?failures=0|memory:|memory:", "failures"),

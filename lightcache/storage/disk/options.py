@@ -6,21 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightcache.errors import ConfigError
-from lightcache.sizes import parse_size
+from lightcache.storage.disk.header import MAX_FILES
+from lightcache.storage.options import Options
 
-_CHOICES = {"direct": ("yes", "no"), "index": ("drop", "keep")}
-_NUMBERS = {"threads": int, "files": int, "retry": float}
-OPTIONS = ("capacity", *_NUMBERS, *_CHOICES)
+OPTIONS = ("capacity", "threads", "files", "retry", "direct", "index")
 
 
 def parse(path: str, options: Mapping[str, str]) -> dict[str, Any]:
-    """Arguments of `DiskStorage`.
+    """Arguments of `DiskStorage`: those that are said.
 
     Raises:
         ConfigError: no path, an option that there is not, or a value that is none.
     """
-    if unknown := sorted(set(options) - set(OPTIONS)):
-        raise ConfigError(f"disk: expected {', '.join(OPTIONS)}, found {', '.join(unknown)}")
+    given = Options("disk", options, OPTIONS)
     if not path:
         raise ConfigError("disk: expected a folder, as in 'disk:/mnt/nvme?capacity=1TiB'")
     if path.startswith("~"):  # else a folder of that name is made, where the process happens to be
@@ -28,20 +26,18 @@ def parse(path: str, options: Mapping[str, str]) -> dict[str, Any]:
             f"disk: expected a folder, found {path!r}: no shell has replaced the '~'; write the "
             "folder out, as in 'disk:/home/me/pages'"
         )
-    found: dict[str, Any] = {}
-    for name, kind in _NUMBERS.items():
-        try:
-            if name in options:
-                found[name] = kind(options[name])
-        except ValueError:
-            raise ConfigError(f"{name}: expected a number, found {options[name]!r}") from None
-    for name, choices in _CHOICES.items():
-        if options.get(name, choices[0]) not in choices:
-            raise ConfigError(f"{name}: expected {' or '.join(choices)}, found {options[name]!r}")
-    found["direct"] = options.get("direct") != "no"
-    found["persistent"] = options.get("index") == "keep"
-    if "capacity" in options:
-        found["capacity"] = parse_size(options["capacity"], "capacity")
+    found: dict[str, Any] = {
+        "direct": given.choice("direct", ("yes", "no")) == "yes",
+        "persistent": given.choice("index", ("drop", "keep")) == "keep",
+    }
+    if "capacity" in given:
+        found["capacity"] = given.size("capacity")
+    if "threads" in given:
+        found["threads"] = given.count("threads", 0, high=256)
+    if "files" in given:
+        found["files"] = given.count("files", 0, high=MAX_FILES)
+    if "retry" in given:
+        found["retry"] = given.seconds("retry", 0.0)
     return found
 
 
