@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import os
 import signal
+import ssl
 import sys
 import urllib.request
 from collections.abc import Iterator
@@ -31,15 +32,23 @@ _COUNTER = itertools.count(1)
 class Server:
     """moto's, which keeps everything in memory: what is stopped has forgotten all."""
 
-    def __init__(self, folder: Path, port: int) -> None:
-        self.folder, self.port = folder, port
-        self.endpoint = f"http://127.0.0.1:{port}"
+    def __init__(self, folder: Path, port: int, certificates: Path | None = None) -> None:
+        """
+        Args:
+            certificates: a folder with `ca`, `cert` and `key`; then it speaks TLS.
+        """
+        self.folder, self.port, self.certificates = folder, port, certificates
+        self.scheme = "https" if certificates else "http"
+        self.endpoint = f"{self.scheme}://127.0.0.1:{port}"
         self._stack = contextlib.ExitStack()
         self.process = 0
 
     def start(self) -> None:
         """With an empty bucket."""
         command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
+        if self.certificates:
+            command += ["-c", str(self.certificates / "cert")]
+            command += ["-k", str(self.certificates / "key")]
         server = self._stack.enter_context(
             servers.running(
                 command,
@@ -55,7 +64,10 @@ class Server:
     def make_bucket(self, name: str) -> None:
         """moto asks for no signature."""
         bucket = urllib.request.Request(f"{self.endpoint}/{name}", method="PUT")
-        urllib.request.urlopen(bucket, timeout=60.0).close()
+        trusted = None
+        if self.certificates:
+            trusted = ssl.create_default_context(cafile=str(self.certificates / "ca"))
+        urllib.request.urlopen(bucket, timeout=60.0, context=trusted).close()
 
     def stop(self) -> None:
         """Killed."""
@@ -72,17 +84,17 @@ class Server:
     def url(self, prefix: str = "", port: int | None = None, **options: object) -> str:
         """Of the bucket; a prefix of its own if none is given."""
         prefix = prefix or f"test-{next(_COUNTER)}"
-        address = f"http://127.0.0.1:{self.port if port is None else port}"
+        address = f"{self.scheme}://127.0.0.1:{self.port if port is None else port}"
         more = "".join(f"&{name}={value}" for name, value in options.items())
         return f"s3://{BUCKET}/{prefix}?endpoint={address}{more}"
 
 
 @contextlib.contextmanager
-def serving(folder: Path) -> Iterator[Server]:
+def serving(folder: Path, certificates: Path | None = None) -> Iterator[Server]:
     """A server that runs; stopped in the end."""
     if find_spec("moto") is None or find_spec("obstore") is None:
         servers.missing("a server for S3", "pip install 'moto[s3]' flask flask-cors obstore")
-    server = Server(folder, servers.free_port())
+    server = Server(folder, servers.free_port(), certificates)
     server.start()
     try:
         yield server

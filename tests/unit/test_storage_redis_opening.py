@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.certificates import certificates
 from support.redis_server import Server
 from support.remote_pages import KEYS, read, write
-from support.servers import free_port, missing
+from support.servers import free_port
 
 from lightcache import ConfigError, StorageError
 from lightcache.storage import StorageSpec, open_storage
@@ -20,6 +19,8 @@ from lightcache.storage.conformance import SPEC
 from lightcache.storage.remote.redis import parse
 from lightcache.storage.remote.redis.words import ServerError
 from lightcache.storage.urls import check_url
+
+__all__ = ["certificates"]
 
 # ---- URLs
 
@@ -207,30 +208,10 @@ def test_a_server_without_a_password_is_given_one(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with one for 127.0.0.1, signed by itself, and its key."""
-    if shutil.which("openssl") is None:
-        missing("openssl", "install it, as apt-get install openssl")
-    folder = tmp_path_factory.mktemp("tls")
-    subprocess.run(
-        [
-            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"),
-            *("-keyout", "key", "-out", "cert", "-subj", "/CN=lightcache tests"),
-            *("-addext", "subjectAltName=IP:127.0.0.1"),
-        ],
-        cwd=folder,
-        check=True,
-        capture_output=True,
-        timeout=60.0,
-    )
-    return folder
-
-
-@pytest.fixture(scope="module")
 def encrypted(certificates: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     files = ["--tls-cert-file", str(certificates / "cert")]
     files += ["--tls-key-file", str(certificates / "key")]
-    files += ["--tls-ca-cert-file", str(certificates / "cert"), "--tls-auth-clients", "optional"]
+    files += ["--tls-ca-cert-file", str(certificates / "ca"), "--tls-auth-clients", "optional"]
     with Server(tmp_path_factory.mktemp("encrypted"), *files, tls=True) as server:
         yield server
 
@@ -240,13 +221,13 @@ def test_tls(encrypted: Server, certificates: Path) -> None:
     url = encrypted.url().replace("redis:", "rediss:")
     with pytest.raises(StorageError, match="CERTIFICATE_VERIFY_FAILED"):
         open_storage(url, spec=spec)
-    cert, key = certificates / "cert", certificates / "key"
+    ca, cert, key = (certificates / name for name in ("ca", "cert", "key"))
     for more in ("", f"&cert={cert}&key={key}"):
-        with open_storage(f"{url}?ca={cert}{more}", spec=SPEC) as storage:
+        with open_storage(f"{url}?ca={ca}{more}", spec=SPEC) as storage:
             write(storage)
             assert read(storage).prefix == 12
             storage.clear(timeout=60.0)
-    with open_storage(f"{url}?ca={cert}", spec=spec) as storage:  # of many records
+    with open_storage(f"{url}?ca={ca}", spec=spec) as storage:  # of many records
         page = bytes(range(256)) * (3 << 12)
         into = bytearray(len(page))
         assert storage.write(KEYS[:1], [memoryview(page)], timeout=60.0).prefix == 1
@@ -261,7 +242,7 @@ def test_tls_on_one_side_alone(encrypted: Server, guarded: Server, certificates:
         open_storage(encrypted.url(), spec=SPEC)
     url = guarded.url().replace("redis:", "rediss:")
     with pytest.raises(StorageError, match="cannot connect"):
-        open_storage(f"{url}?ca={certificates / 'cert'}&connect_timeout=5", spec=SPEC)
+        open_storage(f"{url}?ca={certificates / 'ca'}&connect_timeout=5", spec=SPEC)
 
 
 # ---- which server

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -40,7 +41,7 @@ class S3Storage(RemoteStorage):
         """Connects to nobody yet.
 
         Raises:
-            ConfigError: pages are too large.
+            ConfigError: pages are too large, or the URL names a file of certificates that is none.
             StorageError: no client is installed, or it refuses the configuration.
         """
         if spec.page_bytes > MOST:
@@ -60,6 +61,12 @@ class S3Storage(RemoteStorage):
             raise StorageError(
                 "s3: the package obstore is not installed; pip install 'lightcache[s3]'"
             ) from error
+        if place.ca and _version(obstore) < (0, 11):
+            raise StorageError(
+                f"s3: ca= needs the package obstore 0.11 or later, found {obstore.__version__}; "
+                "pip install --upgrade obstore"
+            )
+        client = place.client
         global _opened_by
         if _opened_by not in (None, os.getpid()):
             raise StorageError(
@@ -73,7 +80,7 @@ class S3Storage(RemoteStorage):
                 place.bucket,
                 prefix=place.prefix or None,
                 config=place.config,  # type: ignore[arg-type]
-                client_options=place.client,  # type: ignore[arg-type]
+                client_options=client,  # type: ignore[arg-type]
                 retry_config=place.retrying,  # type: ignore[arg-type]
             )
         except Exception as error:
@@ -249,6 +256,12 @@ class S3Storage(RemoteStorage):
         if isinstance(error, FileNotFoundError) and "NoSuchBucket" not in str(error):
             return "404, but not as a store says it; see that the endpoint is one of S3"
         return explain(error) + ("; or open it all the same by wait=0" if opening else "")
+
+
+def _version(library: Any) -> tuple[int, ...]:
+    """Its first two numbers; (0,): it does not say."""
+    found = re.match(r"(\d+)\.(\d+)", str(getattr(library, "__version__", "")))
+    return tuple(map(int, found.groups())) if found else (0,)
 
 
 __all__ = ["S3Storage"]

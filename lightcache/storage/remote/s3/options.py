@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,7 +16,7 @@ from lightcache.storage.remote.s3.words import CREDENTIALS
 
 KNOWN = (
     *("endpoint", "region", "addressing", "requests", "retries"),
-    *("conditional", "bulk_delete", "anonymous", "wait"),
+    *("conditional", "bulk_delete", "anonymous", "wait", "ca"),
 )
 _SECRET = re.compile(r"key|secret|token|password|credential|profile", re.IGNORECASE)
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]")
@@ -48,6 +49,8 @@ class Place:
     """Requests are not signed."""
     wait: float
     """Seconds in which the store must answer when it is opened; 0: it is not asked."""
+    ca: str = ""
+    """File of certificates that the store's may come from, besides those of the system."""
 
     def __str__(self) -> str:
         where = f"s3://{self.bucket}" + (f"/{self.prefix}" if self.prefix else "")
@@ -72,14 +75,21 @@ class Place:
 
     @property
     def client(self) -> dict[str, Any]:
-        """Of its connections. What bounds a request is the time of the call."""
-        return {
+        """Of its connections. What bounds a request is the time of the call.
+
+        Raises:
+            ConfigError: the file of certificates cannot be read, or has none.
+        """
+        found: dict[str, Any] = {
             "allow_http": self.endpoint.startswith("http:"),
             "connect_timeout": timedelta(seconds=5),
             "timeout": timedelta(hours=24),
             "pool_max_idle_per_host": str(self.requests),
             "pool_idle_timeout": timedelta(seconds=30),
         }
+        if self.ca:
+            found["root_certificate"] = self._certificates()
+        return found
 
     @property
     def retrying(self) -> dict[str, Any]:
@@ -90,6 +100,15 @@ class Place:
         }
         limit = timedelta(minutes=2)
         return {"max_retries": self.retries, "backoff": backoff, "retry_timeout": limit}
+
+    def _certificates(self) -> bytes:
+        try:
+            found = Path(self.ca).read_bytes()
+        except OSError as error:
+            raise ConfigError(f"s3: ca: expected a file to read, found {error}") from None
+        if b"-----BEGIN CERTIFICATE-----" not in found:
+            raise ConfigError(f"s3: ca: expected certificates in PEM, found none in {self.ca}")
+        return found
 
     @property
     def _address(self) -> str:
@@ -110,10 +129,13 @@ def parse(scheme: str, where: str, options: Mapping[str, str]) -> Place:
     region = given.text("region")
     if region and not _REGION.fullmatch(region):
         raise ConfigError(f"{scheme}: region: expected one such as eu-west-1, found {region!r}")
+    endpoint = _endpoint(scheme, given.text("endpoint")) if "endpoint" in given else ""
+    if "ca" in given and endpoint.startswith("http:"):
+        raise ConfigError(f"{scheme}: ca: expected an endpoint of https beside it, found http")
     return Place(
         bucket,
         prefix,
-        _endpoint(scheme, given.text("endpoint")) if "endpoint" in given else "",
+        endpoint,
         region,
         virtual=given.choice("addressing", ("path", "virtual")) == "virtual",
         requests=given.count("requests", 32, 1, 1024),
@@ -122,6 +144,7 @@ def parse(scheme: str, where: str, options: Mapping[str, str]) -> Place:
         bulk_delete=given.choice("bulk_delete", ("yes", "no")) == "yes",
         anonymous=given.choice("anonymous", ("no", "yes")) == "yes",
         wait=given.seconds("wait", 10.0),
+        ca=given.text("ca"),
     )
 
 

@@ -13,6 +13,7 @@ _STATUS = re.compile(r"non-2xx status code: (\d{3})")
 _CODE = re.compile(r"<Code>([A-Za-z0-9.]{1,64})</Code>")
 _KIND = re.compile(r"kind: ([A-Z][A-Za-z]{1,30})")
 _SYSTEM = re.compile(r'message: "([^"\\]{1,100})"')
+_CERTIFICATE = re.compile(r"InvalidCertificate\((?:\s*\w+\()*\s*(\w{1,60})")
 _METADATA = re.compile(r"/latest/(api/token|meta-data/)")  # asked by who has no credentials
 
 CREDENTIALS = "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN"
@@ -61,6 +62,11 @@ def explain(error: BaseException) -> str:
         return "the endpoint is of http and was not named in the URL; say endpoint=http://..."
     if _METADATA.search(text):
         return f"there are no credentials; set {CREDENTIALS}, or say anonymous=yes"
+    if found := _first(_CERTIFICATE, text):
+        return (
+            f"the store's certificate is not accepted ({found}); name the authority that it comes "
+            "from by ca=, and in the endpoint the host that it is of"
+        )
     status, code = _first(_STATUS, text), _first(_CODE, text)
     if status or code:
         return _join(f"{status} {code}".strip(), _REMEDIES.get(code) or _BY_STATUS.get(status, ""))
