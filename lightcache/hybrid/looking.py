@@ -38,9 +38,9 @@ class Looker:
             if plan.found is None or self._stands(plan):
                 return False
         (plan.kv,) = owner.manager.peek_many(
-            [plan.prompt],
-            wishes=[plan.wishes],
-            limits=[plan.limit],
+            [plan.asked.prompt],
+            wishes=[plan.asked.wishes],
+            limits=[plan.asked.limit],
             device_tokens=None if given is None else [given],
         )
         self._looked(plan, given is None)
@@ -51,7 +51,7 @@ class Looker:
         """How deep KV goes, of a plan just made: as far as that, and then by looking."""
         found: PrefixMatch | None = plan.planned
         if not self._ends_there(plan):
-            found = self._owner.inner.behind(request, plan.limit)
+            found = self._owner.inner.behind(request, plan.asked.limit)
         plan.kv = plan.planned if found is None else found
         self._looked(plan, found is not None)
 
@@ -63,12 +63,14 @@ class Looker:
         """The deepest checkpoint among the first `most` positions."""
         plan.found = None
         if plan.path is not None and most:
-            plan.found = self._owner.checkpoints.deepest(plan.path, most, tiers=plan.wishes.tiers)
+            plan.found = self._owner.checkpoints.deepest(
+                plan.path, most, tiers=plan.asked.wishes.tiers
+            )
 
     def _stands(self, plan: HybridPlan) -> bool:
         """Whether the key of KV that ends where the checkpoint does is there; and notes whether the
         device has none behind it."""
-        manager, space = self._owner.manager, plan.space
+        manager, space, asked = self._owner.manager, plan.space, plan.asked
         if space is None or plan.found is None:
             return False
         position, block = plan.found[1] * self._owner.step, manager.device.block_tokens
@@ -77,11 +79,11 @@ class Looker:
             ("host", manager.host.index, space.host, space.host_spec, manager.page_tokens),
         ):
             at = position // tokens
-            if index is None or where is None or tier not in plan.wishes.tiers:
+            if index is None or where is None or tier not in asked.wishes.tiers:
                 continue
             if at * tokens != position:
                 continue
-            window = plan.prompt.keys(spec)[at - 1 : min(at + 1, plan.most // tokens)]
+            window = asked.prompt.keys(spec)[at - 1 : min(at + 1, plan.most // tokens)]
             found = index.peek(window, namespace=where)
             if found:
                 plan.ends = found == 1 and tier == "device"
@@ -98,9 +100,11 @@ class Looker:
             return False
         tokens = self._owner.manager.page_tokens
         at = position // tokens
-        if "host" not in plan.wishes.tiers or at >= plan.most // tokens:
+        if "host" not in plan.asked.wishes.tiers or at >= plan.most // tokens:
             return True
-        return not index.peek(plan.prompt.keys(space.host_spec)[at : at + 1], namespace=space.host)
+        return not index.peek(
+            plan.asked.prompt.keys(space.host_spec)[at : at + 1], namespace=space.host
+        )
 
     # ---- once more
 
@@ -141,7 +145,7 @@ class Looker:
             last = max(first, plan.kv.usable // owner.step)
             for tier in tiers:
                 its = int(plan.found is not None and plan.found[0] is tier)
-                if last > first - its and tier.value in plan.wishes.tiers:
+                if last > first - its and tier.value in plan.asked.wishes.tiers:
                     keys = plan.path.keys[first - its : last]
                     groups.setdefault((plan.path.space, tier), []).append((i, keys, its))
         for (space, tier), group in groups.items():
@@ -152,16 +156,16 @@ class Looker:
     def _edge_of(self, plan: HybridPlan, space: Space) -> Edge:
         """Made when it is first asked for: a request that is taken at once needs none."""
         if plan.edge is None:
-            kv, tiers, manager = plan.kv, plan.wishes.tiers, self._owner.manager
+            kv, manager, (prompt, wishes, _) = plan.kv, self._owner.manager, plan.asked
             block, tokens = manager.device.block_tokens, manager.page_tokens
             device = host = NO_KEYS
             blocks, first = kv.device // block, kv.device // tokens
             pages = -(-(kv.device + kv.host) // tokens) - first if kv.host else 0
-            if "device" in tiers and plan.wishes.read:
-                every = plan.prompt.keys(space.device_spec)[: plan.most // block]
+            if "device" in wishes.tiers and wishes.read:
+                every = prompt.keys(space.device_spec)[: plan.most // block]
                 device = every[max(0, blocks - 1) : blocks + 1]
-            if "host" in tiers and plan.wishes.read:
-                every = plan.prompt.keys(space.host_spec)[first : plan.most // tokens]
+            if "host" in wishes.tiers and wishes.read:
+                every = prompt.keys(space.host_spec)[first : plan.most // tokens]
                 host = every[max(0, pages - 1) : pages + 1]
             plan.edge = Edge(device, host, (min(blocks, 1), min(pages, 1)))
         return plan.edge

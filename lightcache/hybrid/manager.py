@@ -26,7 +26,8 @@ from lightcache.hybrid.slots import Saved
 from lightcache.hybrid.spaces import Tier
 from lightcache.hybrid.statistics import Counts
 from lightcache.hybrid.upkeep import HybridUpkeep
-from lightcache.manager.checks import check_plan, check_plans
+from lightcache.manager.asking import Asked
+from lightcache.manager.checks import asked_many, asked_of
 from lightcache.manager.manager import KVCacheManager
 from lightcache.manager.matches import ANY, PrefixMatch, Wishes
 from lightcache.manager.prompts import Prompt
@@ -99,10 +100,10 @@ class HybridManager(HybridUpkeep):
         tentatively that far. As `KVCacheManager.plan` otherwise: cheap when repeated."""
         with self._lock:
             self.inner.may_plan(device_tokens)
-            check_plan(request, prompt, wishes, limit, device_tokens)
+            asked = asked_of(request, prompt, wishes, limit, device_tokens)
             return self._guard.run(
-                lambda: self._planner.plan_one(request, prompt, wishes, limit, device_tokens),
-                lambda: self._missed([request], [prompt], [wishes])[0],
+                lambda: self._planner.plan_one(request, asked, device_tokens),
+                lambda: self._missed(request, asked),
             )
 
     def plan_many(
@@ -117,29 +118,18 @@ class HybridManager(HybridUpkeep):
         """`plan` for a whole queue in one call."""
         with self._lock:
             self.inner.may_plan(device_tokens)
-            check_plans(requests, prompts, wishes, limits, device_tokens)
+            many = asked_many(requests, prompts, wishes, limits, device_tokens)
             return self._guard.run(
-                lambda: self._planner.plan(requests, prompts, wishes, limits, device_tokens),
-                lambda: self._missed(requests, prompts, wishes),
+                lambda: self._planner.plan(many),
+                lambda: list(map(self._missed, requests, map(Asked, prompts, many.wishes))),
             )
 
-    def _missed(
-        self,
-        requests: Sequence[Hashable],
-        prompts: Sequence[Prompt],
-        wishes: Sequence[Wishes] | None,
-    ) -> list[HybridMatch]:
-        """Nothing is found: these run without the cache."""
-        for request in requests:
-            self._planner.forget(request)
-            self._let_go(request)
-        nothing = [0] * len(requests)
-        kvs = self.manager.plan_many(requests, prompts, wishes=wishes, limits=nothing)
-        return [HybridMatch(kv) for kv in kvs]
-
-    def _let_go(self, request: Hashable) -> None:
+    def _missed(self, request: Hashable, asked: Asked) -> HybridMatch:
+        """Nothing is found: it runs without the cache."""
+        self._planner.forget(request)
         with contextlib.suppress(LightcacheError):  # else its plan ends by itself
             self.checkpoints.cancel(request)
+        return HybridMatch(self.manager.plan(request, asked.prompt, wishes=asked.wishes, limit=0))
 
     def cancel(self, request: Hashable) -> None:
         """Nothing is wanted of a plan any more. Harmless if there is none."""
@@ -184,7 +174,7 @@ class HybridManager(HybridUpkeep):
             if position:
                 found = self._guard.run(lambda: self.checkpoints.take(request), lambda: None)
             if found is None and plan is not None and position:  # it was cleared meanwhile
-                manager.plan(request, plan.prompt, wishes=plan.wishes, limit=0)
+                manager.plan(request, plan.asked.prompt, wishes=plan.asked.wishes, limit=0)
             kv = manager.take(request)
             if kv.usable and (found is None or kv.usable != position):
                 kv = self._take_nothing(request)

@@ -9,8 +9,8 @@ from lightcache._arguments import Keys
 from lightcache.hybrid.matches import HybridMatch
 from lightcache.hybrid.seeking import Stored
 from lightcache.hybrid.spaces import Path, StateSpace
-from lightcache.manager.matches import PrefixMatch, Wishes
-from lightcache.manager.prompts import Prompt
+from lightcache.manager.asking import Asked
+from lightcache.manager.matches import PrefixMatch
 from lightcache.manager.requests import Space
 
 if TYPE_CHECKING:
@@ -34,9 +34,9 @@ class Edge:
 class HybridPlan:
     """What is known of one request."""
 
-    prompt: Prompt
-    wishes: Wishes
-    limit: int | None
+    asked: Asked
+    most: int
+    """Tokens that may be reused at most."""
     given: int | None
     """Device tokens that an engine found itself."""
     space: Space | None
@@ -60,12 +60,6 @@ class HybridPlan:
     of: Any = None
     """What the match was made of."""
     stored: Stored = field(default_factory=Stored)
-
-    @property
-    def most(self) -> int:
-        """Tokens that may be reused at most: the limit, and one is left to compute."""
-        most = max(0, len(self.prompt) - 1)
-        return most if self.limit is None else min(most, self.limit)
 
 
 __all__ = ["Edge", "HybridPlan"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 from lightcache.errors import LightcacheError
@@ -13,7 +13,8 @@ from lightcache.hybrid.matches import HybridMatch
 from lightcache.hybrid.planned import HybridPlan
 from lightcache.hybrid.seeking import Seeker
 from lightcache.hybrid.spaces import Path, StateSpace
-from lightcache.manager.matches import ANY, Wishes
+from lightcache.manager.asking import Asked, AskedMany
+from lightcache.manager.matches import Wishes
 from lightcache.manager.prompts import Prompt
 from lightcache.manager.requests import Space
 
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 Where = tuple[Space | None, StateSpace | None]
 """Where a tenant's KV and states are; None: nowhere."""
+
+Asks = tuple[Prompt, Wishes, int | None]
+"""As an `Asked` is, which is made where it asks for something new."""
 
 
 class HybridPlanner:
@@ -35,41 +39,29 @@ class HybridPlanner:
         self._looker = Looker(owner)
         self._seeker = Seeker(owner)
 
-    def plan(
-        self,
-        requests: Sequence[Hashable],
-        prompts: Sequence[Prompt],
-        wishes: Sequence[Wishes] | None,
-        limits: Sequence[int | None] | None,
-        device_tokens: Sequence[int] | None,
-    ) -> list[HybridMatch]:
+    def plan(self, many: AskedMany) -> list[HybridMatch]:
         """See `HybridManager.plan_many`."""
         spaces: dict[str, Where] = {}
         plans: list[HybridPlan] = []
-        for i, (request, prompt) in enumerate(zip(requests, prompts, strict=True)):
-            if prompt.tenant not in spaces:
-                spaces[prompt.tenant] = self._where(prompt.tenant)
-            wish = wishes[i] if wishes is not None else ANY
-            limit = limits[i] if limits is not None else None
-            given = device_tokens[i] if device_tokens is not None else None
-            where = spaces[prompt.tenant]
-            plans.append(self._known(request, prompt, wish, limit, given, where))
+        given = [None] * len(many.requests) if many.given is None else many.given
+        each = zip(many.prompts, many.wishes, many.limits, strict=True)
+        for request, asks, tokens in zip(many.requests, each, given, strict=True):
+            tenant = asks[0].tenant
+            if tenant not in spaces:
+                spaces[tenant] = self._where(tenant)
+            plans.append(self._known(request, asks, tokens, spaces[tenant]))
         changed, now = self._looker.changed(plans), time.monotonic()
-        for request, plan, other in zip(requests, plans, changed, strict=True):
+        for request, plan, other in zip(many.requests, plans, changed, strict=True):
             self._renew(request, plan, other, now)
         return [self._match(plan) for plan in plans]
 
-    def plan_one(
-        self,
-        request: Hashable,
-        prompt: Prompt,
-        wishes: Wishes,
-        limit: int | None,
-        given: int | None,
-    ) -> HybridMatch:
-        """The same for one request alone."""
-        where = self._where(prompt.tenant)
-        plan = self._known(request, prompt, wishes, limit, given, where)
+    def plan_one(self, request: Hashable, asked: Asked, given: int | None) -> HybridMatch:
+        """The same for one request alone.
+
+        Args:
+            given: device tokens that an engine found itself; None: look.
+        """
+        plan = self._known(request, asked, given, self._where(asked.prompt.tenant))
         changed = not plan.looked or self._looker.changed([plan])[0]
         self._renew(request, plan, changed, time.monotonic())
         return self._match(plan)
@@ -78,36 +70,28 @@ class HybridPlanner:
         space = self._owner.inner.space_of(tenant)
         return space, None if space is None else self._owner.states_of(space)
 
-    def _known(
-        self,
-        request: Hashable,
-        prompt: Prompt,
-        wishes: Wishes,
-        limit: int | None,
-        given: int | None,
-        where: Where,
-    ) -> HybridPlan:
+    def _known(self, request: Hashable, asks: Asks, given: int | None, where: Where) -> HybridPlan:
         """The plan of a request: the one that it has, if it asks for the same as before."""
         known, (space, states) = self._plans.get(request), where
         if (
             known is not None
-            and known.prompt is prompt
-            and known.wishes is wishes
-            and known.limit == limit
+            and known.asked == asks
             and known.space is space
             and known.states is states
         ):
             known.given, known.looked = given, known.looked and given is None
             return known
+        asked = Asked(*asks)
         path = None
-        if space is not None and states is not None and wishes.read:
-            path = Path(self._owner.keys_of(prompt, space), states)
-        made = HybridPlan(prompt, wishes, limit, given, space, states, path)
+        if space is not None and states is not None and asked.wishes.read:
+            path = Path(self._owner.keys_of(asked.prompt, space), states)
+        made = HybridPlan(asked, asked.most, given, space, states, path)
         if known is not None:
-            if known.prompt is prompt and known.states is states and wishes.read:
+            same = known.asked.prompt is asked.prompt and known.states is states
+            if same and asked.wishes.read:
                 made.stored = known.stored
             else:
-                known.stored.cancel()
+                known.stored.cancel(self._owner.checkpoints.traffic.moves.foreign)
         self._plans[request] = made
         return made
 
@@ -130,7 +114,7 @@ class HybridPlanner:
         """Pin the checkpoint, and have KV planned that far; where it goes less far by now, or the
         checkpoint has gone, look at the one before it. Each turn is less deep than the one
         before."""
-        owner, ttl = self._owner, plan.wishes.ttl or self._owner.manager.config.plan_ttl
+        owner, ttl = self._owner, plan.asked.wishes.ttl or self._owner.manager.config.plan_ttl
         while True:
             while plan.found is not None and plan.path is not None:
                 if owner.checkpoints.plan(request, plan.path, plan.found, ttl):
@@ -140,7 +124,7 @@ class HybridPlanner:
                 owner.checkpoints.cancel(request)
             position = self.position(plan)
             plan.planned = kv = owner.inner.plan(
-                request, plan.prompt, plan.space, plan.wishes, position, plan.given
+                request, plan.asked.up_to(position), plan.space, plan.given
             )
             if plan.found is None or kv.usable >= position:
                 return
@@ -180,14 +164,13 @@ class HybridPlanner:
         plan = self._plans.get(request)
         if plan is not None:
             plan.looked = False
-            given = None if plan.given is None else [plan.given]
-            self.plan([request], [plan.prompt], [plan.wishes], [plan.limit], given)
+            self.plan_one(request, plan.asked, plan.given)
 
     def forget(self, request: Hashable) -> HybridPlan | None:
         """Its plan; None: there was none. What it pinned is not let go."""
         plan = self._plans.pop(request, None)
         if plan is not None:
-            plan.stored.cancel()
+            plan.stored.cancel(self._owner.checkpoints.traffic.moves.foreign)
         return plan
 
     def cancel(self, request: Hashable) -> None:

@@ -142,8 +142,7 @@ def _launch(
             pairs.append((one, int(one.found[1].pages[0]), slots.working))
         else:
             (_, lease), one.found = one.found, None
-            one.loading = loads[one.id] = traffic.load(lease, slots.working)
-            one.movements.append(one.loading)
+            one.loading = loads[one.id] = traffic.load(lease, slots.working, one.movements)
     zeroed = _slots([slot for _, slot in empty])
     sources, targets = _slots([pair[1] for pair in pairs]), _slots([pair[2] for pair in pairs])
     zero([one for one, _ in empty], zeroed, owner, stream)

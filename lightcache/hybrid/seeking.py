@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lightcache.manager.foreign import Foreign
 from lightcache.manager.matches import PrefixMatch
 
 if TYPE_CHECKING:
@@ -64,10 +65,10 @@ class Stored:
             return kv
         return replace(kv, host=kv.host - tokens, storage=kv.storage + tokens)
 
-    def cancel(self) -> None:
+    def cancel(self, foreign: Foreign) -> None:
         """Nothing of it is wanted any more."""
         for task in self.going:
-            task.cancel()
+            foreign.cancel(task)
 
 
 class Seeker:
@@ -81,7 +82,7 @@ class Seeker:
         """A plan was looked at: ask for a checkpoint deeper than the one it has; and when that has
         come, for KV that reaches it."""
         tier = self._owner.checkpoints.storage
-        if tier is None or plan.path is None or not {"host", "storage"} <= plan.wishes.tiers:
+        if tier is None or plan.path is None or not {"host", "storage"} <= plan.asked.wishes.tiers:
             return
         stored = plan.stored
         if stored.state is None:
@@ -96,17 +97,14 @@ class Seeker:
 
     def _most(self, plan: HybridPlan) -> int:
         """Positions that are worth asking for: storage may have KV behind what we have."""
-        tokens = plan.kv.usable
-        if self._owner.inner.storage is not None:
-            tokens = max(0, len(plan.prompt) - 1)
-            tokens = tokens if plan.limit is None else min(tokens, plan.limit)
+        tokens = plan.kv.usable if self._owner.inner.storage is None else plan.most
         return tokens // self._owner.step
 
     def _seek_kv(self, plan: HybridPlan, position: int) -> None:
         manager, space, tier = self._owner.manager, plan.space, self._owner.inner.storage
         if tier is None or space is None or position <= plan.kv.usable:
             return
-        keys = plan.prompt.keys(space.host_spec)[: position // manager.page_tokens]
+        keys = plan.asked.prompt.keys(space.host_spec)[: position // manager.page_tokens]
         there = manager.host.peek(keys, namespace=space.host)
         plan.stored.kv = tier.prefetch(keys, there, namespace=space.host)
 

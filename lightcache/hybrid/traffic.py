@@ -94,12 +94,21 @@ class StateTraffic:
         if self._owner.host is not None:
             self._origins[slot] = _Origin(path, count)
 
-    def offload(self, slot: int, path: Path, count: int, unpin: bool) -> Movement | None:
+    def offload(
+        self,
+        slot: int,
+        path: Path,
+        count: int,
+        *,
+        unpin: bool = False,
+        of: list[Movement] | None = None,
+    ) -> Movement | None:
         """Write a slot's state to the host, under the key at the last of the first `count`
         positions. None: the host has it, or no room for it.
 
         Args:
             unpin: the slot is pinned once for this, until it is over.
+            of: as for `Traffic.begin`.
         """
 
         def let_go() -> None:
@@ -110,7 +119,7 @@ class StateTraffic:
         if new is None:
             let_go()
             return None
-        return self._launch(slot, new, path, count, let_go)
+        return self._launch(slot, new, path, count, let_go, of)
 
     def _reserved(self, path: Path, count: int) -> Reservation | None:
         owner = self._owner
@@ -135,7 +144,13 @@ class StateTraffic:
         return None
 
     def _launch(
-        self, slot: int, new: Reservation, path: Path, count: int, let_go: Callable[[], None]
+        self,
+        slot: int,
+        new: Reservation,
+        path: Path,
+        count: int,
+        let_go: Callable[[], None],
+        of: list[Movement] | None,
     ) -> Movement:
         owner, mover = self._owner, self._mover
         assert mover is not None
@@ -153,12 +168,16 @@ class StateTraffic:
                 new.release()
 
         touched = np.array([slot], np.int32)
-        return self.moves.begin(touched, lambda: mover.offload(new, slots), over, give_back)
+        return self.moves.begin(touched, lambda: mover.offload(new, slots), over, give_back, of)
 
     # ---- from the host
 
-    def load(self, lease: Lease, slot: int) -> Movement:
-        """Bring a host page's state to a slot. The lease is the movement's from then on."""
+    def load(self, lease: Lease, slot: int, of: list[Movement] | None = None) -> Movement:
+        """Bring a host page's state to a slot. The lease is the movement's from then on.
+
+        Args:
+            of: as for `Traffic.begin`.
+        """
         owner, mover = self._owner, self._mover
         assert mover is not None
 
@@ -170,7 +189,7 @@ class StateTraffic:
                 lease.release()
 
         where, touched = np.array([slot], np.int64), np.array([slot], np.int32)
-        return self.moves.begin(touched, lambda: mover.load(lease, where, 0), over, give_back)
+        return self.moves.begin(touched, lambda: mover.load(lease, where, 0), over, give_back, of)
 
     # ---- making room
 
@@ -190,9 +209,7 @@ class StateTraffic:
             if origin is None or (origin.path.key(origin.count)[0] != key).any():
                 continue  # evicted and written anew
             group.origins[slot] = origin
-            movement = self.offload(slot, origin.path, origin.count, unpin=False)
-            if movement is not None:
-                group.movements.append(movement)
+            self.offload(slot, origin.path, origin.count, of=group.movements)
         self._look_at_groups()
         return count
 
@@ -215,7 +232,11 @@ class StateTraffic:
         over = [group for group in self._groups if all(each.over for each in group.movements)]
         self._groups = [group for group in self._groups if group not in over]
         for group in over:
-            self._give_up(group)
+            try:
+                with contextlib.suppress(LightcacheError):  # who does not answer keeps what it has
+                    self._give_up(group)
+            finally:
+                group.lease._let_go()
 
     def _give_up(self, group: _Group) -> None:
         """The slots of a group, but for those that should be on the host and are not: these are
@@ -239,10 +260,12 @@ class StateTraffic:
         )
 
     def _there(self, origin: _Origin, tier: Tier) -> bool:
-        """Whether a tier has that checkpoint."""
+        """Whether a tier has that checkpoint, and says so."""
         index = self._owner.slots if tier is Tier.DEVICE else self._owner.host
         path, key = origin.path, np.ascontiguousarray(origin.path.key(origin.count))
-        return index is not None and bool(index.peek(key, namespace=path.space.of(tier)))
+        with contextlib.suppress(LightcacheError):
+            return index is not None and bool(index.peek(key, namespace=path.space.of(tier)))
+        return False
 
     # ---- upkeep
 

@@ -78,6 +78,8 @@ def make_room(manager: KVCacheManager, device: OwnedDevice, wanted: int) -> int:
     free = device.free
     if free < wanted:
         demotion = manager._demotion
+        manager._traffic.poll()  # also if the cache is not asked: what goes on comes to its end
+        demotion.poll()
         manager._guard.run(lambda: demotion.make_room(wanted), lambda: None, proves=False)
         free = device.free
     return free

@@ -30,7 +30,7 @@ def begin_request(
     host: Lease | None,
 ) -> Request:
     """A request that holds what was planned for it: device blocks and host pages are its own."""
-    prompt, space = planned.prompt, planned.space
+    (prompt, wishes, _), space = planned.asked, planned.space
     if space is None:
         return without_cache(request, prompt, match)
     device_chain = Chain(prompt, space.device_spec)
@@ -38,7 +38,7 @@ def begin_request(
     made = Request(
         request,
         prompt,
-        planned.wishes,
+        wishes,
         space,
         match,
         device_chain,
@@ -48,7 +48,7 @@ def begin_request(
         planned.host_first,
         known=len(prompt),
     )
-    storage, wishes = manager._storage, planned.wishes
+    storage = manager._storage
     if storage is not None and storage.wants_tokens:
         stored = wishes.write and "storage" in wishes.tiers
         made.said = bytearray() if stored else None

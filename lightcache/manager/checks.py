@@ -12,8 +12,9 @@ from lightcache._arguments import Pages, pages
 from lightcache.cache import Cache
 from lightcache.errors import ConfigError
 from lightcache.hashing import Tokens, pack_tokens
+from lightcache.manager.asking import Asked, AskedMany
 from lightcache.manager.device import DeviceTier
-from lightcache.manager.matches import ManagerConfig, Wishes
+from lightcache.manager.matches import ANY, ManagerConfig, Wishes
 from lightcache.manager.prompts import Prompt
 from lightcache.manager.requests import Request
 
@@ -33,13 +34,13 @@ def check_parts(host: Any, device: Any, config: Any) -> None:
             raise ConfigError(f"{what}: expected a {kind.__name__}, found {found!r}")
 
 
-def check_plans(
+def asked_many(
     requests: Sequence[Hashable],
     prompts: Sequence[Prompt],
     wishes: Sequence[Wishes] | None,
     limits: Sequence[int | None] | None,
     device_tokens: Sequence[int] | None,
-) -> None:
+) -> AskedMany:
     """What is to be planned. About 0.1 us a request: a queue is planned in every step.
 
     Raises:
@@ -59,25 +60,32 @@ def check_plans(
     _check_all(wishes or (), Wishes, "wishes: expected Wishes for each request")
     _check_numbers("limit", limits, or_none=True)
     _check_numbers("device_tokens", device_tokens)
+    return AskedMany(
+        requests,
+        prompts,
+        [ANY] * n if wishes is None else wishes,
+        [None] * n if limits is None else limits,
+        device_tokens,
+    )
 
 
-def check_plan(
+def asked_of(
     request: Hashable,
     prompt: Prompt,
     wishes: Wishes,
     limit: int | None,
     device_tokens: int | None,
-) -> None:
-    """`check_plans` of one. A quarter of a microsecond where all is as it mostly is.
+) -> Asked:
+    """`asked_many` of one. Half a microsecond where all is as it mostly is.
 
     Raises:
         ConfigError: see there.
     """
     usual = type(prompt) is Prompt and type(wishes) is Wishes and type(request) in (int, str)
-    if usual and limit is None and device_tokens is None:
-        return
-    given = None if device_tokens is None else [device_tokens]
-    check_plans([request], [prompt], [wishes], [limit], given)
+    if not usual or limit is not None or device_tokens is not None:
+        given = None if device_tokens is None else [device_tokens]
+        asked_many([request], [prompt], [wishes], [limit], given)
+    return Asked._make((prompt, wishes, limit))
 
 
 def _check_numbers(what: str, numbers: Any, *, or_none: bool = False) -> None:
@@ -94,12 +102,20 @@ def check_ids(requests: Sequence[Hashable], call: str) -> None:
     Raises:
         ConfigError: one is named twice, or cannot be looked up.
     """
+    if check_hashable(requests, call) != len(requests):
+        raise ConfigError(f"{call}: one of the requests is named twice; name each once")
+
+
+def check_hashable(requests: Sequence[Hashable], call: str) -> int:
+    """Ids of requests; how many different ones.
+
+    Raises:
+        ConfigError: one cannot be looked up.
+    """
     try:
-        different = len(set(requests))
+        return len(set(requests))
     except TypeError as error:
         raise ConfigError(f"{call}: a request's id has to be hashable: {error}") from None
-    if different != len(requests):
-        raise ConfigError(f"{call}: one of the requests is named twice; name each once")
 
 
 def _check_all(given: Sequence[Any], kind: type, expected: str) -> None:
@@ -195,11 +211,12 @@ def numbers_of(blocks: Any) -> Pages:
 
 
 __all__ = [
+    "asked_many",
+    "asked_of",
     "check_commits",
+    "check_hashable",
     "check_ids",
     "check_parts",
-    "check_plan",
-    "check_plans",
     "check_table",
     "numbers_of",
 ]

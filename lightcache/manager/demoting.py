@@ -7,6 +7,7 @@ writing back."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -135,24 +136,23 @@ class Demotion:
         oldest = device.index.oldest(min(n, 4096))
         blocks = oldest.pages.copy()
         homes = self._homes_of(blocks, oldest.keys)
-        begun, whole = self.write(blocks, oldest.keys)
-        self._groups.append(Group(oldest.lease, begun, homes, cause, not whole))
+        group = Group(oldest.lease, [], homes, cause, stay=True)
+        self._groups.append(group)
+        group.stay = not self.write(blocks, oldest.keys, group.movements)
         self.poll()
         return len(blocks)
 
     def make_room(self, wanted: int) -> None:
-        """Begin to write back what stands in the way of so many free blocks, if they can be had."""
+        """Begin to write back what stands in the way of so many free blocks, if they can be had.
+        What is over was looked at just now."""
         device = self._manager.device
         assert isinstance(device, OwnedDevice)
         assert device.index is not None
-        self._manager._traffic.poll()
-        self.poll()
-        free = device.free
-        while (short := wanted - free - self.going) > 0:
-            if not device.index.can_allocate(wanted - self.going) or not self.demote(short, "room"):
-                return
-            before, free = free, device.free
-            if free == before and not self.going:
+        made = device.free + self.going
+        while made < wanted and device.index.can_allocate(wanted - self.going):
+            self.demote(wanted - made, "room")
+            before, made = made, device.free + self.going
+            if made <= before:
                 return  # they stay, for whatever reason
 
     def running(self) -> Movement | None:
@@ -160,15 +160,15 @@ class Demotion:
         movements = (each for group in self._groups for each in group.movements)
         return next((each for each in movements if each.state is State.RUNNING), None)
 
-    def write(self, blocks: Pages, keys: Keys) -> tuple[list[Movement], bool]:
-        """Begin to write the pages that end in these blocks. Returns the copies, and whether all
-        were begun that the host had room for: the first error ends it, for each may be a long wait.
-        What was noted stays: the host may lose a page before the device does.
+    def write(self, blocks: Pages, keys: Keys, begun: list[Movement]) -> bool:
+        """Begin to write the pages that end in these blocks. Whether all were begun that the host
+        had room for: the first error ends it, for each may be a long wait. What was noted stays:
+        the host may lose a page before the device does.
 
         Args:
             keys: that the device has them under.
+            begun: the copies are appended here.
         """
-        begun: list[Movement] = []
         refused: set[bytes] = set()
         for i in range(len(blocks) - 1, -1, -1):  # prefixes first: host pages hang on each other
             for origin in self._origins.get(int(blocks[i]), {}).values():
@@ -180,8 +180,8 @@ class Demotion:
                     self._write(origin, begun, refused)
                 except LightcacheError:
                     self._manager._figures.add(failed_offloads=1)
-                    return begun, False
-        return begun, True
+                    return False
+        return True
 
     def _write(self, origin: Origin, begun: list[Movement], refused: set[bytes]) -> None:
         """Unless the host has it already, or no room for it.
@@ -205,7 +205,7 @@ class Demotion:
             timeout=manager.config.time_limit,
         )
         if len(new.new):
-            begun.append(manager._writer.launch(new, self._slots(origin, before), origin.blocks))
+            manager._writer.launch(new, self._slots(origin, before), origin.blocks, begun)
             return
         if len(new.missing):
             refused.add(own)
@@ -219,27 +219,29 @@ class Demotion:
         return np.concatenate([np.full(before * tokens, -1, np.int64), flat])
 
     def poll(self) -> None:
-        """Give up blocks whose copies are over."""
-        device = self._manager.device
-        left = []
-        for group in self._groups:
-            if not all(movement.over for movement in group.movements):
-                left.append(group)
-                continue
-            if group.stay:
-                group.lease.release()
-                continue
-            n = len(group.lease)
-            assert device.index is not None
-            gone = device.index.discard(group.lease)
-            there = min(gone, self._on_host(group, device.index))
-            self._manager._figures.add(
-                demotions=there,
-                demotions_lost=gone - there,
-                kept_by_match=n - gone,
-                **{f"device_evicted_{group.cause}": gone},
-            )
-        self._groups = left
+        """Give up blocks whose copies are over. They stay where an index does not answer."""
+        over = [group for group in self._groups if all(each.over for each in group.movements)]
+        if not over:
+            return
+        self._groups = [group for group in self._groups if group not in over]
+        for group in over:
+            give_up = partial(self._give_up, group)
+            self._manager._guard.run(give_up, group.lease._let_go, proves=False)
+
+    def _give_up(self, group: Group) -> None:
+        index, n = self._manager.device.index, len(group.lease)
+        if group.stay or index is None:
+            group.lease._let_go()
+            return
+        gone = index.discard(group.lease)
+        ask = partial(self._on_host, group, index)
+        there = min(gone, self._manager._guard.run(ask, lambda: 0, proves=False))
+        self._manager._figures.add(
+            demotions=there,
+            demotions_lost=gone - there,
+            kept_by_match=n - gone,
+            **{f"device_evicted_{group.cause}": gone},
+        )
 
     def _homes_of(self, blocks: Pages, keys: Keys) -> dict[int, Home]:
         """Of those of these blocks that lie in a page of the host."""

@@ -6,10 +6,10 @@ import threading
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
+from lightcache.manager.asking import Asked
 from lightcache.manager.guard import Guard
-from lightcache.manager.matches import PrefixMatch, Wishes
+from lightcache.manager.matches import PrefixMatch
 from lightcache.manager.peeking import peek_behind
-from lightcache.manager.prompts import Prompt
 from lightcache.manager.requests import Request, Space
 
 if TYPE_CHECKING:
@@ -84,13 +84,7 @@ class Extension:
         self._manager._may_plan(given)
 
     def plan(
-        self,
-        request: Hashable,
-        prompt: Prompt,
-        space: Space | None,
-        wishes: Wishes,
-        limit: int | None,
-        given: int | None,
+        self, request: Hashable, asked: Asked, space: Space | None, given: int | None
     ) -> PrefixMatch:
         """`KVCacheManager.plan`, of arguments that were checked.
 
@@ -100,8 +94,8 @@ class Extension:
         """
         planner = self._manager._planner
         return self._manager._guard.run(
-            lambda: planner.plan_one(request, prompt, space, wishes, limit, given),
-            lambda: planner.missed([request], [prompt])[0],
+            lambda: planner.plan_one(request, asked, space, given),
+            lambda: planner.missed(request, asked.prompt),
         )
 
     def behind(self, request: Hashable, limit: int | None) -> PrefixMatch | None:

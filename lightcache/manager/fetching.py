@@ -135,9 +135,11 @@ def begin_fetch(manager: KVCacheManager, one: Request) -> Fetch:
         if not lease._done:
             lease.release()
 
-    movement = manager._traffic.begin(blocks, lambda: mover.load(lease, slots, 0), over, give_back)
-    one.movements.append(movement)
-    one.loading, one.fetched = movement, True
+    one.fetched = True
+    movement = manager._traffic.begin(
+        blocks, lambda: mover.load(lease, slots, 0), over, give_back, one.movements
+    )
+    one.loading = movement
     return Fetch(one, movement, without)
 
 

@@ -187,9 +187,12 @@ class _Saving:
         slots = slots_of(one.table, block, begin, begin + n)
         blocks = np.unique(slots // block).astype(np.int32)
         made._movement = manager._traffic.begin(
-            blocks, lambda: manager.mover.save(held, slots), made._over, made._free
+            blocks,
+            lambda: manager.mover.save(held, slots),
+            made._over,
+            made._free,
+            one.movements,
         )
-        one.movements.append(made._movement)
         return made
 
     def ticket(

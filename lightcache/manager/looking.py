@@ -120,9 +120,9 @@ class Looker:
         """Whether its prompt was not hashed for this look's sake, and may not have to be."""
         if plan.pinned or plan.device or plan.space is None or not plan.most:
             return False
-        if self._storage is not None and "storage" in plan.wishes.tiers:
+        if self._storage is not None and "storage" in plan.asked.wishes.tiers:
             return False  # storage is asked for what lies behind
-        return not plan.prompt.is_hashed(plan.space.device_spec)
+        return not plan.asked.prompt.is_hashed(plan.space.device_spec)
 
     def _begun(self, space: Space, plans: list[Planned], given: bool) -> set[Planned]:
         """Those of them whose first page is there."""
@@ -189,7 +189,11 @@ class Looker:
 
     def _in_storage(self, plan: Planned, space: Space, pages: int) -> None:
         """Begin to bring what follows to the host, once for each request."""
-        if self._storage is None or plan.reading is not None or "storage" not in plan.wishes.tiers:
+        if (
+            self._storage is None
+            or plan.reading is not None
+            or "storage" not in plan.asked.wishes.tiers
+        ):
             return
         keys, first = plan.host_keys, plan.host_first + pages
         plan.reading = self._storage.prefetch(keys, first, namespace=space.host)
@@ -212,7 +216,7 @@ class Looker:
         plan.settled = now + self._ttl(plan) / 2
 
     def _ttl(self, plan: Planned) -> float:
-        return plan.wishes.ttl or self._manager.config.plan_ttl
+        return plan.asked.wishes.ttl or self._manager.config.plan_ttl
 
     def _longest(self, members: list[Waiting]) -> float:
         return max([self._ttl(plan) for _, plan in members])

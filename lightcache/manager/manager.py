@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -10,15 +11,16 @@ from typing import TYPE_CHECKING
 
 from lightcache._arguments import Pages
 from lightcache.cache import Cache
-from lightcache.errors import ConfigError, Detached, LeaseLost
+from lightcache.errors import ConfigError, Detached, LeaseLost, LightcacheError
 from lightcache.hashing import Tokens
 from lightcache.manager.allocating import allocate, make_room
 from lightcache.manager.beginning import begin_request, without_cache
 from lightcache.manager.checks import (
+    asked_many,
+    asked_of,
     check_commits,
+    check_hashable,
     check_parts,
-    check_plan,
-    check_plans,
     check_table,
 )
 from lightcache.manager.demoting import Demotion
@@ -28,7 +30,7 @@ from lightcache.manager.fetching import Fetch, begin_fetch, no_fetch
 from lightcache.manager.guard import Guard
 from lightcache.manager.matches import ANY, ManagerConfig, PrefixMatch, Why, Wishes, WritePolicy
 from lightcache.manager.movers import Mover
-from lightcache.manager.naming import name_blocks
+from lightcache.manager.naming import NOTHING, name_blocks
 from lightcache.manager.owned import OwnedDevice
 from lightcache.manager.peeking import peek
 from lightcache.manager.planning import Planner
@@ -142,17 +144,13 @@ class KVCacheManager(Upkeep):
         """
         with self._lock:
             self._may_plan(device_tokens)
-            check_plan(request, prompt, wishes, limit, device_tokens)
+            asked = asked_of(request, prompt, wishes, limit, device_tokens)
+            planner, weights = self._planner, self._weights
             return self._guard.run(
-                lambda: self._planner.plan_one(
-                    request,
-                    prompt,
-                    self._weights.space_of(prompt.tenant),
-                    wishes,
-                    limit,
-                    device_tokens,
+                lambda: planner.plan_one(
+                    request, asked, weights.space_of(prompt.tenant), device_tokens
                 ),
-                lambda: self._planner.missed([request], [prompt])[0],
+                lambda: planner.missed(request, prompt),
             )
 
     def plan_many(
@@ -172,10 +170,10 @@ class KVCacheManager(Upkeep):
         """
         with self._lock:
             self._may_plan(device_tokens)
-            check_plans(requests, prompts, wishes, limits, device_tokens)
+            many = asked_many(requests, prompts, wishes, limits, device_tokens)
             return self._guard.run(
-                lambda: self._planner.plan(requests, prompts, wishes, limits, device_tokens),
-                lambda: self._planner.missed(requests, prompts),
+                lambda: self._planner.plan(many),
+                lambda: list(map(self._planner.missed, requests, prompts)),
             )
 
     def peek_many(
@@ -187,15 +185,18 @@ class KVCacheManager(Upkeep):
         device_tokens: Sequence[int] | None = None,
     ) -> list[PrefixMatch]:
         """What `plan_many` would find on the device and the host now. Nothing is pinned, counted as
-        used, or asked of storage: it may be gone when it is planned. Arguments as there."""
+        used, or asked of storage: it may be gone when it is planned. Arguments and errors as there,
+        but that it does not matter whether the manager is closed."""
         with self._lock:
+            many = asked_many(range(len(prompts)), prompts, wishes, limits, device_tokens)
             return self._guard.run(
-                lambda: peek(self, prompts, wishes, limits, device_tokens),
+                lambda: peek(self, many),
                 lambda: [PrefixMatch(len(prompt), why=Why.DISABLED) for prompt in prompts],
             )
 
     def cancel(self, request: Hashable) -> None:
         """Nothing is wanted of a plan any more. Harmless if there is none."""
+        check_hashable([request], "cancel")
         with self._lock:
             self._planner.cancel(request)
 
@@ -207,9 +208,11 @@ class KVCacheManager(Upkeep):
             LeaseLost: it was not planned, or its plan's time is over; plan it again.
             ConfigError: it runs already.
         """
+        check_hashable([request], "take")
         reading = self._planner.reading(request)
         if reading is not None:
-            reading.take()  # may wait; others go on
+            with contextlib.suppress(LightcacheError):  # what it has brought is there, and counts
+                reading.take()  # may wait; others go on
         with self._lock:
             if request in self._requests:
                 raise ConfigError(f"take: the request {request!r} runs already; release it first")
@@ -230,7 +233,14 @@ class KVCacheManager(Upkeep):
 
     def _taken(self, request: Hashable) -> Request:
         planned, match, hit, host = self._planner.take(request)
-        made = begin_request(self, request, planned, match, hit, host)
+        try:
+            made = begin_request(self, request, planned, match, hit, host)
+        except BaseException:
+            for lease in (hit, host):
+                if lease is not None:
+                    lease._let_go()
+            self._planner.missed(request, planned.asked.prompt)  # it may still run, without
+            raise
         self._planner.computes(made)
         return made
 
@@ -366,6 +376,7 @@ class KVCacheManager(Upkeep):
             LeaseLost: no such request.
         """
         with self._lock:
+            check_hashable(requests, "commit")
             known = self._requests
             running = [known.get(request) or self._request(request) for request in requests]
             if any(one.loading is not None and one.is_loading for one in running):
@@ -376,13 +387,14 @@ class KVCacheManager(Upkeep):
             if tables is not None:
                 for one, table in zip(running, tables, strict=True):
                     one.table = table
-            return self._guard.run(lambda: self._committed(running), lambda: [{}] * len(running))
+            changed: list[Mapping[int, int]] = [NOTHING] * len(running)
+            self._guard.run(lambda: self._committed(running, changed), _nothing)
+            return changed  # of what was exchanged before an error, too
 
-    def _committed(self, running: list[Request]) -> list[Mapping[int, int]]:
+    def _committed(self, running: list[Request], changed: list[Mapping[int, int]]) -> None:
         look = Look(self._weights)
-        changed = name_blocks(self, running, look)
+        name_blocks(self, running, look, changed)
         self._writer.due(running, look)
-        return changed
 
     def release(self, request: Hashable, *, publish: bool = True, wait: bool = False) -> None:
         """End a request. Its blocks are free when no copy touches them any more; named ones stay to
@@ -399,26 +411,30 @@ class KVCacheManager(Upkeep):
     def release_many(self, requests: Sequence[Hashable], *, publish: bool = True) -> None:
         """`release` for several."""
         with self._lock:
-            ended = []
-            for request in requests:
-                self._planner.cancel(request)
-                one = self._requests.pop(request, None)
-                if one is not None:
-                    one.stored = publish
-                    self._planner.computed(one)
-                    ended.append(one)
+            check_hashable(requests, "release")
+            ended: list[Request] = []
             try:
+                for request in requests:
+                    self._end(request, publish, ended)
                 if publish and ended:
                     self._guard.run(partial(self._publish_rest, ended), _nothing)
             finally:
                 self._leaving.add(ended)
+
+    def _end(self, request: Hashable, publish: bool, ended: list[Request]) -> None:
+        one = self._requests.pop(request, None)
+        if one is not None:
+            ended.append(one)
+            one.stored = publish
+            self._planner.computed(one)
+        self._planner.cancel(request)
 
     def _publish_rest(self, ended: list[Request]) -> None:
         look = Look(self._weights)
         late = [one for one in ended if one.loading is not None or one.sound is not None]
         if late:  # perhaps it was going on at the last commit
             self._traffic.poll()
-            name_blocks(self, late, look)
+            name_blocks(self, late, look, [NOTHING] * len(late))
         self._writer.rest(ended, look)
 
     # ---- the end
@@ -465,7 +481,11 @@ class KVCacheManager(Upkeep):
             raise ConfigError("device_tokens: an owned device knows what it has; leave it out")
 
     def _request(self, request: Hashable) -> Request:
-        found = self._requests.get(request)
+        try:
+            found = self._requests.get(request)
+        except TypeError:
+            check_hashable([request], "request")
+            raise
         if found is None:
             raise LeaseLost(f"there is no running request {request!r}; plan and take it first")
         return found

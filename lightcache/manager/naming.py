@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from lightcache.manager.manager import KVCacheManager
     from lightcache.manager.weights import Look
 
-_NOTHING: Mapping[int, int] = {}
+NOTHING: Mapping[int, int] = {}
+"""No block is to be exchanged."""
 # As plain numbers: numpy takes members of an enum for objects first.
 _NEW, _PRESENT = int(KeyStatus.NEW), int(KeyStatus.PRESENT)
 
@@ -26,11 +27,17 @@ Filled = tuple[int, Request, int]
 
 
 def name_blocks(
-    manager: KVCacheManager, running: list[Request], look: Look
-) -> list[Mapping[int, int]]:
-    """Name what is full and has no name yet, in one call for each space. Returns for each request
-    the blocks that others hold already: position -> block."""
-    changed = [_NOTHING] * len(running)
+    manager: KVCacheManager,
+    running: list[Request],
+    look: Look,
+    changed: list[Mapping[int, int]],
+) -> None:
+    """Name what is full and has no name yet, in one call for each space.
+
+    Args:
+        changed: for each request, to be filled here: the blocks that others hold already, position
+            -> block. An error leaves in it what was exchanged before: ours were given back.
+    """
     by_space: dict[Space, list[Filled]] = {}
     block = manager.device.block_tokens
     for i, one in enumerate(running):
@@ -46,7 +53,6 @@ def name_blocks(
     for space, members in by_space.items():
         if look.good(space):
             _name(manager, space, members, changed)
-    return changed
 
 
 def _name(
@@ -112,4 +118,4 @@ def _exchange(
         at -= count
 
 
-__all__ = ["name_blocks"]
+__all__ = ["NOTHING", "name_blocks"]

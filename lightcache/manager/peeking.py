@@ -6,31 +6,25 @@ import time
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
+from lightcache.manager.asking import Asked, AskedMany
 from lightcache.manager.lookups import peeked
-from lightcache.manager.matches import ANY, PrefixMatch, Wishes
+from lightcache.manager.matches import PrefixMatch
 from lightcache.manager.planned import Planned, Waiting, by_space
-from lightcache.manager.prompts import Prompt
 
 if TYPE_CHECKING:
     from lightcache.manager.manager import KVCacheManager
 
 
-def peek(
-    manager: KVCacheManager,
-    prompts: Sequence[Prompt],
-    wishes: Sequence[Wishes] | None,
-    limits: Sequence[int | None] | None,
-    device_tokens: Sequence[int] | None,
-) -> list[PrefixMatch]:
+def peek(manager: KVCacheManager, many: AskedMany) -> list[PrefixMatch]:
     """See `KVCacheManager.peek_many`."""
     planner, now = manager._planner, time.monotonic()
     plans: list[Waiting] = []
-    for i, prompt in enumerate(prompts):
-        wish = wishes[i] if wishes is not None else ANY
-        limit = limits[i] if limits is not None else None
-        space = manager._weights.space_of(prompt.tenant)
-        plans.append((i, planner.asked(prompt, space, wish, limit, now)))
-    _on_device(manager, plans, device_tokens)
+    each = zip(many.prompts, many.wishes, many.limits, strict=True)
+    for request, asks in zip(many.requests, each, strict=True):
+        asked = Asked(*asks)
+        space = manager._weights.space_of(asked.prompt.tenant)
+        plans.append((request, planner.made(asked, space, now)))
+    _on_device(manager, plans, many.given)
     _on_host(manager, plans)
     return [_match(manager, plan) for _, plan in plans]
 
@@ -40,7 +34,7 @@ def peek_behind(manager: KVCacheManager, request: Hashable, limit: int | None) -
     behind that is looked at. Not for an engine that said itself what its device has."""
     planner, block, tokens = manager._planner, manager.device.block_tokens, manager.page_tokens
     known = planner.planned(request)
-    plan = planner.asked(known.prompt, known.space, known.wishes, limit, known.since)
+    plan = planner.made(known.asked.up_to(limit), known.space, known.since)
     space, index = plan.space, manager.device.index
     if space is None or not plan.most:
         return _match(manager, plan)
@@ -89,7 +83,7 @@ def _match(manager: KVCacheManager, plan: Planned) -> PrefixMatch:
     end = (plan.host_first + plan.host_pages) * manager.page_tokens if plan.host_pages else 0
     host = max(0, end - plan.device)
     usable, why, cut = manager._planner.usable.of(plan, plan.device, plan.device + host)
-    return PrefixMatch(len(plan.prompt), plan.device, host, 0, usable, why, cut)
+    return PrefixMatch(len(plan.asked.prompt), plan.device, host, 0, usable, why, cut)
 
 
 __all__ = ["peek", "peek_behind"]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightcache._arguments import Keys
-from lightcache.manager.matches import PrefixMatch, Wishes
-from lightcache.manager.prompts import Prompt
+from lightcache.manager.asking import Asked
+from lightcache.manager.matches import PrefixMatch
 from lightcache.manager.requests import NO_KEYS, Space
 
 
@@ -16,13 +16,11 @@ from lightcache.manager.requests import NO_KEYS, Space
 class Planned:
     """A plan: what was asked, and where the host's part begins."""
 
-    prompt: Prompt
-    wishes: Wishes
+    asked: Asked
     space: Space | None
     """None: the weights are being changed."""
-    limit: int | None
     most: int
-    """Tokens that may be reused at most: the limit, and one is left to compute."""
+    """Tokens that may be reused at most."""
     since: float
     """When it was first planned."""
     blocks: int
@@ -62,26 +60,26 @@ class Planned:
         """Of the blocks that may be reused. Hashed at the first call."""
         if self.space is None or not self.blocks:
             return NO_KEYS
-        return self.prompt.keys(self.space.device_spec)[: self.blocks]
+        return self.asked.prompt.keys(self.space.device_spec)[: self.blocks]
 
     @property
     def host_keys(self) -> Keys:
         """Of the host's pages that may be reused. Hashed at the first call."""
         if self.space is None or not self.pages:
             return NO_KEYS
-        return self.prompt.keys(self.space.host_spec)[: self.pages]
+        return self.asked.prompt.keys(self.space.host_spec)[: self.pages]
 
     def first_block(self) -> bytes:
         """The key of the first of the blocks; empty if there is none. Hashes no more."""
         if self.space is None or not self.blocks:
             return b""
-        return self.prompt.first_key(self.space.device_spec)
+        return self.asked.prompt.first_key(self.space.device_spec)
 
     def first_page(self) -> bytes:
         """The same of the host's pages."""
         if self.space is None or not self.pages:
             return b""
-        return self.prompt.first_key(self.space.host_spec)
+        return self.asked.prompt.first_key(self.space.host_spec)
 
 
 Waiting = tuple[Hashable, Planned]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
-from lightcache.errors import ConfigError, Detached, LeaseLost, LightcacheError
+from lightcache.errors import LeaseLost, LightcacheError
 from lightcache.leases import Lease
+from lightcache.manager.asking import Asked, AskedMany
 from lightcache.manager.looking import Looker
-from lightcache.manager.matches import ANY, PrefixMatch, Why, Wishes
+from lightcache.manager.matches import PrefixMatch, Why
 from lightcache.manager.planned import Planned, Waiting
 from lightcache.manager.prompts import Prompt
 from lightcache.manager.requests import Request, Space
@@ -41,40 +42,36 @@ class Planner:
         self._index = manager.device.index
         """What the device's blocks are pinned in: another one has none of these pins."""
 
-    def plan(
-        self,
-        requests: Sequence[Hashable],
-        prompts: Sequence[Prompt],
-        wishes: Sequence[Wishes] | None,
-        limits: Sequence[int | None] | None,
-        device_tokens: Sequence[int] | None,
-    ) -> list[PrefixMatch]:
+    def plan(self, many: AskedMany) -> list[PrefixMatch]:
         """See `KVCacheManager.plan_many`."""
         now = time.monotonic()
-        plans = self._known(requests, prompts, wishes, limits, now)
+        plans = self._known_many(many, now)
         if self._failed:
-            for request in requests:
+            for request in many.requests:
                 self._failed.pop(request, None)
-        due = plans if device_tokens is not None else self._looker.due(plans, now)
+        due = plans if many.given is not None else self._looker.due(plans, now)
         if due:
-            self._looker.look(due, device_tokens, now)
+            self._looker.look(due, many.given, now)
         absent = sum([plan.absent for _, plan in plans])
         if absent:
             self._manager._figures.add(absent_pages=absent)
         return [self._match(request, plan, plan.device, plan.host_pages) for request, plan in plans]
 
     def plan_one(
-        self,
-        request: Hashable,
-        prompt: Prompt,
-        space: Space | None,
-        wishes: Wishes,
-        limit: int | None,
-        given: int | None,
+        self, request: Hashable, asked: Asked, space: Space | None, given: int | None
     ) -> PrefixMatch:
-        """`plan` for one request alone, whose space was looked up just now."""
+        """`plan` for one request alone.
+
+        Args:
+            space: of its tenant, looked up just now.
+            given: device tokens that an engine found itself; None: look.
+        """
         now = time.monotonic()
-        plan = self._known_one(request, prompt, space, wishes, limit, now)
+        if self._index is not self._manager.device.index:
+            self._see_device()
+        plan = self._plans.get(request)
+        if plan is None or plan.asked != asked or plan.space is not space:
+            plan = self._renewed(request, asked, space, plan, now)
         if self._failed:
             self._failed.pop(request, None)
         if given is not None or self._looker.due([(request, plan)], now):
@@ -83,108 +80,77 @@ class Planner:
             self._manager._figures.add(absent_pages=plan.absent)
         return self._match(request, plan, plan.device, plan.host_pages)
 
-    def _known(
-        self,
-        requests: Sequence[Hashable],
-        prompts: Sequence[Prompt],
-        wishes: Sequence[Wishes] | None,
-        limits: Sequence[int | None] | None,
-        now: float,
-    ) -> list[Waiting]:
-        """The plan of each request, as `_known_one` has it."""
+    def _known_many(self, many: AskedMany, now: float) -> list[Waiting]:
+        """The plan of each request: the one that it has, if it asks for the same as before."""
+        if self._index is not self._manager.device.index:
+            self._see_device()
         spaces: dict[str, Space | None] = {}
         plans = []
-        for i, (request, prompt) in enumerate(zip(requests, prompts, strict=True)):
-            tenant = prompt.tenant
+        each = zip(many.prompts, many.wishes, many.limits, strict=True)
+        for request, asks in zip(many.requests, each, strict=True):
+            tenant = asks[0].tenant
             if tenant not in spaces:
                 spaces[tenant] = self._manager._weights.space_of(tenant)
-            wish = wishes[i] if wishes is not None else ANY
-            limit = limits[i] if limits is not None else None
-            known = self._known_one(request, prompt, spaces[tenant], wish, limit, now)
-            plans.append((request, known))
+            space, plan = spaces[tenant], self._plans.get(request)
+            if plan is None or plan.asked != asks or plan.space is not space:
+                plan = self._renewed(request, Asked(*asks), space, plan, now)
+            plans.append((request, plan))
         return plans
 
-    def _known_one(
-        self,
-        request: Hashable,
-        prompt: Prompt,
-        space: Space | None,
-        wishes: Wishes,
-        limit: int | None,
-        now: float,
-    ) -> Planned:
-        """The plan of a request: the one that it has, if it asks for the same as before."""
-        if self._index is not self._manager.device.index:
-            self._index = self._manager.device.index
-            for plan in self._plans.values():
-                plan.settled = 0.0
-        known = self._plans.get(request)
-        if (
-            known is None
-            or known.prompt is not prompt
-            or known.space is not space
-            or known.wishes is not wishes
-            or known.limit != limit
-        ):
-            known = self._asked(request, prompt, space, wishes, limit, known, now)
-        return known
+    def _see_device(self) -> None:
+        """What was pinned in another index of the device is not."""
+        self._index = self._manager.device.index
+        for plan in self._plans.values():
+            plan.settled = 0.0
 
-    def _asked(
+    def _renewed(
         self,
         request: Hashable,
-        prompt: Prompt,
+        asked: Asked,
         space: Space | None,
-        wishes: Wishes,
-        limit: int | None,
-        known: Planned | None,
+        before: Planned | None,
         now: float,
     ) -> Planned:
-        made = self.asked(prompt, space, wishes, limit, now)
-        if known is not None:
-            made.on_host, made.pinned = known.on_host, known.pinned
-            if known.prompt is prompt and known.space is space:
-                made.reading, made.since = known.reading, known.since
-            elif known.reading is not None:
-                known.reading.cancel()
+        """A plan for something new, in the place of the one before."""
+        made = self.made(asked, space, now)
+        if before is not None:
+            made.on_host, made.pinned = before.on_host, before.pinned
+            if before.asked.prompt is asked.prompt and before.space is space:
+                made.reading, made.since = before.reading, before.since
+            else:
+                self._stop_reading(before)
         if not made.most:
             self._let_go(request)  # what was planned before
             made.on_host = made.pinned = False
         self._plans[request] = made
         return made
 
-    def asked(
-        self,
-        prompt: Prompt,
-        space: Space | None,
-        wishes: Wishes,
-        limit: int | None,
-        now: float,
-    ) -> Planned:
+    def made(self, asked: Asked, space: Space | None, now: float) -> Planned:
         """What a request asks; nothing was looked for."""
-        if limit is not None and limit < 0:
-            raise ConfigError(f"limit: expected tokens >= 0, found {limit}")
-        most = max(0, len(prompt) - 1)
-        if limit is not None:
-            most = min(most, limit)
-        if not wishes.read or space is None:
-            most = 0
-        blocks = most // self._manager.device.block_tokens if "device" in wishes.tiers else 0
-        pages = most // self._manager.page_tokens if "host" in wishes.tiers else 0
-        return Planned(prompt, wishes, space, limit, most, now, blocks, pages)
+        wishes = asked.wishes
+        most, tiers = asked.most if wishes.read and space is not None else 0, wishes.tiers
+        blocks = most // self._manager.device.block_tokens if "device" in tiers else 0
+        pages = most // self._manager.page_tokens if "host" in tiers else 0
+        return Planned(asked, space, most, now, blocks, pages)
 
     def _let_go(self, request: Hashable) -> None:
         for tier in (self._manager.device, self._manager.host.index):
-            with contextlib.suppress(Detached):  # closed: nothing is pinned any more
+            # Closed: nothing is pinned any more. Else its pins go at the plan's time limit.
+            with contextlib.suppress(LightcacheError):
                 tier.cancel(request)
+
+    def _stop_reading(self, plan: Planned) -> None:
+        if plan.reading is not None:
+            self._manager._traffic.foreign.cancel(plan.reading)
 
     def failed(self, request: Hashable) -> bool:
         """Whether the last plan of a request failed, or was let go of."""
         return request in self._failed
 
-    def missed(self, requests: Sequence[Hashable], prompts: Sequence[Prompt]) -> list[PrefixMatch]:
+    def missed(self, request: Hashable, prompt: Prompt) -> PrefixMatch:
         """Nothing is found; what was asked is known to `prompt_of`."""
-        self._failed.update(zip(requests, prompts, strict=True))
-        return [PrefixMatch(len(prompt), why=Why.DISABLED) for prompt in prompts]
+        self._failed[request] = prompt
+        return PrefixMatch(len(prompt), why=Why.DISABLED)
 
     def prompt_of(self, request: Hashable) -> Prompt:
         """What a request asked whose plan failed, or cannot be taken. The plan goes.
@@ -195,9 +161,8 @@ class Planner:
         planned, failed = self._plans.get(request), self._failed.pop(request, None)
         if planned is None and failed is None:
             raise LeaseLost(f"take: the request {request!r} was not planned; plan it first")
-        with contextlib.suppress(LightcacheError):  # then its pins go at the plan's time limit
-            self.cancel(request)
-        return failed if failed is not None else planned.prompt  # type: ignore[union-attr]
+        self.cancel(request)
+        return failed if failed is not None else planned.asked.prompt  # type: ignore[union-attr]
 
     def holds(self, request: Hashable, now: float) -> bool:
         """Whether what was planned is pinned for half of its time still, so that planning it again
@@ -227,7 +192,7 @@ class Planner:
             pending = not plan.reading.over
         usable, why, cut = self.usable.of(plan, device, device + host)
         found = PrefixMatch(
-            len(plan.prompt),
+            len(plan.asked.prompt),
             device,
             host - from_storage,
             from_storage,
@@ -312,7 +277,7 @@ class Planner:
                     lease.release()
             self.cancel(request)
             if not isinstance(error, LeaseLost):
-                self._failed[request] = plan.prompt  # it may still run, without the cache
+                self._failed[request] = plan.asked.prompt  # it may still run, without the cache
             raise
         del self._plans[request]
         device = len(hit) * manager.device.block_tokens if hit is not None else plan.device
@@ -325,22 +290,21 @@ class Planner:
         plan = self._plans.pop(request, None)
         if plan is None:
             return
-        if plan.reading is not None:
-            plan.reading.cancel()
+        self._stop_reading(plan)
         self._let_go(request)
 
     def let_go(self) -> None:
         """The cache is not asked any more: nothing stays pinned. Who was planned may begin, and
         finds nothing."""
         for request, plan in list(self._plans.items()):
-            with contextlib.suppress(LightcacheError):
-                self.cancel(request)
-            self._failed[request] = plan.prompt
+            self.cancel(request)
+            self._failed[request] = plan.asked.prompt
 
     def close(self) -> None:
         """Forget all of them."""
         for request in list(self._plans):
             self.cancel(request)
+        self._failed.clear()
 
 
 __all__ = ["Planner"]

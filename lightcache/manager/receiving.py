@@ -195,9 +195,8 @@ class _Adopted:
                 lease.release()
 
         movement = manager._traffic.begin(
-            blocks, lambda: manager.mover.load(lease, slots, 0), over, give_back
+            blocks, lambda: manager.mover.load(lease, slots, 0), over, give_back, one.movements
         )
-        one.movements.append(movement)
         return movement, n
 
     def _usable(self, one: Request) -> int:

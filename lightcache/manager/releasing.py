@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightcache.errors import WaitTimeout
+from lightcache.errors import LightcacheError, WaitTimeout
 from lightcache.manager.owned import OwnedDevice
 from lightcache.manager.requests import HELD, PINNED, Request
 from lightcache.manager.traffic import State
@@ -82,9 +82,25 @@ class Leaving:
             )
 
     def _give_back(self, over: list[Request]) -> None:
+        try:
+            for one in over:
+                self._store(one)
+        finally:  # an interrupt
+            self._let_go(over)
+
+    def _store(self, one: Request) -> None:
+        """Whatever a storage raises, what the request had is given back."""
+        manager = self._manager
+        try:
+            manager._guard.run(partial(manager._writer.store, one), _nothing)
+        except LightcacheError:
+            manager._figures.add(errors=1)
+        except Exception as error:
+            manager._traffic.foreign.note(error)
+
+    def _let_go(self, over: list[Request]) -> None:
         device = self._manager.device
         for one in over:
-            self._manager._guard.run(partial(self._manager._writer.store, one), _nothing)
             if one.hit is not None:
                 one.hit._let_go()
                 one.hit = None

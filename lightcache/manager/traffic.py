@@ -28,10 +28,14 @@ class State(Enum):
     FAILED = "failed"
     CANCELLED = "cancelled"
     """Never begun."""
+    UNKNOWN = "unknown"
+    """An interrupt came out of the call that begins it: it may go on, and nobody can say until
+    when. What it touches is given to nobody any more, and nothing waits for it."""
 
 
 # Looking a member up costs a microsecond in Python 3.11; these are looked up for every movement.
 _QUEUED, _RUNNING, _DONE, _FAILED = State.QUEUED, State.RUNNING, State.DONE, State.FAILED
+_UNKNOWN = State.UNKNOWN
 
 
 Over = Callable[[bool, "int | None"], None]
@@ -63,7 +67,7 @@ class Movement:
     @property
     def over(self) -> bool:
         """Whether nothing of it goes on, as far as was looked."""
-        return self.state not in (_QUEUED, _RUNNING)
+        return self.state not in (_QUEUED, _RUNNING, _UNKNOWN)
 
     def done(self) -> bool:
         """Whether it is over. Does not block.
@@ -117,6 +121,7 @@ class Movement:
             ) from self.error
 
     def _start(self) -> None:
+        self.state = _UNKNOWN
         try:
             self.moving = self._begin()
         except Exception as error:  # as in `block`
@@ -188,6 +193,7 @@ class Traffic:
         call: Callable[[], Moving],
         over: Over,
         give_back: Callable[[], None],
+        of: list[Movement] | None = None,
     ) -> Movement:
         """Begin a copy, or queue it while paused.
 
@@ -199,8 +205,12 @@ class Traffic:
                 does not say.
             give_back: what it holds, unless who moved it gave that back; called if it never begins,
                 and if it fails.
+            of: of whoever holds its blocks while it goes on; it is appended before it begins, so
+                that nothing is lost to an interrupt. None: something else holds them.
         """
         made = Movement(self, blocks, call, over, give_back)
+        if of is not None:
+            of.append(made)
         if self.paused:
             self._touch(made)  # a queued copy reads or writes what is in them then
             self._queued.append(made)
@@ -214,7 +224,7 @@ class Traffic:
             movement._start()
             if movement.state is _RUNNING:
                 movement._look()  # some take no time at all, and are never counted
-        finally:  # after an interrupt, too: who knows what was begun
+        finally:  # after an interrupt, too: `State.UNKNOWN`
             if not movement.over:
                 self._touch(movement)
 
@@ -268,7 +278,7 @@ class Traffic:
         """Movements that touch any of these blocks, or will; None: all that go on."""
         with self.lock:
             if blocks is None:
-                return list(self._running)
+                return [each for each in self._running if each.state is not _UNKNOWN]
             wanted, every = set(blocks.tolist()), [*self._running, *self._queued]
             return [each for each in every if not wanted.isdisjoint(each.blocks.tolist())]
 
@@ -276,7 +286,8 @@ class Traffic:
         """Until no copy touches these blocks; None: until none goes on. Blocks, without the lock.
 
         Raises:
-            WaitTimeout: some go on, or wait for `resume`; says which.
+            WaitTimeout: some go on, or wait for `resume`; says which. Of a copy of which nobody
+                knows (`State.UNKNOWN`): at once, if it touches these blocks.
         """
         end = None if timeout is None else self._clock() + timeout
         for movement in self.touching(blocks):
@@ -284,6 +295,12 @@ class Traffic:
                 raise WaitTimeout(
                     f"wait: transfers are paused, and one will touch blocks "
                     f"{movement.blocks[:8].tolist()}; resume the manager first"
+                )
+            if movement.state is _UNKNOWN:
+                raise WaitTimeout(
+                    "wait: an interrupt came while a copy of blocks "
+                    f"{movement.blocks[:8].tolist()} was begun, and nobody knows whether it goes "
+                    "on; use others"
                 )
             try:
                 movement.block(None if end is None else max(0.0, end - self._clock()))

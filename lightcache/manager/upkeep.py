@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from lightcache.manager.planning import Planner
     from lightcache.manager.releasing import Leaving
     from lightcache.manager.requests import Request
-    from lightcache.manager.traffic import Traffic
+    from lightcache.manager.traffic import Movement, Traffic
     from lightcache.manager.weights import Weights
     from lightcache.storage.tasks import StorageTask
     from lightcache.storage.tiers import BaseTier
@@ -149,7 +149,8 @@ class Upkeep:
             if index is None or not isinstance(self.device, AttachedDevice):
                 return 0
             named = self.device.named(numbers_of(blocks))
-            begun, _ = self._demotion.write(named, index.keys_of(named))
+            begun: list[Movement] = []
+            self._demotion.write(named, index.keys_of(named), begun)
             return len(begun)
 
     def set_blocks(self, blocks: int) -> None:

@@ -23,19 +23,20 @@ class Usable:
     def of(self, plan: Planned, device: int, found: int) -> tuple[int, Why, Any]:
         """Usable tokens of so many that were found, so many of them on the device; why they are
         fewer, and the item that would have been cut."""
-        if not plan.wishes.read:
+        prompt, wishes, _ = plan.asked
+        if not wishes.read:
             return 0, Why.WISHES, None
         if plan.space is None:
             return 0, Why.WEIGHTS, None
         usable, why = found, Why.NOTHING
         if usable > device and not self._worth_loading(usable - device):
             usable, why = device, Why.BREAK_EVEN
-        cut = plan.prompt.cut_item(usable) if plan.prompt.items else None
+        cut = prompt.cut_item(usable) if prompt.items else None
         if cut is None:
             return usable, why, None
-        usable = self._uncut(plan.prompt, usable, device)
+        usable = self._uncut(prompt, usable, device)
         if device < usable and not self._worth_loading(usable - device):
-            usable = self._uncut(plan.prompt, device, device)
+            usable = self._uncut(prompt, device, device)
         return usable, Why.ITEM, cut
 
     def without_host(self, prompt: Prompt, match: PrefixMatch) -> int:

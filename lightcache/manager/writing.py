@@ -187,9 +187,8 @@ class Writer:
                 new.release()
                 return
         touched = one.table[begin * tokens // block : -(-end * tokens // block)]
-        movement = self.launch(new, slots, touched)
-        if not movement.over:  # what is over holds nothing up
-            one.movements.append(movement)
+        if self.launch(new, slots, touched, one.movements).over:
+            one.movements.pop()  # what is over holds nothing up
 
     def _slots(self, spans: list[Span]) -> list[npt.NDArray[np.int64]]:
         """Of each span the device slots of all its request's tokens up to its end; -1 for those
@@ -211,12 +210,19 @@ class Writer:
             at += len(its) * block
         return found
 
-    def launch(self, new: Reservation, slots: npt.NDArray[np.int64], blocks: Pages) -> Movement:
+    def launch(
+        self,
+        new: Reservation,
+        slots: npt.NDArray[np.int64],
+        blocks: Pages,
+        of: list[Movement],
+    ) -> Movement:
         """Begin to write a reservation's new pages. It is the movement's from now on.
 
         Args:
             slots: of all tokens of the keys that were reserved, from the first of these on.
             blocks: that are read.
+            of: movements of whoever holds them; this one is appended.
         """
         manager, pages = self._manager, len(new.pages)
 
@@ -233,7 +239,7 @@ class Writer:
                 new.release()
 
         return manager._traffic.begin(
-            blocks, lambda: manager.mover.offload(new, slots), over, give_back
+            blocks, lambda: manager.mover.offload(new, slots), over, give_back, of
         )
 
 

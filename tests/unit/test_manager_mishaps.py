@@ -1,0 +1,318 @@
+"""What goes wrong in the middle of a manager's calls: nothing is lost by it, nothing is endless."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from support.manager_case import Shelf, World, made_worlds, tokens
+from support.stamped import stamps_of
+
+from lightcache.errors import (
+    CacheCorrupted,
+    ConfigError,
+    LeaseLost,
+    OutOfPages,
+    WaitTimeout,
+)
+from lightcache.manager import Prompt, Why, WritePolicy
+from lightcache.shm.layout import SegmentHeader
+
+PROMPT = Prompt(tokens(18))
+LONGER = Prompt([*PROMPT.tokens, *tokens(8, 3)])
+
+
+class Odd(RuntimeError):
+    """None of ours."""
+
+
+@pytest.fixture
+def worlds(segment_name: str) -> Iterator[Callable[..., World]]:
+    yield from made_worlds(segment_name)
+
+
+def raises(error: type[BaseException]) -> Callable[..., Any]:
+    def raising(*_: Any, **__: Any) -> Any:
+        raise error("arranged")
+
+    return raising
+
+
+def disable(index: Any, value: int) -> None:
+    """An operator's switch."""
+    at = index.segment.address + SegmentHeader.disabled.offset
+    ctypes.c_uint32.from_address(at).value = value
+
+
+def writing_back(worlds: Any) -> World:
+    """8 blocks, all with names: 4 of them on their way out, to a mover that waits."""
+    world: World = worlds(blocks=8, write=WritePolicy.BACK, low_water=0.0)
+    for request, seed in (("a", 0), ("b", 2)):
+        world.run(request, tokens(16, seed))
+    world.mover.at_once = False
+    assert world.manager.demote(4) == 4
+    return world
+
+
+# ---- demotions
+
+
+@pytest.mark.parametrize("which", ["host", "device"])
+def test_an_index_that_is_disabled_while_blocks_are_written_back(worlds: Any, which: str) -> None:
+    world = writing_back(worlds)
+    world.mover.finish()
+    index = world.cache.index if which == "host" else world.index
+    disable(index, 1)
+    for _ in range(3):
+        assert world.manager.poll() == 0
+    disable(index, 0)
+    assert world.manager._demotion.going == 0
+    figures = world.manager.stats()
+    assert (figures.errors, figures.demotions, figures.demotions_lost) == (1, 0, 4)
+    assert world.device.free == 4
+    world.nothing_left()
+
+
+def test_a_device_that_is_closed_while_blocks_are_written_back(worlds: Any) -> None:
+    world = writing_back(worlds)
+    world.device.close()
+    world.mover.finish()
+    assert world.manager.poll() == 0
+    assert world.manager._demotion.going == 0
+
+
+@pytest.mark.timeout(30)
+def test_making_room_ends_when_the_host_answers_no_more(worlds: Any) -> None:
+    world = writing_back(worlds)
+    manager = world.manager
+    manager.plan("c", Prompt(tokens(24, 9)))
+    manager.take("c")
+    disable(world.cache.index, 1)
+    with pytest.raises(OutOfPages):
+        manager.allocate("c", 24)
+    disable(world.cache.index, 0)
+    manager.release("c")
+    world.nothing_left()
+
+
+@pytest.mark.timeout(30)
+def test_waiting_for_room_ends_if_the_cache_is_not_asked_any_more(worlds: Any) -> None:
+    world = writing_back(worlds)
+    manager = world.manager
+    manager.plan("c", Prompt(tokens(24, 9)))
+    manager.take("c")
+    manager._guard.disabled = True
+    assert len(manager.allocate("c", 24, timeout=None)) == 6
+    manager.release("c")
+    manager.enable()
+    world.nothing_left()
+
+
+# ---- requests
+
+
+def test_releases_of_which_one_is_no_request(worlds: Any) -> None:
+    world = worlds()
+    world.start("a", PROMPT)
+    with pytest.raises(ConfigError, match="hashable"):
+        world.manager.release_many(["a", []])
+    assert world.manager.gauges().running == 1
+    world.manager.release("a")
+    world.nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("call", "more"),
+    [
+        ("cancel", ()),
+        ("take", ()),
+        ("allocate", (3,)),
+        ("forgo", ()),
+        ("fetch", ()),
+        ("commit", (3,)),
+        ("release", ()),
+    ],
+)
+def test_ids_that_are_none(worlds: Any, call: str, more: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="hashable"):
+        getattr(worlds().manager, call)([], *more)
+
+
+def test_taking_while_the_host_breaks(worlds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the plan, whose pins were taken already."""
+    world = worlds()
+    world.run("a", PROMPT)
+    world.manager.plan("b", PROMPT)
+    with monkeypatch.context() as patch:
+        patch.setattr(world.cache.index, "peek", raises(CacheCorrupted))
+        match = world.manager.take("b")
+    assert (match.usable, match.why) == (0, Why.DISABLED)
+    assert (world.index.check().pins, world.cache.check().pins) == (0, 0)
+    world.manager.allocate("b", 18)
+    world.manager.release("b")
+    world.nothing_left()
+
+
+def test_blocks_to_exchange_are_told_though_writing_breaks(
+    worlds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ours were given back: who goes on with them would write into another's."""
+    world = worlds()
+    for request in "ab":
+        world.start(request, PROMPT)
+        table = world.manager.allocate(request, 18)
+        world.store.write(table, 0, stamps_of(PROMPT.tokens))
+    world.manager.commit("a", 18)
+    with monkeypatch.context() as patch:
+        patch.setattr(world.manager._writer, "due", raises(CacheCorrupted))
+        changed = world.manager.commit("b", 18)
+    assert list(changed.values()) == world.manager._request("a").table[:4].tolist()
+    assert world.manager.stats().errors == 1
+    for request in "ab":
+        world.manager.release(request)
+    world.nothing_left()
+
+
+def test_of_two_tenants_one_breaks(worlds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was exchanged for the one is told though naming the other's blocks raises."""
+    world = worlds()
+    other = Prompt(tokens(18, 5), tenant="t")
+    for request, prompt in (("a", PROMPT), ("b", PROMPT), ("c", other)):
+        world.start(request, prompt)
+        table = world.manager.allocate(request, 18)
+        world.store.write(table, 0, stamps_of(prompt.tokens))
+    world.manager.commit("a", 18)
+    name_many = world.device.name_many
+
+    def breaks(blocks: Any, keys: Any, offsets: Any, starts: Any, space: Any) -> Any:
+        if space.tenant:
+            raise CacheCorrupted("arranged")
+        return name_many(blocks, keys, offsets, starts, space)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.device, "name_many", breaks)
+        changed = world.manager.commit_many(["b", "c"], [18, 18])
+    assert [len(each) for each in changed] == [4, 0]
+    for request in "abc":
+        world.manager.release(request)
+    world.nothing_left()
+
+
+def test_what_failed_to_be_planned_cannot_be_taken_when_all_is_closed(
+    worlds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = worlds(failures=1)
+    world.manager.plan("a", PROMPT)
+    with monkeypatch.context() as patch:
+        patch.setattr(world.manager._planner, "plan_one", raises(CacheCorrupted))
+        assert world.manager.plan("b", PROMPT).why is Why.DISABLED
+    world.manager.close()
+    with pytest.raises(LeaseLost, match="not planned"):
+        world.manager.take("a")
+
+
+# ---- storage
+
+
+@pytest.mark.parametrize("error", [Odd, OutOfPages, CacheCorrupted])
+def test_a_storage_that_raises_when_a_request_ends(worlds: Any, error: type[Exception]) -> None:
+    world = worlds(storage=Shelf)
+    manager = world.manager
+    manager._storage.write = raises(error)
+    for request, seed in (("a", 0), ("b", 1)):
+        world.start(request, tokens(18, seed))
+        manager.commit(request, 18)
+    manager.release_many("ab")
+    assert manager.gauges().leaving == 0
+    assert manager.stats().errors == (0 if error is Odd else 2)
+    if error is Odd:  # of a storage as of a mover
+        with pytest.raises(Odd, match="arranged"):
+            manager.poll()
+    world.nothing_left()
+
+
+@pytest.mark.parametrize("error", [Odd, CacheCorrupted])
+@pytest.mark.parametrize("how", ["cancel", "another prompt", "weights", "disabled", "close"])
+def test_a_reading_that_cannot_be_cancelled(worlds: Any, error: type[Exception], how: str) -> None:
+    world = worlds(storage=Shelf)
+    manager = world.manager
+    world.run("a", PROMPT)
+    for request in "bc":
+        assert manager.plan(request, LONGER).pending
+    manager._storage.tasks[-2].cancel = raises(error)
+    if how == "another prompt":
+        manager.plan("b", Prompt(tokens(3)))
+    if how == "weights":
+        manager.begin_update()
+        assert manager.plan("b", LONGER).why is Why.WEIGHTS
+    if how == "disabled":
+        manager._let_go()
+    if how == "close" and error is Odd:
+        with pytest.raises(Odd, match="arranged"):
+            manager.close()
+    elif how == "close":
+        manager.close()
+    for request in "bc":
+        manager.cancel(request)
+    assert (world.index.check().pins, world.cache.check().pins) == (0, 0)
+    if error is Odd and how != "close":
+        with pytest.raises(Odd, match="arranged"):
+            manager.poll()
+    world.nothing_left()
+
+
+def test_a_reading_that_breaks_while_it_is_waited_for(worlds: Any) -> None:
+    world = worlds(storage=Shelf)
+    manager = world.manager
+    world.run("a", PROMPT)
+    assert manager.plan("b", LONGER).pending
+    manager._storage.tasks[-1].take = raises(CacheCorrupted)
+    assert manager.take("b").usable == 16
+    manager.release("b")
+    world.nothing_left()
+
+
+# ---- interrupts
+
+
+def interrupted(world: World, what: str, call: Callable[[], object]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world.mover, what, raises(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            call()
+
+
+@pytest.mark.parametrize("what", ["load", "offload", "demote"])
+def test_an_interrupt_while_a_copy_is_begun(worlds: Any, what: str) -> None:
+    """Nobody knows whether it goes on: its blocks are given to nobody, and nobody waits for it."""
+    policy = WritePolicy.BACK if what == "demote" else WritePolicy.THROUGH
+    world = worlds(write=policy, low_water=0.0)
+    manager = world.manager
+    if what == "offload":
+        world.start("a", PROMPT)
+        table = manager.allocate("a", 18)[:4]
+        interrupted(world, "offload", lambda: manager.commit("a", 18))
+    elif what == "demote":
+        world.run("a", PROMPT)
+        interrupted(world, "offload", lambda: manager.demote(4))
+        table = manager._traffic._running[0].blocks
+    else:
+        world.run("a", PROMPT)
+        assert manager.can_allocate(32, evict=True)
+        manager.plan("a", PROMPT)
+        manager.take("a")
+        table = manager.allocate("a", 18)[:4]
+        interrupted(world, "load", lambda: manager.fetch("a"))
+    manager.release("a")
+    assert manager.in_flight(table).all()
+    with pytest.raises(WaitTimeout, match="nobody knows"):
+        manager.wait_blocks(table)
+    manager.plan("b", Prompt(tokens(18, 9)))
+    manager.take("b")
+    taken = manager.allocate("b", 4 * world.device.available)
+    assert not set(taken.tolist()) & set(table.tolist())
+    manager.release("b")
+    manager.poll()
+    manager.close(timeout=0)
