@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
+from model.base import Client, Held, paths, pick
 from model.index_model import BATCH, TICKETS, Page, Space
-from model.machine import Client, Held, IndexMachine, paths, pick
+from model.machine import IndexMachine
 from support import keys as make
 
 from lightcache import Abandoned, ConfigError, InUse, KeyStatus, LeaseLost, Named, OutOfPages

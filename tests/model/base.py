@@ -1,0 +1,144 @@
+"""What the machine of the index is made of: strategies, what clients hold, and helpers."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine
+from model.index_model import (
+    Handoff,
+    Space,
+    Violation,
+    Writing,
+)
+from support import keys as make
+
+from lightcache import (
+    PageIndex,
+    Ticket,
+)
+from lightcache.namespaces import Namespace
+
+CLIENTS = 3
+_numbers = itertools.count()
+NAMES = [("", ""), ("w1", ""), ("w1", "a"), ("w2", "a")]
+
+# pages, bucket that every key falls into (None: as they come)
+CONFIGURATIONS = [(n, b) for n in (1, 2, 3, 4, 6, 8, 12, 16, 32) for b in (None, 7)] + [(44, 7)]
+
+paths = st.one_of(
+    st.lists(st.integers(0, 2), max_size=5),
+    st.builds(
+        lambda trunk, branch: [0] * trunk + branch,
+        st.integers(0, 6),
+        st.lists(st.integers(0, 3), max_size=4),
+    ),
+    st.builds(lambda root, n: [root, *range(n)], st.integers(4, 40), st.integers(0, 3)),
+    st.builds(lambda n: [9, *[1] * n], st.integers(0, 45)),
+)
+pick = st.integers(0, 1 << 16)
+
+
+@dataclass(eq=False)
+class Client:
+    index: PageIndex
+    slot: int
+    default: Space
+
+
+@dataclass(eq=False)
+class Held:
+    """Something that a client holds, and the pins that go with it."""
+
+    client: Client
+    real: Any
+    pages: list[int]
+    writing: Writing | None = None
+    shard: int | None = None
+    ticket: Handoff | None = None
+    closed: bool = False
+    hits: dict[int, int] | None = None
+    """Of what `oldest` listed: hits of each page then."""
+
+
+@dataclass(eq=False)
+class Given:
+    client: Client
+    real: Ticket
+    model: Handoff
+    data: bytes
+    dropped: bool = False
+
+
+@dataclass
+class Opened:
+    space: Space
+    real: Namespace
+    refs: set[int] = field(default_factory=set)
+
+
+@dataclass(eq=False)
+class Planned:
+    """A plan that a client has made, and the pages that it pins."""
+
+    client: Client
+    keys: list[make.Pair]
+    space: Space
+    pages: list[int]
+
+
+class MachineBase(RuleBasedStateMachine):
+    """One index, up to three clients of it in this process; no rule yet."""
+
+    def __init__(self, name: str, flat: bool = False) -> None:
+        super().__init__()
+        self.flat = flat
+        self.name = f"{name}-{next(_numbers)}"
+        self.clients: list[Client] = []
+        self.held: list[Held] = []
+        self.given: list[Given] = []
+        self.planned: dict[tuple[int, int], Planned] = {}
+        self.opened: dict[Space, Namespace] = {}
+        self.refs: set[int] = set()
+
+    # ---- helpers
+
+    def choose(self, things: list[Any], number: int) -> Any:
+        return things[number % len(things)]
+
+    def client(self, number: int) -> Client:
+        chosen: Client = self.choose(self.clients, number)
+        return chosen
+
+    def keys(self, path: list[int]) -> list[make.Pair]:
+        return make.chain(path, self.bucket)
+
+    def space(self, client: Client, number: int) -> tuple[Space, Namespace | None]:
+        """Mostly the default one."""
+        if number % 3 or not self.opened:
+            return client.default, None
+        space = self.choose(list(self.opened), number // 3)
+        return space, self.opened[space]
+
+    def of(self, kind: type[Any]) -> list[Held]:
+        return [h for h in self.held if isinstance(h.real, kind)]
+
+    def expect_lost(self, call: Any, *kinds: type[BaseException]) -> None:
+        try:
+            call()
+        except kinds:
+            return
+        raise Violation(f"{call}: expected {kinds}, nothing was raised")
+
+    def default_space(self, index: PageIndex) -> Space:
+        """What an index that attached, or cleared its own, calls the default namespace."""
+        space = self.model.open_space("", "")
+        if space is None:
+            assert index._namespace not in self.refs
+            space = Space("", "", index._namespace & 0xFF)
+            self.model.spaces.append(space)
+        self.refs.add(index._namespace)
+        return space

@@ -1,0 +1,308 @@
+"""Reserving and publishing, in the machine of the index."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
+from model.base import (
+    Client,
+    Held,
+    MachineBase,
+    paths,
+    pick,
+)
+from model.index_model import (
+    BATCH,
+    BUSY,
+    CHAIN_MAX,
+    MISSING,
+    NEW,
+    PRESENT,
+    Page,
+    Space,
+    Writing,
+)
+from support import keys as make
+
+from lightcache import (
+    Abandoned,
+    ConfigError,
+    LeaseLost,
+    Reservation,
+    Shard,
+)
+from lightcache.layout import PageState
+
+
+class WritingRules(MachineBase):
+    """Clients write pages."""
+
+    # ---- writing
+
+    @rule(
+        number=pick,
+        path=paths,
+        start=pick,
+        shards=st.sampled_from([1, 1, 1, 2, 3]),
+        where=pick,
+        order=st.sampled_from(["chain", "chain", "chain", "reversed", "twice"]),
+    )
+    def reserve(
+        self, number: int, path: list[int], start: int, shards: int, where: int, order: str
+    ) -> None:
+        client = self.client(number)
+        space, real = self.space(client, where)
+        keys = self.keys(path)
+        if order == "reversed":
+            keys = keys[::-1]
+        elif order == "twice":
+            keys = keys + keys[::2]
+        start %= len(keys) + 1
+        chain = make.array(keys)
+        tick = self.view.clock + 1
+        now = self.view.queue_now
+        if not space.open:
+            self.expect_lost(
+                lambda: client.index.reserve(chain, start, shards=shards, namespace=real),
+                Abandoned,
+            )
+            return
+        got = client.index.reserve(chain, start, shards=shards, namespace=real)
+        self.settle_reserve(client, space, keys, start, shards, got, tick, now)
+
+    @rule(number=pick, path=paths, where=pick)
+    def write(self, number: int, path: list[int], where: int) -> None:
+        """Reserve, publish and release in one go: what mostly happens, and fills the pool."""
+        before = len(self.held)
+        self.reserve(number, path, 0, 1, where, "chain")
+        if len(self.held) > before:
+            self.finish(self.held.pop())
+
+    def finish(self, held: Held) -> None:
+        if held.writing:
+            assert held.real.publish()
+            self.model.publish(held.writing, 0)
+        held.real.release()
+        self.model.unpin(held.client.slot, held.pages)
+
+    @precondition(lambda self: self.flat)
+    @rule(number=pick, path=paths)
+    def write_behind(self, number: int, path: list[int]) -> None:
+        """As a checkpoint is written: only what it hangs on counts as used."""
+        client, keys = self.client(number), self.keys(path)[-2:]
+        if not keys or not client.default.open:
+            return
+        tick, now = self.view.clock + 1, self.view.queue_now
+        got = client.index.reserve(make.array(keys), len(keys) - 1)
+        self.settle_reserve(client, client.default, keys, len(keys) - 1, 1, got, tick, now)
+        self.finish(self.held.pop())
+
+    @rule(number=pick, trunk=st.integers(0, 3), length=st.integers(1, 12), root=st.integers(0, 9))
+    def write_prompt(self, number: int, trunk: int, length: int, root: int) -> None:
+        self.write(number, [0] * trunk + [root] * length, 1)
+
+    @rule(number=pick, root=st.integers(10, 90))
+    def write_page(self, number: int, root: int) -> None:
+        self.write(number, [root], 1)
+
+    @rule(number=pick, length=st.integers(1, 12), start=pick, root=st.integers(0, 9))
+    def extend(self, number: int, length: int, start: int, root: int) -> None:
+        """Go on behind a prefix, and give up."""
+        self.reserve(number, [root] * length, start, 1, 1, "chain")
+
+    def settle_reserve(
+        self,
+        client: Client,
+        space: Space,
+        keys: list[make.Pair],
+        start: int,
+        shards: int,
+        got: Reservation,
+        since: int,
+        now: int,
+    ) -> None:
+        model = self.model
+        for key in keys[:start]:
+            if key in model.by_key:
+                model.by_key[key].tick = since
+        rest = keys[start:]
+        status: list[str | None] = [None] * len(rest)
+        numbers = [-1] * len(rest)
+        for i, key in enumerate(rest):
+            page = model.by_key.get(key)
+            if page and page.state == "ready" and page.space is space:
+                status[i], numbers[i], page.tick = PRESENT, page.number, since
+                model.pin(client.slot, [page.number])
+        if rest:
+            model.settle()
+        gone = self.evicted()
+        made = iter(got.pages.tolist())
+        writing: Writing | None = None
+        stopped = False
+        exact = not space.quota and not self.chains_may_fill(rest) and model.in_order()
+        exact = exact and not model.promises(space)
+        if not exact:
+            model.evict_legally(gone, since)
+            model.keeps_promises(gone, space)
+            gone = set()
+        for begin in range(0, len(rest), BATCH):
+            batch = range(begin, min(begin + BATCH, len(rest)))
+            if stopped:
+                break
+            for i in batch:
+                page = model.by_key.get(rest[i])
+                if page and page.space is not space:
+                    status[i] = MISSING
+                elif page and page.state == "writing":
+                    status[i] = BUSY
+            absent = sum(status[i] is None for i in batch)
+            if exact:
+                lack = max(0, absent - model.room()) if absent else 0
+                can = sum(model.removable(p, since) for p in model.named())
+                now = model.evict_oldest(gone, min(lack, can), since, now)
+            at = start + begin
+            parent = self.parent_at(keys, at, space)
+            for i in batch:
+                if status[i] == MISSING:
+                    stopped = True
+                    break
+                if status[i] is None and rest[i] in model.by_key:
+                    status[i] = BUSY  # stands twice among the keys
+                if status[i] is None:
+                    if not self.may_place(space, i, exact, got, start):
+                        stopped = True
+                        break
+                    number = next(made)
+                    self.check_new(number)
+                    page = Page(number, rest[i], space, parent, since)
+                    model.by_key[rest[i]] = page
+                    model.doomed.pop(number, None)
+                    model.pin(client.slot, [number])
+                    if writing is None:
+                        writing = Writing(client.slot, space, [client.slot] * shards)
+                        model.writings.append(writing)
+                    writing.pages.append(page)
+                    status[i], numbers[i] = NEW, number
+                page = model.by_key[rest[i]]
+                if status[i] == PRESENT:
+                    self.readopt(page, parent)
+                parent = page
+        assert not gone, f"{gone} were evicted for nothing"
+        for i in range(len(rest)):
+            if status[i] != PRESENT and (
+                status[i] is None
+                or status[i] == MISSING
+                or (stopped and not self.settled(i, status))
+            ):
+                status[i] = MISSING
+        expected = {
+            kind: [i + start for i in range(len(rest)) if status[i] == kind]
+            for kind in (NEW, PRESENT, BUSY, MISSING)
+        }
+        found = {
+            NEW: got.new.tolist(),
+            PRESENT: got.present.tolist(),
+            BUSY: got.busy.tolist(),
+            MISSING: got.missing.tolist(),
+        }
+        assert found == expected
+        assert got.present_pages.tolist() == [
+            n for n, s in zip(numbers, status, strict=True) if s == PRESENT
+        ]
+        assert (got.why != "") == bool(expected[MISSING])
+        if got.why.startswith("every page") and not space.quota:
+            model.nothing_can_go(since, space)
+        held = [n for n, s in zip(numbers, status, strict=True) if s in (NEW, PRESENT)]
+        self.held.append(Held(client, got, held, writing))
+
+    def settled(self, i: int, status: list[str | None]) -> bool:
+        """Before the first key without room."""
+        return all(s is not None and s != MISSING for s in status[: i + 1])
+
+    def may_place(self, space: Space, i: int, exact: bool, got: Reservation, start: int) -> bool:
+        if space.quota and self.model.space_pages(space) >= space.quota:
+            return False
+        if exact:
+            return self.model.room() > 0
+        # Whether a chain had room depends on which of its pages could go: believe the answer,
+        # the rest of the comparison tells whether it was an honest one.
+        return (i + start) in set(got.new.tolist())
+
+    def chains_may_fill(self, rest: list[make.Pair]) -> bool:
+        buckets = Counter(p.key[0] & 0x3F for p in self.model.named())  # there are at least 64
+        buckets.update(key[0] & 0x3F for key in rest)
+        return self.model.capacity > CHAIN_MAX and max(buckets.values(), default=0) > CHAIN_MAX
+
+    def parent_at(self, keys: list[make.Pair], at: int, space: Space) -> Page | None:
+        page = self.model.by_key.get(keys[at - 1]) if at else None
+        return page if page and page.space is space else None
+
+    def readopt(self, page: Page, parent: Page | None) -> None:
+        if parent is None or parent is page or self.model.children(page):
+            return
+        if page.parent is None or not page.parent.named:
+            page.parent = parent
+
+    def check_new(self, number: int) -> None:
+        """A page handed out belongs to nobody else."""
+        model = self.model
+        assert 0 <= number < model.capacity
+        assert model.pins_of(number) == 0, f"page {number} was handed out while pinned"
+        assert number not in model.held, f"page {number} was handed out while it is held"
+        owners = [p for p in model.named() if p.number == number]
+        assert not owners, f"page {number} was handed out although it is {owners}"
+
+    def evicted(self) -> set[Page]:
+        """Ready pages of the model that the real index has forgotten."""
+        raw = self.view.pages()
+        return {
+            page
+            for page in self.model.named()
+            if page.state == "ready"
+            and (
+                raw[page.number].key != page.key
+                or raw[page.number].gen != page.gen  # type: ignore[attr-defined]
+                or raw[page.number].state is not PageState.READY
+            )
+        }
+
+    @precondition(lambda self: self.of(Reservation))
+    @rule(number=pick, shard=st.one_of(st.none(), st.integers(-1, 3)))
+    def publish(self, number: int, shard: int | None) -> None:
+        held = self.choose(self.of(Reservation), number)
+        real, writing, slot = held.real, held.writing, held.client.slot
+        if shard is not None and not 0 <= shard < real.shards:
+            self.expect_lost(lambda: real.publish(shard), ConfigError)
+            return
+        if writing is None:  # nothing was new
+            return
+        mine = {s for s, owner in enumerate(writing.shards) if owner == slot}
+        wanted = sorted(mine - writing.published) if shard is None else [shard]
+        if writing.doomed or not writing.space.open:
+            self.expect_lost(lambda: real.publish(shard), Abandoned, LeaseLost)
+        elif not wanted or not set(wanted) <= mine - writing.published:
+            self.expect_lost(lambda: real.publish(shard), LeaseLost, Abandoned)
+        else:
+            last = False
+            ready = real.publish(shard)
+            for each in wanted:
+                last = self.model.publish(writing, each)
+            assert ready == last
+
+    @precondition(lambda self: self.of(Shard))
+    @rule(number=pick)
+    def publish_shard(self, number: int) -> None:
+        held = self.choose(self.of(Shard), number)
+        writing = held.writing
+        assert writing is not None
+        assert held.ticket is not None
+        if writing.doomed or not writing.space.open:
+            self.expect_lost(held.real.publish, Abandoned, LeaseLost)
+        elif held.shard in writing.published:
+            self.expect_lost(held.real.publish, LeaseLost, Abandoned)
+        else:
+            ready = held.real.publish()
+            assert ready == self.model.publish(writing, held.shard)
+            held.ticket.done.add(held.client.slot)
