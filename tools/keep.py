@@ -154,14 +154,17 @@ def enable(name: str, group: str | None) -> None:
 
 
 @click.command(cls=Command)
+@click.option("--prefix", help="Only what belongs to segments whose names begin so.")
 @json_option
-def sweep(as_json: bool) -> None:
+def sweep(prefix: str | None, as_json: bool) -> None:
     """Remove everything of this user's that nobody needs.
 
     That is what creators left that died before finishing, caches of lifetime "attached" in which
     nobody lives any more, retired segments, and pools without their cache.
     """
-    removed = sweep_all()
+    if prefix == "":  # as of a variable that is not set: all would go
+        raise click.UsageError("--prefix: expected the beginning of a name, found none")
+    removed = sweep_all(prefix=prefix or "")
     if as_json:
         emit(removed)
     else:

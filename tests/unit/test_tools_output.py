@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 from support.storing import make_cache
 
-from lightcache.shm import Segment
+from lightcache.shm import Segment, read_segment, sweep
+from lightcache.tools import cli
 from lightcache.tools.output import lines, table
 
 LIGHTCACHE = Path(sys.executable).with_name("lightcache")
@@ -54,6 +57,25 @@ def test_a_narrow_terminal_has_one_row_below_the_other() -> None:
 def test_a_title_is_not_broken() -> None:
     shown = printed(80, lines("storage service of llama-3-8b", [("serving", "nobody")]))
     assert shown == ["storage service of llama-3-8b", "  serving  nobody"]
+
+
+# ---------------------------------------------------------------- what is swept
+
+
+def test_sweep_keeps_to_a_prefix(segment_name: str, script: Any) -> None:
+    died = (
+        "import os, signal, sys\n"
+        "from lightcache import PageIndex\n"
+        "made = [PageIndex.create(name, pages=8) for name in sys.argv[1:]]\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    mine, other = f"{segment_name}-mine", f"{segment_name}-other"
+    script(died, mine, other, status=-signal.SIGKILL)
+    swept = CliRunner().invoke(cli.group, ["sweep", "--prefix", mine])
+    assert swept.output == f"removed /lightcache.{mine}\n1 objects removed\n"
+    assert read_segment(other) is not None
+    assert CliRunner().invoke(cli.group, ["sweep", "--prefix", ""]).exit_code == 2
+    assert sweep(prefix=segment_name) == [f"/lightcache.{other}"]
 
 
 # ---------------------------------------------------------------- nobody reads it
