@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
-from lightcache.errors import StorageError
+from lightcache.errors import ConfigError, StorageError
 from lightcache.storage.arguments import (
     Clock,
     Counters,
