@@ -145,7 +145,7 @@ class SharedRing:
 
         Raises:
             WaitTimeout: there was no room for `timeout` seconds; nothing was pushed.
-            ConfigError: no bytes, or too many.
+            ConfigError: no bytes, or too many; or a wait for no number of seconds.
             LockTimeout: says who holds the lock, and since when; nothing was pushed.
         """
         message = self._bytes(data)
@@ -198,6 +198,7 @@ class SharedRing:
 
         Raises:
             WaitTimeout: there was none for `timeout` seconds.
+            ConfigError: a wait for no number of seconds.
             LockTimeout: says who holds the lock, and since when; nothing was taken out.
         """
         found: list[bytes] = []

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, ClassVar
 
 from lightcache.shm import structures
@@ -130,8 +131,11 @@ class Event:
         """Sleep until `condition()` is true. Blocks; Ctrl-C ends it at once.
 
         Raises:
+            ConfigError: `timeout` is no number; a nan would be waited for without an end.
             WaitTimeout: it was not, for `timeout` seconds (None: no limit).
         """
+        if timeout is not None and not _seconds(timeout):
+            raise ConfigError(f"timeout: expected seconds, or None, found {timeout!r}")
         limit = None if timeout is None else time.monotonic() + timeout
         seen = ctypes.c_uint32()
         library = structures.library()
@@ -151,6 +155,11 @@ class Event:
                 )
                 if code not in (Code.TIMEOUT, Code.INTR):
                     check(code, "wait for an event")
+
+
+def _seconds(timeout: Any) -> bool:
+    number = isinstance(timeout, Real) and not isinstance(timeout, bool)
+    return number and timeout == timeout
 
 
 @dataclass(frozen=True)
