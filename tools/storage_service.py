@@ -20,6 +20,7 @@ from lightcache.sizes import format_size
 from lightcache.storage import StorageSpec, open_storage
 from lightcache.storage.arguments import Deadline
 from lightcache.storage.service import ServiceStats, StorageService, service_stats
+from lightcache.storage.tiers import TierStats
 from lightcache.storage.urls import check_url
 from lightcache.tools.attaching import group_option_help, guest
 from lightcache.tools.image import require
@@ -125,7 +126,7 @@ def storage(
         closing = stack.enter_context(contextlib.ExitStack())
         closing.callback(backend.close)
         service = StorageService(cache, backend, group=pages, **tier)
-        ended = False
+        ended, begun = False, service.stats().tier
         try:
             _say_start(name, urls, as_json)
             while not (signals.end.wait(_PAUSE) or service.wait(0.0)):
@@ -137,7 +138,7 @@ def storage(
                 if not ended:  # closing it may wait for calls that hang: the process ends them
                     closing.pop_all()
         problem = service.why or ("" if ended else "calls of the storage hang; see its log")
-        _say_end(name, None if service.why else service.stats(), as_json)
+        _say_end(name, None if service.why else service.stats(), begun, as_json)
     if problem:
         fail(f"{name}: {problem}")
         ctx.exit(BROKEN)
@@ -184,21 +185,24 @@ def _say_start(name: str, urls: tuple[str, ...], as_json: bool) -> None:
         click.echo(f"serving {name} with {shown} (pid {os.getpid()}); Ctrl-C ends it")
 
 
-def _say_end(name: str, stats: ServiceStats | None, as_json: bool) -> None:
+def _say_end(name: str, stats: ServiceStats | None, begun: TierStats, as_json: bool) -> None:
+    """What this service did; as JSON the board's figures, of all services of the cache."""
     if as_json:
         click.echo(json.dumps(stats and dataclasses.asdict(stats)))
     elif stats is not None:
         tier = stats.tier
+        written = format_size(tier.written_bytes - begun.written_bytes)
+        read = format_size(tier.read_bytes - begun.read_bytes)
         click.echo(
-            f"served {name}: {tier.tasks_finished:,} tasks finished, {tier.tasks_failed:,} failed; "
-            f"{format_size(tier.written_bytes)} written, {format_size(tier.read_bytes)} read"
+            f"served {name}: {tier.tasks_finished - begun.tasks_finished:,} tasks finished, "
+            f"{tier.tasks_failed - begun.tasks_failed:,} failed; {written} written, {read} read"
         )
 
 
 def _check_kind(name: str) -> None:
     info = require(name)
     if info.kind not in ("index", ""):
-        raise ConfigError(f"{name!r} holds a {info.kind}; a storage service serves a cache")
+        raise ConfigError(f"{name!r} holds a {info.kind} segment; a storage service serves a cache")
 
 
 def _status(name: str, group: str | None) -> ServiceStats:

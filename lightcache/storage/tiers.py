@@ -242,6 +242,19 @@ def checked_write(keys: Keys, request: object, lease: Lease | None, tokens: int 
     return keys if lease is None else keys[: len(lease)]
 
 
+def check_cache(cache: Cache) -> None:
+    """Refuse what no tier can use.
+
+    Raises:
+        ConfigError: not a Cache.
+        Detached: it is closed.
+    """
+    given: Any = cache
+    if not isinstance(given, Cache):
+        raise ConfigError(f"cache: expected a Cache, found {cache!r}; see Cache.open")
+    cache.index.segment.check_usable()
+
+
 def token_rows(
     token_ids: Tokens, pages: int, page_tokens: int | None, *, wanted: bool
 ) -> TokenRows | None:
@@ -267,4 +280,4 @@ def token_rows(
     return packed.astype(np.uint32, copy=False).reshape(pages, page_tokens)
 
 
-__all__ = ["TAKEN", "BaseTier", "ReadPolicy", "TierStats", "checked_write", "token_rows"]
+__all__ = ["TAKEN", "BaseTier", "ReadPolicy", "TierStats", "check_cache", "checked_write", "token_rows"]

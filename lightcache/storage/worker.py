@@ -23,7 +23,7 @@ from lightcache.storage.protocol import Keys, Storage, StorageSpec
 from lightcache.storage.reading import ReadJob
 from lightcache.storage.running import RunningTier
 from lightcache.storage.tasks import StorageTask
-from lightcache.storage.tiers import ReadPolicy, checked_write, token_rows
+from lightcache.storage.tiers import ReadPolicy, check_cache, checked_write, token_rows
 from lightcache.storage.urls import open_storage
 
 BusyPolicy = Literal["wait", "skip"]
@@ -93,7 +93,7 @@ class StorageTier(RunningTier):
             Detached: the cache was closed.
             PermissionDenied: the cache is attached read-only.
         """
-        _usable(cache)
+        _writable(cache)
         _fitting(cache, storage)
         for name, value, choices in (
             ("read_policy", read_policy, get_args(ReadPolicy)),
@@ -147,7 +147,7 @@ class StorageTier(RunningTier):
             ConfigError: no such URL, or an argument out of range.
             StorageError: the storage cannot be opened.
         """
-        _usable(cache)
+        _writable(cache)
         storage = open_storage(url, spec=StorageSpec.of(cache))
         try:
             made = cls(cache, storage, **how)
@@ -269,11 +269,8 @@ class StorageTier(RunningTier):
         return self._submit(DeepestJob(self, task, deadline, keys.copy(), most, namespace))
 
 
-def _usable(cache: Cache) -> None:
-    given: Any = cache
-    if not isinstance(given, Cache):
-        raise ConfigError(f"cache: expected a Cache, found {cache!r}; see Cache.open")
-    cache.index.segment.check_usable()
+def _writable(cache: Cache) -> None:
+    check_cache(cache)
     if cache.index.readonly:
         check(Code.READONLY, "use a storage tier")
 

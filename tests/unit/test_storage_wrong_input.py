@@ -30,6 +30,7 @@ from lightcache.storage import (
 )
 from lightcache.storage.conformance import PAGE_BYTES, SPEC, pages_of
 from lightcache.storage.disk import DiskStorage
+from lightcache.storage.service import StorageClient, StorageService
 from lightcache.storage.urls import check_url
 
 __all__ = ["cache", "where"]
@@ -251,6 +252,9 @@ def test_a_tier_of_no_cache() -> None:
         StorageTier.open(ANY, "memory:")
     with pytest.raises(ConfigError, match="cache: expected a Cache, found None"):
         StorageSpec.of(ANY)
+    for kind in (StorageClient, StorageService):
+        with pytest.raises(ConfigError, match="cache: expected a Cache, found None"):
+            kind(ANY, *[MemoryStorage(SPEC)] * (kind is StorageService))
 
 
 def test_a_tier_of_a_closed_cache(segment_name: str) -> None:

@@ -100,6 +100,10 @@ def test_start_use_end(served: Any, cache: Cache, where: Path, number: signal.Si
         gone = run(cache.name, "--status")
         assert gone.exit_code == 1
         assert "nobody" in gone.output
+        again = served(cache.name, "--url", url)
+        assert client.prefetch(KEYS).wait(LIMIT).prefix == 20
+        said = again.end()[1]
+        assert said.startswith(f"served {cache.name}: 1 tasks finished, 0 failed; 0 bytes written")
 
 
 def test_several_storages_one_behind_the_other(served: Any, cache: Cache, where: Path) -> None:

@@ -24,7 +24,7 @@ from lightcache.storage.service.listening import Listening
 from lightcache.storage.service.messages import MOST_BYTES, Kind, split
 from lightcache.storage.service.status import ServiceStats, stats_of
 from lightcache.storage.tasks import StorageTask
-from lightcache.storage.tiers import ReadPolicy, TierStats, checked_write, token_rows
+from lightcache.storage.tiers import ReadPolicy, TierStats, check_cache, checked_write, token_rows
 
 HELD = 1.0  # seconds without calls when a process that is stopped holds the ring's lock
 
@@ -60,13 +60,15 @@ class StorageClient(Listening):
             clock: in seconds, and CLOCK_MONOTONIC's but in tests: the service goes by it.
 
         Raises:
-            ConfigError: an argument out of range.
+            ConfigError: no Cache, or an argument out of range.
+            Detached: the cache is closed.
             InUse: all 63 slots of the service's ring are taken by living clients.
             LightcacheError: what lies in shared memory is of another release.
         """
         for name, seconds in (("timeout", timeout), ("grace", grace), ("retry", retry)):
             if Deadline(seconds, clock, name).timeout < 0:
                 raise ConfigError(f"{name}: expected seconds, 0 or more, found {seconds!r}")
+        check_cache(cache)
         counted = _arguments.count(failures, "failures", 1, 1 << 30)
         silence = Silence(counted, retry, clock)
         super().__init__(cache, silence, timeout=timeout, grace=grace, clock=clock)
