@@ -69,6 +69,8 @@ class _Call:
         self.what = what
         self.end = end
         self.late = False
+        self.begun = False
+        """By its thread, which ends it."""
         self.told = False
         """The breaker was told what became of it."""
         self.over = threading.Event()
@@ -223,16 +225,23 @@ class Level:
             raise StorageError(self.named(f"timed out: no time was left for {what}"))
         if self._hanging():
             raise NotAsked(self.named("a call hangs; it is not asked until that returns"))
-        if not self._breaker.allow():
-            raise NotAsked(self._breaker.reason)
         call = _Call(what, self._clock() + seconds + GRACE)
-        with self._lock:
-            self._calls.add(call)
         answers: list[R] = []
-        if not self.apart:
-            self._carry_out(call, lambda: run(seconds), bad, answers)
-        elif not self._wait(call, lambda: run(seconds * KEPT), bad, answers, seconds):
-            raise StorageError(self.named(f"timed out: {what} has not returned in {seconds:g} s"))
+        try:  # around the breaker as well: an interrupt may come behind any line
+            if not self._breaker.allow():
+                raise NotAsked(self._breaker.reason)
+            if not self.apart:
+                self._carry_out(call, lambda: run(seconds), bad, answers)
+            elif not self._wait(call, lambda: run(seconds * KEPT), bad, answers, seconds):
+                raise StorageError(
+                    self.named(f"timed out: {what} has not returned in {seconds:g} s")
+                )
+        except Exception:
+            raise
+        except BaseException:
+            if not (self.apart and call.begun):  # else its thread ends it
+                self._end(call, "interrupted")
+            raise
         if not answers:
             raise StorageError(self.named(call.error))
         return answers[0]
@@ -246,6 +255,8 @@ class Level:
         seconds: float,
     ) -> bool:
         """Make a call in a thread of its own; False: it goes on, and nobody waits for it."""
+        with self._lock:  # before the thread does so: whoever removes something waits for it
+            self._calls.add(call)
         thread = threading.Thread(
             target=self._carry_out,
             args=(call, run, bad, answers),
@@ -267,6 +278,9 @@ class Level:
     ) -> None:
         error = "interrupted"
         try:
+            with self._lock:
+                self._calls.add(call)
+            call.begun = True
             answer = run()
             error = bad(answer)
             answers.append(answer)

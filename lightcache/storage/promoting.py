@@ -75,16 +75,17 @@ class Promoter:
         return True
 
     def _works(self) -> bool:
-        """Whether there is a thread, which is started when it is first needed."""
-        if self._thread is None:
-            thread = threading.Thread(
+        """Whether there is a thread, which is started when it is first needed. It is known before
+        it starts: behind an interrupt there must not be two."""
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(
                 target=self._work, name="lightcache-stack-promote", daemon=True
             )
             try:
-                thread.start()
+                self._thread.start()
             except RuntimeError:  # no more threads here
+                self._thread = None
                 return False
-            self._thread = thread
         return True
 
     def settle(self, timeout: float) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -23,6 +24,7 @@ from lightcache.storage import (
     WriteStatus,
     levels,
 )
+from lightcache.storage.breaker import Breaker
 from lightcache.storage.conformance import SPEC
 
 __all__ = ["cache"]
@@ -401,6 +403,52 @@ def test_no_memory_for_a_lower(monkeypatch: pytest.MonkeyPatch) -> None:
         assert put(stack, [2]).statuses == (STORED,)
         monkeypatch.undo()
         assert (get(stack, [0, 1]).prefix, has(lower)) == (2, [0, 1])
+
+
+INTERRUPTED: dict[str, Any] = {
+    "the breaker has said yes": (Breaker, "allow", True),
+    "in front of its thread": (levels.Level, "_wait", False),
+    "in front of the call": (levels.Level, "_carry_out", False),
+    "in front of the thread's start": (threading.Thread, "start", False),
+    "behind the thread's start": (threading.Thread, "start", True),
+}
+
+
+@pytest.mark.parametrize("place", INTERRUPTED)
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_interrupt_leaves_neither_a_call_nor_a_probe(
+    place: str, number: int, monkeypatch: pytest.MonkeyPatch, wait_until: Any
+) -> None:
+    """Of a storage that is just being tried again: else nobody would ever ask it again."""
+    now = [0.0]
+    owner, name, behind = INTERRUPTED[place]
+    stack, upper, lower = noting(lower=[0], failures=1, clock=lambda: now[0])
+    with stack:
+        level = stack._levels[number]
+        level._breaker.failure("tests")
+        now[0] = 30.0
+        real = getattr(owner, name)
+        main = threading.main_thread()
+
+        def interrupted(which: Any, *given: Any) -> Any:
+            if threading.current_thread() is main and (
+                which in (level, level._breaker) or isinstance(which, threading.Thread)
+            ):
+                if behind:
+                    real(which, *given)
+                raise KeyboardInterrupt
+            return real(which, *given)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, interrupted)
+            with contextlib.suppress(KeyboardInterrupt):
+                stack.contains(KEYS, timeout=60.0)
+        wait_until(lambda: not level._calls, "the call to end")
+        now[0] = 90.0
+        assert stack.contains(KEYS, timeout=60.0) == 1
+        assert level._breaker.state == "closed"
+        assert [upper, lower][number].calls[-1][0] == "contains"
+        assert level.stats().hanging == 0
 
 
 # ---------------------------------------------------------------- under a tier
