@@ -95,13 +95,15 @@ def check_spec(spec: StorageSpec) -> None:
         )
 
 
-def check_parent(parent: Keys) -> bytes:
+def check_parent(parent: Keys | None) -> bytes | None:
     """The key in front of a batch, as bytes.
 
     Raises:
-        ConfigError: not one key.
+        ConfigError: neither None nor one key.
     """
     found: Any = parent
+    if found is None:
+        return None
     if not isinstance(found, np.ndarray) or found.shape != (1, 2) or found.dtype != np.uint64:
         raise ConfigError(f"parent: expected one key, uint64 of shape (1, 2), found {found!r}")
     return check_keys(np.ascontiguousarray(found))[0]

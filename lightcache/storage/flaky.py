@@ -163,8 +163,7 @@ class FlakyStorage(Owned):
         """See `Storage.write`, and `wants_tokens`, which is that of the other backend."""
         _, views = check_batch(keys, buffers, self.spec.page_bytes, writable=False)
         check_tokens(tokens, len(keys))
-        if parent is not None:
-            check_parent(parent)
+        check_parent(parent)
         self._calls.check()
         plan, deadline = self._planner.plan("write", len(keys)), Deadline(timeout, self._clock)
         reason, late = "", False

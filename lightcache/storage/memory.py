@@ -157,9 +157,8 @@ class MemoryStorage(Owned):
         tokens: TokenRows | None = None,
     ) -> WriteResult:
         """See `Storage.write`, and `wants_tokens`."""
+        check_parent(parent)  # and no more: it evicts by last use
         names, views = check_batch(keys, buffers, self.spec.page_bytes, writable=False)
-        if parent is not None:
-            check_parent(parent)  # and passed over: it is for the order of eviction
         deadline = Deadline(timeout)
         rows: list[TokenRows | None] = [None] * len(names)
         if check_tokens(tokens, len(names)) is not None and self.wants_tokens:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -105,7 +106,8 @@ def open_stack(
         return opened[0] if len(opened) == 1 else StackedStorage(opened, names=names, **how)
     except BaseException:
         for each in opened:
-            each.close()
+            with contextlib.suppress(Exception):  # what was raised first says what is wrong
+                each.close()
         raise
 
 

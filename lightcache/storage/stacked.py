@@ -15,6 +15,7 @@ from lightcache.storage.arguments import (
     Deadline,
     check_batch,
     check_keys,
+    check_parent,
     check_tokens,
     timed_out,
 )
@@ -146,6 +147,7 @@ class StackedStorage(Owned):
         asked says so, else REFUSED. Token ids go to those that want them."""
         _, views = check_batch(keys, buffers, self.spec.page_bytes, writable=False)
         check_tokens(tokens, len(keys))
+        check_parent(parent)
         self._calls.check()
         deadline = Deadline(timeout)
         if deadline.passed:

@@ -222,7 +222,26 @@ def _stack_of(parts: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 def _stack(parts: Sequence[str], spec: StorageSpec) -> Storage:
     how, urls = _stack_of(parts)
+    for number, url in enumerate(urls, 1):  # before a disk is made for nothing
+        try:
+            _check_unopened(url)
+        except ConfigError as wrong:
+            name = f"{number} of {len(urls)}, {url.partition(':')[0]}:"
+            raise ConfigError(f"stack, storage {name} {wrong}") from wrong
     return stack_urls.open_stack(urls, spec, lambda url, spec: open_storage(url, spec=spec), **how)
+
+
+def _check_unopened(url: str) -> None:
+    """As `check_url`, but what can only be checked by opening it is not checked."""
+    scheme, _, rest = url.partition(":")
+    if scheme == "flaky":
+        chosen, inner = _flaky_of(rest)
+        FlakyStorage.open(chosen, MemoryStorage(StorageSpec(4096))).close()
+        _check_unopened(inner)
+    elif scheme in _CHECKED:
+        check_url(url)
+    elif scheme not in schemes():
+        _opener(scheme)
 
 
 def _open_stack(rest: str, spec: StorageSpec) -> Storage:
@@ -282,6 +301,7 @@ def _flaky_of(rest: str) -> tuple[dict[str, str], str]:
 
 def _open_flaky(rest: str, spec: StorageSpec) -> Storage:
     chosen, inner = _flaky_of(rest)
+    FlakyStorage.open(chosen, MemoryStorage(spec)).close()  # before a disk is made for nothing
     backend = open_storage(inner, spec=spec)
     try:
         return FlakyStorage.open(chosen, backend)
@@ -290,6 +310,8 @@ def _open_flaky(rest: str, spec: StorageSpec) -> Storage:
         raise
 
 
+_CHECKED = ("disk", "memory", *REMOTE)
+"""Schemes of which a URL is checked without anything being opened."""
 _lock = threading.Lock()
 _openers: dict[str, Opener] = {
     "memory": _open_memory,

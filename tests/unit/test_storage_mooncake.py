@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -169,6 +170,23 @@ def test_a_client_that_does_not_load(monkeypatch: pytest.MonkeyPatch, mooncake_u
     options = parse("mooncake", mooncake_url[len("mooncake:") :].partition("?")[0], {})
     with pytest.raises(StorageError, match=r"does not load: libibverbs.so.1.*package libibverbs1"):
         MooncakeStorage(options, spec)
+
+
+def test_without_threads(monkeypatch: pytest.MonkeyPatch, mooncake_url: str) -> None:
+    """Nobody has joined anything then, and the one that was started has ended."""
+    start, started = threading.Thread.start, list[threading.Thread]()
+
+    def few(thread: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", few)
+    with pytest.raises(StorageError, match=r"can't start new thread; give fewer threads="):
+        open_storage(mooncake_url, page_bytes=4096)
+    started[0].join(TIMEOUT)
+    assert not started[0].is_alive()
 
 
 def test_a_fork_cannot_open_one(storage: Any, mooncake_url: str) -> None:

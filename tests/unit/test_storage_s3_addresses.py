@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -114,3 +116,14 @@ def test_the_bucket_in_the_name_of_the_host(
             assert got(storage, KEYS) == [OK] * 12
             assert storage.delete(KEYS, timeout=60.0) == 12
             assert not server.objects
+
+
+def test_without_a_thread_nothing_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(threading.Thread, "start", none)
+    with pytest.raises(StorageError, match="end some threads"):
+        opened("s3://bucket?endpoint=http://127.0.0.1:1", SPEC)
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -515,6 +515,29 @@ def test_one_that_cannot_be_opened(tmp_path: Path, caplog: Any) -> None:
         open_storage(f"stack:?missing=skip|{bad}|{bad}", spec=SPEC)
 
 
+def test_a_wrong_url_makes_nothing(where: Path) -> None:
+    made = f"disk:{where}?capacity=1MiB"
+    wrong = ("redis://h?speed=9", "tape:", "flaky:luck=1:memory:", "flaky:seed=1:tape:")
+    for url in (*(f"stack:{made}|{each}" for each in wrong), f"flaky:luck=1:{made}"):
+        with pytest.raises(ConfigError):
+            open_storage(url, spec=SPEC)
+    assert not list(where.glob("*"))
+
+
+@pytest.mark.parametrize("parent", [5, "key", KEYS[0], KEYS[:2], KEYS[:1].astype(np.int64)])
+@pytest.mark.parametrize("name", ["memory", "disk above", "flaky in front", "alone"])
+def test_a_parent_that_is_no_key_is_the_callers_mistake(
+    name: str, parent: Any, where: Path
+) -> None:
+    """And no failure of a storage."""
+    with STACKS[name](SPEC, where) if name != "alone" else MemoryStorage(SPEC) as storage:
+        for _ in range(4):
+            with pytest.raises(ConfigError, match=r"parent: expected one key|keys: expected"):
+                put(storage, [0], parent=parent)
+        assert storage.stats().writes_failed == 0
+        assert put(storage, [0], parent=KEYS[1:2]).prefix == 1
+
+
 def test_those_that_were_opened_are_closed_again(tmp_path: Path) -> None:
     opened: list[FlakyStorage] = []
 

@@ -62,10 +62,9 @@ class _Batch:
         self.statuses: list[WriteStatus | None] = [None] * len(names)
         self.reason = ""
         self.late = False
-        self.before = NO_PARENT
+        self.before = check_parent(parent) or NO_PARENT
         self.chain, self.start = keys, 0
         if parent is not None:
-            self.before = check_parent(parent)
             self.chain, self.start = np.concatenate([parent, keys]), 1
 
     def say(self, status: WriteStatus, positions: Sequence[int], reason: str = "") -> None:

@@ -7,7 +7,14 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 
 from lightcache.errors import ConfigError, Detached, LightcacheError, StorageError
-from lightcache.storage.arguments import Counters, Deadline, check_batch, check_keys, timed_out
+from lightcache.storage.arguments import (
+    Counters,
+    Deadline,
+    check_batch,
+    check_keys,
+    check_parent,
+    timed_out,
+)
 from lightcache.storage.calls import Calls, Owned
 from lightcache.storage.protocol import (
     Buffer,
@@ -130,7 +137,7 @@ class RemoteStorage(Owned):
         parent: Keys | None = None,
     ) -> WriteResult:
         """See `Storage.write`."""
-        del parent  # the store evicts as it likes
+        check_parent(parent)  # and no more: the store evicts as it likes
         names, views = check_batch(keys, buffers, self.spec.page_bytes, writable=False)
         deadline = Deadline(timeout)
         with self._call():

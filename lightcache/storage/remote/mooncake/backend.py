@@ -45,8 +45,16 @@ class MooncakeStorage(RemoteStorage):
         self._staging = Staging(options.buffer, spec.page_bytes)
         share = max(1, self._staging.slots // (options.threads + 1))
         self._group = max(1, min(share, GROUP // spec.page_bytes, BATCH))
-        self._client = Client(options, self._staging, self._staging.address, self._staging.nbytes)
-        self._callers = Callers(options.threads)
+        try:  # before the cluster is joined: leaving it takes a second
+            self._callers = Callers(options.threads)
+        except RuntimeError as error:
+            raise StorageError(f"mooncake: {error}; give fewer threads=") from error
+        memory = self._staging.address, self._staging.nbytes
+        try:
+            self._client = Client(options, self._staging, *memory)
+        except BaseException:
+            self._callers.stop(0.0)
+            raise
 
     def __repr__(self) -> str:
         return f"<MooncakeStorage {self.spec.name}, {self._staging.slots} slots>"
@@ -106,7 +114,11 @@ class MooncakeStorage(RemoteStorage):
     def _disconnect(self) -> None:
         if not self._callers.stop(CLOSING):
             raise StorageError("mooncake: close: a call of its client hangs; close it again")
-        asking = Callers(1)  # of its own: it may hang, and is left behind then
+        try:
+            asking = Callers(1)  # of its own: it may hang, and is left behind then
+        except RuntimeError:  # no more threads here, so nobody can be asked
+            self._client.leave()
+            return
         try:
             asking.ask(lambda: self._client.exists(["lightcache"]), Deadline(ANSWERING))
         except (StorageError, TimeoutError):

@@ -83,14 +83,25 @@ class Callers:
     """A number of threads; calls are begun in the order in which they came."""
 
     def __init__(self, threads: int) -> None:
-        """Starts them. Daemons: a call that hangs does not keep the process alive."""
+        """Starts them. Daemons: a call that hangs does not keep the process alive.
+
+        Raises:
+            RuntimeError: no more threads; none is left.
+        """
         self._queue: queue.SimpleQueue[Task[object] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._work, name=f"lightcache-mooncake-{i}", daemon=True)
             for i in range(threads)
         ]
-        for thread in self._threads:
-            thread.start()
+        started = 0
+        try:
+            for thread in self._threads:
+                thread.start()
+                started += 1
+        except BaseException:  # no more threads here
+            self._threads = self._threads[:started]
+            self.stop(0.0)
+            raise
 
     def submit(self, call: Callable[[], T], after: Callable[[], None] = lambda: None) -> Task[T]:
         """Have a thread call this."""

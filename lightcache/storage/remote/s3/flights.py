@@ -34,13 +34,20 @@ class Requests:
 
         Args:
             name: of the thread.
+
+        Raises:
+            RuntimeError: no more threads.
         """
         self.at_once = at_once
         self._process = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._slots = asyncio.Semaphore(at_once)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # no more threads here
+            self._loop.close()
+            raise
 
     def each(self, jobs: Iterator[Job], deadline: Deadline) -> Iterator[Result]:
         """Results as they come, until all are there or time is up: what has none by then is
