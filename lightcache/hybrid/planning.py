@@ -81,7 +81,7 @@ class HybridPlanner:
         ):
             known.given, known.looked = given, known.looked and given is None
             return known
-        asked = Asked(*asks)
+        asked = Asked._make(asks)
         path = None
         if space is not None and states is not None and asked.wishes.read:
             path = Path(self._owner.keys_of(asked.prompt, space), states)
@@ -136,7 +136,8 @@ class HybridPlanner:
 
     def _match(self, plan: HybridPlan) -> HybridMatch:
         known, stored = plan.match, plan.stored
-        of = id(plan.planned), id(plan.kv), plan.found, stored.pending, stored.kv_pages
+        reads = None if stored.state is None else (stored.pending, stored.kv_pages)
+        of = id(plan.planned), id(plan.kv), plan.found, reads
         if known is not None and plan.of == of:
             return known
         plan.of = of

@@ -61,17 +61,19 @@ class Looker:
 
     def look_one(self, request: Hashable, plan: Planned, given: int | None, now: float) -> None:
         """`look` for one plan alone, without what it takes to gather many."""
-        entry, space = [(request, plan)], plan.space
+        space = plan.space
         if given is not None:
-            self._believe(entry, [given])
+            self._believe([(request, plan)], [given])
         plan.nowhere_until = 0.0
-        if self._is_fresh(plan) and not self._begun_somewhere(entry, given is not None, now):
+        if self._is_fresh(plan) and not self._begun_somewhere(
+            [(request, plan)], given is not None, now
+        ):
             self._settle(plan, now)
             return
         if not plan.most or space is None:
             plan.settled = 0.0
             return
-        ttl, device = self._ttl(plan), self._manager.device
+        ttl, device = plan.ttl, self._manager.device
         if given is None and space.device is not None:
             blocks = device.plan(request, plan.device_keys, space.device, ttl)
             plan.device, plan.pinned = blocks * device.block_tokens, True
@@ -111,7 +113,7 @@ class Looker:
             begun = self._begun(space, [plan for _, plan in members], given)
             for _, plan in members:
                 if plan not in begun:  # it is as a look would have left it
-                    plan.nowhere_until = now + self._ttl(plan)
+                    plan.nowhere_until = now + plan.ttl
                     plan.host_first = plan.host_pages = 0
                     plan.absent, plan.on_host = plan.pages, False
         return [entry for entry in plans if not entry[1].nowhere_until]
@@ -151,7 +153,7 @@ class Looker:
                 continue
             ids = [request for request, _ in members]
             parts = [plan.device_keys for _, plan in members]
-            counts = device.plan_many(ids, parts, space.device, self._longest(members))
+            counts = device.plan_many(ids, parts, space.device, _longest(members))
             for (_, plan), blocks in zip(members, counts, strict=True):
                 plan.device = blocks * device.block_tokens
                 plan.pinned = True
@@ -164,7 +166,7 @@ class Looker:
                 continue
             ids = [request for request, _ in asked]
             parts = [plan.host_keys[plan.host_first :] for _, plan in asked]
-            counts = pinned(index, ids, parts, space.host, self._longest(members))
+            counts = pinned(index, ids, parts, space.host, _longest(members))
             for (_, plan), pages in zip(asked, counts, strict=True):
                 self._told_by_host(plan, space, pages)
 
@@ -213,13 +215,11 @@ class Looker:
             page = plan.host_first + plan.host_pages
             plan.next_device = plan.device_keys[block : block + 1].tobytes()
             plan.next_host = plan.host_keys[page].tobytes() if plan.absent else b""
-        plan.settled = now + self._ttl(plan) / 2
+        plan.settled = now + plan.ttl / 2
 
-    def _ttl(self, plan: Planned) -> float:
-        return plan.asked.wishes.ttl or self._manager.config.plan_ttl
 
-    def _longest(self, members: list[Waiting]) -> float:
-        return max([self._ttl(plan) for _, plan in members])
+def _longest(members: list[Waiting]) -> float:
+    return max([plan.ttl for _, plan in members])
 
 
 __all__ = ["Looker"]

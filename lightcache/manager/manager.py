@@ -376,9 +376,12 @@ class KVCacheManager(Upkeep):
             LeaseLost: no such request.
         """
         with self._lock:
-            check_hashable(requests, "commit")
             known = self._requests
-            running = [known.get(request) or self._request(request) for request in requests]
+            try:
+                running = [known.get(request) or self._request(request) for request in requests]
+            except TypeError:
+                check_hashable(requests, "commit")
+                raise
             if any(one.loading is not None and one.is_loading for one in running):
                 self._traffic.poll()
             packed, tables = check_commits(self.device, running, totals, new_tokens, tables)
@@ -476,7 +479,8 @@ class KVCacheManager(Upkeep):
 
     def _may_plan(self, given: object) -> None:
         """`given`: what is said of the device's tokens."""
-        self._open("plan")
+        if self._closed:
+            self._open("plan")
         if given is not None and self.device.owned:
             raise ConfigError("device_tokens: an owned device knows what it has; leave it out")
 

@@ -21,6 +21,8 @@ class Planned:
     """None: the weights are being changed."""
     most: int
     """Tokens that may be reused at most."""
+    ttl: float
+    """Seconds for which what was found stays pinned."""
     since: float
     """When it was first planned."""
     blocks: int

@@ -93,7 +93,7 @@ class Planner:
                 spaces[tenant] = self._manager._weights.space_of(tenant)
             space, plan = spaces[tenant], self._plans.get(request)
             if plan is None or plan.asked != asks or plan.space is not space:
-                plan = self._renewed(request, Asked(*asks), space, plan, now)
+                plan = self._renewed(request, Asked._make(asks), space, plan, now)
             plans.append((request, plan))
         return plans
 
@@ -131,7 +131,8 @@ class Planner:
         most, tiers = asked.most if wishes.read and space is not None else 0, wishes.tiers
         blocks = most // self._manager.device.block_tokens if "device" in tiers else 0
         pages = most // self._manager.page_tokens if "host" in tiers else 0
-        return Planned(asked, space, most, now, blocks, pages)
+        ttl = wishes.ttl or self._manager.config.plan_ttl
+        return Planned(asked, space, most, ttl, now, blocks, pages)
 
     def _let_go(self, request: Hashable) -> None:
         for tier in (self._manager.device, self._manager.host.index):

@@ -248,8 +248,9 @@ class Traffic:
         self._running.remove(movement)
         if movement.counted:
             self._count(movement.blocks, -1)
-        self.failed += movement.state is _FAILED
-        self.foreign.note(movement.error)
+        if movement.state is _FAILED:
+            self.failed += 1
+            self.foreign.note(movement.error)
 
     def forget(self, movement: Movement) -> None:
         """A queued movement is not wanted any more."""
