@@ -1,72 +1,41 @@
-"""What a manager does for no request in particular: transfers, prefixes, weights, figures."""
+"""What a manager does for no request in particular: transfers, prefixes, weights."""
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from lightcache._arguments import Pages, count
 from lightcache.attached import MAX_PAGES
-from lightcache.cache import Cache
 from lightcache.errors import ConfigError, InUse
 from lightcache.manager import hints
 from lightcache.manager.attached import AttachedDevice
 from lightcache.manager.checks import numbers_of
-from lightcache.manager.device import DeviceTier, room_of
-from lightcache.manager.gathering import gather
 from lightcache.manager.matches import ManagerConfig
 from lightcache.manager.owned import OwnedDevice
 from lightcache.manager.prompts import Prompt
-from lightcache.manager.statistics import Figures, Gauges, ManagerStats, Recent
+from lightcache.manager.reporting import Reporting
 from lightcache.manager.weights import WeightsState
 
 if TYPE_CHECKING:
-    from lightcache.manager.counters import NodeCounters
     from lightcache.manager.demoting import Demotion
-    from lightcache.manager.guard import Guard
-    from lightcache.manager.manager import KVCacheManager
     from lightcache.manager.planning import Planner
-    from lightcache.manager.releasing import Leaving
-    from lightcache.manager.requests import Request
-    from lightcache.manager.traffic import Movement, Traffic
+    from lightcache.manager.traffic import Movement
     from lightcache.manager.weights import Weights
     from lightcache.storage.tasks import StorageTask
     from lightcache.storage.tiers import BaseTier
 
 
-TELL = 0.5
-"""Seconds between two times at which the node's counters are told of our figures."""
-
-
-class Upkeep:
+class Upkeep(Reporting):
     """Part of `KVCacheManager`: see there."""
 
     config: ManagerConfig
-    host: Cache
-    device: DeviceTier
-    _lock: threading.RLock
-    _figures: Figures
-    _recent: Recent
-    _guard: Guard
-    _traffic: Traffic
     _weights: Weights
     _planner: Planner
-    _requests: dict[Hashable, Request]
-    _leaving: Leaving
     _demotion: Demotion
     _storage: BaseTier | None
-    _counters: NodeCounters | None
-    _told: Figures
-    """What the node's counters know of our figures."""
-    _tell_at: float
-
-    @property
-    def _whole(self) -> KVCacheManager:
-        """Ourselves: nothing else is ever made of this part."""
-        return cast("KVCacheManager", self)
 
     # ---- keeping order
 
@@ -77,6 +46,7 @@ class Upkeep:
         Raises:
             Whatever a mover has raised since the last call, in whichever of ours, that is none of
             our errors: once, when all of this is done. Of several the first; the others are logged.
+            So too what a storage has raised when a request or a plan ended.
         """
         with self._lock:
             going = self._traffic.poll()
@@ -87,16 +57,6 @@ class Upkeep:
                 self._tell()
             self._traffic.foreign.tell()
             return going
-
-    def _tell(self) -> None:
-        """Add to the node's counters what we have counted since."""
-        self._tell_at = time.monotonic() + TELL
-        gather(self._whole)
-        more = {name: n - self._told[name] for name, n in self._figures.items()}
-        more = {name: n for name, n in more.items() if n > 0}
-        if self._counters is not None and more:
-            self._told.update(more)
-            self._guard.run(partial(self._counters.add, **more), _nothing)
 
     def _keep_low_water(self) -> None:
         device = self.device
@@ -254,7 +214,7 @@ class Upkeep:
         with self._lock:
             return self._weights.clear_tenant(tenant)
 
-    # ---- transfers and figures
+    # ---- transfers
 
     def pause(self, timeout: float | None = None) -> None:
         """No transfer begins until `resume`; those that go on are waited for.
@@ -280,57 +240,6 @@ class Upkeep:
     def enable(self) -> None:
         """Ask the cache again."""
         self._guard.enable()
-
-    def stats(self) -> ManagerStats:
-        """This process's figures."""
-        with self._lock:
-            gather(self._whole)
-            return self._figures.snapshot()
-
-    def node_stats(self) -> ManagerStats:
-        """The figures of all managers of the node, those that are gone included; of others as of
-        half a second ago, or their last step.
-
-        Raises:
-            ConfigError: the manager was made without counters.
-        """
-        if self._counters is None:
-            raise ConfigError("node_stats: make the manager with counters=NodeCounters.open(cache)")
-        with self._lock:
-            self._tell()
-        return self._counters.total()
-
-    def reset_stats(self) -> ManagerStats:
-        """The figures so far; counting begins anew."""
-        with self._lock:
-            gather(self._whole)
-            found = self._figures.snapshot()
-            self._tell()  # the node's total goes on
-            self._figures.clear()
-            self._told.clear()
-            self._recent.clear()
-            return found
-
-    def recent_stats(self) -> ManagerStats:
-        """The same of the last `config.window` requests: what they asked and found, no more."""
-        with self._lock:
-            return self._recent.snapshot()
-
-    def gauges(self) -> Gauges:
-        """How things stand now: room in each tier, requests, transfers. No lock of others."""
-        with self._lock:
-            return Gauges(
-                device=self.device.room(),
-                host=room_of(self.host.index),
-                running=len(self._requests),
-                leaving=self._leaving.going,
-                transfers=self._traffic.in_flight,
-                queued=self._traffic.queued,
-            )
-
-
-def _nothing() -> None:
-    pass
 
 
 __all__ = ["Upkeep"]
