@@ -89,7 +89,9 @@ def _reap(name: str, group: str | None) -> int:
                 dead = sum(not client.alive for client in segment.clients())
                 free_dead_slots(segment)
                 return dead
-    raise LightcacheError(f"{name!r} holds a {info.kind} segment: attach to it as what it is to reap it")
+    raise LightcacheError(
+        f"{name!r} holds a {info.kind} segment: attach to it as what it is to reap it"
+    )
 
 
 @click.command(cls=Command)

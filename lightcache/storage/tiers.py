@@ -280,4 +280,12 @@ def token_rows(
     return packed.astype(np.uint32, copy=False).reshape(pages, page_tokens)
 
 
-__all__ = ["TAKEN", "BaseTier", "ReadPolicy", "TierStats", "check_cache", "checked_write", "token_rows"]
+__all__ = [
+    "TAKEN",
+    "BaseTier",
+    "ReadPolicy",
+    "TierStats",
+    "check_cache",
+    "checked_write",
+    "token_rows",
+]
