@@ -116,13 +116,12 @@ def storage(
     Deadline(finish, what="finish")  # a nan passes for a number above 0, and fails at the end
     if not urls:
         raise click.UsageError("give --url, such as --url 'disk:/mnt/nvme/pages?capacity=1TiB'")
-    url = urls[0] if len(urls) == 1 else urls
-    check_url(url)
+    check_url(urls)
     _check_kind(name)
     with guest(name), Signals() as signals, contextlib.ExitStack() as stack:
         cache = Cache.attach(name, role="storage", group=group)
         stack.callback(_leave, cache)
-        backend = open_storage(url, spec=StorageSpec.of(cache))
+        backend = open_storage(urls, spec=StorageSpec.of(cache))
         closing = stack.enter_context(contextlib.ExitStack())
         closing.callback(backend.close)
         service = StorageService(cache, backend, group=pages, **tier)

@@ -89,11 +89,14 @@ class Promoter:
         return True
 
     def settle(self, timeout: float) -> bool:
-        """Wait until nothing is left to be promoted; False: not in these seconds."""
+        """Wait until nothing is left to be promoted; False: not in these seconds.
+
+        Raises:
+            ConfigError: no number of seconds.
+        """
+        seconds = min(Deadline(timeout).left, threading.TIMEOUT_MAX)
         with self._changed:
-            return self._changed.wait_for(
-                lambda: not (self._queue or self._writing), min(timeout, threading.TIMEOUT_MAX)
-            )
+            return self._changed.wait_for(lambda: not (self._queue or self._writing), seconds)
 
     @contextlib.contextmanager
     def paused(self, deadline: Deadline) -> Iterator[None]:

@@ -71,6 +71,7 @@ def open_storage(
         assert page_bytes is not None
         spec = StorageSpec(page_bytes)
     check_spec(spec)
+    url = _alone(url)
     if isinstance(url, (list, tuple)):
         return _stack(url, spec)
     scheme, rest = _parts(url)
@@ -84,20 +85,13 @@ def check_url(url: str | Sequence[str]) -> None:
     Raises:
         As `open_storage`.
     """
+    url = _alone(url)
     if isinstance(url, (list, tuple)):
-        how, urls = _stack_of(url)
-        for each in urls:
-            try:
-                check_url(each)
-            except ConfigError:
-                raise
-            except Exception:  # such as a package that is not there
-                if not how["skip"]:
-                    raise
+        _check_stack(url)
         return
     scheme, rest = _parts(url)
     if scheme == "stack":
-        check_url(rest.split("|"))
+        _check_stack(rest.split("|"))
     elif scheme == "disk":
         from lightcache.storage.disk.options import parse
 
@@ -212,6 +206,23 @@ def _parts(url: object) -> tuple[str, str]:
             "'disk:/mnt/nvme/cache?capacity=1TiB'"
         )
     return scheme, rest
+
+
+def _alone(url: str | Sequence[str]) -> str | Sequence[str]:
+    """Of a list of one the one: whoever collects URLs may have found no more."""
+    return url[0] if isinstance(url, (list, tuple)) and len(url) == 1 else url
+
+
+def _check_stack(parts: Sequence[str]) -> None:
+    how, urls = _stack_of(parts)
+    for each in urls:
+        try:
+            check_url(each)
+        except ConfigError:
+            raise
+        except Exception:  # such as a package that is not there
+            if not how["skip"]:
+                raise
 
 
 def _stack_of(parts: Sequence[str]) -> tuple[dict[str, Any], list[str]]:

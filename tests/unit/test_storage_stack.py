@@ -243,6 +243,8 @@ def test_who_reads_does_not_wait_for_promotion() -> None:
         assert upper.arrived.wait(60.0)
         assert get(stack, [2, 3]).prefix == 2
         assert not stack.settle(0.0)
+        with pytest.raises(ConfigError, match="timeout: expected seconds"):
+            stack.settle(float("nan"))  # for which it would wait for ever
         assert get(stack, [4]).prefix == 1  # the queue is full
         upper.gate.set()
         assert stack.settle(60.0)
@@ -482,7 +484,7 @@ def test_checking_opens_no_disk(where: Path) -> None:
         ("stack:?retry=nan|memory:|memory:", "retry"),
         ("stack:?missing=no|memory:|memory:", "raise or skip"),
         ("stack:?missing|memory:|memory:", "name=value"),
-        (["memory:"], "found 1"),
+        (["stack:memory:"], "found 1"),
         ([], "found 0"),
         (["memory:", 5], "found 5"),
         (5, "found 5"),
@@ -492,6 +494,13 @@ def test_urls_that_are_refused(url: Any, why: str) -> None:
     for verb in (check_url, lambda url: open_storage(url, spec=SPEC)):
         with pytest.raises(ConfigError, match=why):
             verb(url)
+
+
+@pytest.mark.parametrize("urls", [["memory:"], ("stack:memory:|memory:",)])
+def test_a_list_of_one_is_that_one(urls: Any) -> None:
+    check_url(urls)
+    with open_storage(urls, spec=SPEC) as alone, open_storage(urls[0], spec=SPEC) as same:
+        assert type(alone) is type(same)
 
 
 def test_options_reach_it() -> None:
