@@ -17,7 +17,7 @@ from lightcache.hybrid.spaces import Path, Tier
 from lightcache.leases import Lease
 from lightcache.manager.matches import WritePolicy
 from lightcache.manager.movers import Mover
-from lightcache.manager.traffic import Movement, Traffic
+from lightcache.manager.traffic import Movement, Traffic, unless_taken
 from lightcache.reservations import Reservation
 
 if TYPE_CHECKING:
@@ -163,12 +163,10 @@ class StateTraffic:
             if ok:
                 owner.reached_host(path, count)
 
-        def give_back() -> None:
-            if not new._done:
-                new.release()
-
         touched = np.array([slot], np.int32)
-        return self.moves.begin(touched, lambda: mover.offload(new, slots), over, give_back, of)
+        return self.moves.begin(
+            touched, lambda: mover.offload(new, slots), over, unless_taken(new), of
+        )
 
     # ---- from the host
 
@@ -184,12 +182,10 @@ class StateTraffic:
         def over(ok: bool, _: int | None) -> None:
             owner.counts.add(**{"loads" if ok else "failed_loads": 1})
 
-        def give_back() -> None:
-            if not lease._done:
-                lease.release()
-
         where, touched = np.array([slot], np.int64), np.array([slot], np.int32)
-        return self.moves.begin(touched, lambda: mover.load(lease, where, 0), over, give_back, of)
+        return self.moves.begin(
+            touched, lambda: mover.load(lease, where, 0), over, unless_taken(lease), of
+        )
 
     # ---- making room
 

@@ -9,7 +9,7 @@ import numpy as np
 from lightcache.errors import ConfigError, TransferFailed
 from lightcache.manager.gathering import moved_bytes
 from lightcache.manager.requests import Request, slots_of
-from lightcache.manager.traffic import Movement, State
+from lightcache.manager.traffic import Movement, State, unless_taken
 
 if TYPE_CHECKING:
     from lightcache.manager.manager import KVCacheManager
@@ -131,13 +131,9 @@ def begin_fetch(manager: KVCacheManager, one: Request) -> Fetch:
         else:
             figures.add(failed_loads=1)
 
-    def give_back() -> None:
-        if not lease._done:
-            lease.release()
-
     one.fetched = True
     movement = manager._traffic.begin(
-        blocks, lambda: mover.load(lease, slots, 0), over, give_back, one.movements
+        blocks, lambda: mover.load(lease, slots, 0), over, unless_taken(lease), one.movements
     )
     one.loading = movement
     return Fetch(one, movement, without)

@@ -24,7 +24,7 @@ from lightcache.manager.device import DeviceTier
 from lightcache.manager.extension import Extension
 from lightcache.manager.fetching import Fetch, begin_fetch, no_fetch
 from lightcache.manager.finding import Finding
-from lightcache.manager.guard import Guard
+from lightcache.manager.guard import Guard, nothing
 from lightcache.manager.matches import ManagerConfig, PrefixMatch, Why, WritePolicy
 from lightcache.manager.movers import Mover
 from lightcache.manager.naming import NOTHING, name_blocks
@@ -246,7 +246,7 @@ class KVCacheManager(Finding):
                 for one, table in zip(running, tables, strict=True):
                     one.table = table
             changed: list[Mapping[int, int]] = [NOTHING] * len(running)
-            self._guard.run(lambda: self._committed(running, changed), _nothing)
+            self._guard.run(lambda: self._committed(running, changed), nothing)
             return changed  # of what was exchanged before an error, too
 
     def _committed(self, running: list[Request], changed: list[Mapping[int, int]]) -> None:
@@ -275,7 +275,7 @@ class KVCacheManager(Finding):
                 for request in requests:
                     self._end(request, publish, ended)
                 if publish and ended:
-                    self._guard.run(partial(self._publish_rest, ended), _nothing)
+                    self._guard.run(partial(self._publish_rest, ended), nothing)
             finally:
                 self._leaving.add(ended)
 
@@ -352,10 +352,6 @@ class KVCacheManager(Finding):
         if not isinstance(self.device, OwnedDevice):
             raise ConfigError(f"{what}: the engine owns the blocks of an attached device")
         return self.device
-
-
-def _nothing() -> None:
-    pass
 
 
 __all__ = ["KVCacheManager"]

@@ -18,7 +18,7 @@ from lightcache.manager.handover import HandOver, mark_of
 from lightcache.manager.owned import OwnedDevice
 from lightcache.manager.prompts import Prompt
 from lightcache.manager.requests import Request, slots_of
-from lightcache.manager.traffic import Movement, State
+from lightcache.manager.traffic import Movement, State, unless_taken
 
 if TYPE_CHECKING:
     from lightcache.manager.manager import KVCacheManager
@@ -190,12 +190,12 @@ class _Adopted:
                 manager._figures.add(failed_loads=1)
             self._tell(ok)
 
-        def give_back() -> None:
-            if not lease._done:
-                lease.release()
-
         movement = manager._traffic.begin(
-            blocks, lambda: manager.mover.load(lease, slots, 0), over, give_back, one.movements
+            blocks,
+            lambda: manager.mover.load(lease, slots, 0),
+            over,
+            unless_taken(lease),
+            one.movements,
         )
         return movement, n
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lightcache.errors import LightcacheError, WaitTimeout
+from lightcache.manager.guard import nothing
 from lightcache.manager.owned import OwnedDevice
 from lightcache.manager.requests import HELD, PINNED, Request
 from lightcache.manager.traffic import State
@@ -92,7 +93,7 @@ class Leaving:
         """Whatever a storage raises, what the request had is given back."""
         manager = self._manager
         try:
-            manager._guard.run(partial(manager._writer.store, one), _nothing)
+            manager._guard.run(partial(manager._writer.store, one), nothing)
         except LightcacheError:
             manager._figures.add(errors=1)
         except Exception as error:
@@ -109,10 +110,6 @@ class Leaving:
             kinds = np.frombuffer(b"".join([one.kind for one in over]), np.uint8)
             device.unpin(tables[kinds == PINNED])
             device.free_blocks(tables[kinds == HELD])
-
-
-def _nothing() -> None:
-    pass
 
 
 __all__ = ["Leaving"]

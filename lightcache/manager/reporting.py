@@ -12,6 +12,7 @@ from lightcache.cache import Cache
 from lightcache.errors import ConfigError
 from lightcache.manager.device import DeviceTier, room_of
 from lightcache.manager.gathering import gather
+from lightcache.manager.guard import nothing
 from lightcache.manager.statistics import Figures, Gauges, ManagerStats, Recent
 
 if TYPE_CHECKING:
@@ -104,11 +105,7 @@ class Reporting:
         more = {name: n for name, n in more.items() if n > 0}
         if self._counters is not None and more:
             self._told.update(more)
-            self._guard.run(partial(self._counters.add, **more), _nothing)
-
-
-def _nothing() -> None:
-    pass
+            self._guard.run(partial(self._counters.add, **more), nothing)
 
 
 __all__ = ["Reporting"]

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightcache._arguments import Pages
+from lightcache._borrowed import Borrowed
 from lightcache.errors import LightcacheError, TransferFailed, WaitTimeout
 from lightcache.manager.foreign import Foreign
 from lightcache.manager.movers import Moving
@@ -155,6 +156,16 @@ class Movement:
         # A lock that is held for too long: the pages go with the last reference to them.
         with contextlib.suppress(LightcacheError):
             self._give_back()
+
+
+def unless_taken(held: Borrowed) -> Callable[[], None]:
+    """What gives back pages that a mover was handed and has not made its own, or given back."""
+
+    def give_back() -> None:
+        if not held._done:
+            held._let_go()
+
+    return give_back
 
 
 class Traffic:
@@ -313,4 +324,4 @@ class Traffic:
         self.poll()
 
 
-__all__ = ["Movement", "State", "Traffic"]
+__all__ = ["Movement", "State", "Traffic", "unless_taken"]

@@ -13,7 +13,7 @@ from lightcache.errors import LightcacheError
 from lightcache.manager.gathering import moved_bytes
 from lightcache.manager.matches import WritePolicy
 from lightcache.manager.requests import Request, Space, slots_of_blocks
-from lightcache.manager.traffic import Movement
+from lightcache.manager.traffic import Movement, unless_taken
 from lightcache.reservation_batch import ReservationBatch
 from lightcache.reservations import Reservation
 
@@ -234,12 +234,8 @@ class Writer:
                 self._failed += 1
                 manager._figures.add(failed_offloads=1)
 
-        def give_back() -> None:
-            if not new._done:
-                new.release()
-
         return manager._traffic.begin(
-            blocks, lambda: manager.mover.offload(new, slots), over, give_back, of
+            blocks, lambda: manager.mover.offload(new, slots), over, unless_taken(new), of
         )
 
 

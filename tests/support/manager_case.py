@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from lightcache.manager import (
     PrefixMatch,
     Prompt,
 )
+from lightcache.shm.layout import SegmentHeader
 from lightcache.storage import BaseTier
 
 SECRET = b"a secret of tests"
@@ -144,6 +146,12 @@ class World:
             assert not index.plans.pages
             if index is self.cache.index or self.device.owned:
                 assert (report.pins, stats.held) == (0, 0)
+
+
+def switch_off(index: Any, value: int) -> None:
+    """An operator's switch: 1 disables an index, 0 enables it again."""
+    at = index.segment.address + SegmentHeader.disabled.offset
+    ctypes.c_uint32.from_address(at).value = value
 
 
 def open_cache(name: str, pages: int, page: int) -> Cache:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from support.hybrid_case import made_hybrids
-from support.manager_case import tokens
+from support.manager_case import switch_off, tokens
 
 from lightcache.manager import Prompt, WritePolicy
-from lightcache.shm.layout import SegmentHeader
 
 PROMPT = Prompt(tokens(42))
 
@@ -19,12 +17,6 @@ PROMPT = Prompt(tokens(42))
 @pytest.fixture
 def worlds(segment_name: str) -> Iterator[Any]:
     yield from made_hybrids(segment_name)
-
-
-def disable(index: Any, value: int) -> None:
-    """An operator's switch."""
-    at = index.segment.address + SegmentHeader.disabled.offset
-    ctypes.c_uint32.from_address(at).value = value
 
 
 @pytest.mark.parametrize("which", ["host", "device"])
@@ -40,10 +32,10 @@ def test_an_index_that_is_disabled_while_states_are_written_back(
     world.hybrid.poll()
     world.mover.finish()
     index = world.states.index if which == "host" else world.slots
-    disable(index, 1)
+    switch_off(index, 1)
     for _ in range(3):
         assert world.hybrid.poll() == 0
-    disable(index, 0)
+    switch_off(index, 0)
     world.mover.at_once = True
     assert world.there(PROMPT)["host"] == [40]
     world.hybrid.poll()

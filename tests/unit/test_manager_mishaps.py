@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from support.manager_case import Shelf, World, made_worlds, tokens
+from support.manager_case import Shelf, World, made_worlds, switch_off, tokens
 from support.stamped import stamps_of
 
 from lightcache.errors import (
@@ -18,7 +17,6 @@ from lightcache.errors import (
     WaitTimeout,
 )
 from lightcache.manager import Prompt, Why, WritePolicy
-from lightcache.shm.layout import SegmentHeader
 
 PROMPT = Prompt(tokens(18))
 LONGER = Prompt([*PROMPT.tokens, *tokens(8, 3)])
@@ -40,12 +38,6 @@ def raises(error: type[BaseException]) -> Callable[..., Any]:
     return raising
 
 
-def disable(index: Any, value: int) -> None:
-    """An operator's switch."""
-    at = index.segment.address + SegmentHeader.disabled.offset
-    ctypes.c_uint32.from_address(at).value = value
-
-
 def writing_back(worlds: Any) -> World:
     """8 blocks, all with names: 4 of them on their way out, to a mover that waits."""
     world: World = worlds(blocks=8, write=WritePolicy.BACK, low_water=0.0)
@@ -64,10 +56,10 @@ def test_an_index_that_is_disabled_while_blocks_are_written_back(worlds: Any, wh
     world = writing_back(worlds)
     world.mover.finish()
     index = world.cache.index if which == "host" else world.index
-    disable(index, 1)
+    switch_off(index, 1)
     for _ in range(3):
         assert world.manager.poll() == 0
-    disable(index, 0)
+    switch_off(index, 0)
     assert world.manager._demotion.going == 0
     figures = world.manager.stats()
     assert (figures.errors, figures.demotions, figures.demotions_lost) == (1, 0, 4)
@@ -89,10 +81,10 @@ def test_making_room_ends_when_the_host_answers_no_more(worlds: Any) -> None:
     manager = world.manager
     manager.plan("c", Prompt(tokens(24, 9)))
     manager.take("c")
-    disable(world.cache.index, 1)
+    switch_off(world.cache.index, 1)
     with pytest.raises(OutOfPages):
         manager.allocate("c", 24)
-    disable(world.cache.index, 0)
+    switch_off(world.cache.index, 0)
     manager.release("c")
     world.nothing_left()
 

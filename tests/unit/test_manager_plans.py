@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.manager_case import World, made_worlds, tokens
+from support.manager_case import World, made_worlds, switch_off, tokens
 from support.stamped import stamps_of
 
 from lightcache.manager import (
@@ -15,18 +14,11 @@ from lightcache.manager import (
     Why,
     Wishes,
 )
-from lightcache.shm.layout import SegmentHeader
 
 
 @pytest.fixture
 def worlds(segment_name: str) -> Iterator[Any]:
     yield from made_worlds(segment_name)
-
-
-def disable(index: Any, value: int) -> None:
-    """An operator's switch."""
-    at = index.segment.address + SegmentHeader.disabled.offset
-    ctypes.c_uint32.from_address(at).value = value
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, index: Any) -> list[int]:
@@ -130,9 +122,9 @@ def test_a_plan_of_pinned_blocks_hears_of_an_operator(worlds: Any) -> None:
     prompt = Prompt(tokens(18))
     world.run("a", prompt)
     assert world.manager.plan("b", prompt).device == 16
-    disable(world.cache.index, 1)
+    switch_off(world.cache.index, 1)
     assert world.manager.plan("b", prompt).why is Why.DISABLED
-    disable(world.cache.index, 0)
+    switch_off(world.cache.index, 0)
     assert world.manager.plan("b", prompt).device == 16
 
 
