@@ -84,8 +84,9 @@ class Leaving:
 
     def _give_back(self, over: list[Request]) -> None:
         try:
-            for one in over:
-                self._store(one)
+            if self._manager._storage is not None:
+                for one in over:
+                    self._store(one)
         finally:  # an interrupt
             self._let_go(over)
 
