@@ -7,6 +7,8 @@ and values; what joins the two is a match, see `Connector.prefix`.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -111,15 +113,16 @@ class Checkpoints:
         the CPU; on a GPU the current stream waits.
 
         Raises:
-            TransferFailed: the copy failed.
+            TransferFailed: the copy failed; or what it raised, if that is none of our errors.
         """
         self._all.poll()
         prepare(self.pages, past)
         with self._mover.lent(self._states(past)) as slot:
             with self._all.lock:
                 movement = self._all.traffic.load(lease, slot)
-            wait_on(movement, None)
-            movement.done()
+            with self._told():
+                wait_on(movement, None)
+                movement.done()
 
     def save(self, path: Path, count: int, found: Checkpoint, *, fork: bool = False) -> None:
         """Copy a checkpoint into the cache, behind the deepest one before it, unless it is there or
@@ -131,18 +134,29 @@ class Checkpoints:
             fork: prompts part there.
 
         Raises:
-            TransferFailed: the copy failed.
+            TransferFailed: the copy failed; or what it raised, if that is none of our errors.
         """
         self._all.poll()
         with self._mover.lent(found.states) as slot:
             movement = self._all.donate(slot, path, count, fork=fork)
             if movement is None:
                 return
-            try:
-                movement.wait()
-            except TransferFailed:
-                if not isinstance(movement.error, Abandoned):
-                    raise
+            with self._told():
+                try:
+                    movement.wait()
+                except TransferFailed:
+                    if not isinstance(movement.error, Abandoned):
+                        raise
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """An exception that is none of our errors is for whoever waits for the copy, here and now,
+        and not for the next call, which polls."""
+        try:
+            yield
+        except TransferFailed:
+            self._all.traffic.moves.foreign.tell()
+            raise
 
     def close(self) -> None:
         """Wait for copies, and let go of the cache."""

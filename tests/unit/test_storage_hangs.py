@@ -310,7 +310,7 @@ def test_a_storage_of_our_own_is_closed_when_its_call_returns(
         assert not tier.close(0.0)
     assert "1 calls of the storage hang; pages stay pinned" in caplog.text
     assert "until they return, and the storage open" in caplog.text
-    assert not flaky._closed
+    assert not flaky._calls._closed
     assert (tier.stats().running, cache.check().pins) == (1, 16)
     with pytest.raises(InUse):
         cache.close()
@@ -318,9 +318,9 @@ def test_a_storage_of_our_own_is_closed_when_its_call_returns(
     if again:
         assert tier.close()
     else:
-        wait_until(lambda: flaky._closed, "the end of the storage")
+        wait_until(lambda: flaky._calls._closed, "the end of the storage")
     wait_until(lambda: not any(each.is_alive() for each in tier._crew._threads), "the threads")
-    assert flaky._closed
+    assert flaky._calls._closed
     assert cache.check().pins == 0
     assert task.state is FAILED
     assert tier.close()
@@ -335,7 +335,7 @@ def test_a_storage_that_is_given_stays_open_when_its_call_returns(cache: Cache) 
     flaky.let_go()
     for each in tier._crew._threads:
         each.join(60.0)
-    assert not flaky._closed
+    assert not flaky._calls._closed
     assert tier.close()
 
 
