@@ -129,6 +129,11 @@ class Keeper:
             self.over(False)
 
 
+def in_doubt(held: object) -> bool:
+    """Whether a copy of these pages may have begun, though the call that begins it has raised."""
+    return any(keeper._held is held for _, keeper in list(_in_doubt))
+
+
 def settle() -> None:
     """End what was in doubt, of engines that copy nothing now."""
     for entry in list(_in_doubt):

@@ -17,7 +17,7 @@ from lightcache.hybrid.spaces import Path, Tier
 from lightcache.leases import Lease
 from lightcache.manager.matches import WritePolicy
 from lightcache.manager.movers import Mover
-from lightcache.manager.traffic import Movement, Traffic, unless_taken
+from lightcache.manager.traffic import Movement, Traffic, goes_on, unless_taken
 from lightcache.reservations import Reservation
 
 if TYPE_CHECKING:
@@ -80,6 +80,8 @@ class StateTraffic:
                 if not one.copying.done():
                     continue
             except Exception as error:  # a device that failed copies nothing more
+                if goes_on(one.copying):
+                    raise  # it was not the copy's: as in `Movement.block`
                 self.moves.foreign.note(error)
             self._copies.remove(one)
             one.over = True

@@ -10,6 +10,7 @@ import numpy as np
 
 from lightcache._arguments import Pages, count
 from lightcache.errors import OutOfPages, WaitTimeout
+from lightcache.manager.limits import seconds_of
 from lightcache.manager.matches import WritePolicy
 from lightcache.manager.owned import OwnedDevice
 from lightcache.manager.requests import HELD, Request
@@ -24,7 +25,8 @@ def allocate(
     manager: KVCacheManager, request: Hashable, tokens: int, timeout: float | None
 ) -> Pages:
     """See `KVCacheManager.allocate`. The manager's lock is not held."""
-    end = None if timeout is None else time.monotonic() + timeout
+    limit = seconds_of(timeout)
+    end = None if limit is None else time.monotonic() + limit
     while True:
         with manager._lock:
             try:

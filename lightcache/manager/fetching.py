@@ -8,6 +8,7 @@ import numpy as np
 
 from lightcache.errors import ConfigError, TransferFailed
 from lightcache.manager.gathering import moved_bytes
+from lightcache.manager.limits import seconds_of
 from lightcache.manager.requests import Request, slots_of
 from lightcache.manager.traffic import Movement, State, unless_taken
 
@@ -61,7 +62,9 @@ class Fetch:
         Raises:
             WaitTimeout: it goes on.
             TransferFailed: as `done`.
+            ConfigError: no number of seconds.
         """
+        timeout = seconds_of(timeout)
         if self._movement is not None:
             self._movement.wait(timeout)
         else:

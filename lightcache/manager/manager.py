@@ -25,6 +25,7 @@ from lightcache.manager.extension import Extension
 from lightcache.manager.fetching import Fetch, begin_fetch, no_fetch
 from lightcache.manager.finding import Finding
 from lightcache.manager.guard import Guard, nothing
+from lightcache.manager.limits import seconds_of
 from lightcache.manager.matches import ManagerConfig, PrefixMatch, Why, WritePolicy
 from lightcache.manager.movers import Mover
 from lightcache.manager.naming import NOTHING, name_blocks
@@ -128,7 +129,7 @@ class KVCacheManager(Finding):
         Raises:
             OutOfPages: so many cannot be had, or not yet. Nothing changed; preempt somebody, or
                 wait, or `forgo` what the host has and ask for fewer.
-            ConfigError: no number of tokens.
+            ConfigError: no number of tokens, or of seconds.
             LeaseLost: no such request.
         """
         return allocate(self, request, tokens, timeout)
@@ -303,8 +304,10 @@ class KVCacheManager(Finding):
 
         Raises:
             WaitTimeout: a copy goes on; call again.
+            ConfigError: no number of seconds; nothing was closed.
             As `poll`, when all of this is done.
         """
+        timeout = seconds_of(timeout)
         with self._lock:
             self._closed = True
             self.release_many(list(self._requests), publish=False)

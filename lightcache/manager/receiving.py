@@ -15,6 +15,7 @@ from lightcache.leases import Lease
 from lightcache.manager.fetching import Fetch, wait_on
 from lightcache.manager.gathering import moved_bytes
 from lightcache.manager.handover import HandOver, mark_of
+from lightcache.manager.limits import seconds_of
 from lightcache.manager.owned import OwnedDevice
 from lightcache.manager.prompts import Prompt
 from lightcache.manager.requests import Request, slots_of
@@ -70,8 +71,10 @@ class Received:
         Raises:
             WaitTimeout: some of it goes on.
             TransferFailed: as `done`.
+            ConfigError: no number of seconds.
         """
-        end = None if timeout is None else time.monotonic() + timeout
+        limit = seconds_of(timeout)
+        end = None if limit is None else time.monotonic() + limit
         for movement in self._movements():
             with contextlib.suppress(TransferFailed):
                 movement.wait(None if end is None else max(0.0, end - time.monotonic()))

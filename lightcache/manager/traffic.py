@@ -8,14 +8,17 @@ import time
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from lightcache._arguments import Pages
 from lightcache._borrowed import Borrowed
+from lightcache._keeper import in_doubt
 from lightcache.errors import LightcacheError, TransferFailed, WaitTimeout
 from lightcache.manager.foreign import Foreign
+from lightcache.manager.limits import seconds_of
 from lightcache.manager.movers import Moving
 
 
@@ -30,8 +33,9 @@ class State(Enum):
     CANCELLED = "cancelled"
     """Never begun."""
     UNKNOWN = "unknown"
-    """An interrupt came out of the call that begins it: it may go on, and nobody can say until
-    when. What it touches is given to nobody any more, and nothing waits for it."""
+    """An interrupt came out of the call that begins it, or an error when an engine of ours may have
+    begun it: it may go on, and nobody can say until when. What it touches is given to nobody any
+    more, and nothing waits for it."""
 
 
 # Looking a member up costs a microsecond in Python 3.11; these are looked up for every movement.
@@ -84,26 +88,40 @@ class Movement:
         """Until it is over. Blocks; no lock is held meanwhile.
 
         Raises:
-            WaitTimeout: it goes on, or is paused; wait again.
+            WaitTimeout: it goes on, or is paused; wait again. Of a copy of which nobody knows
+                (`State.UNKNOWN`): at once.
             TransferFailed: as `done`.
+            ConfigError: no number of seconds.
         """
+        timeout = seconds_of(timeout)
         self._traffic.poll()
         if self.state is _QUEUED:
             raise WaitTimeout("wait: transfers are paused; resume the manager first")
+        if self.state is _UNKNOWN:
+            raise WaitTimeout(_nobody_knows(self))
         self.block(timeout)
         self._traffic.poll()
         self._raise()
 
     def block(self, timeout: float | None) -> None:
-        """Until its copy is over, whether it went well or not. WaitTimeout if it goes on."""
+        """Until its copy is over, whether it went well or not.
+
+        Raises:
+            WaitTimeout: it goes on.
+            Whatever has ended the waiting and not the copy, as an exception of a signal handler.
+        """
         moving = self.moving
         if moving is None or self.over:
             return
         try:
-            moving.wait(timeout)
+            moving.wait(seconds_of(timeout))
         except WaitTimeout:
             raise
+        except LightcacheError as error:
+            self.error = error
         except Exception as error:  # whatever a driver may raise
+            if goes_on(moving):
+                raise
             self.error = error
 
     def cancel(self) -> None:
@@ -127,12 +145,17 @@ class Movement:
             self.moving = self._begin()
         except Exception as error:  # as in `block`
             self.error = error
-            self._end(_FAILED)
+            held = self._give_back
+            if isinstance(held, Handed) and held.in_doubt:
+                self._traffic.foreign.note(error)  # and `_UNKNOWN` it stays
+            else:
+                self._end(_FAILED)
         else:
             self.state = _RUNNING
 
     def _look(self) -> bool:
-        """Whether it is over now."""
+        """Whether it is over now. Raises what came out of the asking, and not of the copy, which
+        goes on: as in `block`."""
         assert self.moving is not None
         moved = None
         try:
@@ -140,7 +163,11 @@ class Movement:
                 if not self.moving.done():
                     return False
                 moved = getattr(self.moving, "nbytes", None)
-        except Exception as error:  # as in `block`
+        except LightcacheError as error:
+            self.error = error
+        except Exception as error:
+            if goes_on(self.moving):
+                raise
             self.error = error
         self._end(_DONE if self.error is None else _FAILED, moved)
         return True
@@ -158,14 +185,51 @@ class Movement:
             self._give_back()
 
 
-def unless_taken(held: Borrowed) -> Callable[[], None]:
+class Asked(Protocol):
+    """What can be asked whether it is over."""
+
+    def done(self) -> bool:
+        """See `Moving`, and `Copying`."""
+
+
+def goes_on(copy: Asked) -> bool:
+    """Of a copy that something foreign came out of when it was asked or waited for: whether that
+    was not its own end, as an exception of a signal handler. It is asked once more."""
+    try:
+        return not copy.done()
+    except Exception:  # its own, then
+        return False
+
+
+class Handed:
+    """Pages that a mover was handed. Called, it gives back what that has not made its own, or given
+    back."""
+
+    def __init__(self, held: Borrowed) -> None:
+        """For `unless_taken`."""
+        self._held = held
+
+    def __call__(self) -> None:
+        """Give back."""
+        if not self._held._done:
+            self._held._let_go()
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether an engine of ours keeps them, not knowing whether it has begun to copy."""
+        return in_doubt(self._held)
+
+
+def unless_taken(held: Borrowed) -> Handed:
     """What gives back pages that a mover was handed and has not made its own, or given back."""
+    return Handed(held)
 
-    def give_back() -> None:
-        if not held._done:
-            held._let_go()
 
-    return give_back
+def _nobody_knows(movement: Movement) -> str:
+    return (
+        f"wait: an interrupt or an error came while a copy of blocks "
+        f"{movement.blocks[:8].tolist()} was begun, and nobody knows whether it goes on; use others"
+    )
 
 
 class Traffic:
@@ -300,8 +364,11 @@ class Traffic:
         Raises:
             WaitTimeout: some go on, or wait for `resume`; says which. Of a copy of which nobody
                 knows (`State.UNKNOWN`): at once, if it touches these blocks.
+            ConfigError: no number of seconds.
+            As `Movement.block`.
         """
-        end = None if timeout is None else self._clock() + timeout
+        limit = seconds_of(timeout)
+        end = None if limit is None else self._clock() + limit
         for movement in self.touching(blocks):
             if movement.state is State.QUEUED:
                 raise WaitTimeout(
@@ -309,11 +376,7 @@ class Traffic:
                     f"{movement.blocks[:8].tolist()}; resume the manager first"
                 )
             if movement.state is _UNKNOWN:
-                raise WaitTimeout(
-                    "wait: an interrupt came while a copy of blocks "
-                    f"{movement.blocks[:8].tolist()} was begun, and nobody knows whether it goes "
-                    "on; use others"
-                )
+                raise WaitTimeout(_nobody_knows(movement))
             try:
                 movement.block(None if end is None else max(0.0, end - self._clock()))
             except WaitTimeout:
@@ -324,4 +387,4 @@ class Traffic:
         self.poll()
 
 
-__all__ = ["Movement", "State", "Traffic", "unless_taken"]
+__all__ = ["Handed", "Movement", "State", "Traffic", "goes_on", "unless_taken"]

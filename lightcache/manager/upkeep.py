@@ -13,6 +13,7 @@ from lightcache.errors import ConfigError, InUse
 from lightcache.manager import hints
 from lightcache.manager.attached import AttachedDevice
 from lightcache.manager.checks import numbers_of
+from lightcache.manager.limits import seconds_of
 from lightcache.manager.matches import ManagerConfig
 from lightcache.manager.owned import OwnedDevice
 from lightcache.manager.prompts import Prompt
@@ -88,6 +89,7 @@ class Upkeep(Reporting):
 
         Raises:
             WaitTimeout: a copy still does.
+            ConfigError: no number of seconds, or no block numbers.
         """
         self._traffic.wait(None if blocks is None else numbers_of(blocks).reshape(-1), timeout)
         self._leaving.poll()
@@ -184,7 +186,9 @@ class Upkeep(Reporting):
 
         Raises:
             WaitTimeout: some go on; the update has begun all the same.
+            ConfigError: no number of seconds; nothing was begun.
         """
+        timeout = seconds_of(timeout)
         with self._lock:
             self._weights.begin()
         if wait:
@@ -221,7 +225,9 @@ class Upkeep(Reporting):
 
         Raises:
             WaitTimeout: some go on still; the manager is paused.
+            ConfigError: no number of seconds; it is not paused.
         """
+        timeout = seconds_of(timeout)
         with self._lock:
             self._traffic.paused = True
         self._traffic.wait(None, timeout)

@@ -1,0 +1,244 @@
+"""Waiting for copies: for how long, and what comes out of a wait without the copy being over."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from support.device_sides import Device
+from support.hybrid_case import made_hybrids
+from support.manager_case import SECRET, World, made_worlds, tokens
+from support.stamped import StampedMover, StampedMoving
+
+from lightcache import Cache
+from lightcache.errors import ConfigError, WaitTimeout
+from lightcache.kernels.geometry import KVGroup, PageGeometry
+from lightcache.manager import EngineMover, Fetch, KVCacheManager, OwnedDevice, Prompt, WritePolicy
+from lightcache.manager.receiving import Received
+
+PROMPT = Prompt(tokens(18))
+GROUP = KVGroup.attention("kv", layers=1, heads=1, head_dim=3, dtype_bytes=1, page_tokens=4)
+GEOMETRY = PageGeometry([GROUP])
+pytestmark = pytest.mark.timeout(60)
+
+
+class Odd(RuntimeError):
+    """None of ours, nor of the copy: as what a signal handler raises."""
+
+
+class LockMoving(StampedMoving):
+    """Waits as a lock does, which takes no time limit beyond its own."""
+
+    def wait(self, timeout: float | None = None) -> None:
+        threading.Lock().acquire(timeout=-1 if timeout is None else timeout)
+        super().wait(timeout)
+
+
+class LockMover(StampedMover):
+    """Of such copies."""
+
+    def load(self, lease: Any, slots: Any, first: int) -> StampedMoving:
+        return self._begin(LockMoving(self, lease, slots))
+
+    def offload(self, new: Any, slots: Any) -> StampedMoving:
+        return self._begin(LockMoving(self, new, slots))
+
+
+@pytest.fixture
+def worlds(segment_name: str) -> Iterator[Callable[..., World]]:
+    yield from made_worlds(segment_name)
+
+
+@pytest.fixture
+def hybrids(segment_name: str) -> Iterator[Any]:
+    yield from made_hybrids(segment_name)
+
+
+def loading(worlds: Any) -> tuple[World, Fetch, Any]:
+    """A load to request "a" that goes on, and its blocks."""
+    world = worlds()
+    world.mover = world.manager.mover = LockMover(world.cache, world.store)
+    world.run("first", PROMPT)
+    assert world.manager.can_allocate(32, evict=True)
+    world.mover.at_once = False
+    world.manager.plan("a", PROMPT)
+    world.manager.take("a")
+    table = world.manager.allocate("a", 18)[:4]
+    return world, world.manager.fetch("a"), table
+
+
+def waiting(world: World, fetch: Fetch, call: str, timeout: Any) -> None:
+    manager = world.manager
+    calls: dict[str, Callable[[], object]] = {
+        "fetch": lambda: fetch.wait(timeout),
+        "received": lambda: Received(manager, fetch, None).wait(timeout),
+        "wait_blocks": lambda: manager.wait_blocks(timeout=timeout),
+        "pause": lambda: manager.pause(timeout),
+        "begin_update": lambda: manager.begin_update(timeout),
+        "close": lambda: manager.close(timeout),
+        "allocate": lambda: manager.allocate("a", 18, timeout=timeout),
+    }
+    calls[call]()
+
+
+CALLS = ["fetch", "received", "wait_blocks", "pause", "begin_update", "close"]
+
+
+def once(error: Exception, then: Callable[..., Any]) -> Callable[..., Any]:
+    """Raises it when it is called first."""
+    left = [error]
+
+    def call(*args: Any, **how: Any) -> Any:
+        if left:
+            raise left.pop()
+        return then(*args, **how)
+
+    return call
+
+
+@pytest.mark.parametrize("timeout", [math.inf, 1e10, 10**400], ids=["inf", "1e10", "10**400"])
+@pytest.mark.parametrize("call", CALLS)
+def test_limits_that_no_lock_takes(worlds: Any, call: str, timeout: float) -> None:
+    world, fetch, _ = loading(worlds)
+    waiting(world, fetch, call, timeout)
+    assert (fetch.done(), fetch.failed) == (True, False)
+    world.manager.resume()
+    world.manager.release("a")
+    world.nothing_left()
+
+
+def test_room_is_waited_for_without_an_end(worlds: Any) -> None:
+    """Until the blocks are written: not given to somebody else before."""
+    world = worlds(blocks=8, write=WritePolicy.BACK, low_water=0.0)
+    world.mover = world.manager.mover = LockMover(world.cache, world.store)
+    world.run("first", tokens(32))
+    world.mover.at_once = False
+    world.manager.plan("a", Prompt(tokens(32, 1)))
+    world.manager.take("a")
+    world.manager.allocate("a", 32, timeout=math.inf)
+    figures = world.manager.stats()
+    assert (figures.demotions, figures.failed_offloads) == (8, 0)
+    world.manager.release("a")
+    world.nothing_left()
+
+
+@pytest.mark.parametrize("timeout", [math.nan, "60", True, 1j], ids=str)
+@pytest.mark.parametrize("call", [*CALLS, "allocate"])
+def test_no_number_of_seconds(worlds: Any, call: str, timeout: Any) -> None:
+    """Nothing has changed then."""
+    world, fetch, table = loading(worlds)
+    manager = world.manager
+    with pytest.raises(ConfigError, match="timeout: expected seconds, or None for no limit, found"):
+        waiting(world, fetch, call, timeout)
+    assert manager.in_flight(table).all()
+    assert (manager.gauges().running, manager._traffic.paused) == (1, False)
+    assert manager.plan("b", PROMPT).tokens == 18  # neither closed nor updated
+    manager.cancel("b")
+    manager.release("a")
+    assert manager.gauges().leaving == 1
+    world.nothing_left()
+
+
+@pytest.mark.parametrize("where", ["wait", "done"])
+def test_what_comes_out_of_a_wait_and_not_of_the_copy(worlds: Any, where: str) -> None:
+    """It is for who waits; the copy goes on, so its blocks are nobody else's."""
+    world, fetch, table = loading(worlds)
+    manager = world.manager
+    (moving,) = world.mover.going
+    setattr(moving, where, once(Odd("arranged"), getattr(moving, where)))
+    with pytest.raises(Odd, match="arranged"):
+        fetch.wait() if where == "wait" else manager.poll()
+    assert manager.in_flight(table).all()
+    manager.release("a")
+    manager.plan("b", Prompt(tokens(50, 3)))
+    manager.take("b")
+    assert not set(manager.allocate("b", 4 * world.device.available)) & set(table.tolist())
+    manager.release("b")
+    world.mover.finish()
+    assert manager.poll() == 0
+    assert (manager.stats().loads, manager.stats().failed_loads) == (1, 0)
+    world.nothing_left()
+
+
+def test_what_comes_out_of_asking_for_a_copy_of_states(hybrids: Any) -> None:
+    """What the copy reads stays held while it goes on."""
+    world = hybrids()
+    prompt = Prompt(tokens(42))
+    world.run("a", prompt)
+    world.copier.at_once = False
+    world.begin("b", prompt, wait=False)
+    (copying,) = world.copier.going
+    (copied,) = world.checkpoints.traffic._copies
+    copying.done = once(Odd("arranged"), copying.done)
+    with pytest.raises(Odd, match="arranged"):
+        world.hybrid.poll()
+    assert (copied.over, len(copied.leases)) == (False, 1)
+    world.copier.finish()
+    assert world.hybrid.poll() == 0
+    assert copied.over
+    world.hybrid.release("b", publish=False, at=40)
+    world.nothing_left()
+
+
+class Gate:
+    """What a copy waits for before its first byte."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+
+    def synchronize(self) -> None:
+        assert self.opened.wait(30)
+
+
+def test_an_engine_that_raises_when_it_may_have_begun(segment_name: str) -> None:
+    """As after an interrupt: its blocks are given to nobody."""
+    gate = Gate()
+    planes = Device(GEOMETRY.share(), 64, 3).planes
+    cache = Cache.create(
+        segment_name,
+        pages=8,
+        page_bytes=GEOMETRY.page_bytes,
+        page_tokens=4,
+        fingerprint=f"model {GEOMETRY.fingerprint()}",
+        secret=SECRET,
+    )
+    with cache, cache.engine(GEOMETRY, planes, threads=1) as engine:
+        device = OwnedDevice(f"{segment_name}.device", block_tokens=4, blocks=16)
+        manager = KVCacheManager(cache, device, EngineMover(engine))
+        manager.plan("a", PROMPT)
+        manager.take("a")
+        manager.allocate("a", 18)
+        manager.commit("a", 18)
+        manager.wait_blocks(timeout=30)
+        manager.release("a")
+        device.index.evict(16)
+        manager.mover = EngineMover(engine, after=[gate])
+        begin = engine.load
+
+        def load(*args: Any, **how: Any) -> None:
+            begin(*args, **how)
+            raise Odd("arranged")
+
+        engine.load = load
+        manager.plan("b", PROMPT)
+        assert manager.take("b").usable == 16
+        table = manager.allocate("b", 18)[:4]
+        fetch = manager.fetch("b")
+        assert (fetch.done(), fetch.failed) == (False, False)
+        for wait in (fetch.wait, lambda: manager.wait_blocks(table)):
+            with pytest.raises(WaitTimeout, match="nobody knows"):
+                wait()
+        with pytest.raises(Odd, match="arranged"):
+            manager.poll()
+        manager.release("b")
+        manager.plan("c", Prompt(tokens(3)))
+        manager.take("c")
+        others = manager.allocate("c", 4 * device.available)
+        assert not set(others.tolist()) & set(table.tolist())
+        manager.release("c")
+        manager.close()
+        gate.opened.set()
+        device.close()
