@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightcache.errors import LightcacheError, WaitTimeout
+from lightcache._arguments import Pages
+from lightcache.errors import Detached, LeaseLost, LightcacheError, WaitTimeout
 from lightcache.manager.guard import nothing
 from lightcache.manager.owned import OwnedDevice
 from lightcache.manager.requests import HELD, PINNED, Request
@@ -25,14 +26,17 @@ class Leaving:
         """Nobody leaves yet."""
         self._manager = manager
         self._going: list[Request] = []
+        self._later: list[Request] = []
+        """Those that hold nothing but blocks without a key any more, for which the lock did not
+        come."""
 
     @property
     def going(self) -> int:
         """Requests that have ended and hold something still."""
-        return len(self._going)
+        return len(self._going) + len(self._later)
 
     def __contains__(self, one: Request) -> bool:
-        """Whether it is one of these."""
+        """Whether it is one of these, and a copy may touch its blocks."""
         return one in self._going
 
     def add(self, ended: list[Request]) -> None:
@@ -49,8 +53,10 @@ class Leaving:
         self.poll()
 
     def poll(self) -> None:
-        """Give back what no copy touches."""
+        """Give back what no copy touches, and what could not be given back before."""
         with self._manager._lock:
+            later, self._later = self._later, []
+            self._free(later)
             over: list[Request] = []
             still: list[Request] = []
             for one in self._going:
@@ -61,7 +67,8 @@ class Leaving:
                 self._give_back(over)
 
     def wait(self, request: Hashable) -> None:
-        """Until a request that has ended holds nothing any more. Blocks, without the lock.
+        """Until no copy of a request that has ended goes on, and what it held is given back, unless
+        the lock does not come. Blocks, without the manager's lock.
 
         Raises:
             WaitTimeout: transfers are paused, and some of it waits for them.
@@ -102,15 +109,35 @@ class Leaving:
 
     def _let_go(self, over: list[Request]) -> None:
         device = self._manager.device
-        for one in over:
-            if one.hit is not None:
-                one.hit._let_go()
-                one.hit = None
-        if isinstance(device, OwnedDevice) and device.index is not None:
-            tables = np.concatenate([one.table for one in over])
-            kinds = np.frombuffer(b"".join([one.kind for one in over]), np.uint8)
-            device.unpin(tables[kinds == PINNED])
-            device.free_blocks(tables[kinds == HELD])
+        try:
+            for one in over:
+                if one.hit is not None:
+                    one.hit._let_go()
+                    one.hit = None
+            if isinstance(device, OwnedDevice):
+                device.unpin(_blocks(over, PINNED))
+        finally:
+            self._free(over)
+
+    def _free(self, ended: list[Request]) -> None:
+        """Their blocks without a key, at once or as soon as the lock comes."""
+        device = self._manager.device
+        if not ended or not isinstance(device, OwnedDevice):
+            return
+        try:
+            device.free_blocks(_blocks(ended, HELD))
+        except (LeaseLost, Detached):  # nobody can: of either a second time would say the same
+            raise
+        except LightcacheError:
+            self._later += ended
+
+
+def _blocks(ended: list[Request], kind: int) -> Pages:
+    """Those of this kind that they have."""
+    tables = np.concatenate([one.table for one in ended])
+    kinds = np.frombuffer(b"".join([one.kind for one in ended]), np.uint8)
+    found: Pages = tables[kinds == kind]
+    return found
 
 
 __all__ = ["Leaving"]

@@ -1,0 +1,74 @@
+"""What ended requests held, when it cannot be given back at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from support.manager_case import World, made_worlds, tokens
+
+from lightcache.errors import CacheCorrupted, InUse, LockTimeout
+from lightcache.manager import Prompt
+
+PROMPT = Prompt(tokens(18))
+
+
+@pytest.fixture
+def worlds(segment_name: str) -> Iterator[Callable[..., World]]:
+    yield from made_worlds(segment_name)
+
+
+def raises(error: type[BaseException]) -> Callable[..., Any]:
+    def raising(*_: Any, **__: Any) -> Any:
+        raise error("arranged")
+
+    return raising
+
+
+@pytest.mark.parametrize("how", ["release", "poll", "close"])
+def test_blocks_for_which_the_lock_does_not_come(
+    worlds: Any, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """They are given back when it does."""
+    world = worlds()
+    manager, free = world.manager, world.device.free
+    for request, seed in (("a", 0), ("b", 2)):
+        world.run(request, Prompt(tokens(18, seed)), keep=True)
+    if how == "poll":
+        world.mover.at_once = False
+        world.compute("a", [*PROMPT.tokens, *tokens(8, 3)], 18, 26)
+    with monkeypatch.context() as patch:
+        patch.setattr(world.index, "free", raises(LockTimeout))
+        manager.release_many("ab")
+        world.mover.finish()
+        if how == "close":
+            manager.close()
+        for _ in range(2):
+            assert manager.poll() == 0
+        assert manager.gauges().leaving == 2
+        with pytest.raises(InUse, match="0 requests run"):
+            manager.set_blocks(32)
+    held = world.index.stats().held
+    assert held > 0
+    getattr(manager, "close" if how == "close" else "poll")()
+    assert (world.index.stats().held, manager.gauges().leaving) == (0, 0)
+    assert world.device.available == free
+    world.nothing_left()
+
+
+def test_blocks_without_a_key_go_though_those_with_one_do_not(
+    worlds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = worlds()
+    world.manager.plan("a", PROMPT)
+    world.manager.take("a")
+    table = world.manager.allocate("a", 18)
+    world.manager.commit("a", 18)
+    with monkeypatch.context() as patch:
+        patch.setattr(world.index, "unpin", raises(CacheCorrupted))
+        with pytest.raises(CacheCorrupted):
+            world.manager.release("a")
+    assert world.index.stats().held == 0
+    world.index.unpin(table[:4])
+    world.nothing_left()
