@@ -17,7 +17,7 @@ from lightcache.hybrid.spaces import Path, Tier
 from lightcache.leases import Lease
 from lightcache.manager.matches import WritePolicy
 from lightcache.manager.movers import Mover
-from lightcache.manager.traffic import Movement, Traffic, goes_on, unless_taken
+from lightcache.manager.traffic import Movement, Traffic, goes_on, stuck, unless_taken
 from lightcache.reservations import Reservation
 
 if TYPE_CHECKING:
@@ -223,8 +223,9 @@ class StateTraffic:
 
     @property
     def going(self) -> int:
-        """Slots on their way out."""
-        return sum(len(group.lease) for group in self._groups)
+        """Slots on their way out. Not those that wait for a copy of which nobody knows: they never
+        get there."""
+        return sum(len(group.lease) for group in self._groups if not stuck(group.movements))
 
     def _look_at_groups(self) -> None:
         over = [group for group in self._groups if all(each.over for each in group.movements)]

@@ -18,7 +18,7 @@ from lightcache.leases import Lease
 from lightcache.manager.attached import AttachedDevice
 from lightcache.manager.owned import OwnedDevice
 from lightcache.manager.requests import HELD, Request, Space
-from lightcache.manager.traffic import Movement, State
+from lightcache.manager.traffic import Movement, State, stuck
 
 if TYPE_CHECKING:
     from lightcache.manager.manager import KVCacheManager
@@ -81,8 +81,9 @@ class Demotion:
 
     @property
     def going(self) -> int:
-        """Blocks on their way out."""
-        return sum(len(group.lease) for group in self._groups)
+        """Blocks on their way out. Not those that wait for a copy of which nobody knows: they never
+        get there."""
+        return sum(len(group.lease) for group in self._groups if not stuck(group.movements))
 
     def note(self, one: Request, begin: int, end: int) -> None:
         """Blocks [begin, end) of a request's table got their names."""

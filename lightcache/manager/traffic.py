@@ -201,6 +201,11 @@ def goes_on(copy: Asked) -> bool:
         return False
 
 
+def stuck(movements: list[Movement]) -> bool:
+    """Whether one of them is a copy of which nobody knows: who waits for all waits for ever."""
+    return any(each.state is _UNKNOWN for each in movements)
+
+
 class Handed:
     """Pages that a mover was handed. Called, it gives back what that has not made its own, or given
     back."""
@@ -254,8 +259,13 @@ class Traffic:
 
     @property
     def in_flight(self) -> int:
-        """Movements that run."""
-        return len(self._running)
+        """Movements that run; not those of which nobody knows."""
+        return sum(each.state is _RUNNING for each in self._running)
+
+    @property
+    def unknown(self) -> int:
+        """Movements of which nobody knows whether they go on."""
+        return sum(each.state is _UNKNOWN for each in self._running)
 
     @property
     def queued(self) -> int:
@@ -333,14 +343,15 @@ class Traffic:
         self._count(movement.blocks, -1)
 
     def poll(self) -> int:
-        """Begin what waits, if not paused; notice what is over. Returns how many go on."""
+        """Begin what waits, if not paused; notice what is over. Returns how many go on, as far as
+        anybody knows: see `in_flight`."""
         with self.lock:
             while self._queued and not self.paused:
                 self._launch(self._queued.popleft())
             for movement in list(self._running):
                 if movement.state is _RUNNING:
                     movement._look()
-            return len(self._running)
+            return self.in_flight
 
     def busy(self, blocks: Pages) -> npt.NDArray[np.bool_]:
         """Which of these blocks a copy reads or writes, or will when transfers are resumed, as far
@@ -387,4 +398,4 @@ class Traffic:
         self.poll()
 
 
-__all__ = ["Handed", "Movement", "State", "Traffic", "goes_on", "unless_taken"]
+__all__ = ["Handed", "Movement", "State", "Traffic", "goes_on", "stuck", "unless_taken"]

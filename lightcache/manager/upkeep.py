@@ -42,7 +42,8 @@ class Upkeep(Reporting):
 
     def poll(self) -> int:
         """Each step: notice what is over, begin what waits, give back what has ended. Returns
-        transfers that go on. Does not block.
+        transfers that go on; one of which nobody knows, since an interrupt or an error came while
+        it was begun, is none of them. Does not block.
 
         Raises:
             Whatever a mover has raised since the last call, in whichever of ours, that is none of
@@ -70,7 +71,7 @@ class Upkeep(Reporting):
 
     def in_flight(self, blocks: Pages | Sequence[int] | None = None) -> Any:
         """Which of these device blocks a copy reads or writes: bool of their shape; none does of
-        what is no block, as the -1 that pads a table. None: how many transfers go on.
+        what is no block, as the -1 that pads a table. None: how many transfers go on, as `poll`.
 
         Raises:
             ConfigError: no block numbers.
@@ -120,11 +121,19 @@ class Upkeep(Reporting):
         index begins empty. Plans are forgotten; the host keeps what it has.
 
         Raises:
-            InUse: a request runs, or a copy goes on; release, and wait for it.
+            InUse: a request runs, or a copy goes on; release, and wait for it. Or nobody knows
+                whether one goes on: then never again, for it may touch what the new blocks hold.
             ConfigError: not 1 to 40 million.
         """
         with self._lock:
-            self.poll()
+            self._traffic.poll()
+            self._leaving.poll()
+            self._demotion.poll()
+            if self._traffic.unknown:
+                raise InUse(
+                    "set_blocks: an interrupt or an error came while a copy was begun, and nobody "
+                    "knows whether it goes on; make another manager and device"
+                )
             copies = self._traffic.in_flight + self._traffic.queued
             if self._requests or self._leaving.going or copies:
                 raise InUse(
