@@ -51,7 +51,7 @@ class Finding(Upkeep):
             planner, weights = self._planner, self._weights
             return self._guard.run(
                 lambda: planner.plan_one(
-                    request, asked, weights.space_of(prompt.tenant), device_tokens
+                    request, asked, weights.space_or_none(prompt.tenant), device_tokens
                 ),
                 lambda: planner.missed(request, prompt),
             )

@@ -21,7 +21,10 @@ class Why(Enum):
     ITEM = "a multimodal item would have been cut"
     BREAK_EVEN = "computing is faster than loading so few pages"
     WISHES = "the request does not read, or not from this tier"
-    WEIGHTS = "the weights are being changed, or another process has cleared their version"
+    WEIGHTS = (
+        "the weights are being changed, another process has cleared their version, or no namespace "
+        "is left for the tenant"
+    )
     DISABLED = "the manager has disabled itself"
     FORGONE = "there was no room to load it: `KVCacheManager.forgo`"
 

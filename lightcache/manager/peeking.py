@@ -22,7 +22,7 @@ def peek(manager: KVCacheManager, many: AskedMany) -> list[PrefixMatch]:
     each = zip(many.prompts, many.wishes, many.limits, strict=True)
     for request, asks in zip(many.requests, each, strict=True):
         asked = Asked(*asks)
-        space = manager._weights.space_of(asked.prompt.tenant)
+        space = manager._weights.space_or_none(asked.prompt.tenant)
         plans.append((request, planner.made(asked, space, now)))
     _on_device(manager, plans, many.given)
     _on_host(manager, plans)

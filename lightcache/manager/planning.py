@@ -84,14 +84,12 @@ class Planner:
         """The plan of each request: the one that it has, if it asks for the same as before."""
         if self._index is not self._manager.device.index:
             self._see_device()
-        spaces: dict[str, Space | None] = {}
+        tenants = {prompt.tenant for prompt in many.prompts}  # all, before a plan is renewed
+        spaces = {each: self._manager._weights.space_or_none(each) for each in tenants}
         plans = []
         each = zip(many.prompts, many.wishes, many.limits, strict=True)
         for request, asks in zip(many.requests, each, strict=True):
-            tenant = asks[0].tenant
-            if tenant not in spaces:
-                spaces[tenant] = self._manager._weights.space_of(tenant)
-            space, plan = spaces[tenant], self._plans.get(request)
+            space, plan = spaces[asks[0].tenant], self._plans.get(request)
             if plan is None or plan.asked != asks or plan.space is not space:
                 plan = self._renewed(request, Asked._make(asks), space, plan, now)
             plans.append((request, plan))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from lightcache.errors import ConfigError
+from lightcache.errors import ConfigError, OutOfPages
 from lightcache.manager.requests import Space
 from lightcache.namespaces import NamespaceState
 
@@ -86,6 +86,14 @@ class Weights:
             if self.good(space):
                 return space
         return None
+
+    def space_or_none(self, tenant: str) -> Space | None:
+        """As `space_of`; None, too, where no namespace is left for the tenant: nothing of it is
+        found or published then."""
+        try:
+            return self.space_of(tenant)
+        except OutOfPages:
+            return None
 
     def good(self, space: Space) -> bool:
         """Whether anything of a space may be found or published. If another process has cleared

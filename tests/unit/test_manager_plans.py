@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,11 +10,14 @@ import pytest
 from support.manager_case import World, made_worlds, switch_off, tokens
 from support.stamped import stamps_of
 
+from lightcache.errors import OutOfPages
 from lightcache.manager import (
     Prompt,
     Why,
     Wishes,
 )
+
+PROMPT = Prompt(tokens(18))
 
 
 @pytest.fixture
@@ -186,3 +190,32 @@ def test_a_plan_of_before_learns_who_computes_the_same(worlds: Any) -> None:
     assert manager.plan("b", prompt).waits_for == "a"
     assert manager.stats().waits == 1
     manager.release("a")
+
+
+def test_no_namespace_is_left_for_a_tenant(worlds: Any) -> None:
+    """Nothing of it is found or saved; others, in the same call, have what they have."""
+    world = worlds()
+    manager, late = world.manager, Prompt(tokens(18), tenant="late")
+    world.run("first", PROMPT)
+    with contextlib.suppress(OutOfPages):
+        for i in range(1000):
+            world.cache.namespace("", f"tenant {i}")
+    with pytest.raises(OutOfPages):
+        world.cache.namespace("", "late")
+    for request in "ab":
+        manager.plan(request, PROMPT)
+    plans = manager.plan_many("abc", [PROMPT, late, late])
+    assert [(each.usable, each.why) for each in plans] == [
+        (16, Why.NOTHING),
+        (0, Why.WEIGHTS),
+        (0, Why.WEIGHTS),
+    ]
+    assert manager.peek_many([late, PROMPT])[1].usable == 16
+    assert (manager.plan("d", late).why, manager.stats().errors) == (Why.WEIGHTS, 0)
+    for request in "bcd":
+        assert manager.take(request).usable == 0
+        manager.allocate(request, 18)
+        manager.commit(request, 18)
+        manager.release(request)
+    manager.cancel("a")
+    world.nothing_left()
