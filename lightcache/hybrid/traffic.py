@@ -54,7 +54,8 @@ class Copied:
 
 
 class StateTraffic:
-    """All copies of some `Checkpoints`, whose lock is around every call but `close`."""
+    """All copies of some `Checkpoints`, whose lock is around every call. What begins a copy, and
+    `close`, take it themselves."""
 
     def __init__(self, owner: Checkpoints, mover: Mover | None, time_limit: float) -> None:
         """Nothing moves yet."""
@@ -70,8 +71,9 @@ class StateTraffic:
     def copied(self, copying: Copying, slots: Pages, leases: list[Lease]) -> Copied:
         """A launch writes these slots. The leases are released when it has been executed."""
         made = Copied(copying, slots, leases)
-        self._copies.append(made)
-        self._look_at_copies()
+        with self._owner.lock:
+            self._copies.append(made)
+            self._look_at_copies()
         return made
 
     def _look_at_copies(self) -> None:
@@ -117,11 +119,12 @@ class StateTraffic:
             if unpin and self._owner.slots is not None:
                 self._owner.slots.unpin(np.array([slot], np.int32))
 
-        new = self._reserved(path, count)
-        if new is None:
-            let_go()
-            return None
-        return self._launch(slot, new, path, count, let_go, of)
+        with self._owner.lock:
+            new = self._reserved(path, count)
+            if new is None:
+                let_go()
+                return None
+            return self._launch(slot, new, path, count, let_go, of)
 
     def _reserved(self, path: Path, count: int) -> Reservation | None:
         owner = self._owner
@@ -185,9 +188,10 @@ class StateTraffic:
             owner.counts.add(**{"loads" if ok else "failed_loads": 1})
 
         where, touched = np.array([slot], np.int64), np.array([slot], np.int32)
-        return self.moves.begin(
-            touched, lambda: mover.load(lease, where, 0), over, unless_taken(lease), of
-        )
+        with owner.lock:
+            return self.moves.begin(
+                touched, lambda: mover.load(lease, where, 0), over, unless_taken(lease), of
+            )
 
     # ---- making room
 

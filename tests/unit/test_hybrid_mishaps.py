@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -39,4 +41,67 @@ def test_an_index_that_is_disabled_while_states_are_written_back(
     world.mover.at_once = True
     assert world.there(PROMPT)["host"] == [40]
     world.hybrid.poll()
+    world.nothing_left()
+
+
+# ---- two threads
+
+
+class Looked:
+    """A copy that is over, and while that is seen another thread looks as well."""
+
+    def __init__(self, look: Callable[[], object]) -> None:
+        self.thread = threading.Thread(target=self.other, args=(look,))
+        self.both = threading.Barrier(2)
+        self.raised: list[BaseException] = []
+
+    def other(self, look: Callable[[], object]) -> None:
+        try:
+            look()
+        except BaseException as error:
+            self.raised.append(error)
+
+    def done(self) -> bool:
+        if self.thread.ident is None:
+            self.thread.start()
+        with contextlib.suppress(threading.BrokenBarrierError):
+            self.both.wait(timeout=0.2)  # who has to wait for the lock does not come
+        return True
+
+    def wait(self, timeout: float | None = None) -> None:
+        del timeout
+
+
+def test_a_load_that_two_threads_see_to_be_over(worlds: Any) -> None:
+    world = worlds()
+    world.run("a", PROMPT)
+    world.slots.evict(16)
+    world.hybrid.plan("b", PROMPT)
+    assert world.hybrid.take("b").checkpoint == 40
+    world.hybrid.allocate("b", 42)
+    looked = Looked(lambda: world.checkpoints.in_flight([0]))
+
+    def load(lease: Any, *_: Any) -> Looked:
+        lease.release()
+        return looked
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world.mover, "load", load)
+        world.hybrid.restore(["b"])
+    looked.thread.join(30)
+    assert looked.raised == []
+    assert world.hybrid.stats().loads == 1
+    world.hybrid.release("b", publish=False, at=0)
+    world.nothing_left()
+
+
+def test_a_launch_that_two_threads_see_to_be_over(worlds: Any) -> None:
+    world = worlds()
+    looked = Looked(lambda: world.checkpoints.in_flight([0]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world.copier, "zero", lambda *_: looked)
+        world.begin("a", PROMPT, wait=False)
+    looked.thread.join(30)
+    assert looked.raised == []
+    world.hybrid.release("a", publish=False, at=0)
     world.nothing_left()
