@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lightcache.errors import ConfigError, LightcacheError
+from lightcache._arguments import Pages
+from lightcache.errors import ConfigError, LeaseLost, LightcacheError
 from lightcache.hybrid.requests import HybridRequest
 from lightcache.hybrid.slots import RequestSlots, Saved
 from lightcache.hybrid.spaces import Path
@@ -151,18 +153,46 @@ class Donor:
         one.let_go()
         if one.loading is not None and one.loading.state is State.QUEUED:
             one.loading.cancel()
-        given = self._last(one, kept, at) if publish else []
-        position = max([state.position for state in given if self._give(one, state)], default=0)
-        if one.slots is not None:
-            rest = one.slots.rest(idle=at is not None)
-            one.leaving = [*rest.free, *rest.busy]
-            if rest.busy:  # a step that was launched may write them still
-                nothing, busy = np.zeros(0, np.int32), np.array(rest.busy, np.int32)
-                mark = self._owner.copier.copy(nothing, nothing, stream)
-                one.copies.append(self._owner.checkpoints.traffic.copied(mark, busy, []))
-        self._going.append(one)
-        self._tails.note(one)
+        self._going.append(one)  # first: whatever is raised behind this, its slots go back
+        position, left = 0, []
+        try:
+            left = self._last(one, kept, at) if publish else []
+            while left:
+                if self._give(one, left[0]):
+                    position = max(position, left[0].position)
+                del left[0]
+        finally:
+            self._take_back(left)
+            self._leave(one, at, stream)
+            self._tails.note(one)
         return position
+
+    def _take_back(self, states: list[Saved]) -> None:
+        """States that were to be given, when giving one has failed. Nobody else can have got its
+        slot meanwhile, under the manager's lock."""
+        for state in states:
+            with contextlib.suppress(LeaseLost):  # it has a key already, or went back
+                self._owner.checkpoints.give_back([state.slot])
+
+    def _leave(self, one: HybridRequest, at: int | None, stream: Any) -> None:
+        """What a request still has goes back when no copy touches it."""
+        if one.slots is None:
+            return
+        rest = one.slots.rest(idle=at is not None)
+        one.leaving = [*rest.free]
+        if rest.busy:  # a step that was launched may write them still
+            self._mark(one, np.array(rest.busy, np.int32), stream)
+            one.leaving += rest.busy  # not behind an interrupt: nobody knows how long it does
+
+    def _mark(self, one: HybridRequest, busy: Pages, stream: Any) -> None:
+        """Notice when all that was launched before has been executed."""
+        nothing = np.zeros(0, np.int32)
+        try:
+            mark = self._owner.copier.copy(nothing, nothing, stream)
+        except Exception as error:  # a device that failed writes nothing more
+            self._owner.checkpoints.traffic.moves.foreign.note(error)
+        else:
+            one.copies.append(self._owner.checkpoints.traffic.copied(mark, busy, []))
 
     def _last(self, one: HybridRequest, kept: int | None, at: int | None) -> list[Saved]:
         """The saved states that are donated: the newest, and before it the one to keep."""

@@ -11,6 +11,7 @@ import pytest
 from support.hybrid_case import made_hybrids
 from support.manager_case import switch_off, tokens
 
+from lightcache.errors import TransferFailed
 from lightcache.manager import Prompt, WritePolicy
 
 PROMPT = Prompt(tokens(42))
@@ -105,3 +106,64 @@ def test_a_launch_that_two_threads_see_to_be_over(worlds: Any) -> None:
     assert looked.raised == []
     world.hybrid.release("a", publish=False, at=0)
     world.nothing_left()
+
+
+# ---- a copier, a mover or an index that fails at a request's end
+
+
+def raising(error: type[BaseException]) -> Callable[..., Any]:
+    """What raises that, whatever it is asked."""
+
+    def call(*_: Any, **__: Any) -> Any:
+        raise error("arranged")
+
+    return call
+
+
+@pytest.mark.parametrize("error", [RuntimeError, TransferFailed])
+def test_a_copier_that_fails_at_a_requests_end(worlds: Any, error: type[Exception]) -> None:
+    world = worlds()
+    world.begin("a", PROMPT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world.copier, "copy", raising(error))
+        with pytest.raises(error) if error is RuntimeError else contextlib.nullcontext():
+            world.hybrid.release("a")
+            world.hybrid.poll()  # tells of it, once; what is an error of ours nobody has to know
+    assert world.hybrid.leaving == 0
+    assert world.slots.stats().held == 0
+    world.nothing_left()
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before", "behind"])
+def test_a_donation_that_fails_at_a_requests_end(worlds: Any, first: bool) -> None:
+    """Before the slot has a key, or behind it: it goes back, or is the cache's."""
+    world = worlds()
+    world.begin("a", PROMPT)
+    world.step("a", 40, save=False)
+    donate = world.checkpoints.donate
+
+    def failing(*given: Any, **how: Any) -> Any:
+        if not first:
+            donate(*given, **how)
+        raise RuntimeError("arranged")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world.checkpoints, "donate", failing)
+        with pytest.raises(RuntimeError, match="arranged"):
+            world.end("a")
+    assert world.hybrid.poll() == 0
+    assert world.slots.stats().held == 0
+    assert world.there(PROMPT)["device"] == ([] if first else [40])
+    world.nothing_left()
+
+
+def test_an_interrupt_of_a_copier_at_a_requests_end(worlds: Any) -> None:
+    """Nobody knows how long a step writes what was its own: that is given to nobody."""
+    world = worlds()
+    world.begin("a", PROMPT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world.copier, "copy", raising(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            world.hybrid.release("a")
+    assert world.hybrid.poll() == 0
+    assert (world.hybrid.leaving, world.slots.stats().held) == (0, 1)
