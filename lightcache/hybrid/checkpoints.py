@@ -280,14 +280,14 @@ class Checkpoints:
         """The slot that stands under the key, pinned once; None: ours could not, and is held."""
         assert self.slots is not None
         space, named = path.space.device, Named(1)
-        chain = self.chain(Tier.DEVICE, path, count)
         try:
+            chain = self.chain(Tier.DEVICE, path, count)
             if len(chain) > 1:  # what it hangs on counts as used, and before it
                 self.slots.reserve(chain[:1], 1, namespace=space).release()
             self.slots.name_pages(
                 np.array([slot], np.int32), chain, len(chain) - 1, namespace=space, into=named
             )
-        except LightcacheError:  # the weights have gone, or the lock did not come
+        except LightcacheError:  # the weights have gone, the lock did not come, or it is disabled
             pass
         return int(named.pages[0]) if named.status[0] in (_NEW, _PRESENT) else None
 

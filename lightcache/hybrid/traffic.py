@@ -120,9 +120,13 @@ class StateTraffic:
                 self._owner.slots.unpin(np.array([slot], np.int32))
 
         with self._owner.lock:
-            new = self._reserved(path, count)
+            new = None
+            try:
+                new = self._reserved(path, count)
+            finally:
+                if new is None:
+                    let_go()
             if new is None:
-                let_go()
                 return None
             return self._launch(slot, new, path, count, let_go, of)
 
@@ -130,8 +134,8 @@ class StateTraffic:
         owner = self._owner
         assert owner.host is not None
         assert self._mover is not None
-        chain = owner.chain(Tier.HOST, path, count)
         try:
+            chain = owner.chain(Tier.HOST, path, count)
             new = owner.host.index.reserve(
                 chain,
                 len(chain) - 1,

@@ -167,3 +167,30 @@ def test_an_interrupt_of_a_copier_at_a_requests_end(worlds: Any) -> None:
             world.hybrid.release("a")
     assert world.hybrid.poll() == 0
     assert (world.hybrid.leaving, world.slots.stats().held) == (0, 1)
+
+
+@pytest.mark.parametrize("which", ["host", "device"])
+def test_an_index_that_is_disabled_while_states_are_donated(worlds: Any, which: str) -> None:
+    world = worlds()
+    world.begin("a", PROMPT)
+    index = world.states.index if which == "host" else world.slots
+    switch_off(index, 1)
+    world.step("a", 40, save=False)
+    world.end("a")
+    switch_off(index, 0)
+    assert world.hybrid.poll() == 0
+    assert world.there(PROMPT) == {"device": [40] if which == "host" else [], "host": []}
+    figures = world.hybrid.stats()
+    assert (figures.failed_offloads, figures.refused) == ((1, 0) if which == "host" else (0, 1))
+    world.nothing_left()
+
+
+def test_an_index_that_is_disabled_while_a_prompts_state_is_saved(worlds: Any) -> None:
+    world = worlds()
+    world.begin("a", PROMPT)
+    switch_off(world.states.index, 1)
+    world.step("a", 42)
+    switch_off(world.states.index, 0)
+    assert world.there(PROMPT) == {"device": [40], "host": []}
+    world.end("a")
+    world.nothing_left()
