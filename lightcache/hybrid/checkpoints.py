@@ -359,7 +359,7 @@ class Checkpoints:
 
     def poll(self) -> int:
         """Each step: notice what is over, begin what waits. Returns copies that go on. Raises what
-        is none of our errors, of a mover or a copier, as `KVCacheManager.poll` does."""
+        is none of our errors, of a mover, a copier or a storage, as `KVCacheManager.poll` does."""
         with self.lock:
             later, self._later = self._later, []
             self.give_back(later)
@@ -372,11 +372,15 @@ class Checkpoints:
             return going
 
     def reached_host(self, path: Path, count: int) -> None:
-        """A checkpoint is on the host."""
+        """A checkpoint is on the host. What a storage raises that is none of our errors is for
+        `poll`: this is asked in the middle of any call that looks for copies that are over."""
         if self.storage is not None:
             key = np.ascontiguousarray(path.key(count))
-            with contextlib.suppress(LightcacheError):
-                self.storage.write(key, namespace=path.space.host)
+            try:
+                with contextlib.suppress(LightcacheError):
+                    self.storage.write(key, namespace=path.space.host)
+            except Exception as error:
+                self.traffic.moves.foreign.note(error)
         if self.host is not None:
             self._bound.enforce(self.host.index, path, Tier.HOST, count)
 

@@ -1,4 +1,5 @@
-"""Movers and copiers of states that raise what is none of our errors: as KV's, out of `poll`."""
+"""Movers, copiers and storages of states that raise what is none of our errors: as KV's, out of
+`poll`."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.hybrid_case import HybridWorld, made_hybrids
-from support.manager_case import tokens
+from support.manager_case import Reading, Shelf, tokens
 
 from lightcache.errors import TransferFailed
 from lightcache.manager import Prompt, WritePolicy
@@ -109,4 +110,31 @@ def test_closing_raises_what_nobody_has_polled_for(worlds: Any) -> None:
     with pytest.raises(Odd, match="arranged"):
         world.checkpoints.close()
     world.checkpoints.close()
+    world.nothing_left()
+
+
+class OddShelf(Shelf):
+    """A storage that fails each write."""
+
+    write = odd
+
+    def prefetch_deepest(self, keys: Any, **how: Any) -> Any:
+        """It has nothing."""
+        del how
+        return Reading(self, keys, 0, None)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "later"])
+def test_a_storage_of_states(worlds: Any, late: bool) -> None:
+    """The call within which it was asked goes on, and so does the bound."""
+    world = worlds(state_storage=OddShelf, states={"most": 1})
+    world.mover.at_once = not late
+    for request, prompt in (("a", Prompt(PROMPT.tokens[:26])), ("b", PROMPT)):
+        world.begin(request, prompt)
+        world.step(request, len(prompt))
+        world.mover.finish()
+        assert not world.checkpoints.in_flight(range(16)).any()
+        raised_once(world)
+        world.end(request)
+    assert world.there(PROMPT)["host"] == [40]
     world.nothing_left()
