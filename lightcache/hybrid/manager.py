@@ -158,13 +158,15 @@ class HybridManager(HybridUpkeep):
         for _ in range(2):  # the state; then the KV up to it
             tasks = self._planner.readings(request)
             for task in tasks:
-                task.take()
+                with contextlib.suppress(LightcacheError):  # what has come is there, and counts
+                    task.take()
             if tasks:
                 with self._lock:
                     self._guard.run(partial(self._planner.again, request), lambda: None)
         reading = self.inner.reading(request)
         if reading is not None:
-            reading.take()
+            with contextlib.suppress(LightcacheError):
+                reading.take()
 
     def _taken(self, request: Hashable, plan: HybridPlan | None) -> HybridRequest:
         """The checkpoint first: without it no KV is taken."""

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from support.hybrid_case import made_hybrids
-from support.manager_case import switch_off, tokens
+from support.manager_case import Reading, Shelf, switch_off, tokens
 
-from lightcache.errors import TransferFailed
+from lightcache.errors import CacheCorrupted, TransferFailed
 from lightcache.manager import Prompt, WritePolicy
 
 PROMPT = Prompt(tokens(42))
@@ -193,4 +193,41 @@ def test_an_index_that_is_disabled_while_a_prompts_state_is_saved(worlds: Any) -
     switch_off(world.states.index, 0)
     assert world.there(PROMPT) == {"device": [40], "host": []}
     world.end("a")
+    world.nothing_left()
+
+
+# ---- storage that is being read
+
+
+class BrokenReading(Reading):
+    """Of which nothing can be waited for."""
+
+    def take(self) -> None:
+        raise CacheCorrupted("arranged")
+
+
+class Broken(Shelf):
+    """Readings that break."""
+
+    def prefetch(self, keys: Any, start: int = 0, *, namespace: Any = None, **_: Any) -> Any:
+        return BrokenReading(self, keys, start, namespace)
+
+    def prefetch_deepest(self, keys: Any, *, namespace: Any = None, **_: Any) -> Any:
+        return BrokenReading(self, keys, 0, namespace)
+
+
+@pytest.mark.parametrize("which", ["storage", "state_storage"])
+def test_a_reading_that_breaks(worlds: Any, which: str) -> None:
+    world = worlds(**{which: Broken})
+    world.run("a", PROMPT)
+    longer = Prompt(tokens(60, 9))
+    if which == "state_storage":
+        world.compute(longer)
+    world.hybrid.plan("b", longer)
+    if which == "storage":  # nobody has asked for KV, as no state was found
+        space = world.manager._weights.space_of(longer.tenant)
+        plan = world.manager._planner._plans["b"]
+        plan.reading = world.manager._storage.prefetch(longer.keys(space.host_spec))
+    assert world.hybrid.take("b").usable == 0
+    world.hybrid.release("b")
     world.nothing_left()
