@@ -434,13 +434,16 @@ class HybridManager(HybridUpkeep):
 
         Raises:
             WaitTimeout: a copy goes on; call again.
+            As `poll`, when all of this is done.
         """
         with self._lock:
             self._planner.close()
             for request in list(self._requests):
                 self.release(request, publish=False)
-        self.checkpoints.close(timeout)
-        self.poll()
+        try:
+            self.checkpoints.close(timeout)
+        finally:  # slots go back whose copies are over, whatever the others do
+            self.poll()
 
     # ---- for the parts
 

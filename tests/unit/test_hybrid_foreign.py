@@ -138,3 +138,21 @@ def test_a_storage_of_states(worlds: Any, late: bool) -> None:
         world.end(request)
     assert world.there(PROMPT)["host"] == [40]
     world.nothing_left()
+
+
+def test_closing_a_hybrid_manager_looks_for_what_is_over(worlds: Any) -> None:
+    """Behind what its checkpoints raise."""
+    world = worlds()
+    world.begin("a", PROMPT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world.mover, "offload", odd)
+        world.step("a", 42)
+    world.copier.at_once = False
+    world.hybrid.release("a")
+    assert world.hybrid.leaving == 1
+    world.copier.finish()
+    with pytest.raises(Odd, match="arranged"):
+        world.hybrid.close()
+    assert (world.hybrid.leaving, world.slots.stats().held) == (0, 0)
+    world.hybrid.close()
+    world.nothing_left()
