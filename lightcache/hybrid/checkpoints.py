@@ -237,7 +237,14 @@ class Checkpoints:
     # ---- making them
 
     def donate(
-        self, slot: int, path: Path, count: int, *, host: bool = True, fork: bool = False
+        self,
+        slot: int,
+        path: Path,
+        count: int,
+        *,
+        host: bool = True,
+        fork: bool = False,
+        of: list[Movement] | None = None,
     ) -> Movement | None:
         """A slot's state becomes the checkpoint at the last of the first `count` positions; nothing
         is copied. The slot is the cache's from then on: not to be written, read or freed by whom
@@ -251,6 +258,8 @@ class Checkpoints:
         Args:
             host: whether it may go to the host.
             fork: prompts part there, though nothing hangs on it yet: the bound spares it.
+            of: without device slots: of whoever has the slot; the copy is appended before it
+                begins, so that no interrupt hides it.
 
         Returns:
             The copy to the host that reads the slot, if one was begun.
@@ -259,7 +268,7 @@ class Checkpoints:
             if fork:
                 self._bound.parts(path.key(count))
             if self.slots is None:
-                return self.traffic.offload(slot, path, count) if host else None
+                return self.traffic.offload(slot, path, count, of=of) if host else None
             pinned = self._name(slot, path, count)
             if pinned is None:
                 self.counts.add(refused=1)

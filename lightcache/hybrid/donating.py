@@ -101,11 +101,14 @@ class Donor:
 
     def _lend(self, one: HybridRequest, slots: RequestSlots, newest: Saved) -> bool:
         """Without device slots for checkpoints: the host gets a copy, the slot stays."""
-        if not one.sound() or not self._give(one, newest):
+        if not one.sound():
+            return False
+        slots.begin_read(newest.slot)  # first: an interrupt leaves a copy that may read it for ever
+        if not self._give(one, newest):
+            slots.end_read(newest.slot)
             return False
         if newest.position == slots.keep:
             slots.keep = None
-        slots.begin_read(newest.slot)
         self._lent.append((one.movements[-1], slots, newest.slot))
         self._look_at_lent()
         return True
@@ -130,9 +133,8 @@ class Donor:
             state.position // owner.step,
             host="host" in one.wishes.tiers,
             fork=state.position == one.match.branching,
+            of=one.movements,
         )
-        if movement is not None and owner.checkpoints.slots is None:
-            one.movements.append(movement)
         return owner.checkpoints.slots is not None or movement is not None
 
     def _path(self, one: HybridRequest, position: int) -> Path | None:

@@ -13,6 +13,7 @@ from support.manager_case import Reading, Shelf, switch_off, tokens
 
 from lightcache.errors import CacheCorrupted, TransferFailed
 from lightcache.manager import Prompt, WritePolicy
+from lightcache.manager.traffic import State
 
 PROMPT = Prompt(tokens(42))
 
@@ -230,4 +231,37 @@ def test_a_reading_that_breaks(worlds: Any, which: str) -> None:
         plan.reading = world.manager._storage.prefetch(longer.keys(space.host_spec))
     assert world.hybrid.take("b").usable == 0
     world.hybrid.release("b")
+    world.nothing_left()
+
+
+# ---- an engine's own slots
+
+
+def test_an_interrupt_while_a_copy_from_an_engines_slot_is_begun(worlds: Any) -> None:
+    """Nobody knows how long it reads the slot: no step writes there any more."""
+    world = worlds(slots=None)
+    world.begin("a", PROMPT, slots=[1, 2])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world.mover, "offload", raising(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            world.step("a", 42)
+    (movement,) = world.hybrid._request("a").movements
+    assert movement.state is State.UNKNOWN
+    assert world.hybrid.saving("a", 48) is None
+    world.hybrid.release("a", at=42)
+    world.hybrid.poll()
+    assert world.hybrid.leaving == 1  # for the engine: these are not free
+    world.checkpoints.traffic.moves._running.clear()
+    movement.state = State.FAILED
+    world.hybrid.poll()
+
+
+def test_a_slot_of_an_engine_that_the_host_has_no_room_for(worlds: Any) -> None:
+    world = worlds(slots=None, state_pages=1)
+    full = world.states.reserve(world.path(Prompt(tokens(8, 5))).keys[:1])
+    world.begin("a", PROMPT, slots=[1, 2])
+    world.step("a", 42)
+    assert world.hybrid._request("a").slots._read == set()
+    full.release()
+    world.end("a", at=False)
     world.nothing_left()
