@@ -108,8 +108,7 @@ class RunningTier(BaseTier):
         self._crew.add(**counts)
 
     def _let_go(self, job: Job) -> None:
-        with self._crew.changed:
-            self._crew.holding.discard(job)
+        self._crew.unhold(job)
         self._crew.let_go(job)
 
     def _cancel(self, job: Job) -> None:
@@ -119,11 +118,12 @@ class RunningTier(BaseTier):
             if queued:
                 self._crew.running.add(job)
             held = job in self._crew.holding
-            self._crew.holding.discard(job)
+            if held:
+                self._crew.unhold(job)
+        if held:
+            self._crew.let_go(job)
         if queued:
             self._crew.finish(job, "cancelled", failed=True)
-        elif held:
-            self._crew.let_go(job)
 
     def _reads_ahead(self) -> list[int]:
         """Pages of each read that runs or waits."""
@@ -228,36 +228,45 @@ class RunningTier(BaseTier):
         Raises:
             ConfigError: `timeout` is no number.
         """
-        Deadline(timeout, what="timeout")  # no number is refused before anything is closed
-        with self._crew.changed:
-            self._crew.closing = True
-            self._crew.changed.notify_all()
-            held = list(self._crew.holding)
-        for job in held:
-            self._cancel(job)
-        if not self._crew.wait_idle(timeout):
+        deadline = Deadline(timeout, what="timeout")  # refused before anything is closed
+        self._crew.close()
+        if not self._crew.wait_idle(deadline.left):
             with self._crew.changed:
                 left = self._jobs()
             for job in left:
                 self._cancel(job)
             if not self._crew.wait_idle(self._grace) and self._crew.leave(self._close_storage):
-                log.warning(
-                    "the storage tier was closed while %d calls of the storage hang; pages stay "
-                    "pinned until they return%s",
-                    len(self._crew.calls),
-                    ", and the storage open" if self._owns else "",
-                )
+                self._warn_of_what_is_left()
                 return False
         self._crew.join()
         self._close_storage()
         return True
 
+    def _warn_of_what_is_left(self) -> None:
+        calls, unreturned = len(self._crew.calls), self._crew.unreturned
+        still_open = ", and the storage open" if self._owns else ""
+        if calls or not unreturned:
+            log.warning(
+                "the storage tier was closed while %d calls of the storage hang; pages stay "
+                "pinned until they return%s",
+                calls,
+                still_open,
+            )
+        else:
+            log.warning(
+                "the storage tier was closed while pages of %d tasks could not be given back, as "
+                "somebody holds the cache's lock; that is tried again, and they stay pinned until "
+                "then%s",
+                unreturned,
+                still_open,
+            )
+
     def _close_storage(self) -> None:
-        """If it is ours; once no call of it is under way. Once."""
+        """If it is ours; once no call of it is under way. Once, if it was not interrupted."""
         with self._owning:
-            owns, self._owns = self._owns, False
-            if owns:
+            if self._owns:
                 self.storage.close()
+                self._owns = False  # behind it: a close that was interrupted is made again
 
     def __repr__(self) -> str:
         return f"<StorageTier of {self.cache.name!r}, {self._breaker.state}>"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from lightcache.errors import LightcacheError, StorageError
@@ -48,6 +48,9 @@ class Crew:
         self.closing = False
         self.tally: Counter[str] = Counter()
         self._owed: list[Job] = []
+        """Have something to give back that could not be: tried again."""
+        self._returning: list[Job] = []
+        """Somebody is about to give back what they have: once for each `let_go` that is to come."""
         self._last: Callable[[], None] = _nothing
         self._breaker = breaker
         self._clock = clock
@@ -106,6 +109,8 @@ class Crew:
 
     def finish(self, job: Job, reason: str, *, failed: bool) -> None:
         """A job whose call is over ends: what it held goes back, then its waiters are told."""
+        with self.changed:
+            self._returning.append(job)
         self.let_go(job)
         self.hold(job)
         self.tell(job, reason, failed=failed)
@@ -118,16 +123,24 @@ class Crew:
         """Remember that a job has pages for `publish`."""
         if job.holds:
             with self.changed:
-                job.kept = Deadline(job.tier.timeout, self._clock)
+                job.kept = job.kept or Deadline(job.tier.timeout, self._clock)  # once: from its end
                 self.holding.add(job)
                 self.changed.notify_all()
                 closing = self.closing
             if closing:  # nobody looks at it any more, and `close` has looked already
                 self.abandon(job.give_up)
             if job._given_up:  # cancelled by somebody who did not see it among these
-                with self.changed:
-                    self.holding.discard(job)
+                self.unhold(job)
                 self.let_go(job)
+
+    def unhold(self, job: Job) -> bool:
+        """Nobody publishes it any more: `let_go` follows. Whether it was held. In one hold of the
+        lock: whoever asks in between finds that there is something to do."""
+        with self.changed:
+            held = job in self.holding
+            self.holding.discard(job)
+            self._returning.append(job)
+            return held
 
     def tell(self, job: Job, reason: str, *, failed: bool) -> None:
         """End its task, unless that has ended, and add up what it did."""
@@ -143,15 +156,43 @@ class Crew:
         with self.changed:
             self.tally.update(counts)
 
-    def let_go(self, job: Job) -> None:
-        """Give back what a job holds; later, if that cannot be done now."""
+    def let_go(self, job: Job, *, later: bool = False) -> bool:
+        """Give back what a job of `_returning` holds; later, if that cannot be done now.
+
+        Args:
+            later: do not try now.
+
+        Returns:
+            Whether it was given back.
+        """
+        owed = later
         try:
-            job.release()
+            if not later:
+                job.release()
         except LightcacheError as error:
             log.warning("pages of a storage task could not be given back yet: %s", error)
-            with self.changed:
-                self._owed.append(job)
+            owed = True
+        except (KeyboardInterrupt, SystemExit):
+            owed = True
+            raise
+        finally:
+            with self.changed:  # both at once: in between, nobody would be busy with it
+                self._returning.remove(job)
+                if owed:
+                    self._owed.append(job)
                 self.changed.notify_all()
+        return not owed
+
+    def give_back(self, unwanted: Sequence[Job], owed: Sequence[Job] = ()) -> None:
+        """Give up the first, and let go of all, which are among `_returning`. One wait for a lock
+        that somebody holds is enough: behind it, the others are owed."""
+        free = True
+        for job in unwanted:
+            job._given_up = True  # also of those whose keys are abandoned later, with their pages
+            free = free and self.abandon(job.give_up)
+            free = self.let_go(job, later=not free)
+        for job in owed:
+            free = self.let_go(job, later=not free)
 
     # ---- calls
 
@@ -232,6 +273,7 @@ class Crew:
             owed, self._owed = self._owed, []
             kept = [job for job in self.holding if job.kept is not None and job.kept.passed]
             self.holding.difference_update(kept)
+            self._returning += [*kept, *owed]
             self.tally["timeouts"] += len(overdue)
         for call in overdue:
             self._give_up_call(call)
@@ -239,9 +281,7 @@ class Crew:
             self.finish(job, f"{job.deadline.reason}, all of it in the queue", failed=True)
         for job in kept:
             job.task._say("nobody published what was held, so it was given back")
-            self.abandon(job.give_up)
-        for job in (*kept, *owed):
-            self.let_go(job)
+        self.give_back(kept, owed)
 
     def _give_up_call(self, call: Call) -> None:
         reason = f"{call.job.deadline.reason}; the storage's {call.what} hangs"
@@ -251,12 +291,15 @@ class Crew:
         self.tell(call.job, reason, failed=True)
         call.job.task._settle()
 
-    def abandon(self, how: Callable[[], None]) -> None:
-        """`give_up` or `lose` a job. What cannot be abandoned now is when it is released."""
+    def abandon(self, how: Callable[[], None]) -> bool:
+        """`give_up` or `lose` a job. What cannot be abandoned now is when it is released. Whether
+        it could be."""
         try:
             how()
         except LightcacheError as error:
             log.warning("keys of a storage task could not be abandoned yet: %s", error)
+            return False
+        return True
 
     # ---- the end
 
@@ -284,7 +327,24 @@ class Crew:
 
     @property
     def _busy(self) -> bool:
-        return bool(self.running or self.queue.jobs() or self._owed)
+        held = self.holding or self._owed or self._returning
+        return bool(self.running or held or self.queue.jobs())
+
+    @property
+    def unreturned(self) -> int:
+        """Tasks whose pages nobody wants, and could not be given back yet."""
+        with self.changed:
+            return len({*self._owed, *self._returning})
+
+    def close(self) -> None:
+        """Take nothing more, and give back what is held for `StorageTask.publish`."""
+        with self.changed:
+            self.closing = True
+            held = list(self.holding)
+            self.holding.clear()
+            self._returning += held
+            self.changed.notify_all()
+        self.give_back(held)
 
     def join(self) -> None:
         """Once idle and closing: wait for the threads to end."""
