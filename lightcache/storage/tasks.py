@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, Protocol
 
-from lightcache.errors import ConfigError, WaitTimeout
+from lightcache.errors import ConfigError, Detached, WaitTimeout
 from lightcache.storage.arguments import Deadline
 
 
@@ -84,7 +85,8 @@ class Carrier(Protocol):
 
 
 class StorageTask:
-    """What `StorageTier.write` and `prefetch` return. Any thread may use it."""
+    """What `StorageTier.write` and `prefetch` return. Any thread may use it; no forked child, which
+    may look at it, and is refused (Detached) whatever waits for it or decides about it."""
 
     def __init__(self, kind: Literal["read", "write"], pages: int, page_tokens: int | None) -> None:
         """For StorageTier."""
@@ -96,6 +98,7 @@ class StorageTask:
         self._counts: Counter[str] = Counter()
         self._prefix = 0
         self._reasons: list[str] = []
+        self._pid = os.getpid()
         self._job: Carrier | None = None
         self._observer: Callable[[], None] | None = None
         self._settled = False
@@ -149,7 +152,9 @@ class StorageTask:
         Raises:
             ConfigError: `timeout` is no number.
             WaitTimeout: it is not over; it goes on.
+            Detached: called in a forked child.
         """
+        self._check_process()
         left = None  # a nan would be waited for without sleeping, and without an end
         if timeout is not None:
             left = min(Deadline(timeout).timeout, threading.TIMEOUT_MAX)
@@ -167,6 +172,7 @@ class StorageTask:
         """What an engine calls when it wants to run the request: waits as the tier's `read_policy`
         says, lets the task begin nothing more, and returns what there is. Pages whose read is
         under way still become ready, later."""
+        self._check_process()
         if self._job is not None:
             self._job.take()
         return self.result
@@ -176,6 +182,7 @@ class StorageTask:
         Keys that were being read are abandoned at once; pages go back when that call returns, and
         `wait` says when. Of what is over, with `hold`: gives the pages back. Else does nothing.
         """
+        self._check_process()
         if self._job is not None:
             self._job.cancel()
 
@@ -192,12 +199,22 @@ class StorageTask:
         Raises:
             ConfigError: not such a task, not finished, published before, or more than it has.
             Abandoned: the namespace was cleared meanwhile; everything was given back.
+            Detached: called in a forked child.
         """
+        self._check_process()
         if self._job is None:
             if self.kind == "read" and type(pages) is int and pages == 0:
                 return self  # declined, or the storage is disabled: what others agreed on is none
             raise ConfigError("publish: this task holds nothing; prefetch with hold=True")
         return self._job.publish(pages)
+
+    def _check_process(self) -> None:
+        """Before any lock: at the fork another thread may have had it."""
+        if os.getpid() != self._pid:
+            raise Detached(
+                "this storage task belongs to the process that forked us, which carries it out; "
+                "ask for what is needed with a tier or client made here"
+            )
 
     # ---- for the tier
 
@@ -253,6 +270,7 @@ class StorageTask:
 
     def _stop(self) -> None:
         """Let it begin nothing more."""
+        self._check_process()
         if self._job is not None:
             self._job.stop()
 

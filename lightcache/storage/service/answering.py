@@ -28,7 +28,7 @@ class Served:
         self.peer = peer
         self.task = task
         self.name = (client, number)
-        self._ahead = ahead
+        self._ahead = max(0, ahead)  # nothing is done of a task that is refused as a whole
 
     def answer(self) -> bytes:
         """How far it has come."""
@@ -96,19 +96,29 @@ class Answers:
             with self._changed:
                 pause = AGAIN if self._untold else None
                 self._changed.wait_for(lambda: self._news or self._ending, pause)
-                if not self._news and self._ending:
-                    return
+                last = self._ending and not self._news  # what is untold is told once more
                 news, self._news = self._news, {}
+            told = [*(each for each in self._untold if each not in news), *news]
             try:
-                self._tell_of([*(each for each in self._untold if each not in news), *news])
+                if told:
+                    self._tell_of(told)
             except Exception:  # ours, then: other tasks are to be told of
                 log.exception("answers of the storage service could not be told")
+            if last:
+                return
 
     def _tell_of(self, news: list[Served]) -> None:
         by_peer: dict[Peer, list[tuple[Served, bytes]]] = {}
         for served in news:
             over = served.task._settled  # before the answer: it is told of once more if not
-            by_peer.setdefault(served.peer, []).append((served, served.answer()))
+            try:
+                answer = served.answer()
+            except Exception:  # ours, then: it is dropped, and the others are not
+                log.exception("an answer of the storage service could not be made")
+                self._lost(1)
+                over = True
+            else:
+                by_peer.setdefault(served.peer, []).append((served, answer))
             if over:
                 with self._changed:
                     self._tasks.pop(served.name, None)

@@ -53,6 +53,11 @@ class Asked:
         """Behind it, the service's silence is taken for its answer."""
         task._job = self
 
+    @property
+    def awaits_pages(self) -> bool:
+        """Whether pages are to be held for it, of which nothing was heard."""
+        return self._holds and not self.task.pages_done
+
     def take(self) -> None:
         """See `StorageTask.take`."""
         if self._policy == "wait" or self.task.kind == "write":

@@ -12,8 +12,10 @@ import contextlib
 import ctypes
 import os
 import stat
+import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, get_args
@@ -90,6 +92,7 @@ class Board:
         self.segment = segment
         if segment.payload_bytes < 8 * len(_WORDS):
             raise LayoutMismatch(f"the segment {segment.name!r} is too short for figures")
+        self._looking = threading.RLock()  # who closes waits for who looks; a signal does both
         self._word = 0  # who serves, where it is us
         self._said: dict[str, int] = {}  # by `publish`: what has not changed is not stored again
         self._words = (
@@ -155,8 +158,9 @@ class Board:
     def service(self) -> Service | None:
         """Who serves, if anybody does. Some microseconds."""
         word = self._words["service"].load() if self._words else self.read()["service"]
-        if not word or not self.segment.lives(word & 0xFF, word >> 8):
-            return None
+        with self._look():
+            if not word or not self.segment.lives(word & 0xFF, word >> 8):
+                return None
         return Service(word, self._load("pid"))
 
     @property
@@ -176,7 +180,7 @@ class Board:
 
     def read(self) -> dict[str, int]:
         """All words, one after another; also where it is attached read-only."""
-        with self.segment.busy():
+        with self._look(), self.segment.busy():
             words = ctypes.c_uint64 * len(_WORDS)
             where = words.from_address(self.segment.address + self.segment.payload_offset)
             found = np.frombuffer(memoryview(where).cast("B"), np.uint64)
@@ -244,8 +248,16 @@ class Board:
         return more
 
     def close(self) -> None:
-        """Leave; see `Segment.close`."""
-        self.segment.close()
+        """Leave; see `Segment.close`. Waits for other threads that look at it just now."""
+        with self._looking:
+            self.segment.close()
+
+    @contextlib.contextmanager
+    def _look(self) -> Iterator[None]:
+        """For calls during which a close would find it in use."""
+        self.segment.check_usable()  # before the lock: a forked child may find that taken
+        with self._looking:
+            yield
 
 
 def tier_stats(words: dict[str, int], serving: bool) -> TierStats:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from lightcache.cache import Cache
-from lightcache.errors import LightcacheError, LockTimeout, WaitTimeout
+from lightcache.errors import Detached, LightcacheError, LockTimeout, WaitTimeout
 from lightcache.storage.arguments import Clock, Deadline
 from lightcache.storage.breaker import log
 from lightcache.storage.service import rings
@@ -62,7 +62,14 @@ class Listening(BaseTier):
     # ---- saying
 
     def _push(self, parts: list[bytes]) -> None:
-        """Raises WaitTimeout: there is no room; what was pushed is dropped by the service."""
+        """Into the service's ring.
+
+        Raises:
+            WaitTimeout: there is no room; what was pushed is dropped by the service.
+            Detached: called in a forked child; before any lock, which another thread may have had.
+        """
+        if os.getpid() != self._pid:
+            raise Detached("this storage client belongs to the process that forked us; make one")
         with self._pushing:
             if len(parts) == 1:
                 self._tasks.push(parts[0], timeout=0)
@@ -152,12 +159,25 @@ class Listening(BaseTier):
         # Behind both: what was answered before its service went, or while we were stopped, lies in
         # the ring, however long nobody has listened.
         self._drain()
+        told = True
         for asked, why in lost:
             with self._changed:
                 waits = asked.number in self._asked
             if waits and not asked.heard and service and service.word == asked.service.word:
                 self._silence.unanswered()
-            self._give_up(asked, why)
+            told = self._take_back(asked, why, told)
+
+    def _take_back(self, asked: Asked, why: str, told: bool) -> bool:
+        """Give it up, and say so if it was to hold pages: its words may still stand in the ring,
+        and the next service would hold them for nobody. Not if some pages are known to be held: who
+        asked may still publish them.
+
+        Args:
+            told: whether the last word could be said; if not, nothing more is tried.
+        """
+        if self._give_up(asked, why) and told and asked.awaits_pages:
+            return self._say(Kind.CANCEL, asked)
+        return told
 
     def _lost(self, asked: Asked, service: Service | None) -> str:
         """Why no answer is waited for any more; empty: one is."""
@@ -187,9 +207,12 @@ class Listening(BaseTier):
         for asked in every:
             self._give_up(asked, reason)
 
-    def _give_up(self, asked: Asked, reason: str) -> None:
-        if self._forget(asked):
+    def _give_up(self, asked: Asked, reason: str) -> bool:
+        """False: it was over."""
+        found = self._forget(asked)
+        if found:
             self._end(asked.task, reason)
+        return found
 
     def _forget(self, asked: Asked) -> bool:
         with self._changed:

@@ -167,8 +167,15 @@ class StorageService:
 
     def stats(self) -> ServiceStats:
         """Figures, as its clients see them; once it is closed, the last ones."""
-        if self._last is not None:
-            return self._last
+        try:
+            return self._last or self._figures()
+        except Detached:
+            last = self._last
+            if last is None:
+                raise
+            return last  # closed by another thread meanwhile
+
+    def _figures(self) -> ServiceStats:
         self._publish()
         return stats_of(self._board)
 
@@ -187,6 +194,10 @@ class StorageService:
     def close(self, timeout: float = 10.0) -> bool:
         """Take no new tasks, finish what is queued, cancel what is left then, and leave. May be
         called again, also where it was interrupted.
+
+        Messages are taken until the ring is empty once. Then what is held for clients is given
+        back, and nothing is taken any more: what they say while the rest is finished, as
+        `StorageTask.publish`, is FAILED.
 
         Args:
             timeout: seconds for finishing; 0: cancel at once.

@@ -33,7 +33,7 @@ class ServiceStats:
     orphans: int
     """Messages of clients that are gone."""
     lost: int
-    """Answers that their client had no room for, or did not let in."""
+    """Answers that their client had no room for, or did not let in; or that could not be made."""
     full: int
     """Times that the service had so much to do that it left messages in the ring."""
     tier: TierStats
