@@ -214,16 +214,18 @@ class RunningTier(BaseTier):
             return more
 
     def close(self, timeout: float = 10.0) -> bool:
-        """Finish what is queued, or cancel what is left then, held pages too. May be called again.
+        """Give back what is held for `StorageTask.publish`, finish what is queued, cancel what is
+        left then. May be called again.
 
         Args:
             timeout: seconds for finishing; 0: cancel at once.
 
         Returns:
-            Whether everything has ended. False: a call of the storage hangs; its pages stay pinned
-            until it returns, and until then the cache cannot be closed (InUse). The rest is done
-            when it returns: pages go back, threads end, and a storage of our own is closed. Call
-            again to wait for that; until then `stats` has the task as running.
+            Whether everything has ended. False: a call of the storage hangs, or somebody holds the
+            cache's lock, so that pages cannot be given back; they stay pinned until it returns, or
+            that is over, and until then the cache cannot be closed (InUse). The rest is done then:
+            pages go back, threads end, and a storage of our own is closed. Call again to wait for
+            that; until then `stats` has the tasks of such calls as running.
 
         Raises:
             ConfigError: `timeout` is no number.

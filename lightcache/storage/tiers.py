@@ -193,7 +193,8 @@ class BaseTier(ABC):
 
     @abstractmethod
     def close(self, timeout: float = 10.0) -> bool:
-        """Finish what is queued, or cancel what is left then, held pages too. May be called again.
+        """Give back what is held for `StorageTask.publish`, finish what is queued, cancel what is
+        left then. May be called again.
 
         Args:
             timeout: seconds for finishing; 0: cancel at once.
