@@ -90,7 +90,7 @@ def test_a_tier_that_is_given_stays_open(segment_name: str) -> None:
     [
         ("tape:", ConfigError, "scheme"),
         ("disk", ConfigError, "expected a URL"),
-        (["memory:"], ConfigError, "two URLs"),
+        (["stack:memory:"], ConfigError, "two URLs"),
         (7, ConfigError, "expected a StorageTier, a StorageClient, or a URL"),
         ("disk:/proc/nothing?capacity=1MiB", StorageError, "disk"),
         ("memory:?pages=no", ConfigError, "pages"),
