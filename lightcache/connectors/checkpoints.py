@@ -19,13 +19,14 @@ from lightcache.connectors.pooled import Pooled
 from lightcache.connectors.prefix_cache import PrefixCache
 from lightcache.connectors.state_mover import StateMover, States
 from lightcache.connectors.state_pages import StatePages, planes_of_states, prepare
-from lightcache.errors import Abandoned, TransferFailed
+from lightcache.errors import Abandoned, LightcacheError, TransferFailed
 from lightcache.hybrid.spaces import Path, Tier
 from lightcache.manager.fetching import wait_on
 from lightcache.namespaces import NamespaceState
 
 if TYPE_CHECKING:
     from lightcache.kernels.pinned import PinnedPages
+    from lightcache.manager.traffic import Movement
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +121,7 @@ class Checkpoints:
         with self._mover.lent(self._states(past)) as slot:
             with self._all.lock:
                 movement = self._all.traffic.load(lease, slot)
-            with self._told():
+            with self._told(movement):
                 wait_on(movement, None)
                 movement.done()
 
@@ -141,7 +142,7 @@ class Checkpoints:
             movement = self._all.donate(slot, path, count, fork=fork)
             if movement is None:
                 return
-            with self._told():
+            with self._told(movement):
                 try:
                     movement.wait()
                 except TransferFailed:
@@ -149,13 +150,25 @@ class Checkpoints:
                         raise
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
+    def _told(self, movement: Movement) -> Iterator[None]:
         """An exception that is none of our errors is for whoever waits for the copy, here and now,
         and not for the next call, which polls."""
+        foreign = self._all.traffic.moves.foreign
         try:
             yield
         except TransferFailed:
-            self._all.traffic.moves.foreign.tell()
+            foreign.tell()
+            raise
+        except LightcacheError:
+            raise
+        except Exception:  # of the wait itself, which fails the copy as well
+            with contextlib.suppress(Exception):
+                movement.wait()  # else it fails behind us, and the next call is told
+            try:
+                foreign.tell()
+            except Exception as other:
+                if other is not movement.error:
+                    foreign.note(other)
             raise
 
     def close(self) -> None:

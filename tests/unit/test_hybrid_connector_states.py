@@ -119,3 +119,54 @@ def test_keys_and_values_cleared_alone(segment_name: str, qwen: Any) -> None:
             assert saved(connector, prompt(70)) == [64]
             assert saved(connector, prompt(70, 1)) == []
             assert caches.states.stats().ready == 1
+
+
+# ---- copies that raise
+
+
+class Odd(RuntimeError):
+    """None of ours."""
+
+
+class OddCopy:
+    """A copy of a device that fails while a stream is told to wait for it, and ever after."""
+
+    def __init__(self, lease: Any) -> None:
+        self.lease, self.raised = lease, 0
+        self.transfer = self
+
+    def wait_on(self, stream: Any) -> None:
+        """See `Transfer`."""
+        del stream
+        self.fail()
+
+    def done(self) -> bool:
+        """See `Moving`."""
+        if self.raised:
+            self.fail()
+        return False
+
+    def wait(self, timeout: float | None = None) -> None:
+        """See `Moving`."""
+        del timeout
+        self.fail()
+
+    def fail(self) -> None:
+        self.raised += 1
+        raise Odd(f"arranged: {self.raised}")
+
+
+def test_what_a_wait_for_a_copy_raises_is_told_once(connector: lct.Connector, qwen: Any) -> None:
+    """To whoever waits, and not to the next one, who has no part in it."""
+    ids = prompt(70)
+    ask(connector, qwen, ids, steps=1)
+    assert connector.hybrid is not None
+    checkpoints = connector.hybrid.checkpoints
+    path = checkpoints.path(connector.cache.hash_pages(ids[0].tolist()))
+    assert path is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoints._mover, "load", lambda lease, *_: OddCopy(lease))
+        with pytest.raises(Odd, match="arranged: 1"):
+            checkpoints.load(connector.empty(), checkpoints.match(path, checkpoints.deepest(path)))
+    assert ask(connector, qwen, ids, steps=1)[0] == 64
+    assert states_of(connector).check().pins == 0
