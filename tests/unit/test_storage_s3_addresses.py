@@ -87,13 +87,18 @@ def test_a_file_of_certificates_that_is_none(tmp_path: Path, certificates: Path)
         check_url(url)
 
 
+@pytest.mark.parametrize("version", ["0.10.3", None])
 def test_a_client_that_is_too_old_for_it(
-    monkeypatch: pytest.MonkeyPatch, certificates: Path
+    monkeypatch: pytest.MonkeyPatch, certificates: Path, version: str | None
 ) -> None:
     import obstore
 
-    monkeypatch.setattr(obstore, "__version__", "0.10.3")
-    with pytest.raises(StorageError, match=r"obstore 0\.11 or later, found 0\.10\.3"):
+    if version is None:
+        monkeypatch.delattr(obstore, "__version__")
+    else:
+        monkeypatch.setattr(obstore, "__version__", version)
+    found = version or "one that does not say which it is"
+    with pytest.raises(StorageError, match=f"obstore 0.11 or later, found {found};"):
         opened(f"s3://bucket?endpoint=https://127.0.0.1:1&ca={certificates / 'cert'}", SPEC)
 
 

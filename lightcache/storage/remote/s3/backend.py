@@ -62,8 +62,9 @@ class S3Storage(RemoteStorage):
                 "s3: the package obstore is not installed; pip install 'lightcache[s3]'"
             ) from error
         if place.ca and _version(obstore) < (0, 11):
+            found = getattr(obstore, "__version__", "one that does not say which it is")
             raise StorageError(
-                f"s3: ca= needs the package obstore 0.11 or later, found {obstore.__version__}; "
+                f"s3: ca= needs the package obstore 0.11 or later, found {found}; "
                 "pip install --upgrade obstore"
             )
         client = place.client
