@@ -17,6 +17,7 @@ from support.hybrid_connecting import (  # noqa: E402
     states_of,
     together,
 )
+from support.raising import Odd  # noqa: E402
 from support.tiny_models import prompt  # noqa: E402
 
 from lightcache.connectors import transformers as lct  # noqa: E402
@@ -122,10 +123,6 @@ def test_keys_and_values_cleared_alone(segment_name: str, qwen: Any) -> None:
 
 
 # ---- copies that raise
-
-
-class Odd(RuntimeError):
-    """None of ours."""
 
 
 class OddCopy:

@@ -9,15 +9,12 @@ from typing import Any
 import pytest
 from support.hybrid_case import HybridWorld, made_hybrids
 from support.manager_case import Reading, Shelf, tokens
+from support.raising import Odd
 
 from lightcache.errors import TransferFailed
 from lightcache.manager import Prompt, WritePolicy
 
 PROMPT = Prompt(tokens(42))
-
-
-class Odd(RuntimeError):
-    """None of ours."""
 
 
 @pytest.fixture

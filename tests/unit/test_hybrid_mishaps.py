@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from support.hybrid_case import made_hybrids
 from support.manager_case import Reading, Shelf, switch_off, tokens
+from support.raising import raising
 
 from lightcache.errors import CacheCorrupted, TransferFailed
 from lightcache.manager import Prompt, WritePolicy
@@ -110,15 +111,6 @@ def test_a_launch_that_two_threads_see_to_be_over(worlds: Any) -> None:
 
 
 # ---- a copier, a mover or an index that fails at a request's end
-
-
-def raising(error: type[BaseException]) -> Callable[..., Any]:
-    """What raises that, whatever it is asked."""
-
-    def call(*_: Any, **__: Any) -> Any:
-        raise error("arranged")
-
-    return call
 
 
 @pytest.mark.parametrize("error", [RuntimeError, TransferFailed])

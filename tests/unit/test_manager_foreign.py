@@ -8,16 +8,13 @@ from typing import Any
 
 import pytest
 from support.manager_case import Shelf, World, made_worlds, on_host, tokens
+from support.raising import Odd
 from support.stamped import StampedMover, StampedMoving, stamps_of
 
 from lightcache.errors import TransferFailed
 from lightcache.manager import Prompt, WritePolicy
 
 PROMPT = Prompt(tokens(18))
-
-
-class Odd(RuntimeError):
-    """None of ours."""
 
 
 class OddMoving(StampedMoving):

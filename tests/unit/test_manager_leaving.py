@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from support.manager_case import World, made_worlds, tokens
+from support.raising import raising
 
 from lightcache.errors import CacheCorrupted, InUse, LockTimeout
 from lightcache.manager import Prompt
@@ -17,13 +18,6 @@ PROMPT = Prompt(tokens(18))
 @pytest.fixture
 def worlds(segment_name: str) -> Iterator[Callable[..., World]]:
     yield from made_worlds(segment_name)
-
-
-def raises(error: type[BaseException]) -> Callable[..., Any]:
-    def raising(*_: Any, **__: Any) -> Any:
-        raise error("arranged")
-
-    return raising
 
 
 @pytest.mark.parametrize("how", ["release", "poll", "close"])
@@ -39,7 +33,7 @@ def test_blocks_for_which_the_lock_does_not_come(
         world.mover.at_once = False
         world.compute("a", [*PROMPT.tokens, *tokens(8, 3)], 18, 26)
     with monkeypatch.context() as patch:
-        patch.setattr(world.index, "free", raises(LockTimeout))
+        patch.setattr(world.index, "free", raising(LockTimeout))
         manager.release_many("ab")
         world.mover.finish()
         if how == "close":
@@ -66,7 +60,7 @@ def test_blocks_without_a_key_go_though_those_with_one_do_not(
     table = world.manager.allocate("a", 18)
     world.manager.commit("a", 18)
     with monkeypatch.context() as patch:
-        patch.setattr(world.index, "unpin", raises(CacheCorrupted))
+        patch.setattr(world.index, "unpin", raising(CacheCorrupted))
         with pytest.raises(CacheCorrupted):
             world.manager.release("a")
     assert world.index.stats().held == 0

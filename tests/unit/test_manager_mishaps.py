@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from support.manager_case import Shelf, World, made_worlds, switch_off, tokens
+from support.raising import Odd, raising
 from support.stamped import stamps_of
 
 from lightcache.errors import (
@@ -22,20 +23,9 @@ PROMPT = Prompt(tokens(18))
 LONGER = Prompt([*PROMPT.tokens, *tokens(8, 3)])
 
 
-class Odd(RuntimeError):
-    """None of ours."""
-
-
 @pytest.fixture
 def worlds(segment_name: str) -> Iterator[Callable[..., World]]:
     yield from made_worlds(segment_name)
-
-
-def raises(error: type[BaseException]) -> Callable[..., Any]:
-    def raising(*_: Any, **__: Any) -> Any:
-        raise error("arranged")
-
-    return raising
 
 
 def writing_back(worlds: Any) -> World:
@@ -138,7 +128,7 @@ def test_taking_while_the_host_breaks(worlds: Any, monkeypatch: pytest.MonkeyPat
     world.run("a", PROMPT)
     world.manager.plan("b", PROMPT)
     with monkeypatch.context() as patch:
-        patch.setattr(world.cache.index, "peek", raises(CacheCorrupted))
+        patch.setattr(world.cache.index, "peek", raising(CacheCorrupted))
         match = world.manager.take("b")
     assert (match.usable, match.why) == (0, Why.DISABLED)
     assert (world.index.check().pins, world.cache.check().pins) == (0, 0)
@@ -158,7 +148,7 @@ def test_blocks_to_exchange_are_told_though_writing_breaks(
         world.store.write(table, 0, stamps_of(PROMPT.tokens))
     world.manager.commit("a", 18)
     with monkeypatch.context() as patch:
-        patch.setattr(world.manager._writer, "due", raises(CacheCorrupted))
+        patch.setattr(world.manager._writer, "due", raising(CacheCorrupted))
         changed = world.manager.commit("b", 18)
     assert list(changed.values()) == world.manager._request("a").table[:4].tolist()
     assert world.manager.stats().errors == 1
@@ -198,7 +188,7 @@ def test_what_failed_to_be_planned_cannot_be_taken_when_all_is_closed(
     world = worlds(failures=1)
     world.manager.plan("a", PROMPT)
     with monkeypatch.context() as patch:
-        patch.setattr(world.manager._planner, "plan_one", raises(CacheCorrupted))
+        patch.setattr(world.manager._planner, "plan_one", raising(CacheCorrupted))
         assert world.manager.plan("b", PROMPT).why is Why.DISABLED
     world.manager.close()
     with pytest.raises(LeaseLost, match="not planned"):
@@ -212,7 +202,7 @@ def test_what_failed_to_be_planned_cannot_be_taken_when_all_is_closed(
 def test_a_storage_that_raises_when_a_request_ends(worlds: Any, error: type[Exception]) -> None:
     world = worlds(storage=Shelf)
     manager = world.manager
-    manager._storage.write = raises(error)
+    manager._storage.write = raising(error)
     for request, seed in (("a", 0), ("b", 1)):
         world.start(request, tokens(18, seed))
         manager.commit(request, 18)
@@ -233,7 +223,7 @@ def test_a_reading_that_cannot_be_cancelled(worlds: Any, error: type[Exception],
     world.run("a", PROMPT)
     for request in "bc":
         assert manager.plan(request, LONGER).pending
-    manager._storage.tasks[-2].cancel = raises(error)
+    manager._storage.tasks[-2].cancel = raising(error)
     if how == "another prompt":
         manager.plan("b", Prompt(tokens(3)))
     if how == "weights":
@@ -260,7 +250,7 @@ def test_a_reading_that_breaks_while_it_is_waited_for(worlds: Any) -> None:
     manager = world.manager
     world.run("a", PROMPT)
     assert manager.plan("b", LONGER).pending
-    manager._storage.tasks[-1].take = raises(CacheCorrupted)
+    manager._storage.tasks[-1].take = raising(CacheCorrupted)
     assert manager.take("b").usable == 16
     manager.release("b")
     world.nothing_left()
@@ -271,7 +261,7 @@ def test_a_reading_that_breaks_while_it_is_waited_for(worlds: Any) -> None:
 
 def interrupted(world: World, what: str, call: Callable[[], object]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(world.mover, what, raises(KeyboardInterrupt))
+        patch.setattr(world.mover, what, raising(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             call()
 

@@ -9,16 +9,13 @@ from typing import Any
 import pytest
 from support.hybrid_case import made_hybrids
 from support.manager_case import World, made_worlds, tokens
+from support.raising import Odd, raising
 
 from lightcache.errors import InUse
 from lightcache.manager import Prompt, WritePolicy
 
 PROMPT = Prompt(tokens(18))
 pytestmark = pytest.mark.timeout(60)
-
-
-class Odd(RuntimeError):
-    """None of ours."""
 
 
 @pytest.fixture
@@ -31,16 +28,9 @@ def worlds(segment_name: str) -> Iterator[Callable[..., World]]:
     yield from made_worlds(segment_name)
 
 
-def raises(error: type[BaseException]) -> Callable[..., Any]:
-    def raising(*_: Any, **__: Any) -> Any:
-        raise error("arranged")
-
-    return raising
-
-
 def interrupted(mover: Any, call: Callable[[], object]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mover, "offload", raises(KeyboardInterrupt))
+        patch.setattr(mover, "offload", raising(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             call()
 
@@ -87,7 +77,7 @@ def test_another_number_of_blocks_tells_nothing_foreign(worlds: Any) -> None:
     """What a mover has raised is for `poll`: the number is changed, and it is still told."""
     world = worlds()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(world.mover, "offload", raises(Odd))
+        patch.setattr(world.mover, "offload", raising(Odd))
         world.run("a", PROMPT)
     world.manager.set_blocks(16)
     assert world.device.blocks == 16

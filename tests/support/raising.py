@@ -1,0 +1,19 @@
+"""What raises on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+class Odd(RuntimeError):
+    """None of our errors."""
+
+
+def raising(error: type[BaseException]) -> Callable[..., Any]:
+    """What raises that, whatever it is asked."""
+
+    def call(*_: Any, **__: Any) -> Any:
+        raise error("arranged")
+
+    return call
