@@ -1,8 +1,11 @@
-# make test | demo | lint | bench | gpu-test | soak | crash-test | fuzz | mutants | format | clean
+# make test | test-all | demo | lint | bench | gpu-test | soak | crash-test | fuzz | mutants | format | clean
 #
-# The first use of any of them creates $(VENV) from constraints.txt and installs the package there: a
-# plain install, never an editable one, renewed whenever a source file has changed. Python is never
-# started from the clone's root, because there `import lightcache` would find a folder without its shm.
+#   test       what a person waits for: under four minutes on two cores; ARGS naming tests runs those alone
+#   test-all   all other tests: models, servers, and what takes long
+#
+# The first use of any of them creates $(VENV) from constraints.txt and installs the package there, editable: a
+# changed Python file is used at once, and the C libraries, which lie beside their sources, are built again
+# when one of theirs has changed.
 #
 #   PYTHON=python3.12     which interpreter $(VENV) is made with
 #   VENV=..., BUILD=...   other places for the environment and the build products (two clones, two users)
@@ -35,26 +38,20 @@ venv := $(abspath $(VENV))
 build := $(abspath $(BUILD))
 bin := $(venv)/bin
 pause := $(build)/pause
-sandbox := $(build)/sandbox
 pip := $(bin)/python -m pip --quiet --disable-pip-version-check
 
 shm_c := $(sort $(wildcard shm/native/*.c))
 index_c := $(sort $(wildcard lightcache/native/*.c)) \
            $(filter-out shm/native/process.c shm/native/%_api.c,$(shm_c))
 headers := $(wildcard shm/native/*.h lightcache/native/*.h)
-# Directories are listed as well: their times change when a file is removed or renamed.
-package_dirs := $(shell find shm kernels lightcache tools -type d -not -name __pycache__ 2>/dev/null)
-python := $(shell find shm kernels lightcache tools -name '*.py' 2>/dev/null)
 
 warn := -std=c11 -O2 -fPIC -fvisibility=hidden -Wall -Wextra -Werror -pthread -D_GNU_SOURCE \
         -Ishm/native -Ilightcache/native
 
-# The installed package is found from anywhere but the root; PYTHONSAFEPATH (3.11) holds there too.
-export PYTHONSAFEPATH := 1
 export LIGHTCACHE_TEST_BUILD := $(pause)
 unexport PYTHONPATH
 
-.PHONY: help test demo lint bench gpu-test soak crash-test fuzz mutants format install pause venv clean distclean \
+.PHONY: help test test-all demo lint bench gpu-test soak crash-test fuzz mutants format install pause venv clean distclean \
         lint-python lint-types lint-c
 
 help:
@@ -63,7 +60,7 @@ help:
 # ---- set-up, once ----
 
 requirements := setuptools wheel numpy xxhash posix_ipc click rich prometheus_client transformers \
-                pytest pytest-timeout hypothesis lmdb ruff mypy redis obstore \
+                pytest pytest-timeout pytest-xdist hypothesis lmdb ruff mypy redis obstore \
                 mooncake-transfer-engine-non-cuda moto[s3] flask flask-cors
 
 $(venv)/.requirements: constraints.txt
@@ -73,22 +70,21 @@ $(venv)/.requirements: constraints.txt
 	$(pip) install -c constraints.txt $(TORCH_ARGS) torch
 	$(bin)/python -c 'import triton' 2>/dev/null || $(pip) install '$(TRITON)'
 	$(pip) install -c constraints.txt $(requirements)
-	@touch $@
+	@rm -f $@ && touch $@
 
 venv: $(venv)/.requirements
 
-# ---- the package, renewed when a source changes ----
+# ---- the package, built again when a C source changes ----
 
-# Build folders are named through an extra configuration file, so that two makes with different BUILD
-# never meet, and emptied first: setuptools would install what is left of a removed module.
-$(venv)/.installed: $(venv)/.requirements setup.cfg setup.py pyproject.toml MANIFEST.in README.md \
-                    $(shm_c) $(index_c) $(headers) $(python) $(package_dirs)
-	@rm -rf $(build)/package && mkdir -p $(build)/package $(sandbox)
+# The build folder is named through an extra configuration file, so that two makes with different BUILD
+# never meet.
+$(venv)/.installed: $(venv)/.requirements setup.cfg setup.py $(shm_c) $(index_c) $(headers)
+	@mkdir -p $(build)/package
 	@printf '[build]\nbuild_base = %s\n[egg_info]\negg_base = %s\n' \
 	    $(build)/package $(build)/package > $(build)/package/dist.cfg
 	@touch $(build)/package/started
-	DIST_EXTRA_CONFIG=$(build)/package/dist.cfg LIGHTCACHE_WERROR=1 \
-	    $(pip) install --no-build-isolation --no-deps --force-reinstall .
+	DIST_EXTRA_CONFIG=$(build)/package/dist.cfg LIGHTCACHE_WERROR=1 PYTHONWARNINGS=ignore \
+	    $(pip) install --no-build-isolation --no-deps --force-reinstall --editable .
 	@touch -r $(build)/package/started $@
 
 install: $(venv)/.installed
@@ -109,15 +105,21 @@ pause: $(pause)/_shm.so $(pause)/_index.so
 
 # ---- what people run ----
 
+# A process for each core, which takes tests from the others when its own are done.
+workers := -n auto --dist worksteal
+
 test: install pause
-	cd tests && $(bin)/python -m pytest $(ARGS)
+	cd tests && $(bin)/python -m pytest --part=first $(workers) $(ARGS)
+
+test-all: install pause
+	cd tests && $(bin)/python -m pytest --part=rest $(workers) $(ARGS)
 
 demo: install
-	@cd $(sandbox) && $(bin)/lightcache demo $(ARGS) && \
+	@$(bin)/lightcache demo $(ARGS) && \
 	if [ -z "$(ARGS)" ]; then $(bin)/lightcache demo --model hybrid --users 2 --turns 3 --no-kill; fi
 
 bench: install
-	@cd $(sandbox) && for name in $(BENCHES); do $(bin)/lightcache bench $$name $(ARGS); done
+	@for name in $(BENCHES); do $(bin)/lightcache bench $$name $(ARGS); done
 
 # On a machine with a GPU; elsewhere they all skip themselves. BENCHES=transfer measures there.
 gpu-test: install pause
@@ -155,10 +157,8 @@ lint-python: $(venv)/.requirements
 	$(bin)/ruff check --no-cache .
 	$(bin)/ruff format --no-cache --check .
 
-# From an empty folder and by package name: what is checked is what was installed.
-lint-types: install
-	cd $(sandbox) && $(bin)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(build)/mypy \
-	    -p lightcache
+lint-types: $(venv)/.requirements
+	$(bin)/mypy --cache-dir $(build)/mypy -p lightcache
 
 lint-c:
 	@mkdir -p $(build)
@@ -179,7 +179,7 @@ format: $(venv)/.requirements
 	$(bin)/ruff format --no-cache .
 
 clean:
-	rm -rf $(build) dist *.egg-info $(venv)/.installed tests/.hypothesis .ruff_cache .mypy_cache
+	rm -rf $(build) dist *.egg-info shm/*.so lightcache/*.so $(venv)/.installed tests/.hypothesis .ruff_cache .mypy_cache
 	find . -path ./.git -prune -o -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
 
 distclean: clean

@@ -52,8 +52,9 @@ def ask(name: str, who: str, question: list[int]) -> list[int]:
 
 
 def main(name: str) -> None:
-    """Hold the cache open, so that it outlives both processes."""
-    with lct.open_cache(name, load_model(), size="16MiB"):
+    """Hold the cache open, so that it outlives both processes, and goes with this one: without
+    `lifetime="attached"` it would stay for the next run."""
+    with lct.open_cache(name, load_model(), size="16MiB", lifetime="attached"):
         for who, question in (("first", [7, 8, 9]), ("second", [11, 12])):
             process = mp.get_context("spawn").Process(target=ask, args=(name, who, question))
             process.start()

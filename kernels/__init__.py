@@ -10,7 +10,6 @@ Describe the model's KV once (`geometry`), where the engine keeps it once (`layo
 then move pages by number. docs/kernels.md has a picture. What is exported here imports no torch.
 """
 
-from lightcache.kernels.blocks import slots_of_blocks
 from lightcache.kernels.geometry import (
     KVGroup,
     PageGeometry,
@@ -22,11 +21,11 @@ from lightcache.kernels.geometry import (
     split,
     window,
 )
-from lightcache.kernels.memory import HostPages
+from lightcache.kernels.layouts import Shard
+from lightcache.kernels.moves import Move, Transfer, slots_of_blocks
+from lightcache.kernels.pinned import HostPages
 from lightcache.kernels.planes import DevicePlane, DevicePlanes, join
 from lightcache.kernels.states import StateCopier, StateCopy
-from lightcache.kernels.tensors import Shard
-from lightcache.kernels.transfer import Move, Transfer
 
 __all__ = [
     "DevicePlane",

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from lightcache.kernels.geometry import KVGroup, PageGeometry
-from lightcache.kernels.memory import HostPages
+from lightcache.kernels.moves import Move
+from lightcache.kernels.pinned import HostPages
 from lightcache.kernels.planes import DevicePlane, DevicePlanes
-from lightcache.kernels.transfer import Move
 from lightcache.shm.errors import ConfigError
 
 VERSION = 1

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from lightcache.kernels.copies import BatchCopier, TorchCopier
-from lightcache.shm.errors import ConfigError
+from lightcache.kernels.rows import BatchCopier, TorchCopier
+from lightcache.shm.errors import ConfigError, require
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +30,9 @@ class CudaDevice:
 
         Raises:
             ConfigError: no GPU of that name.
+            NotInstalled: there is no torch.
         """
+        require("torch", "kernels", "a GPU")
         import torch
 
         try:
@@ -127,6 +129,7 @@ class CudaDevice:
 
     def launcher(self) -> Any:
         """What launches kernels. Imports triton."""
+        require("triton", "kernels", "an engine for a GPU")
         from lightcache.kernels.launch import Launcher
 
         return Launcher()

@@ -2,18 +2,438 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
-from typing import Any
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
-from lightcache.kernels.geometry import PageGeometry, Share
-from lightcache.kernels.host_lanes import Index, Lane, lanes
-from lightcache.kernels.host_transfer import HostTransfer, Pace, Window
-from lightcache.kernels.memory import HostPages
-from lightcache.kernels.moves import Batch, check_sides, check_slots, flatten, token_limit
-from lightcache.kernels.planes import DevicePlanes
-from lightcache.kernels.transfer import Move
-from lightcache.shm.errors import ConfigError, Detached
+import numpy as np
+import numpy.typing as npt
+
+from lightcache.kernels.geometry import Cell, PageGeometry, Share
+from lightcache.kernels.moves import (
+    Batch,
+    Ints,
+    Move,
+    check_sides,
+    check_slots,
+    flatten,
+    token_limit,
+)
+from lightcache.kernels.pinned import HostPages
+from lightcache.kernels.planes import DevicePlane, DevicePlanes
+from lightcache.shm.errors import ConfigError, Detached, TransferFailed, WaitTimeout, leave
+from lightcache.shm.waiting import Event
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+
+# ---- Host memory and device planes as numpy views, and copying between them.
+#
+# A lane is a series of rows of one width that are evenly addressable on both sides: a cell of the
+# page with the plane it belongs to, or one head of it where the device keeps heads apart. Its
+# rows are numpy items (void of the row's width), so an indexed copy moves each with memcpy and
+# lets other threads run meanwhile; runs of rows that follow each other on both sides move as
+# slices.
+
+Bytes = npt.NDArray[np.uint8]
+Copy = Callable[[], None]
+
+# An indexed copy costs about 0.1 us a row beside its bytes, a slice about 2 us.
+_RUN_BYTES = 8 << 10
+
+# Of one piece of work. numpy lets other threads run only where an indexed copy has 500 items.
+_PIECE_BYTES = 512 << 10
+_PIECE_ROWS = 512
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Rows with one address for each (page, unit) and each slot."""
+
+    layer: int
+    unit_tokens: int
+    host: Bytes
+    """uint8 of shape (pages, units, row_bytes)."""
+    device: Bytes
+    """uint8 of shape (slots, row_bytes), or (blocks, block_units, row_bytes)."""
+    block_units: int
+    """0 where slots are evenly spaced."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return int(self.host.shape[-1])
+
+    @cached_property
+    def host_rows(self) -> npt.NDArray[np.void]:
+        """(pages, units), each item a row."""
+        return _items(self.host)
+
+    @cached_property
+    def device_rows(self) -> npt.NDArray[np.void]:
+        """(slots,) or (blocks, block_units), each item a row."""
+        return _items(self.device)
+
+
+def _items(rows: Bytes) -> npt.NDArray[np.void]:
+    found: npt.NDArray[np.void] = rows.view(f"V{rows.shape[-1]}")[..., 0]
+    return found
+
+
+class _Foreign:
+    """Memory at an address, for numpy, with whoever owns it kept alive."""
+
+    def __init__(
+        self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], owner: object
+    ) -> None:
+        self.owner = owner
+        self.__array_interface__ = {
+            "data": (address, False),
+            "shape": shape,
+            "strides": strides,
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+def lanes(share: Share, memory: HostPages, planes: DevicePlanes) -> list[Lane]:
+    """All rows of a share, in the order of the page.
+
+    Raises:
+        ConfigError: a plane was not described.
+    """
+    found: list[Lane] = []
+    for cell in share.cells:
+        device = planes.find(share.geometry, cell)
+        together = cell.heads == 1 or device.head_stride == cell.plane.row_bytes
+        for head in range(1 if together else cell.heads):
+            row = cell.plane.row_bytes * (cell.heads if together else 1)
+            host = _host_view(memory, cell, head, row)
+            at = (
+                device.address
+                + (cell.own_head + head) * device.head_stride
+                + cell.row * device.row_stride
+            )
+            view, block_units = _device_view(device, at, row, planes)
+            found.append(Lane(cell.layer, cell.plane.unit_tokens, host, view, block_units))
+    return found
+
+
+def _host_view(memory: HostPages, cell: Cell, head: int, row: int) -> Bytes:
+    view: Bytes = np.ndarray(
+        (memory.pages, cell.units, row),
+        np.uint8,
+        memory.array,
+        cell.offset + head * cell.plane.row_bytes,
+        (memory.page_bytes, cell.unit_stride, 1),
+    )
+    return view
+
+
+def _device_view(
+    device: DevicePlane, address: int, row: int, owner: DevicePlanes
+) -> tuple[Bytes, int]:
+    block_units, block_stride, unit_stride = device.spacing
+    if block_units == 1:
+        shape: tuple[int, ...] = (device.slots, row)
+        strides: tuple[int, ...] = (block_stride, 1)
+        block_units = 0
+    else:
+        shape = (-(-device.slots // block_units), block_units, row)
+        strides = (block_stride, unit_stride, 1)
+    view: Bytes = np.asarray(_Foreign(address, shape, strides, owner))
+    return view, block_units
+
+
+class Index:
+    """Rows of a batch as the lanes of one unit size and block size take them."""
+
+    def __init__(self, batch: Batch, unit_tokens: int, block_units: int) -> None:
+        """Computed once for a transfer and shared by its lanes; O(rows)."""
+        self.page, self.unit, slot = batch.rows(unit_tokens)
+        self.place: tuple[Ints, ...] = (slot,)
+        if block_units:
+            self.place = tuple(np.divmod(slot, block_units))
+
+    def __len__(self) -> int:
+        return len(self.page)
+
+    @cached_property
+    def runs(self) -> Ints:
+        """Where each run of neighbours begins, and the number of rows."""
+        if not len(self):
+            return np.zeros(1, np.int64)
+        breaks = (np.diff(self.page) != 0) | (np.diff(self.unit) != 1)
+        breaks |= np.diff(self.place[-1]) != 1
+        for block in self.place[:-1]:
+            breaks |= np.diff(block) != 0
+        return np.concatenate(([0], np.flatnonzero(breaks) + 1, [len(self)]))
+
+    def pieces(self, lane: Lane, to_host: bool) -> Iterator[tuple[int, Copy]]:
+        """(bytes, call) of each piece of work of a lane; they may run in any order."""
+        bounds, row = self.runs, lane.row_bytes
+        if len(self) * row >= (len(bounds) - 1) * _RUN_BYTES:
+            step = max(1, _PIECE_BYTES * (len(bounds) - 1) // max(1, len(self) * row))
+            for low in range(0, len(bounds) - 1, step):
+                part = bounds[low : low + step + 1]
+                yield int(part[-1] - part[0]) * row, partial(self._slices, lane, part, to_host)
+        else:
+            step = max(_PIECE_ROWS, _PIECE_BYTES // row)
+            for low in range(0, len(self), step):
+                rows = slice(low, min(low + step, len(self)))
+                yield (rows.stop - low) * row, partial(self._indexed, lane, rows, to_host)
+
+    def _indexed(self, lane: Lane, rows: slice, to_host: bool) -> None:
+        host = self.page[rows], self.unit[rows]
+        device: Any = tuple(part[rows] for part in self.place)
+        if to_host:
+            lane.host_rows[host] = lane.device_rows[device]
+        else:
+            lane.device_rows[device] = lane.host_rows[host]
+
+    def _slices(self, lane: Lane, bounds: Ints, to_host: bool) -> None:
+        for low, high in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+            unit, slot = int(self.unit[low]), int(self.place[-1][low])
+            host = lane.host[int(self.page[low]), unit : unit + high - low]
+            device = lane.device
+            if lane.block_units:
+                device = device[int(self.place[0][low])]
+            device = device[slot : slot + high - low]
+            if to_host:
+                host[...] = device
+            else:
+                device[...] = host
+
+
+# ---- A transfer of the host engine: copies by threads, over when the last of them is.
+
+HELP_BYTES = 256 << 10  # waking another thread takes as long as copying about so much
+
+
+class Pace:
+    """No more than so many bytes a second, by the time at which each piece may begin."""
+
+    def __init__(self, rate: float) -> None:
+        """In bytes a second."""
+        self._rate = rate
+        self._next = 0.0
+        self._lock = threading.Lock()
+
+    def wait(self, nbytes: int) -> None:
+        """Sleep until so many bytes may move."""
+        with self._lock:
+            now = time.monotonic()
+            begin = max(now, self._next)
+            self._next = begin + nbytes / self._rate
+        if begin > now:
+            time.sleep(begin - now)
+
+
+class Window:
+    """Layers that are waited for together."""
+
+    def __init__(self, layers: Sequence[int], pieces: list[tuple[int, Copy]]) -> None:
+        """Pieces as `Index.pieces` gives them."""
+        self.layers = frozenset(layers)
+        self.pieces = pieces
+        self.left = len(pieces)
+        self.over = Event()
+        if not pieces:
+            self.over.set()
+
+
+class HostTransfer:
+    """See `Transfer`. Whoever runs it holds it, and with it all that `when_done` calls hold."""
+
+    def __init__(
+        self,
+        to_host: bool,
+        windows: list[Window],
+        befores: Sequence[Any],
+        pace: Pace | None,
+        when_done: Callable[[bool], None] | None = None,
+    ) -> None:
+        """For HostEngine; `run` does the work.
+
+        Args:
+            to_host: whether it offloads.
+            befores: waited for before the first byte, with `synchronize()` or `wait()`.
+        """
+        self.to_host = to_host
+        self.nbytes = sum(size for window in windows for size, _ in window.pieces)
+        self.claimed = False
+        """Whether a thread has begun with it; see `TransferQueue`."""
+        self._windows = windows
+        self._befores: Sequence[Any] = befores
+        self._pace = pace
+        self._work: deque[tuple[Window, int, Copy]] = deque(
+            (window, size, copy) for window in windows for size, copy in window.pieces
+        )
+        self._pieces = len(self._work)
+        self._cause: BaseException | None = None
+        self._over = Event()
+        self._lock = threading.Lock()
+        self._calls: deque[Callable[[bool], None]] = deque()
+        if when_done is not None:
+            self._calls.append(when_done)
+
+    # ---- for whoever waits
+
+    @property
+    def over(self) -> bool:
+        """Whether it is over, failed or not. Does not block, calls nothing, raises nothing."""
+        return self._over.is_set()
+
+    def done(self) -> bool:
+        """See `Transfer.done`."""
+        if not self._over.is_set():
+            return False
+        self.notice()
+        self._check()
+        return True
+
+    def wait(self, timeout: float | None = None) -> None:
+        """See `Transfer.wait`."""
+        if not self._over.wait(timeout):
+            raise WaitTimeout(
+                f"a transfer of {self.nbytes} bytes was not over after {timeout} s; wait again"
+            )
+        self.notice()
+        self._check()
+
+    def synchronize(self) -> None:
+        """Block until it is over, and make no `when_done` calls: for `after=` of another transfer.
+
+        Raises:
+            TransferFailed: it failed.
+        """
+        self._over.wait()
+        self._check()
+
+    def wait_on(self, stream: Any = None) -> None:
+        """Block until it is over: a processor has no streams.
+
+        Raises:
+            TransferFailed: it failed.
+        """
+        self.synchronize()
+
+    def wait_layer(self, layer: int, stream: Any = None) -> None:
+        """Block until the window that holds a layer is done.
+
+        Raises:
+            ConfigError: a layer that does not move.
+            TransferFailed: it failed.
+        """
+        for window in self._windows:
+            if layer in window.layers:
+                window.over.wait()
+                self._check()
+                return
+        moved = sorted(layer for window in self._windows for layer in window.layers)
+        raise ConfigError(f"layer: expected one of those that move ({moved}), found {layer!r}")
+
+    def when_done(self, call: Callable[[bool], None]) -> None:
+        """See `Transfer.when_done`."""
+        self._calls.append(call)
+        if self._over.is_set():
+            self.notice()
+
+    def notice(self) -> None:
+        """Make the calls that wait for the end. Each is made once, by one thread; those behind one
+        that raises are made all the same, then its error is raised."""
+        first: BaseException | None = None
+        while True:
+            try:
+                call = self._calls.popleft()
+            except IndexError:
+                break
+            try:
+                call(self._cause is None)
+            except Exception as error:
+                first = first or error
+        if first is not None:
+            raise first
+
+    def tells(self, call: Callable[[bool], None]) -> bool:
+        """Whether this call waits for its end."""
+        return call in self._calls
+
+    @property
+    def waited_for(self) -> bool:
+        """Whether calls wait for its end."""
+        return bool(self._calls)
+
+    def _check(self) -> None:
+        if self._cause is not None:
+            raise TransferFailed(
+                f"a transfer of {self.nbytes} bytes failed ({self._cause}); its destination is "
+                "undefined, treat it as missing"
+            ) from self._cause
+
+    # ---- for the threads that run it
+
+    def run(self, submit: Callable[[Copy], Future[None]], threads: int) -> None:
+        """Do all of it in this thread and up to `threads` - 1 others, and return when it is over.
+        Never raises: what goes wrong is told by `done`."""
+        helpers = []
+        try:
+            for before in self._befores:
+                _await(before)
+            self._befores = ()  # streams and events are not kept longer than they are needed
+            with contextlib.suppress(RuntimeError):  # Python is ending: no helpers any more
+                for _ in range(min(threads, self._pieces, 1 + self.nbytes // HELP_BYTES) - 1):
+                    helpers.append(submit(self._copy))
+            self._copy()
+        except BaseException as error:
+            self._cause = self._cause or error
+        for helper in helpers:  # one that has not begun may stand behind another transfer's
+            if not helper.cancel():
+                helper.result()
+        self._finish()
+
+    def _copy(self) -> None:
+        """Take pieces until there are none."""
+        while self._cause is None:
+            try:
+                window, size, copy = self._work.popleft()
+            except IndexError:
+                return
+            try:
+                if self._pace is not None:
+                    self._pace.wait(size)
+                copy()
+            except BaseException as error:
+                self._cause = error
+                return
+            with self._lock:
+                window.left -= 1
+                last = window.left == 0
+            if last and self._cause is None:
+                window.over.set()
+
+    def _finish(self) -> None:
+        self._work.clear()
+        for window in self._windows:
+            window.pieces = []
+            window.over.set()
+        self._over.set()
+
+
+def _await(before: Any) -> None:
+    wait = getattr(before, "synchronize", None) or before.wait
+    wait()
+
+
+# ---- The transfer engine of machines without an accelerator, and the oracle of the one for
+# devices.
 
 MAX_THREADS = 64
 
@@ -68,6 +488,7 @@ class HostEngine:
         if rate is not None and not rate > 0:
             raise ConfigError(f"rate: expected bytes a second or None, found {rate!r}")
         self._planned: _Plan | None = _Plan(geometry, self.share, memory, planes)
+        self.slots = self._planned.limit
         self._paces = [Pace(rate) if rate else None for _ in range(2)]
         self._pid = os.getpid()
         from lightcache.kernels.host_queue import TransferQueue  # its imports cost 20 ms
@@ -82,6 +503,7 @@ class HostEngine:
         after: Sequence[Any] = (),
         window: int | None = None,
         planes: DevicePlanes | None = None,
+        when_done: Callable[[bool], None] | None = None,
     ) -> HostTransfer:
         """Copy device planes to pages.
 
@@ -93,12 +515,13 @@ class HostEngine:
                 `wait()`, waited for before the first byte moves.
             window: layers that `wait_layer` waits for together; None: all.
             planes: other planes of the same shape, for this call.
+            when_done: see `Engine.offload`.
 
         Raises:
             ConfigError: see `flatten`, `check_slots`; nothing was copied.
             Detached: closed, or a forked child.
         """
-        return self._begin(True, moves, _all(streams or (), after), window, planes)
+        return self._begin(True, moves, _all(streams or (), after), window, planes, when_done)
 
     def load(
         self,
@@ -108,9 +531,10 @@ class HostEngine:
         after: Sequence[Any] = (),
         window: int | None = None,
         planes: DevicePlanes | None = None,
+        when_done: Callable[[bool], None] | None = None,
     ) -> HostTransfer:
         """Copy pages to device planes; arguments and errors as `offload`."""
-        return self._begin(False, moves, _all(streams or (), after), window, planes)
+        return self._begin(False, moves, _all(streams or (), after), window, planes, when_done)
 
     def _begin(
         self,
@@ -119,6 +543,7 @@ class HostEngine:
         befores: Sequence[Any],
         window: int | None,
         planes: DevicePlanes | None,
+        when_done: Callable[[bool], None] | None,
     ) -> HostTransfer:
         plan = self._usable()
         if to_host and not plan.memory.array.flags.writeable:
@@ -128,7 +553,7 @@ class HostEngine:
         batch = flatten(moves, self.geometry, plan.memory)
         check_slots(batch, plan.limit)
         windows = plan.windows(batch, self.share, window, to_host)
-        transfer = HostTransfer(to_host, windows, befores, self._paces[to_host])
+        transfer = HostTransfer(to_host, windows, befores, self._paces[to_host], when_done)
         self._queue.begin(transfer)
         return transfer
 
@@ -138,6 +563,10 @@ class HostEngine:
         if os.getpid() != self._pid:
             raise Detached("this engine's threads are in the parent process; make one here")
         return self._planned
+
+    def will_tell(self, call: Callable[[bool], None]) -> bool:
+        """See `Engine.will_tell`."""
+        return any(each.tells(call) for each in list(self._queue.open))
 
     def poll(self) -> int:
         """See `Engine.poll`. Does not block, but for what the calls do."""
@@ -158,8 +587,8 @@ class HostEngine:
     def __enter__(self) -> HostEngine:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        leave(self.close, error)
 
 
 class _Plan:
@@ -219,4 +648,4 @@ def _all(streams: Sequence[Any], after: Sequence[Any]) -> tuple[Any, ...]:
     return found
 
 
-__all__ = ["HostEngine"]
+__all__ = ["Copy", "HostEngine", "HostTransfer", "Index", "Lane", "Pace", "Window", "lanes"]

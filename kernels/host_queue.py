@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from lightcache.kernels.host_transfer import HostTransfer
+from lightcache.kernels.host_engine import HostTransfer
 from lightcache.shm.errors import Detached
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -11,8 +11,180 @@ import numpy.typing as npt
 
 from lightcache.kernels.geometry import PageGeometry, Share
 from lightcache.kernels.planes import DevicePlanes
-from lightcache.kernels.transfer import Move
 from lightcache.shm.errors import ConfigError
+
+# ---- What a transfer is asked for (`Move`) and how it is waited for (`Transfer`), on any device.
+
+Pages = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Move:
+    """The pages of one request and the device slots they belong to.
+
+    `slots[i]` is the place of token `first + i`, counted from the first token of `pages[0]`. So a
+    request that begins or ends within a page has `first > 0` or fewer slots than its pages have
+    tokens: only the rows of its own tokens are touched. For a group whose units are several tokens
+    the slots still are tokens' slots, of which each unit takes its first one's, divided by the
+    tokens of a unit. For recurrent states a slot is a state.
+    """
+
+    pages: Sequence[int] | npt.NDArray[Any]
+    """Numbers of host pages, int."""
+    slots: Sequence[int] | npt.NDArray[Any]
+    """Device slots in host memory, int32 or int64; a negative one leaves its token out."""
+    first: int = 0
+    skip: npt.NDArray[np.bool_] | None = None
+    """Pages to leave out, bool of shape (pages,): ready already, or missing."""
+
+
+class Transfer(Protocol):
+    """One call's copies. It is over when they all are; nothing cancels one."""
+
+    nbytes: int
+    """Bytes that move; from and to a device, those of tokens with a negative slot included."""
+
+    def done(self) -> bool:
+        """Whether it is over. Does not block.
+
+        Raises:
+            TransferFailed: it is over, and failed.
+        """
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until it is over.
+
+        Args:
+            timeout: seconds; None: as long as it takes.
+
+        Raises:
+            WaitTimeout: it goes on; wait again.
+            TransferFailed: it is over, and failed: nothing that it should have written counts.
+        """
+
+    def wait_on(self, stream: Any = None) -> None:
+        """Let a stream of the device wait for it (None: the current one), not this thread. Under a
+        rate limit, and without a device, this thread waits.
+
+        Raises:
+            TransferFailed: it has failed, as far as is known now.
+        """
+
+    def wait_layer(self, layer: int, stream: Any = None) -> None:
+        """Let a stream wait for the window that holds a layer, as `wait_on` does for all. Without
+        windows: for all of it.
+
+        Raises:
+            ConfigError: a layer that is in none of its windows.
+            TransferFailed: it has failed, as far as is known now.
+        """
+
+    def when_done(self, call: Callable[[bool], None]) -> None:
+        """Call `call(ok)` once when it is over: from `done`, `wait`, or the engine's `poll` or
+        `close`, or at once if it is over already."""
+
+
+class Engine(Protocol):
+    """Moves pages between a host pool and one rank's planes."""
+
+    geometry: PageGeometry
+    """Of the pages."""
+    slots: int
+    """Tokens that its planes have room for."""
+
+    def offload(
+        self,
+        moves: Move | Sequence[Move],
+        *,
+        streams: Any = None,
+        after: Any = (),
+        window: int | None = None,
+        planes: Any = None,
+        when_done: Callable[[bool], None] | None = None,
+    ) -> Transfer:
+        """Device to pages.
+
+        Args:
+            streams: that produce the source; None: the current one.
+            after: events of whoever may still touch the destination.
+            window: layers that `wait_layer` waits for together.
+            planes: other DevicePlanes, for this call.
+            when_done: see `Transfer.when_done`. The engine has it before anything is copied, so
+                that it is called also if an interrupt comes out of this call; see `will_tell`.
+        """
+
+    def load(
+        self,
+        moves: Move | Sequence[Move],
+        *,
+        streams: Any = None,
+        after: Any = (),
+        window: int | None = None,
+        planes: Any = None,
+        when_done: Callable[[bool], None] | None = None,
+    ) -> Transfer:
+        """Pages to device."""
+
+    def will_tell(self, call: Callable[[bool], None]) -> bool:
+        """Whether a transfer that was given this as `when_done` was begun and is still to make the
+        call: what to ask when `offload` or `load` has raised."""
+
+    def poll(self) -> int:
+        """Notice transfers that are over, run their `when_done` calls; how many go on."""
+
+    def close(self) -> None:
+        """Wait for what goes on, give everything back."""
+
+
+# ---- Block tables as slots.
+
+
+def slots_of_blocks(
+    blocks: Sequence[int] | npt.NDArray[Any],
+    block_tokens: int,
+    *,
+    first: int = 0,
+    tokens: int | None = None,
+) -> npt.NDArray[np.int64]:
+    """The slots of a request's tokens from its block table, for `Move` and `Offload`.
+
+        Move(pages, slots_of_blocks(block_table, 16, first=n), first=n)
+
+    Block `blocks[i]` holds tokens `i * block_tokens` on, as slots `blocks[i] * block_tokens` on.
+
+    Args:
+        blocks: numbers of device blocks, of shape (blocks,); all tokens of a negative one get -1,
+            which leaves them out.
+        block_tokens: of a device block; pages may have more tokens or fewer.
+        first, tokens: only so many tokens, from this one on; None: to the end of the blocks.
+
+    Returns:
+        int64 of shape (tokens,).
+
+    Raises:
+        ConfigError: no whole numbers, or tokens that the blocks do not have.
+    """
+    table = np.asarray(blocks)
+    if table.ndim != 1 or (table.size and table.dtype.kind not in "iu"):
+        raise ConfigError(
+            f"blocks: expected whole numbers in one dimension, found {table.dtype} {table.shape}"
+        )
+    if type(block_tokens) is not int or block_tokens < 1:
+        raise ConfigError(f"block_tokens: expected a whole number >= 1, found {block_tokens!r}")
+    total = len(table) * block_tokens
+    count = total - first if tokens is None else tokens
+    if not (0 <= first <= total and 0 <= count <= total - first):
+        raise ConfigError(
+            f"blocks: {len(table)} of {block_tokens} tokens hold tokens 0 to {total - 1}, expected "
+            f"{count} from token {first} on"
+        )
+    starts = table.astype(np.int64)[:, None]
+    slots = np.where(starts < 0, -1, starts * block_tokens + np.arange(block_tokens))
+    found: npt.NDArray[np.int64] = slots.ravel()[first : first + count]
+    return found
+
+
+# ---- Moves, checked and flattened into arrays: what both engines do before anything is touched.
 
 Ints = npt.NDArray[np.int64]
 Slots = npt.NDArray[Any]  # int32 or int64
@@ -296,4 +468,13 @@ def check_sides(geometry: PageGeometry, memory: PageMemory, share: Share) -> Non
         )
 
 
-__all__ = ["Batch", "Rows", "check_sides", "check_slots", "flatten", "integers", "token_limit"]
+__all__ = [
+    "Batch",
+    "Rows",
+    "check_sides",
+    "check_slots",
+    "flatten",
+    "integers",
+    "slots_of_blocks",
+    "token_limit",
+]

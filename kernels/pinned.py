@@ -12,35 +12,450 @@ says how many pages have memory, and memory that is not there yet is not touched
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
+import mmap
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from lightcache.kernels.memory import HostPages
-from lightcache.kernels.pieces import OS_PAGE, Piece, Pieces, PinStatistics
-from lightcache.kernels.registration import (
-    CHUNK_BYTES,
-    THREADS,
-    Driver,
-    Registrations,
-    TorchDriver,
-)
 from lightcache.shm.errors import (
     ConfigError,
     Detached,
     InUse,
     LightcacheError,
+    NoSpace,
     NotReady,
     TransferFailed,
     WaitTimeout,
+    leave,
+    require,
 )
+from lightcache.shm.waiting import Condition
+
+# ---- How page memory is cut into pieces for registration, and how far they are done.
+#
+# A piece begins and ends where pages and OS pages both do; only the last ends with the memory.
+# Pages are cut from the first on and may be done in any order. Plain arithmetic: whoever shares
+# it locks.
+
+OS_PAGE = max(4096, mmap.PAGESIZE)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Memory to be registered by one call: the pages `first` to `last` - 1, where it has pages."""
+
+    address: int
+    nbytes: int
+    first: int = 0
+    last: int = 0
+
+
+@dataclass(frozen=True)
+class PinStatistics:
+    """What has been registered until now."""
+
+    nbytes: int
+    pieces: int
+    first_seconds: float
+    """From the beginning until the first pages could be used; 0.0 while none can."""
+    seconds: float
+    """Until the last piece was registered."""
+
+
+class Pieces:
+    """The pieces of some page memory."""
+
+    def __init__(self, address: int, pages: int, page_bytes: int, steps: tuple[int, int]) -> None:
+        """Nothing is cut yet.
+
+        Args:
+            address: a multiple of `OS_PAGE`.
+            steps: bytes of the first piece, and of those behind it, more or less: whole units of
+                lcm(page_bytes, OS_PAGE) bytes, at least one.
+        """
+        unit = math.lcm(page_bytes, OS_PAGE)
+        self.unit = unit // page_bytes
+        """Pages that a piece holds a multiple of."""
+        self.ready = 0
+        """Pages whose pieces are done, from the first on."""
+        self._address, self._pages, self._page_bytes = address, pages, page_bytes
+        self._steps = [max(1, size // unit) * self.unit for size in steps]
+        self._cut = 0
+        self._apart: dict[int, int] = {}  # done before one in front of them
+        self._began = self._first = self._last = time.monotonic()
+        self._count = self._nbytes = 0
+
+    @property
+    def all_cut(self) -> bool:
+        """Whether there are no more."""
+        return self._cut == self._pages
+
+    def cut(self, have: int) -> Piece | None:
+        """The next piece, when `have` pages have memory; None: not enough of them. While the first
+        is being registered there is no second: they would delay each other, and somebody waits."""
+        if self._cut and not self.ready:
+            return None
+        have = min(have, self._pages)
+        if have < self._pages:
+            have -= have % self.unit
+        first, last = self._cut, min(self._cut + self._steps[self._cut > 0], have)
+        if last <= first:
+            return None
+        self._cut = last
+        offset = first * self._page_bytes
+        return Piece(self._address + offset, last * self._page_bytes - offset, first, last)
+
+    def done(self, piece: Piece) -> int:
+        """A piece is registered; how many pages are, in all."""
+        self._apart[piece.first] = piece.last
+        while self.ready in self._apart:
+            self.ready = self._apart.pop(self.ready)
+        self._last = time.monotonic()
+        if piece.first == 0:
+            self._first = self._last
+        self._count += 1
+        self._nbytes += piece.nbytes
+        return self.ready + sum(last - first for first, last in self._apart.items())
+
+    @property
+    def statistics(self) -> PinStatistics:
+        """How much was registered, and how long it took."""
+        return PinStatistics(
+            self._nbytes, self._count, self._first - self._began, self._last - self._began
+        )
+
+
+# ---- The host side of transfers: pages of one size in one stretch of memory.
+
+
+class HostPages:
+    """Pages in ordinary host memory: all that an engine without a device needs. For a device the
+    memory must be registered with its driver: see `lightcache.kernels.pinned`."""
+
+    def __init__(self, array: npt.NDArray[np.uint8]) -> None:
+        """Use an array, such as `cache.pool.array`, which is kept alive.
+
+        Args:
+            array: uint8 of shape (pages, page_bytes), rows that touch.
+
+        Raises:
+            ConfigError: another dtype or shape, or rows apart.
+        """
+        if array.dtype != np.uint8 or array.ndim != 2 or not array.flags.c_contiguous:
+            raise ConfigError(
+                "page memory: expected a contiguous uint8 array of shape (pages, page_bytes), "
+                f"found {array.dtype} {array.shape}"
+            )
+        self.array = array
+        self.address = int(array.ctypes.data)
+        self.pages, self.page_bytes = (int(number) for number in array.shape)
+        self.nbytes = self.pages * self.page_bytes
+
+    def check(self, pages: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+        """Page numbers as int64, all of them usable now.
+
+        Raises:
+            ConfigError: not whole numbers, or outside of 0 to pages - 1.
+        """
+        found = np.asarray(pages)
+        if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+            raise ConfigError(
+                f"pages: expected whole numbers in one dimension, found {found.dtype} {found.shape}"
+            )
+        numbers = found.astype(np.int64)
+        if numbers.size and not (int(numbers.min()) >= 0 and int(numbers.max()) < self.pages):
+            raise ConfigError(
+                f"pages: expected 0 to {self.pages - 1}, found {int(numbers.min())} to "
+                f"{int(numbers.max())}; are they pages of another cache?"
+            )
+        return numbers
+
+
+# ---- Registering host memory with a GPU's driver, and what the driver's refusals mean.
+#
+# All driver calls are made by threads of ours that end: a refusal stays pending in the thread
+# that met it, and torch would report it to whoever launches the next kernel there.
+
+PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped; the same in HIP
+CHUNK_BYTES = 256 << 20
+"""Of one registration. Pinning holds locks that are global to the driver: other processes' calls
+wait for the piece at hand, at some 10 GB/s about 25 ms. One call is refused from 512 GiB on by
+drivers since 580, and above 2 GB by Linux 6.11 to 6.13, whatever is free."""
+THREADS = 4
+_SHUTTING_DOWN = 4  # cudaErrorCudartUnloading: the driver has given everything back by itself
+
+
+class Driver(Protocol):
+    """The calls of a driver that pinning needs. Codes are the driver's own; 0 is success."""
+
+    def enter(self) -> None:
+        """First call of every thread that makes the others: choose the device there."""
+
+    def register(self, address: int, nbytes: int) -> int:
+        """Pin memory for all contexts of this process, and map it for the device. Blocks."""
+
+    def unregister(self, address: int) -> int:
+        """Undo `register`, of the same address. Blocks."""
+
+    def device_address(self, address: int) -> int:
+        """Where the device finds registered memory; -1: it does not say."""
+
+
+class TorchDriver:
+    """The driver that torch has loaded: CUDA, or HIP under the same names."""
+
+    def __init__(self, device: str | int | None = None) -> None:
+        """Loads the driver and makes the device's context; attach to a cache before.
+
+        Args:
+            device: "cuda:0", or its number; None: the current one.
+
+        Raises:
+            ConfigError: torch finds no such device.
+            NotInstalled: there is no torch.
+        """
+        require("torch", "kernels", "registering memory with a GPU's driver")
+        import torch
+
+        cuda: Any = torch.cuda
+        try:
+            chosen: Any = torch.device(
+                f"cuda:{device}" if type(device) is int else device or "cuda"
+            )
+        except RuntimeError as error:
+            raise ConfigError(
+                f"device {device!r}: expected one such as 'cuda:0': {error}"
+            ) from None
+        if chosen.type != "cuda" or not cuda.is_available():
+            raise ConfigError(
+                f"pinning needs a GPU that torch can use: {device!r} was asked for, and torch has "
+                f"{cuda.device_count()}; without one use HostPages (see `lightcache doctor`)"
+            )
+        self.index = cuda.current_device() if chosen.index is None else chosen.index
+        if self.index >= cuda.device_count():
+            raise ConfigError(f"device {device!r}: torch finds {cuda.device_count()} GPUs")
+        self._select: Callable[[int], None] = cuda.set_device
+        self._runtime = cuda.cudart()
+        self._address_of = _address_call(torch.version.hip is not None)
+
+    def enter(self) -> None:
+        """Without it a thread's calls would make a context on the first GPU, in every rank."""
+        self._select(self.index)
+
+    def register(self, address: int, nbytes: int) -> int:
+        """Through torch, which lets the GIL go meanwhile."""
+        return int(self._runtime.cudaHostRegister(address, nbytes, PORTABLE_AND_MAPPED))
+
+    def unregister(self, address: int) -> int:
+        """Through torch, likewise."""
+        return int(self._runtime.cudaHostUnregister(address))
+
+    def device_address(self, address: int) -> int:
+        """From the driver's library itself: torch does not wrap this call."""
+        found = ctypes.c_uint64()
+        code = self._address_of(ctypes.byref(found), ctypes.c_void_p(address), 0)
+        return found.value if code == 0 else -1
+
+
+def _address_call(hip: bool) -> Any:
+    if not hip:
+        return ctypes.CDLL("libcuda.so.1").cuMemHostGetDevicePointer_v2
+    with open("/proc/self/maps") as maps:
+        paths = {line.split(maxsplit=5)[-1].strip() for line in maps if "libamdhip64" in line}
+    return ctypes.CDLL(min(paths, default="libamdhip64.so")).hipHostGetDevicePointer
+
+
+# ---------------------------------------------------------------- refusals
+
+_Refusal = tuple[type[LightcacheError], str]
+
+# RLIMIT_MEMLOCK is not among the reasons: GPU drivers pin pages in the kernel without asking it.
+_REFUSALS: Mapping[int, _Refusal] = {
+    1: (
+        TransferFailed,
+        "it cannot be pinned: there is no memory behind it yet (grow the pool first), the file "
+        "system has none left, it is mapped read-only, or chunk_bytes is above 2 GB on Linux 6.11 "
+        "to 6.13; dmesg may say more",
+    ),
+    2: (
+        NoSpace,
+        "the driver has no memory for its tables (16 bytes for each 4 KiB, and they count against "
+        "a container's limit), the IOMMU no addresses left, or one call was for 512 GiB or more: "
+        "raise the memory limit, pin less, or give smaller chunk_bytes (`ulimit -l` is not the "
+        "reason)",
+    ),
+    304: (
+        TransferFailed,
+        "the kernel refused; dmesg says why, and `lightcache doctor` whether the device works",
+    ),
+    712: (
+        TransferFailed,
+        "it is registered already: use the PinnedPages that this process has, close it first, or "
+        "find the library that pinned the pool by itself",
+    ),
+    800: (
+        TransferFailed,
+        "it is not permitted here; give the container the device (--gpus), and do not call it "
+        "from a function that the driver itself calls",
+    ),
+    801: (
+        TransferFailed,
+        "the device or its driver cannot register host memory; use HostPages and the host path",
+    ),
+}
+_OTHER: _Refusal = (TransferFailed, "see the driver's list of errors, and `lightcache doctor`")
+
+
+def refusal(code: int, what: str) -> LightcacheError:
+    """The exception for a driver's code other than 0; `what` was asked for, in our words."""
+    kind, remedy = _REFUSALS.get(code, _OTHER)
+    return kind(f"{what}: the GPU driver refused it with code {code}: {remedy}")
+
+
+# ---------------------------------------------------------------- registrations
+
+
+class Registrations:
+    """What is registered of some memory, to be given back together. Threads may share it."""
+
+    def __init__(self, driver: Driver) -> None:
+        """Nothing is registered yet."""
+        self.driver = driver
+        self._lock = threading.Lock()
+        self._addresses: list[int] = []
+
+    def add(self, piece: Piece) -> None:
+        """Register a piece. Blocks; call it from a thread that has called `driver.enter`.
+
+        Raises:
+            TransferFailed, NoSpace: refused; nothing is registered.
+        """
+        what = f"register {piece.nbytes} bytes at {piece.address:#x}"
+        code = self.driver.register(piece.address, piece.nbytes)
+        if code:
+            raise refusal(code, what)
+        found = self.driver.device_address(piece.address)
+        if found != piece.address:
+            self.driver.unregister(piece.address)
+            raise TransferFailed(
+                f"{what}: the device finds it at {found:#x}, and kernels here use the host's own "
+                "addresses (unified addressing); use HostPages and the host path"
+            )
+        with self._lock:
+            self._addresses.append(piece.address)
+
+    def clear(self, threads: int = THREADS) -> None:
+        """Unregister everything, all of it tried. Blocks. A second call does nothing.
+
+        Raises:
+            TransferFailed: refused for some, which stay pinned until the process ends.
+        """
+        refused: list[int] = []
+
+        def work() -> None:
+            self.driver.enter()
+            while True:
+                with self._lock:
+                    if not self._addresses:
+                        return
+                    address = self._addresses.pop()
+                code = self.driver.unregister(address)
+                if code not in (0, _SHUTTING_DOWN):
+                    refused.append(code)
+
+        if self._addresses:
+            run_all(work, min(threads, len(self._addresses)), "lightcache-unpin")
+        if refused:
+            raise refusal(refused[0], f"unregister ({len(refused)} registrations)")
+
+
+def run_all(work: Callable[[], None], threads: int, name: str) -> None:
+    """Run `work` in so many threads and wait for them; the first exception of any is raised."""
+    failed: list[BaseException] = []
+
+    def guarded() -> None:
+        try:
+            work()
+        except BaseException as error:
+            failed.append(error)
+
+    workers = [
+        threading.Thread(target=guarded, name=f"{name}-{number}", daemon=True)
+        for number in range(threads)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    if failed:
+        raise failed[0]
+
+
+@contextlib.contextmanager
+def registered_ranges(
+    address: int,
+    ranges: Sequence[tuple[int, int]],
+    *,
+    driver: Driver,
+    threads: int = THREADS,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> Iterator[int]:
+    """Register some byte ranges for the body of a with statement: for measuring, and for layouts
+    of which a rank needs a part only. Blocks until all are registered; all must have memory.
+
+    Args:
+        address: that offsets count from.
+        ranges: (offset, length); those that share an OS page are refused by the driver.
+
+    Raises:
+        TransferFailed, NoSpace: refused; nothing stays registered.
+        ConfigError: chunk_bytes is no multiple of 4096.
+    """
+    if chunk_bytes <= 0 or chunk_bytes % 4096:
+        raise ConfigError(f"chunk_bytes: expected a multiple of 4096, found {chunk_bytes}")
+    pieces = [
+        Piece(address + at, min(chunk_bytes, offset + length - at))
+        for offset, length in ranges
+        for at in range(offset, offset + length, chunk_bytes)
+    ]
+    todo, lock = iter(pieces), threading.Lock()
+    held = Registrations(driver)
+
+    def work() -> None:
+        driver.enter()
+        while True:
+            with lock:
+                piece = next(todo, None)
+            if piece is None:
+                return
+            held.add(piece)
+
+    try:
+        run_all(work, min(threads, len(pieces)), "lightcache-pin")
+        yield sum(piece.nbytes for piece in pieces)
+    finally:
+        held.clear(threads)
+
+
+# ---- Pages that a GPU's driver knows: registered piece by piece, in the background, by threads.
+#
+#     pinned = cache.pin(device="cuda:0")          # PinnedPages over the cache's pool
+#     pinned.wait([0])                             # the first pages can be copied
+#     pinned.wait()                                # all of them
+#
+# A piece never cuts a page (a copy across two registrations is an invalid argument) and never
+# shares an OS page with the next (the driver would refuse it). It knows nothing of caches:
+# whoever makes one says how many pages have memory, and memory that is not there yet is not
+# touched.
 
 FIRST_BYTES = 32 << 20
 """Of the first registration: a few milliseconds, then pages can be used."""
@@ -98,7 +513,7 @@ class PinnedPages(HostPages):
         self._grow = grow
         self._progress = progress
         self._registrations = Registrations(driver or TorchDriver(device))
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._users = 0
         self._closing = self._closed = False
         self._error: Exception | None = None
@@ -290,11 +705,27 @@ class PinnedPages(HostPages):
     def __enter__(self) -> PinnedPages:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        leave(self.close, error)
 
     def __repr__(self) -> str:
         return f"<PinnedPages {self.ready} of {self.pages} pages of {self.page_bytes} bytes>"
 
 
-__all__ = ["FIRST_BYTES", "PinStatistics", "PinnedPages"]
+__all__ = [
+    "CHUNK_BYTES",
+    "FIRST_BYTES",
+    "OS_PAGE",
+    "THREADS",
+    "Driver",
+    "HostPages",
+    "Piece",
+    "Pieces",
+    "PinStatistics",
+    "PinnedPages",
+    "Registrations",
+    "TorchDriver",
+    "refusal",
+    "registered_ranges",
+    "run_all",
+]

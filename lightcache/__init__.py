@@ -19,6 +19,7 @@ from lightcache.errors import (
     LightcacheError,
     LockTimeout,
     NoSpace,
+    NotInstalled,
     NotReady,
     OutOfPages,
     PermissionDenied,
@@ -27,18 +28,15 @@ from lightcache.errors import (
     WaitTimeout,
 )
 from lightcache.hashing import KeySpec, PageHasher, hash_pages, matchable_pages
-from lightcache.held import Held, Named
-from lightcache.keeping import Oldest
 from lightcache.layout import KeyStatus
-from lightcache.leases import Lease, LeaseBatch
+from lightcache.leases import ClientId, Held, Lease, LeaseBatch, Named, Ticket, TicketStatus
 from lightcache.namespaces import Namespace
-from lightcache.page_index import PageIndex
+from lightcache.page_index import Oldest, PageIndex
 from lightcache.plans import Plans
 from lightcache.pool import HostPool
 from lightcache.reservations import Reservation, Shard
 from lightcache.router import Choice, Router, RouterPolicy, RouterStats
 from lightcache.snapshot import CheckReport, IndexStats
-from lightcache.tickets import ClientId, Ticket, TicketStatus
 from lightcache.transfers import Load, Offload
 
 __version__ = "0.1.0"
@@ -68,6 +66,7 @@ __all__ = [
     "Named",
     "Namespace",
     "NoSpace",
+    "NotInstalled",
     "NotReady",
     "Offload",
     "Oldest",

@@ -7,6 +7,7 @@ alive (0.2 us; `array.ctypes` costs a microsecond and more).
 from __future__ import annotations
 
 import ctypes
+import re
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,58 @@ import numpy.typing as npt
 
 from lightcache.errors import ConfigError
 
+# ---- Sizes as people write them.
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{unit + "ib": 1024 ** (i + 1) for i, unit in enumerate("kmgtpe")},
+    **{unit + "b": 1000 ** (i + 1) for i, unit in enumerate("kmgtpe")},
+}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_size(size: int | str, what: str = "size") -> int:
+    """Bytes from a count of bytes or a text such as "64GiB", "1.5 TiB", "500MB".
+
+    Raises:
+        ConfigError: not a size, or not above zero.
+    """
+    if isinstance(size, str):
+        match = _SIZE.fullmatch(size)
+        if not match or match[2].lower() not in _UNITS:
+            raise ConfigError(
+                f"{what}: expected bytes or a size such as '64GiB' (KiB MiB GiB TiB PiB EiB, or KB "
+                f"MB GB TB PB EB by thousands), found {size!r}"
+            )
+        number = float(match[1]) * _UNITS[match[2].lower()]
+        if number >= 2**62:
+            raise ConfigError(f"{what}: expected less than 4 EiB, found {size[:40]!r}")
+        size = int(number)
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise ConfigError(f"{what}: expected an integer or a text, found {size!r}")
+    if size <= 0:
+        raise ConfigError(f"{what}: expected more than zero bytes, found {size}")
+    return size
+
+
+def format_size(size: int) -> str:
+    """A count of bytes for people: "64.0 GiB"."""
+    value, units = float(size), ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"]
+    while value >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{size} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
+
+
+# ---- Arguments on their way to C: checked, and turned into addresses at the least cost.
+#
+# `(c_char * 1).from_buffer(array)` is the cheapest address of a writable array that keeps the
+# array alive (0.2 us; `array.ctypes` costs a microsecond and more).
+
 Keys = npt.NDArray[np.uint64]  # shape (n, 2): low and high word of each page's digest
 Offsets = npt.NDArray[np.int64]  # shape (requests + 1,): request i is keys[offsets[i]:offsets[i+1]]
 Pages = npt.NDArray[np.int32]  # shape (n,): page numbers
-
 _U64 = np.dtype(np.uint64)
 _I64 = np.dtype(np.int64)
 _I32 = np.dtype(np.int32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightcache import _native, layout
+from lightcache import layout
 from lightcache.errors import CacheCorrupted
 from lightcache.shm import Segment
 from lightcache.shm import layout as shm_layout
@@ -21,7 +21,8 @@ class Core(LockedCalls):
         Raises:
             CacheCorrupted: the segment does not hold an index of that size, flat as it says.
         """
-        super().__init__(_native.load(), segment, lock_timeout, _OPERATIONS)
+        super().__init__(layout.load(), segment, lock_timeout, _OPERATIONS)
+        self.pages = pages
         self.handle = self.quick.lci_open(segment.attachment, pages)
         flat = segment.config.get("flat", False) is True
         if not self.handle or bool(self.quick.lci_is_flat(self.handle)) is not flat:

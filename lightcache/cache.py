@@ -2,37 +2,562 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
+import os
+import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from lightcache._arguments import Keys, Offsets, Pages
-from lightcache._wanted import DEFAULT_SECRET, digest_of, secret_of
-from lightcache.errors import ConfigError, LayoutMismatch
-from lightcache.hashing import KeySpec, PageHasher, Tokens, hash_pages
-from lightcache.leases import Lease, LeaseBatch
+from lightcache import _arguments
+from lightcache._arguments import Keys, Offsets, Pages, parse_size
+from lightcache.errors import CacheCorrupted, ConfigError, InUse, LayoutMismatch
+from lightcache.hashing import (
+    SECRET_BYTES,
+    KeySpec,
+    PageHasher,
+    Tokens,
+    hash_pages,
+    load_or_create_secret,
+)
+from lightcache.kernels.geometry import PageGeometry
+from lightcache.kernels.host_engine import HostEngine
+from lightcache.kernels.moves import Engine
+from lightcache.kernels.pinned import HostPages
+from lightcache.kernels.planes import DevicePlanes
+from lightcache.leases import ClientId, Lease, LeaseBatch
 from lightcache.namespaces import Namespace
-from lightcache.opened import OpenedCache
+from lightcache.page_index import MAX_PAGES, PageIndex
 from lightcache.plans import TIMEOUT, Plans
+from lightcache.pool import (
+    CHUNK_BYTES,
+    MAX_THREADS,
+    Grower,
+    HostPool,
+    Numa,
+    check_numa,
+    lacking_room,
+    make_object,
+)
 from lightcache.reservations import Reservation, Shard
-from lightcache.shm import ClientInfo
+from lightcache.shm import ClientInfo, Segment
+from lightcache.shm.codes import Code, check
+from lightcache.shm.errors import leave, require
+from lightcache.shm.folders import FOLDER_ITEM, checked_path, path_in
 from lightcache.snapshot import CheckReport, IndexStats
-from lightcache.tickets import ClientId
 
 if TYPE_CHECKING:
-    from lightcache.kernels.geometry import PageGeometry
-    from lightcache.kernels.memory import HostPages
-    from lightcache.kernels.pinned import PinnedPages
-    from lightcache.kernels.planes import DevicePlanes
-    from lightcache.kernels.registration import Driver
-    from lightcache.kernels.transfer import Engine
+    from lightcache.kernels.pinned import Driver, PinnedPages
 
 
-class Cache(OpenedCache):
+# ---- What a cache was asked to be: arguments checked, the configuration in its header, the
+# secret.
+
+DEFAULT_SECRET = Path("~/.local/share/lightcache/secret")
+_MAX_PAGE = 1 << 40
+
+
+class Wanted:
+    """The arguments of create and open, checked, as the index and the pool take them."""
+
+    def __init__(
+        self,
+        pages: int | None,
+        size: int | str | None,
+        page_bytes: int | str,
+        fingerprint: str,
+        page_tokens: int | None,
+        algorithm: str,
+        secret: bytes | None,
+        pool_path: str | os.PathLike[str] | None,
+    ) -> None:
+        """`secret` None: that of the file, which is made, if need be, when all else is in order."""
+        each = parse_size(page_bytes, "page_bytes")
+        if each > _MAX_PAGE:
+            raise ConfigError(f"page_bytes: {each} is more than a page may have ({_MAX_PAGE})")
+        if (pages is None) == (size is None):
+            raise ConfigError("give the capacity once: pages= or size=")
+        if size is not None:
+            pages = parse_size(size) // each
+            if pages == 0:
+                raise ConfigError(f"size: {size!r} is less than one page of {each} bytes")
+        self.pages = _arguments.count(pages, "pages", 1, MAX_PAGES)
+        self.numa: Numa = None
+        folder = None if pool_path is None else checked_path(pool_path)
+        self.first = min(self.pages, max(1, CHUNK_BYTES // each))
+        KeySpec(  # says what is wrong with the rest
+            fingerprint=fingerprint,
+            page_tokens=1 if page_tokens is None else page_tokens,
+            secret=bytes(SECRET_BYTES) if secret is None else secret,
+            algorithm=algorithm,  # type: ignore[arg-type]
+        )
+        self.secret = secret_of(secret)
+        self.config: dict[str, Any] = {
+            "page_bytes": each,
+            "page_tokens": page_tokens,
+            "fingerprint": fingerprint,
+            "algorithm": algorithm,
+            "secret": digest_of(self.secret),
+            **({} if folder is None else {FOLDER_ITEM: folder}),
+        }
+
+    def initialise(self, segment: Segment) -> None:
+        each = int(self.config["page_bytes"])
+        make_object(segment, self.pages * each, self.first * each, self.numa)
+
+
+def check_config(name: str, config: Mapping[str, Any]) -> None:
+    """What `create` has written is of these types; whoever may write the segment may change it."""
+    each, tokens = config["page_bytes"], config.get("page_tokens")
+    if FOLDER_ITEM in config and path_in(dict(config)) is None:
+        raise CacheCorrupted(
+            f"the cache {name!r} has the pool's folder {config[FOLDER_ITEM]!r} in its header; "
+            "remove it with `lightcache rm`"
+        )
+    texts = [config.get(item) for item in ("fingerprint", "algorithm", "secret")]
+    if (
+        type(each) is not int
+        or not 1 <= each <= _MAX_PAGE
+        or not (tokens is None or type(tokens) is int)
+        or not all(isinstance(text, str) for text in texts)
+    ):
+        raise CacheCorrupted(
+            f"the cache {name!r} has page_bytes {each!r}, page_tokens {tokens!r} and (fingerprint, "
+            f"algorithm, secret) {texts!r} in its header; remove it with `lightcache rm`"
+        )
+
+
+def secret_of(given: bytes | None) -> bytes:
+    """The secret that was given; None: that of the file, which is made if it is not there."""
+    return given if given is not None else load_or_create_secret(DEFAULT_SECRET.expanduser())
+
+
+def digest_of(secret: bytes) -> str:
+    """Tells two secrets apart, and nothing about them: 32 bits of a keyed digest."""
+    if not isinstance(secret, bytes):
+        raise ConfigError(f"secret: expected bytes, found {type(secret).__name__}")
+    return hashlib.blake2b(secret, digest_size=4, person=b"lightcache check").hexdigest()
+
+
+# ---- The pool of a cache, pinned for a GPU: once in a process, given back when the cache closes.
+
+
+class PoolPin:
+    """What `Cache.pin` has made, if anything."""
+
+    def __init__(self, pool: HostPool) -> None:
+        """Nothing is pinned, and no driver loaded."""
+        self._pool = pool
+        self._pinned: PinnedPages | None = None
+        self.lent: object = None
+        """Under which the pool counts the memory that is pinned; see `HostPool.lend`."""
+
+    def make(
+        self,
+        device: str | int | None,
+        driver: Driver | None,
+        threads: int,
+        chunk_bytes: int | None,
+        grow_threads: int,
+        progress: Callable[[int, int], None] | None,
+    ) -> PinnedPages:
+        """See `Cache.pin`."""
+        from lightcache.kernels.pinned import CHUNK_BYTES as PIECE_BYTES
+        from lightcache.kernels.pinned import PinnedPages
+
+        _arguments.count(grow_threads, "grow_threads", 0, MAX_THREADS)
+        if self._pool.readonly:
+            check(Code.READONLY, "pin the pool")
+        if self._pinned is not None and not self._pinned.closed:
+            raise InUse("pin the pool: it is pinned already in this process; use that, or close it")
+        self.lent = object()
+        self._pinned = PinnedPages(
+            self._pool.lend(self.lent),
+            grown=lambda: self._pool.grown,
+            grow=(lambda: self._grow(grow_threads)) if grow_threads else None,
+            device=device,
+            driver=driver,
+            threads=threads,
+            chunk_bytes=PIECE_BYTES if chunk_bytes is None else chunk_bytes,
+            progress=progress,
+        )
+        return self._pinned
+
+    def _grow(self, threads: int) -> int:
+        return self._pool.grow(
+            max(1, threads * CHUNK_BYTES // self._pool.page_bytes), threads=threads
+        )
+
+    def close(self) -> None:
+        """Unregister what is pinned.
+
+        Raises:
+            InUse: engines use it, or somebody else has views of the pool; nothing was changed.
+        """
+        self._pool.check_closable(besides=self.lent)
+        if self._pinned is not None:
+            self._pinned.close()
+
+
+# ---- Opening a cache: its index and its pool together, and leaving both again.
+
+T = TypeVar("T", bound="Cache")
+_log = logging.getLogger("lightcache.pool")
+
+
+# ---- The engine for a cache: which one, and whether its pages are what the engine thinks they
+# are.
+
+
+def engine_of(
+    cache: Cache,
+    geometry: PageGeometry,
+    planes: DevicePlanes,
+    memory: HostPages | None,
+    how: Mapping[str, Any],
+) -> Engine:
+    """See `Cache.engine`."""
+    check_format(cache, geometry)
+    if memory is not None and (memory.pages, memory.page_bytes) != (cache.pages, cache.page_bytes):
+        raise ConfigError(
+            f"memory: expected {cache.pages} pages of {cache.page_bytes} bytes, found "
+            f"{memory.pages} of {memory.page_bytes}; make it of cache.pool.array"
+        )
+    if planes.device == "cpu":
+        return HostEngine(geometry, planes, memory or HostPages(cache.pool.array), **how)
+    if memory is None:
+        raise ConfigError(
+            f"memory: planes on {planes.device} need the pool registered with its driver; give "
+            f"memory=cache.pin(device={planes.device!r}), a PinnedPages"
+        )
+    require("torch", "kernels", f"an engine for planes on {planes.device}")
+    from importlib import import_module  # torch is imported where a device is, not before
+
+    made: Engine = import_module("lightcache.kernels.engine").TransferEngine(
+        geometry, planes, memory, **how
+    )
+    return made
+
+
+def check_format(cache: Cache, geometry: PageGeometry) -> None:
+    """Whether a cache was created for pages of this geometry. Equal sizes are not enough: pages
+    written with one geometry and read with another are nonsense that nothing else would notice.
+
+    Raises:
+        LayoutMismatch: it was not.
+    """
+    tokens = cache.index.segment.config.get("page_tokens")
+    if cache.page_bytes != geometry.page_bytes or tokens not in (None, geometry.page_tokens):
+        raise LayoutMismatch(
+            f"the cache {cache.name!r} has pages of {cache.page_bytes} bytes and {tokens} tokens, "
+            f"the geometry of {geometry.page_bytes} and {geometry.page_tokens}; create it with "
+            "page_bytes=geometry.page_bytes and page_tokens=geometry.page_tokens"
+        )
+    # As a word of its own: the fingerprint of one geometry may begin another's.
+    if not re.search(rf"(^|\s){re.escape(geometry.fingerprint())}($|\s)", cache.fingerprint):
+        raise LayoutMismatch(
+            f"the cache {cache.name!r} is for {cache.fingerprint!r}, which does not have the "
+            f"geometry's {geometry.fingerprint()!r} as a word of its own; create it with "
+            'fingerprint=f"{model} {geometry.fingerprint()}"'
+        )
+
+
+# ---- Cache: a page index and a host pool, and the keys that go with them.
+
+
+class Cache:
     """An attach of this process to a cache: `index` says what is where, `pool` has the bytes.
 
     `create` fails if the name exists, `attach` if it does not or differs, `open` does either. All
     calls of `PageIndex` that an engine needs are here too, and say the same.
     """
+
+    def __init__(
+        self,
+        index: PageIndex,
+        *,
+        secret: bytes | None,
+        huge_pages: bool = False,
+        numa: Numa = None,
+        grow: bool = True,
+    ) -> None:
+        """For `create`, `attach` and `open`."""
+        config = index.segment.config
+        if "page_bytes" not in config:
+            raise ConfigError(
+                f"{index.name!r} is an index without a host pool; attach with PageIndex.attach"
+            )
+        check_config(index.name, config)
+        self.index = index
+        self.page_bytes: int = config["page_bytes"]
+        self.fingerprint: str = config["fingerprint"]
+        self._secret = secret
+        self._specs: dict[tuple[int, str, str], KeySpec] = {}
+        self.pool = HostPool(index, self.page_bytes, huge_pages=huge_pages, numa=numa)
+        self._pin = PoolPin(self.pool)
+        self._grower: Grower | None = None
+        if index.readonly or self.pool.grown == self.pool.pages:
+            return
+        index.grows_by(self.pool)
+        if lacking := lacking_room(index.segment):
+            _log.warning("%s: %s", index.name, lacking)
+        if grow:
+            self._grower = Grower(self.pool)
+
+    # ---- making one
+
+    @classmethod
+    def create(
+        cls: type[T],
+        name: str,
+        *,
+        pages: int | None = None,
+        size: int | str | None = None,
+        page_bytes: int | str,
+        fingerprint: str,
+        page_tokens: int | None = None,
+        algorithm: str = "xxh3_128",
+        secret: bytes | None = None,
+        lifetime: str = "attached",
+        idle_limit: float | None = None,
+        group: str | int | None = None,
+        role: str = "",
+        device: bool = False,
+        huge_pages: bool = False,
+        numa: Numa = None,
+        pool_path: str | os.PathLike[str] | None = None,
+        flat: bool = False,
+        grow: bool = True,
+        lock_timeout: float = 10.0,
+        timeout: float | None = 10.0,
+    ) -> T:
+        """Create a cache that does not exist yet.
+
+        Args:
+            name: ASCII letters, digits and `._-`, at most 180.
+            pages: capacity in pages; or
+            size: in bytes, or as "64GiB".
+            page_bytes: of one page, in bytes or as "8MiB".
+            fingerprint: model, KV dtype and geometry: whatever makes pages of one process
+                useless to another must be in it.
+            page_tokens: tokens of a page; None: said in each `hash_pages`.
+            algorithm: of the keys: "xxh3_128", "blake2b" or "sha256"; see docs/guides/keys.md.
+            secret: of the keys, at least 16 bytes, the same in every process; None: the file
+                ~/.local/share/lightcache/secret, made if it is not there.
+            huge_pages, numa: see `HostPool`.
+            pool_path: folder on a tmpfs or hugetlbfs to have the pool in (huge pages, or a size
+                limit of its own); None: /dev/shm. Whoever attaches finds it by itself and must
+                see the same folder there.
+            flat: for pages that are worth something without those before them, as checkpoints of
+                recurrent state are; see `PageIndex.create`.
+            grow: let a thread give memory to the rest of the pool; else call `pool.prefault`.
+            Otherwise as `PageIndex.create`.
+
+        Raises:
+            ConfigError, InUse (it exists), NoSpace (with both figures), NotReady,
+            PermissionDenied.
+        """
+        check_numa(numa)
+        made = Wanted(
+            pages,
+            size,
+            page_bytes,
+            fingerprint,
+            page_tokens,
+            algorithm,
+            secret,
+            pool_path,
+        )
+        made.numa = numa
+        index = PageIndex.create(
+            name,
+            pages=made.pages,
+            config=made.config,
+            grown=made.first,
+            flat=flat,
+            lifetime=lifetime,
+            idle_limit=idle_limit,
+            group=group,
+            role=role,
+            device=device,
+            initialise=made.initialise,
+            lock_timeout=lock_timeout,
+            timeout=timeout,
+        )
+        return cls._over(index, made.secret, huge_pages, numa, grow)
+
+    @classmethod
+    def attach(
+        cls: type[T],
+        name: str,
+        *,
+        readonly: bool = False,
+        fingerprint: str | None = None,
+        secret: bytes | None = None,
+        group: str | int | None = None,
+        role: str = "",
+        device: bool = False,
+        huge_pages: bool = False,
+        numa: Numa = None,
+        flat: bool | None = None,
+        grow: bool = True,
+        lock_timeout: float = 10.0,
+        timeout: float | None = 10.0,
+    ) -> T:
+        """Attach to a cache that exists.
+
+        Args:
+            readonly: for routers and tools: `peek` and `hash_pages`; writes nothing at all.
+            fingerprint: what it must be for; None: anything.
+            flat: whether it must be flat; None: either.
+            Otherwise as `create`.
+
+        Raises:
+            NotReady: there is none, or its creator did not finish in time.
+            LayoutMismatch: another version or fingerprint, or it is flat or is not.
+            InUse: all 63 slots are taken. ConfigError, CacheCorrupted, PermissionDenied.
+        """
+        index = PageIndex.attach(
+            name,
+            readonly=readonly,
+            flat=flat,
+            group=group,
+            role=role,
+            device=device,
+            lock_timeout=lock_timeout,
+            timeout=timeout,
+        )
+        try:
+            found = index.segment.config.get("fingerprint")
+            if fingerprint is not None and found != fingerprint:
+                raise LayoutMismatch(
+                    f"the cache {name!r} is for {found!r}, expected {fingerprint!r}; attach to "
+                    "another one, or open your own"
+                )
+        except BaseException:
+            index.close()
+            raise
+        return cls._over(index, secret, huge_pages, numa, grow)
+
+    @classmethod
+    def open(
+        cls: type[T],
+        name: str,
+        *,
+        pages: int | None = None,
+        size: int | str | None = None,
+        page_bytes: int | str,
+        fingerprint: str,
+        page_tokens: int | None = None,
+        algorithm: str = "xxh3_128",
+        secret: bytes | None = None,
+        lifetime: str | None = None,
+        idle_limit: float | None = None,
+        group: str | int | None = None,
+        replace: bool = False,
+        role: str = "",
+        device: bool = False,
+        huge_pages: bool = False,
+        numa: Numa = None,
+        pool_path: str | os.PathLike[str] | None = None,
+        flat: bool = False,
+        grow: bool = True,
+        lock_timeout: float = 10.0,
+        timeout: float | None = 10.0,
+    ) -> T:
+        """Attach to a cache with exactly this configuration, or create it. What killed processes
+        left goes on warm.
+
+        Args:
+            lifetime: None: whatever it has, "attached" for a new one.
+            idle_limit: seconds; a persistent one that no client used for so long, and in which none
+                lives, is removed by the next `open`, `create` or `sweep` that needs its room.
+                None: never. With lifetime None a new one is persistent then.
+            replace: remove one that differs, if nobody lives in it.
+            Otherwise as `create`.
+
+        Raises:
+            LayoutMismatch: it differs and `replace` is False; names each item.
+            InUse: it differs, `replace` is True, and somebody lives in it.
+            Otherwise as `create` and `attach`.
+        """
+        check_numa(numa)
+        made = Wanted(
+            pages,
+            size,
+            page_bytes,
+            fingerprint,
+            page_tokens,
+            algorithm,
+            secret,
+            pool_path,
+        )
+        made.numa = numa
+        index = PageIndex.open(
+            name,
+            pages=made.pages,
+            config=made.config,
+            grown=made.first,
+            flat=flat,
+            lifetime=lifetime,
+            idle_limit=idle_limit,
+            group=group,
+            replace=replace,
+            role=role,
+            device=device,
+            initialise=made.initialise,
+            lock_timeout=lock_timeout,
+            timeout=timeout,
+        )
+        return cls._over(index, made.secret, huge_pages, numa, grow)
+
+    @classmethod
+    def _over(
+        cls: type[T], index: PageIndex, secret: bytes | None, huge: bool, numa: Numa, grow: bool
+    ) -> T:
+        try:
+            cache = cls(index, secret=secret, huge_pages=huge, numa=numa, grow=grow)
+        except BaseException:
+            index.close()
+            raise
+        return cache
+
+    # ---- the end
+
+    def close(self) -> None:
+        """Leave; see `PageIndex.close`. Stops growing the pool; others carry on. What `pin` made is
+        unregistered first: close engines before, and drop arrays and tensors made of the pool.
+
+        Raises:
+            InUse: views of the pool live, or engines use its pinned pages. Nothing was changed.
+                For views of the array of the pinned pages themselves: those pages were closed.
+            Detached: in a forked child.
+        """
+        if not self.index._unusable():
+            self._pin.close()
+            self.pool.check_closable()
+            if self._grower:
+                self._grower.stop()
+                self._grower = None
+        self.index.close()
+        self.pool.close()
+
+    def __enter__(self: T) -> T:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if not self.index._unusable():
+            leave(self.close, error)
+
+    def __repr__(self) -> str:
+        return f"<Cache {self.index.name!r} {self.index.pages} pages of {self.page_bytes} bytes>"
 
     # ---- keys
 
@@ -316,9 +841,16 @@ class Cache(OpenedCache):
             LayoutMismatch: the cache was created for other pages.
             ConfigError: see the engines.
         """
-        from lightcache._engines import engine_of
 
         return engine_of(self, geometry, planes, memory, how)
 
 
-__all__ = ["Cache"]
+__all__ = [
+    "DEFAULT_SECRET",
+    "Cache",
+    "PoolPin",
+    "Wanted",
+    "check_config",
+    "digest_of",
+    "secret_of",
+]

@@ -39,6 +39,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from lightcache.errors import ConfigError, PermissionDenied, StorageError
+from lightcache.shm import owners
 
 Algorithm: TypeAlias = Literal["xxh3_128", "blake2b", "sha256"]
 Keys: TypeAlias = NDArray[np.uint64]
@@ -158,7 +159,7 @@ def hash_pages(
     salt: str | bytes = b"",
     lora: bytes = b"",
     extra: Mapping[int, bytes] | None = None,
-    leave_one: bool = True,
+    leave_one: bool = False,
 ) -> Keys:
     """Keys of the complete pages of `tokens`.
 
@@ -171,8 +172,9 @@ def hash_pages(
             images whose placeholders it holds. Where two items touch a page, pass their digests
             concatenated. It changes the keys of that page and all later ones. An extra of a page
             that gets no key has no effect.
-        leave_one: leave a last token without a key, as matching needs it (see `matchable_pages`).
-            False gives every complete page a key, as publishing of computed pages needs it.
+        leave_one: no key for a page that would leave no token to compute, as matching needs it
+            (see `matchable_pages`). False gives every complete page a key, as publishing of
+            computed pages needs it.
 
     Returns:
         shape (pages, 2), uint64, columns (low, high). The keys of a shorter prompt are a prefix of
@@ -196,7 +198,7 @@ class PageHasher:
     """Keys of a sequence that grows, for example while it is decoded.
 
     However the tokens are split, the keys of all `update` calls together equal those of one
-    `hash_pages(..., leave_one=False)`. Holds less than one page of tokens. Not for several threads
+    `hash_pages`. Holds less than one page of tokens. Not for several threads
     at once.
     """
 
@@ -307,8 +309,8 @@ def load_or_create_secret(path: str | os.PathLike[str]) -> bytes:
             raise
         if error.errno in (errno.EACCES, errno.EPERM, errno.ELOOP):
             raise PermissionDenied(
-                f"secret file {target}: {os.strerror(error.errno)}; expected a plain file of mode "
-                "0600 that this user owns"
+                f"secret file {target}: {os.strerror(error.errno)}: {owners.whose(target)}; "
+                "expected a plain file of mode 0600 that this user owns"
             ) from error
         raise StorageError(f"secret file {target} cannot be read or created: {error}") from error
 
@@ -335,8 +337,8 @@ def _refuse_unsafe(path: Path, found: os.stat_result) -> None:
         raise PermissionDenied(f"secret file {path} is no plain file; choose another path")
     if found.st_uid != os.geteuid():
         raise PermissionDenied(
-            f"secret file {path} belongs to uid {found.st_uid}, expected {os.geteuid()}; "
-            "choose a path of your own"
+            f"secret file {path} belongs to user {owners.user(found.st_uid)}, expected "
+            f"{owners.user(os.geteuid())}; choose a path of your own"
         )
     if found.st_mode & 0o077:
         raise PermissionDenied(

@@ -15,12 +15,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
-
 from lightcache.cache import Cache
-from lightcache.errors import ConfigError, LightcacheError
+from lightcache.errors import ConfigError, LightcacheError, NotInstalled
 from lightcache.manager.device import DeviceTier
 from lightcache.manager.statistics import ManagerStats
 from lightcache.page_index import PageIndex
@@ -28,9 +24,18 @@ from lightcache.shm import ClientInfo, ClientState
 from lightcache.shm.layout import LOCK_OFFSET, LockRecord
 from lightcache.snapshot import IndexStats
 
+try:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+    from prometheus_client.metrics_core import Metric
+    from prometheus_client.registry import Collector
+except ImportError as error:
+    raise NotInstalled(
+        f"lightcache.metrics needs the package prometheus_client ({error}): "
+        "pip install 'lightcache[metrics]'"
+    ) from error
+
 if TYPE_CHECKING:  # who has none need not import them
-    from lightcache.hybrid.checkpoints import Checkpoints
-    from lightcache.hybrid.statistics import CheckpointStats
+    from lightcache.hybrid.checkpoints import Checkpoints, CheckpointStats
 
 _K = TypeVar("_K", bound=tuple[str, ...])
 
@@ -41,6 +46,17 @@ _FAILED = {"load": "failed_loads", "offload": "failed_offloads"}
 _PAGES = {"load": "loaded_pages", "offload": "offloaded_pages"}
 _BYTES = {"load": "loaded_bytes", "offload": "offloaded_bytes"}
 _STORED = {"read": "storage_read_bytes", "write": "storage_written_bytes"}
+_UNSTORED = {
+    "refused": "storage_refused_pages",
+    "failed": "storage_failed_pages",
+    "skipped": "storage_skipped_pages",
+}
+_TRANSFER_NS = {"load": "load_ns", "offload": "offload_ns"}
+_STORAGE_NS = {"read": "storage_read_ns", "write": "storage_write_ns"}
+_NS = {
+    "plan_seconds": ("plan_ns", "Time within plan and plan_many."),
+    "storage_wait_seconds": ("storage_wait_ns", "Time that requests waited for storage."),
+}
 # As these are named: TIER_evicted_CAUSE.
 _EVICTED = {
     (tier, cause): each.name
@@ -49,7 +65,9 @@ _EVICTED = {
     if evicted
 }
 _LABELLED = frozenset(
-    name for group in (_TOKENS, _MOVED, _FAILED, _PAGES, _BYTES, _STORED) for name in group.values()
+    name
+    for group in (_TOKENS, _MOVED, _FAILED, _PAGES, _BYTES, _STORED, _UNSTORED)
+    for name in group.values()
 ) | frozenset(_EVICTED.values())
 
 # The same of `CheckpointStats`; hits of the host are those that storage had no part in.
@@ -258,11 +276,21 @@ class CacheMetrics(_Labelled):
         yield self._counter("transferred_bytes", said, each(_BYTES), "direction")
         said = "Bytes of pages that storage brought, and that it stored."
         yield self._counter("storage_bytes", said, each(_STORED), "direction")
+        said = "Pages that were to be stored and are not, by cause."
+        yield self._counter("unstored_pages", said, each(_UNSTORED), "cause")
+        for metric, names, said in (
+            ("transfer_seconds", _TRANSFER_NS, "Time of transfers that went well, added up."),
+            ("storage_seconds", _STORAGE_NS, "Time of reads from storage and writes, added up."),
+        ):
+            seconds = {labels: ns * 1e-9 for labels, ns in each(names).items()}
+            yield self._counter(metric, said, seconds, "direction")
+        for metric, (name, said) in _NS.items():
+            yield self._counter(metric, said, {(): getattr(found, name) * 1e-9})
         gone = {labels: float(getattr(found, name)) for labels, name in _EVICTED.items()}
         said = "Blocks of the device, pages of the host and of storage that were evicted, by cause."
         yield self._counter("evictions", said, gone, "tier", "cause")
         for name in (each.name for each in fields(found)):
-            if name not in _LABELLED:
+            if name not in _LABELLED and not name.endswith("_ns"):
                 said = _SAID.get(name, f"The managers' {name.replace('_', ' ')}.")
                 yield self._counter(name, said, {(): float(getattr(found, name))})
 

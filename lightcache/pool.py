@@ -7,37 +7,385 @@ error instead of a signal. Whoever is attached for writing carries on for one th
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
+import logging
 import os
+import re
+import stat
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from lightcache import _arguments
-from lightcache.errors import InUse, LightcacheError, NoSpace
-from lightcache.placement import Numa, advised_node, check_numa
-from lightcache.pool_object import opened, room_of
-from lightcache.shm import Segment, ofd
+from lightcache._arguments import format_size
+from lightcache._together import keep_result
+from lightcache.errors import (
+    CacheCorrupted,
+    ConfigError,
+    Detached,
+    InUse,
+    LightcacheError,
+    LockTimeout,
+    NoSpace,
+    NotReady,
+    PermissionDenied,
+)
+from lightcache.shm import Segment, _native, memory, names, ofd, owners
 from lightcache.shm import _native as shm_native
 from lightcache.shm import layout as shm_layout
 from lightcache.shm.codes import Code, check, system_errno
-from lightcache.shm.folders import FolderKind
+from lightcache.shm.errors import require
+from lightcache.shm.folders import Folder, FolderKind, path_in
 from lightcache.shm.objects import ForkWord
-from lightcache.sizes import format_size
+from lightcache.shm.sweep import make_room
+from lightcache.shm.waiting import Event
 
 if TYPE_CHECKING:
     import torch
 
     from lightcache.page_index import PageIndex
 
+
+# ---- On which memory node a pool's memory should be: `numa=` of a cache.
+#
+# A GPU's node comes from its PCI address. Asking torch for that loads the driver, so it is asked
+# when the pool is made or mapped and not before: by then the process is attached, and what a
+# client's death means for its device's copies depends on that order (docs/design.md, section 12).
+
+Numa = str | int | None
+_GPU = re.compile(r"gpu:([0-9]{1,4})", re.ASCII)
+_NODES = Path("/sys/devices/system/node")
+_PCI = Path("/sys/bus/pci/devices")
+
+
+def check_numa(numa: Numa, nodes: Path = _NODES) -> Numa:
+    """`numa` itself, if it can be meant.
+
+    Raises:
+        ConfigError: not None, "interleave", "gpu:N", or the number of a memory node there is.
+    """
+    if numa is None or numa == "interleave" or (isinstance(numa, str) and _GPU.fullmatch(numa)):
+        return numa
+    if type(numa) is int and numa >= 0 and ((nodes / f"node{numa}").exists() or numa == 0):
+        return numa
+    there = sorted(path.name for path in nodes.glob("node[0-9]*"))
+    raise ConfigError(
+        'numa: expected None, "interleave", "gpu:0" (or another number) for the node of that GPU, '
+        f"or the number of one of the memory nodes {there or ['node0']}, found {numa!r}"
+    )
+
+
+def parse_numa(text: str | None) -> Numa:
+    """As the command line has it.
+
+    Raises:
+        ConfigError: see `check_numa`.
+    """
+    return check_numa(int(text) if text and text.isdecimal() else text)
+
+
+def advised_node(numa: Numa) -> int:
+    """What the core's `lcs_advise` takes. With "gpu:N" this imports torch and loads the driver.
+
+    Raises:
+        ConfigError: there is no such GPU.
+    """
+    if numa is None:
+        return _native.ANY_NODE
+    if numa == "interleave":
+        return _native.ALL_NODES
+    if isinstance(numa, str):
+        found = node_of_pci(pci_address(int(numa.removeprefix("gpu:"))))
+        return _native.ANY_NODE if found is None else found
+    return numa
+
+
+def pci_address(gpu: int) -> str:
+    """Of a GPU as torch numbers it, in the form of /sys: "0000:1b:00.0".
+
+    Raises:
+        ConfigError: no torch, or no such GPU.
+    """
+    try:
+        import torch
+    except ImportError:
+        raise ConfigError(
+            f'numa="gpu:{gpu}": torch, which knows its address, is not installed; give the number '
+            "of its memory node, or pip install 'lightcache[kernels]'"
+        ) from None
+    count = torch.cuda.device_count()
+    if gpu >= count:
+        raise ConfigError(f'numa="gpu:{gpu}": torch finds {count} GPUs; give the node instead')
+    found: Any = torch.cuda.get_device_properties(gpu)
+    try:
+        return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    except AttributeError:
+        raise ConfigError(
+            f'numa="gpu:{gpu}": torch {torch.__version__} does not say its address; give the node'
+        ) from None
+
+
+def node_of_pci(address: str, devices: Path = _PCI) -> int | None:
+    """The memory node next to a device; None where the machine does not say, or has only one."""
+    try:
+        node = int((devices / address / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+# ---- The object behind a HostPool: where it lies, how it is made, and what it must look like.
+#
+# In /dev/shm, or in the folder that the cache's configuration names. It is made after the header
+# that names it and before the segment is ready, and removed before the segment's name:
+# `shm/folders.py` says why nothing of it can be left.
+
+
+def pool_name(segment: Segment) -> str:
+    """Of the object, with a slash in front."""
+    return segment.dependent_name("pool")
+
+
+def make_object(segment: Segment, total: int, first: int, numa: Numa = None) -> None:
+    """Make the pool object of an index that is being created: `total` bytes long, `first` of them
+    with memory. Called before anybody can attach. When it fails, what it has made goes with the
+    segment, which its creator then removes.
+
+    Raises:
+        NoSpace: fewer bytes are available than the pool will have.
+        PermissionDenied: no object may be made where it is to lie.
+    """
+    with segment.folder() as folder:
+        length = folder.length(total)
+        make_room(lambda: length <= folder.room().bytes, spare=segment.name)
+        room = folder.room()
+        if length > room.bytes:
+            raise NoSpace(
+                f"the pool needs {format_size(length)} ({length} bytes), found "
+                f"{format_size(room.bytes)} {room.limit}; choose a smaller size, remove old caches "
+                "(`lightcache ls`, `lightcache rm`), or enlarge it"
+            )
+        mode = 0o660 if segment.stat().st_mode & 0o060 else 0o600
+        name = pool_name(segment)
+        try:
+            fd = folder.make(name, mode)
+        except OSError as error:
+            kind = PermissionDenied if isinstance(error, PermissionError) else LightcacheError
+            why = f"{error.strerror}: {owners.whose(f'{folder.path}{name}')}"
+            raise kind(f"make the pool {folder.path}{name}: {why}") from error
+        try:
+            _furnish(fd, segment, folder, mode, (length, first), numa)
+        finally:
+            os.close(fd)
+
+
+def _furnish(
+    fd: int, segment: Segment, folder: Folder, mode: int, sizes: tuple[int, int], numa: Numa
+) -> None:
+    owner, (length, first) = segment.stat(), sizes
+    if os.fstat(fd).st_gid != owner.st_gid:
+        os.fchown(fd, -1, owner.st_gid)
+    os.fchmod(fd, mode)  # the umask may have narrowed it
+    os.ftruncate(fd, length)
+    if numa is not None:
+        _place(fd, length, numa)
+    _allocate(fd, 0, first, folder)
+
+
+def _place(fd: int, length: int, numa: Numa) -> None:
+    """The policy stays with the object: also memory that another process gives it later, and the
+    first chunk, obey it. Advice: where the kernel refuses it, memory comes as it comes."""
+    node = advised_node(numa)
+    base, quick = ctypes.c_void_p(), shm_native.quick()
+    check(quick.lcs_map(fd, length, True, ctypes.byref(base)), "map the pool to place its memory")
+    quick.lcs_advise(base, length, False, node)
+    quick.lcs_unmap(base, length)
+
+
+def _allocate(fd: int, offset: int, length: int, folder: Folder) -> None:
+    code = Code.INTR
+    while code == Code.INTR:
+        code = shm_native.blocking().lcs_fallocate(fd, offset, length)
+    if code < 0:
+        room = folder.room()
+        check(
+            code,
+            f"allocate {length} bytes of the pool ({format_size(room.bytes)} {room.limit})",
+        )
+
+
+def room_of(segment: Segment) -> memory.Room:
+    """What may still be allocated where a segment's pool lies."""
+    with segment.folder() as folder:
+        return folder.room()
+
+
+def lacking_room(segment: Segment) -> str | None:
+    """What to tell who opens a cache whose pool will not get all of its memory, because it and the
+    other pools in its folder are to have more than there is; None: they fit."""
+    owed, pools = 0, 0
+    with segment.folder() as folder:
+        if folder.kind is FolderKind.HUGETLBFS:
+            return None  # mapping a pool has set its pages aside
+        for entry in os.listdir(folder.fd):
+            parsed = names.parse_dependent(f"/{entry}")
+            if parsed is None or parsed.what != "pool":
+                continue
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                found = os.stat(entry, dir_fd=folder.fd, follow_symlinks=False)
+                lacking = found.st_size - found.st_blocks * 512
+                if stat.S_ISREG(found.st_mode) and lacking > 0:
+                    owed, pools = owed + lacking, pools + 1
+        room = folder.room()
+    if owed <= room.bytes:
+        return None
+    who = "this cache's pool" if pools == 1 else f"{pools} caches' pools in {folder.path}"
+    return (
+        f"{who} are to have {format_size(owed)} of memory that they do not have yet, found "
+        f"{format_size(room.bytes)} {room.limit}: some will have fewer pages than was asked for, "
+        "and evict earlier; make them smaller, remove some (`lightcache ls`, `lightcache rm`), or "
+        "enlarge it"
+    )
+
+
+@contextlib.contextmanager
+def opened(segment: Segment, nbytes: int) -> Iterator[tuple[Folder, int, int]]:
+    """The folder, a descriptor to map through, and the object's length.
+
+    Raises:
+        NotReady: the object, or its folder, is gone or not mounted here.
+        CacheCorrupted: it has another length than a pool of `nbytes`.
+        PermissionDenied: its owner, mode or links are not what they should be.
+    """
+    with segment.folder() as folder:
+        name = pool_name(segment)
+        fd = folder.open_object(name, writable=not segment.readonly)
+        if fd is None:
+            raise NotReady(_gone(f"{folder.path}{name}", segment.name))
+        try:
+            length = folder.length(nbytes)
+            _check(fd, segment, f"{folder.path}{name}", length)
+            yield folder, fd, length
+        finally:
+            os.close(fd)
+
+
+def _gone(path: str, cache: str) -> str:
+    return (
+        f"the pool {path} of {cache!r} is gone; remove the cache with `lightcache rm {cache}` and "
+        "create it anew (another container: mount the same folder)"
+    )
+
+
+def _check(fd: int, segment: Segment, path: str, length: int) -> None:
+    found, owner = os.fstat(fd), segment.stat().st_uid
+    problem = _strange(found, owner, path)
+    if problem:
+        raise PermissionDenied(problem)
+    problem = _too_short(found, length, path)
+    if problem:
+        raise CacheCorrupted(problem)
+
+
+def _strange(found: os.stat_result, owner: int, path: str) -> str | None:
+    """What is wrong with who made it; None: it is a pool that this owner may have made."""
+    if stat.S_ISLNK(found.st_mode):
+        kind = "a symbolic link"
+    elif not stat.S_ISREG(found.st_mode):
+        kind = "no regular file"
+    elif found.st_nlink != 1 or found.st_uid != owner or found.st_mode & 0o007:
+        kind = ""
+    else:
+        return None
+    parts = [kind, f"user {owners.user(found.st_uid)}", f"{found.st_nlink} links"]
+    parts += [f"mode {stat.S_IMODE(found.st_mode):04o}"]
+    return (
+        f"the pool {path}: expected one regular file of user {owners.user(owner)}, mode 0600 or "
+        f"0660, found {', '.join(filter(None, parts))}; find out who made it, remove it and create "
+        "the cache anew"
+    )
+
+
+def _too_short(found: os.stat_result, length: int, path: str) -> str | None:
+    if found.st_size == length:
+        return None
+    return (
+        f"the pool {path}: expected {length} bytes, found {found.st_size}; it was truncated or "
+        "extended: remove the cache with `lightcache rm` and create it anew"
+    )
+
+
+@dataclass(frozen=True)
+class PoolObject:
+    """A pool's object as it was a moment ago, looked at without opening it."""
+
+    path: str
+    length: int
+    allocated: int
+    """Bytes of memory that it takes."""
+    problem: str | None
+    """Why the cache cannot be used, or holds other bytes than were written; and what to do."""
+    seen: bool = True
+    """False: its folder cannot be seen from here, so nothing is known."""
+
+
+def look(
+    cache: str, uuid: str, owner: int, config: Mapping[str, Any], pages: int, grown: int
+) -> PoolObject | None:
+    """Look at the pool of a cache: for tools, which attach to nothing. None: an index without one.
+
+    Args:
+        cache, uuid, owner: name, UUID and user of its segment.
+        config: in its header; nothing of it is believed.
+        pages, grown: that the index has, and for which it says there is memory.
+    """
+    each = config.get("page_bytes")
+    if type(each) is not int or each < 1:
+        return None
+    name = names.dependent_name(cache, "pool", uuid)
+    path = f"{path_in(dict(config)) or names.FOLDER}{name}"
+    try:
+        with Folder.open(path_in(dict(config)) or names.FOLDER) as folder:
+            found = os.stat(name.removeprefix("/"), dir_fd=folder.fd, follow_symlinks=False)
+            length = folder.length(pages * each)
+    except FileNotFoundError:
+        return PoolObject(path, 0, 0, _gone(path, cache))
+    except (LightcacheError, OSError) as error:
+        return PoolObject(path, 0, 0, f"the pool {path}: {error}", seen=False)
+    allocated = found.st_blocks * 512
+    problem = _strange(found, owner, path) or _too_short(found, length, path)
+    if problem is None and allocated < grown * each:
+        problem = (
+            f"the pool {path}: {format_size(grown * each)} were given memory, found "
+            f"{format_size(allocated)}; something has taken it away, and ready pages read as "
+            "zeros: remove the cache with `lightcache rm` and create it anew"
+        )
+    return PoolObject(path, found.st_size, allocated, problem)
+
+
+# ---- HostPool: the pages themselves, in a shared memory object of their own beside the index.
+#
+# The object has its full length from the beginning, and no memory: that comes in chunks, behind a
+# mark in the index (`grown`), so that the first pages can be used at once and a full /dev/shm is
+# an error instead of a signal. Whoever is attached for writing carries on for one that died.
+
 CHUNK_BYTES = 64 << 20  # about 30 ms of zeroing: short enough to take turns with others
 MAX_GROWTH = 1 << 62  # more than there is left means all of it
 MAX_THREADS = 256
+TURN = 0.05  # seconds that a call waits for another's growth before it evicts instead
+RETRY = 1.0  # seconds until memory is asked for again, when there was none; then twice as many
+MAX_RETRY = 30.0
+_NO_MEMORY = (errno.EFAULT, errno.ENOMEM, errno.ENOSPC)  # EFAULT: touching it found none
 Bytes = npt.NDArray[np.uint8]
+_log = logging.getLogger("lightcache.pool")
 
 
 class HostPool:
@@ -81,7 +429,8 @@ class HostPool:
         self._fork_word = ForkWord()
         self._growing = threading.Lock()
         self._window: weakref.ref[Any] | None = None
-        self._users: set[object] = set()
+        self._users: dict[object, weakref.ref[Any]] = {}
+        """Views, by what they are counted under. Those that are gone need nobody to say so."""
         self._mapped = 0
         self._reserved = False
         self._map(index.segment, huge_pages, numa)
@@ -125,8 +474,9 @@ class HostPool:
         if not self._base.value:
             check(Code.CLOSED, "use the pool")
         window = (ctypes.c_uint8 * self.nbytes).from_address(self._base.value or 0)
-        self._users.add(token)
-        weakref.finalize(window, self._users.discard, token).atexit = False
+        for gone in [each for each, user in list(self._users.items()) if user() is None]:
+            self._users.pop(gone, None)
+        self._users[token] = weakref.ref(window)
         window.owner = self  # type: ignore[attr-defined]
         return window
 
@@ -167,7 +517,12 @@ class HostPool:
         return np.frombuffer(self._view(), np.uint8).reshape(self.pages, self.page_bytes)
 
     def tensor(self) -> torch.Tensor:
-        """The same as a torch tensor on the CPU. Imports torch."""
+        """The same as a torch tensor on the CPU. Imports torch.
+
+        Raises:
+            NotInstalled: there is no torch.
+        """
+        require("torch", "kernels", "HostPool.tensor")
         import torch
 
         flat = torch.frombuffer(self._view(), dtype=torch.uint8)
@@ -190,7 +545,8 @@ class HostPool:
             Pages that have memory now.
 
         Raises:
-            NoSpace: /dev/shm or the memory limit is full; what has grown stays.
+            NoSpace: /dev/shm or the memory limit is full; what has grown stays. `reserve` and
+                `allocate` evict then.
             ConfigError: no count of pages or threads.
             PermissionDenied: attached read-only.
             Detached: closed, replaced, or a forked child.
@@ -200,7 +556,11 @@ class HostPool:
         self._index.segment.check_usable()
         if self._index.readonly:
             check(Code.READONLY, "grow the pool")
-        with self._growing, ofd.locked(self._fd.value, shm_layout.BYTE_GROW):
+        return self._grow(pages, threads, None)
+
+    def _grow(self, pages: int, threads: int, patience: float | None) -> int:
+        """As `grow`. LockTimeout: another was growing it for `patience` seconds."""
+        with self._turn(patience):
             have = self.grown
             target = min(self.pages, have + pages)
             if target <= have:
@@ -208,36 +568,116 @@ class HostPool:
             start, end = have * self.page_bytes, target * self.page_bytes
             room = room_of(self._index.segment)
             if end - start > room.bytes and not self._reserved:
-                raise NoSpace(
-                    f"the pool was to grow by {format_size(end - start)}, found "
-                    f"{format_size(room.bytes)} {room.limit}; {have} of {self.pages} pages can be "
-                    "used"
-                )
-            self._populate(start, end, threads)
+                raise self._no_memory(end - start, have)
+            error = self._populate(start, end, threads)
+            if error:
+                have = self._keep_filled(have)
+                raise self._no_memory(end - start, have, error)
             self._index.grow(target)
             return target
 
-    def _populate(self, start: int, end: int, threads: int) -> None:
+    @contextlib.contextmanager
+    def _turn(self, patience: float | None) -> Iterator[None]:
+        """One grows at a time, of all threads and processes."""
+        got: list[bool] = []  # known to us from the instant on in which it is taken
+        try:
+            wait = -1 if patience is None else patience
+            keep_result(got, self._growing.acquire, (True,), (wait,))
+            if not got[0]:
+                raise LockTimeout(f"grow the pool: another thread has been at it for {patience} s")
+            with ofd.locked(self._fd.value, shm_layout.BYTE_GROW, timeout=patience):
+                yield
+        finally:
+            if got and got[0]:
+                self._growing.release()
+
+    def _no_memory(self, wanted: int, have: int, error: int = 0) -> NoSpace:
+        room = room_of(self._index.segment)
+        why = "" if error in (0, *_NO_MEMORY) else f" ({os.strerror(error)})"
+        return NoSpace(
+            f"the pool was to grow by {format_size(wanted)}, found {format_size(room.bytes)} "
+            f"{room.limit}{why}; {have} of {self.pages} pages can be used"
+        )
+
+    def _populate(self, start: int, end: int, threads: int) -> int:
+        """Give memory to these bytes; 0, or the error number with which that ended."""
         from concurrent.futures import ThreadPoolExecutor  # 20 ms that importing us need not cost
 
         share = max(1 << 21, -(-(end - start) // max(1, threads)) + 4095 & ~4095)
         parts = [(at, min(end, at + share)) for at in range(start, end, share)]
         with self._index.segment.busy(), ThreadPoolExecutor(len(parts)) as workers:
             codes = list(workers.map(lambda part: self._populate_part(*part), parts))
+        errors = [system_errno(code) for code in codes if code < 0]
+        if any(errors):
+            return next(error for error in errors if error)
         for code in codes:
-            if code < 0 and system_errno(code):
-                raise NoSpace(
-                    f"the pool could not grow ({os.strerror(system_errno(code) or 0)}); "
-                    f"{format_size(room_of(self._index.segment).bytes)} are free"
-                )
             check(code, "grow the pool")
+        return 0
+
+    def _keep_filled(self, have: int) -> int:
+        """Of a growth that found no memory half-way, use the pages that have it all the same."""
+        with contextlib.suppress(OSError):
+            if self._reserved:  # hugetlbfs cannot tell
+                return have
+            end = os.lseek(self._fd.value, have * self.page_bytes, os.SEEK_HOLE)
+            filled = min(self.pages, end // self.page_bytes)
+            if filled > have:
+                self._index.grow(filled)
+                return filled
+        return have
 
     def _populate_part(self, start: int, end: int) -> int:
         assert self._base.value
         code: int = Code.INTR
         while code == Code.INTR:
-            code = shm_native.blocking().lcs_populate(self._base.value, start, end - start)
+            code = shm_native.blocking().lcs_populate(
+                self._fd.value, self._base.value, start, end - start
+            )
         return code
+
+    # ---- memory for calls that need pages: see `PageIndex.grows_by`
+
+    def need(self, pages: int) -> bool:
+        """Give memory to so many pages more, by a chunk if there is as much. False: there is none,
+        or whoever is growing the pool does not get on; then calls of all processes make do with
+        what there is for a second."""
+        had, chunk = self.grown, max(1, CHUNK_BYTES // self.page_bytes)
+        for more in (max(pages, chunk), pages):
+            with contextlib.suppress(NoSpace, LockTimeout):
+                self._grow(more, 1, TURN)
+                return True
+            if self.grown > had:  # by another, or half-way
+                return True
+        self._index.no_memory(RETRY)
+        return False
+
+    def could(self, pages: int) -> bool:
+        """Whether the file system and the memory limit have room for so many pages more."""
+        room = room_of(self._index.segment)
+        return self._reserved or pages * self.page_bytes <= room.bytes
+
+    @property
+    def name(self) -> str:
+        """Of the cache."""
+        return self._index.name
+
+    @property
+    def no_memory_s(self) -> float:
+        """See `IndexStats.no_memory_s`."""
+        return self._index.stats().no_memory_s
+
+    def say_no_memory(self, seconds: float) -> None:
+        """See `PageIndex.no_memory`."""
+        self._index.no_memory(seconds)
+
+    def grow_some(self) -> bool:
+        """Grow by a chunk; whether the pool has its size.
+
+        Raises:
+            NoSpace: as `grow`.
+            LockTimeout: another was growing it for a second.
+        """
+        return self._grow(max(1, CHUNK_BYTES // self.page_bytes), 1, 1.0) >= self.pages
 
     def prefault(
         self,
@@ -266,7 +706,8 @@ class HostPool:
 
     def check_closable(self, besides: object = None) -> None:
         """Raise InUse while views live, but for those lent under `besides`."""
-        if self._users - {besides}:
+        users = list(self._users.items())
+        if any(user() is not None for token, user in users if token is not besides):
             raise InUse(
                 f"close the pool of {self._index.name!r}: views of it are still in use; drop the "
                 "arrays and tensors made of it first"
@@ -286,25 +727,63 @@ class HostPool:
 
 
 class Grower:
-    """A background thread that grows a pool to its size, and ends with it."""
+    """A background thread that grows a pool to its size, and ends with it.
+
+    Where there is no memory it says so, once in the log and to all processes (`no_memory`), so that
+    calls evict; and tries again later, until the pool has its size or is closed.
+    """
 
     def __init__(self, pool: HostPool) -> None:
         """Starts at once."""
-        self._stop = threading.Event()
+        self._stop = Event()
+        self._pool = pool
+        self._told = False
         self.error: LightcacheError | None = None
-        """Why growth ended early; what had grown can be used."""
-        self._thread = threading.Thread(
-            target=self._run, args=(pool,), name="lightcache-grow", daemon=True
-        )
+        """Why the pool does not grow just now; what has grown can be used. None: it does."""
+        self._thread = threading.Thread(target=self._run, name="lightcache-grow", daemon=True)
         self._thread.start()
 
-    def _run(self, pool: HostPool) -> None:
-        step = max(1, CHUNK_BYTES // pool.page_bytes)
+    def _run(self) -> None:
+        delay = 0.0
         try:
-            while not self._stop.is_set() and pool.grow(step) < pool.pages:
-                pass
+            while not self._stop.wait(delay) and (wait := self._step(delay)) is not None:
+                delay = wait
+        except Detached:
+            pass  # closed, or removed
         except LightcacheError as error:
             self.error = error
+            _log.warning("%s: the pool grows no more: %s", self._pool.name, error)
+
+    def _step(self, waited: float) -> float | None:
+        """Grow by a chunk. Returns how long to wait before the next; None: it has its size."""
+        pool = self._pool
+        marked = pool.no_memory_s
+        if marked > 0 and not waited:
+            return marked  # another has tried just now
+        try:
+            done = pool.grow_some()
+        except LockTimeout:
+            return 0.0  # another is growing it; or is stopped, or we are
+        except NoSpace as error:
+            return self._failed(error, waited)
+        if self.error is not None:
+            _log.info("%s: the pool grows again", pool.name)
+            self.error, self._told = None, False
+        return None if done else 0.0
+
+    def _failed(self, error: NoSpace, waited: float) -> float:
+        delay = min(MAX_RETRY, max(RETRY, 2 * waited))
+        self._pool.say_no_memory(delay)
+        self.error = error
+        if not self._told:
+            self._told = True
+            _log.warning(
+                "%s: %s; calls evict instead, and it is tried again every %g s at most",
+                self._pool.name,
+                error,
+                MAX_RETRY,
+            )
+        return delay
 
     def stop(self) -> None:
         """End after the chunk at hand, and wait for that."""
@@ -312,4 +791,19 @@ class Grower:
         self._thread.join()
 
 
-__all__ = ["Grower", "HostPool"]
+__all__ = [
+    "Grower",
+    "HostPool",
+    "Numa",
+    "PoolObject",
+    "advised_node",
+    "check_numa",
+    "look",
+    "make_object",
+    "node_of_pci",
+    "opened",
+    "parse_numa",
+    "pci_address",
+    "pool_name",
+    "room_of",
+]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lightcache import _arguments, _native, layout
+from lightcache import _arguments, layout
 from lightcache._core import Core
 from lightcache.errors import CacheCorrupted, LockTimeout
 from lightcache.shm import layout as shm_layout
@@ -36,12 +36,13 @@ class IndexStats:
     grown: int
     """Have memory behind them."""
     free: int
-    """Can be handed out without evicting, never used ones included."""
+    """Can be handed out without evicting: never used ones included, and those that are unlinked and
+    that nobody pins any more (as far as they are among the 4,096 that are looked at)."""
     writing: int
     """Reserved, and not all shards of them published."""
     ready: int
     doomed: int
-    """Unlinked; waiting for their last pin."""
+    """Unlinked; waiting for their last pin. Pins of tickets count until their deadline."""
     held: int
     """Without a key, in the hands of a client: `PageIndex.allocate`."""
     evictable: int
@@ -53,6 +54,9 @@ class IndexStats:
     """Ready pages that are never evicted; see `PageIndex.keep`."""
     clock: int
     """Ticks: matches and reserves so far."""
+    no_memory_s: float = 0.0
+    """For so many seconds nobody asks for memory for the pages that have none, because there was
+    none: calls evict instead. 0: it is asked for when it is needed."""
 
 
 @dataclass(frozen=True)
@@ -90,16 +94,17 @@ def stats_of(counts: layout.Counts) -> IndexStats:
     return IndexStats(
         pages=counts.pages,
         grown=counts.grown,
-        free=counts.free + max(0, counts.grown - counts.fresh),
+        free=counts.free + max(0, counts.grown - counts.fresh) + counts.idle,
         writing=counts.writing,
         ready=counts.named - counts.writing,
-        doomed=counts.doomed,
+        doomed=max(0, counts.doomed - counts.idle),
         held=counts.held,
         evictable=counts.queued,
         reservations=counts.reservations,
         tickets=counts.tickets,
         kept=counts.kept,
         clock=counts.clock,
+        no_memory_s=counts.no_memory_ns / 1e9,
     )
 
 
@@ -120,7 +125,7 @@ def check_copy(copy: Bytes, pages: int, *, quiet: bool) -> CheckReport:
     Raises:
         ConfigError: the copy is too short for an index of that size.
     """
-    quick = _native.load().quick
+    quick = layout.load().quick
     where = _arguments.address(copy)
     undone = quick.lci_recover_copy(where, len(copy), pages)
     found = layout.Report()

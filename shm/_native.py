@@ -29,13 +29,17 @@ POINTER_OUT = ctypes.POINTER(ctypes.c_void_p)
 SIGNATURES: Mapping[str, Signature] = {
     "lcs_layout": (ctypes.c_char_p, ()),
     "lcs_fork_word": (ctypes.c_void_p, ()),
+    "lcs_time_namespace": (ctypes.c_uint64, ()),
     "lcs_map": (ctypes.c_int, (ctypes.c_int, ctypes.c_uint64, ctypes.c_int, POINTER_OUT)),
     "lcs_unmap": (ctypes.c_int, (ctypes.c_void_p, ctypes.c_uint64)),
     "lcs_advise": (
         ctypes.c_int,
         (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int, ctypes.c_int),
     ),
-    "lcs_populate": (ctypes.c_int, (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64)),
+    "lcs_populate": (
+        ctypes.c_int,
+        (ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64),
+    ),
     "lcs_fallocate": (ctypes.c_int, (ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64)),
     "lcs_life_open": (ctypes.c_int, (ctypes.c_char_p, ctypes.c_int, INT_OUT)),
     "lcs_life_open_at": (
@@ -111,7 +115,7 @@ def find(folder: Path, stem: str) -> Path:
     if not names:
         raise errors.LightcacheError(
             f"the C core {stem}.abi3.so is missing in {folder}; install lightcache with pip on a "
-            "machine with a C compiler, and do not start Python in the root of a clone"
+            "machine with a C compiler; in the root of a clone: pip install -e ."
         )
     return names[0]
 

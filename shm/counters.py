@@ -40,6 +40,7 @@ class SharedCounters:
         self._words: dict[str, AtomicU64] = {}
         if not segment.readonly:
             row = segment.join("counters").slot * self._stride
+            segment.free_slot_on_close()  # which is all that a client has, however it leaves
             self._words = {
                 name: AtomicU64(segment, _WORD * (row + i)) for i, name in enumerate(self.names)
             }
@@ -200,9 +201,9 @@ class SharedCounters:
     def __enter__(self) -> SharedCounters:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.segment.free_slot_on_close()
-        self.segment.__exit__(None, None, None)
+        self.segment.__exit__(None, error, None)
 
 
 def _stride(names: Sequence[str]) -> int:

@@ -13,12 +13,12 @@ from collections.abc import Callable
 
 import posix_ipc
 
-from lightcache.shm import _native, layout, memory, names, ofd
+from lightcache.shm import _native, layout, memory, names, ofd, owners
 from lightcache.shm.codes import Code, check, system_errno
 from lightcache.shm.errors import CacheCorrupted, LightcacheError, NoSpace, PermissionDenied
 from lightcache.shm.hold import Hold
-from lightcache.shm.objects import OpenObject
-from lightcache.shm.sweep import remove_leftover, sweep
+from lightcache.shm.objects import ForkWord, OpenObject
+from lightcache.shm.sweep import make_room, remove_leftover, sweep
 from lightcache.shm.wanted import Wanted, fill_header
 
 _ALLOCATE_AT_ONCE = 64 << 20  # bytes between two looks for signals, about 20 ms
@@ -31,12 +31,14 @@ Initialise = Callable[[Hold], None]
 def try_create(wanted: Wanted, initialise: Initialise, pause: ofd.Pause) -> Hold | None:
     """None: the name exists, or was taken from us before we had locked it."""
     full = names.object_name(wanted.name)
+    ForkWord()  # a kernel too old for us is refused before there is an object
     try:
         made = posix_ipc.SharedMemory(full, posix_ipc.O_CREX, mode=_PLAIN_MODE)
     except posix_ipc.ExistentialError:
         return None
     except posix_ipc.PermissionsError as error:
-        raise PermissionDenied(f"create {full}: {error}; see who may write there") from error
+        path = names.FOLDER / full.removeprefix("/")
+        raise PermissionDenied(f"create {path}: {owners.whose(path)}") from error
     except OSError as error:
         kind = NoSpace if error.errno == errno.ENOSPC else LightcacheError
         raise kind(f"create {full}: {error}") from error
@@ -120,10 +122,12 @@ def _no_space(wanted: Wanted, needed: int) -> NoSpace:
 
 
 def _check_room(wanted: Wanted) -> None:
-    if memory.available().bytes < wanted.total_bytes:
-        sweep(spare=wanted.name)
-        if memory.available().bytes < wanted.total_bytes:
-            raise _no_space(wanted, 0)
+    def enough() -> bool:
+        return memory.available().bytes >= wanted.total_bytes
+
+    make_room(enough, spare=wanted.name)
+    if not enough():
+        raise _no_space(wanted, 0)
 
 
 def _allocate(fd: int, wanted: Wanted) -> None:

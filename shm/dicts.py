@@ -29,7 +29,7 @@ class SharedDict:
     def __init__(self, segment: Segment, *, lock_timeout: float = 10.0) -> None:
         """For `create`, `attach` and `open`."""
         self.segment = segment
-        self.capacity = int(segment.config["capacity"])
+        self.capacity = structures.item_of(segment, "capacity")
         quick = structures.library().quick
         if segment.payload_bytes < quick.lcx_dict_bytes(self.capacity):
             raise ConfigError(
@@ -37,6 +37,7 @@ class SharedDict:
             )
         if not segment.readonly:
             segment.join("dict")
+            segment.free_slot_on_close()  # which is all that a client has, however it leaves
         self._calls = LockedCalls(structures.library(), segment, lock_timeout)
         self._calls.handle = quick.lcx_dict_open(segment.attachment, self.capacity)
         weakref.finalize(self, quick.lcx_dict_close, self._calls.handle)
@@ -137,15 +138,13 @@ class SharedDict:
 
     def close(self) -> None:
         """Leave; see `Segment.close`."""
-        self.segment.free_slot_on_close()
         self.segment.close()
 
     def __enter__(self) -> SharedDict:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.segment.free_slot_on_close()
-        self.segment.__exit__(None, None, None)
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.segment.__exit__(None, error, None)
 
 
 def _split(key: object) -> tuple[int, int]:

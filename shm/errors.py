@@ -5,6 +5,14 @@ the same classes from `lightcache` or `lightcache.errors`. Each message says wha
 was found and what to do next. At the border to an engine every one of them counts as a miss.
 """
 
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable
+
+_log = logging.getLogger("lightcache")
+
 
 class LightcacheError(Exception):
     """Root of all errors of this package. Catch it where any failure of the cache means a miss."""
@@ -114,3 +122,43 @@ class LockTimeout(LightcacheError, TimeoutError):
 
 class WaitTimeout(LightcacheError, TimeoutError):
     """What was waited for had not happened in the time allowed. It may still happen; wait again."""
+
+
+class NotInstalled(LightcacheError, ImportError):
+    """A package that this call needs is not installed, or does not load.
+
+    The message has the command that installs it. Nothing was changed.
+    """
+
+
+def require(package: str, extra: str, what: str) -> None:
+    """Import a package of an extra, for `what`: importing it again costs nothing.
+
+    Raises:
+        NotInstalled: with the command that installs it.
+    """
+    try:
+        importlib.import_module(package)
+    except ImportError as error:
+        raise NotInstalled(
+            f"{what} needs the package {package} ({error}): pip install 'lightcache[{extra}]'",
+            name=package,
+        ) from error
+
+
+def leave(close: Callable[[], object], error: BaseException | None) -> None:
+    """End a `with` by `close`. If its body raised `error`, that is what the caller sees: what
+    `close` raises as well, such as `InUse` because the traceback keeps a view alive, is added to it
+    as a note (Python 3.11 and later), else logged. What is open then is closed when it is dropped.
+    """
+    if error is None:
+        close()
+        return
+    try:
+        close()
+    except Exception as second:
+        text = f"and while this error ended a with statement: {type(second).__name__}: {second}"
+        if hasattr(error, "add_note"):
+            error.add_note(text)
+        else:
+            _log.warning("%s: %s", type(error).__name__, text)

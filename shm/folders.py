@@ -21,7 +21,7 @@ from enum import IntEnum
 from pathlib import Path
 from types import TracebackType
 
-from lightcache.shm import _native, layout, memory, names
+from lightcache.shm import _native, layout, memory, names, owners
 from lightcache.shm.codes import check
 from lightcache.shm.errors import CacheCorrupted, ConfigError, NotReady, PermissionDenied
 from lightcache.shm.wanted import config_of
@@ -92,8 +92,8 @@ class Folder:
             ) from None
         except OSError as error:
             raise PermissionDenied(
-                f"open the folder {path}: {error.strerror}; expected a folder, not a link, that "
-                "this user may read"
+                f"open the folder {path}: {error.strerror}: {owners.whose(path)}; expected a "
+                "folder, not a link, that this user may read"
             ) from error
         try:
             folder = cls(path, fd)
@@ -144,8 +144,8 @@ class Folder:
             return None
         except OSError as error:
             raise PermissionDenied(
-                f"open {self.path}{full}: {error.strerror}; expected an object of ours, not a "
-                "link; find out who made it"
+                f"open {self.path}{full}: {error.strerror}: {owners.whose(f'{self.path}{full}')}; "
+                "expected an object of ours, not a link; find out who made it"
             ) from error
 
     def life_open(self, full: str, fd: ctypes.c_int) -> None:
@@ -166,7 +166,8 @@ class Folder:
             return False
         except OSError as error:
             raise PermissionDenied(
-                f"unlink {self.path}{full}: {error.strerror}; only its owner can remove it"
+                f"unlink {self.path}{full}: {error.strerror}: "
+                f"{owners.whose(f'{self.path}{full}')}; only its owner can remove it"
             ) from error
         return True
 

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 from lightcache.shm import _native, layout, ofd
 from lightcache.shm.codes import Code, check
 from lightcache.shm.errors import ConfigError, Detached, InUse, LightcacheError, LockTimeout
 from lightcache.shm.layout import Lifetime
-from lightcache.shm.objects import OpenObject
+from lightcache.shm.objects import OpenObject, duration
 
+log = logging.getLogger("lightcache")
 _LEAVE_SECONDS = 5.0  # who cannot get the life byte so long leaves the rest to a later sweep
 
 
@@ -37,7 +41,11 @@ class Hold:
         # Tokens, not a count: a view may end in a garbage collection at any point of this code,
         # so adding and removing must be single operations that need no lock.
         self._users: set[object] = set()
+        self._views: dict[object, weakref.ref[Any]] = {}
         self._closed = False
+        self._left = self._ended = False
+        """How far the thread `_closer` has come in `close`, for another call after an interrupt."""
+        self._closer = 0
 
     def map(self, fd: int, length: int) -> None:
         """Map the object, of which `fd` is another description, and make the core's record."""
@@ -120,20 +128,26 @@ class Hold:
         try:
             self.enter(token)
             array = (ctypes.c_uint8 * length).from_address(self.base + offset)
-            # The array is what every memoryview, numpy array or tensor made of it keeps alive.
+            # The array is what every memoryview, numpy array or tensor made of it keeps alive. No
+            # code runs when it goes, which an interrupt could keep from running.
             array.owner = owner  # type: ignore[attr-defined]
-            weakref.finalize(array, self.leave, token).atexit = False
-        except BaseException:
+            for gone in [each for each, view in list(self._views.items()) if view() is None]:
+                self._views.pop(gone, None)
+            self._views[token] = weakref.ref(array)
+        finally:
             self.leave(token)
-            raise
         view = memoryview(array).cast("B")
         return view.toreadonly() if self.readonly else view
+
+    def _user_count(self) -> int:
+        views = [view() for view in list(self._views.values())]
+        return len(self._users) + sum([view is not None for view in views])
 
     # ---- the end
 
     def check_closable(self) -> None:
         """Raise InUse while views live or calls are under way."""
-        users = len(self._users)
+        users = self._user_count()
         if users:
             raise InUse(
                 f"close the segment {self.opened.name!r}: {users} views or calls still use its "
@@ -141,7 +155,8 @@ class Hold:
             )
 
     def close(self, *, force: bool = False) -> None:
-        """Leave the segment; the last to leave one of lifetime "attached" unlinks it.
+        """Leave the segment; the last to leave one of lifetime "attached" unlinks it. After an
+        interrupt another call does the rest.
 
         Blocks for as long as somebody else holds the life byte, at most a few seconds.
 
@@ -158,10 +173,11 @@ class Hold:
                 "not attached, so it has nothing to close"
             )
         with self._closing:
-            if self._closed:
+            if self._closed and (self._ended or self._closer != threading.get_ident()):
                 return
+            self._closer = threading.get_ident()
             self._closed = True
-            users = len(self._users)
+            users = self._user_count()
             if users and not force:
                 self._closed = False
                 raise InUse(
@@ -169,28 +185,33 @@ class Hold:
                     "memory; drop the arrays made of it first"
                 )
         try:
-            self._leave_segment()
-        finally:
-            if self.attachment:
-                _native.quick().lcs_attachment_close(self.attachment)
-            self.opened.close()
-            if not users:
-                self._unmap()
+            if not self._left:
+                self._leave_segment()
+        except Exception:
+            self._end()
+            raise
+        self._left = True
+        self._end()
+
+    def _end(self) -> None:
+        """We live nowhere any more. May be called again."""
+        if self.attachment:
+            _native.quick().lcs_attachment_close(self.attachment)
+        self.opened.close()
+        if not self._user_count():
+            self._unmap()
+        self._ended = True
 
     def discard(self) -> None:
         """Let everything go without leaving properly: an attach or creation that failed."""
         if self.inherited:
             return
         self._closed = True
-        if self.attachment:
-            _native.quick().lcs_attachment_close(self.attachment)
-        self.opened.close()
-        if not self._users:
-            self._unmap()
+        self._end()
 
     def dispose(self) -> None:
         """The segment was collected, or the interpreter ends: close what was not closed."""
-        if not self.inherited and not self._closed:
+        if not self.inherited and not self._ended:
             with contextlib.suppress(LightcacheError, OSError):
                 self.close(force=True)
 
@@ -208,6 +229,13 @@ class Hold:
         if address:
             _native.quick().lcs_unmap(address, self.bytes)
 
+    def mark_used(self) -> None:
+        """See `Segment.mark_used`. One aligned word: a kill leaves the former one or this one."""
+        base = self.base
+        if base and not self.readonly and not self.inherited:
+            where = base + layout.SegmentHeader.used_ns.offset
+            ctypes.c_uint64.from_address(where).value = time.time_ns()
+
     def _give_up_bytes(self) -> None:
         """Slot first, then the reader's byte: from here on we do not live in the segment."""
         if self.frees_slot and self.attachment:
@@ -220,9 +248,9 @@ class Hold:
     def _leave_segment(self) -> None:
         if not self.base:
             return
-        if self.header().lifetime != Lifetime.ATTACHED:
-            self._give_up_bytes()
-            return
+        client = bool(_native.quick().lcs_attachment_slot(self.attachment))
+        if client:  # who has no slot writes nothing, and says nothing
+            self.mark_used()
         # Through a description of its own, so that readers can do it too where they are allowed.
         life = None
         with contextlib.suppress(LightcacheError):
@@ -231,16 +259,42 @@ class Hold:
             if life is None or life.identity != self.opened.identity:
                 self._give_up_bytes()
             else:
-                self._leave_locked_or_leave_it(life)
+                self._leave_locked_or_leave_it(life, client)
         finally:
             if life is not None:
                 life.close()
 
-    def _leave_locked_or_leave_it(self, life: OpenObject) -> None:
+    def _leave_locked_or_leave_it(self, life: OpenObject, client: bool) -> None:
         try:
             with ofd.locked(life.fd, layout.BYTE_LIFE, timeout=_LEAVE_SECONDS):
                 self._give_up_bytes()
-                if life.is_named() and not life.is_occupied() and life.may_unlink():
+                if not life.is_named() or life.is_occupied():
+                    return
+                if life.header().lifetime != Lifetime.ATTACHED:
+                    if client:
+                        _say_that_it_stays(life)
+                elif life.may_unlink():
                     life.remove_locked()
         except LockTimeout:
             self._give_up_bytes()
+
+
+def _say_that_it_stays(opened: OpenObject) -> None:
+    """The last client has left a persistent segment. A warning where an idle limit says that it was
+    made persistent by a default; else its creator asked for that in so many words."""
+    header, name = opened.header(), opened.name
+    if header.retired:
+        return
+    limit = (
+        f" (after {duration(header.idle_ns / 1e9)} without use it goes when room is needed)"
+        if header.idle_ns
+        else ""
+    )
+    log.log(
+        logging.WARNING if header.idle_ns else logging.INFO,
+        "%s stays in shared memory, %.1f MiB, for the next process%s; remove: `lightcache rm %s`",
+        name,
+        opened.memory() / 2**20,
+        limit,
+        name,
+    )

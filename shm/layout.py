@@ -79,7 +79,7 @@ LOCK_EPOCH_MASK = 0xFFFFFF
 
 
 class SegmentHeader(ctypes.Structure):
-    """The first page. Written by the creator alone, but for `retired` and `disabled`."""
+    """The first page. Written by the creator alone, but for `used_ns`, `retired`, `disabled`."""
 
     _fields_ = [
         ("magic", ctypes.c_uint64),
@@ -95,7 +95,10 @@ class SegmentHeader(ctypes.Structure):
         ("config_bytes", ctypes.c_uint32),
         ("reserved", ctypes.c_uint32),
         ("config", ctypes.c_char * CONFIG_BYTES),
-        ("pad0", ctypes.c_uint8 * 1920),
+        ("time_namespace", ctypes.c_uint64),
+        ("pad0", ctypes.c_uint8 * 1896),
+        ("idle_ns", ctypes.c_uint64),
+        ("used_ns", ctypes.c_uint64),
         ("retired", ctypes.c_uint32),
         ("disabled", ctypes.c_uint32),
         ("ready", ctypes.c_uint32),

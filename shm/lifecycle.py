@@ -15,7 +15,7 @@ from enum import Enum
 
 import posix_ipc
 
-from lightcache.shm import _native, clients, layout, ofd
+from lightcache.shm import _native, clients, layout, names, ofd, owners
 from lightcache.shm.creation import Initialise, try_create
 from lightcache.shm.errors import (
     CacheCorrupted,
@@ -129,7 +129,8 @@ def _second_description(opened: OpenObject, readonly: bool) -> Iterator[int | No
         yield None
         return
     except posix_ipc.PermissionsError as error:
-        raise PermissionDenied(f"open {opened.object_name}: {error}") from error
+        path = names.FOLDER / opened.object_name.removeprefix("/")
+        raise PermissionDenied(f"open {path}: {owners.whose(path)}") from error
     try:
         found = os.fstat(second.fd)
         yield second.fd if (found.st_dev, found.st_ino) == opened.identity else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightcache.shm import clients, layout, names, ofd
 from lightcache.shm.errors import LightcacheError
@@ -20,12 +20,15 @@ class SegmentInfo:
 
     name: str
     problem: str | None = None  # why it could not be read, or what is wrong with it
+    seen: bool = True  # False: it could not be opened; then clients, age and so on are unknown
     bytes: int = 0
     kind: str = ""
     ready: bool = False
     retired: bool = False
     disabled: bool = False
     lifetime: str = ""
+    idle_limit_s: float = 0.0  # a persistent one unused for longer may go for room; 0: never
+    unused_s: float = 0.0  # since a client was last seen to use it
     uuid: str = ""
     uid: int = -1
     creator_pid: int = 0  # in the creator's PID namespace
@@ -61,7 +64,18 @@ def read_segment(name: str) -> SegmentInfo | None:
         with contextlib.closing(opened):
             return _read(opened)
     except (LightcacheError, OSError) as error:
-        return SegmentInfo(name, problem=str(error))
+        return _unseen(name, str(error))
+
+
+def _unseen(name: str, problem: str) -> SegmentInfo:
+    """What the folder says of an object that we may not open: whose it is, and how large."""
+    info = SegmentInfo(name, problem=problem, seen=False)
+    with contextlib.suppress(OSError):
+        path = names.FOLDER / names.object_name(name).removeprefix("/")
+        found = os.stat(path, follow_symlinks=False)
+        dependents = tuple(one.object_name for one in names.dependents(name))
+        return replace(info, bytes=found.st_size, uid=found.st_uid, dependents=dependents)
+    return info
 
 
 def _read(opened: OpenObject) -> SegmentInfo:
@@ -85,6 +99,8 @@ def _read(opened: OpenObject) -> SegmentInfo:
         retired=bool(header.retired),
         disabled=bool(header.disabled),
         lifetime=_name(Lifetime, header.lifetime),
+        idle_limit_s=header.idle_ns / 1e9,
+        unused_s=opened.unused_ns() / 1e9 if header.used_ns else 0.0,
         uuid=uuid,
         uid=found.st_uid,
         creator_pid=header.creator_pid,

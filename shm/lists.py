@@ -29,8 +29,8 @@ class SharedList:
     def __init__(self, segment: Segment, *, lock_timeout: float = 10.0) -> None:
         """For `create`, `attach` and `open`."""
         self.segment = segment
-        self.nodes = int(segment.config["nodes"])
-        self.lists = int(segment.config["lists"])
+        self.nodes = structures.item_of(segment, "nodes")
+        self.lists = structures.item_of(segment, "lists")
         if segment.payload_bytes < structures.library().quick.lcx_list_bytes(
             self.nodes, self.lists
         ):
@@ -39,6 +39,7 @@ class SharedList:
             )
         if not segment.readonly:
             segment.join("list")
+            segment.free_slot_on_close()  # which is all that a client has, however it leaves
         self._calls = LockedCalls(structures.library(), segment, lock_timeout)
         self._calls.handle = structures.library().quick.lcx_list_open(
             segment.attachment, self.nodes, self.lists
@@ -178,15 +179,13 @@ class SharedList:
 
     def close(self) -> None:
         """Leave; see `Segment.close`."""
-        self.segment.free_slot_on_close()
         self.segment.close()
 
     def __enter__(self) -> SharedList:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.segment.free_slot_on_close()
-        self.segment.__exit__(None, None, None)
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.segment.__exit__(None, error, None)
 
 
 def _arranged(name: str, nodes: int, lists: int) -> dict[str, Any]:

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
 import time
+import weakref
 from collections.abc import Mapping
+from types import TracebackType
 from typing import Any, NoReturn
 
 from lightcache.shm import layout
@@ -26,6 +29,50 @@ def deadline_ns(timeout: float | None) -> int:
     if timeout is None:
         return FOREVER
     return min(FOREVER, time.monotonic_ns() + int(max(0.0, timeout) * 1e9))
+
+
+class _Patience(threading.local):
+    """Of one thread: what limits its waits for locks. Not by a strong reference: one whose `with`
+    an interrupt kept from ending limits nothing."""
+
+    by: weakref.ref[Hurried] | None = None
+
+    @property
+    def seconds(self) -> float | None:
+        """For which it waits at most; None: as each call says."""
+        by = None if self.by is None else self.by()
+        return None if by is None else by._seconds
+
+
+_patience = _Patience()
+IN_VAIN = 1.0
+"""Seconds for which a hurried thread does not wait again for a lock that did not come."""
+
+
+class Hurried:
+    """While it is entered, this thread waits for no lock longer than so many seconds, whatever its
+    calls allow; and not at all for one that was waited for in vain within the last second, by any
+    hurried thread and through the same handle. So a process that is stopped while it holds a lock
+    costs a thread that must not wait one such wait a second. One thread enters it; may be nested in
+    others."""
+
+    __slots__ = ("__weakref__", "_before", "_seconds")
+
+    def __init__(self, seconds: float) -> None:
+        """Not entered."""
+        self._seconds = seconds
+        self._before: weakref.ref[Hurried] | None = None
+
+    def __enter__(self) -> None:
+        self._before, _patience.by = _patience.by, weakref.ref(self)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        _patience.by = self._before
 
 
 class LockedCalls:
@@ -46,6 +93,7 @@ class LockedCalls:
         self.handle: int | None = None
         """What every call takes first; set by the structure."""
         self._operations = operations or {}
+        self._in_vain_until = 0.0
 
     def locked(
         self,
@@ -64,7 +112,7 @@ class LockedCalls:
         code: int = getattr(self.quick, name)(self.handle, *arguments, TRY, 0)
         if code not in (Code.BUSY, Code.INTR):
             return code
-        limit = deadline_ns(self.lock_timeout if timeout is None else timeout)
+        limit = deadline_ns(self._seconds(timeout))
         # Who leaves is the last to call: nobody else closes the segment meanwhile.
         with contextlib.nullcontext() if leaving else self.segment.busy():
             while code in (Code.BUSY, Code.INTR):
@@ -73,7 +121,16 @@ class LockedCalls:
             self._timed_out(what)
         return code
 
+    def _seconds(self, timeout: float | None) -> float:
+        """That a call waits, which allows so many."""
+        allowed, most = self.lock_timeout if timeout is None else timeout, _patience.seconds
+        if most is None:
+            return allowed
+        return min(allowed, most) if time.monotonic() >= self._in_vain_until else 0.0
+
     def _timed_out(self, what: str) -> NoReturn:
+        if _patience.seconds is not None:
+            self._in_vain_until = time.monotonic() + IN_VAIN
         raise LockTimeout(f"{what}: {self._describe(self._lock())}")
 
     def _lock(self) -> layout.LockRecord:

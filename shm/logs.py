@@ -18,6 +18,7 @@ from lightcache.shm.errors import (
     LightcacheError,
     PermissionDenied,
     WaitTimeout,
+    leave,
 )
 from lightcache.shm.layout import Kind
 from lightcache.shm.locking import LockedCalls
@@ -27,7 +28,23 @@ from lightcache.shm.sync import Event
 
 Entry = bytes | bytearray | memoryview
 
-_OPERATIONS = {1: "lead", 2: "leave", 3: "check"}  # LCX_LOG_* in native/log_handle.h
+OPERATIONS = {1: "lead", 2: "leave", 3: "check"}  # LCX_LOG_* in native/log_handle.h
+
+
+def _leave_log(calls: LockedCalls, timeout: float | None) -> None:
+    with contextlib.suppress(LightcacheError):
+        calls.locked("lcx_log_leave", what="leave", timeout=timeout, leaving=True)
+    calls.segment.free_slot_on_close()
+
+
+def _end(calls: LockedCalls) -> None:
+    """It was dropped, or the interpreter ends: leave, if nobody did, and free the handle."""
+    segment = calls.segment
+    if not segment.closed and not segment.readonly and segment.client is not None:
+        with contextlib.suppress(LightcacheError):
+            segment.check_usable()
+            _leave_log(calls, 1.0)
+    structures.library().quick.lcx_log_close(calls.handle)
 
 
 class SharedLog:
@@ -54,8 +71,8 @@ class SharedLog:
         """For `create`, `attach` and `open`. `lock_timeout` limits `check` and becoming the
         writer, or ceasing to be it, in seconds."""
         self.segment = segment
-        self.capacity = int(segment.config["capacity"])
-        self.message_bytes = int(segment.config["message_bytes"])
+        self.capacity = structures.item_of(segment, "capacity")
+        self.message_bytes = structures.item_of(segment, "message_bytes")
         log_parts.check_sizes(self.capacity, self.message_bytes)
         quick = structures.library().quick
         if segment.payload_bytes < quick.lcx_log_bytes(self.capacity, self.message_bytes):
@@ -69,11 +86,11 @@ class SharedLog:
         self._room_for_one = ctypes.c_char * self.message_bytes
         self._news = Event(segment, layout.LogRoot.news.offset)
         self._room = Event(segment, layout.LogRoot.room.offset)
-        self._calls = LockedCalls(structures.library(), segment, lock_timeout, _OPERATIONS)
+        self._calls = LockedCalls(structures.library(), segment, lock_timeout, OPERATIONS)
         self._calls.handle = quick.lcx_log_open(
             segment.attachment, self.capacity, self.message_bytes
         )
-        weakref.finalize(self, quick.lcx_log_close, self._calls.handle)
+        weakref.finalize(self, _end, self._calls)
         if not segment.readonly:
             try:
                 self._lead() if writer else self._join()
@@ -337,17 +354,15 @@ class SharedLog:
 
     def _leave(self) -> None:
         """Be neither reader nor writer any more: then the slot may go, and not before."""
-        with contextlib.suppress(LightcacheError):
-            self._calls.locked("lcx_log_leave", what="leave", leaving=True)
-        self.segment.free_slot_on_close()
+        _leave_log(self._calls, None)
 
     def __enter__(self) -> SharedLog:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if structures.library().quick.lcs_attachment_usable(self.segment.attachment) == Code.FORKED:
             return  # a forked child leaves the statement without a word
-        self.close()
+        leave(self.close, error)
 
     def __repr__(self) -> str:
         if self.segment.closed:

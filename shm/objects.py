@@ -10,18 +10,37 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import mmap
 import os
+import platform
 import stat
 import sys
+import time
 
 import posix_ipc
 
-from lightcache.shm import _native, folders, layout, names, ofd
+from lightcache.shm import _native, folders, layout, names, ofd, owners
 from lightcache.shm.codes import check, system_errno
-from lightcache.shm.errors import NotReady, PermissionDenied
+from lightcache.shm.errors import ConfigError, NotReady, PermissionDenied
 
 _RETIRED_OFFSET = layout.SegmentHeader.retired.offset
 _LIVING_BYTES = layout.BYTE_SLOTS + layout.SLOTS - layout.BYTE_READERS
+
+
+_MADV_WIPEONFORK = 18
+
+
+def _check_kernel() -> None:
+    """Raises ConfigError on a kernel that cannot tell a forked child from its parent."""
+    with mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as page:
+        try:
+            page.madvise(_MADV_WIPEONFORK)
+        except OSError as error:
+            raise ConfigError(
+                "lightcache needs Linux 4.14 or later, for MADV_WIPEONFORK, by which a forked "
+                f"child notices that it is one; found {platform.system()} {platform.release()}, "
+                f"which refuses it ({error.strerror}): run this on a newer kernel"
+            ) from error
 
 
 class ForkWord:
@@ -30,6 +49,7 @@ class ForkWord:
     def __init__(self) -> None:
         address = _native.quick().lcs_fork_word()
         if not address:
+            _check_kernel()
             raise MemoryError("no memory for the page that notices a fork")
         self._word = ctypes.c_uint32.from_address(address)
 
@@ -70,6 +90,12 @@ class OpenObject:
             raise PermissionDenied(
                 f"{opened._path} is a symbolic link where a shared memory object was expected; "
                 "nothing of ours makes such links: find out who did and remove it"
+            )
+        if number in (errno.EACCES, errno.EPERM):
+            raise PermissionDenied(
+                f"open {opened._path} for {'writing' if writable else 'reading'}: "
+                f"{owners.whose(opened._path)}; run as its owner, have its owner create it for a "
+                "group (group=), or choose another name"
             )
         check(code, f"open {opened._path}")
         found = os.fstat(opened.fd)
@@ -133,8 +159,9 @@ class OpenObject:
             problem = f"mode 0600 or 0660 was expected, found {stat.S_IMODE(found.st_mode):04o}"
         elif found.st_uid != os.geteuid() and (group is None or found.st_gid != group):
             problem = (
-                f"user {os.geteuid()}{'' if group is None else f' or group {group}'} was expected "
-                f"to own it, found user {found.st_uid}, group {found.st_gid}"
+                f"user {owners.user(os.geteuid())}{'' if group is None else f' or group {group}'} "
+                f"was expected to own it, found user {owners.user(found.st_uid)}, group "
+                f"{found.st_gid}"
             )
         if problem:
             raise PermissionDenied(
@@ -186,6 +213,34 @@ class OpenObject:
                 found += [f"{other.path}{full}" for full in self._placed(other)]
         return found
 
+    def memory(self) -> int:
+        """Bytes of shared memory that it and its dependents take now."""
+        return sum(memory_of(full) for full in (self.object_name, *self.dependents()))
+
+    def unused_ns(self) -> int:
+        """How long ago a client was last seen to use it: joined, left, took its lock, or said so.
+        The lock has a clock without suspension: what it says is too late by that, never too early.
+        """
+        found = os.pread(self.fd, ctypes.sizeof(layout.LockRecord), layout.LOCK_OFFSET)
+        lock = layout.LockRecord.from_buffer_copy(
+            found.ljust(ctypes.sizeof(layout.LockRecord), b"\0")
+        )
+        by_header = max(0, time.time_ns() - int(self.header().used_ns))
+        by_lock = time.monotonic_ns() - int(lock.since_ns)
+        # Of another time namespace it may lie ahead: then only the header counts.
+        return min(by_header, by_lock) if lock.since_ns and by_lock >= 0 else by_header
+
+    def is_idle(self) -> bool:
+        """Whether it is persistent, nobody lives in it, and nobody used it for longer than its idle
+        limit. Sure while the life byte is held exclusively."""
+        header = self.header()
+        return (
+            header.lifetime == layout.Lifetime.PERSISTENT
+            and header.idle_ns > 0
+            and not self.is_occupied()
+            and self.unused_ns() > header.idle_ns
+        )
+
     def remove_locked(self, *, unseen: bool = False) -> None:
         """Retire and unlink it with all that depends on it. The caller holds the life byte
         exclusively and has seen `is_named`. Dying in here leaves it retired but named: the next
@@ -226,9 +281,26 @@ class OpenObject:
         sticky = folder.st_mode & stat.S_ISVTX and os.geteuid() not in (0, folder.st_uid, owner)
         if sticky or (other and self._placed(other) and not other.may_unlink(owner)):
             raise PermissionDenied(
-                f"unlink {self._path}: its owner is user {owner} and the folder (or its pool's) is "
-                "sticky or not writable; only its owner can remove it"
+                f"unlink {self._path}: its owner is user {owners.user(owner)}, this process runs "
+                f"as user {owners.user(os.geteuid())}, and the folder (or its pool's) is sticky or "
+                "not writable; only its owner can remove it"
             )
+
+
+def memory_of(full: str) -> int:
+    """Bytes of memory that an object takes; 0 when there is none."""
+    try:
+        return os.stat(folders.path_of(full), follow_symlinks=False).st_blocks * 512
+    except OSError:
+        return 0
+
+
+def duration(seconds: float) -> str:
+    """For people: "24 h", "90 s"."""
+    for size, unit in ((3600, "h"), (60, "min")):
+        if seconds >= size and seconds % size < size / 10:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def unlink(full: str) -> bool:
@@ -238,5 +310,8 @@ def unlink(full: str) -> bool:
     except posix_ipc.ExistentialError:
         return False
     except posix_ipc.PermissionsError as error:
-        raise PermissionDenied(f"unlink {full}: {error}; only its owner can remove it") from error
+        path = names.FOLDER / full.removeprefix("/")
+        raise PermissionDenied(
+            f"unlink {path}: {owners.whose(path)}; only its owner can remove it"
+        ) from error
     return True

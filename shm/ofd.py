@@ -87,5 +87,11 @@ def locked(
                 "`lightcache ls` and `lightcache dump` who creates or replaces it"
             )
         yield
-    finally:
+    except GeneratorExit:  # an interrupt kept the statement from ending; perhaps `fd` is closed
+        _native.quick().lcs_byte_unlock(fd, byte)
+        raise
+    except BaseException:
+        unlock(fd, byte)
+        raise
+    else:
         unlock(fd, byte)

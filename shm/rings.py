@@ -18,7 +18,7 @@ from lightcache.shm.sync import Event
 
 Message = bytes | bytearray | memoryview
 
-_OPERATIONS = {1: "push", 2: "pop", 3: "check"}  # OP_* in native/ring_api.c
+OPERATIONS = {1: "push", 2: "pop", 3: "check"}  # OP_* in native/ring_api.c
 
 
 class SharedRing:
@@ -41,8 +41,8 @@ class SharedRing:
     def __init__(self, segment: Segment, *, lock_timeout: float = 10.0) -> None:
         """For `create`, `attach` and `open`."""
         self.segment = segment
-        self.capacity = int(segment.config["capacity"])
-        self.message_bytes = int(segment.config["message_bytes"])
+        self.capacity = structures.item_of(segment, "capacity")
+        self.message_bytes = structures.item_of(segment, "message_bytes")
         _check_sizes(self.capacity, self.message_bytes)
         quick = structures.library().quick
         if segment.payload_bytes < quick.lcx_ring_bytes(self.capacity, self.message_bytes):
@@ -52,10 +52,11 @@ class SharedRing:
             )
         if not segment.readonly:
             segment.join("ring")
+            segment.free_slot_on_close()  # which is all that a client has, however it leaves
         self._room_for_one = ctypes.c_char * self.message_bytes
         self._filled = Event(segment, layout.RingRoot.filled.offset)
         self._drained = Event(segment, layout.RingRoot.drained.offset)
-        self._calls = LockedCalls(structures.library(), segment, lock_timeout, _OPERATIONS)
+        self._calls = LockedCalls(structures.library(), segment, lock_timeout, OPERATIONS)
         self._calls.handle = quick.lcx_ring_open(
             segment.attachment, self.capacity, self.message_bytes
         )
@@ -266,15 +267,13 @@ class SharedRing:
 
     def close(self) -> None:
         """Leave; see `Segment.close`. What is in the ring stays for the others."""
-        self.segment.free_slot_on_close()
         self.segment.close()
 
     def __enter__(self) -> SharedRing:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.segment.free_slot_on_close()
-        self.segment.__exit__(None, None, None)
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.segment.__exit__(None, error, None)
 
 
 def _check_sizes(capacity: int, message_bytes: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from lightcache.shm import _native, clients, folders, layout, lifecycle, names, ofd, wanted
 from lightcache.shm.clients import Client, ClientInfo
 from lightcache.shm.codes import Code, check
-from lightcache.shm.errors import ConfigError, Detached, InUse
+from lightcache.shm.errors import ConfigError, Detached, InUse, leave
 from lightcache.shm.folders import Folder
 from lightcache.shm.hold import Hold
 from lightcache.shm.layout import Kind, Lifetime
@@ -71,6 +71,7 @@ class Segment:
         config: Mapping[str, Any] | None = None,
         layout_facts: str = "",
         lifetime: str = "attached",
+        idle_limit: float | None = None,
         group: str | int | None = None,
         initialise: Hook | None = None,
         reaper: Hook | None = None,
@@ -84,6 +85,9 @@ class Segment:
             config: what those who attach may compare; JSON, at most 2,048 bytes.
             layout_facts: text that describes the records inside; others must give the same.
             lifetime: "attached" (unlinked by the last to leave) or "persistent".
+            idle_limit: seconds; a persistent one that no client used for so long, and in which none
+                lives, is removed by the next `open`, `create` or `sweep` that needs its room.
+                None: never.
             group: also its members may attach: mode 0660 instead of 0600.
             initialise: lays out the payload, before anybody can attach. What it raises undoes all.
             reaper: called by `join` when all slots are taken, to free those of dead clients.
@@ -99,6 +103,7 @@ class Segment:
             config=config or {},
             layout_facts=layout_facts,
             lifetime=lifetime,
+            idle_limit=idle_limit,
             group=group,
         )
         return _Maker(reaper, initialise).create(expected, timeout)
@@ -149,6 +154,7 @@ class Segment:
         config: Mapping[str, Any] | None = None,
         layout_facts: str = "",
         lifetime: str | None = None,
+        idle_limit: float | None = None,
         group: str | int | None = None,
         replace: bool = False,
         initialise: Hook | None = None,
@@ -160,6 +166,9 @@ class Segment:
 
         Args:
             lifetime: None: whatever it has, "attached" for a new one.
+            idle_limit: seconds; a persistent one that no client used for so long, and in which none
+                lives, is removed by the next `open`, `create` or `sweep` that needs its room.
+                None: never. With lifetime None a new one is persistent then.
             replace: remove one that differs, if nobody lives in it.
 
         Raises:
@@ -174,6 +183,7 @@ class Segment:
             config=config or {},
             layout_facts=layout_facts,
             lifetime=lifetime,
+            idle_limit=idle_limit,
             group=group,
         )
         return _Maker(reaper, initialise).open(expected, replace, timeout)
@@ -219,6 +229,7 @@ class Segment:
 
         Raises:
             InUse: all 63 slots are taken by living clients, or we have one already.
+            ConfigError: it was made in another time namespace, where the clock is another one.
             PermissionDenied: attached read-only.
             Detached: closed, retired, or a forked child.
         """
@@ -226,6 +237,7 @@ class Segment:
             if self._client is not None:
                 raise InUse(f"join {self.name!r}: joined already, in slot {self._client.slot}")
             what = f"join {self.name!r}"
+            self._check_clock(what)
             encoded = clients.role_bytes(role)
             flags = layout.FLAG_DEVICE if device else 0
             claim = _native.quick().lcs_slot_claim
@@ -245,7 +257,20 @@ class Segment:
             self._client = Client(slot, epoch, encoded.decode())
             # From here on the slot's byte says that we live in it.
             ofd.unlock(self._hold.opened.fd, layout.BYTE_READERS)
+            self._hold.mark_used()
             return self._client
+
+    def _check_clock(self, what: str) -> None:
+        """Deadlines of tickets and quarantine are times of CLOCK_MONOTONIC, and clients are told
+        apart by when they started: both mean something else in another time namespace."""
+        theirs, ours = self.header().time_namespace, _native.quick().lcs_time_namespace()
+        if theirs and ours and theirs != ours:
+            raise ConfigError(
+                f"{what}: expected a process of the time namespace that it was made in "
+                f"(time:[{theirs}]), found one of time:[{ours}], where clocks count from another "
+                "instant, so that deadlines would end early or never; run in that namespace "
+                "(nsenter --time), attach read-only, or make another cache here"
+            )
 
     @property
     def client(self) -> Client | None:
@@ -278,6 +303,12 @@ class Segment:
             record = layout.ClientRecord.from_address(where)
             taken = record.state != layout.ClientState.FREE
             return alive and taken and int(record.epoch) == epoch
+
+    def mark_used(self) -> None:
+        """Say that a client uses it at this moment: an idle limit counts from the last such moment.
+        Joining, leaving and taking the lock say so by themselves. One store; nothing where it is
+        attached read-only or closed."""
+        self._hold.mark_used()
 
     # ---- memory
 
@@ -422,7 +453,7 @@ class Segment:
         trace: TracebackType | None,
     ) -> None:
         if not self._hold.inherited:  # a forked child leaves the statement without a word
-            self.close()
+            leave(self.close, error)
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{self.nbytes} bytes"

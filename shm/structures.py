@@ -5,12 +5,15 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from lightcache.shm import _native
-from lightcache.shm.codes import check
+from lightcache.shm import _native, layout
+from lightcache.shm.codes import Code, check
 from lightcache.shm.errors import CacheCorrupted, ConfigError
+from lightcache.shm.layout import Kind
 from lightcache.shm.locking import LockedCalls
+from lightcache.shm.segment import Segment
 
 _INT, _U32, _U64, _AT = ctypes.c_int, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_void_p
 _LOCKED = (_INT, _U64)
@@ -25,6 +28,7 @@ _SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "lcs_event_wait": (_INT, (_AT, _U64, _U32, _U64)),
     "lcs_robust_take": (_INT, (_AT, _U32, *_LOCKED)),
     "lcs_robust_drop": (_INT, (_AT,)),
+    "lcs_recover_copy": (_INT, (_AT, _U64)),
     "lcx_list_bytes": (_U64, (_U32, _U32)),
     "lcx_list_format": (None, (_AT, _U32, _U32)),
     "lcx_list_open": (_AT, (_AT, _U32, _U32)),
@@ -36,6 +40,7 @@ _SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "lcx_list_length": (_INT, (_AT, _U32)),
     "lcx_list_where": (_INT, (_AT, _U32)),
     "lcx_list_check": (_INT, (_AT, _AT, _U32, *_LOCKED)),
+    "lcx_list_check_copy": (_INT, (_AT, _U64, _U32, _U32, _AT, _U32)),
     "lcx_dict_bytes": (_U64, (_U32,)),
     "lcx_dict_format": (None, (_AT, _U32)),
     "lcx_dict_open": (_AT, (_AT, _U32)),
@@ -47,6 +52,7 @@ _SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "lcx_dict_length": (_INT, (_AT,)),
     "lcx_dict_copy": (_INT, (_AT, _AT, _AT, _U32, *_LOCKED)),
     "lcx_dict_check": (_INT, (_AT, _AT, _U32, *_LOCKED)),
+    "lcx_dict_check_copy": (_INT, (_AT, _U64, _U32, _AT, _U32)),
     "lcx_ring_bytes": (_U64, (_U32, _U32)),
     "lcx_ring_open": (_AT, (_AT, _U32, _U32)),
     "lcx_ring_close": (None, (_AT,)),
@@ -54,6 +60,7 @@ _SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "lcx_ring_pop": (_INT, (_AT, _AT, _U64, _AT, _U32, *_LOCKED)),
     "lcx_ring_length": (_INT, (_AT,)),
     "lcx_ring_check": (_INT, (_AT, _AT, _U32, *_LOCKED)),
+    "lcx_ring_check_copy": (_INT, (_AT, _U64, _U32, _U32, _AT, _U32)),
     "lcx_log_bytes": (_U64, (_U32, _U32)),
     "lcx_log_open": (_AT, (_AT, _U32, _U32)),
     "lcx_log_close": (None, (_AT,)),
@@ -79,6 +86,21 @@ def library() -> _native.Library:
     return found
 
 
+def item_of(segment: Segment, item: str) -> int:
+    """A number in the configuration of a segment, which anybody who may write it may have changed.
+
+    Raises:
+        CacheCorrupted: it is not there, or no number of at least 1.
+    """
+    value = segment.config.get(item)
+    if type(value) is not int or value < 1:
+        raise CacheCorrupted(
+            f"the {segment.kind.name.lower()} {segment.name!r} has {item} {value!r} in its header; "
+            "remove it with `lightcache rm` and make it anew"
+        )
+    return value
+
+
 def size_of(value: Any, what: str, high: int) -> int:
     """A capacity, checked.
 
@@ -88,6 +110,57 @@ def size_of(value: Any, what: str, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
         raise ConfigError(f"{what}: expected an integer from 1 to {high}, found {value!r}")
     return value
+
+
+# Of each kind that changes under the lock alone: the items of its configuration, as the core takes
+# them, and their bounds.
+_COPIED: Mapping[Kind, tuple[str, Mapping[str, int]]] = {
+    Kind.LIST: ("lcx_list_check_copy", {"nodes": 1 << 28, "lists": 1 << 16}),
+    Kind.DICT: ("lcx_dict_check_copy", {"capacity": 1 << 25}),
+    Kind.RING: (
+        "lcx_ring_check_copy",
+        {"capacity": layout.RING_CAPACITY, "message_bytes": layout.RING_MESSAGE},
+    ),
+}
+
+
+@dataclass(frozen=True)
+class CopyReport:
+    """What `check_copy` found."""
+
+    problem: str
+    """The first invariant that is broken; empty: none."""
+    recovered: int
+    """Entries of the undo log of an unfinished step, undone in the copy."""
+
+
+def check_copy(kind: Kind, config: Mapping[str, Any], where: int, nbytes: int) -> CopyReport:
+    """Check a copy of a list, dict or ring, after undoing in it what an unfinished step had stored.
+    For tools, which take no lock and no slot.
+
+    Args:
+        config: as the header has it; nothing of it is believed.
+        where, nbytes: the copy of the whole segment. It is changed by the undoing.
+
+    Raises:
+        ConfigError: another kind: logs and counters are checked as they are, by a reader.
+    """
+    if kind not in _COPIED:
+        raise ConfigError(f"a copy of a {kind.name.lower()} cannot be checked")
+    name, bounds = _COPIED[kind]
+    quick = library().quick
+    undone = quick.lcs_recover_copy(where, nbytes)
+    if undone < 0:
+        return CopyReport("its undo log names words outside of it, or has entries and no holder", 0)
+    sizes = [config.get(item) for item in bounds]
+    said = dict(zip(bounds, sizes, strict=True))
+    if not all(type(size) is int and 1 <= size <= bounds[item] for item, size in said.items()):
+        return CopyReport(f"its header says {said}", undone)
+    text = ctypes.create_string_buffer(256)
+    code = getattr(quick, name)(where, nbytes, *sizes, text, len(text))
+    if code == Code.RANGE:
+        return CopyReport(f"{nbytes} bytes are too few for {said}", undone)
+    return CopyReport(text.value.decode(errors="replace") if check(code, "check") else "", undone)
 
 
 def run_check(calls: LockedCalls, name: str, what: str) -> None:

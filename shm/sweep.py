@@ -1,15 +1,18 @@
-"""Removing what the dead left: leftovers of creators, caches whose clients were all killed, and
-dependents whose segment is gone. Only what belongs to this user, and never by name alone."""
+"""Removing what nobody needs: what creators left, caches whose clients were all killed, dependents
+without their segment, and persistent caches beyond their idle limits. Only what belongs to this
+user, and never by name alone."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 
 from lightcache.shm import layout, names, ofd
 from lightcache.shm.errors import LightcacheError
 from lightcache.shm.layout import Lifetime
-from lightcache.shm.objects import OpenObject, unlink
+from lightcache.shm.objects import OpenObject, duration, memory_of, unlink
 from lightcache.shm.wanted import is_foreign
 
 
@@ -38,15 +41,55 @@ def remove_leftover(name: str, group: int | None) -> bool:
         return True
 
 
-def sweep(spare: str | None = None, *, prefix: str = "") -> list[str]:
+@dataclass(frozen=True)
+class Leftover:
+    """Something of this user's that nobody needs."""
+
+    object_name: str
+    """Begins with a slash; for a segment also all that depends on it goes."""
+    name: str
+    """Of the segment."""
+    why: str
+    bytes: int
+    """Memory that is free when it is gone, what depends on it included."""
+
+
+def leftovers(prefix: str = "") -> list[Leftover]:
+    """What `sweep` would remove now. Does not block, and changes nothing."""
+    found = []
+    for name in names.segment_names():
+        if name.startswith(prefix):
+            with contextlib.suppress(LightcacheError, OSError), _unneeded(name) as left:
+                if left:
+                    opened, why = left
+                    found.append(Leftover(opened.object_name, name, why, opened.memory()))
+    for dependent in names.dependents():
+        if dependent.segment.startswith(prefix):
+            with contextlib.suppress(LightcacheError, OSError):
+                if _orphaned(dependent):
+                    full, why = dependent.object_name, f"its segment {dependent.segment!r} is gone"
+                    found.append(Leftover(full, dependent.segment, why, memory_of(full)))
+    return found
+
+
+def sweep(
+    spare: str | None = None,
+    *,
+    prefix: str = "",
+    only: Collection[str] | None = None,
+    idle: bool = True,
+) -> list[str]:
     """Remove everything of this user's that nobody needs. Does not block.
 
     That is: what a creator left that died before finishing, segments of lifetime "attached" in
-    which nobody lives any more, retired ones, and dependents without their segment.
+    which nobody lives any more, retired ones, dependents without their segment, and persistent
+    segments that nobody used for longer than their idle limit.
 
     Args:
         spare: leave this segment alone.
         prefix: only segments whose names begin so, and what belongs to them.
+        only: of these object names, as `leftovers` gives them; None: all.
+        idle: also those beyond their idle limit.
 
     Returns:
         The names of the objects removed, each beginning with a slash.
@@ -55,43 +98,114 @@ def sweep(spare: str | None = None, *, prefix: str = "") -> list[str]:
     for name in names.segment_names():
         if name == spare or not name.startswith(prefix):
             continue
+        if only is not None and names.object_name(name) not in only:
+            continue
         # Whatever is wrong with somebody else's object is no matter of ours.
-        with contextlib.suppress(LightcacheError, OSError):
-            removed += _sweep_segment(name)
+        with contextlib.suppress(LightcacheError, OSError), _unneeded(name) as left:
+            if left and (idle or not left[0].is_idle()):
+                left[0].remove_locked()
+                removed.append(left[0].object_name)
     for dependent in names.dependents():
         if not dependent.segment.startswith(prefix):
             continue
+        if only is not None and dependent.object_name not in only:
+            continue
         with contextlib.suppress(LightcacheError, OSError):
-            removed += _sweep_dependent(dependent)
+            removed += sweep_dependent(dependent)
     return removed
 
 
-def _sweep_segment(name: str) -> list[str]:
+def make_room(enough: Callable[[], bool], spare: str | None = None) -> list[str]:
+    """Remove what nobody needs until there is room: first what the dead left, then persistent
+    segments beyond their idle limits, the one unused for longest first, and no more of these than
+    it takes. Does not block.
+
+    Args:
+        enough: whether there is room now.
+        spare: leave this segment alone.
+
+    Returns:
+        As `sweep`.
+    """
+    if enough():
+        return []
+    removed = sweep(spare, idle=False)
+    for name in _longest_idle(spare):
+        if enough():
+            break
+        removed += sweep(spare, prefix=name, only=[names.object_name(name)])
+    return removed
+
+
+def _longest_idle(spare: str | None) -> list[str]:
+    """Segments beyond their idle limits, the one unused for longest first."""
+    found = []
+    for name in names.segment_names():
+        with contextlib.suppress(LightcacheError, OSError):
+            opened = None if name == spare else OpenObject.open(name, writable=False)
+            if opened is not None:
+                with contextlib.closing(opened):
+                    if opened.is_idle():
+                        found.append((opened.unused_ns(), name))
+    return [name for _, name in sorted(found, reverse=True)]
+
+
+@contextlib.contextmanager
+def _unneeded(name: str) -> Iterator[tuple[OpenObject, str] | None]:
+    """A segment that nobody needs, its life byte held exclusively, and why; None: it is needed, or
+    at work.
+
+    Raises:
+        PermissionDenied: it is not ours.
+    """
     opened = OpenObject.open(name, writable=True)
     if opened is None:
-        return []
+        yield None
+        return
     with contextlib.closing(opened):
         opened.check_access(None)
         if not ofd.try_lock(opened.fd, layout.BYTE_LIFE) or not opened.is_named():
-            return []
-        header = opened.header()
-        unfinished = not header.ready or header.retired
-        left = header.lifetime == Lifetime.ATTACHED and not opened.is_occupied()
-        if is_foreign(header) or not (unfinished or left):
-            return []
-        opened.remove_locked()
-        return [opened.object_name]
+            yield None
+            return
+        why = _why_unneeded(opened)
+        yield (opened, why) if why else None
 
 
-def _sweep_dependent(dependent: names.Dependent) -> list[str]:
+def _why_unneeded(opened: OpenObject) -> str | None:
+    header = opened.header()
+    if is_foreign(header):
+        return None
+    if not header.ready:
+        return "its creator died before finishing"
+    if header.retired:
+        return "it was replaced or removed, and not all of it went"
+    if header.lifetime == Lifetime.ATTACHED and not opened.is_occupied():
+        return "all processes that used it were killed; the next `open` would go on with it, warm"
+    if opened.is_idle():
+        unused, limit = (duration(ns / 1e9) for ns in (opened.unused_ns(), header.idle_ns))
+        return f"nobody used it for {unused}, and its idle limit is {limit}"
+    return None
+
+
+def _orphaned(dependent: names.Dependent) -> bool:
     """A dependent is made after its segment has its UUID, and a UUID never returns: if the segment
     has another one now, or is gone, the dependent is nobody's for ever."""
     path = names.FOLDER / dependent.object_name.removeprefix("/")
     if os.stat(path, follow_symlinks=False).st_uid != os.geteuid():
-        return []
+        return False
     opened = OpenObject.open(dependent.segment, writable=False)
-    if opened is not None:
-        with contextlib.closing(opened):
-            if bytes(opened.header().uuid).hex() == dependent.uuid:
-                return []
+    if opened is None:
+        return True
+    with contextlib.closing(opened):
+        return bytes(opened.header().uuid).hex() != dependent.uuid
+
+
+def sweep_dependent(dependent: names.Dependent) -> list[str]:
+    """Remove a dependent of this user's whose segment is gone, or is another one by now.
+
+    Raises:
+        LightcacheError, OSError: it cannot be seen whether it is needed.
+    """
+    if not _orphaned(dependent):
+        return []
     return [dependent.object_name] if unlink(dependent.object_name) else []

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from lightcache.shm import structures
 from lightcache.shm.codes import Code, check
-from lightcache.shm.errors import ConfigError, WaitTimeout
+from lightcache.shm.errors import ConfigError, PermissionDenied, WaitTimeout, leave
 from lightcache.shm.layout import PAYLOAD_OFFSET
 from lightcache.shm.locking import LockedCalls
 from lightcache.shm.segment import Segment
@@ -197,8 +197,18 @@ class RobustLock:
             Detached: closed, replaced, or a forked child.
         """
         code = self._calls.locked("lcs_robust_take", 0, what="take the lock", timeout=timeout)
-        check(code, "take the lock")
+        if code == Code.READONLY and not self._segment.readonly:
+            raise PermissionDenied(
+                f"take the lock of {self._segment.name!r}: this attach has no slot, which the lock "
+                "names its holder by; call join() of the segment first"
+            )
+        check(code, f"take the lock of {self._segment.name!r}")
         try:
             yield Held(owner_died=bool(code))
-        finally:
-            check(self._calls.quick.lcs_robust_drop(self._calls.handle), "give the lock back")
+        except BaseException as error:
+            leave(self._drop, error)
+            raise
+        self._drop()
+
+    def _drop(self) -> None:
+        check(self._calls.quick.lcs_robust_drop(self._calls.handle), "give the lock back")

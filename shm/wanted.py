@@ -21,6 +21,7 @@ from lightcache.shm.layout import Kind, Lifetime, SegmentHeader
 
 MOST_BYTES = 1 << 45  # below the bytes that are locked
 _PAGE = 4096
+_MOST_IDLE = 1 << 32
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Wanted:
     payload_bytes: int | None = None
     config: str | None = None
     lifetime: Lifetime | None = None
+    idle_ns: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -57,6 +59,7 @@ def want(
     layout_facts: str | None,
     lifetime: str | None,
     group: str | int | None,
+    idle_limit: float | None = None,
 ) -> Wanted:
     """Check the arguments that create, attach and open have in common.
 
@@ -76,6 +79,7 @@ def want(
         payload_bytes=payload_bytes,
         config=None if config is None else _config_text(config),
         lifetime=None if lifetime is None else _lifetime(lifetime),
+        idle_ns=0 if idle_limit is None else _idle_ns(idle_limit, lifetime),
     )
 
 
@@ -118,6 +122,24 @@ def _lifetime(lifetime: str) -> Lifetime:
         raise ConfigError(f'lifetime is "attached" or "persistent", found {lifetime!r}') from None
 
 
+def _idle_ns(limit: object, lifetime: str | None) -> int:
+    if (
+        not isinstance(limit, (int, float))
+        or isinstance(limit, bool)
+        or not 0 < limit <= _MOST_IDLE
+    ):
+        raise ConfigError(
+            f"idle_limit: expected seconds, more than 0 and at most {_MOST_IDLE}, found {limit!r}; "
+            "None: it is never removed for room"
+        )
+    if lifetime is not None and _lifetime(lifetime) is Lifetime.ATTACHED:
+        raise ConfigError(
+            'idle_limit: expected lifetime="persistent", found "attached", with which it goes when '
+            "its last client leaves; leave one of them out"
+        )
+    return math.ceil(limit * 1e9)
+
+
 def fill_header(address: int, wanted: Wanted) -> None:
     """Write the header of a new segment, all but `ready`. The magic comes last, so that whoever
     finds a dead creator's leftover sees either none or a whole header."""
@@ -130,8 +152,13 @@ def fill_header(address: int, wanted: Wanted) -> None:
     ctypes.memmove(ctypes.addressof(header) + SegmentHeader.uuid.offset, uuid.uuid4().bytes, 16)
     header.created_ns = time.time_ns()
     header.creator_pid = os.getpid()
-    header.lifetime = wanted.lifetime or Lifetime.ATTACHED
+    # For a new one that only an idle limit was given for: that says what is wanted.
+    default = Lifetime.PERSISTENT if wanted.idle_ns else Lifetime.ATTACHED
+    header.lifetime = default if wanted.lifetime is None else wanted.lifetime
+    header.idle_ns = wanted.idle_ns
+    header.used_ns = header.created_ns
     header.boot_id = _boot_id()
+    header.time_namespace = _native.quick().lcs_time_namespace()
     header.config_bytes = len(config)
     ctypes.memmove(ctypes.addressof(header) + SegmentHeader.config.offset, config, len(config))
     header.magic = layout.MAGIC

@@ -1,14 +1,17 @@
-"""What tests share: names of their own in /dev/shm, children, waiting for a condition."""
+"""What tests share: which part of them runs, names of their own in /dev/shm, children, waiting."""
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import itertools
 import os
 import secrets
+import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,6 +25,53 @@ _COUNTER = itertools.count(1)
 _SHM = Path("/dev/shm")
 
 Script = Callable[..., "subprocess.CompletedProcess[str]"]
+BuiltOnce = Callable[[str, Callable[[Path], object]], Path]
+
+# The models of the tests are tiny: a second thread only takes the core of the test beside this one.
+# Set before torch is imported; processes that tests start inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Tests with one of these markers are run by `make test-all`, all others by `make test`.
+REST = ("slow", "models", "servers")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--part=first` leaves out what takes long, `--part=rest` is what the first part left out."""
+    text = "first: what people wait for; rest: the others. Tests named by path, -k or -m all run."
+    parser.addoption("--part", choices=["all", "first", "rest"], default="all", help=text)
+
+
+def chosen(config: pytest.Config) -> bool:
+    """True if the command line names tests: these run, whatever part they belong to."""
+    option = config.option
+    return bool(option.file_or_dir or option.keyword or option.markexpr)
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """A worker for each core this process may use, eight at most, since each imports torch and
+    transformers (0.6 GiB); tests named on the command line need none."""
+    return 0 if chosen(config) else min(8, len(os.sched_getaffinity(0)))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the asked part."""
+    part = config.getoption("--part")
+    if part == "all" or chosen(config):
+        return
+    kept, left_out = [], []
+    for item in items:
+        is_rest = any(item.get_closest_marker(name) for name in REST)
+        (kept if is_rest == (part == "rest") else left_out).append(item)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = kept
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How many tests were skipped for each reason. (-rs has a line for each place of a skip.)"""
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+    for reason, number in reasons.most_common():
+        terminalreporter.write_line(f"skipped {number}: {reason}")
 
 
 @pytest.fixture
@@ -47,6 +97,28 @@ def young_heap() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(scope="session")
+def built_once(tmp_path_factory: pytest.TempPathFactory) -> BuiltOnce:
+    """`built_once(name, build)`: a folder that `build` has filled, once for all processes of this
+    run of pytest; the others wait for the one that builds."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+
+    def make(name: str, build: Callable[[Path], object]) -> Path:
+        folder, done = root / f"built-{name}", root / f"built-{name}.done"
+        with (root / f"built-{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not done.exists():
+                shutil.rmtree(folder, ignore_errors=True)  # of a build that failed
+                folder.mkdir()
+                build(folder)
+                done.touch()
+        return folder
+
+    return make
 
 
 @pytest.fixture

@@ -8,15 +8,21 @@ from typing import Any
 
 import click
 
+from lightcache import pool as pool_file
 from lightcache import snapshot
+from lightcache._arguments import format_size
 from lightcache.errors import CacheCorrupted
 from lightcache.page_index import PageIndex
+from lightcache.pool import PoolObject
+from lightcache.shm import Kind, read_segment
 from lightcache.snapshot import CheckReport
-from lightcache.tools import facts
+from lightcache.tools import facts, structures
 from lightcache.tools.attaching import guest
-from lightcache.tools.image import Image, read
+from lightcache.tools.image import Image, read, require, unknown
 from lightcache.tools.output import BROKEN, FAILED, OK, Command, emit, fail, json_option, printable
 from lightcache.tools.processes import state_of
+
+_BUSY = "it was never quiet for the time of a copy: this may be an artefact; wait longer (--wait)"
 
 # Pinning takes no lock, so these may seem broken in a copy of a busy cache (see `_moving`).
 PIN_INVARIANTS = frozenset({26, 27, 28, 43, 44, 50})
@@ -30,6 +36,15 @@ class Result:
     """OK, BROKEN or FAILED: the exit status."""
     report: CheckReport
     note: str = ""
+    pool: PoolObject | None = None
+    """Where the pages are; None: an index without a pool, or nothing is known of it."""
+
+    def with_pool(self, pool: PoolObject | None) -> Result:
+        """The same, and what was found of the pool."""
+        status = self.status
+        if pool and pool.problem and status != BROKEN:
+            status = BROKEN if pool.seen else FAILED
+        return replace(self, status=status, pool=pool)
 
 
 @click.command(cls=Command)
@@ -41,7 +56,7 @@ class Result:
 @json_option
 @click.pass_context
 def check(ctx: click.Context, name: str, lock: bool, wait: float, as_json: bool) -> None:
-    """Check the cache NAME.
+    """Check the cache NAME, or a list, dict, ring, log or other segment.
 
     Works on a copy, without lock or slot, also while the holder of the lock is stopped or dead:
     what that one had begun is undone in the copy, as the next holder would do.
@@ -49,6 +64,9 @@ def check(ctx: click.Context, name: str, lock: bool, wait: float, as_json: bool)
     Exit status: 0 every invariant holds, 1 one is broken (the first is named), 2 it could not be
     checked.
     """
+    kind = require(name).kind
+    if kind.upper() in Kind.__members__ and kind != "index":
+        ctx.exit(_structure(name, Kind[kind.upper()], wait, as_json))
     try:
         result = _attached(name) if lock else _copied(name, wait)
     except CacheCorrupted as error:
@@ -60,13 +78,50 @@ def check(ctx: click.Context, name: str, lock: bool, wait: float, as_json: bool)
     ctx.exit(result.status)
 
 
+def _structure(name: str, kind: Kind, wait: float, as_json: bool) -> int:
+    """What holds no index; the exit status."""
+    try:
+        found = structures.check(name, kind, wait)
+    except CacheCorrupted as error:
+        found = structures.Checked(False, str(error))
+    status = FAILED if found.clean is None else OK if found.clean else BROKEN
+    note = _BUSY if found.clean is None else ""
+    what = kind.name.lower()
+    if as_json:
+        word = {OK: "clean", BROKEN: "broken", FAILED: "unchecked"}[status]
+        emit({"name": name, "kind": what, "status": word, "note": note, **asdict(found)})
+    elif status == FAILED:
+        fail(f"{name!r} could not be checked: {found.message}; {note}")
+    else:
+        broken = "" if found.clean else "broken: "
+        click.echo(f"{name}: {what}: {broken}{printable(found.message)}")
+        if found.recovered:
+            click.echo(f"  {found.recovered} log entries of an unfinished step undone")
+    return status
+
+
 def _attached(name: str) -> Result:
-    with guest(name), PageIndex.attach(name, role="check") as index:
+    with guest(name) as info, PageIndex.attach(name, role="check") as index:
         report = index.check()
-    return Result(OK if report.clean else BROKEN, report)
+        grown = index.stats().grown
+        config = index.segment.config
+        pool = pool_file.look(name, info.uuid, info.uid, config, index.pages, grown)
+    return Result(OK if report.clean else BROKEN, report).with_pool(pool)
 
 
 def _copied(name: str, wait: float) -> Result:
+    """The index from copies, and the pool as it is. A pool that is gone when its cache has been
+    removed meanwhile is no finding."""
+    result, image = _index_copied(name, wait)
+    pool = facts.pool(image)
+    if pool and pool.problem:
+        now = read_segment(name)
+        if now is None or now.uuid != image.info.uuid or now.retired:
+            raise unknown(name)
+    return result.with_pool(pool)
+
+
+def _index_copied(name: str, wait: float) -> tuple[Result, Image]:
     """Take copies until one speaks for itself. Clean is clean, also in a copy that is torn between
     two instants; a finding counts when it is of one instant and the next copy repeats it."""
     end = time.monotonic() + wait
@@ -75,15 +130,15 @@ def _copied(name: str, wait: float) -> Result:
         image = read(name)
         if image.root.repairing:
             if time.monotonic() >= end:
-                return _half_repaired(image)
+                return _half_repaired(image), image
             continue
         report = _check_image(image)
         if report.clean:
-            return Result(OK, report)
+            return Result(OK, report), image
         if image.steady and before is not None and _repeats(before, (image, report)):
-            return Result(BROKEN, report)
+            return Result(BROKEN, report), image
         if time.monotonic() >= end:
-            return _undecided(image, report)
+            return _undecided(image, report), image
         before = (image, report) if image.steady else None
 
 
@@ -163,25 +218,39 @@ def _damaged(message: str) -> CheckReport:
 
 def _json(name: str, result: Result) -> dict[str, Any]:
     status = {OK: "clean", BROKEN: "broken", FAILED: "unchecked"}[result.status]
-    return {"name": name, "status": status, "note": result.note, **asdict(result.report)}
+    pool = result.pool and asdict(result.pool)
+    return {
+        "name": name,
+        "status": status,
+        "note": result.note,
+        **asdict(result.report),
+        "pool": pool,
+    }
 
 
 def _say(name: str, result: Result) -> None:
-    report = result.report
+    report, pool = result.report, result.pool
+    problem = pool.problem if pool else None
     if result.status == FAILED:
-        fail(f"{name!r} could not be checked: {report.message}; {result.note}")
+        fail(f"{name!r} could not be checked: {problem or f'{report.message}; {result.note}'}")
         return
-    if result.status == BROKEN:
+    if not report.clean and not result.note:  # with a note it could not be decided
         number = f"invariant {report.invariant}: " if report.invariant > 0 else ""
         click.echo(f"{name}: broken: {number}{printable(report.message)}")
         if report.invariant > 0:
             click.echo(f"stop the writers and run `lightcache repair {name}`")
+    if problem:
+        click.echo(f"{name}: broken: {printable(problem)}")
+    if result.status == BROKEN:
         return
     click.echo(f"{name}: {report.message}")
     click.echo(
         f"  {report.ready} ready, {report.writing} writing, {report.doomed} doomed, "
         f"{report.held} held, the rest free; {report.pins} pins"
     )
+    if pool:
+        held = f"{format_size(pool.allocated)} of {format_size(pool.length)} in memory"
+        click.echo(f"  pool: {printable(pool.path)}, {held}")
     if report.recovered:
         click.echo(f"  {report.recovered} log entries of an unfinished critical section undone")
     if result.note:

@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
-from lightcache.cache import Cache
+from lightcache._arguments import format_size
+from lightcache.cache import DEFAULT_SECRET, Cache, digest_of
 from lightcache.errors import LightcacheError
 from lightcache.hashing import load_or_create_secret
-from lightcache.placement import parse_numa
-from lightcache.pool import HostPool
-from lightcache.shm import Segment
-from lightcache.sizes import format_size
+from lightcache.pool import HostPool, parse_numa
+from lightcache.shm import Segment, names, wanted
+from lightcache.shm.objects import OpenObject
 from lightcache.tools.output import Command, emit, json_option
 from lightcache.tools.progress import bar
 
 
 @click.command(cls=Command)
-@click.argument("name")
+@click.argument("name", required=False)
 @click.option("--size", help='Capacity in bytes, or as "64GiB"; or')
 @click.option("--pages", type=int, help="capacity in pages.")
-@click.option("--page-bytes", required=True, help='Size of a page in bytes, or as "8MiB".')
-@click.option("--fingerprint", required=True, help="Model, KV dtype and geometry, in any form.")
+@click.option("--page-bytes", help='Size of a page in bytes, or as "8MiB".')
+@click.option("--fingerprint", help="Model, KV dtype and geometry, in any form.")
 @click.option("--page-tokens", type=int, help="Tokens of a page.")
 @click.option("--flat", is_flag=True, help="For states: any page may go while others stay.")
 @click.option("--algorithm", default="xxh3_128", show_default=True, help="Of the keys.")
@@ -52,7 +54,7 @@ from lightcache.tools.progress import bar
 @click.option("--threads", type=click.IntRange(1, 256), help="For zeroing; default: up to 8.")
 @json_option
 def create(
-    name: str,
+    name: str | None,
     as_json: bool,
     no_prefault: bool,
     threads: int | None,
@@ -67,21 +69,69 @@ def create(
     lifetime="persistent". With --lifetime attached the command stays, and the cache goes with its
     last client.
     """
-    secret = load_or_create_secret(secret_file) if secret_file else None
-    place = parse_numa(numa)
-    cache = Cache.create(
-        name, secret=secret, role="create", grow=False, numa=place, **configuration
-    )
-    try:
-        if not no_prefault:
-            _prefault(cache.pool, name, threads, quiet=as_json)
-    except BaseException:
-        _undo(cache, name)
-        raise
+    name = _check_given(name, configuration)
+    with _secret(secret_file) as secret:
+        cache = Cache.create(
+            name, secret=secret, role="create", grow=False, numa=parse_numa(numa), **configuration
+        )
+        try:
+            if not no_prefault:
+                _prefault(cache.pool, name, threads, quiet=as_json)
+        except BaseException:
+            _undo(cache, name)
+            raise
     _report(cache, as_json)
     if configuration["lifetime"] == "attached":
         _stay()
     cache.close()
+
+
+def _check_given(name: str | None, configuration: dict[str, Any]) -> str:
+    """The name.
+
+    Raises:
+        click.UsageError: names all that is missing.
+    """
+    given = {
+        "NAME": name,
+        "--size (or --pages)": configuration["size"] or configuration["pages"] is not None,
+        "--page-bytes": configuration["page_bytes"],
+        "--fingerprint": configuration["fingerprint"],
+    }
+    missing = [what for what, value in given.items() if not value]
+    if missing or name is None:
+        raise click.UsageError(
+            f"missing: {', '.join(missing)}; for example `lightcache create {name or 'llama'} "
+            "--size 64GiB --page-bytes 8MiB --page-tokens 64 --fingerprint llama-3-8b/bf16/64`"
+        )
+    return name
+
+
+@contextlib.contextmanager
+def _secret(given: Path | None) -> Iterator[bytes]:
+    """The secret in a file, for the time in which a cache is created. A file that was made for it
+    goes again when that fails, unless another cache has come to use it meanwhile."""
+    path = given or DEFAULT_SECRET.expanduser()
+    there = os.path.lexists(path)
+    secret = load_or_create_secret(path)
+    try:
+        yield secret
+    except BaseException:
+        if not there and not _is_used(secret):
+            with contextlib.suppress(OSError):
+                path.unlink()
+        raise
+
+
+def _is_used(secret: bytes) -> bool:
+    for name in names.segment_names():
+        with contextlib.suppress(LightcacheError, OSError):
+            opened = OpenObject.open(name, writable=False)
+            if opened is not None:
+                with contextlib.closing(opened):
+                    if wanted.config_of(opened.header()).get("secret") == digest_of(secret):
+                        return True
+    return False
 
 
 def _undo(cache: Cache, name: str) -> None:

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from lightcache._arguments import parse_size
 from lightcache.costs import Costs
 from lightcache.kernels import Move
 from lightcache.kernels.calibration import page_geometry, plane_shape, planes_at
 from lightcache.kernels.host_engine import HostEngine
-from lightcache.kernels.memory import HostPages
-from lightcache.sizes import parse_size
+from lightcache.kernels.pinned import HostPages
 from lightcache.tools.output import cell, console, emit, lines, table
 
 BATCHES = (1, 2, 4, 8, 16, 32)

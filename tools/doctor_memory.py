@@ -7,9 +7,9 @@ import resource
 from collections.abc import Callable
 from pathlib import Path
 
+from lightcache._arguments import format_size
 from lightcache.shm import list_segments, memory
 from lightcache.shm.names import FOLDER
-from lightcache.sizes import format_size
 from lightcache.tools.findings import Finding, error, ok, text, warning
 
 _SMALL = 1 << 30  # containers come with 64 MiB of /dev/shm unless told otherwise

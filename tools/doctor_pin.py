@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lightcache._arguments import format_size
 from lightcache.cache import Cache
 from lightcache.errors import LightcacheError
-from lightcache.sizes import format_size
 from lightcache.tools.attaching import guest
 from lightcache.tools.findings import Finding, error, ok, warning
 from lightcache.tools.progress import bar
 
 if TYPE_CHECKING:
-    from lightcache.kernels.registration import Driver
+    from lightcache.kernels.pinned import Driver
 
 
 def pinning(name: str, *, quiet: bool = False, driver: Driver | None = None) -> list[Finding]:

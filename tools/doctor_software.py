@@ -9,19 +9,22 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
-from lightcache import _native
+from lightcache import layout as index_native
 from lightcache.errors import LightcacheError
 from lightcache.shm import _native as shm_native
 from lightcache.shm import layout
 from lightcache.tools.findings import Finding, error, ok, warning
 
 _NEEDED = ("numpy", "xxhash", "posix_ipc", "click", "rich")
+# package: (extra, what it is for)
 _WELCOME = {
-    "torch": "tensors and device transfers",
-    "triton": "device kernels",
-    "redis": "storages redis: and valkey:",
-    "obstore": "storages s3:",
-    "mooncake": "storages mooncake:",
+    "torch": ("kernels", "tensors and device transfers"),
+    "triton": ("kernels", "device kernels"),
+    "transformers": ("transformers", "models of Hugging Face transformers"),
+    "prometheus_client": ("metrics", "figures for Prometheus"),
+    "redis": ("redis", "storages redis: and valkey:"),
+    "obstore": ("s3", "storages s3:"),
+    "mooncake": ("mooncake", "storages mooncake:"),
 }
 _PACKAGES = {"mooncake": ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda")}
 """Those that a name stands for, where it is none."""
@@ -37,9 +40,10 @@ def versions() -> list[Finding]:
             found.append(error(package, "not installed", f"pip install {package}"))
         else:
             found.append(ok(package, version))
-    for package, use in _WELCOME.items():
+    for package, (extra, use) in _WELCOME.items():
         known = filter(None, map(_version, _PACKAGES.get(package, (package,))))
-        found.append(ok(package, next(known, f"not installed (only for {use})")))
+        absent = f"not installed (only for {use}); pip install 'lightcache[{extra}]'"
+        found.append(ok(package, next(known, absent)))
     return found
 
 
@@ -53,7 +57,7 @@ def _version(package: str) -> str | None:
 def core() -> list[Finding]:
     """The two C libraries, and whether they are of this version."""
     found = []
-    for name, load in (("C core, shm", shm_native.load), ("C core, index", _native.load)):
+    for name, load in (("C core, shm", shm_native.load), ("C core, index", index_native.load)):
         try:
             library = load()
         except LightcacheError as problem:

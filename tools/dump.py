@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import click
 
-from lightcache.tools import dump_view, facts, hints, page_facts
+from lightcache.tools import dump_view, facts, hints, page_facts, structures
 from lightcache.tools.image import Image, opened, read, undo
 from lightcache.tools.output import Command, emit, json_option
 
@@ -31,7 +31,7 @@ SECTIONS: dict[str, Callable[[Image], object]] = {
 @click.option("--limit", default=100, show_default=True, help="Most pages to show; 0: all.")
 @json_option
 def dump(name: str, as_json: bool, pages: bool, limit: int, **chosen: bool) -> None:
-    """Show what is in the cache NAME.
+    """Show what is in the cache NAME, or in a list, dict, ring, log or other segment.
 
     Reads a copy: takes no lock and no slot, and works while the holder of the lock is stopped or
     dead. Without options it shows everything but the pages. Neither tokens nor secrets are in a
@@ -41,8 +41,11 @@ def dump(name: str, as_json: bool, pages: bool, limit: int, **chosen: bool) -> N
         raise click.BadParameter("expected 0 (all) or more", param_hint="--limit")
     with opened(name) as (_, info):
         plain = info.kind != "index"
-    if plain:  # no index: the header and the clients are all there is to say
-        found: dict[str, object] = {"segment": dump_view.plain(info), "hints": []}
+    if plain:
+        found: dict[str, object] = {
+            "segment": dump_view.plain(info),
+            **_chosen(structures.document(name), chosen),
+        }
     else:
         found = document(read(name), chosen, pages, limit)
     if as_json:
@@ -62,5 +65,12 @@ def document(image: Image, chosen: dict[str, bool], pages: bool, limit: int) -> 
             found[section] = lock if section == "lock" else make(image)
     if pages:
         found["pages"] = page_facts.pages(image, limit)
-    found["hints"] = hints.of(image, lock, undone)
-    return found
+    return found | hints.sections(hints.of(image, lock, undone))
+
+
+def _chosen(found: dict[str, object], chosen: dict[str, bool]) -> dict[str, object]:
+    """The sections asked for that there are; without a choice all."""
+    always = {"not_working", "hints"}
+    if not any(chosen.values()):
+        return found
+    return {name: value for name, value in found.items() if chosen.get(name) or name in always}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.text import Text
 
+from lightcache._arguments import format_size
 from lightcache.shm import SegmentInfo, names
-from lightcache.shm.folders import path_of
-from lightcache.sizes import format_size
 from lightcache.tools.output import age, cell, console, lines, percent, printable, table
 
 Facts = dict[str, Any]
@@ -23,6 +23,8 @@ def plain(info: SegmentInfo) -> Facts:
         "kind": info.kind,
         "state": "retired" if info.retired else "disabled" if info.disabled else "ready",
         "lifetime": info.lifetime,
+        "idle_limit_s": info.idle_limit_s or None,
+        "unused_s": round(info.unused_s, 3),
         "age_s": info.age_s,
         "uuid": info.uuid,
         "uid": info.uid,
@@ -33,6 +35,14 @@ def plain(info: SegmentInfo) -> Facts:
     }
 
 
+def _limit(info: Facts) -> str:
+    """Of a persistent one that may go for room."""
+    limit = info.get("idle_limit_s")
+    if not limit:
+        return ""
+    return f", idle limit {age(limit)}, last used {age(info['unused_s'])} ago"
+
+
 def show(found: Facts) -> None:
     """Print what was found."""
     out = console()
@@ -41,7 +51,7 @@ def show(found: Facts) -> None:
         if name in found:
             out.print()
             out.print(view(found[name]))
-    _hints(out, found["hints"])
+    _hints(out, found["not_working"], found["hints"])
 
 
 def _segment(info: Facts) -> RenderableType:
@@ -53,7 +63,7 @@ def _segment(info: Facts) -> RenderableType:
     readers = ", and readers" if info["occupied"] and not info["clients"] else ""
     pairs += [
         ("clients", f"{info['clients']} living, {info['dead_clients']} dead{readers}"),
-        ("age", f"{age(info['age_s'])}, lifetime {info['lifetime']}"),
+        ("age", f"{age(info['age_s'])}, lifetime {info['lifetime']}{_limit(info)}"),
     ]
     return lines(printable(info["name"]), pairs)
 
@@ -73,7 +83,7 @@ def _sizes(info: Facts) -> list[tuple[str, object]]:
     pool = info["pool_bytes"]
     if pool:
         said = f"{format_size(pool['length'])}, {format_size(pool['allocated'])} in memory"
-        folder = path_of(info["pool"]).parent
+        folder = Path(info["pool"]).parent
         pairs.append(("pool", said + (f", in {folder}" if folder != names.FOLDER else "")))
     return pairs
 
@@ -89,6 +99,7 @@ def _totals(found: Facts) -> RenderableType:
     pairs: list[tuple[str, object]] = [
         ("pages", f"{found['pages']:,}, {found['grown']:,} with memory"),
         *((name, f"{found[name]:,}  {percent(found[name], found['pages'])}") for name in states),
+        ("available", f"{found['available']:,}  without evicting"),
         ("accounting", holds),
         ("evictable", found["evictable"]),
         ("kept", found["kept"]),
@@ -133,7 +144,44 @@ def _life(who: Facts) -> str:
     return f"alive, {who['process']}" if who["alive"] else "dead"
 
 
+def _members(found: list[Facts]) -> RenderableType:
+    return table(
+        f"clients: {len(found)}",
+        ("slot", "role", "pid", "alive", "age"),
+        (
+            (
+                client["slot"],
+                client["role"] or None,
+                str(client["pid"]),
+                Text(_life(client), style="" if client["alive"] else "red"),
+                age(client["attached_s"]),
+            )
+            for client in found
+        ),
+        right="slot pid",
+    )
+
+
+def _content(found: Facts) -> RenderableType:
+    pairs: list[tuple[str, object]] = []
+    for name, value in found.items():
+        if name == "writer":
+            slot = f"client {value['slot']}, " if value["slot"] else ""
+            pairs.append((name, f"{slot}{value['state']}"))
+        elif name == "readers":
+            shown = [f"client {each['slot']}: {each['behind']:,} to read" for each in value]
+            pairs.append((name, "; ".join(shown) or None))
+        elif isinstance(value, dict):
+            shown = [f"{key}: {each:,}" for key, each in value.items() if isinstance(each, int)]
+            pairs.append((name.replace("_", " "), "; ".join(shown) or None))
+        else:
+            pairs.append((name.replace("_", " "), value if isinstance(value, int) else str(value)))
+    return lines("content", pairs)
+
+
 def _clients(found: list[Facts]) -> RenderableType:
+    if found and "pins" not in found[0]:
+        return _members(found)
     columns = ("slot", "role", "pid", "alive", "pins", "pages", "lookups", "hit", "reserved", "age")
     return table(
         f"clients: {len(found)}",
@@ -246,14 +294,20 @@ def _page_cell(entry: Facts, column: str) -> Text:
     return cell(" ".join(f"{slot}:{count}" for slot, count in entry["pins"].items()) or None)
 
 
-def _hints(out: Console, found: list[str]) -> None:
-    if found:
-        out.print()
-    for hint in found:
-        out.print(Text("note: ", style="yellow bold") + cell(hint), soft_wrap=True)
+def _hints(out: Console, not_working: list[str], notes: list[str]) -> None:
+    out.print()
+    if not_working:
+        out.print(Text("not working now", style="red bold"))
+    else:
+        out.print(Text("not working now: nothing that can be seen from here", style="bold"))
+    for line in not_working:
+        out.print(Text("  - ", style="red bold") + cell(line), soft_wrap=True)
+    for line in notes:
+        out.print(Text("note: ", style="yellow bold") + cell(line), soft_wrap=True)
 
 
 _VIEWS: dict[str, Callable[[Any], RenderableType]] = {
+    "content": _content,
     "totals": _totals,
     "lock": _lock,
     "clients": _clients,

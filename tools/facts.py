@@ -7,25 +7,26 @@ tickets without the words that adopting takes, and of the secret nothing at all.
 from __future__ import annotations
 
 import ctypes
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from lightcache import layout
+from lightcache import pool as pool_file
 from lightcache.layout import PageState
+from lightcache.pool import PoolObject
 from lightcache.shm import ClientInfo
 from lightcache.shm import layout as shm_layout
-from lightcache.shm.folders import path_of
-from lightcache.tools.image import Image
+from lightcache.tools.image import Copy, Image
 from lightcache.tools.processes import state_of
 
 Facts = dict[str, Any]
 _RESERVATION = {1: "active", 2: "doomed"}
 _TICKET = {1: "building", 2: "open", 3: "dropped"}
 _NAMESPACE = {1: "normal", 2: "clearing", 3: "cleared"}
+_OPERATIONS = {each.value: each.name.lower() for each in layout.Operation}
 _SHARD = {0: "pending", 1: "done", 2: "dead"}
 
 
@@ -45,7 +46,7 @@ def rows(image: Image) -> npt.NDArray[np.uint16]:
     return flat.reshape(shm_layout.SLOTS, stride)[:, : image.pages]
 
 
-def _alive(image: Image, slot: int, epoch: int | None = None) -> bool:
+def _alive(image: Copy, slot: int, epoch: int | None = None) -> bool:
     """Whether a slot's client lives; with an epoch (its low 24 bits count) that very client."""
     return any(
         client.slot == slot
@@ -58,11 +59,12 @@ def _alive(image: Image, slot: int, epoch: int | None = None) -> bool:
 def segment(image: Image) -> Facts:
     """Name, state and sizes."""
     info, config = image.info, image.config
-    pool = next((full for full in info.dependents if "~pool-" in full), None)
     return {
         "name": info.name,
         "state": "retired" if info.retired else "disabled" if info.disabled else "ready",
         "lifetime": info.lifetime,
+        "idle_limit_s": info.idle_limit_s or None,
+        "unused_s": round(info.unused_s, 3),
         "age_s": info.age_s,
         "uuid": info.uuid,
         "uid": info.uid,
@@ -72,8 +74,7 @@ def segment(image: Image) -> Facts:
         "page_tokens": config.get("page_tokens"),
         "fingerprint": config.get("fingerprint"),
         "algorithm": config.get("algorithm"),
-        "pool": pool,
-        "pool_bytes": _pool_bytes(pool),
+        **_pool_facts(image),
         "clients": sum(client.alive for client in image.clients),
         "dead_clients": sum(not client.alive for client in image.clients),
         "occupied": info.occupied,
@@ -81,15 +82,22 @@ def segment(image: Image) -> Facts:
     }
 
 
-def _pool_bytes(pool: str | None) -> Facts | None:
-    """Length of the pool object, and how much memory it takes."""
-    if pool is None:
-        return None
-    try:
-        found = os.stat(path_of(pool), follow_symlinks=False)
-    except OSError:
-        return None
-    return {"length": found.st_size, "allocated": found.st_blocks * 512}
+def pool(image: Image) -> PoolObject | None:
+    """The object with the pages; None: an index without a pool."""
+    info, grown = image.info, min(image.root.grown, image.pages)
+    return pool_file.look(info.name, info.uuid, info.uid, image.config, image.pages, grown)
+
+
+def _pool_facts(image: Image) -> Facts:
+    found = pool(image)
+    there = found is not None and found.length > 0
+    return {
+        "pool": found.path if found else None,
+        "pool_bytes": {"length": found.length, "allocated": found.allocated}
+        if found and there
+        else None,
+        "pool_problem": found.problem if found else None,
+    }
 
 
 def totals(image: Image) -> Facts:
@@ -102,18 +110,24 @@ def totals(image: Image) -> Facts:
     named = state["writing"] + state["ready"] + state["evicting"]
     counted = (state["free"], named, state["doomed"], state["held"])
     equal = (root.free_count, root.named, root.doomed, root.held) == counted
+    late, pinned = _ticket_pins(image), rows(image)
+    doomed = np.flatnonzero(records(image)["word"][:used] & layout.STATE_MASK == PageState.DOOMED)
+    counts = pinned[:, doomed].sum(axis=0, dtype=np.int64) - late[doomed]
     hits = sum(client.hit_pages for client in image.clients)
     missed = sum(client.missed_pages for client in image.clients)
     return {
         "pages": image.pages,
         "grown": root.grown,
+        "no_memory_s": _no_memory(image),
         "free": state["free"] + max(0, grown - used),
         "never_used": max(0, grown - used),
         **{name: number for name, number in state.items() if name != "free"},
+        "available": state["free"] + max(0, grown - used) + int((counts <= 0).sum()),
         "evictable": root.queued,
         "kept": root.kept,
         "accounting_holds": bool(equal and used == root.fresh and grown == root.grown),
-        "ticket_pins": int(rows(image)[0].sum(dtype=np.int64)),
+        "ticket_pins": int(pinned[0].sum(dtype=np.int64)) - int(late.sum()),
+        "late_ticket_pins": int(late.sum()),
         "reservations": root.res_used,
         "tickets": root.ticket_used,
         "clock": root.clock,
@@ -123,11 +137,44 @@ def totals(image: Image) -> Facts:
     }
 
 
-def lock(image: Image) -> Facts:
-    """Who holds the lock, and what was counted around it."""
+def _no_memory(image: Image) -> float:
+    """For so long calls evict instead of asking for memory; 0: they ask."""
+    left = (image.root.no_memory_ns - image.taken_ns) / 1e9
+    return left if image.root.grown < image.pages and 0 < left <= 60 else 0.0
+
+
+def _ticket_pins(image: Image) -> npt.NDArray[np.int64]:
+    """Pins of each page by tickets whose deadline has passed: they hold nothing, and the next call
+    that makes room takes them back."""
+    place, found = image.place, np.zeros(image.pages, np.int64)
+    records = _table(image, layout.TicketRecord, place.ticket, place.tickets)
+    for record in records:
+        if record.state and record.deadline_ns <= image.taken_ns:
+            pages = _listed(image, record.pages)
+            np.add.at(found, pages[pages < image.pages], 1)
+    return found
+
+
+def _listed(image: Image, head: layout.PageList) -> npt.NDArray[np.int64]:
+    """Pages of a reservation's or ticket's list, as far as it makes sense."""
+    found: list[int] = []
+    chunk, place, size = head.first, image.place, ctypes.sizeof(layout.ChunkRecord)
+    while len(found) < min(head.count, image.pages) and chunk < place.chunks:
+        record = layout.ChunkRecord.from_buffer_copy(image.data.data, place.chunk + chunk * size)
+        count = min(record.count, len(record.page))
+        if not count:
+            break
+        found += record.page[:count]
+        chunk = record.next
+    return np.array(found, np.int64)
+
+
+def lock(image: Copy, operations: Mapping[int, str] = _OPERATIONS) -> Facts:
+    """Who holds the lock, and what was counted around it. `operations` names what a holder says
+    that it does."""
     found = image.lock
     return {
-        "holder": _holder(image),
+        "holder": _holder(image, operations),
         "waiters": bool(found.word & shm_layout.LOCK_WAITERS),
         "log_entries": found.log_count,
         "acquisitions": found.acquisitions,
@@ -140,7 +187,7 @@ def lock(image: Image) -> Facts:
     }
 
 
-def _holder(image: Image) -> Facts | None:
+def _holder(image: Copy, operations: Mapping[int, str]) -> Facts | None:
     found = image.lock
     slot = found.word & shm_layout.LOCK_SLOT_MASK
     if slot == 0:
@@ -157,9 +204,24 @@ def _holder(image: Image) -> Facts | None:
         "pid": client.pid if client else None,
         "tid": tid,
         "process": state_of(client, tid) if client and alive else "gone",
-        "operation": name_of(layout.Operation, found.operation) if said else None,
+        "operation": operations.get(found.operation, f"unknown ({found.operation})")
+        if said
+        else None,
         "held_s": max(0, image.taken_ns - found.since_ns) / 1e9 if said else None,
     }
+
+
+def counted(copy: Copy) -> dict[str, int]:
+    """The sums of a copy of `SharedCounters`."""
+    names = copy.config.get("names")
+    if not isinstance(names, list) or not names:
+        return {}
+    payload = copy.data.data[shm_layout.PAYLOAD_OFFSET :]
+    stride = -(-len(names) // 8) * 8
+    rows = min(shm_layout.SLOTS, len(payload) // 8 // stride)
+    table = np.frombuffer(payload, np.uint64, rows * stride).reshape(rows, stride)
+    sums = table[:, : len(names)].sum(axis=0, dtype=np.uint64)
+    return dict(zip(map(str, names), sums.tolist(), strict=True))
 
 
 def name_of(enum: Callable[[int], Any], value: int) -> str:
@@ -177,8 +239,8 @@ def clients(image: Image) -> list[Facts]:
     return [_client(c, int(sums[c.slot]), int(distinct[c.slot])) for c in image.clients]
 
 
-def _client(client: ClientInfo, pins: int, pages: int) -> Facts:
-    looked = client.hit_pages + client.missed_pages
+def member(client: ClientInfo) -> Facts:
+    """A client of a segment of any kind."""
     return {
         "slot": client.slot,
         "state": client.state.name.lower(),
@@ -187,8 +249,15 @@ def _client(client: ClientInfo, pins: int, pages: int) -> Facts:
         "role": client.role,
         "pid": client.pid,
         "pid_namespace": client.pidns,
-        "device": client.device,
         "attached_s": client.attached_s,
+    }
+
+
+def _client(client: ClientInfo, pins: int, pages: int) -> Facts:
+    looked = client.hit_pages + client.missed_pages
+    return {
+        **member(client),
+        "device": client.device,
         "pins": pins,
         "pinned_pages": pages,
         "lookups": client.lookups,

@@ -1,77 +1,262 @@
-"""What is out of the ordinary in a cache, and what to do about it, in one line each."""
+"""What a cache does not do just now, and what else is out of the ordinary: one line each that says
+why and what to do. This is the one place that collects it; `dump` prints it."""
 
 from __future__ import annotations
 
-from lightcache.tools import facts
-from lightcache.tools.image import Image
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+from lightcache.errors import LightcacheError
+from lightcache.shm import layout as shm_layout
+from lightcache.storage.service.board import LAYOUT, board_copy, board_name
+from lightcache.tools import facts, processes
+from lightcache.tools.image import Copy, Image, read_any
 
 
-def of(image: Image, lock: facts.Facts, undone: int) -> list[str]:
-    """Empty where there is nothing to do.
+@dataclass(frozen=True)
+class Hint:
+    """One of these lines."""
 
-    Args:
-        image: put in order by `undo`.
-        lock: as it was before.
-        undone: what `undo` returned.
-    """
-    name = image.info.name
-    found = _segment(image) + _lock(name, lock)
-    if undone < 0:
-        found.append(f"the undo log is damaged: run `lightcache check {name}`, then `repair`")
-    dead = [client for client in image.clients if not client.alive]
-    if dead:
-        found.append(
-            f"{len(dead)} dead clients have not been reaped; whoever needs their slots does it, or "
-            f"`lightcache reap {name}` now"
+    text: str
+    stops: bool = False
+    """Something that the cache should do does not work until this has been mended."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What sources of hints look at."""
+
+    copy: Copy
+    lock: facts.Facts
+    """As it was before the copy was put in order."""
+
+    @property
+    def name(self) -> str:
+        """The segment's."""
+        return self.copy.info.name
+
+    @property
+    def waits(self) -> str:
+        """What is held up by a holder of the lock that does not give it back."""
+        return "changes wait"
+
+    @property
+    def goes_on(self) -> str:
+        """What is not."""
+        return ""
+
+
+@dataclass(frozen=True)
+class SeenCache(Seen):
+    """The same of a cache."""
+
+    image: Image
+    """The copy, put in order by `undo`."""
+    undone: int
+    """What `undo` returned."""
+
+    @property
+    def waits(self) -> str:
+        """See `Seen`."""
+        return "reservations wait"
+
+    @property
+    def goes_on(self) -> str:
+        """See `Seen`."""
+        return "; lookups go on meanwhile"
+
+
+def of(image: Image, lock: facts.Facts, undone: int) -> list[Hint]:
+    """Of a cache. Empty where there is nothing to say. Arguments: see `SeenCache`."""
+    seen = SeenCache(copy=image, lock=lock, image=image, undone=undone)
+    return [
+        *_segment(seen),
+        *_lock(seen),
+        *(hint for source in _OF_A_CACHE for hint in source(seen)),
+        *_clients(seen),
+    ]
+
+
+def of_structure(copy: Copy, lock: facts.Facts, content: facts.Facts) -> list[Hint]:
+    """Of a list, dict, ring, log, or any other segment that holds no index."""
+    seen = Seen(copy, lock)
+    return [*_segment(seen), *_lock(seen), *_full(content), *_clients(seen)]
+
+
+def sections(hints: list[Hint]) -> facts.Facts:
+    """As `dump` has them."""
+    return {
+        "not_working": [hint.text for hint in hints if hint.stops],
+        "hints": [hint.text for hint in hints if not hint.stops],
+    }
+
+
+def _full(content: facts.Facts) -> Iterator[Hint]:
+    """Who is waited for in a ring or a log."""
+    capacity = content.get("capacity")
+    for reader in content.get("readers", ()):
+        if reader["behind"] >= (capacity or 1):
+            yield Hint(
+                f"the writer waits: reader {reader['slot']} has {reader['behind']:,} entries still "
+                "to read, as many as there is room for; continue it or kill it",
+                stops=True,
+            )
+    if content.get("writer", {}).get("state") == "dead":
+        yield Hint("its writer was killed: readers read what there is, and then wait for another")
+    if "pushed" in content and content["entries"] >= (capacity or 1):
+        yield Hint(
+            "producers wait: it is full, and no consumer takes anything out of it just now",
+            stops=True,
         )
-    totals = facts.totals(image)
-    if totals["repairing"]:
-        found.append("a repair is under way, or its process died: whoever locks next does it again")
-    if image.steady and not totals["accounting_holds"]:
-        found.append(
-            f"the counters disagree with the records: run `lightcache check {name}`, then `repair`"
-        )
-    if totals["grown"] < image.pages:
-        found.append(
-            f"{image.pages - totals['grown']:,} pages have no memory yet; a client attached for "
-            "writing gives it to them"
-        )
-    return found
 
 
-def _segment(image: Image) -> list[str]:
-    name, info, found = image.info.name, image.info, []
+def _segment(seen: Seen) -> Iterator[Hint]:
+    info = seen.copy.info
     if info.retired:
-        found.append("it was retired: it was replaced or removed, and nobody can attach any more")
+        yield Hint("it was retired: it was replaced or removed, and nothing can attach", stops=True)
     if info.disabled:
-        found.append(f"it is disabled: lookups and reservations fail; `lightcache enable {name}`")
-    if image.config.get("page_bytes") and not any("~pool-" in full for full in info.dependents):
-        found.append(f"its pool is gone: `lightcache rm {name}` and create it anew")
-    if not image.steady:
-        found.append(
+        again = f"`lightcache enable {seen.name}`"
+        yield Hint(f"it is disabled: lookups and reservations fail; {again}", stops=True)
+    if not seen.copy.steady:
+        yield Hint(
             "it was never quiet while it was copied: figures of different instants are mixed"
         )
-    return found
 
 
-def _lock(name: str, lock: facts.Facts) -> list[str]:
-    holder = lock["holder"]
+def _pool(seen: SeenCache) -> Iterator[Hint]:
+    found = facts.pool(seen.image)
+    if found and found.problem:
+        yield Hint(found.problem, stops=True)
+
+
+def _lock(seen: Seen) -> Iterator[Hint]:
+    holder = seen.lock["holder"]
     if holder is None:
-        return []
+        return
     who = f"client {holder['slot']} (pid {holder['pid']})"
     if not holder["alive"] or holder["process"] in ("gone", "zombie", "dead"):
-        return [
-            f"the lock's holder, {who}, is dead: whoever needs the lock next undoes what it left "
-            f"half done, or `lightcache reap {name}` now; lookups go on meanwhile"
-        ]
-    if holder["process"] in ("stopped", "traced"):
-        return [
-            f"the lock's holder, {who}, is {holder['process']}: continue it (kill -CONT "
-            f"{holder['pid']}) or kill it; lookups go on meanwhile, reservations wait"
-        ]
-    if (holder["held_s"] or 0) > 1:
-        return [
-            f"{who} has held the lock for {holder['held_s']:.1f} s in {holder['operation']}, and "
-            "reservations wait for it; it may be starved of processor time"
-        ]
-    return []
+        yield Hint(
+            f"the lock's holder, {who}, is dead: the next process that needs the lock undoes what "
+            f"it left half done, or `lightcache reap {seen.name}` now{seen.goes_on}"
+        )
+    elif holder["process"] in ("stopped", "traced"):
+        yield Hint(
+            f"{seen.waits}: the lock's holder, {who}, is {holder['process']}; continue it "
+            f"(kill -CONT {holder['pid']}) or kill it{seen.goes_on}",
+            stops=True,
+        )
+    elif (holder["held_s"] or 0) > 1:
+        yield Hint(
+            f"{seen.waits}: {who} has held the lock for {holder['held_s']:.1f} s in "
+            f"{holder['operation']}; it may be starved of processor time",
+            stops=True,
+        )
+
+
+def _records(seen: SeenCache) -> Iterator[Hint]:
+    again = f"run `lightcache check {seen.name}`, then `repair`"
+    totals = facts.totals(seen.image)
+    if seen.undone < 0:
+        yield Hint(f"reservations fail: the undo log is damaged; {again}", stops=True)
+    if totals["repairing"]:
+        yield Hint(
+            "a repair is under way, or its process died: the next process that locks does it again"
+        )
+    if seen.image.steady and not totals["accounting_holds"]:
+        yield Hint(f"the counters disagree with the records: {again}")
+    if totals["late_ticket_pins"]:
+        yield Hint(
+            f"{totals['late_ticket_pins']:,} pins are of tickets that were not adopted in time; "
+            "the next call that makes room takes them back"
+        )
+    bare = seen.image.pages - totals["grown"]
+    if bare > 0 and totals["no_memory_s"]:
+        yield Hint(
+            f"{bare:,} of {seen.image.pages:,} pages have no memory because there was none, and "
+            "calls evict instead; make room for the pool (`lightcache ls`, `lightcache rm`): its "
+            f"clients try again, in {totals['no_memory_s']:.0f} s at the latest",
+            stops=True,
+        )
+    elif bare > 0:
+        yield Hint(
+            f"{bare:,} pages have no memory yet; a client attached for writing gives it to them"
+        )
+
+
+def _clients(seen: Seen) -> Iterator[Hint]:
+    for client in seen.copy.clients:
+        if client.alive and processes.has_ended(client):
+            yield Hint(
+                f"client {client.slot} ({client.role or 'no role'}, pid {client.pid}) has ended, "
+                "but a process that was forked from it without its fork handlers (clone, _Fork) "
+                "still holds the descriptor that proves its life: its pins, and the lock if it "
+                "had it, stay until that process ends or calls lightcache; find it with "
+                "`lsof /dev/shm/lightcache.*` and end it",
+                stops=True,
+            )
+    dead = sum(not client.alive for client in seen.copy.clients)
+    if dead:
+        yield Hint(
+            f"{dead} dead clients have not been reaped; a process that needs what they hold does "
+            f"it, or `lightcache reap {seen.name}` now"
+        )
+
+
+# Figures of `ManagerStats`, summed over all managers of the node: what they do without.
+_WITHOUT = {
+    "no_room_pages": "were not kept on the host, which had no room",
+    "storage_refused_pages": "were not stored: no room in the storage, or in the queue before it",
+    "storage_failed_pages": "were not stored: the storage failed",
+    "storage_skipped_pages": "were not stored: passed over, or gone before it was their turn",
+    "failed_loads": "loads failed",
+    "failed_offloads": "offloads failed",
+    "errors": "calls of managers went on without the cache after an error",
+}
+
+
+def _managers(seen: SeenCache) -> Iterator[Hint]:
+    """What the managers of this node have counted, those that are gone included."""
+    with contextlib.suppress(LightcacheError, OSError, ValueError):
+        sums = facts.counted(read_any(f"{seen.name}.counters"))
+        for name, text in _WITHOUT.items():
+            if sums.get(name):
+                pages = "pages " if name.endswith("_pages") else ""
+                yield Hint(f"so far {sums[name]:,} {pages}{text}")
+
+
+def _storage(seen: SeenCache) -> Iterator[Hint]:
+    """What the storage service of this cache says of itself, and whether it is there at all."""
+    with contextlib.suppress(LightcacheError, OSError, ValueError):
+        found = read_any(board_name(seen.name, seen.image.info.uuid), layout_facts=LAYOUT)
+        board = board_copy(found.data.data[shm_layout.PAYLOAD_OFFSET :], found.clients)
+        pid = board.words["pid"]
+        start = f"`lightcache storage {seen.name} --url ...` starts one"
+        if not board.serving and board.served:
+            yield Hint(f"storage is not used: its service (pid {pid}) is gone; {start}", stops=True)
+        elif not board.serving and (found.clients or found.info.occupied):
+            yield Hint(
+                f"storage is not used: processes ask for a service, and none is there; {start}",
+                stops=True,
+            )
+        elif board.serving and board.tier.state != "closed":
+            yield Hint(
+                f"storage is not used: it failed; its service (pid {pid}) tries it again by itself "
+                "and says why in its log",
+                stops=True,
+            )
+        if board.serving and board.tier.stuck:
+            yield Hint(f"{board.tier.stuck} calls of the storage hang (service pid {pid})")
+        tier = asdict(board.tier)
+        causes = {name: number for name, number in tier.items() if name.startswith("unstored_")}
+        if any(causes.values()):
+            said = [f"{n:,} {name.removeprefix('unstored_')}" for name, n in causes.items() if n]
+            yield Hint(f"so far the storage service has not stored pages: {', '.join(said)}")
+
+
+_OF_A_CACHE: tuple[Callable[[SeenCache], Iterator[Hint]], ...] = (
+    _pool,
+    _storage,
+    _records,
+    _managers,
+)

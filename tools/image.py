@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightcache import _native, layout
+from lightcache import layout
 from lightcache.errors import CacheCorrupted, LightcacheError, NotReady
 from lightcache.page_index import MAX_PAGES, geometry
 from lightcache.shm import ClientInfo, Kind, SegmentInfo, clients, read_segment, wanted
@@ -33,13 +33,11 @@ _HEAD_BYTES = shm_layout.PAYLOAD_OFFSET
 
 
 @dataclass
-class Image:
-    """A copy of an index and what was known of its clients when it was taken."""
+class Copy:
+    """A copy of a segment and what was known of its clients when it was taken."""
 
     info: SegmentInfo
     config: Mapping[str, Any]
-    pages: int
-    place: layout.Geometry
     data: Bytes
     lock: shm_layout.LockRecord
     """As it was copied: the holder, and how much of a critical section is undone in `data`."""
@@ -53,6 +51,14 @@ class Image:
     def held(self) -> bool:
         """Somebody, alive or dead, holds the lock."""
         return bool(self.lock.word & shm_layout.LOCK_SLOT_MASK or self.lock.log_count)
+
+
+@dataclass
+class Image(Copy):
+    """That of an index."""
+
+    pages: int
+    place: layout.Geometry
 
     @property
     def root(self) -> layout.RootRecord:
@@ -79,8 +85,8 @@ def require(name: str) -> SegmentInfo:
 
 
 @contextlib.contextmanager
-def opened(name: str) -> Iterator[tuple[OpenObject, SegmentInfo]]:
-    """An object that can be read, and what is known of it.
+def opened(name: str, layout_facts: str | None = None) -> Iterator[tuple[OpenObject, SegmentInfo]]:
+    """An object that can be read, and what is known of it. `layout_facts`: what it must hold.
 
     Raises:
         NotReady: there is none, or it is not (yet) a segment.
@@ -104,7 +110,7 @@ def opened(name: str) -> Iterator[tuple[OpenObject, SegmentInfo]]:
             kind=None,
             payload_bytes=None,
             config=None,
-            layout_facts=None,
+            layout_facts=layout_facts,
             lifetime=None,
             group=None,
         )
@@ -122,19 +128,34 @@ def read(name: str, tries: int = TRIES) -> Image:
     """
     with opened(name) as (found, info):
         config, place = _verify_index(found)
-        _check_memory(place.end)
-        data, steady = _copy(found, place.end, tries)
-        return Image(
-            info=info,
-            config=config,
-            pages=place.pages,
-            place=place,
-            data=data,
-            lock=shm_layout.LockRecord.from_buffer_copy(data.data, shm_layout.LOCK_OFFSET),
-            clients=_clients(data, found),
-            steady=steady,
-            taken_ns=time.monotonic_ns(),
-        )
+        copied = _copied(found, info, config, place.end, tries)
+        return Image(**vars(copied), pages=place.pages, place=place)
+
+
+def read_any(name: str, tries: int = TRIES, *, layout_facts: str | None = None) -> Copy:
+    """The same of a segment of any kind, whole. `layout_facts`: what it must hold.
+
+    Raises:
+        As `opened`; LightcacheError: there is no memory for the copy.
+    """
+    with opened(name, layout_facts) as (found, info):
+        return _copied(found, info, wanted.config_of(found.header()), found.size(), tries)
+
+
+def _copied(
+    found: OpenObject, info: SegmentInfo, config: Mapping[str, Any], length: int, tries: int
+) -> Copy:
+    _check_memory(length)
+    data, steady = _copy(found, length, tries)
+    return Copy(
+        info=info,
+        config=config,
+        data=data,
+        lock=shm_layout.LockRecord.from_buffer_copy(data.data, shm_layout.LOCK_OFFSET),
+        clients=_clients(data, found),
+        steady=steady,
+        taken_ns=time.monotonic_ns(),
+    )
 
 
 def _verify_index(found: OpenObject) -> tuple[dict[str, Any], layout.Geometry]:
@@ -147,7 +168,7 @@ def _verify_index(found: OpenObject) -> tuple[dict[str, Any], layout.Geometry]:
         kind=Kind.INDEX,
         payload_bytes=None,
         config=None,
-        layout_facts=_native.load().quick.lci_layout().decode(),
+        layout_facts=layout.load().quick.lci_layout().decode(),
         lifetime=None,
         group=None,
     )
@@ -175,8 +196,8 @@ def _check_memory(needed: int) -> None:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:") and int(line.split()[1]) * 1024 < needed:
                 raise LightcacheError(
-                    f"a copy of the index takes {needed} bytes, and only {line.split()[1]} KiB of "
-                    "memory are available; free some, or run this on a quieter machine"
+                    f"a copy of the segment takes {needed} bytes, and only {line.split()[1]} KiB "
+                    "of memory are available; free some, or run this on a quieter machine"
                 )
 
 
@@ -216,5 +237,5 @@ def undo(image: Image) -> int:
     """Undo in the copy what an unfinished critical section had stored. Returns the log entries
     undone, or -1: the log names words outside of the index."""
     where = ctypes.c_void_p(image.data.ctypes.data)
-    code: int = _native.load().quick.lci_recover_copy(where, len(image.data), image.pages)
+    code: int = layout.load().quick.lci_recover_copy(where, len(image.data), image.pages)
     return max(code, -1)

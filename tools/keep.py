@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
+from collections import Counter
+from dataclasses import asdict
 from typing import Any
 
 import click
 
+from lightcache._arguments import format_size
 from lightcache.errors import ConfigError, LightcacheError
 from lightcache.page_index import PageIndex
-from lightcache.shm import Segment, SegmentInfo, layout, list_segments, names, wanted
-from lightcache.shm import sweep as sweep_all
+from lightcache.shm import Kind, Segment, SegmentInfo, layout, list_segments, names, owners, wanted
+from lightcache.shm.log_parts import free_dead_readers
 from lightcache.shm.objects import OpenObject
 from lightcache.shm.segment import free_dead_slots
-from lightcache.shm.sweep import _sweep_dependent
+from lightcache.shm.sweep import Leftover, leftovers, sweep_dependent
+from lightcache.shm.sweep import sweep as sweep_all
 from lightcache.tools.attaching import group_option_help, guest
 from lightcache.tools.image import unknown
-from lightcache.tools.output import FAILED, Command, emit, fail, json_option
+from lightcache.tools.output import FAILED, Command, emit, fail, json_option, printable
 
 group_option = click.option("--group", help=group_option_help)
 
@@ -30,7 +35,7 @@ def rm(name: str, force: bool, group: str | None) -> None:
     """Remove the cache NAME and its pool."""
     found = Segment.unlink(name, force=force, group=group)
     # Where the header is damaged, its UUID does not lead to the pool; the pool's name leads to us.
-    left = [_sweep_dependent(dependent) for dependent in names.dependents(name)]
+    left = [sweep_dependent(dependent) for dependent in names.dependents(name)]
     if not found and not any(left):
         raise unknown(name)
     click.echo(f"removed {name}")
@@ -84,14 +89,10 @@ def _reap(name: str, group: str | None) -> int:
             # With all slots taken, attaching reaps; so the dead are counted before it.
             with PageIndex.attach(name, role="reap", group=group) as index:
                 return max(index.reap(), info.dead_clients)
-        if info.kind == "plain":
-            with Segment.attach(name, group=group) as segment:
-                dead = sum(not client.alive for client in segment.clients())
-                free_dead_slots(segment)
-                return dead
-    raise LightcacheError(
-        f"{name!r} holds a {info.kind} segment: attach to it as what it is to reap it"
-    )
+        with Segment.attach(name, group=group) as segment:
+            dead = sum(not client.alive for client in segment.clients())
+            (free_dead_readers if segment.kind is Kind.LOG else free_dead_slots)(segment)
+            return dead
 
 
 @click.command(cls=Command)
@@ -157,19 +158,53 @@ def enable(name: str, group: str | None) -> None:
 
 @click.command(cls=Command)
 @click.option("--prefix", help="Only what belongs to segments whose names begin so.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
 @json_option
-def sweep(prefix: str | None, as_json: bool) -> None:
-    """Remove everything of this user's that nobody needs.
+@click.pass_context
+def sweep(ctx: click.Context, prefix: str | None, yes: bool, as_json: bool) -> None:
+    """Remove everything of this user's that nobody needs: lists it, and asks.
 
-    That is what creators left that died before finishing, caches of lifetime "attached" in which
-    nobody lives any more, retired segments, and pools without their cache.
+    That is what creators left that died before finishing, persistent caches that no process used
+    for longer than their idle limit, caches of lifetime "attached" in which nobody lives any more,
+    retired segments, and pools without their cache. With --json, or where nobody can answer, it
+    only lists unless --yes is given.
     """
     if prefix == "":  # as of a variable that is not set: all would go
         raise click.UsageError("--prefix: expected the beginning of a name, found none")
-    removed = sweep_all(prefix=prefix or "")
+    found = leftovers(prefix or "")
+    if not as_json:
+        _list_leftovers(found, prefix or "")
+    agreed = bool(found) and (yes or (not as_json and _agreed(len(found))))
+    removed = sweep_all(only={one.object_name for one in found}) if agreed else []
     if as_json:
-        emit(removed)
-    else:
-        for full in removed:
-            click.echo(f"removed {full}")
+        emit([{**asdict(one), "removed": one.object_name in removed} for one in found])
+        return
+    if agreed or not found:
         click.echo(f"{len(removed)} objects removed")
+    for one in found:
+        if agreed and one.object_name not in removed:
+            click.echo(f"left {one.object_name}: it came to be used, or was removed, meanwhile")
+    if found and not agreed:
+        click.echo("nothing was removed; `lightcache sweep --yes` does it without asking", err=True)
+        ctx.exit(FAILED)
+
+
+def _list_leftovers(found: list[Leftover], prefix: str) -> None:
+    for one in found:
+        click.echo(f"{one.object_name} ({format_size(one.bytes)}): {printable(one.why)}")
+    others = Counter(
+        info.uid
+        for info in list_segments()
+        if info.uid not in (-1, os.geteuid()) and info.name.startswith(prefix)
+    )
+    if others:
+        whose = ", ".join(f"{count} of user {owners.user(uid)}" for uid, count in others.items())
+        click.echo(f"not looked at: {whose}; their owners, or root as them, sweep those")
+
+
+def _agreed(count: int) -> bool:
+    """False where nobody can answer."""
+    if not sys.stdin.isatty():
+        return False
+    what = "this object" if count == 1 else f"these {count} objects"
+    return click.confirm(f"remove {what}?", default=False)

@@ -8,21 +8,21 @@ from typing import Any
 
 import click
 
+from lightcache._arguments import format_size
 from lightcache.errors import LightcacheError
-from lightcache.shm import SegmentInfo, list_segments, names, wanted
+from lightcache.shm import SegmentInfo, list_segments, names, owners, wanted
 from lightcache.shm.folders import path_of
 from lightcache.shm.objects import OpenObject
-from lightcache.sizes import format_size
 from lightcache.tools.output import Command, age, cell, console, emit, json_option, table
 
 
 @click.command(cls=Command)
 @json_option
 def ls(as_json: bool) -> None:
-    """List all segments of this machine, anybody's.
+    """List all segments of this machine, of every user.
 
     Nothing is mapped, locked or attached to. Sizes of pools are their lengths; "in memory" is what
-    they take so far.
+    they take so far. Of other users' segments only names, owners and sizes are seen.
     """
     found = [describe(info) for info in list_segments()]
     if as_json:
@@ -39,7 +39,7 @@ def describe(info: SegmentInfo) -> dict[str, Any]:
     pages, flat = _index(info)
     return {
         "name": info.name,
-        "kind": info.kind,
+        "kind": info.kind or None,
         "state": state_of(info),
         "problem": info.problem,
         "bytes": info.bytes,
@@ -48,18 +48,21 @@ def describe(info: SegmentInfo) -> dict[str, Any]:
         "dependents": list(info.dependents),
         "pool_bytes": lengths,
         "pool_allocated_bytes": allocated,
-        "lifetime": info.lifetime,
-        "clients": info.clients,
-        "dead_clients": info.dead_clients,
-        "occupied": info.occupied,
-        "age_s": info.age_s,
-        "uid": info.uid,
-        "uuid": info.uuid,
+        "lifetime": info.lifetime or None,
+        "clients": info.clients if info.seen else None,
+        "dead_clients": info.dead_clients if info.seen else None,
+        "occupied": info.occupied if info.seen else None,
+        "age_s": info.age_s if info.seen else None,
+        "uid": None if info.uid < 0 else info.uid,
+        "owner": None if info.uid < 0 else owners.user(info.uid),
+        "uuid": info.uuid or None,
     }
 
 
 def state_of(info: SegmentInfo) -> str:
     """In a word or two."""
+    if not info.seen:
+        return "another user's" if info.uid not in (-1, os.geteuid()) else "unreadable"
     if info.retired:
         return "retired"
     if info.problem:
@@ -99,21 +102,28 @@ def _dependents(info: SegmentInfo) -> tuple[int, int]:
 
 
 def _table(found: list[dict[str, Any]]) -> Any:
-    colours = {"ready": "green", "disabled": "yellow", "being created": "yellow"}
+    colours = {
+        "ready": "green",
+        **dict.fromkeys(("disabled", "being created", "another user's"), "yellow"),
+    }
     return table(
         f"{len(found)} segments in {names.FOLDER}",
-        ("name", "holds", "state", "pages", "size", "pool", "in memory", "clients", "life", "age"),
+        (
+            *("name", "owner", "holds", "state", "pages", "size", "pool", "in memory", "clients"),
+            *("life", "age"),
+        ),
         (
             (
                 entry["name"],
-                f"flat {entry['kind']}" if entry["flat"] else entry["kind"] or None,
+                entry["owner"],
+                f"flat {entry['kind']}" if entry["flat"] else entry["kind"],
                 cell(entry["state"], colours.get(entry["state"], "red")),
                 entry["pages"],
-                format_size(entry["bytes"]),
+                format_size(entry["bytes"]) if entry["bytes"] else None,
                 _pool(entry),
                 format_size(entry["pool_allocated_bytes"]) if entry["pool_bytes"] else None,
                 _clients(entry),
-                entry["lifetime"] or None,
+                entry["lifetime"],
                 age(entry["age_s"]),
             )
             for entry in found
@@ -130,7 +140,9 @@ def _pool(entry: dict[str, Any]) -> str | None:
     return " in ".join([format_size(entry["pool_bytes"]), *sorted(folders)])
 
 
-def _clients(entry: dict[str, Any]) -> str:
+def _clients(entry: dict[str, Any]) -> str | None:
+    if entry["clients"] is None:
+        return None
     dead = f" + {entry['dead_clients']} dead" if entry["dead_clients"] else ""
     readers = " + readers" if entry["occupied"] and not entry["clients"] else ""
     return f"{entry['clients']}{dead}{readers}"

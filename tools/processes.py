@@ -41,6 +41,20 @@ def state_of(client: ClientInfo, tid: int = 0) -> str:
     return _STATES.get(found[0], found[0]) if found else "gone"
 
 
+def has_ended(client: ClientInfo) -> bool:
+    """Whether a client's process is certainly gone: of our PID namespace, and no process has its
+    number. What /proc hides still has it."""
+    if not client.pidns or client.pidns != own_pid_namespace():
+        return False
+    try:
+        os.kill(client.pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def _stat(path: Path) -> list[str] | None:
     """The fields from the third on: the second, the name, may hold blanks and parentheses."""
     try:

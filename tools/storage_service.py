@@ -14,9 +14,10 @@ from typing import Any
 
 import click
 
+from lightcache._arguments import format_size
 from lightcache.cache import Cache
-from lightcache.errors import ConfigError, InUse, NotReady
-from lightcache.sizes import format_size
+from lightcache.errors import ConfigError, InUse, LightcacheError, NotReady
+from lightcache.shm import ClientInfo
 from lightcache.storage import StorageSpec, open_storage
 from lightcache.storage.arguments import Deadline
 from lightcache.storage.service import ServiceStats, StorageService, service_stats
@@ -118,9 +119,13 @@ def storage(
         raise click.UsageError("give --url, such as --url 'disk:/mnt/nvme/pages?capacity=1TiB'")
     check_url(urls)
     _check_kind(name)
-    with guest(name), Signals() as signals, contextlib.ExitStack() as stack:
+    with Signals() as signals, contextlib.ExitStack() as stack:
+        warm = stack.enter_context(contextlib.ExitStack())  # keeps the cache when we leave last
+        warm.enter_context(guest(name))
         cache = Cache.attach(name, role="storage", group=group)
         stack.callback(_leave, cache)
+        company = Company(cache)
+        stack.callback(company.let_go, warm)
         backend = open_storage(urls, spec=StorageSpec.of(cache))
         closing = stack.enter_context(contextlib.ExitStack())
         closing.callback(backend.close)
@@ -129,7 +134,7 @@ def storage(
         try:
             _say_start(name, urls, as_json)
             while not (signals.end.wait(_PAUSE) or service.wait(0.0)):
-                pass
+                company.look()
         finally:
             try:
                 ended = service.close(finish)
@@ -141,6 +146,38 @@ def storage(
     if problem:
         fail(f"{name}: {problem}")
         ctx.exit(BROKEN)
+
+
+class Company:
+    """The other clients of a cache: whether they were there and have left. Then the service is the
+    last to leave, and a cache of lifetime "attached" goes with it, as with any other client. If
+    they were killed, or none came, it stays for the next to open, as after any tool."""
+
+    def __init__(self, cache: Cache) -> None:
+        """Looks once."""
+        self._cache = cache
+        self._came = False
+        self.look()
+
+    def look(self) -> None:
+        """Note who is there."""
+        self._came |= any(client.alive for client in self._others())
+
+    @property
+    def left(self) -> bool:
+        """Whether some came, and all have left."""
+        return self._came and not self._others()
+
+    def let_go(self, warm: contextlib.ExitStack) -> None:
+        """End what keeps the cache, if all have left."""
+        if self.left:
+            warm.close()
+
+    def _others(self) -> list[ClientInfo]:
+        own = self._cache.client_id
+        with contextlib.suppress(LightcacheError):  # removed under us
+            return [one for one in self._cache.clients() if one.slot != own.slot]
+        return []
 
 
 class Signals:

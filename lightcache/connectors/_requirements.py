@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightcache.errors import NotInstalled
+
 try:
     import torch
-    from transformers import DynamicCache, cache_utils
+    from transformers import DynamicCache, PreTrainedModel, cache_utils
     from transformers.cache_utils import DynamicLayer
 except ImportError as error:
-    raise ImportError(
+    raise NotInstalled(
         f"lightcache.connectors.transformers needs torch and transformers 5.0 or later ({error}); "
         "install them with: pip install 'lightcache[transformers]'"
     ) from error
@@ -27,4 +29,4 @@ STATEFUL = _known("LinearAttentionLayer") + BOTH
 EMPTY = _known("DummyLayer")
 """Layers that keep nothing: of experts alone, or of those that read other layers' keys."""
 
-__all__ = ["BOTH", "EMPTY", "STATEFUL", "DynamicCache", "DynamicLayer", "torch"]
+__all__ = ["BOTH", "EMPTY", "STATEFUL", "DynamicCache", "DynamicLayer", "PreTrainedModel", "torch"]

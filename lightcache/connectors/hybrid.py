@@ -2,22 +2,444 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lightcache import Cache, Lease, Namespace
-from lightcache._arguments import Keys
-from lightcache.connectors.checkpoints import Checkpoints
-from lightcache.connectors.hybrid_cache import HybridPrefixCache
+import numpy as np
+
+from lightcache import Cache, Lease, Namespace, hybrid
+from lightcache._arguments import Keys, Pages
+from lightcache.connectors._requirements import torch
+from lightcache.connectors.cache_layers import drop_parts, parts_of, set_parts
 from lightcache.connectors.model_pages import ModelPages, check_model
-from lightcache.connectors.prefilling import prefill
-from lightcache.connectors.prefix_cache import PrefixCache, TokenIds
-from lightcache.connectors.state_pages import StatePages
-from lightcache.errors import ConfigError
+from lightcache.connectors.pooled import Pooled
+from lightcache.connectors.prefix_cache import Figures, PrefixCache, TokenIds, one_row, token_ids
+from lightcache.connectors.state_pages import (
+    StateMover,
+    StatePages,
+    States,
+    planes_of_states,
+    prepare,
+)
+from lightcache.connectors.trial import forward
+from lightcache.errors import Abandoned, ConfigError, LightcacheError, TransferFailed
 from lightcache.hybrid import Features, Grid, Saves
+from lightcache.hybrid.checkpoints import Path, Tier
+from lightcache.kernels.groups import whole
+from lightcache.manager.fetching import wait_on
+from lightcache.namespaces import NamespaceState
 
 if TYPE_CHECKING:
     from lightcache.kernels.pinned import PinnedPages
+    from lightcache.manager.traffic import Movement
+
+
+# ---- Checkpoints: states that were copied while a model computed, and the cache that keeps them.
+#
+# A checkpoint behind n tokens has the key of the page of keys and values that ends there, in a
+# cache of its own, whose pages are one state each. There it is found, evicted and counted apart
+# from keys and values; what joins the two is a match, see `Connector.prefix`.
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """The state behind the first tokens of a sequence; nothing changes it."""
+
+    tokens: int
+    """How many it knows: everything about them, and of nothing else."""
+    states: States = field(repr=False)
+    """Tensors by layer and part."""
+    named: int = 0
+    """Tokens whose ids were known when it was taken, computed or not."""
+
+
+def copied(past: PrefixCache, layers: tuple[int, ...], named: int) -> Checkpoint:
+    """A checkpoint of what these layers keep now. On a GPU the copies are enqueued."""
+    states = {
+        at: {name: one.clone() for name, one in parts_of(past.layers[at]).items()} for at in layers
+    }
+    return Checkpoint(past.held, states, named)
+
+
+class Checkpoints:
+    """The checkpoints of one model in one cache: `lightcache.hybrid.Checkpoints` with a host and no
+    slots, for here every state is in tensors of its own."""
+
+    def __init__(
+        self,
+        kv: Cache,
+        states: Cache,
+        pages: StatePages,
+        config: Any,
+        pinned: PinnedPages | None,
+        most: int | None,
+    ) -> None:
+        """Args:
+        kv, states: of keys and values, and of the states.
+        config: of the model.
+        pinned: see `Connector`.
+        most: on one path; None: any number.
+        """
+        self.pages = pages
+        seen = PrefixCache(config)  # every transfer brings planes of its own
+        prepare(pages, seen)
+        self.cache = states
+        self._kv = kv.index
+        planes = planes_of_states(pages, self._states(seen))
+        self._pool = Pooled(states, pages.geometry, planes, pages.device, pinned)
+        self._mover = StateMover(pages, self._pool)
+        self._all = hybrid.Checkpoints(None, states, self._mover, most=most, parting=self._parting)
+
+    def _parting(self, path: Path) -> Pages:
+        return self._kv.children(path.keys, namespace=path.kv)
+
+    def _states(self, past: PrefixCache) -> States:
+        return {at: parts_of(past.layers[at]) for at in self.pages.geometry.layers}
+
+    def path(self, keys: Keys, namespace: Namespace | None = None) -> Path | None:
+        """The positions of a prompt: of keys and values, and in their namespace. None: that was
+        cleared.
+
+        Raises:
+            OutOfPages, LockTimeout: as `Cache.namespace`, of the states' cache.
+        """
+        kv = self._kv.default_namespace if namespace is None else namespace
+
+        def good() -> bool:
+            return self._kv.namespace_state(kv) is NamespaceState.NORMAL
+
+        with self._all.lock:
+            space = self._all.spaces.beside(kv, good)
+        return None if space is None else Path(keys, space, namespace)
+
+    def deepest(self, path: Path, most: int | None = None) -> int:
+        """How many of a prompt's first pages the deepest checkpoint of it knows, by looking only;
+        0: there is none. Looks from the last of them, or of the first `most`, to the front: a few
+        ns a page."""
+        found = self._all.deepest(path, most)
+        return 0 if found is None else found[1]
+
+    def match(self, path: Path, count: int) -> Lease:
+        """The checkpoint behind so many pages, pinned and marked as used; an empty lease: it is
+        gone."""
+        return self.cache.match(path.key(count), namespace=path.space.of(Tier.HOST))
+
+    def load(self, past: PrefixCache, lease: Lease) -> None:
+        """Restore a state into an empty cache, and take the lease over as `Load` does. Blocks on
+        the CPU; on a GPU the current stream waits.
+
+        Raises:
+            TransferFailed: the copy failed; or what it raised, if that is none of our errors.
+        """
+        self._all.poll()
+        prepare(self.pages, past)
+        with self._mover.lent(self._states(past)) as slot:
+            with self._all.lock:
+                movement = self._all.traffic.load(lease, slot)
+            with self._told(movement):
+                wait_on(movement, None)
+                movement.done()
+
+    def save(self, path: Path, count: int, found: Checkpoint, *, fork: bool = False) -> None:
+        """Copy a checkpoint into the cache, behind the deepest one before it, unless it is there or
+        somebody writes it just now. Blocks until it is published. Without room, or in a namespace
+        that was cleared meanwhile, it is not saved.
+
+        Args:
+            count: pages of the path that it knows.
+            fork: prompts part there.
+
+        Raises:
+            TransferFailed: the copy failed; or what it raised, if that is none of our errors.
+        """
+        self._all.poll()
+        with self._mover.lent(found.states) as slot:
+            movement = self._all.donate(slot, path, count, fork=fork)
+            if movement is None:
+                return
+            with self._told(movement):
+                try:
+                    movement.wait()
+                except TransferFailed:
+                    if not isinstance(movement.error, Abandoned):
+                        raise
+
+    @contextlib.contextmanager
+    def _told(self, movement: Movement) -> Iterator[None]:
+        """An exception that is none of our errors is for whoever waits for the copy, here and now,
+        and not for the next call, which polls."""
+        foreign = self._all.traffic.moves.foreign
+        try:
+            yield
+        except TransferFailed:
+            foreign.tell()
+            raise
+        except LightcacheError:
+            raise
+        except Exception:  # of the wait itself, which fails the copy as well
+            with contextlib.suppress(Exception):
+                movement.wait()  # else it fails behind us, and the next call is told
+            try:
+                foreign.tell()
+            except Exception as other:
+                if other is not movement.error:
+                    foreign.note(other)
+            raise
+
+    def count(self, kv: int, used: int) -> None:
+        """A request, whose first `kv` tokens had keys and values, and `used` of them a state."""
+        self._all.counts.add(
+            requests=1,
+            host_hits=int(used > 0),
+            usable_tokens=used,
+            unusable_tokens=max(0, kv - used),
+        )
+
+    def stats(self) -> hybrid.CheckpointStats:
+        """Figures of this connector."""
+        return self._all.stats()
+
+    def close(self) -> None:
+        """Wait for copies, and let go of the cache."""
+        self._pool.close()  # which ends every copy; nothing else is held between calls
+
+
+# ---- The PrefixCache of a hybrid model: it also takes checkpoints of its state while it grows.
+
+_DECODED = 2
+"""Checkpoints kept of what was generated: the newest, and one before it, which is of use when the
+newest is beyond what is kept."""
+
+
+class HybridPrefixCache(PrefixCache):
+    """Keys, values and recurrent states of one sequence, for `past_key_values=`.
+
+    A state is of all tokens at once, so it cannot be cropped: `checkpoint` before tokens that may
+    be rejected, and `rewind` to it. Between two forward passes the state may be copied, to be saved
+    under the tokens that it knows: at the positions that `save_at` named, and while decoding at
+    multiples of an interval.
+    """
+
+    def __init__(
+        self, config: Any, pages: StatePages, every: int, tokens: TokenIds | None = None
+    ) -> None:
+        """Empty, with a layer for each of the model's.
+
+        Args:
+            pages: of the model's states.
+            every: tokens between checkpoints that are taken while decoding.
+            config, tokens: see `PrefixCache`.
+        """
+        super().__init__(config, tokens)
+        self._pages, self._every = pages, every
+        self._states = pages.geometry.layers
+        self._seen = 0
+        """Tokens there were when it was looked at last."""
+        self._valid: weakref.WeakSet[Checkpoint] = weakref.WeakSet()
+        """Checkpoints of tokens that are held still."""
+        self._wanted: set[int] = set()
+        self._prompt: dict[int, Checkpoint] = {}
+        self._decoded: dict[int, Checkpoint] = {}
+        self.branching: int | None = None
+        """Where the prompt leaves what others had computed, if no checkpoint was found there: a
+        multiple of the grid, in tokens."""
+
+    @property
+    def several(self) -> bool:
+        """Whether the model may continue from a state with several tokens in one pass."""
+        return self._pages.continues
+
+    def name(self, tokens: TokenIds | None) -> TokenIds:
+        """The tokens of the whole prompt; given some, these are named from now on.
+
+        Raises:
+            ConfigError: none are known, or these do not begin with those that are held.
+        """
+        if tokens is not None and not self._cropped:
+            known = self.tokens
+            if len(tokens) >= self.held and (tokens[: len(known)] == known).all():
+                self.check_given(tokens, len(known), "tokens")
+                self._tokens = tokens
+                return tokens
+        elif self._tokens is not None and not self._cropped:
+            return self._tokens
+        raise ConfigError(
+            f"tokens: expected a prompt that begins with the {self.held} tokens held, "
+            f"{len(self.tokens)} of them known, found {'none' if tokens is None else len(tokens)}; "
+            "begin another `prefix`"
+        )
+
+    # ---- checkpoints
+
+    def checkpoint(self) -> Checkpoint:
+        """A copy of the state as it is now, to come back to."""
+        named = 0 if self._tokens is None else len(self._tokens)
+        made = copied(self, self._states, named)
+        self._valid.add(made)
+        return made
+
+    def rewind(self, checkpoint: Checkpoint) -> None:
+        """Back to where a checkpoint of this cache was taken: what was computed or named since is
+        dropped, as if it had not been.
+
+        Raises:
+            ConfigError: it is of another cache, or of tokens that were dropped since.
+        """
+        if checkpoint not in self._valid:
+            raise ConfigError(
+                f"rewind: expected a checkpoint that this cache made, of tokens that it still "
+                f"holds, found {checkpoint!r} for {self.held} tokens; it may be of tokens that an "
+                "earlier `rewind` or `reset` has dropped"
+            )
+        self._shorten(self.held - checkpoint.tokens)
+        for at in self._states:
+            if checkpoint.states[at]:
+                set_parts(self.layers[at], checkpoint.states[at])
+            else:
+                drop_parts(self.layers[at])
+        if self._tokens is not None:
+            self._tokens = self._tokens[: max(checkpoint.named, checkpoint.tokens)]
+        self._void(checkpoint.tokens)
+
+    def save_at(self, positions: set[int]) -> None:
+        """Take a checkpoint when a forward pass ends at one of these numbers of tokens."""
+        self._wanted |= positions
+
+    def look(self) -> None:
+        """Take a checkpoint if one is wanted of what is held now. Between forward passes only; the
+        connector does it when the next one begins."""
+        held = self.held
+        if held in (self._seen, self.reused):
+            return
+        self._seen = held
+        if held in self._wanted:
+            self._prompt[held] = self.checkpoint()
+        elif held % self._every == 0:
+            self._decoded[held] = self.checkpoint()
+            for old in sorted(self._decoded)[:-_DECODED]:
+                del self._decoded[old]
+
+    @property
+    def taken(self) -> list[Checkpoint]:
+        """Checkpoints that were taken, the shallowest first."""
+        return [one for _, one in sorted((self._prompt | self._decoded).items())]
+
+    def _void(self, held: int) -> None:
+        """Forget checkpoints that know more than so many tokens."""
+        for one in [each for each in self._valid if each.tokens > held]:
+            self._valid.discard(one)
+        for taken in (self._prompt, self._decoded):
+            for tokens in [each for each in taken if each > held]:
+                del taken[tokens]
+        self._seen = min(self._seen, held)
+
+    # ---- forward passes
+
+    def begin(self) -> None:
+        """A forward pass begins: states are those of all tokens held, and may be copied.
+
+        Raises:
+            ConfigError: there are keys and values, but no state that belongs to them.
+        """
+        if self.held and not self.has_previous_state(self._states[0]):
+            raise ConfigError(
+                f"past_key_values: expected the state behind the {self.held} tokens whose keys and "
+                "values are held, found none; use `prefix`, which restores both"
+            )
+        self.look()
+
+    def update_conv_state(
+        self, conv_states: Any, layer_idx: int, *arguments: Any, **more: Any
+    ) -> Any:
+        """See `DynamicCache.update_conv_state`.
+
+        Raises:
+            ConfigError: several rows; or several tokens behind a state, for a model that continues
+                with one at a time only.
+        """
+        one_row(int(conv_states.shape[0]))
+        several = int(conv_states.shape[-1]) > 1
+        if several and not self._pages.continues and self.has_previous_state(layer_idx):
+            raise ConfigError(
+                f"past_key_values: expected one token at a time behind a state, found "
+                f"{int(conv_states.shape[-1])}: this release of transformers ignores the state of "
+                "this model with several; call connector.prefill(past) before generate"
+            )
+        return super().update_conv_state(conv_states, layer_idx, *arguments, **more)
+
+    # ---- what would make them untrue
+
+    def crop(self, *arguments: Any, **more: Any) -> None:
+        """Not for recurrent states.
+
+        Raises:
+            ConfigError: always.
+        """
+        del arguments, more
+        raise ConfigError(
+            "crop: expected a model of attention alone, found recurrent states, which cannot be "
+            "cropped; take a `checkpoint` before tokens that may be dropped, and `rewind` to it"
+        )
+
+    def reset(self) -> None:
+        """See `PrefixCache.reset`."""
+        super().reset()
+        for at in self._states:
+            drop_parts(self.layers[at])
+        self._void(0)
+
+
+# ---- Prefill of a hybrid model: forward passes that end where a state is to be saved.
+
+
+def prefill(model: Any, past: Any, tokens: Any, *, grid: Grid, at_most: int | None) -> None:
+    """See `Connector.prefill`.
+
+    Transformers gives a state at the end of a forward pass only, so each position at which one is
+    saved ends a pass. A prompt that ends on the grid leaves two: its last one is for longer
+    prompts, the one before it for itself, which must leave something to compute: two tokens, since
+    some models compute a pass of one token in another way than the same token in a longer pass
+    (Nemotron-H, Zamba2, and Granite in bfloat16, in transformers 5.23).
+    """
+    if not isinstance(past, HybridPrefixCache):
+        raise ConfigError(
+            f"past: expected a cache of this connector's `prefix`, found {type(past).__name__}"
+        )
+    if at_most is not None:
+        whole(at_most, "at_most")
+    prompt = past.name(None if tokens is None else token_ids(tokens))
+    most = len(prompt) - 1  # the last token is the caller's: only its logits say what follows
+    bound = most - 1 if past.several else most
+    positions = {each for each in (past.branching, grid.floor(bound)) if each and each <= bound}
+    past.save_at(positions)
+    if grid.floor(len(prompt)) == len(prompt):
+        past.save_at({len(prompt)})
+    for end in sorted(positions):
+        _compute(model, past, prompt[:end], at_most)
+        past.look()
+    if not past.several:
+        _compute(model, past, prompt[:most], at_most)
+
+
+def _compute(model: Any, past: HybridPrefixCache, prompt: TokenIds, at_most: int | None) -> None:
+    """Compute what of a prompt is not held."""
+    body = getattr(model, "base_model", model)  # no logits are asked for
+    with torch.no_grad():
+        while past.held < len(prompt):
+            left = len(prompt) - past.held
+            most = left if past.several or not past.held else 1
+            count = min(most, at_most or most)
+            if count > 2 and left - count == 1:
+                count -= 1  # no pass of one token
+            piece = prompt[past.held :][:count]
+            ids = torch.from_numpy(np.ascontiguousarray(piece))[None]
+            forward(body, past, ids.to(model.device))
+
+
+# ---- Prefixes of hybrid models: keys and values in one cache and checkpoints in another, joined.
 
 
 def check_states(states: Any, model: Any, pages: ModelPages) -> None:
@@ -65,11 +487,13 @@ class HybridPrefixes:
         chunk: int,
         every: int,
         path_limit: int,
+        figures: Figures,
     ) -> None:
         """Args:
         cache, states: of the keys and values, and of the states.
         pinned: the pool of `states`, see `Connector`.
         chunk, every, path_limit: see `Connector`.
+        figures: of the connector.
 
         Raises:
             ConfigError: sizes out of range, or settings that do not go together: all of them.
@@ -80,6 +504,14 @@ class HybridPrefixes:
         tokens = pages.geometry.page_tokens
         self.grid = Grid(tokens, tokens, chunk, every)
         """Where states are saved."""
+        self._figures = figures
+        if self.grid.grid > max(tokens, chunk):
+            figures.say_once(
+                "grid",
+                f"cache {states.name!r}: states are saved at multiples of {self.grid.grid} tokens, "
+                f"the least common multiple of page_tokens={tokens} and chunk={chunk}; shorter "
+                "prompts save none. Choose one a multiple of the other",
+            )
         Features(  # one sequence at a time, in tensors of its own; what is saved is on the host
             self.grid,
             Saves.END_ONLY,
@@ -111,6 +543,8 @@ class HybridPrefixes:
             load: loads keys and values, and takes the lease over.
         """
         past = self.empty(ids)
+        if past.several:  # no pass of one token may follow: see `prefill`
+            keys = keys[: max(0, len(ids) - 2) // self.grid.page_tokens]
         path = self.checkpoints.path(keys, namespace)
         if path is None:
             return past
@@ -126,7 +560,10 @@ class HybridPrefixes:
                     break
                 # Evicted between the look and the match. Each turn looks at fewer: this ends.
                 reach = len(lease.pages) if len(state.pages) else at - 1
-        past.branching = self.grid.branching(kv * self.grid.page_tokens, past.held)
+        tokens = kv * self.grid.page_tokens
+        self.checkpoints.count(tokens, past.held)
+        self._figures.add(stateless_tokens=max(0, tokens - past.held))
+        past.branching = self.grid.branching(tokens, past.held)
         return past
 
     def prefill(self, past: Any, tokens: Any, at_most: int | None) -> None:
@@ -141,6 +578,14 @@ class HybridPrefixes:
             keys: of the tokens that are held and known.
         """
         past.look()
+        if past.held < self.grid.grid:
+            self._figures.add(off_grid=1)
+            self._figures.say_once(
+                "short",
+                f"cache {self.checkpoints.cache.name!r}: a prompt of {past.held} tokens saves no "
+                f"state: states are saved at multiples of {self.grid.grid}. Further ones are "
+                "counted in `off_grid` only; a smaller chunk= saves more often",
+            )
         path = self.checkpoints.path(keys, namespace)
         if path is None:
             return
@@ -156,4 +601,12 @@ class HybridPrefixes:
         self.checkpoints.close()
 
 
-__all__ = ["HybridPrefixes", "check_states"]
+__all__ = [
+    "Checkpoint",
+    "Checkpoints",
+    "HybridPrefixCache",
+    "HybridPrefixes",
+    "check_states",
+    "copied",
+    "prefill",
+]

@@ -12,7 +12,7 @@ from typing import Any
 from lightcache.connectors._requirements import EMPTY, STATEFUL, DynamicCache, torch
 from lightcache.connectors.cache_layers import KEEP_EVERY_TOKEN, attention_layers, state_layers
 from lightcache.connectors.state_pages import StatePages, describe_states
-from lightcache.connectors.trial import computed
+from lightcache.connectors.trial import check_evaluated, check_passes, computed
 from lightcache.errors import ConfigError, LayoutMismatch
 from lightcache.kernels.geometry import KVGroup, PageGeometry
 
@@ -55,6 +55,8 @@ class ModelPages:
     """Where the model is: "cpu", or as "cuda:0"."""
     states: StatePages | None = None
     """Of a hybrid model: pages of its recurrent states, for a second cache."""
+    needs_positions: bool = False
+    """Whether the model counts positions from 0 in each pass unless it is told (Bamba, in 5.23)."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -71,7 +73,9 @@ def describe(model: Any, *, page_tokens: int = 16, name: str | None = None) -> M
     """What pages of this model hold, and a fingerprint that keeps other models away.
 
     Computes one token, and looks at the shapes that the model caches: these differ between releases
-    of transformers for the same configuration (latent attention), so nothing is guessed.
+    of transformers for the same configuration (latent attention), so nothing is guessed. Then
+    computes four tokens in one pass and in two, and compares: pages can be shared only if keys and
+    values of a token depend on the tokens before it alone, and are one row.
 
     The fingerprint is a digest of the configuration and of 64 evenly spaced values of each weight.
     It tells apart models that differ in architecture, in KV dtype, or in more than a few weights:
@@ -87,18 +91,21 @@ def describe(model: Any, *, page_tokens: int = 16, name: str | None = None) -> M
         name: of the checkpoint, without white space, such as "meta-llama/Llama-3.1-8B@0e9e39f";
             None: the digest.
 
-    Cost: a decoding step, and with a digest about 20 us for each tensor (on a CPU).
+    Cost: some eight small forward passes, and with a digest about 20 us for each tensor (on a CPU).
 
     Raises:
-        ConfigError: no such model; layers that keep something else than keys and values of every
-            token or a recurrent state (sliding windows, chunks, indexers), layers that share them,
-            no layer that keeps keys, or layers of several shapes; rotary positions that depend on
-            the length of the prompt; an encoder; several devices, tensor parallelism, or weights
-            that are not loaded; a name or page_tokens that cannot be meant.
+        ConfigError: no such model; one in training mode with dropout, one that is not causal, adds
+            rows of its own or does not continue from what it keeps; layers that keep something else
+            than keys and values of every token or a recurrent state (sliding windows, chunks,
+            indexers), layers that share them, no layer that keeps keys, or layers of several
+            shapes; rotary positions that depend on the length of the prompt; an encoder; several
+            devices, tensor parallelism, or weights that are not loaded; a name or page_tokens that
+            cannot be meant.
     """
     _check_kind(model)
     _check_name(name)
     device = _device_of(model)
+    check_evaluated(model)
     past = computed(model, device, (0,))
     keys, values = _kept_of(model, past)
     dtype: torch.dtype = keys.dtype
@@ -115,7 +122,10 @@ def describe(model: Any, *, page_tokens: int = 16, name: str | None = None) -> M
     who = f"{_text_config(model).model_type}:{_digest(model)}" if name is None else _NAMED + name
     fingerprint = f"{who} {str(dtype).removeprefix('torch.')} {geometry.fingerprint()}"
     states = describe_states(model, past, who, device) if state_layers(past) else None
-    return ModelPages(geometry, fingerprint, dtype, device, states)
+    needs_positions = check_passes(
+        model, device, _vocabulary(model), several=states is None or states.continues
+    )
+    return ModelPages(geometry, fingerprint, dtype, device, states, needs_positions)
 
 
 def describe_for(cache: Any, model: Any) -> ModelPages:
@@ -210,6 +220,14 @@ def _check_name(name: object) -> None:
 
 def _text_config(model: Any) -> Any:
     return model.config.get_text_config(decoder=True)
+
+
+def _vocabulary(model: Any) -> int:
+    embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    found = getattr(embeddings, "num_embeddings", None) or getattr(
+        _text_config(model), "vocab_size", None
+    )
+    return found if isinstance(found, int) and found > 0 else 1 << 30
 
 
 def _device_of(model: Any) -> str:

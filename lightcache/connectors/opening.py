@@ -2,28 +2,51 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from lightcache import Cache, Namespace
+from lightcache._arguments import parse_size
 from lightcache.connectors.model_pages import describe
-from lightcache.errors import ConfigError
-from lightcache.hybrid.spaces import clear_states
-from lightcache.sizes import parse_size
+from lightcache.errors import ConfigError, LightcacheError
+from lightcache.hybrid.checkpoints import clear_states
+from lightcache.shm import Segment
+from lightcache.shm.errors import leave
+from lightcache.shm.listing import read_segment
 
 STATES = "-states"
 """What the name of a cache of states ends in, behind that of its keys and values."""
 
 
-def open_cache(name: str, model: Any, *, page_tokens: int = 16, **options: Any) -> Cache:
+IDLE_LIMIT = 24 * 3600.0
+"""Seconds without use after which a cache may go when room is needed."""
+
+
+def open_cache(
+    name: str,
+    model: Any,
+    *,
+    page_tokens: int = 16,
+    lifetime: str | None = None,
+    idle_limit: float | None = IDLE_LIMIT,
+    **options: Any,
+) -> Cache:
     """`Cache.open` for the pages of a model: with the page_bytes, fingerprint and device that
     `describe` finds.
+
+    The cache stays in shared memory when this process ends, so that the next one finds what it
+    computed. The last one that leaves it logs its size and how to remove it. When it was not used
+    for `idle_limit` seconds, the next `open` or `sweep` that needs its room removes it.
 
     Args:
         name: of the cache.
         model: as `describe`; one without recurrent states.
         page_tokens: tokens of a page.
+        lifetime: "attached": it goes with its last client. "persistent": it stays. None: whatever
+            it has, "persistent" for a new one.
+        idle_limit: of a new one; None: it stays until it is removed, and must be persistent.
         options: of `Cache.open`; `size` or `pages` is needed.
 
     Raises:
@@ -37,7 +60,7 @@ def open_cache(name: str, model: Any, *, page_tokens: int = 16, **options: Any) 
             f"model: expected keys and values alone, found recurrent states in "
             f"{type(model).__name__}, which need a cache of their own; use open_caches"
         )
-    return _open(name, pages.options, options)
+    return _open(name, pages.options, _lasting(lifetime, idle_limit) | options)
 
 
 @dataclass(frozen=True)
@@ -71,8 +94,8 @@ class Caches:
     def __enter__(self) -> Caches:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        leave(self.close, error)
 
 
 def open_caches(
@@ -82,9 +105,11 @@ def open_caches(
     size: int | str,
     states: int | str | None = None,
     page_tokens: int = 16,
+    lifetime: str | None = None,
+    idle_limit: float | None = IDLE_LIMIT,
     **options: Any,
 ) -> Caches:
-    """Open what a model needs, hybrid or not.
+    """Open what a model needs, hybrid or not. How long it lasts: see `open_cache`.
 
     Args:
         name: of the cache of keys and values; that of the states is called `f"{name}-states"`.
@@ -92,6 +117,7 @@ def open_caches(
         size: bytes for keys and values, or as "32GiB".
         states: bytes for states; None: an eighth of `size`. Not used for a model without any.
         page_tokens: tokens of a page of keys and values.
+        lifetime, idle_limit: see `open_cache`.
         options: of `Cache.open`, for both.
 
     Raises:
@@ -100,7 +126,9 @@ def open_caches(
         Otherwise as `Cache.open`.
     """
     pages = describe(model, page_tokens=page_tokens)
+    options = _lasting(lifetime, idle_limit) | options
     with ExitStack() as stack:
+        stack.push(_undo(name))
         kv = stack.enter_context(_open(name, pages.options, {"size": size, **options}))
         second = None
         if pages.states is not None:
@@ -109,6 +137,29 @@ def open_caches(
             second = stack.enter_context(_open(name + STATES, pages.states.options, wanted))
         stack.pop_all()
     return Caches(kv, second)
+
+
+def _undo(name: str) -> Callable[..., None]:
+    """What removes a cache that was not there when this was called, if what follows fails: one
+    without the other is of no use, and would stay."""
+    there = read_segment(name) is not None
+
+    def undo(kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and not there:
+            with suppress(LightcacheError):  # another process lives in it by now
+                Segment.unlink(name)
+
+    return undo
+
+
+def _lasting(lifetime: str | None, idle_limit: float | None) -> dict[str, Any]:
+    """The options of `Cache.open` for these of `open_cache`."""
+    if lifetime == "attached":
+        given = {} if idle_limit == IDLE_LIMIT else {"idle_limit": idle_limit}  # which is refused
+        return {"lifetime": lifetime, **given}
+    if idle_limit is None:
+        return {"lifetime": "persistent"}
+    return {"lifetime": lifetime, "idle_limit": idle_limit}
 
 
 def _open(name: str, found: dict[str, Any], options: dict[str, Any]) -> Cache:
@@ -121,4 +172,4 @@ def _open(name: str, found: dict[str, Any], options: dict[str, Any]) -> Cache:
     return Cache.open(name, **found, **options)
 
 
-__all__ = ["Caches", "open_cache", "open_caches"]
+__all__ = ["IDLE_LIMIT", "Caches", "open_cache", "open_caches"]

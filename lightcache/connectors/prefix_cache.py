@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import threading
+from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,8 +15,76 @@ from lightcache.connectors._requirements import DynamicCache, DynamicLayer, torc
 from lightcache.connectors.cache_layers import KEEP_EVERY_TOKEN, attention_layers
 from lightcache.connectors.model_pages import GROUP, ModelPages
 from lightcache.errors import ConfigError
+from lightcache.hybrid.checkpoints import CheckpointStats
 from lightcache.kernels import layouts
 from lightcache.kernels.planes import DevicePlanes
+
+# ---- What a connector counts, and what it says once.
+
+log = logging.getLogger("lightcache.connectors")
+
+
+@dataclass(frozen=True)
+class ConnectorStats:
+    """Since the connector was made, in this process."""
+
+    requests: int = 0
+    """`prefix` was entered."""
+    prompt_tokens: int = 0
+    """Of these requests."""
+    host_hits: int = 0
+    """Requests that restored something from shared memory."""
+    host_tokens: int = 0
+    """That they restored."""
+    stateless_tokens: int = 0
+    """Of hybrid models: whose keys and values were there, and that were computed again because no
+    state was saved behind them."""
+    saved_pages: int = 0
+    present_pages: int = 0
+    """That were to be saved, and were there."""
+    busy_pages: int = 0
+    """That were left to another process, which was writing them."""
+    no_room_pages: int = 0
+    """That were not saved because there was no room."""
+    cleared: int = 0
+    """Requests whose namespace was cleared meanwhile: nothing of them was saved."""
+    refused: int = 0
+    """Requests of which nothing was saved because of an error, or of what the model was given."""
+    off_grid: int = 0
+    """Of hybrid models: prompts too short to have a position at which a state is saved."""
+    states: CheckpointStats | None = None
+    """Of a hybrid model: hits and saves of states."""
+
+
+class Figures:
+    """Counts by the names of `ConnectorStats`. For several threads."""
+
+    def __init__(self) -> None:
+        """All zero."""
+        self._counts: Counter[str] = Counter()
+        self._said: set[str] = set()
+        self._lock = threading.Lock()
+
+    def add(self, **counts: int) -> None:
+        """Raise some of them."""
+        with self._lock:
+            self._counts.update(counts)
+
+    def say_once(self, reason: str, message: str) -> None:
+        """A warning on the log, the first time that this reason is given."""
+        with self._lock:
+            if reason in self._said:
+                return
+            self._said.add(reason)
+        log.warning("%s", message)
+
+    def snapshot(self, states: CheckpointStats | None) -> ConnectorStats:
+        """As they are now."""
+        with self._lock:
+            return ConnectorStats(**self._counts, states=states)
+
+
+# ---- A DynamicCache that knows which tokens it holds, and how its tensors meet pages.
 
 TokenIds = npt.NDArray[np.int64]
 
@@ -44,13 +116,78 @@ def token_ids(tokens: Any) -> TokenIds:
     return found.astype(np.int64)
 
 
+class Given:
+    """What a model was given, position by position, as far as a connector saw it."""
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        self._pieces: list[tuple[int, int, Any]] = []
+        """First position, the one behind the last, and ids; None: they were restored."""
+
+    def add(self, first: int, count: int, ids: Any) -> None:
+        """Tokens from this position on: a tensor of any device, which is copied, or None."""
+        self.cut(first)
+        if count:
+            copied = None if ids is None else ids.detach().clone()
+            self._pieces.append((first, first + count, copied))
+
+    def cut(self, length: int) -> None:
+        """Forget all from this position on."""
+        while self._pieces and self._pieces[-1][1] > length:
+            first, _, ids = self._pieces.pop()
+            if first < length:
+                self._pieces.append((first, length, None if ids is None else ids[: length - first]))
+
+    def unseen(self, length: int) -> int | None:
+        """The first of so many positions of which nothing is known."""
+        end = 0
+        for first, behind, _ in self._pieces:
+            if first != end:
+                break
+            end = behind
+        return end if end < length else None
+
+    def _join(self) -> None:
+        """Ids of adjacent pieces together, on the CPU: a device is waited for once."""
+        runs: list[list[tuple[int, int, Any]]] = []
+        for piece in self._pieces:
+            before = runs[-1][-1] if runs else None
+            if before and before[2] is not None and piece[2] is not None and before[1] == piece[0]:
+                runs[-1].append(piece)
+            else:
+                runs.append([piece])
+        self._pieces = [
+            (run[0][0], run[-1][1], None if run[0][2] is None else _on_cpu([p[2] for p in run]))
+            for run in runs
+        ]
+
+    def other(self, tokens: TokenIds, first: int) -> tuple[int, int] | None:
+        """Where from `first` on other ids were computed than these, and which one first."""
+        self._join()
+        for at, behind, ids in self._pieces:
+            low, high = max(at, first), min(behind, len(tokens))
+            if ids is None or low >= high:
+                continue
+            found = ids[low - at : high - at].numpy()
+            wrong = np.flatnonzero(found != tokens[low:high])
+            if len(wrong):
+                return low + int(wrong[0]), int(found[wrong[0]])
+        return None
+
+
+def _on_cpu(pieces: list[Any]) -> Any:
+    here = [one for one in pieces if one.device.type == "cpu"]  # those that were joined before
+    there = [one for one in pieces if one.device.type != "cpu"]
+    return torch.cat([*here, *([torch.cat(there).cpu()] if there else [])])
+
+
 class PrefixCache(DynamicCache):
     """The keys and values of one sequence, for `past_key_values=`.
 
     `reused` of its tokens came from the cache. Everything of `DynamicCache` works, but for batches
     of several rows. What is in it is saved under the ids that were named: those of `prefix`, and of
-    `extend`. So compute these very tokens, from position 0 on, without padding; nothing else could
-    notice.
+    `extend`. The connector compares them with what its model is given: from position 0 on, without
+    padding, without a mask. Anything else is a ConfigError, and nothing is saved any more.
     """
 
     def __init__(self, config: Any, tokens: TokenIds | None = None) -> None:
@@ -69,6 +206,16 @@ class PrefixCache(DynamicCache):
         self._load: Any = None
         self._awaited: set[int] = set()
         """Layers that have not waited for `_load` yet."""
+        self.watch: Any = None
+        """The `ModelWatch` of the connector that made it; None: what is computed is not looked
+        at."""
+        self.passing: tuple[Any, ...] = ()
+        """Of the pass that is under way: the module, and the tokens before and after it."""
+        self.spoilt: str | None = None
+        """Why nothing of it is saved any more."""
+        self._doubts: dict[str, Any] = {}
+        """What may spoil it, and a flag on the device that says whether it does."""
+        self._given = Given()
 
     @property
     def reused(self) -> int:
@@ -84,7 +231,12 @@ class PrefixCache(DynamicCache):
     @property
     def held(self) -> int:
         """Tokens that every layer holds."""
-        return min((int(self.layers[at].get_seq_length()) for at in self._attention), default=0)
+        return min(self.rows, default=0)
+
+    @property
+    def rows(self) -> set[int]:
+        """How many tokens layers hold: between two passes one number."""
+        return {int(self.layers[at].get_seq_length()) for at in self._attention}
 
     def extend(self, tokens: Any) -> None:
         """Name the tokens behind those known, so that they are saved as well: usually what was
@@ -95,9 +247,9 @@ class PrefixCache(DynamicCache):
             tokens: as `prefix`: ids of shape (n,) or (1, n).
 
         Raises:
-            ConfigError: no ids of one row, or more than have been computed (perhaps the prompt is
-                among them again), or the cache was cropped into the known tokens, or made by
-                `restore`, which knows none.
+            ConfigError: no ids of one row, more than have been computed (perhaps the prompt is
+                among them again), or others; or the cache was cropped into the known tokens, or
+                made by `restore`, which knows none; or what it holds is not to be saved.
         """
         more = token_ids(tokens)
         if self._tokens is None:
@@ -116,7 +268,100 @@ class PrefixCache(DynamicCache):
                 f"expected at most {max(0, self.held + 1 - len(self._tokens))} more, found "
                 f"{len(more)}; give only what was generated, output[:, prompt:], and not before"
             )
-        self._tokens = np.concatenate([self._tokens, more])
+        self.check_sound()
+        tokens = np.concatenate([self._tokens, more])
+        self.check_given(tokens, len(self._tokens), "extend")
+        self._tokens = tokens
+
+    # ---- what a connector sees of a pass
+
+    def begin(self) -> None:
+        """A forward pass begins; what is held is complete."""
+
+    def given(self, ids: Any) -> None:
+        """The model computes these behind what is held: one row of a tensor.
+
+        Raises:
+            ConfigError: the tokens that are known are others.
+        """
+        held = self.held
+        self._given.add(held, len(ids), ids)
+        if self._tokens is not None and len(self._tokens) > held:
+            wrong = self._given.other(self._tokens, held)
+            if wrong is not None:
+                raise self.spoil(
+                    f"the model was given token {wrong[1]} at position {wrong[0]}, expected "
+                    f"{self._tokens[wrong[0]]}, as `prefix` was told; give `generate` the whole "
+                    "prompt that `prefix` was given, and use_cache=True"
+                )
+
+    def forget_given(self, length: int) -> None:
+        """Nothing from this position on was computed."""
+        self._given.cut(length)
+
+    def check_given(self, tokens: TokenIds, first: int, who: str) -> None:
+        """Whether these names from `first` on are of what was computed. A tensor of a device is
+        waited for.
+
+        Raises:
+            ConfigError: they are not.
+        """
+        wrong = self._given.other(tokens, first)
+        if wrong is not None:
+            raise ConfigError(
+                f"{who}: expected the tokens that were computed, {wrong[1]} at position "
+                f"{wrong[0]}, found {tokens[wrong[0]]}; give what was generated, "
+                "output[:, prompt:]"
+            )
+
+    def doubt(self, flag: Any, reason: str, *, soon: bool) -> None:
+        """Something was given that spoils the cache if a flag says so: a tensor. That of a device
+        is looked at when the tokens are saved, unless `soon`.
+
+        Raises:
+            ConfigError: it does.
+        """
+        if flag.device.type == "cpu" or soon:
+            if bool(flag):
+                raise self.spoil(reason)
+        else:
+            former = self._doubts.get(reason)
+            self._doubts[reason] = flag if former is None else former | flag
+
+    def spoil(self, reason: str) -> ConfigError:
+        """Save nothing of it any more; the error to raise."""
+        self.spoilt = reason
+        return ConfigError(f"past_key_values: {reason}. Nothing of it is saved")
+
+    def check_sound(self) -> None:
+        """Whether what it holds may be saved.
+
+        Raises:
+            ConfigError: it may not; says why.
+        """
+        for reason, flag in self._doubts.items():
+            if self.spoilt is None and bool(flag):
+                self.spoilt = reason
+        self._doubts = {}
+        if self.spoilt is None and (self.passing or len(self.rows) > 1):
+            self.spoilt = "a forward pass did not finish, and layers may hold parts of it"
+        if self.spoilt is not None:
+            raise self.spoil(self.spoilt)
+
+    def check_known(self) -> None:
+        """Whether the tokens that are held and known were all seen by the connector.
+
+        Raises:
+            ConfigError: some were not, or the cache may not be saved.
+        """
+        self.check_sound()
+        unseen = self._given.unseen(len(self.tokens))
+        if unseen is not None:
+            raise self.spoil(
+                f"{len(self.tokens) - unseen} tokens from position {unseen} on were computed by "
+                "something else than the connector's model; compute with the model that the "
+                "Connector was given, which is compiled, if at all, behind that"
+            )
 
     # ---- what would make known tokens untrue
 
@@ -153,6 +398,7 @@ class PrefixCache(DynamicCache):
         before = self.held
         super().crop(*arguments, **more)
         if self.held < before:
+            self._given.cut(self.held)
             self._forget(self.held)
 
     def reset(self) -> None:
@@ -160,6 +406,7 @@ class PrefixCache(DynamicCache):
         still read them."""
         used = self.held > 0
         self._load, self._awaited = None, set()
+        self._given.cut(0)
         for layer in map(self.layers.__getitem__, self._attention):
             layer.keys = layer.values = None
             layer.is_initialized = False
@@ -209,6 +456,7 @@ class PrefixCache(DynamicCache):
                 # Initialised with no tokens, then given the tensors themselves: nothing is copied.
                 layer.update(keys[:, :, :0], values[:, :, :0])
             layer.keys, layer.values = keys, values
+        self._given.add(before, tokens, None)
         self._reused += tokens
 
     def withdraw(self, tokens: int) -> None:
@@ -220,6 +468,7 @@ class PrefixCache(DynamicCache):
         """Crop keys and values."""
         for layer in map(self.layers.__getitem__, self._attention):
             DynamicLayer.crop(layer, -tokens)
+        self._given.cut(self.held)
 
 
 def one_row(rows: int) -> None:
@@ -261,4 +510,12 @@ def planes_of(pages: ModelPages, past: Any) -> DevicePlanes:
     return layouts.dynamic_cache(layouts.Shard(pages.geometry), GROUP, past)
 
 
-__all__ = ["PrefixCache", "TokenIds", "one_row", "planes_of", "token_ids"]
+__all__ = [
+    "ConnectorStats",
+    "Figures",
+    "PrefixCache",
+    "TokenIds",
+    "one_row",
+    "planes_of",
+    "token_ids",
+]

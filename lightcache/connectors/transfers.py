@@ -13,13 +13,14 @@ import numpy.typing as npt
 from lightcache import Cache, Lease, Load, Offload, Reservation, Shard
 from lightcache.connectors.hybrid import HybridPrefixes
 from lightcache.connectors.model_pages import ModelPages
+from lightcache.connectors.model_watch import ModelWatch
 from lightcache.connectors.pooled import Pooled
 from lightcache.connectors.prefix_cache import PrefixCache, TokenIds, planes_of
 from lightcache.errors import ConfigError, Detached, TransferFailed
 
 if TYPE_CHECKING:
+    from lightcache.kernels.moves import Engine
     from lightcache.kernels.planes import DevicePlanes
-    from lightcache.kernels.transfer import Engine
 
 
 class Transfers:
@@ -31,6 +32,7 @@ class Transfers:
     hybrid: HybridPrefixes | None
     _config: Any
     _pool: Pooled
+    _watch: ModelWatch
     _closed: bool
 
     def restore(self, lease: Lease, *, window: int | None = None) -> PrefixCache:
@@ -63,6 +65,7 @@ class Transfers:
         self, lease: Lease, ids: TokenIds | None, window: int | None = None
     ) -> PrefixCache:
         past = PrefixCache(self._config, ids)
+        past.watch = self._watch
         if window is None:
             self._load_all(past, lease)
         else:
@@ -78,7 +81,9 @@ class Transfers:
     def empty(self) -> PrefixCache:
         """A cache with nothing in it, to `load` into or to begin with. Its tokens are not known:
         save it with `offload`."""
-        return PrefixCache(self._config) if self.hybrid is None else self.hybrid.empty(None)
+        past = PrefixCache(self._config) if self.hybrid is None else self.hybrid.empty(None)
+        past.watch = self._watch
+        return past
 
     def load(self, past: PrefixCache, lease: Lease, *, window: int | None = None) -> Load:
         """Begin to load the pages of a lease behind what a cache holds, and take the lease over as
@@ -143,7 +148,8 @@ class Transfers:
 
         Raises:
             ConfigError: a cache of another model, of several rows, or with fewer tokens than the
-                pages, or pages that are not from this cache object; `held` is the caller's still.
+                pages, one of which a pass was refused, or pages that are not from this cache
+                object; `held` is the caller's still.
             LeaseLost: `held` has ended before.
             Detached: closed.
         """
@@ -152,6 +158,8 @@ class Transfers:
         if not isinstance(held, (Reservation, Shard)):
             raise ConfigError(f"held: expected a Reservation or Shard, found {type(held).__name__}")
         self._check_ours(held)
+        if isinstance(past, PrefixCache):
+            past.check_sound()
         if not len(held.pages):
             return Offload(self.engine, held, np.arange(0), positions=positions)
         planes = self.planes(past)

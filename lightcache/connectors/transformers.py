@@ -16,20 +16,29 @@ saves the pages that are new. Hybrid models need a second cache, of states: `ope
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from lightcache import Cache, Namespace
 from lightcache._arguments import Keys
-from lightcache.connectors.checkpoints import Checkpoint
-from lightcache.connectors.hybrid import HybridPrefixes, check_states
-from lightcache.connectors.hybrid_cache import HybridPrefixCache
+from lightcache.connectors.hybrid import Checkpoint, HybridPrefixCache, HybridPrefixes, check_states
 from lightcache.connectors.model_pages import ModelPages, describe, describe_for
+from lightcache.connectors.model_watch import ModelWatch
 from lightcache.connectors.opening import Caches, open_cache, open_caches
 from lightcache.connectors.pooled import Pooled, check_device
-from lightcache.connectors.prefix_cache import PrefixCache, TokenIds, planes_of, token_ids
+from lightcache.connectors.prefix_cache import (
+    ConnectorStats,
+    Figures,
+    PrefixCache,
+    TokenIds,
+    planes_of,
+    token_ids,
+)
 from lightcache.connectors.transfers import Transfers
 from lightcache.errors import Abandoned, ConfigError, NoSpace
+from lightcache.hybrid.checkpoints import PATH_LIMIT
+from lightcache.shm.errors import leave
 
 if TYPE_CHECKING:
     from lightcache.kernels.pinned import PinnedPages
@@ -51,7 +60,7 @@ class Connector(Transfers):
         pinned_states: PinnedPages | None = None,
         chunk: int = 64,
         every: int = 256,
-        path_limit: int = 0,
+        path_limit: int = PATH_LIMIT,
     ) -> None:
         """Join them. Computes one token, see `describe`, and a few more with a hybrid model.
 
@@ -66,7 +75,8 @@ class Connector(Transfers):
             chunk, every: of a hybrid model's `Grid`: prefills save states at multiples of chunk and
                 page_tokens, and decoding at those of `every` as well. Processes may differ in them.
             path_limit: states of a hybrid model on one path, at least 2; with more the shallowest
-                go, but not where prompts part, and none that is in use. 0: any number.
+                go, but not where prompts part, and none that is in use. 0: any number. The default
+                is that of `lightcache.hybrid.Checkpoints`.
 
         Raises:
             LayoutMismatch: a cache is of another model; says what differs.
@@ -85,7 +95,9 @@ class Connector(Transfers):
         for one in (cache, states):
             if one is not None:
                 check_device(one, self.pages.device)
+        self._caches = [one for one in (cache, states) if one is not None]
         self._config = model.config
+        self._figures = Figures()
         self._closed = False
         with contextlib.ExitStack() as stack:
             seen = PrefixCache(self._config)  # every transfer brings planes of its own
@@ -93,6 +105,13 @@ class Connector(Transfers):
             planes = planes_of(self.pages, seen)
             self._pool = Pooled(cache, self.pages.geometry, planes, self.pages.device, pinned)
             stack.callback(self._pool.close)
+            self._watch = ModelWatch(
+                model,
+                cache.index.default_namespace.weights,
+                needs_positions=self.pages.needs_positions,
+            )
+            stack.callback(self._watch.close)
+            weakref.finalize(self, self._watch.close)
             self.engine = self._pool.engine
             self.pinned = self._pool.pinned
             """The pool as a GPU sees it; `pinned.wait()` waits for all of it. None on the CPU."""
@@ -108,6 +127,7 @@ class Connector(Transfers):
                     chunk=chunk,
                     every=every,
                     path_limit=path_limit,
+                    figures=self._figures,
                 )
             stack.pop_all()
 
@@ -131,8 +151,15 @@ class Connector(Transfers):
             salt: keeps tenants or adapters apart, see `Cache.hash_pages`.
             namespace: see `Cache.namespace`; None: the cache's.
 
+        Pages are found by tokens alone, so the model's passes are looked at. What was computed is
+        saved only if it is of these tokens, of `model`, from position 0 on, by weights that are as
+        they were, without dropout, and no mask hid anything.
+
         Raises:
-            ConfigError: several rows, or tokens that are no ids.
+            ConfigError: several rows, or tokens that are no ids; a model that drops out. Also by
+                the model's call: it was given something else than these tokens; and at the end of
+                the `with`: what is held was not computed by this model. Nothing is saved then.
+            LayoutMismatch: the weights changed behind the open connector; nothing is saved.
             TransferFailed: a copy failed; on entering, nothing is held.
             LockTimeout, Detached, PermissionDenied: as `Cache.match` and `Cache.reserve`.
             OutOfPages: a hybrid model's cache of states has all the namespaces that it can.
@@ -140,9 +167,37 @@ class Connector(Transfers):
         self._check_open()
         ids = token_ids(tokens)
         how = {"salt": b"" if salt is None else salt, "namespace": namespace}
+        self._check_use(namespace)
         past = self._found(ids, how)
-        yield past
-        self._save(past, how)
+        past.watch = self._watch
+        hit = past.reused
+        self._figures.add(
+            requests=1, prompt_tokens=len(ids), host_hits=int(hit > 0), host_tokens=hit
+        )
+        try:
+            yield past
+            if past.spoilt is None:  # else it was raised already, and the caller caught it
+                past.check_known()
+                self._check_use(namespace)
+        except BaseException:
+            self._figures.add(refused=1)
+            raise
+        if past.spoilt is None:
+            self._save(past, how)
+        else:
+            self._figures.add(refused=1)
+
+    def stats(self) -> ConnectorStats:
+        """Figures of this connector."""
+        states = None if self.hybrid is None else self.hybrid.checkpoints.stats()
+        return self._figures.snapshot(states)
+
+    def _check_use(self, namespace: Namespace | None) -> None:
+        """The caches are in use, with the weights that they are for."""
+        for one in self._caches:
+            one.index.segment.mark_used()
+        space = self.cache.index.default_namespace if namespace is None else namespace
+        self._watch.check_weights(space.weights)
 
     def _found(self, ids: TokenIds, how: dict[str, Any]) -> PrefixCache:
         keys = self.cache.hash_pages(ids, **how, leave_one=True)
@@ -182,12 +237,29 @@ class Connector(Transfers):
 
     def _save_pages(self, past: PrefixCache, keys: Keys, namespace: Namespace | None) -> None:
         # Without room, or in a namespace that was cleared meanwhile, it is not saved: a later miss.
-        with contextlib.suppress(Abandoned, NoSpace):
+        try:
             # From the first page on: what was restored may have been evicted since, and would leave
             # a hole in front of the new pages.
             with self.cache.reserve(keys, namespace=namespace) as held:
-                if len(held.new):
+                new, missing, why = len(held.new), len(held.missing), held.why
+                present, busy = len(held.present), len(held.busy)
+                if new:
                     self.offload(past, held).wait()
+        except Abandoned:
+            self._figures.add(cleared=1)
+            return
+        except NoSpace as error:
+            new, missing, present, busy, why = 0, len(keys), 0, 0, str(error)
+        self._figures.add(
+            saved_pages=new, present_pages=present, busy_pages=busy, no_room_pages=missing
+        )
+        if missing:
+            self._figures.say_once(
+                "room",
+                f"cache {self.cache.name!r}: no room for {missing} of {len(keys)} pages "
+                f"({why}); they are not saved. Further ones are counted in `no_room_pages` only; a "
+                "larger cache is the remedy",
+            )
 
     # ---- the end
 
@@ -199,13 +271,14 @@ class Connector(Transfers):
         if self.hybrid is not None:
             self.hybrid.close()
         self._pool.close()
+        self._watch.close()
         self._closed = True
 
     def __enter__(self) -> Connector:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        leave(self.close, error)
 
 
 @contextlib.contextmanager
@@ -230,6 +303,7 @@ __all__ = [
     "Caches",
     "Checkpoint",
     "Connector",
+    "ConnectorStats",
     "HybridPrefixCache",
     "ModelPages",
     "PrefixCache",

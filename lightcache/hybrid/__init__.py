@@ -1,36 +1,45 @@
 """Hybrid models: checkpoints of recurrent state beside the KV of attention layers. See
 `HybridManager`; docs/hybrid.md has pictures, and a scheduler's loop."""
 
-from lightcache.hybrid.checkpoints import Checkpoints
-from lightcache.hybrid.config import HybridConfig
-from lightcache.hybrid.copiers import ArrayCopier, Copying, StateCopier
-from lightcache.hybrid.device import create_slots
-from lightcache.hybrid.drafts import Drafts
-from lightcache.hybrid.features import Features
-from lightcache.hybrid.grids import Grid
-from lightcache.hybrid.manager import HybridManager
-from lightcache.hybrid.matches import HybridMatch
-from lightcache.hybrid.opening import StateLayout, States, open_states, state_layout
-from lightcache.hybrid.parts import (
+from lightcache.hybrid.checkpoints import Checkpoints, CheckpointStats, Tier
+from lightcache.hybrid.copiers import (
+    ArrayCopier,
+    Copying,
     Section,
+    StateCopier,
     StatePart,
     gated_delta_parts,
     state_bytes,
     state_groups,
 )
-from lightcache.hybrid.restoring import HybridFetch, Restored
+from lightcache.hybrid.manager import HybridFetch, HybridManager, Restored
+from lightcache.hybrid.opening import StateLayout, States, create_slots, open_states, state_layout
+from lightcache.hybrid.planning import HybridMatch
 from lightcache.hybrid.saving import (
     DecodeSaves,
+    Drafts,
+    Features,
+    Grid,
+    HybridConfig,
+    RequestSlots,
+    Rest,
+    Saved,
     SavePlan,
     SavePolicy,
     Saves,
     Stretch,
     decode_saves,
 )
-from lightcache.hybrid.sizing import Load, Split, best_split, check_split
-from lightcache.hybrid.slots import RequestSlots, Rest, Saved
-from lightcache.hybrid.spaces import Tier
-from lightcache.hybrid.statistics import CheckpointStats
+from lightcache.hybrid.sizing import (
+    Load,
+    Reuse,
+    Split,
+    Workload,
+    best_split,
+    check_split,
+    paths_of,
+    reuse_of,
+)
 from lightcache.hybrid.tables import (
     Capacity,
     StateBlocks,
@@ -38,7 +47,6 @@ from lightcache.hybrid.tables import (
     capacity,
     state_block_tables,
 )
-from lightcache.hybrid.workloads import Reuse, Workload, paths_of, reuse_of
 
 __all__ = [
     "ArrayCopier",

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Hashable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, fields
+from enum import Enum
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,28 +17,592 @@ from lightcache import _arguments
 from lightcache._arguments import Keys, Pages
 from lightcache.cache import Cache
 from lightcache.errors import ConfigError, LeaseLost, LightcacheError, OutOfPages
-from lightcache.held import Named
-from lightcache.hybrid.bounding import PathBound
-from lightcache.hybrid.spaces import Path, StateSpace, StateSpaces, Tier
-from lightcache.hybrid.statistics import CheckpointStats, Counts
-from lightcache.hybrid.traffic import StateTraffic
 from lightcache.layout import KeyStatus
-from lightcache.leases import Lease
-from lightcache.manager.device import room_of
-from lightcache.manager.lookups import joined
-from lightcache.manager.matches import WritePolicy
+from lightcache.leases import Lease, Named
+from lightcache.manager.device import joined, room_of
+from lightcache.manager.movers import Mover
+from lightcache.manager.requests import WritePolicy
 from lightcache.manager.statistics import Room
+from lightcache.manager.traffic import Ends, Movement, Traffic, goes_on
+from lightcache.namespaces import Namespace, NamespaceState
 from lightcache.page_index import PageIndex
+from lightcache.reservations import Positions, Reservation
 
 if TYPE_CHECKING:
-    from lightcache.hybrid.copiers import StateCopier
-    from lightcache.manager.movers import Mover
-    from lightcache.manager.traffic import Movement
+    from lightcache.hybrid.copiers import Copying, StateCopier
     from lightcache.storage.tiers import BaseTier
 
+
+# ---- Where states are: tiers, namespaces by weights version and tenant, and the keys of a
+# prompt.
+
+
+class Tier(Enum):
+    """Where a checkpoint is."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+@dataclass(frozen=True, eq=False)
+class StateSpace:
+    """A weights version and a tenant, on the device and the host; None: there is no such tier."""
+
+    kv: Namespace
+    """Of the host's KV, beside which it was opened: says whose states these are."""
+    device: Namespace | None
+    host: Namespace | None
+
+    def of(self, tier: Tier) -> Namespace:
+        """In a tier that there is."""
+        found = self.device if tier is Tier.DEVICE else self.host
+        assert found is not None
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Path:
+    """The positions of a prompt at which checkpoints may be, as keys. The first `count` of them end
+    with a position; so 0 is none."""
+
+    keys: Keys
+    """uint64 of shape (n, 2)."""
+    space: StateSpace
+    kv: Namespace | None = None
+    """Where KV has these keys; None: in its default namespace."""
+
+    def key(self, count: int) -> Keys:
+        """Of the position that `count` of them end with, alone."""
+        return self.keys[count - 1 : count]
+
+
+class StateSpaces:
+    """Those that were opened here, one for each weights version and tenant."""
+
+    def __init__(self, slots: PageIndex | None, host: Cache | None) -> None:
+        """None yet."""
+        self._slots, self._host = slots, host
+        self._known: dict[tuple[str, str], StateSpace] = {}
+
+    def beside(self, kv: Namespace, good: Callable[[], bool]) -> StateSpace | None:
+        """Of the weights and the tenant of a namespace of KV, made if need be. None: that was
+        cleared, and its states with it.
+
+        Who clears KV alone, by whatever call, clears its states as well: the first request behind
+        that brings another namespace of the same name, and what was beside the former one goes.
+
+        Who forgets a namespace clears KV's first, and then those of states that it sees. Who opens
+        one of these looks at KV's behind that: so one of the two sees the other.
+
+        Args:
+            good: whether KV's is in use still.
+
+        Raises:
+            OutOfPages, LockTimeout: as `PageIndex.namespace`.
+        """
+        found = self._usable(kv)
+        if found is None and good():  # a request of before the clear must not clear what came after
+            self.clear(kv.weights, kv.tenant)
+            found = self._open(kv)
+            if not good():
+                self.clear(kv.weights, kv.tenant)
+                return None
+        return found
+
+    def _usable(self, kv: Namespace) -> StateSpace | None:
+        """One that was opened here beside this very namespace, and that nobody has cleared."""
+        found = self._known.get((kv.weights, kv.tenant))
+        if found is None or found.kv != kv:
+            return None
+        if found.host is None or self._host is None:
+            return found
+        if self._host.index.namespace_state(found.host) is NamespaceState.NORMAL:
+            return found
+        self.clear(kv.weights, kv.tenant)  # of the device, too
+        return None
+
+    def _open(self, kv: Namespace) -> StateSpace:
+        names = kv.weights, kv.tenant
+        made = self._known[names] = StateSpace(
+            kv,
+            None if self._slots is None else self._slots.namespace(*names),
+            None if self._host is None else self._host.namespace(*names),
+        )
+        return made
+
+    def live(self, space: StateSpace) -> bool:
+        """Whether nobody has forgotten it here."""
+        return self._known.get((space.kv.weights, space.kv.tenant)) is space
+
+    def clear(self, weights: str, tenant: str | None = None) -> None:
+        """Forget what was opened here of a version, or of one of its tenants: nothing of it is
+        found or accepted any more, in no process."""
+        for key, space in list(self._known.items()):
+            if not _is_of(space.kv, weights, tenant):
+                continue
+            if self._host is not None and space.host is not None:
+                self._host.clear(space.host)
+            if self._slots is not None and space.device is not None:
+                self._slots.clear(space.device)
+            del self._known[key]  # behind it: what failed is cleared again
+
+    def clear_everywhere(self, weights: str, tenant: str | None = None) -> None:
+        """The same, whoever has opened it."""
+        if self._host is not None:
+            clear_states(self._host, weights, tenant)
+        self.clear(weights, tenant)
+
+
+def clear_states(states: Cache, weights: str, tenant: str | None = None) -> None:
+    """Forget what a host cache has of a version, or of one of its tenants, whoever opened it. KV's
+    is cleared before: see `StateSpaces.beside`."""
+    for space in states.index.namespaces():
+        if _is_of(space, weights, tenant):
+            states.clear(space)
+
+
+def _is_of(space: Namespace, weights: str, tenant: str | None) -> bool:
+    return space.weights == weights and tenant in (None, space.tenant)
+
+
+# ---- Copies of states: from slot to slot, to the host and back, and what they hold until they
+# are over.
+
+
+@dataclass(frozen=True, eq=False)
+class _Origin:
+    """Of which checkpoint a slot is."""
+
+    path: Path
+    count: int
+
+
+@dataclass(eq=False)
+class _Group:
+    """Slots on their way out, pinned until their copies are over."""
+
+    lease: Lease
+    movements: list[Movement]
+    origins: dict[int, _Origin]
+    """Of those that are to be on the host, by their slots."""
+
+
+@dataclass(eq=False)
+class Copied:
+    """A launch from slot to slot: which slots it writes, and what it reads from."""
+
+    copying: Copying
+    slots: Pages
+    leases: list[Lease]
+    over: bool = False
+
+
+class StateTraffic:
+    """All copies of some `Checkpoints`, whose lock is around every call. What begins a copy, and
+    `close`, take it themselves."""
+
+    def __init__(self, owner: Checkpoints, mover: Mover | None, time_limit: float) -> None:
+        """Nothing moves yet."""
+        self._owner, self._mover, self._time_limit = owner, mover, time_limit
+        self.moves = Traffic(owner.lock, time_limit)
+        """Between slots and host pages."""
+        self._copies: list[Copied] = []
+        self._origins: dict[int, _Origin] = {}
+        self._groups: list[_Group] = []
+
+    # ---- from slot to slot
+
+    def copied(self, copying: Copying, slots: Pages, leases: list[Lease]) -> Copied:
+        """A launch writes these slots. The leases are released when it has been executed."""
+        made = Copied(copying, slots, leases)
+        with self._owner.lock:
+            self._copies.append(made)
+            self._look_at_copies()
+        return made
+
+    def _look_at_copies(self) -> None:
+        for one in list(self._copies):
+            try:
+                if not one.copying.done():
+                    continue
+            except Exception as error:  # a device that failed copies nothing more
+                if goes_on(one.copying):
+                    raise  # it was not the copy's: as in `Movement.block`
+                self.moves.foreign.note(error)
+            self._copies.remove(one)
+            one.over = True
+            for lease in one.leases:
+                lease.release()
+            one.leases.clear()
+
+    # ---- to the host
+
+    def note(self, slot: int, path: Path, count: int) -> None:
+        """A slot holds a checkpoint that the host is to have when its room is needed."""
+        if self._owner.host is not None:
+            self._origins[slot] = _Origin(path, count)
+
+    def offload(
+        self,
+        slot: int,
+        path: Path,
+        count: int,
+        *,
+        pins: Lease | None = None,
+        of: list[Movement] | None = None,
+        ends: Ends | None = None,
+    ) -> Movement | None:
+        """Write a slot's state to the host, under the key at the last of the first `count`
+        positions. None: the host has it, or no room for it.
+
+        Args:
+            pins: the slot's, for this: released when it is over, or not begun.
+            of, ends: as for `Traffic.begin`.
+        """
+
+        def let_go(ok: bool) -> None:
+            if pins is not None:
+                pins._let_go()
+            if ends is not None:
+                ends(ok)
+
+        with self._owner.lock:
+            new = None
+            try:
+                new = self._reserved(path, count)
+            finally:
+                if new is None:
+                    let_go(False)
+            if new is None:
+                return None
+            return self._launch(slot, new, path, count, let_go, of)
+
+    def _reserved(self, path: Path, count: int) -> Reservation | None:
+        owner = self._owner
+        assert owner.host is not None
+        assert self._mover is not None
+        try:
+            chain = owner.chain(Tier.HOST, path, count)
+            new = owner.host.index.reserve(
+                chain,
+                len(chain) - 1,
+                shards=self._mover.shards,
+                namespace=path.space.host,
+                timeout=self._time_limit,
+            )
+        except LightcacheError:
+            owner.counts.add(failed_offloads=1)
+            return None
+        if len(new.pages):
+            return new
+        owner.counts.add(no_room=len(new.missing))
+        new.release()
+        return None
+
+    def _launch(
+        self,
+        slot: int,
+        new: Reservation,
+        path: Path,
+        count: int,
+        let_go: Ends,
+        of: list[Movement] | None,
+    ) -> Movement:
+        owner, mover = self._owner, self._mover
+        assert mover is not None
+        slots = np.full(int(new.new[0]) + 1, -1, np.int64)
+        slots[-1] = slot
+
+        def over(ok: bool, _: int | None) -> None:
+            owner.counts.add(**{"offloads" if ok else "failed_offloads": 1})
+            if ok:
+                owner.reached_host(path, count)
+
+        touched = np.array([slot], np.int32)
+        return self.moves.begin(touched, mover, "offload", new, slots, over, of=of, ends=let_go)
+
+    # ---- from the host
+
+    def load(self, lease: Lease, slot: int, of: list[Movement] | None = None) -> Movement:
+        """Bring a host page's state to a slot. The lease is the movement's from then on.
+
+        Args:
+            of: as for `Traffic.begin`.
+        """
+        owner, mover = self._owner, self._mover
+        assert mover is not None
+
+        def over(ok: bool, _: int | None) -> None:
+            owner.counts.add(**{"loads" if ok else "failed_loads": 1})
+
+        where, touched = np.array([slot], np.int64), np.array([slot], np.int32)
+        with owner.lock:
+            return self.moves.begin(touched, mover, "load", lease, where, over, of=of)
+
+    # ---- making room
+
+    def demote(self, n: int) -> int:
+        """Begin to write back up to n checkpoints, those that eviction would take next. Their slots
+        are free when that is over, but for those that somebody came for, and those that should be
+        on the host and are not. Returns how many are on their way."""
+        slots = self._owner.slots
+        if slots is None or n < 1:
+            return 0
+        oldest = slots.oldest(min(n, 4096))
+        group = _Group(oldest.lease, [], {})
+        self._groups.append(group)
+        count = len(oldest)
+        for slot, key in zip(oldest.pages.tolist(), oldest.keys, strict=True):
+            origin = self._origins.get(slot)
+            if origin is None or (origin.path.key(origin.count)[0] != key).any():
+                continue  # evicted and written anew
+            group.origins[slot] = origin
+            self.offload(slot, origin.path, origin.count, of=group.movements)
+        self._look_at_groups()
+        return count
+
+    def overwritten(self, slots: Pages) -> None:
+        """These were evicted if they held anything."""
+        lost = 0
+        for slot in slots.tolist():
+            origin = self._origins.pop(slot, None)
+            if origin is not None and self._owner.write is WritePolicy.BACK:
+                known = self._owner.spaces.live(origin.path.space)
+                lost += known and not self._there(origin, Tier.HOST)
+        self._owner.counts.add(demotions_lost=lost)
+
+    @property
+    def going(self) -> int:
+        """Slots on their way out."""
+        return sum(len(group.lease) for group in self._groups)
+
+    def _look_at_groups(self) -> None:
+        over = [group for group in self._groups if all(each.over for each in group.movements)]
+        self._groups = [group for group in self._groups if group not in over]
+        for group in over:
+            try:
+                with contextlib.suppress(LightcacheError):  # who does not answer keeps what it has
+                    self._give_up(group)
+            finally:
+                group.lease._let_go()
+
+    def _give_up(self, group: _Group) -> None:
+        """The slots of a group, but for those that should be on the host and are not: these are
+        pinned once more meanwhile, which counts as a use, so that others are tried next."""
+        slots = self._owner.slots
+        assert slots is not None
+        written = {at: one for at, one in group.origins.items() if self._there(one, Tier.HOST)}
+        with contextlib.ExitStack() as pins:
+            for at in group.origins.keys() - written.keys():
+                origin = group.origins[at]
+                key = np.ascontiguousarray(origin.path.key(origin.count))
+                pins.enter_context(slots.match(key, namespace=origin.path.space.device))
+            gone = slots.discard(group.lease)
+        left = [at for at, origin in written.items() if not self._there(origin, Tier.DEVICE)]
+        for at in left:
+            self._origins.pop(at, None)
+        self._owner.counts.add(
+            demotions=len(left),
+            demotions_lost=max(0, gone - len(left)),
+            kept_unwritten=len(group.origins) - len(written),
+        )
+
+    def _there(self, origin: _Origin, tier: Tier) -> bool:
+        """Whether a tier has that checkpoint, and says so."""
+        index = self._owner.slots if tier is Tier.DEVICE else self._owner.host
+        path, key = origin.path, np.ascontiguousarray(origin.path.key(origin.count))
+        with contextlib.suppress(LightcacheError):
+            return index is not None and bool(index.peek(key, namespace=path.space.of(tier)))
+        return False
+
+    # ---- upkeep
+
+    def busy(self, slots: Pages) -> npt.NDArray[np.bool_]:
+        """See `Checkpoints.in_flight`."""
+        written = [one.slots for one in self._copies]
+        found = self.moves.busy(slots)
+        return found | np.isin(slots, np.concatenate(written)) if written else found
+
+    def poll(self) -> int:
+        """See `Checkpoints.poll`."""
+        going = self.moves.poll()
+        self._look_at_copies()
+        self._look_at_groups()
+        return going + len(self._copies)
+
+    def close(self, timeout: float | None) -> None:
+        """See `Checkpoints.close`."""
+        with self._owner.lock:
+            self.moves.paused = False
+            self.moves.poll()
+        self.moves.wait(None, timeout)
+        with self._owner.lock:
+            self.poll()
+            for group in self._groups:
+                group.lease.release()
+            self._groups.clear()
+            self._origins.clear()
+
+
+# ---- What checkpoints count.
+
+
+@dataclass(frozen=True)
+class CheckpointStats:
+    """Since the checkpoints began, in this process. Checkpoints unless said otherwise."""
+
+    requests: int = 0
+    """Taken."""
+    device_hits: int = 0
+    """Requests that went on from a checkpoint of the device."""
+    host_hits: int = 0
+    storage_hits: int = 0
+    """Of these of the host, from one that storage was read for."""
+    usable_tokens: int = 0
+    """Of prompts, that need not be computed."""
+    unusable_tokens: int = 0
+    """Whose KV was there, behind the checkpoint."""
+    donated: int = 0
+    """Saved states that became checkpoints."""
+    merged: int = 0
+    """Saved states that were there already."""
+    refused: int = 0
+    """Saved states that could not become checkpoints: no room under the key, or weights that have
+    gone."""
+    bounded: int = 0
+    """Evicted because their path had too many."""
+    copies: int = 0
+    """From a checkpoint to a working slot."""
+    loads: int = 0
+    failed_loads: int = 0
+    offloads: int = 0
+    failed_offloads: int = 0
+    no_room: int = 0
+    """That were to be written to the host and found no room."""
+    demotions: int = 0
+    """That left the device ahead of need, and that the host had then."""
+    demotions_lost: int = 0
+    """That left the device and that the host had not: not to be written there; or, with write-back,
+    evicted because a slot was needed at once."""
+    kept_unwritten: int = 0
+    """Demotions that were given up, for the host had no room or the write failed: they stayed."""
+    dropped_tokens: int = 0
+    """KV behind the deepest checkpoint of requests that ended, by policy."""
+
+    @property
+    def request_ratio(self) -> float:
+        """Requests that went on from a checkpoint, of all, 0 to 1."""
+        hits = self.device_hits + self.host_hits
+        return hits / self.requests if self.requests else 0.0
+
+
+_NAMES = frozenset(each.name for each in fields(CheckpointStats))
+
+
+class Counts(Counter[str]):
+    """Counts by the names of `CheckpointStats`."""
+
+    def add(self, **counts: int) -> None:
+        """Raise some of them."""
+        for name, count in counts.items():
+            assert name in _NAMES, name
+            self[name] += count
+
+    def snapshot(self) -> CheckpointStats:
+        """As they are now."""
+        return CheckpointStats(**self)
+
+
+# ---- The bound on checkpoints of one path: the shallowest go, but no forks.
+
+PATH_LIMIT = 2
+"""Checkpoints on one path, where nothing else is said: a conversation goes on from its last one,
+and others make more of the room of those before it (docs/benchmarks.md)."""
+_PARTED = 1 << 12  # forks that are remembered
+
+
+class PathBound:
+    """With more than so many on a path the shallowest go, but no forks, not the deepest, and none
+    in use; the one that was added goes last. Whoever adds one enforces it, as far as it knows the
+    path: what hangs on the new one by other keys is seen by whoever adds one there."""
+
+    def __init__(
+        self, most: int | None, counts: Counts, parting: Callable[[Path], Pages] | None = None
+    ) -> None:
+        """No fork is known.
+
+        Args:
+            most: on one path of either tier; None: no bound.
+            parting: see `Checkpoints`.
+
+        Raises:
+            ConfigError: `most` is below 1.
+        """
+        self._most = None if most is None else _arguments.count(most, "most", 1, 1 << 20)
+        self._counts = counts
+        self._parting = parting
+        self._parted: OrderedDict[bytes, None] = OrderedDict()
+        """Keys at which prompts part."""
+
+    def parts(self, key: Keys) -> None:
+        """Prompts part there, though nothing hangs on it yet."""
+        self._parted[key.tobytes()] = None
+        if len(self._parted) > _PARTED:
+            self._parted.popitem(last=False)
+
+    def enforce(self, index: PageIndex, path: Path, tier: Tier, count: int) -> None:
+        """One was added at the last of the first `count` positions of a path, which may go on."""
+        if self._most is not None:
+            with contextlib.suppress(LightcacheError):  # then whoever adds the next one looks
+                self._enforce(index, path, tier, count, self._most)
+
+    def _enforce(self, index: PageIndex, path: Path, tier: Tier, count: int, most: int) -> None:
+        space, keys = path.space.of(tier), path.keys
+        there = _standing(index, keys, space)
+        excess = len(there) - most
+        if excess <= 0:
+            return
+        children = index.children(keys[there], namespace=space)
+        children = np.maximum(children, self._parting_behind(path, there))
+        forks = self._forks(children, keys[there])
+        others = zip(there[:-1].tolist(), forks, strict=False)
+        for i, fork in sorted(others, key=lambda one: one[0] == count - 1):
+            if excess and not fork and index.drop(keys[i : i + 1], namespace=space):
+                self._counts.add(bounded=1)
+                excess -= 1
+
+    def _parting_behind(self, path: Path, there: Positions) -> Pages:
+        """How many ways KV goes on, at most, between each checkpoint and the next one: whichever
+        process saved it, and though the checkpoints of the other way may have gone."""
+        if self._parting is None:
+            return np.zeros(len(there), np.int32)
+        return np.maximum.reduceat(self._parting(path), there)
+
+    def _forks(self, children: Pages, keys: Keys) -> list[bool]:
+        """Which of these are forks, or were: if what hangs on one has gone by the bound, prompts
+        still part there, and nothing but this tells."""
+        found = []
+        for count, key in zip(children.tolist(), keys, strict=True):
+            if count > 1:
+                self.parts(key)
+            found.append(key.tobytes() in self._parted)
+        return found
+
+
+def _standing(index: PageIndex, keys: Keys, space: Namespace | None) -> Positions:
+    """Where checkpoints stand on a path, the shallowest first: few among thousands of keys, so
+    `deepest` goes from one to the next, 5 ns a key in all."""
+    found, behind = [], len(keys)
+    while behind := index.deepest(keys[:behind], namespace=space):
+        behind -= 1
+        found.append(behind)
+    return np.array(found[::-1], np.int64)
+
+
+# ---- Checkpoints: saved states of recurrent layers, found by the keys of KV, in tiers of their
+# own.
+
 _NEW, _PRESENT = int(KeyStatus.NEW), int(KeyStatus.PRESENT)
-
-
 Found = tuple[Tier, int]
 """A tier, and how many positions of a path end with the checkpoint there: 1 or more."""
 
@@ -58,10 +625,11 @@ class Checkpoints:
         copier: StateCopier | None = None,
         *,
         write: WritePolicy = WritePolicy.THROUGH,
-        most: int | None = 2,
+        most: int | None = PATH_LIMIT,
         low_water: int | None = None,
         storage: BaseTier | None = None,
-        time_limit: float = 0.25,
+        time_limit: float = 0.02,
+        parting: Callable[[Path], Pages] | None = None,
     ) -> None:
         """Everything stays the caller's to close, behind this.
 
@@ -73,7 +641,8 @@ class Checkpoints:
             mover: who moves bytes between slots and host pages: a page holds one token, the slot.
             copier: who copies from slot to slot.
             write: THROUGH: a checkpoint goes to the host at once; BACK: when the device needs its
-                room. Without a device always at once.
+                room. Without a device, and with a storage, which is written from there, always at
+                once.
             most: checkpoints on one path of either tier; with more the shallowest go, but no forks.
                 A conversation goes on from its last one, and others make more of the room of those
                 before it (docs/benchmarks.md). None: no bound.
@@ -81,6 +650,9 @@ class Checkpoints:
                 fiftieth of them, 1 at least; else none.
             storage: a `StorageTier` or `StorageClient` of the host cache; None: none.
             time_limit: seconds that a call may wait for a lock.
+            parting: how many pages of KV hang on that of each position of a path, as
+                `PageIndex.children` of KV's index says: where two do, prompts part, also those that
+                other processes saved. None: only what hangs on checkpoints tells.
 
         Raises:
             ConfigError: what does not go together, or an index that is not flat.
@@ -112,7 +684,7 @@ class Checkpoints:
         self.traffic = StateTraffic(self, mover, time_limit)
         self._planned: dict[Hashable, Tier] = {}
         self.most = most
-        self._bound = PathBound(most, self.counts)
+        self._bound = PathBound(most, self.counts, parting)
         self._later: list[int] = []
         """Slots that could not be given back yet."""
 
@@ -245,6 +817,7 @@ class Checkpoints:
         host: bool = True,
         fork: bool = False,
         of: list[Movement] | None = None,
+        ends: Ends | None = None,
     ) -> Movement | None:
         """A slot's state becomes the checkpoint at the last of the first `count` positions; nothing
         is copied. The slot is the cache's from then on: not to be written, read or freed by whom
@@ -260,6 +833,7 @@ class Checkpoints:
             fork: prompts part there, though nothing hangs on it yet: the bound spares it.
             of: without device slots: of whoever has the slot; the copy is appended before it
                 begins, so that no interrupt hides it.
+            ends: called when that is over, perhaps twice.
 
         Returns:
             The copy to the host that reads the slot, if one was begun.
@@ -268,7 +842,7 @@ class Checkpoints:
             if fork:
                 self._bound.parts(path.key(count))
             if self.slots is None:
-                return self.traffic.offload(slot, path, count, of=of) if host else None
+                return self.traffic.offload(slot, path, count, of=of, ends=ends) if host else None
             pinned = self._name(slot, path, count)
             if pinned is None:
                 self.counts.add(refused=1)
@@ -278,10 +852,13 @@ class Checkpoints:
             movement = None
             if host:
                 self.traffic.note(pinned, path, count)
-            if host and self.write is WritePolicy.THROUGH and self.host is not None:
-                movement = self.traffic.offload(pinned, path, count, unpin=True)
+            pins, take = Lease.attached_to(self.slots, np.array([pinned], np.int32))
+            take()
+            at_once = self.write is WritePolicy.THROUGH or self.storage is not None
+            if host and at_once and self.host is not None:
+                movement = self.traffic.offload(pinned, path, count, pins=pins)
             else:
-                self.slots.unpin(np.array([pinned], np.int32))
+                pins.release()
             self._bound.enforce(self.slots, path, Tier.DEVICE, count)
             return movement
 
@@ -421,4 +998,18 @@ def _low_water(slots: PageIndex | None) -> int:
     return 0 if slots is None else max(1, slots.pages // 50)
 
 
-__all__ = ["Checkpoints", "Found"]
+__all__ = [
+    "PATH_LIMIT",
+    "CheckpointStats",
+    "Checkpoints",
+    "Copied",
+    "Counts",
+    "Found",
+    "Path",
+    "PathBound",
+    "StateSpace",
+    "StateSpaces",
+    "StateTraffic",
+    "Tier",
+    "clear_states",
+]

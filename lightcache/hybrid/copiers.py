@@ -2,13 +2,185 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from lightcache._arguments import Pages
+from lightcache._arguments import Pages, count
 from lightcache.errors import ConfigError
+from lightcache.kernels.geometry import KVGroup, Plane, held_heads
+
+# ---- What a model's recurrent state is made of: parts, their bytes, and where they lie in a
+# page.
+
+
+@dataclass(frozen=True)
+class Section:
+    """A run of a part's first axis that tensor-parallel ranks divide among them by heads."""
+
+    name: str
+    heads: int
+    size: int = 1
+    """Places of the axis that each head has."""
+
+
+@dataclass(frozen=True)
+class StatePart:
+    """One of the tensors that a linear layer keeps for each sequence."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of one layer, of the whole model."""
+    dtype_bytes: int
+    layers: int = 1
+    sharded: bool = True
+    """Divided among tensor-parallel ranks; otherwise each has all of it."""
+    sections: tuple[Section, ...] = ()
+    """Of the first axis, in its order: each is divided by itself, as the q, k and v channels of a
+    convolution are. None: every place of the axis is a head."""
+
+    def __post_init__(self) -> None:
+        """Check.
+
+        Raises:
+            ConfigError: a figure out of range.
+        """
+        where = f"state part {self.name!r}"
+        object.__setattr__(self, "shape", tuple(self.shape))
+        object.__setattr__(self, "sections", tuple(self.sections))
+        for size in self.shape:
+            count(size, f"{where}: shape", 1, 1 << 40)
+        count(self.dtype_bytes, f"{where}: dtype_bytes", 1, 16)
+        count(self.layers, f"{where}: layers", 1, 1 << 20)
+        for section in self.sections:
+            count(section.heads, f"{where}, {section.name}: heads", 1, 1 << 40)
+            count(section.size, f"{where}, {section.name}: size", 1, 1 << 40)
+        if self.sections and (
+            not self.sharded
+            or sum(each.heads * each.size for each in self.sections) != self.shape[0]
+        ):
+            raise ConfigError(
+                f"{where}: expected sections of a sharded part that are together its "
+                f"{self.shape[0]} places of the first axis, found sharded={self.sharded} and "
+                f"{self.sections}"
+            )
+
+    def planes(self) -> tuple[Plane, ...]:
+        """Of a page: one for each section, named `part_section`; the whole part is one of the
+        part's name. A head's row is all that it has of the part, in the order of the shape."""
+        inner = math.prod(self.shape[1:]) * self.dtype_bytes
+        if self.sections:
+            return tuple(
+                Plane(f"{self.name}_{each.name}", each.size * inner, each.heads)
+                for each in self.sections
+            )
+        if self.sharded and self.shape:
+            return (Plane(self.name, inner, self.shape[0]),)
+        return (Plane(self.name, math.prod(self.shape) * self.dtype_bytes, 1),)
+
+    def bytes_of(self, ranks: int = 1) -> int:
+        """Of one rank, in all its layers. Of fewer heads than ranks each has one.
+
+        Raises:
+            ConfigError: the ranks cannot share its heads evenly.
+        """
+        planes = self.planes()
+        held = (held_heads(plane, 0, ranks).count * plane.row_bytes for plane in planes)
+        return sum(held) * self.layers
+
+
+def state_bytes(parts: Iterable[StatePart], ranks: int = 1) -> int:
+    """Bytes of one state in all linear layers, on one of so many tensor-parallel ranks.
+
+    Raises:
+        ConfigError: no parts, or ranks that cannot share one evenly.
+    """
+    found = list(parts)
+    count(ranks, "ranks", 1, 1 << 20)
+    if not found:
+        raise ConfigError("state: expected at least one part")
+    return sum(part.bytes_of(ranks) for part in found)
+
+
+def state_groups(
+    parts: Iterable[StatePart], layers: Sequence[int], *, name: str = "state"
+) -> list[KVGroup]:
+    """Pages of one state each, for `PageGeometry`: written by tensor-parallel ranks of one number,
+    read by those of another.
+
+    The first group, of this name, has the parts that are divided, in as many head groups as all
+    of them can be: a rank of any number that divides these finds its share in one piece. Parts that
+    every rank has are a group of their own, `name.whole`. Where an engine keeps them is said with
+    `layouts.plane`, and of a part in sections `layouts.convolution`.
+
+    Args:
+        layers: numbers of the layers that keep a state.
+
+    Raises:
+        ConfigError: no parts, or one of another number of layers.
+    """
+    found = list(parts)
+    for part in found:
+        if part.layers != len(layers):
+            raise ConfigError(
+                f"state part {part.name!r}: expected {len(layers)} layers, those of {layers}, "
+                f"found {part.layers}"
+            )
+    planes = [plane for part in found for plane in part.planes()]
+    divided = [plane for plane in planes if plane.heads > 1]
+    whole = [plane for plane in planes if plane.heads == 1]
+    groups = []
+    if divided:
+        most = math.gcd(*(plane.heads for plane in divided))
+        groups.append(KVGroup.state(name, layers=layers, parts=divided, head_groups=most))
+    if whole or not divided:
+        groups.append(KVGroup.state(f"{name}.whole", layers=layers, parts=whole))
+    return groups
+
+
+def gated_delta_parts(
+    config: Any, *, recurrent_bytes: int = 4, conv_bytes: int = 2
+) -> list[StatePart]:
+    """The parts of a model of gated delta nets, as Qwen3-Next and Qwen3.5, from its Hugging Face
+    config: `linear_num_value_heads` and its like, and `layer_types`.
+
+    Args:
+        recurrent_bytes, conv_bytes: of an element: engines keep the recurrent part in float32.
+
+    Raises:
+        ConfigError: names what the config lacks. Of other models, name the parts by hand.
+    """
+    text = getattr(config, "text_config", config)
+
+    def of(name: str) -> Any:
+        found = getattr(text, name, None)
+        if found is None:
+            raise ConfigError(
+                f"config: {type(config).__name__} has no {name!r}, so it is no model of gated "
+                "delta nets; list its parts as StatePart"
+            )
+        return found
+
+    layers = list(of("layer_types")).count("linear_attention")
+    key = of("linear_num_key_heads") * of("linear_key_head_dim")
+    heads, width = of("linear_num_value_heads"), of("linear_value_head_dim")
+    before = of("linear_conv_kernel_dim") - 1  # tokens that the convolution looks back on
+    sections = (
+        *(Section(one, of("linear_num_key_heads"), of("linear_key_head_dim")) for one in "qk"),
+        Section("v", heads, width),
+    )
+    channels = 2 * key + heads * width
+    return [
+        StatePart("recurrent", (heads, of("linear_key_head_dim"), width), recurrent_bytes, layers),
+        StatePart("conv", (channels, before), conv_bytes, layers, sections=sections),
+    ]
+
+
+# ---- Copies of states between slots of one device.
 
 
 class Copying(Protocol):
@@ -74,4 +246,13 @@ class ArrayCopier:
         return _Done()
 
 
-__all__ = ["ArrayCopier", "Copying", "StateCopier"]
+__all__ = [
+    "ArrayCopier",
+    "Copying",
+    "Section",
+    "StateCopier",
+    "StatePart",
+    "gated_delta_parts",
+    "state_bytes",
+    "state_groups",
+]

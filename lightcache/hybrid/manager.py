@@ -3,37 +3,545 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal, overload
 
 import numpy as np
 
-from lightcache._arguments import Pages
-from lightcache.errors import ConfigError, LeaseLost, LightcacheError
-from lightcache.hybrid.checkpoints import Checkpoints
-from lightcache.hybrid.config import HybridConfig
-from lightcache.hybrid.donating import Donor
-from lightcache.hybrid.features import check_features
-from lightcache.hybrid.grids import Grid
-from lightcache.hybrid.matches import HybridMatch
-from lightcache.hybrid.planned import HybridPlan
-from lightcache.hybrid.planning import HybridPlanner
-from lightcache.hybrid.requests import HybridRequest, Taken
-from lightcache.hybrid.restoring import HybridFetch, Restored, restore, zero
-from lightcache.hybrid.saving import SavePlan, SavePolicy, Stretch
-from lightcache.hybrid.slots import Saved
-from lightcache.hybrid.spaces import Tier
-from lightcache.hybrid.statistics import Counts
-from lightcache.hybrid.upkeep import HybridUpkeep
-from lightcache.manager.asking import Asked
-from lightcache.manager.checks import asked_many, asked_of
-from lightcache.manager.manager import KVCacheManager
-from lightcache.manager.matches import ANY, PrefixMatch, Wishes
-from lightcache.manager.prompts import Prompt
+from lightcache._arguments import Keys, Pages
+from lightcache.errors import ConfigError, LeaseLost, LightcacheError, OutOfPages, TransferFailed
+from lightcache.hybrid.checkpoints import (
+    Checkpoints,
+    CheckpointStats,
+    Copied,
+    Counts,
+    Path,
+    StateSpace,
+    Tier,
+)
+from lightcache.hybrid.planning import HybridMatch, HybridPlan, HybridPlanner
+from lightcache.hybrid.saving import (
+    Grid,
+    HybridConfig,
+    RequestSlots,
+    Saved,
+    SavePlan,
+    SavePolicy,
+    Stretch,
+    check_features,
+)
+from lightcache.leases import Lease
+from lightcache.manager.fetching import Fetch, wait_on
+from lightcache.manager.manager import KVCacheManager, waited
+from lightcache.manager.planning import Asked, asked_many, asked_of
+from lightcache.manager.requests import ANY, PrefixMatch, Prompt, Request, Space, Wishes
+from lightcache.manager.traffic import Ends, Movement, State
+from lightcache.plans import TIMEOUT
+
+# ---- What a hybrid manager knows of a running request.
+
+Taken = tuple[Tier, Lease]
+"""A checkpoint in use: where it is, and its pin."""
 
 
-class HybridManager(HybridUpkeep):
+@dataclass(eq=False)
+class HybridRequest:
+    """One request, from `take` until no copy touches its slots any more."""
+
+    id: Hashable
+    prompt: Prompt
+    wishes: Wishes
+    match: HybridMatch
+    states: StateSpace | None
+    """None: no checkpoint is made of it."""
+    found: Taken | None
+    """Until it is restored."""
+    running: Request
+    """Its KV."""
+    slots: RequestSlots | None = None
+    """From then on."""
+    loading: Movement | None = None
+    """What brings the state from the host."""
+    movements: list[Movement] = field(default_factory=list)
+    """Copies between its slots and the host, that one included."""
+    copies: list[Copied] = field(default_factory=list)
+    """Launches that write its slots."""
+    leaving: list[int] = field(default_factory=list)
+    """Of one that has ended: slots to be given back."""
+
+    counted: Counts = field(default_factory=Counts)
+    """What it adds to the figures."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a copy touches its slots, as far as was looked."""
+        self.movements = [each for each in self.movements if not each.over]
+        self.copies = [each for each in self.copies if not each.over]
+        return bool(self.movements or self.copies)
+
+    @property
+    def lost(self) -> bool:
+        """Whether its state did not come from the host."""
+        return self.loading is not None and self.loading.state in (State.FAILED, State.CANCELLED)
+
+    def sound(self) -> bool:
+        """Whether all that it begins with has come: both loads are over, and went well. Until then
+        nothing that was computed behind them is anybody's to find. Looks, and does not block."""
+        if self.running.match.load > 0 and self.running.loading is None:
+            return False  # not fetched yet, or the manager had disabled itself
+        return all(
+            _went_well(load) for load in (self.loading, self.running.loading) if load is not None
+        )
+
+    def let_go(self) -> None:
+        """Of a checkpoint that was not restored."""
+        found, self.found = self.found, None
+        if found is not None:
+            found[1].release()
+
+
+def _went_well(load: Movement) -> bool:
+    if not load.over:
+        with contextlib.suppress(TransferFailed):
+            load.done()
+    return load.state is State.DONE
+
+
+# ---- Restoring: the state that a request begins with gets into its working slot.
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What was launched for some requests, in their order where it says so."""
+
+    working: Pages
+    """The working slot of each, int32."""
+    sources: Pages
+    """Slots of checkpoints that are copied, in one launch,"""
+    targets: Pages
+    """to these working slots."""
+    zeroed: Pages
+    """Working slots without a match."""
+    loads: dict[Hashable, Movement]
+    """Of those whose state comes from the host."""
+
+    def wait_on(self, stream: Any = None) -> None:
+        """Let a stream of the device wait for the loads (None: the current one). The copies need no
+        wait: they are launched on the stream that computes.
+
+        Raises:
+            TransferFailed: one is over already, and failed. `HybridFetch.failed` says whose.
+        """
+        for movement in self.loads.values():
+            wait_on(movement, stream)
+
+
+class HybridFetch:
+    """The loads of one request: its KV's, and its state's. If either fails nothing of the match can
+    be used: `HybridManager.restart` it."""
+
+    def __init__(self, request: HybridRequest, kv: Fetch) -> None:
+        """For `HybridManager.fetch`."""
+        self._request, self._kv = request, kv
+
+    @property
+    def tokens(self) -> int:
+        """Leading tokens that need not be computed, as far as is known: all usable ones, or 0."""
+        return 0 if self.failed else self._request.match.usable
+
+    @property
+    def failed(self) -> bool:
+        """Whether either is over, and failed."""
+        return self._kv.tokens < self._request.match.usable or self._request.lost
+
+    def done(self) -> bool:
+        """Whether both are over. Does not block.
+
+        Raises:
+            TransferFailed: either failed.
+        """
+        loading = self._request.loading
+        state = loading is None or loading.done()
+        return self._kv.done() and state
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Until both are over. Blocks.
+
+        Raises:
+            WaitTimeout: they go on.
+            TransferFailed: as `done`.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        self._kv.wait(timeout)
+        if self._request.loading is not None:
+            self._request.loading.wait(None if end is None else max(0.0, end - time.monotonic()))
+
+    def wait_on(self, stream: Any = None) -> None:
+        """Let a stream of the device wait for both (None: the current one), not this thread.
+
+        Raises:
+            TransferFailed: either is over already, and failed.
+        """
+        self._kv.wait_on(stream)
+        if self._request.loading is not None:
+            wait_on(self._request.loading, stream)
+
+
+def restore(
+    owner: HybridManager,
+    running: list[HybridRequest],
+    slots: Sequence[Sequence[int]] | None,
+    stream: Any,
+) -> Restored:
+    """See `HybridManager.restore`."""
+    for one in running:
+        if one.slots is not None:
+            raise ConfigError(f"restore: the request {one.id!r} has its slots already")
+    ahead, given = owner.config.ahead, _acquired(owner, len(running)) if slots is None else slots
+    made = [
+        RequestSlots(numbers[0], numbers[1:], ahead=ahead, keep=one.match.branching)
+        for one, numbers in zip(running, given, strict=True)
+    ]
+    for one, each in zip(running, made, strict=True):
+        one.slots = each
+    return _launch(owner, running, made, stream)
+
+
+def _acquired(owner: HybridManager, requests: int) -> list[list[int]]:
+    """Slots for each: if there are not as many, those that it cannot do without."""
+    beside = RequestSlots.needed(owner.config.ahead) if owner.config.alternating else 0
+    try:
+        every = owner.checkpoints.acquire(requests * (1 + beside))
+    except OutOfPages:
+        every = owner.checkpoints.acquire(requests)
+    found: list[list[int]] = every.reshape(requests, -1).tolist() if requests else []
+    return found
+
+
+def _launch(
+    owner: HybridManager, running: list[HybridRequest], made: list[RequestSlots], stream: Any
+) -> Restored:
+    traffic, loads = owner.checkpoints.traffic, {}
+    pairs: list[tuple[HybridRequest, int, int]] = []
+    empty: list[tuple[HybridRequest, int]] = []
+    for one, slots in zip(running, made, strict=True):
+        if one.found is None:
+            empty.append((one, slots.working))
+        elif one.found[0] is Tier.DEVICE:
+            pairs.append((one, int(one.found[1].pages[0]), slots.working))
+        else:
+            (_, lease), one.found = one.found, None
+            one.loading = loads[one.id] = traffic.load(lease, slots.working, one.movements)
+    zeroed = _slots([slot for _, slot in empty])
+    sources, targets = _slots([pair[1] for pair in pairs]), _slots([pair[2] for pair in pairs])
+    zero([one for one, _ in empty], zeroed, owner, stream)
+    if pairs:
+        copying = owner.copier.copy(sources, targets, stream)
+        leases = []
+        for one, _, _ in pairs:
+            assert one.found is not None
+            leases.append(one.found[1])
+            one.found = None
+        copied = traffic.copied(copying, targets, leases)
+        for one, _, _ in pairs:
+            one.copies.append(copied)
+        owner.checkpoints.counts.add(copies=len(pairs))
+    return Restored(_slots([slots.working for slots in made]), sources, targets, zeroed, loads)
+
+
+def zero(running: list[HybridRequest], slots: Pages, owner: HybridManager, stream: Any) -> None:
+    """Set working slots to zero, on the stream that computes."""
+    if not len(slots):
+        return
+    copied = owner.checkpoints.traffic.copied(owner.copier.zero(slots, stream), slots, [])
+    for one in running:
+        one.copies.append(copied)
+
+
+def _slots(numbers: list[int]) -> Pages:
+    return np.array(numbers, np.int32)
+
+
+# ---- KV behind the deepest checkpoint of a path: a policy lets it go first.
+
+
+@dataclass(eq=False)
+class _Tail:
+    """Of a request that ends."""
+
+    running: Request
+    path: Path
+
+
+class Tails:
+    """Evicts KV of requests that have ended, behind the last position from which anybody could go
+    on."""
+
+    def __init__(self, owner: HybridManager) -> None:
+        """None."""
+        self._owner = owner
+        self._waiting: list[_Tail] = []
+
+    def note(self, one: HybridRequest) -> None:
+        """A request ends, and the manager does not know yet."""
+        owner, running = self._owner, self._owner.inner.running(one.id)
+        if not owner.config.drop_tails or one.states is None or running is None:
+            return
+        if running.space is not None:
+            chain = running.device_chain if owner.by_blocks else running.host_chain
+            self._waiting.append(_Tail(running, Path(owner.strided(chain.keys), one.states)))
+
+    def poll(self) -> None:
+        """Evict what no copy touches any more."""
+        still = []
+        for tail in self._waiting:
+            if self._owner.inner.is_over(tail.running):
+                with contextlib.suppress(LightcacheError):  # then it goes in its turn
+                    self._drop(tail)
+            else:
+                still.append(tail)
+        self._waiting = still
+
+    def _drop(self, tail: _Tail) -> None:
+        owner, one = self._owner, tail.running
+        manager, space = owner.manager, one.space
+        if space is None or not owner.inner.good(space):
+            return
+        found = owner.checkpoints.deepest(tail.path)
+        begin = 0 if found is None else found[1] * owner.step
+        gone = 0
+        for index, where, chain, tokens in (
+            (manager.device.index, space.device, one.device_chain, manager.device.block_tokens),
+            (manager.host.index, space.host, one.host_chain, manager.page_tokens),
+        ):
+            if (
+                index is None
+                or where is None
+                or (index is not manager.host.index and not owner.owned)
+            ):
+                continue
+            keys, first = chain.keys, -(-begin // tokens)
+            if first < len(keys):
+                gone += tokens * index.drop(keys, start=first, namespace=where)
+        owner.checkpoints.counts.add(dropped_tokens=gone)
+
+
+# ---- Donating: saved states of requests become checkpoints, and slots of ended ones go back.
+
+
+class Donor:
+    """Saves and endings of one `HybridManager`. Its lock is around every call."""
+
+    def __init__(self, owner: HybridManager) -> None:
+        """Nobody saves yet."""
+        self._owner = owner
+        self._going: list[HybridRequest] = []
+        self._tails = Tails(owner)
+
+    # ---- while it runs
+
+    def saving(self, one: HybridRequest, position: int) -> int | None:
+        """See `HybridManager.saving`."""
+        slots = _slots_of(one)
+        if position < 1 or position % self._owner.step:
+            raise ConfigError(
+                f"saving {one.id!r}: expected a position that is a multiple of "
+                f"{self._owner.step}, found {position}; ask `save_plan`"
+            )
+        if one.states is None:
+            return None
+        self._exchange(one, slots)  # what found no slot in exchange, or waited for a load
+        return slots.begin_save(position)
+
+    def save(self, running: list[HybridRequest], positions: list[int], stream: Any) -> list[bool]:
+        """See `HybridManager.save`."""
+        pairs: list[tuple[HybridRequest, int, int]] = []
+        saved = []
+        for one, position in zip(running, positions, strict=True):
+            slot = self.saving(one, position)
+            saved.append(slot is not None)
+            if slot is not None:
+                pairs.append((one, _slots_of(one).working, slot))
+        if pairs:
+            self._copy(pairs, stream)
+        return saved
+
+    def _copy(self, pairs: list[tuple[HybridRequest, int, int]], stream: Any) -> None:
+        owner = self._owner
+        sources = np.array([pair[1] for pair in pairs], np.int32)
+        targets = np.array([pair[2] for pair in pairs], np.int32)
+        copying = owner.copier.copy(sources, targets, stream)
+        copied = owner.checkpoints.traffic.copied(copying, targets, [])
+        for one, _, _ in pairs:
+            one.copies.append(copied)
+
+    def saved(self, one: HybridRequest, position: int) -> bool:
+        """See `HybridManager.saved`."""
+        slots = _slots_of(one)
+        slots.confirm(position)
+        newest = slots.newest
+        if newest is None or newest.position != position or position > len(one.prompt):
+            return False  # rejected; or of decoding, of which the last is donated at the end
+        if self._owner.checkpoints.slots is None:
+            return self._lend(one, slots, newest)
+        return position in self._exchange(one, slots)
+
+    def _exchange(self, one: HybridRequest, slots: RequestSlots) -> list[int]:
+        """Saved states of the prompt become checkpoints, if another slot can be had for each; that
+        to keep first. Returns the positions of those that did."""
+        checkpoints = self._owner.checkpoints
+        waiting = [state for state in slots.confirmed if state.position <= len(one.prompt)]
+        if checkpoints.slots is None or not waiting or not one.sound():
+            return []
+        made = []
+        for state in sorted(waiting, key=lambda each: each.position != slots.keep):
+            if self._path(one, state.position) is None:
+                continue
+            try:
+                (replacement,) = checkpoints.acquire(1).tolist()
+            except LightcacheError:
+                break
+            given = slots.exchange(replacement, state.position)
+            assert given is not None
+            if self._give(one, given):
+                made.append(given.position)
+        return made
+
+    def _lend(self, one: HybridRequest, slots: RequestSlots, newest: Saved) -> bool:
+        """Without device slots for checkpoints: the host gets a copy, the slot stays."""
+        if not one.sound():
+            return False
+        slots.begin_read(newest.slot)  # before there is a copy, which says when it ends
+        known = len(one.movements)
+        try:
+            given = self._give(one, newest, lambda _: slots.end_read(newest.slot))
+        finally:
+            if len(one.movements) == known:
+                slots.end_read(newest.slot)
+        if given and newest.position == slots.keep:
+            slots.keep = None
+        return given
+
+    def _give(self, one: HybridRequest, state: Saved, ends: Ends | None = None) -> bool:
+        """A slot becomes a checkpoint. It is not the request's any more."""
+        owner = self._owner
+        path = self._path(one, state.position)
+        if path is None:
+            owner.checkpoints.give_back([state.slot])
+            return False
+        movement = owner.checkpoints.donate(
+            state.slot,
+            path,
+            state.position // owner.step,
+            host="host" in one.wishes.tiers,
+            fork=state.position == one.match.branching,
+            of=one.movements,
+            ends=ends,
+        )
+        return owner.checkpoints.slots is not None or movement is not None
+
+    def _path(self, one: HybridRequest, position: int) -> Path | None:
+        """None: it may not be saved, or its keys are not known: its tokens were not reported."""
+        owner, running = self._owner, self._owner.inner.running(one.id)
+        if one.states is None or running is None or running.space is None:
+            return None
+        every = running.device_chain if owner.by_blocks else running.host_chain
+        keys = owner.strided(every.keys)
+        return Path(keys, one.states) if len(keys) >= position // owner.step else None
+
+    # ---- when it ends
+
+    def end(
+        self, one: HybridRequest, kept: int | None, at: int | None, publish: bool, stream: Any
+    ) -> int:
+        """See `HybridManager.release`. Returns the position of the deepest state donated."""
+        one.let_go()
+        if one.loading is not None and one.loading.state is State.QUEUED:
+            one.loading.cancel()
+        self._going.append(one)  # first: whatever is raised behind this, its slots go back
+        position, left = 0, []
+        try:
+            left = self._last(one, kept, at) if publish else []
+            while left:
+                if self._give(one, left[0]):
+                    position = max(position, left[0].position)
+                del left[0]
+        finally:
+            self._take_back(left)
+            self._leave(one, at, stream)
+            self._tails.note(one)
+        return position
+
+    def _take_back(self, states: list[Saved]) -> None:
+        """States that were to be given, when giving one has failed. Nobody else can have got its
+        slot meanwhile, under the manager's lock."""
+        for state in states:
+            with contextlib.suppress(LeaseLost):  # it has a key already, or went back
+                self._owner.checkpoints.give_back([state.slot])
+
+    def _leave(self, one: HybridRequest, at: int | None, stream: Any) -> None:
+        """What a request still has goes back when no copy touches it."""
+        if one.slots is None:
+            return
+        rest = one.slots.rest(idle=at is not None)
+        one.leaving = [*rest.free]
+        if rest.busy:  # a step that was launched may write them still
+            self._mark(one, np.array(rest.busy, np.int32), stream)
+            one.leaving += rest.busy  # not behind an interrupt: nobody knows how long it does
+
+    def _mark(self, one: HybridRequest, busy: Pages, stream: Any) -> None:
+        """Notice when all that was launched before has been executed."""
+        nothing = np.zeros(0, np.int32)
+        try:
+            mark = self._owner.copier.copy(nothing, nothing, stream)
+        except Exception as error:  # a device that failed writes nothing more
+            self._owner.checkpoints.traffic.moves.foreign.note(error)
+        else:
+            one.copies.append(self._owner.checkpoints.traffic.copied(mark, busy, []))
+
+    def _last(self, one: HybridRequest, kept: int | None, at: int | None) -> list[Saved]:
+        """The saved states that are donated: the newest, and before it the one to keep."""
+        running, slots = self._owner.inner.running(one.id), one.slots
+        if slots is None or running is None or one.states is None or not one.sound():
+            return []
+        most = running.publishable()
+        if kept is not None:
+            most = min(most, kept)
+        # At the checkpoint itself nothing was computed, and the copy may still be on its way.
+        fits = at is not None and at % self._owner.step == 0 and at > one.match.checkpoint
+        newest = slots.donate(most, working_at=at if fits else None)
+        return [state for state in (slots.donate_kept(most), newest) if state is not None]
+
+    def poll(self) -> None:
+        """Give back what no copy touches."""
+        still, checkpoints = [], self._owner.checkpoints
+        for one in self._going:
+            if one.busy:
+                still.append(one)
+            else:
+                checkpoints.give_back(one.leaving)
+        self._going = still
+        self._tails.poll()
+
+    @property
+    def going(self) -> int:
+        """Requests that have ended and hold slots still."""
+        return len(self._going)
+
+
+def _slots_of(one: HybridRequest) -> RequestSlots:
+    if one.slots is None:
+        raise ConfigError(f"the request {one.id!r} has no slots; restore it first")
+    return one.slots
+
+
+# ---- HybridManager: KV and recurrent states as one prefix cache, for a scheduler.
+
+
+class HybridManager:
     """A `KVCacheManager` and `Checkpoints`, joined: what the scheduler of a hybrid model holds.
 
     A request's way is that of a dense one, through this object: `plan`, `take`, `allocate`,
@@ -136,37 +644,59 @@ class HybridManager(HybridUpkeep):
         with self._lock:
             self._planner.cancel(request)
 
-    def take(self, request: Hashable) -> HybridMatch:
-        """Begin a request: what was planned is its own from now on. If storage is being read for
-        it, waits as the tiers' `read_policy` says.
+    @overload
+    def take(self, request: Hashable, *, wait: Literal[True]) -> HybridMatch: ...
+
+    @overload
+    def take(self, request: Hashable, *, wait: bool = False) -> HybridMatch | None: ...
+
+    def take(self, request: Hashable, *, wait: bool = False) -> HybridMatch | None:
+        """Begin a request: what was planned is its own from now on. While storage is being read for
+        it, KV or a checkpoint, the answer is None, as of `KVCacheManager.take`: ask again in the
+        next step.
+
+        Args:
+            wait: block until nothing is being read any more, or its time is up.
 
         Raises:
-            LeaseLost: it was not planned, or its plan's time is over; plan it again.
+            LeaseLost: it was not planned, or was cancelled; plan it first.
             ConfigError: it runs already.
         """
-        self._await_storage(request)
-        with self._lock:
-            if request in self._requests:
-                raise ConfigError(f"take: the request {request!r} runs already; release it first")
-            plan = self._planner.forget(request)
-            made = self._taken(request, plan)
-            self._requests[request] = made
-            return made.match
+        broken = False
+        while True:
+            with self._lock:
+                if request in self._requests:
+                    raise ConfigError(
+                        f"take: the request {request!r} runs already; release it first"
+                    )
+                now = time.monotonic()
+                look = partial(self._planner.reading, request, now)
+                reading = self._guard.run(look, lambda: None, proves=False)
+                if broken or reading is None:
+                    return self._begin(request)
+            if not wait:
+                return None
+            broken = not waited(*reading)  # others go on meanwhile
 
-    def _await_storage(self, request: Hashable) -> None:
-        """What storage is being read for is waited for as its tier says; others go on meanwhile."""
-        for _ in range(2):  # the state; then the KV up to it
-            tasks = self._planner.readings(request)
-            for task in tasks:
-                with contextlib.suppress(LightcacheError):  # what has come is there, and counts
-                    task.take()
-            if tasks:
-                with self._lock:
-                    self._guard.run(partial(self._planner.again, request), lambda: None)
-        reading = self.inner.reading(request)
-        if reading is not None:
-            with contextlib.suppress(LightcacheError):
-                reading.take()
+    def _begin(self, request: Hashable) -> HybridMatch:
+        """Begin a request with what there is now. What was pinned for it and let go, since the
+        plan's time was up, is looked for once more."""
+        plan = self._planner.taken(request)
+        try:
+            made = self._taken(request, plan)
+        except LeaseLost:
+            if plan is None:
+                raise
+            wishes = plan.asked.wishes
+            longer = replace(wishes, ttl=max(wishes.ttl or 0.0, TIMEOUT))
+            asked, given = plan.asked._replace(wishes=longer), plan.given
+            self._guard.run(
+                lambda: self._planner.plan_one(request, asked, given),
+                lambda: self._missed(request, asked),
+            )
+            made = self._taken(request, self._planner.taken(request))
+        self._requests[request] = made
+        return made.match
 
     def _taken(self, request: Hashable, plan: HybridPlan | None) -> HybridRequest:
         """The checkpoint first: without it no KV is taken."""
@@ -177,7 +707,7 @@ class HybridManager(HybridUpkeep):
                 found = self._guard.run(lambda: self.checkpoints.take(request), lambda: None)
             if found is None and plan is not None and position:  # it was cleared meanwhile
                 manager.plan(request, plan.asked.prompt, wishes=plan.asked.wishes, limit=0)
-            kv = manager.take(request)
+            kv = self.inner.take(request)
             if kv.usable and (found is None or kv.usable != position):
                 kv = self._take_nothing(request)
             if found is not None and not kv.usable:
@@ -194,7 +724,7 @@ class HybridManager(HybridUpkeep):
         """A request that was taken begins anew, from its first token."""
         one = self.inner.untake(request)
         self.manager.plan(request, one.prompt, wishes=one.wishes, limit=0)
-        return self.manager.take(request)
+        return self.inner.take(request)
 
     def _made(
         self, request: Hashable, plan: HybridPlan | None, kv: PrefixMatch, found: Taken | None
@@ -310,7 +840,7 @@ class HybridManager(HybridUpkeep):
         self.checkpoints.counts.subtract(one.counted)
         self.inner.untake(one.id)
         self.plan(one.id, one.prompt, wishes=one.wishes, limit=limit)
-        self.take(one.id)
+        self._begin(one.id)
 
     def commit(self, request: Hashable, total: int, **how: Any) -> Mapping[int, int]:
         """See `KVCacheManager.commit`. Until its loads are over and went well nothing that it has
@@ -453,5 +983,96 @@ class HybridManager(HybridUpkeep):
             raise LeaseLost(f"there is no running request {request!r}; plan and take it first")
         return found
 
+    # ---- transfers and weights
 
-__all__ = ["HybridManager"]
+    def pause(self, timeout: float | None = None) -> None:
+        """No transfer of KV or states begins until `resume`. Those that go on are waited for.
+
+        Raises:
+            WaitTimeout: some go on still; all is paused.
+        """
+        with self._lock:
+            self.inner.pause()
+            self.checkpoints.traffic.moves.paused = True
+        self.manager.pause(timeout)
+        self.checkpoints.pause(timeout)
+
+    def resume(self) -> None:
+        """Transfers begin again."""
+        self.manager.resume()
+        self.checkpoints.resume()
+
+    def begin_update(self, timeout: float | None = None, *, wait: bool = True) -> None:
+        """As `KVCacheManager.begin_update`, for KV and states."""
+        with self._lock:
+            version = self.inner.weights
+            self.manager.begin_update(wait=False)
+            self.checkpoints.clear_weights(version, everywhere=self.inner.cleared_by_us)
+        if wait:
+            self.inner.wait(timeout)
+            self.checkpoints.traffic.moves.wait(None, timeout)
+
+    def finish_update(self, version: str) -> None:
+        """As `KVCacheManager.finish_update`."""
+        with self._lock:
+            self.checkpoints.clear_weights(self.inner.weights, everywhere=False)
+            self.manager.finish_update(version)
+
+    def clear_tenant(self, tenant: str) -> bool:
+        """As `KVCacheManager.clear_tenant`, for KV and states."""
+        with self._lock:
+            weights = self.inner.weights
+            cleared = self.manager.clear_tenant(tenant)
+            if cleared:
+                self.checkpoints.clear_tenant(weights, tenant)
+            return cleared
+
+    @property
+    def disabled(self) -> bool:
+        """Whether nothing is asked of the cache of KV, or of both, any more, after too many
+        errors: then nothing is usable."""
+        return self._guard.disabled or self.manager.disabled
+
+    def enable(self) -> None:
+        """Ask both again. `KVCacheManager.enable` alone does not."""
+        self.manager.enable()
+        self._guard.enable()
+
+    def stats(self) -> CheckpointStats:
+        """This process's figures of checkpoints; those of KV are the manager's."""
+        return self.checkpoints.stats()
+
+    # ---- for the parts
+
+    def states_of(self, space: Space) -> StateSpace | None:
+        """Where the states of a space are; None: nowhere, for it was cleared."""
+        spaces = self.checkpoints.spaces
+        return spaces.beside(space.host, lambda: self.inner.good(space))
+
+    def keys_of(self, prompt: Prompt, space: Space) -> Keys:
+        """Of the positions of a prompt at which checkpoints are looked for."""
+        spec = space.device_spec if self.by_blocks else space.host_spec
+        return self.strided(prompt.keys(spec))
+
+    def strided(self, every: Keys) -> Keys:
+        """Of these among all keys of a sequence."""
+        ratio = self.step // self.grid.fine
+        return every if ratio == 1 else np.ascontiguousarray(every[ratio - 1 :: ratio])
+
+    @property
+    def owned(self) -> bool:
+        """Whether blocks of the device are evicted by us."""
+        return self.manager.device.owned
+
+
+__all__ = [
+    "Donor",
+    "HybridFetch",
+    "HybridManager",
+    "HybridRequest",
+    "Restored",
+    "Tails",
+    "Taken",
+    "restore",
+    "zero",
+]

@@ -10,23 +10,54 @@ from typing import TYPE_CHECKING, Any
 
 from lightcache._arguments import count
 from lightcache.cache import Cache
-from lightcache.errors import ConfigError
+from lightcache.errors import ConfigError, InUse
 from lightcache.hybrid.checkpoints import Checkpoints
-from lightcache.hybrid.device import create_slots
 from lightcache.kernels import layouts
 from lightcache.kernels.geometry import KVGroup, PageGeometry, Plane
 from lightcache.kernels.planes import DevicePlanes, join
 from lightcache.kernels.states import StateCopier
+from lightcache.manager.device import remove_orphan
 from lightcache.manager.movers import EngineMover
 from lightcache.page_index import PageIndex
+from lightcache.shm.errors import leave
 
 if TYPE_CHECKING:
+    from lightcache.kernels.moves import Engine
     from lightcache.kernels.pinned import PinnedPages
-    from lightcache.kernels.transfer import Engine
+
+
+# ---- The index of a device's slots.
+
+
+def create_slots(
+    name: str, slots: int, *, role: str = "scheduler", lock_timeout: float = 1.0
+) -> PageIndex:
+    """An empty index of so many slots, for `Checkpoints`. One that a dead process has left is
+    removed: what its slots held went with it.
+
+    Args:
+        name: of the index in shared memory; one for each data-parallel rank.
+        slots: of the device: for checkpoints, and for what running requests write.
+
+    Raises:
+        ConfigError: not 1 to 40 million.
+        InUse: another process lives in an index of that name.
+    """
+
+    def create() -> PageIndex:
+        return PageIndex.create(name, pages=slots, flat=True, role=role, lock_timeout=lock_timeout)
+
+    try:
+        return create()
+    except InUse:
+        remove_orphan(name)
+        return create()
+
+
+# ---- From the tensors that an engine keeps its states in to all that `Checkpoints` needs.
 
 GROUP = "state"
 """Name of the only group of these geometries."""
-
 Parts = Mapping[str, Sequence[Any]]
 """By name: one tensor of each layer, of shape (slots, ...)."""
 
@@ -143,8 +174,8 @@ class States:
     def __enter__(self) -> States:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        leave(self.close, error)
 
 
 def open_states(
@@ -225,4 +256,4 @@ def _decided(model: str, layout: StateLayout) -> dict[str, Any]:
     }
 
 
-__all__ = ["Parts", "StateLayout", "States", "open_states", "state_layout"]
+__all__ = ["Parts", "StateLayout", "States", "create_slots", "open_states", "state_layout"]

@@ -13,15 +13,153 @@ calls of numpy. Decoding has hundreds of sequences in a step, and `decode_saves`
 
 from __future__ import annotations
 
+import math
 import operator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from lightcache._arguments import Pages, count, pages
 from lightcache.errors import ConfigError
-from lightcache.hybrid.grids import Grid, Tokens
+
+if TYPE_CHECKING:
+    from lightcache.hybrid.checkpoints import Checkpoints
+
+
+# ---- Grid: the positions of a prompt at which recurrent state is saved.
+#
+# A state exists only where somebody saved it, and it can be found only where KV has a key. So
+# each position is a multiple of several sizes, and this is the one place that knows which.
+
+Tokens = npt.NDArray[np.int64]
+_MOST_TOKENS = 1 << 20
+_MOST_INTERVAL = 1 << 40
+
+
+@dataclass(frozen=True, init=False)
+class Grid:
+    """Positions at which prefill and decoding save. A position n means: behind the first n tokens.
+
+    grid = Grid(block_tokens=16, page_tokens=64)
+    grid.fine, grid.chunk, grid.grid, grid.interval   # 16, 64, 64, 256
+    """
+
+    block_tokens: int
+    """Of a device block."""
+    page_tokens: int
+    """Of a host page."""
+    model_chunk: int
+    """Tokens that the model's kernels take at once. Inside of such a chunk, counted from where a
+    forward pass begins, no state exists; at the end of the pass one always does."""
+    every: int
+    """While decoding, about so many tokens lie between two saved states."""
+
+    def __init__(
+        self, block_tokens: int, page_tokens: int, chunk: int = 64, every: int = 256
+    ) -> None:
+        """Check and keep.
+
+        Args:
+            block_tokens, page_tokens: of device and host; one a multiple of the other.
+            chunk: of the model: 64 for gated delta nets, its `chunk_size` for Mamba 2.
+            every: tokens between states saved while decoding, rounded up to what is reachable.
+
+        Raises:
+            ConfigError: a size out of range, sizes that do not fit each other, or an interval
+                that no sequence reaches.
+        """
+        for name, value in (
+            ("block_tokens", block_tokens),
+            ("page_tokens", page_tokens),
+            ("model_chunk", chunk),
+            ("every", every),
+        ):
+            object.__setattr__(self, name, count(value, f"grid: {name}", 1, _MOST_TOKENS))
+        big, small = sorted((self.block_tokens, self.page_tokens), reverse=True)
+        if big % small:
+            raise ConfigError(
+                f"grid: expected pages and blocks of which one is a multiple of the other, found "
+                f"host pages of {self.page_tokens} tokens and device blocks of {self.block_tokens}"
+            )
+        if self.interval > _MOST_INTERVAL:
+            raise ConfigError(
+                f"grid: states would be saved every {self.interval} tokens, the least common "
+                f"multiple of {self.grid} and every={self.every}; choose `every` a multiple or a "
+                f"divisor of {self.grid}"
+            )
+
+    @cached_property
+    def fine(self) -> int:
+        """Tokens of the smaller of block and page: every key, and so every position, is a multiple
+        of it."""
+        return min(self.block_tokens, self.page_tokens)
+
+    @cached_property
+    def chunk(self) -> int:
+        """The model's chunk, or `fine` if that is larger: no two states are nearer than this."""
+        return max(self.model_chunk, self.fine)
+
+    @cached_property
+    def grid(self) -> int:
+        """Prefill saves at multiples of it: there KV ends in a whole block and a whole page."""
+        return math.lcm(self.chunk, self.block_tokens, self.page_tokens)
+
+    @cached_property
+    def interval(self) -> int:
+        """Decoding saves at multiples of it."""
+        return math.lcm(self.grid, self.every)
+
+    def floor(self, tokens: int) -> int:
+        """The last position of the grid that is not behind so many tokens; 0 if there is none."""
+        return tokens // self.grid * self.grid
+
+    def fine_floor(self, tokens: int) -> int:
+        """The same of all positions that have a key: where a prompt's last state may be."""
+        return tokens // self.fine * self.fine
+
+    def positions(self, begin: int, end: int) -> Tokens:
+        """All positions of the grid in (begin, end], ascending, int64 of shape (n,)."""
+        return np.arange(self.floor(begin) + self.grid, end + 1, self.grid, dtype=np.int64)
+
+    def branching(self, kv: int, checkpoint: int) -> int | None:
+        """Where prompts part that no state was saved for: the last position of the grid within
+        the KV that was found, if it lies behind the deepest checkpoint, else None.
+
+        Others have gone this way, and left KV but no state. If the coming prefill saves one here,
+        the next prompt down this prefix hits (as SGLang's branching point).
+
+        Args:
+            kv: tokens whose KV was found, in any tier.
+            checkpoint: position of the deepest checkpoint within them; 0 if there is none.
+        """
+        found = self.floor(kv)
+        return found if found > checkpoint else None
+
+    def reachable(self, begin: int, position: int) -> bool:
+        """Whether a forward pass from `begin` on has a state at `position` on its way: a whole
+        number of the model's chunks behind `begin`. Where `begin` is off the grid, as behind a
+        stretch that filled a budget of tokens, no position of the grid may be reachable."""
+        return position > begin and (position - begin) % self.model_chunk == 0
+
+
+# ---- Where prefill and decoding save recurrent state: decided before the work is launched.
+#
+# A prompt is computed in stretches, one forward pass each, and a pass saves at most one state.
+# Which one, and whether the pass must end there, is all that an engine has to know:
+#
+#     policy = SavePolicy(grid, Saves.INTERIOR)
+#     plan = policy.plan(Stretch(begin=0, end=2048, prompt=5000, branching=1024))
+#     plan.position, plan.offset, plan.end    # 1024, 1024, 2048: compute all, save on the way
+#
+# Nothing here is an array: a step has few stretches, and one is planned in the time of two or
+# three calls of numpy. Decoding has hundreds of sequences in a step, and `decode_saves` takes
+# them at once.
 
 
 class Saves(Enum):
@@ -197,4 +335,707 @@ def decode_saves(grid: Grid, before: npt.ArrayLike, after: npt.ArrayLike) -> Dec
     return DecodeSaves(rows, positions[rows], (new - positions)[rows])
 
 
-__all__ = ["DecodeSaves", "SavePlan", "SavePolicy", "Saves", "Stretch", "decode_saves"]
+# ---- How a hybrid manager decides.
+
+
+@dataclass(frozen=True)
+class HybridConfig:
+    """What the engine can, and what it wants."""
+
+    saves: Saves = Saves.INTERIOR
+    """Which states of a forward pass the engine can save."""
+    tail: bool = False
+    """Prompts save at their last key, too, and checkpoints are looked for at every key."""
+    between: bool = True
+    """Long prompts save in each stretch of their prefill."""
+    ahead: bool = False
+    """The scheduler launches a step before it has seen the results of the one before."""
+    alternating: bool = True
+    """Running requests have slots beside their working one, to save states in."""
+    running: int | None = None
+    """Requests at a time. If it is said, all that the manager is made with is checked as one
+    `Features`; None: the engine has checked one of its own."""
+    drafted: int = 0
+    """Drafted tokens of a request in a step; looked at with `running` only, as is the next."""
+    draft_slots: int = 0
+    """Of the device's slots, those for drafts."""
+    drop_tails: bool = False
+    """When a request ends, KV behind the deepest checkpoint of its path is evicted, as far as
+    nobody else uses it: nothing can begin there. Owned devices, and the host."""
+
+    def __post_init__(self) -> None:
+        if type(self.saves) is not Saves:
+            raise ConfigError(f"saves: expected a Saves, found {self.saves!r}")
+        if self.running is not None:
+            count(self.running, "running", 1, 1 << 31)
+        for name in ("drafted", "draft_slots"):
+            count(getattr(self, name), name, 0, 1 << 31)
+
+
+# ---- Slots for the states of drafted tokens: speculative decoding with recurrent layers.
+#
+# Attention drops a rejected token by forgetting its row. A recurrent state that has taken a token
+# in cannot give it back, so every drafted token leaves a state of its own, and accepting one is a
+# copy. Their number follows the running requests: checkpoints may be many or few, drafts never
+# wait.
+
+_MOST_DRAFTED = 1 << 31
+
+
+class Drafts:
+    """For each running request a row of slots, one for each node of its tree of drafted tokens.
+
+    Node 0 is the last token that was accepted: its state is always valid. The others are drafted,
+    each behind its parent: `chain` for top-k 1, any tree otherwise. In a step node k reads the
+    state of its parent (node 0 the working slot), and writes its own slot:
+
+        read = drafts.reads(rows, parents, working)     # int32 of shape (n, drafted + 1)
+        write = drafts.writes(rows)                     # as well
+        pairs = drafts.accept(rows, nodes, working)     # one launch copies them all
+    """
+
+    def __init__(self, slots: npt.ArrayLike, *, running: int, drafted: int) -> None:
+        """Slots that the caller has allocated.
+
+        Args:
+            slots: int32 of shape (n,), each once; at least `room(running, drafted)`.
+            running: most requests at a time. Which of the rows 0 to running - 1 a request has is
+                the caller's choice, and may be another in each step.
+            drafted: most drafted tokens of a request in one step, all branches together.
+
+        Raises:
+            ConfigError: numbers that are none, or slots that are too few or not distinct.
+        """
+        self.running = count(running, "running", 1, _MOST_DRAFTED)
+        self.drafted = count(drafted, "drafted", 1, _MOST_DRAFTED)
+        found, wanted = pages(slots), self.room(running, drafted)
+        if len(found) < wanted:
+            raise ConfigError(
+                f"drafts: expected slots for {running} requests of {drafted} drafted tokens and "
+                f"one more, {wanted}, found {len(found)}"
+            )
+        if len(np.unique(found)) != len(found):
+            raise ConfigError("drafts: expected each slot once")
+        self._slots = found[:wanted].reshape(running, drafted + 1).copy()
+
+    @staticmethod
+    def room(running: int, drafted: int) -> int:
+        """Slots for so many requests: one for each drafted token, and one for the token before."""
+        return running * (drafted + 1)
+
+    @property
+    def chain(self) -> Tokens:
+        """Parents for top-k 1: each node behind the one before."""
+        return np.arange(-1, self.drafted, dtype=np.int64)
+
+    def writes(self, rows: npt.ArrayLike) -> Pages:
+        """The slot that each node of these rows writes, int32 of shape (n, drafted + 1).
+
+        Raises:
+            ConfigError: no such row, or one twice.
+        """
+        written: Pages = self._slots[self._rows(rows)]
+        return written
+
+    def reads(self, rows: npt.ArrayLike, parents: npt.ArrayLike, working: npt.ArrayLike) -> Pages:
+        """The slot that each node reads, int32 of shape (n, drafted + 1).
+
+        Args:
+            parents: of each node, of shape (drafted + 1,) for all or (n, drafted + 1). A parent
+                comes before its children; node 0 has -1.
+            working: the working slot of each row, shape (n,).
+
+        Raises:
+            ConfigError: rows, or parents that are no tree, or not one working slot for each row.
+        """
+        written = self.writes(rows)
+        tree = self._tree(parents, len(written))
+        read: Pages = np.take_along_axis(written, np.maximum(tree, 0), axis=1)
+        read[:, 0] = self._working(working, len(written))
+        return read
+
+    def accept(self, rows: npt.ArrayLike, nodes: npt.ArrayLike, working: npt.ArrayLike) -> Pages:
+        """Pairs (source, destination), int32 of shape (n, 2), that bring the state of the last
+        accepted node to the working slot. Node 0: all that was drafted is rejected.
+
+        Raises:
+            ConfigError: rows, no such node, or not one node and working slot for each row.
+        """
+        written = self.writes(rows)
+        chosen = self._nodes(nodes, len(written))
+        source = written[np.arange(len(written)), chosen]
+        return np.stack([source, self._working(working, len(written))], axis=1)
+
+    def ancestors(
+        self, parents: npt.ArrayLike, nodes: npt.ArrayLike, behind: npt.ArrayLike
+    ) -> Tokens:
+        """The node that lies so many tokens before an accepted one on its branch, shape (n,): what
+        to copy to an alternating slot where a step has crossed a position that is to be saved
+        (`DecodeSaves.behind`).
+
+        Raises:
+            ConfigError: parents that are no tree, no such node, or tokens before this step's.
+        """
+        steps = _integers(behind, "behind")
+        found = self._nodes(nodes, steps.size)
+        tree = self._tree(parents, len(found))
+        each = np.arange(len(found))
+        for step in range(int(steps.max(initial=0))):
+            found[steps > step] = tree[each, found][steps > step]
+            if (found < 0).any():
+                row = int(np.argmin(found))
+                raise ConfigError(
+                    f"ancestors: row {row} asks for {steps[row]} tokens before its node, of which "
+                    f"this step computed {step}"
+                )
+        return found
+
+    # ---- arguments
+
+    def _rows(self, rows: npt.ArrayLike) -> Tokens:
+        found = _integers(rows, "rows")
+        if found.size and not 0 <= found.min() <= found.max() < self.running:
+            raise ConfigError(f"rows: expected 0 to {self.running - 1}, found {found.tolist()}")
+        if len(np.unique(found)) != len(found):
+            raise ConfigError(f"rows: expected each once, found {found.tolist()}")
+        return found
+
+    def _nodes(self, nodes: npt.ArrayLike, wanted: int) -> Tokens:
+        found = _integers(nodes, "nodes", wanted)
+        if found.size and not 0 <= found.min() <= found.max() <= self.drafted:
+            raise ConfigError(f"nodes: expected 0 to {self.drafted}, found {found.tolist()}")
+        return found
+
+    def _working(self, working: npt.ArrayLike, wanted: int) -> Pages:
+        found = pages(working)
+        if len(found) != wanted:
+            raise ConfigError(f"working: expected {wanted} slots, found {len(found)}")
+        return found
+
+    def _tree(self, parents: npt.ArrayLike, wanted: int) -> Tokens:
+        tree, nodes = np.asarray(parents), self.drafted + 1
+        if tree.shape not in ((nodes,), (wanted, nodes)) or tree.dtype.kind not in "iu":
+            raise ConfigError(
+                f"parents: expected integers of shape ({nodes},) or ({wanted}, {nodes}), found "
+                f"{tree.dtype} {tree.shape}"
+            )
+        inner = tree[..., 1:]
+        if (tree[..., 0] != -1).any() or (inner < 0).any() or (inner >= np.arange(1, nodes)).any():
+            raise ConfigError("parents: expected -1 for node 0, and an earlier node for the others")
+        return np.broadcast_to(tree.astype(np.int64), (wanted, nodes))
+
+
+def _integers(values: npt.ArrayLike, what: str, wanted: int | None = None) -> Tokens:
+    found = np.asarray(values)
+    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+        raise ConfigError(
+            f"{what}: expected one row of integers, found {found.dtype} {found.shape}"
+        )
+    if wanted is not None and len(found) != wanted:
+        raise ConfigError(f"{what}: expected {wanted}, found {len(found)}")
+    return found.astype(np.int64)
+
+
+# ---- The device slots of a running request, and which saved state is in which.
+#
+# A request has a *working* slot, which its layers read and write at every step, and *alternating*
+# slots for what it saves. Why two of these: a scheduler that runs one step ahead has launched the
+# step that overwrites a saved state before it knows that the request ended with the step before.
+# With two it overwrites the older one, and the newest that is confirmed is there to be donated.
+#
+# Everything here is bookkeeping: nothing asks the device. What the device did is known because
+# the engine says so: `confirm`, when the results of a step have arrived.
+
+_MOST_SLOT = (1 << 31) - 1
+
+
+class Saved(NamedTuple):
+    """A state behind `position` tokens, in a slot."""
+
+    slot: int
+    position: int
+
+
+@dataclass(frozen=True)
+class Rest:
+    """What a request leaves. Each slot is in one of the two, and the caller's from now on."""
+
+    free: tuple[int, ...]
+    """Nothing reads or writes these any more."""
+    busy: tuple[int, ...]
+    """A step that was launched may still write these, or a copy read them: they are free when it is
+    over. Until then only work that comes later on the same stream may touch them, no load on
+    another."""
+
+
+class _Write:
+    """A save that was launched. No longer valid: its state was rejected."""
+
+    __slots__ = ("position", "slot", "valid")
+
+    def __init__(self, slot: int, position: int) -> None:
+        self.slot, self.position, self.valid = slot, position, True
+
+
+class RequestSlots:
+    """Of one request. For one thread, the scheduler's; nothing blocks.
+
+    An alternating slot is *free*, *writing* (a step that writes it was launched, and its results
+    are not here yet) or *confirmed*:
+
+        slot = slots.begin_save(position)     # launching a step; None: this one is not saved
+        slots.confirm(position)               # that step's results have arrived
+        saved = slots.donate(kept)            # the request ends: name this slot, copy nothing
+        rest = slots.rest()                   # and give these back
+    """
+
+    def __init__(
+        self,
+        working: int,
+        alternating: Sequence[int] = (),
+        *,
+        ahead: bool,
+        keep: int | None = None,
+    ) -> None:
+        """Slots that the caller has allocated.
+
+        Args:
+            working: what the layers read and write.
+            alternating: as many as `needed(ahead)` says, or none, and nothing is saved beside.
+            ahead: whether the scheduler launches a step before it has seen the results of the
+                one before.
+            keep: a position whose state nothing overwrites until it is given away: the branching
+                point. Others come by again, and this one only if the prefill is done again.
+
+        Raises:
+            ConfigError: numbers that are no slots, one of them twice, or not as many as needed.
+        """
+        every = [count(slot, "slot", 0, _MOST_SLOT) for slot in (working, *alternating)]
+        if len(set(every)) != len(every):
+            raise ConfigError(f"slots: expected each once, found {every}")
+        if len(every) - 1 not in (0, self.needed(ahead)):
+            raise ConfigError(
+                f"slots: expected {self.needed(ahead)} alternating ones, or none, where the "
+                f"scheduler {'runs' if ahead else 'does not run'} ahead, found {len(every) - 1}"
+            )
+        self.working, self.ahead, self.keep = every[0], ahead, keep
+        self._free = every[1:]
+        self._confirmed: list[Saved] = []  # ascending positions
+        self._writes: deque[_Write] = deque()  # in the order of their launch
+        self._read: set[int] = set()
+        self._given: set[int] = set()
+        self._over = self._rested = False
+
+    @staticmethod
+    def needed(ahead: bool) -> int:
+        """Alternating slots of a request. Without running ahead one is enough: when the step that
+        overwrites it is launched, all results are known, and the request has not ended."""
+        return 2 if ahead else 1
+
+    # ---- saving
+
+    def begin_save(self, position: int) -> int | None:
+        """The slot that the step being launched writes the state behind `position` to.
+
+        Never one that is being written or read, nor that of the state to `keep`, and of two others
+        never the newest confirmed one. None: there is no other, and the step saves nothing. So it
+        is while two saves in a row are not both confirmed; for a request without alternating slots,
+        or whose only one is kept; and where this position or a later one is saved already, as
+        behind a fall-back that computes tokens again.
+
+        Raises:
+            ConfigError: no position, or the request is over.
+        """
+        self._check_running()
+        count(position, "position", 1, 1 << 62)
+        if any(position <= state.position for state in self._states()):
+            return None
+        slot = self._to_overwrite()
+        if slot is not None:
+            self._writes.append(_Write(slot, position))
+        return slot
+
+    def _to_overwrite(self) -> int | None:
+        for slot in self._free:
+            if slot not in self._read:
+                self._free.remove(slot)
+                return slot
+        # Of two confirmed ones the older that is not kept. The only one when nothing is in flight
+        # that might be the request's last: without running ahead.
+        spare = [state for state in self._confirmed if state.position != self.keep]
+        enough = len(self._confirmed) > (1 if self.ahead else 0)
+        if not enough or not spare or spare[0].slot in self._read:
+            return None
+        self._confirmed.remove(spare[0])
+        return spare[0].slot
+
+    def confirm(self, position: int) -> None:
+        """The results of the step that saved this have arrived: its write is over. Once for each
+        `begin_save` that gave a slot, in their order, whether or not the state was rejected.
+
+        Raises:
+            ConfigError: the oldest write in flight is another, or there is none.
+        """
+        if not self._writes or self._writes[0].position != position:
+            found = f"that of {self._writes[0].position}" if self._writes else "none"
+            raise ConfigError(
+                f"confirm: expected the oldest write in flight, {found}, found {position}; confirm "
+                "each once, in the order of launching"
+            )
+        write = self._writes.popleft()
+        if write.valid:
+            self._confirmed.append(Saved(write.slot, position))
+        else:
+            self._free.append(write.slot)
+
+    def reject(self, accepted: int) -> Saved | None:
+        """Only the first `accepted` tokens count: speculation went wrong. Saved states behind them
+        are void, also those still being written.
+
+        Returns:
+            Where to go on from if the working slot's state is behind them, too, and no draft's
+            state can be accepted: the newest confirmed state, to be copied to `working` on the
+            stream that computes, ahead of the next step. Tokens behind its position are computed
+            again. None: from the checkpoint that the request began with, or from nothing.
+        """
+        self._check_running()
+        for write in self._writes:
+            write.valid = write.valid and write.position <= accepted
+        # A confirmed write is over, so what is void may be written again at once.
+        self._free += [state.slot for state in self._confirmed if state.position > accepted]
+        self._confirmed = [state for state in self._confirmed if state.position <= accepted]
+        return self.newest
+
+    @property
+    def confirmed(self) -> tuple[Saved, ...]:
+        """The states whose write is confirmed, in the order of their positions."""
+        return tuple(self._confirmed)
+
+    @property
+    def newest(self) -> Saved | None:
+        """The newest state whose write is confirmed."""
+        return self._confirmed[-1] if self._confirmed else None
+
+    # ---- reading on another stream
+
+    def begin_read(self, slot: int) -> None:
+        """A copy from a confirmed state is launched that steps do not wait for.
+
+        Raises:
+            ConfigError: no confirmed state of this request is there.
+        """
+        if slot not in [state.slot for state in self._confirmed]:
+            raise ConfigError(f"begin_read: expected one of {self._confirmed}, found slot {slot}")
+        self._read.add(slot)
+
+    def end_read(self, slot: int) -> None:
+        """That copy is over."""
+        self._read.discard(slot)
+
+    # ---- giving away
+
+    def exchange(self, replacement: int | None, position: int | None = None) -> Saved | None:
+        """Give away a confirmed state while the request goes on, to be named.
+
+        Args:
+            replacement: a free slot, which takes its place. None: none could be had.
+            position: of the state; None: the newest.
+
+        Returns:
+            What to name. None: nothing is confirmed there, or there is no replacement. Then the
+            request keeps its own, no checkpoint is made, and a replacement stays the caller's.
+
+        Raises:
+            ConfigError: the replacement is one of the request's own, or the request is over.
+        """
+        self._check_running()
+        wanted = [state for state in self._confirmed if position in (None, state.position)]
+        if replacement is None or not wanted:
+            return None
+        if count(replacement, "replacement", 0, _MOST_SLOT) in self._every():
+            raise ConfigError(f"replacement: slot {replacement} is the request's own")
+        self._free.append(replacement)
+        self._confirmed.remove(wanted[-1])
+        return wanted[-1]
+
+    def donate(self, kept: int, *, working_at: int | None = None) -> Saved | None:
+        """The request ends: the state that becomes a checkpoint. Its slot is no longer one of the
+        request's; `rest` says what becomes of the others.
+
+        The newest state not behind the tokens that are kept, else the one before, else none. Only
+        those whose write is confirmed: a request may end while a step of it runs.
+
+        Args:
+            kept: tokens whose KV stays in the cache.
+            working_at: position of the working slot's state, if that has a key and no step of the
+                request is in flight: it is as good as the others then.
+
+        Raises:
+            ConfigError: the request is over already.
+        """
+        self._check_running()
+        self._over = True
+        found = [state for state in self._confirmed if state.position <= kept]
+        if working_at is not None and 0 < working_at <= kept:
+            found.append(Saved(self.working, working_at))
+        if not found:
+            return None
+        best = max(found, key=lambda state: state.position)
+        self._given.add(best.slot)
+        return best
+
+    def donate_kept(self, kept: int) -> Saved | None:
+        """Behind `donate`: the state to `keep`, which becomes a checkpoint as well. None: it is not
+        confirmed, beyond the tokens that are kept, or what was donated."""
+        for state in self._confirmed:
+            if state.position != self.keep or state.position > kept:
+                continue
+            if state.slot not in self._given:
+                self._given.add(state.slot)
+                return state
+        return None
+
+    def rest(self, *, idle: bool = False) -> Rest:
+        """The slots that the request still had, now the caller's. It is over; ask once.
+
+        Args:
+            idle: no step of the request is in flight.
+
+        Raises:
+            ConfigError: asked before.
+        """
+        if self._rested:
+            raise ConfigError("rest: these slots were given back before")
+        self._over = self._rested = True
+        every = [slot for slot in self._every() if slot not in self._given]
+        written = set() if idle else {self.working, *(write.slot for write in self._writes)}
+        busy = written | self._read
+        return Rest(
+            tuple(slot for slot in every if slot not in busy),
+            tuple(slot for slot in every if slot in busy),
+        )
+
+    # ---- helpers
+
+    def _states(self) -> list[Saved]:
+        """Those that are saved or being saved, and were not rejected."""
+        writing = [Saved(write.slot, write.position) for write in self._writes if write.valid]
+        return self._confirmed + writing
+
+    def _every(self) -> list[int]:
+        saved = [state.slot for state in self._confirmed]
+        return [self.working, *self._free, *saved, *(write.slot for write in self._writes)]
+
+    def _check_running(self) -> None:
+        if self._over:
+            raise ConfigError("slots: the request is over")
+
+
+# ---- What does not go together: checked once, when a model is configured, in one message.
+
+_COUNTS = ("running", "alternating", "drafted", "draft_slots", "host_states", "path_limit")
+
+
+@dataclass(frozen=True)
+class Features:
+    """How a hybrid model is to be served. `check` says whether that can be."""
+
+    grid: Grid
+    saves: Saves
+    running: int
+    """Requests at a time."""
+    device_slots: int
+    """For states on the device, whoever uses them: requests, drafts, checkpoints."""
+    ahead: bool = False
+    """The scheduler launches a step before it has seen the results of the one before."""
+    alternating: int = 0
+    """Slots of a request beside its working one, for what it saves on its way."""
+    drafted: int = 0
+    """Drafted tokens of a request in a step; 0: no speculative decoding."""
+    draft_slots: int = 0
+    """Of `device_slots`, those for drafts."""
+    device_states: int | None = None
+    """Checkpoints that may stay on the device; None: all slots that nothing else needs."""
+    host_states: int = 0
+    """Checkpoints that the host has room for."""
+    storage: bool = False
+    """Checkpoints go on from the host to storage."""
+    tail: bool = False
+    """Save at a prompt's last key: `SavePolicy.tail`."""
+    path_limit: int = 0
+    """Checkpoints on one path, at most; 0: any number."""
+    state_block_tokens: int | None = None
+    """The engine addresses states by blocks of so many tokens: `state_block_tables`. None: by
+    slots."""
+
+    def __post_init__(self) -> None:
+        """Check each figure by itself.
+
+        Raises:
+            ConfigError: one that is none.
+        """
+        for name, kind in (("grid", Grid), ("saves", Saves)):
+            if type(getattr(self, name)) is not kind:
+                raise ConfigError(
+                    f"{name}: expected a {kind.__name__}, found {getattr(self, name)!r}"
+                )
+        for name in _COUNTS:
+            count(getattr(self, name), name, 1 if name == "running" else 0, 1 << 31)
+        count(self.device_slots, "device_slots", 0, 1 << 31)
+        if self.device_states is not None:
+            count(self.device_states, "device_states", 0, 1 << 31)
+        if self.state_block_tokens is not None:
+            count(self.state_block_tokens, "state_block_tokens", 1, 1 << 20)
+
+    def check(self) -> None:
+        """Refuse what does not go together.
+
+        Raises:
+            ConfigError: names every conflict, not only the first, each with what to change.
+        """
+        found = self.conflicts()
+        if found:
+            raise ConfigError(
+                f"hybrid model: {len(found)} of its settings do not go together:\n"
+                + "\n".join(f"{number}. {text}" for number, text in enumerate(found, 1))
+            )
+
+    def conflicts(self) -> tuple[str, ...]:
+        """What `check` would say."""
+        return (*self._of_slots(), *self._of_checkpoints(), *self._of_tables())
+
+    @property
+    def spare_slots(self) -> int:
+        """Device slots that running requests and drafts leave to checkpoints; negative: they do
+        not have enough themselves."""
+        return self.device_slots - self.running * (1 + self.alternating) - self.draft_slots
+
+    def _of_slots(self) -> Iterator[str]:
+        wanted = RequestSlots.needed(self.ahead)
+        if self.alternating not in (0, wanted):
+            yield (
+                f"alternating={self.alternating}: a scheduler that "
+                f"{'runs' if self.ahead else 'does not run'} ahead needs {wanted} for each "
+                "request, or none"
+            )
+        room = Drafts.room(self.running, self.drafted) if self.drafted else 0
+        if self.draft_slots < room:
+            yield (
+                f"draft_slots={self.draft_slots}: {self.drafted} drafted tokens for each of "
+                f"{self.running} requests need {room}, as a rejected token cannot be taken out of "
+                "a state"
+            )
+        if self.draft_slots and not self.drafted:
+            yield f"draft_slots={self.draft_slots}: nothing is drafted; give them to checkpoints"
+        if self.spare_slots < 0:
+            yield (
+                f"device_slots={self.device_slots}: {self.running} requests with "
+                f"{self.alternating} alternating slots, and {self.draft_slots} for drafts, need "
+                f"{-self.spare_slots} more"
+            )
+
+    def _of_checkpoints(self) -> Iterator[str]:
+        on_device = self.device_states is None or self.device_states > 0
+        if not on_device and not self.host_states:
+            yield (
+                "device_states=0: a state is donated by leaving it in its slot, and there is no "
+                "host to take it instead; give host_states, or room on the device"
+            )
+        if self.storage and not self.host_states:
+            yield "storage: states go there by way of the host; give host_states"
+        if self.device_states is not None and self.device_states > max(0, self.spare_slots):
+            yield (
+                f"device_states={self.device_states}: of {self.device_slots} device slots, "
+                f"requests and drafts leave {max(0, self.spare_slots)}"
+            )
+        if self.device_states is None and self.spare_slots == 0 and not self.host_states:
+            yield (
+                f"device_slots={self.device_slots}: requests and drafts need all of them, so no "
+                "checkpoint would ever be kept; give more, or host_states"
+            )
+        if self.saves is Saves.INTERIOR and not self.alternating:
+            yield (
+                f"interior saves: a state inside of a pass needs a slot beside the working one; "
+                f"give alternating={RequestSlots.needed(self.ahead)}, or save end-only"
+            )
+        if self.tail and self.grid.fine == self.grid.grid:
+            yield (
+                f"tail: keys and grid both have steps of {self.grid.grid} tokens, so there is no "
+                "key behind the grid's last position; use smaller blocks or pages, or leave it off"
+            )
+        if self.path_limit == 1:
+            yield (
+                "path_limit=1: a prompt's last state would drop that of the point where others "
+                "part from it, before they do; at least 2, or 0 for any number"
+            )
+
+    def _of_tables(self) -> Iterator[str]:
+        block = self.state_block_tokens
+        if block is None:
+            return
+        if self.grid.grid % block:
+            yield (
+                f"state_block_tokens={block}: states are saved every {self.grid.grid} tokens, not "
+                "always at the end of a block, and the rest of the block would overwrite them; use "
+                "a divisor"
+            )
+        if self.saves is Saves.INTERIOR and block % self.grid.chunk:
+            yield (
+                f"state_block_tokens={block}: inside of a pass states exist only every "
+                f"{self.grid.chunk} tokens, so blocks would end without one; use a multiple, or "
+                "save end-only"
+            )
+        if self.drafted and block < self.drafted + 1:
+            yield (
+                f"state_block_tokens={block}: a step of {self.drafted} drafted tokens may cross "
+                "more than one block, and a table has one slot for what it writes; use larger "
+                "blocks, or address states by slots"
+            )
+
+
+def check_features(config: HybridConfig, checkpoints: Checkpoints, grid: Grid) -> None:
+    """Check what a manager is made with, if its config says how many requests run. Without device
+    slots for checkpoints, requests bring the engine's own.
+
+    Raises:
+        ConfigError: see `Features.check`, or a figure that is none.
+    """
+    running = config.running
+    if running is None:
+        return
+    alternating = RequestSlots.needed(config.ahead) if config.alternating else 0
+    slots, host = checkpoints.slots, checkpoints.host
+    own = running * (1 + alternating) + config.draft_slots
+    Features(
+        grid,
+        config.saves,
+        running,
+        device_slots=own if slots is None else slots.pages,
+        ahead=config.ahead,
+        alternating=alternating,
+        drafted=config.drafted,
+        draft_slots=config.draft_slots,
+        device_states=0 if slots is None else None,
+        host_states=0 if host is None else host.pages,
+        storage=checkpoints.storage is not None,
+        tail=config.tail,
+        path_limit=checkpoints.most or 0,
+    ).check()
+
+
+__all__ = [
+    "DecodeSaves",
+    "Drafts",
+    "Features",
+    "Grid",
+    "HybridConfig",
+    "RequestSlots",
+    "Rest",
+    "SavePlan",
+    "SavePolicy",
+    "Saved",
+    "Saves",
+    "Stretch",
+    "check_features",
+    "decode_saves",
+]

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from lightcache._arguments import Pages, count, offsets, pages
 from lightcache.errors import ConfigError
-from lightcache.hybrid.grids import Tokens
+from lightcache.hybrid.saving import Tokens
 
 _SPAN = 1 << 32  # more than a sequence has blocks
 NONE = -1  # no slot: stands for no block in a table, and for reading nothing

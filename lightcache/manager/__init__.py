@@ -1,22 +1,25 @@
 """The manager: device, host and storage as one prefix cache for a scheduler. See
 `KVCacheManager`."""
 
-from lightcache.manager.attached import AttachedDevice
-from lightcache.manager.counters import NodeCounters
+from lightcache.manager.device import AttachedDevice, OwnedDevice
 from lightcache.manager.fetching import Fetch
 from lightcache.manager.following import Follower
-from lightcache.manager.handover import HandOver, hand_over
-from lightcache.manager.leading import Leader
+from lightcache.manager.handover import HandOver, Received, hand_over, receive
+from lightcache.manager.leading import Leader, Ordered
 from lightcache.manager.manager import KVCacheManager
-from lightcache.manager.matches import ManagerConfig, PrefixMatch, Why, Wishes, WritePolicy
 from lightcache.manager.movers import EngineMover, Mover, Moving, NullMover, RankMover
-from lightcache.manager.ordered import Ordered
 from lightcache.manager.orders import Decisions
-from lightcache.manager.owned import OwnedDevice
-from lightcache.manager.prompts import Item, Prompt
-from lightcache.manager.receiving import Received, receive
+from lightcache.manager.requests import (
+    Item,
+    ManagerConfig,
+    PrefixMatch,
+    Prompt,
+    Why,
+    Wishes,
+    WritePolicy,
+)
 from lightcache.manager.starting import RollCall, Stage, wait_for_ranks
-from lightcache.manager.statistics import Gauges, ManagerStats, Room
+from lightcache.manager.statistics import Gauges, ManagerStats, NodeCounters, Room
 from lightcache.manager.weights import WeightsState
 
 __all__ = [

@@ -11,21 +11,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from lightcache import _arguments
 from lightcache._arguments import Keys, Offsets, Pages
-from lightcache.attached import MAX_PAGES
-from lightcache.errors import InUse
-from lightcache.leases import Lease
+from lightcache._together import together
+from lightcache.errors import ConfigError, InUse, OutOfPages
+from lightcache.layout import MAX_PAGES, Cause, HeldProgress, KeyStatus
+from lightcache.leases import Held, Lease, Named
 from lightcache.manager.statistics import Room
 from lightcache.namespaces import Namespace
 from lightcache.page_index import PageIndex
 from lightcache.shm import Segment
 
 NONE: Pages = np.zeros(0, np.int32)
+NO_KEYS: Keys = np.zeros((0, 2), np.uint64)
 
 
 class DeviceTier:
@@ -164,10 +169,16 @@ class DeviceTier:
         raise NotImplementedError
 
     def name_many(
-        self, blocks: Pages, keys: Keys, offsets: Offsets, starts: Any, space: Namespace
-    ) -> tuple[Pages, Any]:
-        """Say that blocks hold the KV of these keys; see `PageIndex.name_many`. Returns the block
-        that stands for each key, and a status for each."""
+        self,
+        blocks: Pages,
+        keys: Keys,
+        offsets: Offsets,
+        starts: Any,
+        space: Namespace,
+        into: Named,
+    ) -> None:
+        """Say that blocks hold the KV of these keys; see `PageIndex.name_many`. What has become of
+        them is in `into`, also after an error or an interrupt."""
         raise NotImplementedError
 
 
@@ -201,4 +212,421 @@ def room_of(index: PageIndex | None) -> Room:
     return Room(index.pages, index.stats().free, least)
 
 
-__all__ = ["NONE", "DeviceTier", "remove_orphan", "room_of"]
+# ---- Lookups for several requests in one call of an index, and for one alone at less cost.
+
+
+def there(index: PageIndex, packed: list[bytes], space: Namespace) -> list[int]:
+    """Which of these keys, each for itself, are there; an empty one is not."""
+    asked = [i for i, key in enumerate(packed) if key]
+    if not asked:
+        return []
+    keys = np.frombuffer(bytearray().join(packed), np.uint64).reshape(-1, 2)
+    if len(asked) == 1:
+        return asked if index.peek(keys, namespace=space) else []
+    found = index.peek_many(keys, np.arange(len(asked) + 1), namespace=space)
+    return [i for i, ready in zip(asked, found.tolist(), strict=True) if ready]
+
+
+def peeked(index: PageIndex, parts: list[Keys], space: Namespace) -> list[int]:
+    """How many keys at the beginning of each part are ready. One part alone, as when one request
+    is planned, needs none of what gathers many: that would cost more than the call."""
+    if len(parts) == 1:
+        return [index.peek(parts[0], namespace=space)]
+    keys, offsets = joined(parts)
+    found: list[int] = index.peek_many(keys, offsets, namespace=space).tolist()
+    return found
+
+
+def pinned(
+    index: PageIndex, ids: Sequence[Hashable], parts: list[Keys], space: Namespace, ttl: float
+) -> list[int]:
+    """The same, pinned tentatively for these requests for so many seconds. Nobody writes to the
+    keys behind that: prompts do not change."""
+    if len(parts) == 1:
+        return [index.plan(ids[0], parts[0], namespace=space, timeout=ttl, frozen=True)]
+    keys, offsets = joined(parts)
+    plan_many = index.plan_many
+    found: list[int] = plan_many(ids, keys, offsets, namespace=space, timeout=ttl).tolist()
+    return found
+
+
+def joined(parts: list[Keys]) -> tuple[Keys, Offsets]:
+    """Keys of many requests in one array."""
+    offsets = np.zeros(len(parts) + 1, np.int64)
+    np.cumsum([len(part) for part in parts], out=offsets[1:])
+    return np.concatenate(parts) if parts else NO_KEYS, offsets
+
+
+# ---- AttachedDevice: the mirror of blocks that an engine allocates and evicts itself.
+
+Heir = tuple[int, Keys, Namespace]
+"""A block that is to have a name which its bearer loses."""
+Chain = tuple[Keys, Offsets, Any]
+
+
+@dataclass(eq=False)
+class _Naming:
+    """Blocks that the index is asked to name. It fills `named` in the same call."""
+
+    named: Named
+    blocks: Pages
+    own: Keys
+    space: Namespace
+    pins: Lease | None = None
+    """Of other blocks that have the names already."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Unnaming:
+    """Blocks that the index is asked to take the names of. It fills `progress` in the same call."""
+
+    blocks: Pages
+    heirs: list[Heir]
+    cause: str
+    progress: HeldProgress
+
+
+class AttachedDevice(DeviceTier):
+    """The engine reports which blocks hold what, and which it has evicted or overwritten.
+
+    Every block belongs to this process, named or not, so nobody ever evicts one here. An engine may
+    have a content in several blocks: one of them has the name, the others inherit it.
+    """
+
+    owned = False
+
+    def _began(self) -> None:
+        assert self.index is not None
+        self._naming: _Naming | None = None
+        self._unnaming: _Unnaming | None = None
+        self._named: npt.NDArray[np.int32] = np.full(self.index.pages, -1, np.int32)
+        """Of each block, the namespace's number that it is named in; -1: none."""
+        self._doubles: dict[int, tuple[bytes, Namespace]] = {}
+        """Blocks with the content of another that bears the name: their key."""
+        self._heirs: dict[tuple[bytes, Namespace], dict[int, None]] = {}
+        """The same by key."""
+        self._lives: npt.NDArray[np.int64] = np.zeros(self.index.pages, np.int64)
+        """Of each block, how often its content has changed."""
+        self.index.allocate(self.index.pages).detach()  # all of them: 0 to pages - 1
+
+    def room(self) -> Room:
+        """See `DeviceTier`. Free are those without a name; the engine may use them."""
+        if self.index is None:
+            return Room(0, 0, 0)
+        self._settle()
+        free = int((self._named < 0).sum()) - len(self._doubles)
+        return Room(self.blocks, free, free)
+
+    def named(self, blocks: Pages) -> Pages:
+        """Those of these blocks that lookups find."""
+        self._check(blocks)
+        self._settle()
+        found: Pages = blocks[self._named[blocks] >= 0]
+        return found
+
+    def lives(self, blocks: Pages) -> npt.NDArray[np.int64]:
+        """Of each block a number that is another as soon as it holds something else."""
+        found: npt.NDArray[np.int64] = self._lives[blocks]
+        return found
+
+    def plan_many(
+        self, ids: Sequence[Hashable], parts: list[Keys], space: Namespace, ttl: float
+    ) -> list[int]:
+        """Looks only: the engine itself keeps its blocks."""
+        del ids, ttl
+        assert self.index is not None
+        return peeked(self.index, parts, space)
+
+    def plan(self, request: Hashable, keys: Keys, space: Namespace, ttl: float) -> int:
+        """Looks only, as `plan_many`."""
+        del request, ttl
+        assert self.index is not None
+        return self.index.peek(keys, namespace=space)
+
+    def take(self, request: Hashable) -> None:
+        """Nothing is pinned here for requests."""
+
+    def cancel(self, request: Hashable) -> None:
+        """Nothing is pinned here for requests."""
+
+    def name_many(
+        self,
+        blocks: Pages,
+        keys: Keys,
+        offsets: Offsets,
+        starts: Any,
+        space: Namespace,
+        into: Named,
+    ) -> None:
+        """See `DeviceTier`. A block that had a name loses it."""
+        self._check(blocks)
+        self.evicted(blocks)
+        self._name(blocks, keys[_positions(offsets, starts)], (keys, offsets, starts), space, into)
+
+    def _name(
+        self, blocks: Pages, own: Keys, chain: Chain, space: Namespace, into: Named | None = None
+    ) -> None:
+        """Args:
+        own: the key of each block.
+        chain: what `PageIndex.name_many` takes.
+        """
+        assert self.index is not None
+        keys, offsets, starts = chain
+        named = Named(len(blocks)) if into is None else into
+        self._naming = _Naming(named, blocks, own, space)  # before the index knows of it
+        try:
+            self.index.name_many(
+                blocks, keys, offsets, starts, merge=False, namespace=space, into=named
+            )
+        finally:
+            self._settle()
+
+    def evicted(self, blocks: Pages | Sequence[int]) -> int:
+        """The engine has evicted or overwritten these blocks: nobody finds them any more. Returns
+        how many had a name. Takes the lock.
+
+        Raises:
+            ConfigError: no such blocks.
+        """
+        numbers = np.ascontiguousarray(blocks, np.int32)
+        if self.index is None or not len(numbers):
+            return 0
+        self._check(numbers)
+        self._settle()
+        self._lives[numbers] += 1
+        if self._doubles:
+            for block in numbers.tolist():
+                self._forget_double(block)
+        named = np.unique(numbers[self._named[numbers] >= 0])
+        if len(named):
+            self._unname(named, self._bequeathed(named), "engine")
+        return len(named)
+
+    def _unname(self, blocks: Pages, heirs: list[Heir], cause: str) -> None:
+        assert self.index is not None
+        unnaming = self._unnaming = _Unnaming(blocks, heirs, cause, HeldProgress())
+        try:
+            self.index.unname(blocks, into=unnaming.progress)
+        finally:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Note what the index has done at the last call, which an interrupt may have cut short.
+        Once more does no harm."""
+        if self._naming is not None:
+            self._settle_naming(self._naming)
+            self._naming = None
+        unnaming = self._unnaming
+        if unnaming is not None:
+            self._named[unnaming.blocks[: unnaming.progress.done]] = -1
+            self._unnaming = None
+            self._evicted[unnaming.cause] += int(unnaming.progress.done)
+            for block, key, space in unnaming.heirs:
+                if self._named[block] < 0:
+                    chain = key, np.array([0, 1]), np.zeros(1, np.int64)
+                    self._name(np.array([block], np.int32), key, chain, space)
+
+    def _settle_naming(self, naming: _Naming) -> None:
+        assert self.index is not None
+        status, blocks = naming.named.status, naming.blocks
+        self._named[blocks[status == KeyStatus.NEW]] = naming.space.id
+        present = np.flatnonzero(status == KeyStatus.PRESENT)
+        if not len(present):
+            return
+        if naming.pins is None:  # the bearers of these names were pinned once more by that call
+            pins, take = Lease.attached_to(self.index, naming.named.pages[present])
+            together(partial(setattr, naming, "pins", pins), take)
+        assert naming.pins is not None
+        naming.pins._let_go()
+        for at in present.tolist():
+            entry = naming.own[at].tobytes(), naming.space
+            self._heirs.setdefault(entry, {})[int(blocks[at])] = None
+            self._doubles[int(blocks[at])] = entry
+
+    def _clear(self, space: Namespace) -> None:
+        """Names go first: what is cleared with its name would be doomed, and lost to the mirror."""
+        if self.index is None:
+            return
+        self._settle()
+        for block in [block for block, (_, own) in self._doubles.items() if own == space]:
+            self._forget_double(block)
+        named = np.flatnonzero(self._named == space.id).astype(np.int32)
+        if len(named):
+            self._unname(named, [], "clear")
+        self.index.clear(space)
+
+    def _bequeathed(self, blocks: Pages) -> list[Heir]:
+        """Who inherits the names of these blocks. Their place behind their prefix is not known any
+        more; it matters to eviction only, and here nothing is evicted."""
+        if not self._heirs or self.index is None:
+            return []
+        found = []
+        spaces = {space.id: space for space in self._spaces.values()}
+        for block, key in zip(blocks.tolist(), self.index.keys_of(blocks), strict=True):
+            entry = key.tobytes(), spaces.get(int(self._named[block]))
+            heirs = self._heirs.get(entry)  # type: ignore[arg-type]
+            if heirs and entry[1] is not None:
+                heir = next(iter(heirs))
+                self._forget_double(heir)
+                found.append((heir, key.reshape(1, 2).copy(), entry[1]))
+        return found
+
+    def _forget_double(self, block: int) -> None:
+        entry = self._doubles.get(block)
+        heirs = None if entry is None else self._heirs.get(entry)
+        if entry is not None and heirs is not None:
+            heirs.pop(block, None)
+            if not heirs:
+                self._heirs.pop(entry, None)
+        self._doubles.pop(block, None)  # last: an interrupt before leaves what is done again
+
+    def _check(self, blocks: Pages) -> None:
+        if len(blocks) and not 0 <= int(blocks.min()) <= int(blocks.max()) < self.blocks:
+            raise ConfigError(
+                f"blocks: expected numbers of 0 to {self.blocks - 1}, found {int(blocks.min())} to "
+                f"{int(blocks.max())}; `set_blocks` says how many there are"
+            )
+
+
+def _positions(offsets: Offsets, starts: Any) -> npt.NDArray[np.int64]:
+    """Of each block to be named, the position of its key."""
+    parts = [np.arange(offsets[i] + starts[i], offsets[i + 1]) for i in range(len(offsets) - 1)]
+    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+
+# ---- OwnedDevice: device blocks that are allocated, named and evicted by us.
+
+
+# `PageIndex.discard` is how blocks are demoted: `Demotion` counts them, and knows for whom.
+_EVICTED = {
+    Cause.ASKED: "room",
+    Cause.ROOM: "room",
+    Cause.QUOTA: "room",
+    Cause.DROPPED: "drop",
+    Cause.CLEARED: "clear",
+}
+
+
+class OwnedDevice(DeviceTier):
+    """Blocks of running requests have no key and belong to this process; full ones get their names
+    and are shared, and evicted from the leaves when nobody uses them."""
+
+    owned = True
+
+    def _began(self) -> None:
+        pass
+
+    def _count_evicted(self) -> None:
+        if self.index is None:
+            return
+        for cause, blocks in self.index._take_evicted().items():
+            if blocks and cause in _EVICTED:
+                self._evicted[_EVICTED[cause]] += blocks
+
+    @property
+    def free(self) -> int:
+        """Blocks that nobody uses and nothing is in."""
+        return self.index.stats().free if self.index is not None else 0
+
+    @property
+    def available(self) -> int:
+        """Blocks that an allocation may have: free, or to be evicted. Advisory."""
+        return self.room().available
+
+    def plan_many(
+        self, ids: Sequence[Hashable], parts: list[Keys], space: Namespace, ttl: float
+    ) -> list[int]:
+        """See `DeviceTier`: pinned tentatively."""
+        assert self.index is not None
+        return pinned(self.index, ids, parts, space, ttl)
+
+    def plan(self, request: Hashable, keys: Keys, space: Namespace, ttl: float) -> int:
+        """See `DeviceTier`."""
+        assert self.index is not None
+        return self.index.plan(request, keys, namespace=space, timeout=ttl, frozen=True)
+
+    def take(self, request: Hashable) -> Lease | None:
+        """See `DeviceTier`."""
+        assert self.index is not None
+        return self.index.take(request)
+
+    def cancel(self, request: Hashable) -> None:
+        """See `DeviceTier`."""
+        if self.index is not None:
+            self.index.cancel(request)
+
+    def allocate(self, n: int) -> Pages:
+        """n blocks without a key, evicting if need be. Raises as `hold`."""
+        return self.hold(n).detach() if n else NONE
+
+    def hold(self, n: int) -> Held:
+        """The same, as an object that gives them back unless they become somebody's.
+
+        Raises:
+            OutOfPages: so many cannot be had; nothing was allocated.
+            ConfigError: the number of blocks is not known yet.
+        """
+        if self.index is None:
+            raise ConfigError("allocate: the number of device blocks is not known; `set_blocks`")
+        if n > self.blocks:
+            raise OutOfPages(f"allocate: {n} blocks were asked for, the device has {self.blocks}")
+        return self.index.allocate(n)
+
+    def can_allocate(self, n: int, *, evict: bool = False) -> bool:
+        """Whether n blocks could be had now, evicting if need be. Advisory, no lock.
+
+        Args:
+            evict: do evict what is missing: then they are free, and the answer is no advice.
+                Takes the lock.
+        """
+        if self.index is None or not self.index.can_allocate(n):
+            return False
+        if evict and self.free < n:
+            self.index.evict(n - self.free)
+            return self.free >= n
+        return True
+
+    def free_blocks(self, blocks: Pages) -> None:
+        """Give back blocks without a key.
+
+        Raises:
+            LeaseLost: some are not ours, or were given back before; none was given back.
+        """
+        if len(blocks):
+            assert self.index is not None
+            self.index.free(blocks)
+
+    def unpin(self, blocks: Pages) -> None:
+        """Stop using named blocks: they stay until their room is needed."""
+        if len(blocks):
+            assert self.index is not None
+            self.index.unpin(blocks)
+
+    def name_many(
+        self,
+        blocks: Pages,
+        keys: Keys,
+        offsets: Offsets,
+        starts: Any,
+        space: Namespace,
+        into: Named,
+    ) -> None:
+        """See `DeviceTier`. Where another block holds the same already that one is in `into`, and
+        ours given back."""
+        assert self.index is not None
+        self.index.name_many(blocks, keys, offsets, starts, namespace=space, into=into)
+
+
+__all__ = [
+    "NONE",
+    "NO_KEYS",
+    "AttachedDevice",
+    "DeviceTier",
+    "OwnedDevice",
+    "joined",
+    "peeked",
+    "pinned",
+    "remove_orphan",
+    "room_of",
+    "there",
+]

@@ -2,18 +2,204 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lightcache.errors import ConfigError, TransferFailed
-from lightcache.manager.gathering import moved_bytes
-from lightcache.manager.limits import seconds_of
-from lightcache.manager.requests import Request, slots_of
-from lightcache.manager.traffic import Movement, State, unless_taken
+from lightcache._together import together
+from lightcache.errors import (
+    ConfigError,
+    Detached,
+    LeaseLost,
+    LightcacheError,
+    TransferFailed,
+    WaitTimeout,
+)
+from lightcache.leases import Held, Lease
+from lightcache.manager.device import OwnedDevice
+from lightcache.manager.foreign import nothing, seconds_of
+from lightcache.manager.requests import HELD, PINNED, Request, slots_of
+from lightcache.manager.statistics import moved_bytes
+from lightcache.manager.traffic import Movement, State
+from lightcache.manager.writing import settle
+from lightcache.shm.locking import Hurried
 
 if TYPE_CHECKING:
     from lightcache.manager.manager import KVCacheManager
+
+
+# ---- Leaving: requests that have ended, until no copy touches their blocks any more.
+
+
+class Leaving:
+    """Gives back what ended requests hold, as soon as may be."""
+
+    def __init__(self, manager: KVCacheManager) -> None:
+        """Nobody leaves yet."""
+        self._manager = manager
+        self._going: list[Request] = []
+        self._goods: list[_Goods] = []
+        """What requests had that no copy touches any more. Those that stay are of blocks without a
+        key, for which the lock did not come."""
+
+    @property
+    def going(self) -> int:
+        """Requests that have ended and hold something still."""
+        return len(self._going) + sum([len(goods.requests) for goods in self._goods])
+
+    def __contains__(self, one: Request) -> bool:
+        """Whether it is one of these, and a copy may touch its blocks."""
+        return one in self._going
+
+    @property
+    def append(self) -> Callable[[Request], None]:
+        """Called, which is one C call: a request has ended, `poll` sees to it. What was not begun
+        is not begun any more, but for what it publishes."""
+        return self._going.append
+
+    def poll(self, ended: Sequence[Request] = ()) -> None:
+        """Give back what no copy touches, and what could not be given back before.
+
+        Args:
+            ended: of these it is looked what copies do, if any goes on.
+        """
+        with self._manager._lock, Hurried(self._manager.config.time_limit):
+            settle(self._manager)
+            for goods in self._goods:
+                goods.give_back()
+            self._sort_out()
+            if not self._going:
+                return
+            for one in self._going:
+                for movement in one.movements:
+                    if movement is one.loading or not one.stored:
+                        movement.cancel()
+                one.let_go_of_host()
+            if any(not movement.over for one in ended for movement in one.movements):
+                self._manager._traffic.poll()
+            self._part()
+
+    def _part(self) -> None:
+        """From requests whose copies are over."""
+        over: list[Request] = []
+        still: list[Request] = []
+        for one in self._going:
+            busy = one.movements and not all(each.over for each in one.movements)
+            (still if busy else over).append(one)
+        if not over:
+            return
+        goods, take = _Goods.of(self._manager, over)
+        together(partial(setattr, self, "_going", still), partial(self._goods.append, goods), *take)
+        goods.give_back()
+        self._sort_out()
+
+    def _sort_out(self) -> None:
+        if self._goods:
+            self._goods = [goods for goods in self._goods if not goods.over]
+
+    def wait(self, request: Hashable) -> None:
+        """Until no copy of a request that has ended goes on, and what it held is given back, unless
+        the lock does not come. Blocks, without the manager's lock.
+
+        Raises:
+            WaitTimeout: transfers are paused, and some of it waits for them.
+        """
+        movements = [
+            movement for one in self._going if one.id == request for movement in one.movements
+        ]
+        for movement in movements:
+            try:
+                movement.block(None)
+            except WaitTimeout:  # its mover has a limit of its own
+                continue
+        self._manager._traffic.poll()
+        self.poll()
+        if any(movement.state is State.QUEUED for movement in movements):
+            raise WaitTimeout(
+                f"release {request!r}: transfers are paused, and what it publishes waits for them; "
+                "resume the manager"
+            )
+
+
+class _Goods:
+    """What some ended requests have. Each part is given back once, however often it is asked."""
+
+    def __init__(self, manager: KVCacheManager, requests: list[Request]) -> None:
+        """Nothing is taken from them yet."""
+        self._manager, self.requests = manager, requests
+        self._stored = False
+        self._pinned: Lease | None = None
+        self._held: Held | None = None
+
+    @classmethod
+    def of(
+        cls, manager: KVCacheManager, requests: list[Request]
+    ) -> tuple[_Goods, list[partial[None]]]:
+        """And the calls that take it from them, for `together`."""
+        made, take = cls(manager, requests), []
+        device = manager.device
+        if isinstance(device, OwnedDevice) and device.index is not None:
+            tables = np.concatenate([one.table for one in requests])
+            kinds = np.frombuffer(b"".join([one.kind for one in requests]), np.uint8)
+            if len(pinned := tables[kinds == PINNED]):
+                made._pinned, call = Lease.attached_to(device.index, pinned)
+                take.append(call)
+            if len(held := tables[kinds == HELD]):
+                made._held, call = Held.attached_to(device.index, held)
+                take.append(call)
+        return made, take
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing of it is left."""
+        return self._stored and (self._held is None or self._held._done)
+
+    def give_back(self) -> None:
+        """Whatever a storage raises, what the requests had is given back. Their blocks without a
+        key, at once or as soon as the lock comes."""
+        try:
+            if not self._stored and self._manager._storage is not None:
+                for one in self.requests:
+                    self._store(one)
+        finally:  # an interrupt
+            self._let_go()
+
+    def _store(self, one: Request) -> None:
+        manager = self._manager
+        try:
+            manager._guard.run(partial(manager._writer.store, one), nothing)
+        except LightcacheError:
+            manager._figures.add(errors=1)
+        except Exception as error:
+            manager._traffic.foreign.note(error)
+
+    def _let_go(self) -> None:
+        try:
+            for one in self.requests:
+                if one.hit is not None:
+                    one.hit._let_go()
+            if self._pinned is not None:
+                self._pinned._let_go()
+            self._stored = True
+        finally:
+            self._free()
+
+    def _free(self) -> None:
+        held = self._held
+        if held is not None and not held._done:
+            try:
+                held._end()
+            except (LeaseLost, Detached):  # nobody can: a second time would say the same
+                held._done = True
+                raise
+            except LightcacheError:
+                return
+
+
+# ---- Fetch: what was found on the host, on its way to the device.
 
 
 class Fetch:
@@ -104,17 +290,14 @@ def wait_on(movement: Movement, stream: Any) -> None:
 
 def begin_fetch(manager: KVCacheManager, one: Request) -> Fetch:
     """See `KVCacheManager.fetch`."""
-    lease, one.host = one.host, None
-    match, tokens = one.match, manager.page_tokens
+    lease, match, tokens = one.host, one.match, manager.page_tokens
     without = manager._planner.without_host(one.prompt, match)
-    if lease is None or match.load <= 0:
-        if lease is not None:
-            lease.release()
+    if lease is None or match.load <= 0 or one.loading is not None:
+        one.let_go_of_host()
         one.fetched = True
         return Fetch(one, one.loading, without)
     block = manager.device.block_tokens
     if len(one.table) * block < match.usable:
-        one.host = lease
         raise ConfigError(
             f"fetch {one.id!r}: expected blocks for {match.usable} tokens, found "
             f"{len(one.table)} of {block}; allocate them first"
@@ -125,20 +308,28 @@ def begin_fetch(manager: KVCacheManager, one: Request) -> Fetch:
     slots[first - begin : match.usable - begin] = slots_of(one.table, block, first, match.usable)
     blocks = one.table[first // block : -(-match.usable // block)]
     pages = len(lease)
-    figures, mover = manager._figures, manager.mover
+    figures, begun = manager._figures, time.perf_counter_ns()
 
     def over(ok: bool, nbytes: int | None) -> None:
         if ok:
             moved = moved_bytes(manager.host, match.usable - first, nbytes)
-            figures.add(loads=1, loaded_pages=pages, loaded_bytes=moved)
+            taken = time.perf_counter_ns() - begun
+            figures.add(loads=1, loaded_pages=pages, loaded_bytes=moved, load_ns=taken)
         else:
             figures.add(failed_loads=1)
 
-    one.fetched = True
     movement = manager._traffic.begin(
-        blocks, lambda: mover.load(lease, slots, 0), over, unless_taken(lease), one.movements
+        blocks,
+        manager.mover,
+        "load",
+        lease,
+        slots,
+        over,
+        of=one.movements,
+        into=(one, "loading"),
+        instead_of=(one, "host"),
     )
-    one.loading = movement
+    one.fetched = True
     return Fetch(one, movement, without)
 
 
@@ -149,4 +340,4 @@ def no_fetch(manager: KVCacheManager, one: Request) -> Fetch:
     return Fetch(one, one.loading, manager._planner.without_host(one.prompt, one.match))
 
 
-__all__ = ["Fetch", "begin_fetch", "no_fetch", "wait_on"]
+__all__ = ["Fetch", "Leaving", "begin_fetch", "no_fetch", "wait_on"]

@@ -9,7 +9,7 @@ from typing import cast
 
 from lightcache.cache import Cache
 from lightcache.errors import Abandoned, LightcacheError, LockTimeout, WaitTimeout
-from lightcache.kernels.transfer import Engine
+from lightcache.kernels.moves import Engine
 from lightcache.leases import Lease
 from lightcache.manager.movers import EngineMover, Moving, RankMover
 from lightcache.manager.orders import Decisions, Joiner, Kind, Message, Order, check_entries, decode

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from lightcache.held import Held
-from lightcache.kernels.transfer import Engine, Move
-from lightcache.leases import Lease
+from lightcache.kernels.moves import Engine, Move
+from lightcache.leases import Borrowed, Held, Lease
 from lightcache.reservations import Reservation, Shard
-from lightcache.transfers import Load, Offload
+from lightcache.transfers import Load, Offload, Saving, begun_with
 
 Slots = npt.NDArray[np.int64]
 
@@ -37,7 +37,12 @@ class Mover(Protocol):
     their own from then on, unless they raise: then nothing is being moved, and it is given back.
 
     An exception that is none of our errors fails the copy as ours do, and comes out of the
-    manager's next `poll`, or its `close`, once."""
+    manager's next `poll`, or its `close`, once. A mover that knows how many slots (tokens) the
+    device has says so as `slots`: more blocks than that are refused.
+
+    An interrupt may come out of these calls as well. A mover that may have begun a copy then has a
+    method `begun(held)`, which returns the `Moving` of the copy of these pages, None if there is
+    none. One without it says with whatever it raises that nothing is being moved."""
 
     @property
     def shards(self) -> int:
@@ -84,6 +89,8 @@ class EngineMover:
         """
         self.engine = engine
         self._how = how
+        self.slots: int | None = None if "planes" in how else getattr(engine, "slots", None)
+        """Tokens that the device has room for; None: not known."""
 
     def load(self, lease: Lease, slots: Slots, first: int) -> Moving:
         """See `Mover`. Waits for nothing; the stream that computes has to: `Fetch.wait_on`."""
@@ -95,7 +102,14 @@ class EngineMover:
 
     def save(self, held: Held | Lease, slots: Slots) -> Moving:
         """See `Mover`."""
-        return self.engine.offload(Move(held.pages, slots), **self._how)
+        saving = Saving(self.engine)
+        held._keeper = weakref.ref(saving)
+        move = Move(held.pages, slots)
+        return self.engine.offload(move, when_done=saving.over, **self._how)
+
+    def begun(self, held: Borrowed) -> Moving | None:
+        """See `Mover`."""
+        return begun_with(held)
 
 
 class _Over:

@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from lightcache._arguments import count
 from lightcache.errors import CacheCorrupted, ConfigError, LayoutMismatch
+from lightcache.leases import TICKET_BYTES
 from lightcache.shm import SharedLog
-from lightcache.tickets import TICKET_BYTES
 
 Slots = npt.NDArray[np.int64]
 RequestId = int | str

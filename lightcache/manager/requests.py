@@ -2,27 +2,364 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from lightcache._arguments import Keys, Pages
+from lightcache._arguments import Keys, Pages, count
 from lightcache.errors import ConfigError
-from lightcache.hashing import KeySpec, PageHasher
+from lightcache.hashing import KeySpec, PageHasher, Tokens
 from lightcache.leases import Lease
-from lightcache.manager.device import NONE
-from lightcache.manager.matches import PrefixMatch, Wishes
-from lightcache.manager.prompts import Prompt
+from lightcache.manager.device import NO_KEYS, NONE
 from lightcache.manager.statistics import Figures
 from lightcache.namespaces import Namespace
 
 if TYPE_CHECKING:
     from lightcache.manager.traffic import Movement
 
-NO_KEYS: Keys = np.zeros((0, 2), np.uint64)
+
+# ---- Prompt: tokens and what else decides their KV, with keys for every tier's page size.
+
+TokenIds = npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True)
+class Item:
+    """A multimodal item: an image, a piece of audio. Its placeholders are tokens [start, end)."""
+
+    start: int
+    end: int
+    digest: bytes
+    """Of its content: it enters the key of every page that the item touches."""
+
+    def __post_init__(self) -> None:
+        count(self.start, "item: start", 0, 1 << 40)
+        count(self.end, "item: end", self.start + 1, 1 << 40)
+        if type(self.digest) is not bytes or self.digest == b"":
+            raise ConfigError("item: expected a digest of its content, as bytes, and not empty")
+
+
+class Prompt:
+    """One sequence of tokens. Keys are computed once for each page size, however often it is
+    planned and by however many requests; nothing of it changes.
+
+    Two prompts of the same content are equal: a scheduler may make a new one in each step. It
+    costs the copy of the tokens and a comparison, and no key is hashed again."""
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        *,
+        salt: str | bytes = b"",
+        lora: bytes = b"",
+        items: Sequence[Item] = (),
+        tenant: str = "",
+    ) -> None:
+        """Converts the tokens once; nothing is hashed yet.
+
+        Args:
+            tokens, salt, lora: as for `hash_pages`.
+            items: in the order of their starts, not overlapping.
+            tenant: whose namespace its pages belong to, see `PageIndex.namespace`.
+
+        Raises:
+            ConfigError: tokens that are none, items out of order or out of the prompt, or
+                something else than it says.
+        """
+        try:
+            array = np.asarray(tokens)
+        except ValueError as error:
+            raise ConfigError(f"tokens: expected one row of integers: {error}") from None
+        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+            raise ConfigError(
+                f"tokens: expected one row of integers, found {array.dtype} {array.shape}"
+            )
+        if array.size and (int(array.min()) < 0 or int(array.max()) >= (1 << 32) - 1):
+            raise ConfigError("tokens: expected ids of 0 to 2**32 - 2")
+        for what, given, kinds in (
+            ("salt", salt, (str, bytes)),
+            ("lora", lora, (bytes,)),
+            ("tenant", tenant, (str,)),
+        ):
+            if not isinstance(given, kinds):
+                wanted = " or ".join(kind.__name__ for kind in kinds)
+                raise ConfigError(f"{what}: expected {wanted}, found {given!r}")
+        self.tokens: TokenIds = array.astype(np.uint32)  # our own: keys must not change later
+        self.tokens.flags.writeable = False
+        self.salt, self.lora, self.items, self.tenant = salt, lora, tuple(items), tenant
+        self._check_items()
+        self._keys: list[tuple[KeySpec, PageHasher, Keys]] = []
+        self._firsts: list[tuple[KeySpec, bytes]] = []
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the content is the same, and so every key."""
+        if self is other:
+            return True
+        if not isinstance(other, Prompt):
+            return NotImplemented
+        return self._named() == other._named() and np.array_equal(self.tokens, other.tokens)
+
+    def __hash__(self) -> int:
+        return hash((self._named(), self.tokens[-64:].tobytes()))
+
+    def _named(self) -> tuple[object, ...]:
+        """What decides its keys beside the tokens, and how many these are."""
+        return len(self.tokens), self.tenant, self.salt, self.lora, self.items
+
+    def keys(self, spec: KeySpec) -> Keys:
+        """Keys of all its complete pages, uint64 of shape (n, 2). Hashed at the first call."""
+        return self._hashed(spec)[2]
+
+    def hasher(self, spec: KeySpec) -> PageHasher:
+        """A hasher that has taken in the whole prompt, to go on with what is generated."""
+        return self._hashed(spec)[1].copy()
+
+    def is_hashed(self, spec: KeySpec) -> bool:
+        """Whether `keys` costs nothing more."""
+        found = False
+        for known in self._keys:  # two at most; `any` takes four times as long
+            found |= known[0] is spec
+        return found
+
+    def first_key(self, spec: KeySpec) -> bytes:
+        """The key of its first page, as it lies in an array of keys; empty if it fills none. No
+        more is hashed for it."""
+        if len(self.tokens) < spec.page_tokens:
+            return b""
+        if self.is_hashed(spec):
+            return bytes(self.keys(spec)[0])
+        for spec_of, key in self._firsts:
+            if spec_of is spec:
+                return key
+        key = self._hash_first(PageHasher(spec, salt=self.salt, lora=self.lora))
+        self._firsts.append((spec, key))
+        return key
+
+    def _hash_first(self, hasher: PageHasher) -> bytes:
+        size = hasher.spec.page_tokens
+        mark = self._extra(size).get(0) if self.items else None
+        if mark is None:
+            return hasher.append(self.tokens[:size].tolist())[0]
+        return bytes(hasher.update(self.tokens[:size], extra={0: mark}))
+
+    def _hashed(self, spec: KeySpec) -> tuple[KeySpec, PageHasher, Keys]:
+        for known in self._keys:
+            if known[0] is spec:
+                return known
+        made = PageHasher(spec, salt=self.salt, lora=self.lora)
+        keys = made.update(self.tokens, extra=self._extra(spec.page_tokens))
+        self._keys.append((spec, made, keys))
+        return self._keys[-1]
+
+    def cut_item(self, tokens: int) -> Item | None:
+        """The item that lies on both sides of a position, if one does."""
+        for item in self.items:
+            if item.start < tokens < item.end:
+                return item
+        return None
+
+    def _extra(self, page_tokens: int) -> dict[int, bytes]:
+        """For each page the digests of the items that touch it, with where they begin in it: the
+        same image one token later is another content."""
+        found: dict[int, bytes] = {}
+        for item in self.items:
+            for page in range(item.start // page_tokens, (item.end - 1) // page_tokens + 1):
+                at = item.start - page * page_tokens
+                mark = at.to_bytes(8, "little", signed=True)
+                size = len(item.digest).to_bytes(8, "little")
+                found[page] = found.get(page, b"") + mark + size + item.digest
+        return found
+
+    def _check_items(self) -> None:
+        end = 0
+        for item in self.items:
+            if item.start < end or item.end > len(self):
+                raise ConfigError(
+                    f"items: expected them in order, apart, and within {len(self)} tokens, found "
+                    f"one of tokens {item.start} to {item.end - 1}"
+                )
+            end = item.end
+
+
+# ---- What a match found, and what a request wishes.
+
+TIERS = frozenset({"device", "host", "storage"})
+DEVICE_ALONE = frozenset({"device"})
+"""Of a manager without a host cache."""
+_LOW_WATER = 0.02  # of a device's blocks; a step of decoding takes less, and a prefill waits once
+
+
+class Why(Enum):
+    """Why less than what was found is usable."""
+
+    NOTHING = "all that was found is usable"
+    ITEM = "a multimodal item would have been cut"
+    BREAK_EVEN = "computing is faster than loading so few pages"
+    WISHES = "the request does not read, or not from this tier"
+    WEIGHTS = (
+        "the weights are being changed, another process has cleared their version, or no namespace "
+        "is left for the tenant"
+    )
+    DISABLED = "the manager has disabled itself"
+    FORGONE = "there was no room to load it: `KVCacheManager.forgo`"
+
+
+@dataclass(frozen=True)
+class PrefixMatch:
+    """How much of a prompt is where, in tokens. The three tiers do not overlap: each counts what
+    those before it do not have."""
+
+    tokens: int
+    """Of the prompt."""
+    device: int = 0
+    """In the device's blocks, whole blocks."""
+    host: int = 0
+    """Behind these, in host pages."""
+    storage: int = 0
+    """Behind these, in storage; of what was brought to the host for this request already, too."""
+    usable: int = 0
+    """That the request need not compute if it takes and fetches: never more than the sum, never
+    all of the prompt."""
+    why: Why = Why.NOTHING
+    """Why it is less than the sum."""
+    cut: Item | None = None
+    """The item that would have been cut."""
+    pending: bool = False
+    """Storage is still being asked or read: planning again may find more."""
+
+    waits_for: Hashable | None = None
+    """A running request that computes what comes next of this prefix: with `same_prefix="wait"`,
+    plan again later rather than compute it as well. None when the limit of waiting is over."""
+
+    @property
+    def found(self) -> int:
+        """In all tiers together."""
+        return self.device + self.host + self.storage
+
+    @property
+    def load(self) -> int:
+        """Tokens to bring to the device."""
+        return max(0, self.usable - self.device)
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What a request asks of the cache."""
+
+    read: bool = True
+    """False: match nothing, as for prompt log-probabilities."""
+    write: bool = True
+    """False: publish nothing of it, on the device neither."""
+    tiers: frozenset[str] = TIERS
+    """Where it may read from and be written to."""
+    priority: int = 0
+    """When its pages are written, and no more. 0: as everybody's. 1: they go to the host as each
+    fills, under SELECTIVE at first sight, too; under BACK as everybody's. -1: what it computed does
+    not go to the host.
+
+    It does not change what is evicted first: on the device and on the host that is what was unused
+    for longest, whoever had it. `KVCacheManager.keep` spares a prompt, `drop` gives one up at once,
+    and a tenant's quota and minimum say how much it may have and has for sure."""
+    ttl: float | None = None
+    """Seconds until what is planned for it is let go; None: the manager's."""
+    output: bool = True
+    """False: only the prompt is published, not what was generated."""
+
+    def within(self, tiers: frozenset[str]) -> Wishes:
+        """The same, of these tiers at most."""
+        return self if self.tiers <= tiers else replace(self, tiers=self.tiers & tiers)
+
+    def __post_init__(self) -> None:
+        wrong = set(self.tiers) - TIERS
+        if wrong:
+            raise ConfigError(f"tiers: expected some of {sorted(TIERS)}, found {sorted(wrong)}")
+        object.__setattr__(self, "tiers", frozenset(self.tiers))
+        count(self.priority, "priority", -1, 1)
+        if self.ttl is not None and not self.ttl > 0:
+            raise ConfigError(f"ttl: expected seconds > 0, found {self.ttl!r}")
+
+
+ANY = Wishes()
+
+
+class WritePolicy(Enum):
+    """When blocks go to the host. With a storage, which is written from there, at the end of their
+    request at the latest, whatever the policy."""
+
+    THROUGH = "through"
+    """As they fill."""
+    BACK = "back"
+    """When the device needs their room."""
+    SELECTIVE = "selective"
+    """As they fill, if their prefix was asked for before."""
+
+
+@dataclass(frozen=True)
+class ManagerConfig:
+    """How a manager decides."""
+
+    write: WritePolicy = WritePolicy.THROUGH
+    write_group: int = 8
+    """Pages of a request that are written together; the rest follows when it ends."""
+    seen: int = 2
+    """SELECTIVE: the time at which a page is asked for and then written."""
+    plan_ttl: float = 10.0
+    """Seconds that a plan holds what it found; at least half of them after each call of `plan`."""
+    reserve_blocks: int = 0
+    """Decode reserve: blocks that a running request has beyond its tokens."""
+    min_load_tokens: int | None = None
+    """Fewer are computed rather than loaded; None: as the costs say, 0: always load."""
+    low_water: float | None = None
+    """BACK: share of the device's blocks that is kept free by writing back ahead of need; None: a
+    fiftieth. Where they are all in use, `allocate` has what is in its way written first."""
+    time_limit: float = 0.02
+    """Seconds that a call waits for the lock of a tier, at most once a second; what it was to do is
+    a miss then, or is done by a later call. No call takes two of them more than once."""
+    failures: int = 3
+    """One behind the other, and the manager disables itself."""
+    same_prefix: str = "compute"
+    """What a request does whose prefix another is computing: "compute" it too, or "wait"."""
+    wait_limit: float = 5.0
+    """Seconds that a request waits so; then it computes."""
+    window: int = 1000
+    """Requests that `KVCacheManager.recent_stats` looks back on."""
+
+    def __post_init__(self) -> None:
+        if type(self.write) is not WritePolicy:
+            raise ConfigError(f"write: expected a WritePolicy, found {self.write!r}")
+        count(self.write_group, "write_group", 1, 1 << 20)
+        count(self.seen, "seen", 1, 1 << 10)
+        count(self.reserve_blocks, "reserve_blocks", 0, 1 << 20)
+        count(self.failures, "failures", 1, 1 << 20)
+        count(self.window, "window", 1, 1 << 20)
+        for name in ("plan_ttl", "time_limit", "wait_limit"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}: expected seconds > 0, found {getattr(self, name)!r}")
+        if self.low_water is not None and not 0 <= self.low_water < 1:
+            raise ConfigError(
+                f"low_water: expected a share from 0 to less than 1, found {self.low_water!r}"
+            )
+        if self.same_prefix not in ("compute", "wait"):
+            raise ConfigError(
+                f"same_prefix: expected 'compute' or 'wait', found {self.same_prefix!r}"
+            )
+
+    @property
+    def kept_free(self) -> float:
+        """`low_water`, whatever was said."""
+        if self.low_water is None:
+            return _LOW_WATER if self.write is WritePolicy.BACK else 0.0
+        return self.low_water
+
+
+# ---- What a manager knows of a request that was planned or runs.
 
 _MANY = 64  # keys one by one, of which it is worth making an array
 
@@ -117,6 +454,14 @@ class NoChain(Chain):
 
 
 @dataclass(eq=False)
+class Owed:
+    """Blocks that a caller is to exchange in its table, position -> block."""
+
+    changed: Mapping[int, int]
+    told: bool = False
+
+
+@dataclass(eq=False)
 class Request:
     """One request, from `take` until `release`."""
 
@@ -154,6 +499,8 @@ class Request:
     """Copies that touch its blocks, those of writing included."""
     loading: Movement | None = None
     """Of these, the one that brings what the host had."""
+    begun: float = 0.0
+    """When it was taken; 0: how long its prompt takes is known, or says nothing."""
     fetched: bool = False
     """`fetch` was called."""
     counted: Figures = field(default_factory=Figures)
@@ -163,6 +510,8 @@ class Request:
     to know them."""
     stored: bool = True
     """Whether it goes to storage when it ends: not if it was aborted."""
+    owed: Owed | None = None
+    """What the last commit has exchanged in its table."""
     sound: Callable[[], bool] | None = None
     """Whether what was computed may be believed. None: it may; who computes nothing of what did not
     come needs not ask."""
@@ -212,9 +561,10 @@ class Request:
     def let_go_of_host(self) -> None:
         """What was found on the host and is not on its way is not wanted. Harmless twice, and if
         the cache was closed."""
-        lease, self.host = self.host, None
+        lease = self.host
         if lease is not None:
             lease._let_go()
+            self.host = None  # last: an interrupt before lets go of it once more
 
     @property
     def is_loading(self) -> bool:
@@ -246,14 +596,24 @@ def slots_of_blocks(blocks: Pages, block_tokens: int) -> npt.NDArray[np.int64]:
 
 
 __all__ = [
+    "ANY",
+    "DEVICE_ALONE",
     "HELD",
     "LEASED",
     "NO_KEYS",
     "PINNED",
+    "TIERS",
     "Chain",
+    "Item",
+    "ManagerConfig",
     "NoChain",
+    "PrefixMatch",
+    "Prompt",
     "Request",
     "Space",
+    "Why",
+    "Wishes",
+    "WritePolicy",
     "slots_of",
     "slots_of_blocks",
 ]

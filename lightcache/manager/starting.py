@@ -15,9 +15,9 @@ from enum import Enum
 
 from lightcache.cache import Cache
 from lightcache.errors import Abandoned, ConfigError, WaitTimeout
+from lightcache.leases import ClientId
 from lightcache.manager.orders import append, check_entries
 from lightcache.shm import ClientInfo, SharedLog
-from lightcache.tickets import ClientId
 
 _NAP = 0.01  # seconds between two looks
 

@@ -4,6 +4,15 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+from lightcache.cache import Cache
+from lightcache.layout import Cause
+from lightcache.shm import SharedCounters
+
+if TYPE_CHECKING:
+    from lightcache.manager.manager import KVCacheManager
+    from lightcache.storage.tiers import StorageTask
 
 
 @dataclass(frozen=True)
@@ -76,6 +85,29 @@ class ManagerStats:
     """Pages that the storage let go of to make room, if it says so."""
     storage_declined_pages: int = 0
     """Pages that our storage tier did not read: computing them is faster."""
+    storage_refused_pages: int = 0
+    """Pages that were to be stored, and for which the storage, or the queue before it, had no room.
+    Of these and of the following two `TierStats` has finer reasons, the log the first of each."""
+    storage_failed_pages: int = 0
+    """Pages whose write to storage failed, hung, or was broken off."""
+    storage_skipped_pages: int = 0
+    """Pages that were to be stored and passed over: behind one that was not stored, gone from the
+    host before, the storage disabled, or as the tier was told to (`min_tokens`, `seen`)."""
+    plan_ns: int = 0
+    """Nanoseconds within `plan` and `plan_many`; see also `plan_seconds`. Like those below it never
+    falls."""
+    load_ns: int = 0
+    """Of transfers to the device that went well, from asking for one until a call saw its end;
+    those that go on together count each."""
+    offload_ns: int = 0
+    """The same of transfers to the host."""
+    storage_read_ns: int = 0
+    """The same of reads from storage for requests, whatever they brought."""
+    storage_write_ns: int = 0
+    """The same of writes to storage."""
+    storage_wait_ns: int = 0
+    """For which requests waited for a read from storage: from the first `take` to the one that
+    began them."""
     demotions: int = 0
     """Of the blocks that write-back evicted (for room, for low water, by `demote`), those that the
     host had then: written back, or there before."""
@@ -88,6 +120,36 @@ class ManagerStats:
     """Requests that waited for another one's prefix."""
     errors: int = 0
     """Calls that failed and were answered as a miss."""
+
+    @property
+    def plan_seconds(self) -> float:
+        """Within `plan` and `plan_many`."""
+        return self.plan_ns * 1e-9
+
+    @property
+    def load_seconds(self) -> float:
+        """Of transfers from the host to the device, added up: see `load_ns`."""
+        return self.load_ns * 1e-9
+
+    @property
+    def offload_seconds(self) -> float:
+        """The same to the host."""
+        return self.offload_ns * 1e-9
+
+    @property
+    def storage_read_seconds(self) -> float:
+        """Of reads from storage, added up: see `storage_read_ns`."""
+        return self.storage_read_ns * 1e-9
+
+    @property
+    def storage_write_seconds(self) -> float:
+        """The same of writes."""
+        return self.storage_write_ns * 1e-9
+
+    @property
+    def storage_wait_seconds(self) -> float:
+        """For which requests waited for reads."""
+        return self.storage_wait_ns * 1e-9
 
     @property
     def device_evictions(self) -> int:
@@ -199,4 +261,157 @@ class Recent:
         return self._sum.snapshot()
 
 
-__all__ = ["Figures", "Gauges", "ManagerStats", "Recent", "Room"]
+# ---- What all managers of a node have counted, those that are gone included.
+
+_NAMES = tuple(each.name for each in fields(ManagerStats))
+
+
+class NodeCounters:
+    """The figures of `ManagerStats`, counted by every process that uses one cache and kept beside
+    it, in the segment `NAME.counters`. They last as long as somebody is attached to them; a
+    process that is killed takes nothing of what it had counted with it.
+
+    Close them, or use a with statement; before or after the cache, as you like.
+    """
+
+    def __init__(self, counters: SharedCounters) -> None:
+        """For `open`."""
+        self._counters = counters
+
+    @classmethod
+    def open(cls, cache: Cache) -> NodeCounters:
+        """Attach to a cache's counters, or make them; for the group that the cache is for. Through
+        a cache that is attached read-only they can only be read.
+
+        Raises:
+            NotReady: the cache is read-only, and nobody has made the counters yet.
+            LayoutMismatch: another release's managers are counting, by other names.
+            InUse: all 63 slots are taken.
+            ConfigError: the cache's name is too long for one more word.
+            CacheCorrupted, NoSpace, PermissionDenied, Detached.
+        """
+        name, access = f"{cache.name}.counters", cache.index.segment.stat()
+        group = access.st_gid if access.st_mode & 0o060 else None
+        if cache.index.readonly:
+            return cls(SharedCounters.attach(name, readonly=True, group=group))
+        return cls(SharedCounters.open(name, names=_NAMES, lifetime="attached", group=group))
+
+    def add(self, /, **counts: int) -> None:
+        """Raise some of them; see `SharedCounters.add`."""
+        self._counters.add(**counts)
+
+    def own(self) -> ManagerStats:
+        """What was counted through this object. No lock."""
+        return ManagerStats(**self._counters.own())
+
+    def total(self) -> ManagerStats:
+        """What everybody has counted, the dead included; see `SharedCounters.total`. No lock."""
+        return ManagerStats(**self._counters.total())
+
+    def close(self) -> None:
+        """Leave. What we counted stays, as long as anybody else is attached."""
+        self._counters.close()
+
+    def __enter__(self) -> NodeCounters:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._counters.__exit__(kind, error, trace)
+
+
+# ---- Figures that others count: the indices, an attached device, the storage tier. A manager
+# adds them to its own when a snapshot is taken, or the node is told.
+#
+# Whoever counts gives each figure away once. So managers of one process that share a cache, or a
+# storage tier, have in their sum what happened; which of them has it says nothing.
+
+_MANY = 64  # tasks, of which it is worth looking which are over
+_HOST = {
+    Cause.ROOM: "room",
+    Cause.QUOTA: "quota",
+    Cause.DROPPED: "drop",
+    Cause.CLEARED: "clear",
+    Cause.ASKED: "asked",
+    Cause.DISCARDED: "asked",
+}
+_STORAGE = {
+    "read_bytes": "storage_read_bytes",
+    "written_bytes": "storage_written_bytes",
+    "evicted": "storage_evicted_room",
+    "declined": "storage_declined_pages",
+}
+
+
+def gather(manager: KVCacheManager) -> None:
+    """Add what others have counted since the last time. No lock of the cache, none of a storage."""
+    figures = manager._figures
+    for name, blocks in manager.device.take_evicted().items():
+        figures.add(**{f"device_evicted_{name}": blocks})
+    for which, pages in manager.host.index._take_evicted().items():
+        if pages:
+            figures.add(**{f"host_evicted_{_HOST[which]}": pages})
+    if manager._storage is not None:
+        manager._tasks.settle()
+        counted = manager._storage._take_figures()
+        figures.add(**{_STORAGE[name]: count for name, count in counted.items()})
+
+
+class Tasks:
+    """What was asked of storage, until it is over: then it is counted. The manager's lock is around
+    every call."""
+
+    def __init__(self, figures: Figures) -> None:
+        """Nothing was asked."""
+        self._figures = figures
+        self._going: list[StorageTask] = []
+        self._many = _MANY
+
+    def add(self, task: StorageTask) -> None:
+        """One was begun."""
+        self._going.append(task)
+        if len(self._going) >= self._many:
+            self.settle()
+            self._many = max(_MANY, 2 * len(self._going))
+
+    def settle(self) -> None:
+        """Count those that are over."""
+        every, self._going = self._going, []
+        for task in every:
+            if not task.over:
+                self._going.append(task)
+            elif task.kind == "read":
+                self._figures.add(storage_read_ns=int(task.seconds * 1e9))
+            else:
+                self._written(task)
+
+    def _written(self, task: StorageTask) -> None:
+        self._figures.add(storage_write_ns=int(task.seconds * 1e9))
+        result = task.result
+        lost = {"refused": result.refused, "failed": result.failed, "skipped": result.skipped}
+        if task.state.name == "FAILED":  # the rest of what was broken off
+            lost["failed"] += max(
+                0, result.pages - result.stored - result.present - sum(lost.values())
+            )
+        for cause, pages in lost.items():
+            if pages:
+                self._figures.add(**{f"storage_{cause}_pages": pages})
+
+
+def moved_bytes(cache: Cache, tokens: int, said: int | None) -> int:
+    """Bytes of a copy: those that its mover says, else so many tokens' part of their pages."""
+    if said is not None:
+        return said
+    return tokens * cache.page_bytes // cache.index.page_tokens
+
+
+__all__ = [
+    "Figures",
+    "Gauges",
+    "ManagerStats",
+    "NodeCounters",
+    "Recent",
+    "Room",
+    "Tasks",
+    "gather",
+    "moved_bytes",
+]

@@ -1,25 +1,32 @@
-"""Transfers of a manager: which go on, which blocks they touch, and what waits for them."""
+"""Transfers of a manager: which go on, which blocks they touch, and what waits for them.
+
+An interrupt may come between any two steps of a movement. So each state is told by one assignment,
+a movement is known to its manager and to whoever holds its blocks from the same instant on, and
+every step may be made again: the next look at all movements takes up each where it was left.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from enum import Enum
-from typing import Protocol
+from functools import partial
+from operator import length_hint
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from lightcache._arguments import Pages
-from lightcache._borrowed import Borrowed
-from lightcache._keeper import in_doubt
+from lightcache._together import append_to, keep_result, together
 from lightcache.errors import LightcacheError, TransferFailed, WaitTimeout
-from lightcache.manager.foreign import Foreign
-from lightcache.manager.limits import seconds_of
-from lightcache.manager.movers import Moving
+from lightcache.leases import Borrowed
+from lightcache.manager.foreign import Foreign, seconds_of
+from lightcache.manager.movers import Mover, Moving
+from lightcache.shm.locking import Hurried
 
 
 class State(Enum):
@@ -27,52 +34,70 @@ class State(Enum):
 
     QUEUED = "queued"
     """Not begun: the manager is paused."""
+    BEGINNING = "beginning"
+    """Its mover is asked to begin it. After an interrupt of that, until the next `poll`."""
     RUNNING = "running"
     DONE = "done"
     FAILED = "failed"
     CANCELLED = "cancelled"
     """Never begun."""
-    UNKNOWN = "unknown"
-    """An interrupt came out of the call that begins it, or an error when an engine of ours may have
-    begun it: it may go on, and nobody can say until when. What it touches is given to nobody any
-    more, and nothing waits for it."""
 
 
 # Looking a member up costs a microsecond in Python 3.11; these are looked up for every movement.
-_QUEUED, _RUNNING, _DONE, _FAILED = State.QUEUED, State.RUNNING, State.DONE, State.FAILED
-_UNKNOWN = State.UNKNOWN
+_QUEUED, _BEGINNING, _RUNNING = State.QUEUED, State.BEGINNING, State.RUNNING
+_DONE, _FAILED, _CANCELLED = State.DONE, State.FAILED, State.CANCELLED
+_UNDER_WAY = (_BEGINNING, _RUNNING)
+_FIRST = (0,)  # what a load begins with
 
 
 Over = Callable[[bool, "int | None"], None]
+Ends = Callable[[bool], None]
 
 
 class Movement:
     """One copy, asked for. Its blocks are in flight until it is over, whatever becomes of the
     request: nothing cuts a copy off."""
 
+    _asked: Iterator[Borrowed]
+    """Has an element as long as the mover was not asked."""
+    _result: tuple[bool, int | None] | None = None
+    """Whether its copy, which is over, went well, and how many bytes it moved."""
+    _counted = False
+    _why: Exception | None = None
+    """What came out of the call that has begun it."""
+    error: Exception | None = None
+    """Why it failed: an error of ours, or whatever its mover has raised."""
+
     def __init__(
         self,
         traffic: Traffic,
         blocks: Pages,
-        begin: Callable[[], Moving],
+        mover: Mover,
+        verb: str,
+        held: Borrowed,
+        slots: Any,
         over: Over,
-        give_back: Callable[[], None],
+        ends: Ends | None,
     ) -> None:
         """For `Traffic.begin`."""
-        self._traffic, self._begin, self._over, self._give_back = traffic, begin, over, give_back
+        self._traffic, self._mover, self._verb = traffic, mover, verb
+        self._held, self._slots = held, slots
+        self._over, self._ends = over, ends
         self.blocks = blocks
         """Device blocks that it reads or writes."""
-        self.counted = False
-        """Whether `Traffic.busy` knows of them."""
         self.state = _QUEUED
-        self.moving: Moving | None = None
-        self.error: Exception | None = None
-        """Why it failed: an error of ours, or whatever its mover has raised."""
+        self._box: list[Moving | None] = []
+        """What its mover has begun; None: nothing, though it was asked."""
+
+    @property
+    def moving(self) -> Moving | None:
+        """What its mover has begun."""
+        return self._box[0] if self._box else None
 
     @property
     def over(self) -> bool:
         """Whether nothing of it goes on, as far as was looked."""
-        return self.state not in (_QUEUED, _RUNNING, _UNKNOWN)
+        return self.state not in (_QUEUED, _BEGINNING, _RUNNING)
 
     def done(self) -> bool:
         """Whether it is over. Does not block.
@@ -88,8 +113,7 @@ class Movement:
         """Until it is over. Blocks; no lock is held meanwhile.
 
         Raises:
-            WaitTimeout: it goes on, or is paused; wait again. Of a copy of which nobody knows
-                (`State.UNKNOWN`): at once.
+            WaitTimeout: it goes on, or is paused; wait again.
             TransferFailed: as `done`.
             ConfigError: no number of seconds.
         """
@@ -97,8 +121,6 @@ class Movement:
         self._traffic.poll()
         if self.state is _QUEUED:
             raise WaitTimeout("wait: transfers are paused; resume the manager first")
-        if self.state is _UNKNOWN:
-            raise WaitTimeout(_nobody_knows(self))
         self.block(timeout)
         self._traffic.poll()
         self._raise()
@@ -118,20 +140,20 @@ class Movement:
         except WaitTimeout:
             raise
         except LightcacheError as error:
-            self.error = error
+            self.error = without_frames(error)
         except Exception as error:  # whatever a driver may raise
             if goes_on(moving):
                 raise
-            self.error = error
+            self.error = without_frames(error)
 
     def cancel(self) -> None:
         """Not begun yet: never begin, and give back what it holds. Begun: nothing."""
         with self._traffic.lock:
             if self.state is _QUEUED:
-                self._traffic.forget(self)
-                self.state = State.CANCELLED
-                self._let_go()
-                self._over(False, None)
+                if self._result is None:
+                    self._result = False, None
+                self._finish(_CANCELLED)
+                self._traffic.sort_out()
 
     def _raise(self) -> None:
         if self.state is _FAILED:
@@ -139,50 +161,102 @@ class Movement:
                 f"the transfer failed: {self.error}; compute these tokens instead"
             ) from self.error
 
+    def go_on(self, *, paused: bool) -> None:
+        """Take the next steps that can be taken now. Raises what came out of asking whether it is
+        over, and not of the copy, which goes on: as in `block`."""
+        if self.state is _QUEUED:
+            if self._result is not None:
+                self._finish(_CANCELLED)
+                return
+            if paused:
+                return
+            self._start()
+        elif self.state is _BEGINNING:
+            self._see_what_began()
+        if self.state is _RUNNING:
+            self._look()
+
     def _start(self) -> None:
-        self.state = _UNKNOWN
+        call, slots = getattr(self._mover, self._verb), (self._slots,)
+        arguments = (slots, _FIRST) if self._verb == "load" else (slots,)
+        self._asked = iter((self._held,))
+        self.state = _BEGINNING
         try:
-            self.moving = self._begin()
+            keep_result(self._box, call, self._asked, *arguments)
         except Exception as error:  # as in `block`
-            self.error = error
-            held = self._give_back
-            if isinstance(held, Handed) and held.in_doubt:
-                self._traffic.foreign.note(error)  # and `_UNKNOWN` it stays
-            else:
-                self._end(_FAILED)
+            self._why = without_frames(error)
+            self._see_what_began()
         else:
             self.state = _RUNNING
 
-    def _look(self) -> bool:
-        """Whether it is over now. Raises what came out of the asking, and not of the copy, which
-        goes on: as in `block`."""
-        assert self.moving is not None
-        moved = None
-        try:
-            if self.error is None:
-                if not self.moving.done():
+    def _see_what_began(self) -> None:
+        """Its mover has raised, or an interrupt came: has it begun?"""
+        if not self._box:
+            if length_hint(self._asked):  # the mover knows nothing of it
+                self.state = _QUEUED
+                return
+            keep_result(self._box, partial(begun_of, self._mover), (self._held,))
+        self.state = _RUNNING
+
+    def _look(self) -> None:
+        if self._result is None and not self._is_over():
+            return
+        self._finish(_DONE if self._result is not None and self._result[0] else _FAILED)
+
+    def _is_over(self) -> bool:
+        moving, moved = self.moving, None
+        error = self.error
+        if moving is None:
+            error = self._why or TransferFailed("an interrupt came while it was begun")
+        elif error is None:
+            try:
+                if not moving.done():
                     return False
-                moved = getattr(self.moving, "nbytes", None)
-        except LightcacheError as error:
-            self.error = error
-        except Exception as error:
-            if goes_on(self.moving):
-                raise
-            self.error = error
-        self._end(_DONE if self.error is None else _FAILED, moved)
+                moved, error = getattr(moving, "nbytes", None), self._why
+            except LightcacheError as found:
+                error = self._why or without_frames(found)
+            except Exception as found:
+                if goes_on(moving):
+                    raise
+                error = self._why or without_frames(found)
+        self.error = error
+        self._result = error is None, moved
         return True
 
-    def _end(self, state: State, moved: int | None = None) -> None:
+    def _finish(self, state: State) -> None:
+        """What is owed at the end. All but the counting is done once more after an interrupt."""
+        assert self._result is not None
+        ok, moved = self._result
+        if not self._counted:
+            self._counted = True
+            if state is _FAILED:
+                self._traffic.failed += 1
+                self._traffic.foreign.note(self.error)
+            self._over(ok, moved)
+        if not ok:
+            # A lock that is held for too long: the pages go with the last reference to them.
+            with contextlib.suppress(LightcacheError):
+                if not self._held._done:
+                    self._held._let_go()
+        if self._ends is not None:
+            with contextlib.suppress(LightcacheError):
+                self._ends(ok)
         self.state = state
-        self._traffic.landed(self)
-        self._over(state is _DONE, moved)
-        if state is _FAILED:
-            self._let_go()
 
-    def _let_go(self) -> None:
-        # A lock that is held for too long: the pages go with the last reference to them.
-        with contextlib.suppress(LightcacheError):
-            self._give_back()
+
+def begun_of(mover: Mover, held: Borrowed) -> Moving | None:
+    """What a mover has begun with these pages, though its call has raised. None: nothing, or it
+    does not say, and then what raises moves nothing."""
+    begun = getattr(mover, "begun", None)
+    found: Moving | None = None if begun is None else begun(held)
+    return found
+
+
+def without_frames(error: Exception) -> Exception:
+    """An error that is kept: what the calls had that raised it is let go of, such as views of the
+    pool, which could not be closed otherwise before a garbage collection."""
+    traceback.clear_frames(error.__traceback__)
+    return error
 
 
 class Asked(Protocol):
@@ -201,56 +275,26 @@ def goes_on(copy: Asked) -> bool:
         return False
 
 
-def stuck(movements: list[Movement]) -> bool:
-    """Whether one of them is a copy of which nobody knows: who waits for all waits for ever."""
-    return any(each.state is _UNKNOWN for each in movements)
-
-
-class Handed:
-    """Pages that a mover was handed. Called, it gives back what that has not made its own, or given
-    back."""
-
-    def __init__(self, held: Borrowed) -> None:
-        """For `unless_taken`."""
-        self._held = held
-
-    def __call__(self) -> None:
-        """Give back."""
-        if not self._held._done:
-            self._held._let_go()
-
-    @property
-    def in_doubt(self) -> bool:
-        """Whether an engine of ours keeps them, not knowing whether it has begun to copy."""
-        return in_doubt(self._held)
-
-
-def unless_taken(held: Borrowed) -> Handed:
-    """What gives back pages that a mover was handed and has not made its own, or given back."""
-    return Handed(held)
-
-
-def _nobody_knows(movement: Movement) -> str:
-    return (
-        f"wait: an interrupt or an error came while a copy of blocks "
-        f"{movement.blocks[:8].tolist()} was begun, and nobody knows whether it goes on; use others"
-    )
-
-
 class Traffic:
     """All movements of one manager."""
 
-    def __init__(self, lock: threading.RLock, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        lock: threading.RLock,
+        time_limit: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Nothing moves yet.
 
         Args:
             lock: the manager's; never held while waiting for a copy.
+            time_limit: seconds that a look waits for a tier's lock, to abandon what has failed: see
+                `Hurried`.
         """
-        self.lock = lock
+        self.lock, self._time_limit = lock, time_limit
         self._clock = clock
-        self._queued: deque[Movement] = deque()
-        self._running: list[Movement] = []
-        self._touching: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+        self._all: list[Movement] = []
+        """Those that are not over, in their order, and perhaps some that are."""
         self.paused = False
         self.failed = 0
         """Movements that failed."""
@@ -259,135 +303,115 @@ class Traffic:
 
     @property
     def in_flight(self) -> int:
-        """Movements that run; not those of which nobody knows."""
-        return sum(each.state is _RUNNING for each in self._running)
-
-    @property
-    def unknown(self) -> int:
-        """Movements of which nobody knows whether they go on."""
-        return sum(each.state is _UNKNOWN for each in self._running)
+        """Movements that run."""
+        return sum([each.state in _UNDER_WAY for each in self._all])
 
     @property
     def queued(self) -> int:
         """Movements that wait for `resume`."""
-        return len(self._queued)
+        return sum([each.state is _QUEUED for each in self._all])
 
     def begin(
         self,
         blocks: Pages,
-        call: Callable[[], Moving],
+        mover: Mover,
+        verb: str,
+        held: Borrowed,
+        slots: Any,
         over: Over,
-        give_back: Callable[[], None],
+        *,
         of: list[Movement] | None = None,
+        ends: Ends | None = None,
+        into: tuple[object, str] | None = None,
+        instead_of: tuple[object, str] | None = None,
     ) -> Movement:
         """Begin a copy, or queue it while paused.
 
         Args:
             blocks: that it touches.
-            call: begins it. What it raises fails the movement, and comes out of nothing here; what
-                is none of ours is for `foreign`.
-            over: told once whether it went well, and how many bytes it moved; None: who moved them
-                does not say.
-            give_back: what it holds, unless who moved it gave that back; called if it never begins,
-                and if it fails.
-            of: of whoever holds its blocks while it goes on; it is appended before it begins, so
-                that nothing is lost to an interrupt. None: something else holds them.
+            mover: who makes it.
+            verb: "load", "offload" or "save". What it raises fails the movement, and comes out of
+                nothing here; what is none of ours is for `foreign`.
+            held: what the mover is given. The movement's from now on: it gives it back if it never
+                begins and if it fails, unless the mover has done so, or has made it its own.
+            slots: for the mover.
+            over: told whether it went well, and how many bytes it moved; None: who moved them does
+                not say. For counting: an interrupt may lose this call.
+            of: of whoever holds its blocks while it goes on; it is appended. None: something else
+                holds them.
+            ends: told whether it went well, when it is over. Perhaps twice.
+            into: an object and its attribute that is to be this movement from the same instant on.
+            instead_of: an object and its attribute that had `held`; None from then on.
         """
-        made = Movement(self, blocks, call, over, give_back)
-        if of is not None:
-            of.append(made)
-        if self.paused:
-            self._touch(made)  # a queued copy reads or writes what is in them then
-            self._queued.append(made)
+        made = Movement(self, blocks, mover, verb, held, slots, over, ends)
+        if into is None and instead_of is None:  # nearly always: this is the shorter way
+            append_to((self._all,) if of is None else (self._all, of), made)
         else:
-            self._launch(made)
+            known = [partial(list.append, self._all, made)]
+            if of is not None:
+                known.append(partial(list.append, of, made))
+            if into is not None:
+                known.append(partial(setattr, *into, made))
+            if instead_of is not None:
+                known.append(partial(setattr, *instead_of, None))
+            together(*known)
+        made.go_on(paused=self.paused)
+        if made.over:
+            self._all.remove(made)
         return made
 
-    def _launch(self, movement: Movement) -> None:
-        self._running.append(movement)
-        try:
-            movement._start()
-            if movement.state is _RUNNING:
-                movement._look()  # some take no time at all, and are never counted
-        finally:  # after an interrupt, too: `State.UNKNOWN`
-            if not movement.over:
-                self._touch(movement)
-
-    def _touch(self, movement: Movement) -> None:
-        if not movement.counted:
-            self._count(movement.blocks, 1)
-            movement.counted = True
-
-    def _count(self, blocks: Pages, change: int) -> None:
-        if not len(blocks):
-            return
-        most = int(blocks.max()) + 1
-        if most > len(self._touching):
-            grown = np.zeros(max(most, 2 * len(self._touching)), np.int32)
-            grown[: len(self._touching)] = self._touching
-            self._touching = grown
-        np.add.at(self._touching, blocks, change)
-
-    def landed(self, movement: Movement) -> None:
-        """A movement is over."""
-        self._running.remove(movement)
-        if movement.counted:
-            self._count(movement.blocks, -1)
-        if movement.state is _FAILED:
-            self.failed += 1
-            self.foreign.note(movement.error)
-
-    def forget(self, movement: Movement) -> None:
-        """A queued movement is not wanted any more."""
-        self._queued.remove(movement)
-        self._count(movement.blocks, -1)
+    def sort_out(self) -> None:
+        """Forget those that are over."""
+        self._all = [each for each in self._all if not each.over]
 
     def poll(self) -> int:
-        """Begin what waits, if not paused; notice what is over. Returns how many go on, as far as
-        anybody knows: see `in_flight`."""
-        with self.lock:
-            while self._queued and not self.paused:
-                self._launch(self._queued.popleft())
-            for movement in list(self._running):
-                if movement.state is _RUNNING:
-                    movement._look()
+        """Begin what waits, if not paused; notice what is over. Returns how many go on: see
+        `in_flight`."""
+        with self.lock, Hurried(self._time_limit):
+            for movement in self._all:
+                movement.go_on(paused=self.paused)
+            self.sort_out()
             return self.in_flight
 
     def busy(self, blocks: Pages) -> npt.NDArray[np.bool_]:
         """Which of these blocks a copy reads or writes, or will when transfers are resumed, as far
         as was looked."""
         found = np.zeros(blocks.shape, np.bool_)
-        known = (blocks >= 0) & (blocks < len(self._touching))
-        found[known] = self._touching[blocks[known]] > 0
+        touched = [each.blocks for each in self._all if not each.over]
+        if touched and blocks.size:
+            every = np.concatenate(touched)
+            flags = np.zeros(int(every.max(initial=-1)) + 1, np.bool_)
+            flags[every] = True
+            known = (blocks >= 0) & (blocks < len(flags))
+            found[known] = flags[blocks[known]]
         return found
 
     def touching(self, blocks: Pages | None) -> list[Movement]:
         """Movements that touch any of these blocks, or will; None: all that go on."""
         with self.lock:
             if blocks is None:
-                return [each for each in self._running if each.state is not _UNKNOWN]
-            wanted, every = set(blocks.tolist()), [*self._running, *self._queued]
+                return [each for each in self._all if each.state in _UNDER_WAY]
+            wanted = set(blocks.tolist())
+            every = [each for each in self._all if not each.over]
             return [each for each in every if not wanted.isdisjoint(each.blocks.tolist())]
 
     def wait(self, blocks: Pages | None, timeout: float | None) -> None:
         """Until no copy touches these blocks; None: until none goes on. Blocks, without the lock.
 
         Raises:
-            WaitTimeout: some go on, or wait for `resume`; says which. Of a copy of which nobody
-                knows (`State.UNKNOWN`): at once, if it touches these blocks.
+            WaitTimeout: some go on, or wait for `resume`; says which.
             ConfigError: no number of seconds.
             As `Movement.block`.
         """
         limit = seconds_of(timeout)
         end = None if limit is None else self._clock() + limit
+        self.poll()  # after an interrupt, some may have to be begun or ended still
         for movement in self.touching(blocks):
             if movement.state is State.QUEUED:
                 raise WaitTimeout(
                     f"wait: transfers are paused, and one will touch blocks "
                     f"{movement.blocks[:8].tolist()}; resume the manager first"
                 )
-            if movement.state is _UNKNOWN:
-                raise WaitTimeout(_nobody_knows(movement))
             try:
                 movement.block(None if end is None else max(0.0, end - self._clock()))
             except WaitTimeout:
@@ -398,4 +422,4 @@ class Traffic:
         self.poll()
 
 
-__all__ = ["Handed", "Movement", "State", "Traffic", "goes_on", "stuck", "unless_taken"]
+__all__ = ["Ends", "Movement", "State", "Traffic", "goes_on"]

@@ -2,15 +2,114 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from lightcache.cache import Cache
 from lightcache.errors import ConfigError, OutOfPages
+from lightcache.manager.device import DeviceTier
 from lightcache.manager.requests import Space
 from lightcache.namespaces import NamespaceState
 
 if TYPE_CHECKING:
     from lightcache.manager.manager import KVCacheManager
+
+
+# ---- Which namespaces and keys a request's tokens get: by weights version and tenant, in every
+# tier.
+
+
+class Spaces:
+    """The spaces of the weights that are served now. A space of a former version stays usable for
+    what runs, and finds and accepts nothing once it was cleared."""
+
+    def __init__(self, host: Cache, device: DeviceTier, weights: str) -> None:
+        """Opens the version's namespace on the host.
+
+        Raises:
+            ConfigError: no text.
+            OutOfPages, LockTimeout: as `PageIndex.namespace`.
+        """
+        if not isinstance(weights, str):
+            raise ConfigError(f"weights: expected a version as text, found {weights!r}")
+        self._host, self._device = host, device
+        self._index = device.index
+        self.weights = weights
+        self.anchor = host.namespace(weights, "")
+        """Says whether the version is good, for all tenants: it is cleared last."""
+        self._known: dict[str, Space] = {}
+
+    def has(self, tenant: str) -> bool:
+        """Whether a tenant's is known: `of` opens nothing then."""
+        return tenant in self._known and self._index is self._device.index
+
+    def of(self, tenant: str) -> Space:
+        """A tenant's, under the present weights."""
+        if self._index is not self._device.index:  # the number of blocks is known, or another
+            self._index = self._device.index
+            self._known.clear()
+        found = self._known.get(tenant)
+        if found is None:
+            found = self._known[tenant] = self._made(tenant)
+        return found
+
+    def _made(self, tenant: str) -> Space:
+        host = self._host.namespace(self.weights, tenant)
+        spec = self._host.key_spec(namespace=host)
+        blocks = self._device.block_tokens
+        return Space(
+            self.weights,
+            tenant,
+            host,
+            self._device.space(self.weights, tenant) if self._device.index is not None else None,
+            spec,
+            spec if spec.page_tokens == blocks else replace(spec, page_tokens=blocks),
+        )
+
+    def known(self) -> list[Space]:
+        """Those that requests have had so far."""
+        return list(self._known.values())
+
+    def forget(self, space: Space) -> bool:
+        """A tenant's was cleared: the next request opens it again, empty. False: that was done
+        before, and there may be another by now."""
+        if self._known.get(space.tenant) is not space:
+            return False
+        del self._known[space.tenant]
+        return True
+
+    def switch(self, weights: str) -> None:
+        """From now on requests get spaces of another version.
+
+        Raises:
+            As `__init__`: nothing has changed then.
+        """
+        self.anchor = self._host.namespace(weights, "")
+        self.weights = weights
+        self._known.clear()
+
+
+_KEYS_ALONE = "device alone"
+"""Fingerprint of caches that only make keys. It is the same for all, so devices of several ranks
+have equal keys, and a router looks into all of them with the same."""
+
+
+def open_keys(device: DeviceTier) -> Cache:
+    """What keys are made with where there is no host cache: a cache of one page, named after the
+    device's index. Routers attach to it for `hash_pages`."""
+    return Cache.open(
+        f"{device.name}.keys",
+        pages=1,
+        page_bytes=4096,
+        page_tokens=device.block_tokens,
+        fingerprint=_KEYS_ALONE,
+        role="scheduler",
+    )
+
+
+# ---- Weights updates: a version is forgotten in every tier by one call, and every process sees
+# it.
 
 
 class WeightsState(Enum):
@@ -183,4 +282,4 @@ class Weights:
         self._gone = WeightsState.NORMAL
 
 
-__all__ = ["Look", "Weights", "WeightsState"]
+__all__ = ["Look", "Spaces", "Weights", "WeightsState", "open_keys"]

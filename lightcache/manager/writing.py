@@ -2,27 +2,469 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from lightcache._arguments import Keys, Pages
-from lightcache.errors import LightcacheError
-from lightcache.manager.gathering import moved_bytes
-from lightcache.manager.matches import WritePolicy
-from lightcache.manager.requests import Request, Space, slots_of_blocks
-from lightcache.manager.traffic import Movement, unless_taken
-from lightcache.reservation_batch import ReservationBatch
-from lightcache.reservations import Reservation
+from lightcache.errors import LightcacheError, LockTimeout
+from lightcache.layout import KeyStatus
+from lightcache.leases import Lease, Named
+from lightcache.manager.device import AttachedDevice, OwnedDevice
+from lightcache.manager.foreign import nothing
+from lightcache.manager.requests import (
+    HELD,
+    PINNED,
+    Owed,
+    Request,
+    Space,
+    WritePolicy,
+    slots_of_blocks,
+)
+from lightcache.manager.statistics import moved_bytes
+from lightcache.manager.traffic import Movement, State
+from lightcache.reservations import Reservation, ReservationBatch
 
 if TYPE_CHECKING:
     from lightcache.manager.manager import KVCacheManager
     from lightcache.manager.weights import Look
+    from lightcache.page_index import PageIndex
+
+
+# ---- Naming: full blocks of running requests get their keys.
+
+NOTHING: Mapping[int, int] = {}
+"""No block is to be exchanged."""
+_KINDS = bytes(
+    PINNED if status in (KeyStatus.NEW, KeyStatus.PRESENT) else HELD for status in range(256)
+)
+"""What a block becomes, by what the index said of its key."""
+Filled = tuple[Request, int, int]
+"""A request, how many of its blocks have names, and how many are full."""
+
+
+def name_blocks(manager: KVCacheManager, running: list[Request], look: Look) -> None:
+    """Name what is full and has no name yet, in one call for each space. Blocks of which others
+    hold the content already are exchanged, and `Request.owed` says so."""
+    by_space: dict[Space, list[Filled]] = {}
+    block = manager.device.block_tokens
+    for one in running:
+        if one.total < (one.named + 1) * block or not one.on_device:
+            continue  # nearly always, while single tokens are generated
+        full = min(one.publishable() // block, len(one.table))
+        if full > one.named:
+            assert one.space is not None
+            members = by_space.get(one.space)
+            if members is None:
+                members = by_space[one.space] = []
+            members.append((one, one.named, full))
+    for space, members in by_space.items():
+        if look.good(space):
+            _name(manager, space, members)
+
+
+def _name(manager: KVCacheManager, space: Space, members: list[Filled]) -> None:
+    blocks: list[Pages] = []
+    packed: list[bytes] = []
+    starts: list[int] = []
+    offsets, count = [0], 0
+    for one, first, full in members:
+        begin = first - 1 if first else 0  # the key before the first new one: what that hangs on
+        blocks.append(one.table[first:full])
+        packed += one.device_chain.packed(begin, full)
+        starts.append(first - begin)
+        count += full - begin
+        offsets.append(count)
+    assert space.device is not None
+    ours = np.concatenate(blocks)
+    keys = np.frombuffer(bytearray().join(packed), np.uint64).reshape(-1, 2)
+    naming = manager.naming = Naming(members, ours, Named(len(ours)))
+    try:
+        manager.device.name_many(
+            ours, keys, np.array(offsets), np.array(starts), space.device, naming.named
+        )
+    finally:
+        settle(manager)
+
+
+@dataclass(frozen=True, eq=False)
+class Naming:
+    """Blocks of requests that the device's index is asked to name. It fills `named` in the same
+    call; an interrupt behind that leaves it to the manager's next call to tell the requests."""
+
+    members: list[Filled]
+    ours: Pages
+    named: Named
+
+
+def settle(manager: KVCacheManager) -> None:
+    """The requests learn what became of the blocks that were to be named last: which are pinned,
+    and which have been exchanged. Once more does no harm."""
+    naming = manager.naming
+    if naming is None:
+        return
+    settled, at = naming.named.settled, 0
+    kinds = naming.named.status.tobytes().translate(_KINDS)
+    owned, back = manager.device.owned, manager.config.write is WritePolicy.BACK
+    if owned and settled:
+        _exchange(manager, naming, settled)
+    for one, first, full in naming.members:
+        end = full
+        if settled < at + full - first:  # interrupted before its last block was named
+            end = first + max(0, settled - at)
+        if owned:
+            one.kind[first:end] = kinds[at : at + end - first]
+        if back and end > first:
+            manager._demotion.note(one, first, end)
+        if end > one.named:
+            one.named = end
+        at += full - first
+    manager.naming = None
+
+
+def _exchange(manager: KVCacheManager, naming: Naming, settled: int) -> None:
+    """Where another block holds what ours did, it takes its place."""
+    theirs, ours = naming.named.pages[:settled], naming.ours[:settled]
+    if theirs.tobytes() == ours.tobytes():
+        return
+    exchanged = np.flatnonzero(theirs != ours)
+    at = 0
+    for one, first, full in naming.members:
+        mine = exchanged[(exchanged >= at) & (exchanged < at + full - first)]
+        if len(mine):
+            changed = dict(zip((mine - at + first).tolist(), theirs[mine].tolist(), strict=True))
+            before = {} if one.owed is None or one.owed.told else one.owed.changed
+            one.owed = Owed({**before, **changed})
+            for position, block in changed.items():
+                one.table[position] = block
+        at += full - first
+    manager._figures.add(duplicates=len(exchanged))
+
+
+# ---- Write-back: blocks that the device needs for something else go to the host first.
+#
+# A host page may be several blocks. When the last of them gets its name, here is noted of which
+# blocks and under which key the page would be written; nothing of it is needed for anything but
+# writing back.
+
+
+@dataclass(frozen=True, eq=False)
+class Origin:
+    """A host page that could be written from the device."""
+
+    space: Space
+    device_key: bytes
+    """Of its last block: the block is still this one's."""
+    host_keys: Keys
+    """Of its prompt's pages from the first on, its own the last. Those of one request share their
+    memory."""
+    to_storage: bool
+    """Whether it goes there, too, once the host has it."""
+    blocks: Pages
+    offset: int
+    """Where it begins, in tokens of the first of them."""
+    lives: Any = None
+    """Attached devices: of each of the blocks, what says that it is the same still. Of an owned
+    one prefixes stay as long as what hangs on them, so the last block's key says it for all."""
+
+
+@dataclass(frozen=True, eq=False)
+class Home:
+    """Where the host has a block's content, if it has it."""
+
+    space: Space
+    device_key: Keys
+    """As long as this is the block's, shape (1, 2)."""
+    host_key: Keys
+    """Of the page in which the block ends, shape (1, 2)."""
+
+
+@dataclass(eq=False)
+class Group:
+    """Blocks on their way out, pinned until their copies are over."""
+
+    lease: Lease
+    movements: list[Movement]
+    homes: dict[int, Home]
+    """Of those that lie in a page of the host, by their numbers."""
+    cause: str
+    """"room", "low_water" or "demote"."""
+    stay: bool
+    """The host did not answer: not all of it is written, so the blocks are not given up."""
+    written: list[Origin] = field(default_factory=list)
+    """What is on its way to the host, and goes to storage when it is there."""
+
+
+class Demotion:
+    """The write-back of one manager. Its lock is around every call."""
+
+    def __init__(self, manager: KVCacheManager) -> None:
+        """Nothing is on its way."""
+        self._manager = manager
+        self._origins: dict[int, dict[bytes, Origin]] = {}
+        """By the last block of each, and the host page's key."""
+        self._homes: dict[int, Home] = {}
+        """Owned devices, by block. A stale one is known by its key."""
+        self._groups: list[Group] = []
+        self._evicting: list[tuple[list[Movement], list[Origin]]] = []
+        """Attached devices: copies of what the engine is going to evict, and what they write."""
+
+    @property
+    def going(self) -> int:
+        """Blocks on their way out."""
+        return sum(len(group.lease) for group in self._groups)
+
+    def note(self, one: Request, begin: int, end: int) -> None:
+        """Blocks [begin, end) of a request's table got their names."""
+        tokens, block = self._manager.page_tokens, self._manager.device.block_tokens
+        assert one.space is not None
+        device, wishes = self._manager.device, one.wishes
+        goes = "host" in wishes.tiers and wishes.priority >= 0
+        keys = one.host_chain.keys
+        for page in range(begin * block // tokens, end * block // tokens):
+            # The page's last token lies in this block; a page may be a part of one.
+            first, last = page * tokens // block, ((page + 1) * tokens - 1) // block
+            if not goes or (device.owned and HELD in one.kind[first : last + 1]):
+                # Without a name it is gone as soon as the request is. What was noted of this block
+                # may have begun in others.
+                self._origins.pop(int(one.table[last]), None)
+                continue
+            made = Origin(
+                one.space,
+                one.device_chain.keys[last].tobytes(),
+                keys[: page + 1],
+                "storage" in wishes.tiers,
+                one.table[first : last + 1].copy(),
+                page * tokens % block,
+                self._lives(one.table[first : last + 1]),
+            )
+            known = self._origins.setdefault(int(made.blocks[-1]), {})
+            if known and next(iter(known.values())).device_key != made.device_key:
+                known.clear()
+            # The same key in the same block once more: what it hangs on may lie elsewhere by now.
+            known[made.host_keys[-1].tobytes()] = made
+            if device.owned:
+                own = made.host_keys[-1:].copy()
+                for at in range(first, last + 1):
+                    key = one.device_chain.keys[at : at + 1].copy()
+                    home = Home(one.space, key, own)
+                    self._homes[int(one.table[at])] = home
+
+    def _lives(self, blocks: Pages) -> Any:
+        device = self._manager.device
+        return device.lives(blocks) if isinstance(device, AttachedDevice) else None
+
+    def demote(self, n: int, cause: str) -> int:
+        """Begin to write back up to n blocks, those that eviction would take next. They are free
+        when that is over, but for those that somebody came for. Returns how many are on their
+        way.
+
+        Args:
+            cause: under which they are counted: "room", "low_water" or "demote".
+        """
+        device = self._manager.device
+        if not isinstance(device, OwnedDevice) or device.index is None or n < 1:
+            return 0
+        oldest = device.index.oldest(min(n, 4096))
+        blocks = oldest.pages.copy()
+        homes = self._homes_of(blocks, oldest.keys)
+        group = Group(oldest.lease, [], homes, cause, stay=True)
+        self._groups.append(group)
+        group.stay = not self.write(blocks, oldest.keys, group.movements, group.written)
+        self.poll()
+        return len(blocks)
+
+    def evicting(self, blocks: Pages, keys: Keys) -> int:
+        """Attached devices: see `KVCacheManager.evicting`. Returns how many copies were begun."""
+        begun: list[Movement] = []
+        written: list[Origin] = []
+        self._evicting.append((begun, written))
+        self.write(blocks, keys, begun, written)
+        self.poll()
+        return len(begun)
+
+    def make_room(self, wanted: int) -> None:
+        """Begin to write back what stands in the way of so many free blocks, if they can be had.
+        What is over was looked at just now."""
+        device = self._manager.device
+        assert isinstance(device, OwnedDevice)
+        assert device.index is not None
+        made = device.free + self.going
+        while made < wanted and device.index.can_allocate(wanted - self.going):
+            self.demote(wanted - made, "room")
+            before, made = made, device.free + self.going
+            if made <= before:
+                return  # they stay, for whatever reason
+
+    def running(self) -> Movement | None:
+        """A copy that blocks on their way out wait for, and that goes on; None: there is none."""
+        movements = (each for group in self._groups for each in group.movements)
+        return next((each for each in movements if each.state is State.RUNNING), None)
+
+    def write(
+        self, blocks: Pages, keys: Keys, begun: list[Movement], written: list[Origin]
+    ) -> bool:
+        """Begin to write the pages that end in these blocks. Whether all were begun that the host
+        had room for: the first error ends it, for each may be a long wait. What was noted stays:
+        the host may lose a page before the device does.
+
+        Args:
+            keys: that the device has them under.
+            begun: the copies are appended here.
+            written: what they write is appended here, for `store`.
+        """
+        refused: set[bytes] = set()
+        for i in range(len(blocks) - 1, -1, -1):  # prefixes first: host pages hang on each other
+            for origin in self._origins.get(int(blocks[i]), {}).values():
+                lives = self._lives(origin.blocks)
+                same = lives is None or (lives == origin.lives).all()
+                if not same or origin.device_key != keys[i].tobytes():
+                    continue
+                try:
+                    self._write(origin, begun, written, refused)
+                except LightcacheError:
+                    self._manager._figures.add(failed_offloads=1)
+                    return False
+        return True
+
+    def _write(
+        self,
+        origin: Origin,
+        begun: list[Movement],
+        written: list[Origin],
+        refused: set[bytes],
+    ) -> None:
+        """Unless the host has it already, or no room for it.
+
+        Args:
+            refused: keys of pages that there was no room for. What hangs on one of them would
+                never be found, and drive out what is.
+        """
+        manager, hangs_on = self._manager, origin.host_keys[-2:]
+        before = len(hangs_on) - 1
+        own = hangs_on[before].tobytes()
+        if before and hangs_on[0].tobytes() in refused:
+            refused.add(own)
+            manager._figures.add(no_room_pages=1)
+            return
+        new = manager.host.reserve(
+            hangs_on,
+            before,
+            shards=manager.mover.shards,
+            namespace=origin.space.host,
+            timeout=manager.config.time_limit,
+        )
+        if len(new.new):
+            manager._writer.launch(new, self._slots(origin, before), origin.blocks, begun)
+            written.append(origin)
+            return
+        if len(new.missing):
+            refused.add(own)
+        manager._figures.add(no_room_pages=len(new.missing))
+        new.release()
+
+    def _slots(self, origin: Origin, before: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        tokens, block = self._manager.page_tokens, self._manager.device.block_tokens
+        own = origin.blocks.astype(np.int64)[:, None] * block + np.arange(block)
+        flat = own.reshape(-1)[origin.offset : origin.offset + tokens]
+        return np.concatenate([np.full(before * tokens, -1, np.int64), flat])
+
+    def poll(self) -> None:
+        """Give up blocks whose copies are over. They stay where an index does not answer."""
+        if self._evicting:
+            every, self._evicting = self._evicting, []
+            for begun, written in every:
+                if all(each.over for each in begun):
+                    self._guard_store(written)
+                else:
+                    self._evicting.append((begun, written))
+        over = [group for group in self._groups if all(each.over for each in group.movements)]
+        if not over:
+            return
+        self._groups = [group for group in self._groups if group not in over]
+        for group in over:
+            give_up = partial(self._give_up, group)
+            self._manager._guard.run(give_up, group.lease._let_go, proves=False)
+            self._guard_store(group.written)
+
+    def _guard_store(self, written: list[Origin]) -> None:
+        self._manager._guard.run(partial(self._store, written), nothing, proves=False)
+
+    def _store(self, written: list[Origin]) -> None:
+        """What demotion has written to the host goes to storage, each prompt as far as it was
+        written. Requests store what they computed when they end; this is what they could not."""
+        storage, deepest = self._manager._storage, dict[bytes, Origin]()
+        if storage is None:
+            return
+        for origin in sorted(written, key=lambda each: len(each.host_keys)):
+            if origin.to_storage and self._manager._weights.good(origin.space):
+                if len(origin.host_keys) > 1:
+                    deepest.pop(origin.host_keys[-2].tobytes(), None)
+                deepest[origin.host_keys[-1].tobytes()] = origin
+        for origin in deepest.values():
+            try:
+                task = storage.write(origin.host_keys, namespace=origin.space.host)
+                self._manager._tasks.add(task)
+            except LightcacheError:
+                self._manager._figures.add(errors=1)
+            except Exception as error:
+                self._manager._traffic.foreign.note(error)
+
+    def _give_up(self, group: Group) -> None:
+        index, n = self._manager.device.index, len(group.lease)
+        if group.stay or index is None:
+            group.lease._let_go()
+            return
+        gone = index.discard(group.lease)
+        ask = partial(self._on_host, group, index)
+        there = min(gone, self._manager._guard.run(ask, lambda: 0, proves=False))
+        self._manager._figures.add(
+            demotions=there,
+            demotions_lost=gone - there,
+            kept_by_match=n - gone,
+            **{f"device_evicted_{group.cause}": gone},
+        )
+
+    def _homes_of(self, blocks: Pages, keys: Keys) -> dict[int, Home]:
+        """Of those of these blocks that lie in a page of the host."""
+        found = {}
+        for block, key in zip(blocks.tolist(), keys, strict=True):
+            home = self._homes.get(block)
+            if home is not None and (home.device_key == key).all():
+                found[block] = home
+        return found
+
+    def _on_host(self, group: Group, index: PageIndex) -> int:
+        """Blocks of a group that the device has given up and the host has. It is asked, so that
+        what was there before counts, and what did not get there does not."""
+        there, host = 0, self._manager.host
+        for block, home in group.homes.items():
+            if index.peek(home.device_key, namespace=home.space.device):
+                continue  # it stayed
+            if self._homes.get(block) is home:
+                del self._homes[block]
+            there += host.peek(home.host_key, namespace=home.space.host)
+        return there
+
+    def close(self) -> None:
+        """Keep what is on its way where it is."""
+        for group in self._groups:
+            group.lease.release()
+        self._groups.clear()
+        self._evicting.clear()
+        self._origins.clear()
+        self._homes.clear()
+
+
+# ---- Writing: which pages go to the host, and when.
 
 _SEEN = 1 << 16  # pages that SELECTIVE remembers
-
 Span = tuple[Request, int, int]
 """Pages [begin, end) of a request, by their numbers in its prompt: to be written."""
 
@@ -72,7 +514,10 @@ class Writer:
             if one.left_to_others:  # who fails in another process does not say so
                 self._take_over(one, look)
             full = one.publishable() // self._manager.page_tokens
-            if self._manager.config.write is not WritePolicy.BACK and full > one.written:
+            stored = self._for_storage(one, full, look)
+            if stored:
+                due += stored
+            elif self._manager.config.write is not WritePolicy.BACK and full > one.written:
                 due += self._span(one, full, look)
             elif one.space is not None and one.wishes.read and (full or one.written):
                 keys = one.host_chain.keys[: max(full, one.written)]
@@ -108,7 +553,25 @@ class Writer:
         if pages and one.stored and self._manager._weights.good(space):
             keys = one.host_chain.keys[:pages]
             ids = one.token_ids(pages * self._manager.page_tokens)
-            storage.write(keys, one.id, tokens=one.total, token_ids=ids, namespace=space.host)
+            manager = self._manager
+            manager._tasks.add(
+                storage.write(keys, one.id, tokens=one.total, token_ids=ids, namespace=space.host)
+            )
+
+    def _for_storage(self, one: Request, full: int, look: Look) -> list[Span]:
+        """What of a request that ends goes to storage and is not on the host, whatever the policy:
+        storage is written from there."""
+        wishes, begin = one.wishes, one.written
+        if self._manager._storage is None or one.space is None or not wishes.write:
+            return []
+        if not {"host", "storage"} <= wishes.tiers or wishes.priority < 0:
+            return []
+        if not full or not look.good(one.space):
+            return []
+        one.written = max(begin, full)
+        if self._manager.config.write is WritePolicy.SELECTIVE:  # some were passed over
+            begin = self._manager.host.peek(one.host_chain.keys[:full], namespace=one.space.host)
+        return [(one, begin, full)] if full > begin else []
 
     def _span(self, one: Request, full: int, look: Look) -> list[Span]:
         """What of a request's next pages, up to `full`, is to be written: a span, or none."""
@@ -146,6 +609,11 @@ class Writer:
         for space, spans in by_space.items():
             try:
                 new = self._reserve(space, spans)
+            except LockTimeout:
+                self._manager._figures.add(errors=1)
+                for one, begin, _ in spans:  # a later commit, or its end, comes back to them
+                    one.written = min(one.written, begin)
+                continue
             except LightcacheError:
                 self._manager._figures.add(failed_offloads=len(spans))
                 continue
@@ -224,19 +692,20 @@ class Writer:
             blocks: that are read.
             of: movements of whoever holds them; this one is appended.
         """
-        manager, pages = self._manager, len(new.pages)
+        manager, pages, begun = self._manager, len(new.pages), time.perf_counter_ns()
 
         def over(ok: bool, nbytes: int | None) -> None:
             if ok:
                 moved = moved_bytes(manager.host, pages * manager.page_tokens, nbytes)
-                manager._figures.add(offloads=1, offloaded_pages=pages, offloaded_bytes=moved)
+                taken = time.perf_counter_ns() - begun
+                manager._figures.add(
+                    offloads=1, offloaded_pages=pages, offloaded_bytes=moved, offload_ns=taken
+                )
             else:
                 self._failed += 1
                 manager._figures.add(failed_offloads=1)
 
-        return manager._traffic.begin(
-            blocks, lambda: manager.mover.offload(new, slots), over, unless_taken(new), of
-        )
+        return manager._traffic.begin(blocks, manager.mover, "offload", new, slots, over, of=of)
 
 
-__all__ = ["Writer"]
+__all__ = ["NOTHING", "Demotion", "Naming", "Writer", "name_blocks", "settle"]

@@ -168,7 +168,10 @@ LC_API int lci_grow(lci_handle *h, uint32_t pages, int wait, uint64_t deadline) 
     if (pages > h->page_count) return LC_E_RANGE;
     rc = lci_lock(h, &t, LCI_OP_GROW, wait, deadline);
     if (rc != LC_OK) return rc;
-    if (pages > lc_load(&h->root->grown)) lc_txn_set(&t, &h->root->grown, pages);
+    if (pages > lc_load(&h->root->grown)) {
+        lc_txn_set(&t, &h->root->grown, pages);
+        lc_store(&h->root->no_memory_ns, 0);
+    }
     return lci_unlock(h, &t);
 }
 
@@ -296,6 +299,45 @@ uint32_t lci_uncollected(const lci_handle *h) {
     return pages;
 }
 
+/* Does a ticket hold pages that may still be adopted? The others' pins go with the next look. */
+static bool tickets_hold(const lci_handle *h) {
+    uint64_t now = lcs_now_ns();
+    if (!lc_load(&h->root->ticket_used)) return false;
+    for (uint32_t i = 0; i < h->ticket_count; i++) {
+        const lci_ticket *k = &h->tickets[i];
+        if (lc_load(&k->state) != LCI_TICKET_FREE && lc_load(&k->pages.count) &&
+            now < lc_load(&k->deadline_ns))
+            return true;
+    }
+    return false;
+}
+
+static bool pinned_by_clients(const lci_handle *h, const lci_page *p) {
+    uint32_t page = (uint32_t)(p - h->pages);
+    for (uint64_t bits = lc_load_acquire(&p->pins) & ~UINT64_C(1); bits; bits &= bits - 1)
+        if (lc_load_acquire(lci_pin(h, (uint32_t)__builtin_ctzll(bits), page))) return true;
+    return false;
+}
+
+#define IDLE_MOST 4096 /* doomed pages that are looked at: a third of a millisecond */
+
+/* Doomed pages that whoever needs room gets at once. No lock: the list may change under us, and is
+ * followed no further than it is long. While a ticket's pins last, all of row 0 counts. */
+static uint32_t idle(const lci_handle *h) {
+    uint32_t found = 0, count = lc_load(&h->root->doomed);
+    if (!count) return 0;
+    bool held = tickets_hold(h);
+    uint32_t page = lc_load(&h->lists.heads[LCI_DOOMED_LIST].next);
+    if (count > IDLE_MOST) count = IDLE_MOST;
+    for (uint32_t i = 0; i < count && page < h->page_count; i++) {
+        const lci_page *p = &h->pages[page];
+        bool pinned = held ? lci_pinned(h, p) : pinned_by_clients(h, p);
+        found += lci_state_of(lc_load_acquire(&p->word)) == LCI_DOOMED && !pinned;
+        page = lc_load(&p->queue.next);
+    }
+    return found;
+}
+
 /* The totals, each read once and all at slightly different instants. No lock. */
 LC_API int lci_count(lci_handle *h, lci_counts *out) {
     int rc = lcs_usable(h->at);
@@ -317,7 +359,9 @@ LC_API int lci_count(lci_handle *h, lci_counts *out) {
         .namespaces_clearing = lc_load(&r->clearing),
         .kept = lc_load(&r->kept),
         .held = lc_load(&r->held),
+        .idle = idle(h),
         .clock = lc_load(&r->clock),
+        .no_memory_ns = lc_load(&r->grown) < h->page_count ? lci_no_memory_left(h) : 0,
     };
     return LC_OK;
 }

@@ -181,27 +181,32 @@ bool lci_doom_reservation(lci_handle *h, lc_txn *t, uint32_t rid) {
     return true;
 }
 
+/* Free doomed pages that nobody pins any more; look at `budget` of them at most, and begin where the
+ * last look of this handle ended: a lease over a cleared namespace may pin many for minutes. Returns how
+ * many were looked at. */
 uint32_t lci_collect_doomed(lci_handle *h, lc_txn *t, uint32_t budget) {
-    uint32_t looked = 0, count = lc_load(&h->root->doomed);
+    uint32_t looked = 0, count = lc_load(&h->root->doomed), page = h->doomed_hand;
     if (budget > count) budget = count;
     /* DOOMED before the pins: whoever pins after this sees it, as in lci_evict. */
     atomic_thread_fence(memory_order_seq_cst); /* order: doomed-fence */
+    /* A page in this state is on the list, so whatever page the hand names by now is a place to begin. */
+    if (page >= h->page_count || lci_state_of(lc_load(&h->pages[page].word)) != LCI_DOOMED)
+        page = LC_NIL;
     for (; looked < budget && !t->error; looked++) {
-        uint32_t page = lc_list_first(t, &h->lists, LCI_DOOMED_LIST);
+        if (page == LC_NIL) page = lc_list_first(t, &h->lists, LCI_DOOMED_LIST);
         if (page == LC_NIL) break;
         lci_page *p = &h->pages[page];
         if (lci_state_of(lc_load(&p->word)) != LCI_DOOMED) {
             t->error = LC_E_CORRUPT;
             break;
         }
-        if (lci_pinned(h, p)) { /* to the end, so that the next look begins elsewhere */
-            lc_list_remove(t, &h->lists, page);
-            lc_list_append(t, &h->lists, page, LCI_DOOMED_LIST);
-        } else {
-            lci_free_doomed(h, t, page);
-        }
+        uint32_t next = lc_list_follow(t, &h->lists, LCI_DOOMED_LIST, &p->queue);
+        if (next != LC_NIL) __builtin_prefetch(&h->pages[next]);
+        if (!t->error && !lci_pinned(h, p)) lci_free_doomed(h, t, page);
+        page = next;
         if (looked % 16 == 15) lci_step(t);
     }
+    h->doomed_hand = page;
     lci_step(t);
     return looked;
 }

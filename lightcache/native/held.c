@@ -158,11 +158,12 @@ static int take_batch(taking *k) {
     return k->t.error ? k->t.error : take_pages(k, pages, want);
 }
 
-/* Is it out of the question? What is written or held by anybody does not go for us. */
+/* Is it out of the question? What is written or held by anybody does not go for us, and what is to
+ * have no memory does not come. */
 static bool too_many(const taking *k) {
     const lci_root *r = k->h->root;
     uint64_t kept = (uint64_t)lc_load(&r->writing) + lc_load(&r->held) - k->op->done;
-    return kept + k->n > k->h->page_count;
+    return kept + k->n > (lci_may_grow(k->h, &k->room) ? k->h->page_count : lc_load(&r->grown));
 }
 
 /* Work under one hold of the lock. */
@@ -193,18 +194,15 @@ static int give_some(taking *k) {
     return LC_OK;
 }
 
+/* LC_E_FULL, and not yet `giving`: there is not enough, and what was taken is still held. */
 static int allocate_locked(taking *k, int wait, uint64_t deadline) {
     lci_held_op *op = k->op;
     uint64_t begun = lcs_now_ns();
+    lci_look_begin(k->h, &op->look, begun);
     while (op->giving ? op->done > 0 : op->done < k->n) {
         int rc = lci_lock(k->h, &k->t, LCI_OP_ALLOCATE, wait, deadline);
         if (rc != LC_OK) return rc;
         rc = op->giving ? give_some(k) : take_some(k);
-        if (rc == LC_E_FULL) {
-            op->giving = 1;
-            op->reason = LCI_WHY_PINNED;
-            rc = LC_OK;
-        }
         int dropped = lci_unlock(k->h, &k->t);
         if (dropped != LC_OK) return dropped;
         if (rc != LC_OK) return rc;
@@ -212,6 +210,30 @@ static int allocate_locked(taking *k, int wait, uint64_t deadline) {
         if (more && (rc = lci_again(begun, wait, deadline)) != LC_OK) return rc;
     }
     return op->giving ? LC_E_FULL : LC_OK;
+}
+
+/* As reserve_all: before what was taken is given back, a dead client may have what is lacking. */
+static int allocate_all(taking *k, int wait, uint64_t deadline) {
+    lci_handle *h = k->h;
+    lci_held_op *op = k->op;
+    for (;;) {
+        if (wait == LC_TRY ? pthread_mutex_trylock(&h->at->door)
+                           : pthread_mutex_lock(&h->at->door))
+            return LC_E_BUSY;
+        int rc = allocate_locked(k, wait, deadline);
+        pthread_mutex_unlock(&h->at->door);
+        bool less = rc == LC_E_FULL && !op->giving;
+        if (!less && (rc != LC_OK || LC_LIKELY(!op->look.due))) return rc;
+        int found = lci_look(h, &op->look, less, wait, deadline);
+        if (found < 0) return found;
+        if (!less) return LC_OK;
+        if (found) {
+            lci_room_again(h, &k->room, &op->tick);
+        } else {
+            op->giving = 1;
+            op->reason = lc_load(&h->root->grown) < h->page_count ? LCI_WHY_MEMORY : LCI_WHY_PINNED;
+        }
+    }
 }
 
 /* Take n free pages, evicting as lci_reserve does: all of them, or none (LC_E_FULL, with a reason).
@@ -227,11 +249,9 @@ LC_API int lci_allocate(lci_handle *h, lci_held_op *op, int32_t *pages, uint32_t
     taking k = {.h = h, .op = op, .out = pages, .gens = gens, .n = n};
     if (!op->tick) op->tick = lci_next_tick(h);
     k.room.eviction.since = op->tick;
-    if (wait == LC_TRY ? pthread_mutex_trylock(&h->at->door) : pthread_mutex_lock(&h->at->door))
-        return LC_E_BUSY;
-    rc = allocate_locked(&k, wait, deadline);
-    pthread_mutex_unlock(&h->at->door);
-    return rc;
+    k.room.look = &op->look;
+    k.room.no_memory = op->no_memory != 0;
+    return allocate_all(&k, wait, deadline);
 }
 
 /* ------------------------------------------------------------------ without the lock */
@@ -261,15 +281,20 @@ LC_API int lci_unpin(lci_handle *h, const int32_t *pages, uint32_t n, uint32_t *
 }
 
 /* How many pages could be had now, as far as our own pins tell: 1 if `want` could. Advice. No lock;
- * looks at the own row only when the totals do not decide. */
-LC_API int lci_may_allocate(lci_handle *h, uint32_t want) {
+ * looks at the own row only when the totals do not decide. `memory`: LCI_MEMORY_*; LC_E_GROW: it
+ * depends on that, and the caller says LCI_MEMORY_ASK. */
+LC_API int lci_may_allocate(lci_handle *h, uint32_t want, uint32_t memory) {
     int rc = lcs_usable(h->at);
     if (rc != LC_OK) return rc;
     const lci_root *r = h->root;
     uint64_t have = (uint64_t)lci_available(h) + lc_load(&r->doomed);
     uint64_t grown = lc_load(&r->grown), named = lc_load(&r->named), writing = lc_load(&r->writing);
-    if (grown < h->page_count) have += h->page_count - grown;
     if (have >= want) return 1;
+    if (grown < h->page_count) {
+        if (memory == LCI_MEMORY_ALL) have += h->page_count - grown;
+        else if (memory == LCI_MEMORY_ASK && !lci_no_memory_left(h)) return LC_E_GROW;
+        if (have >= want) return 1;
+    }
     uint64_t published = lci_uncollected(h);  /* whoever makes room collects them first */
     writing = writing > published ? writing - published : 0;
     have += named > writing ? named - writing : 0;

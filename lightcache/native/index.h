@@ -146,7 +146,12 @@ typedef struct lci_root {
     _Atomic uint32_t repairing; /* a repair has begun and not ended: whoever locks next redoes it */
     _Atomic uint32_t kept;      /* READY pages that are kept */
     _Atomic uint32_t held;      /* pages without a key, each in the hands of one client */
-    uint32_t pad1[11];
+    _Atomic uint32_t reaped;    /* times that something of a dead client was taken back; not logged */
+    /* Advice, in CLOCK_MONOTONIC, stored without the log; on the line that every taking reads. */
+    _Atomic uint64_t looking_ns;   /* when somebody last began to look for dead clients */
+    _Atomic uint64_t looked_ns;    /* when the last look began that left no dead client behind */
+    _Atomic uint64_t no_memory_ns; /* until then nobody asks for more memory */
+    uint32_t pad4[4];
     /* Changed by anybody. */
     _Atomic uint64_t clock; /* the last tick given out */
     uint8_t pad2[56];
@@ -154,6 +159,7 @@ typedef struct lci_root {
     uint8_t pad3[60];
     _Atomic uint64_t completed[16]; /* bit r: all shards of reservation r published, to collect */
 } lci_root;
+_Static_assert(offsetof(lci_root, clock) % 64 == 0, "hot words on their own lines");
 
 /* ------------------------------------------------------------------ process-local handle */
 
@@ -182,6 +188,7 @@ typedef struct lci_handle {
     uint32_t page_count;
     uint32_t res_count, ticket_count, chunk_count;
     bool flat; /* as the root said when the handle was made */
+    uint32_t doomed_hand; /* a doomed page at which the next look at them begins; under the lock, advice */
     lc_dict dict;
     lc_lists lists;
     uint64_t log_begin, log_end;
@@ -209,6 +216,15 @@ static inline uint32_t lci_ns_id(lci_ns_ref ref) { return ref & 0xff; }
 
 enum { LCI_UNKNOWN = 0, LCI_PRESENT = 1, LCI_BUSY_KEY = 2, LCI_NEW = 3, LCI_NO_ROOM = 4 };
 
+/* What one call does about dead clients (look.c), in the caller's memory, zeroed. */
+typedef struct lci_look_op {
+    uint64_t begun_ns; /* when the call began; 0 before */
+    uint32_t reaped;   /* the root's, before what was tried last */
+    uint32_t due;      /* it is this call's turn to look, whatever it got, or it has yet to end that */
+    uint32_t waited;   /* it has waited once for another that was reaping */
+    uint32_t rounds;
+} lci_look_op;
+
 /* One call's progress, in the caller's memory: whoever interrupts it between two holds of the lock
  * knows what is held. `page` and `status` have an entry for every key from `start` on. */
 typedef struct lci_reserve_op {
@@ -224,8 +240,14 @@ typedef struct lci_reserve_op {
     uint64_t tick;    /* of this call; 0 before it began */
     uint32_t unpinned; /* lci_unreserve has given back what was held */
     uint32_t kept;     /* pages that were kept when there was no room */
+    uint32_t no_memory; /* the caller found none: make do with the pages that have some */
+    uint32_t pad;
+    lci_look_op look;
 } lci_reserve_op;
-enum { LCI_WHY_PINNED = 1, LCI_WHY_QUOTA = 2, LCI_WHY_RESERVATIONS = 3, LCI_WHY_CHAIN = 4 };
+enum {
+    LCI_WHY_PINNED = 1, LCI_WHY_QUOTA = 2, LCI_WHY_RESERVATIONS = 3, LCI_WHY_CHAIN = 4,
+    LCI_WHY_MEMORY = 5 /* as PINNED, and more pages have no memory */
+};
 
 /* How many pages a namespace may have, and how many it was promised. */
 typedef struct lci_ns_limits {
@@ -268,6 +290,9 @@ typedef struct lci_held_op {
     uint32_t ns, flags;
     uint32_t checked; /* every page of the call was what it must be */
     uint64_t tick;    /* of this call; 0 before it began */
+    uint32_t no_memory; /* as in lci_reserve_op */
+    uint32_t pad;
+    lci_look_op look;
 } lci_held_op;
 enum { LCI_NAME_MERGE = 1 };
 
@@ -287,7 +312,10 @@ typedef struct lci_counts {
     uint32_t pages, grown, fresh, free, named, writing, doomed, queued;
     uint32_t reservations, tickets, chunks, namespaces_clearing;
     uint32_t held, kept;
+    uint32_t idle; /* doomed pages that nobody pins: the next call that needs room has them */
+    uint32_t pad0;
     uint64_t clock;
+    uint64_t no_memory_ns; /* for so long nobody asks for more memory */
 } lci_counts;
 
 typedef struct lci_report {
@@ -424,7 +452,10 @@ static inline void lci_count_evicted(lci_handle *h, uint32_t cause, uint32_t pag
 typedef struct lci_room {
     lci_eviction eviction;
     uint32_t looked, looked_before; /* pages looked at in vain for some of the namespace */
+    uint32_t doomed; /* pages looked at because nothing could be evicted */
     uint32_t wanted;                /* with LC_E_GROW: pages that need memory */
+    bool no_memory;                 /* and the caller knows that there is none */
+    lci_look_op *look;              /* of the call; its turn to look may come */
 } lci_room;
 /* What making room came to, besides an error: enough is free, or all that can be; or this hold has
  * done its share and the next goes on. */
@@ -433,6 +464,30 @@ uint32_t lci_available(const lci_handle *h);
 uint32_t lci_uncollected(const lci_handle *h); /* attach.c, without the lock */
 int lci_make_quota_room(lci_handle *h, lc_txn *t, lci_room *room, uint32_t id, uint32_t want);
 int lci_make_room(lci_handle *h, lc_txn *t, lci_room *room, uint32_t want);
+
+/* room.c: for so long nobody asks for more memory; 0: the next one does. */
+uint64_t lci_no_memory_left(const lci_handle *h);
+bool lci_may_grow(const lci_handle *h, const lci_room *room);
+/* Room is made anew, after something was taken back, at a tick of its own: what was found pinned
+ * before counts as used at the former. */
+static inline void lci_room_again(lci_handle *h, lci_room *room, uint64_t *tick) {
+    room->eviction.since = *tick = lci_next_tick(h);
+    room->eviction.exhausted = false;
+    room->eviction.moved = 0;
+    room->looked = room->looked_before = room->doomed = 0;
+}
+
+/* look.c: dead clients. A call notes when it began (`now`, before it tries); under the lock, where it
+ * evicts, whether it is its turn to look; and behind the lock, without the `door`, it looks. `less`:
+ * it has got less than it was asked for. 1: something came back, try again (for `less` alone); 0: no;
+ * LC_E_BUSY, LC_E_INTR: call again with the same `look`. */
+void lci_look_begin(const lci_handle *h, lci_look_op *look, uint64_t now);
+bool lci_look_due(const lci_handle *h, uint64_t now);
+void lci_look_if_due(lci_handle *h, lci_look_op *look);
+int lci_look(lci_handle *h, lci_look_op *look, bool less, int wait, uint64_t deadline);
+LC_API int lci_reap_slot(lci_handle *h, uint32_t slot, int wait, uint64_t deadline);
+/* ticket.c, without the lock: has `slot` given a ticket that some who are not `dead` may adopt? */
+bool lci_ticket_awaited(const lci_handle *h, uint32_t slot, uint64_t dead);
 
 /* held.c: pages without a key. */
 static inline uint32_t lci_held_word(uint32_t slot) { return LCI_HELD | slot << LCI_NS_SHIFT; }
@@ -476,6 +531,9 @@ bool lci_complete(const lci_reservation *r);
 bool lci_doom_reservation(lci_handle *h, lc_txn *t, uint32_t rid);
 void lci_flag_ended(lci_handle *h, uint32_t rid);
 void lci_notify(lci_handle *h);
+
+/* What a caller of lci_may_allocate knows of memory for the pages that have none. */
+enum { LCI_MEMORY_ASK = 0, LCI_MEMORY_NONE = 1, LCI_MEMORY_ALL = 2 };
 
 /* reserve.c and publish.c: for many.c, which calls them chain by chain. */
 LC_API int lci_reserve(lci_handle *h, lci_reserve_op *op, const lc_key *keys, uint32_t n,

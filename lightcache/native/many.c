@@ -11,7 +11,7 @@ static uint32_t keys_of(const int64_t *offsets, uint32_t i) {
 }
 
 static bool settled(const lci_reserve_op *op, uint32_t rest) {
-    return op->pinned && (op->stopped || op->cursor >= rest);
+    return op->pinned && !op->look.due && (op->stopped || op->cursor >= rest);
 }
 
 /* `lci_reserve` for each chain. LC_OK: all are settled. LC_E_BUSY, LC_E_INTR and LC_E_GROW: call

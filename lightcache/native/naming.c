@@ -204,6 +204,7 @@ static void settle(naming *k) {
             k->status[entry] = met(k, i, there, word, parent);
         } else if (!room_for_one(k, length)) {
             k->status[entry] = LCI_NO_ROOM;
+            k->op->look.due = 1; /* a dead client may have what is lacking: the next name gets it */
         } else {
             k->there[i] = (uint32_t)k->pages[entry];
             give_name(k, k->there[i], k->key[i], parent);
@@ -304,6 +305,7 @@ LC_API int lci_name(lci_handle *h, lci_held_op *op, const lc_key *keys, const in
     if (!op->tick) op->tick = lci_next_tick(h);
     k.room.eviction.since = op->tick;
     k.room.eviction.by = lci_ns_id(op->ns) + 1;
+    k.room.look = &op->look;
     uint64_t begun = lcs_now_ns();
     while (op->done < n) {
         rc = lci_lock(h, &k.t, LCI_OP_NAME, wait, deadline);
@@ -315,5 +317,5 @@ LC_API int lci_name(lci_handle *h, lci_held_op *op, const lc_key *keys, const in
         if (rc == LC_OK && op->done < n) rc = lci_again(begun, wait, deadline);
         if (rc != LC_OK) return rc;
     }
-    return LC_OK;
+    return op->look.due ? lci_look(h, &op->look, false, wait, deadline) : LC_OK;
 }

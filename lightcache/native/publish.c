@@ -41,7 +41,11 @@ static int outcome(const lci_handle *h, const int32_t *pages, uint32_t n) {
 }
 
 /* Publish one shard of a reservation. Returns 1 when it was the last and the pages are ready now,
- * 0 when others are to come. `pages` are the reservation's new pages, pinned by the caller. */
+ * 0 when others are to come. `pages` are the reservation's new pages, pinned by the caller.
+ *
+ * LC_E_STALE and LC_E_CLEARED oblige the caller to lci_abandon. They may be of a step whose maker dies before it
+ * commits: undone, the shard is pending again, in the caller's name, and its keys would be busy as long as the caller
+ * lives. Abandoning takes the lock, behind which such a step has been undone or stands. */
 LC_API int lci_publish(lci_handle *h, uint32_t rid, uint32_t gen, uint32_t shard,
                        const int32_t *pages, uint32_t n) {
     int rc = lcs_usable(h->at);

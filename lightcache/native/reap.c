@@ -81,14 +81,24 @@ static enum copies copies(const lci_handle *h, const lcs_client *c) {
     uint64_t pidns = lc_load(&c->pidns);
     uint32_t pid = lc_load(&c->pid);
     if (pidns == 0 || pidns != h->at->pidns) return COPIES_UNKNOWN;
-    uint64_t start = lcs_start_ticks(pid);
-    if (start != 0 && start != lc_load(&c->start_ticks)) return COPIES_OVER; /* another's by now */
+    uint64_t start = lcs_start_ticks(pid), clock = h->at->time_namespace;
+    bool another = start != 0 && start != lc_load(&c->start_ticks);
+    /* Another process by now, unless its start was counted from another instant. */
+    bool counted_alike = clock != 0 && clock == lcs_header_of(h->at)->time_namespace;
+    if (another && counted_alike) return COPIES_OVER;
     int fd = (int)syscall(SYS_pidfd_open, pid, 0);
     if (fd < 0) return errno == ESRCH ? COPIES_OVER : COPIES_UNKNOWN;
     struct pollfd poller = {.fd = fd, .events = POLLIN};
     int ready = poll(&poller, 1, 0);
     close(fd);
-    return ready == 1 ? COPIES_OVER : ready == 0 ? COPIES_GOING_ON : COPIES_UNKNOWN;
+    if (ready == 1) return COPIES_OVER;
+    return ready == 0 && !another ? COPIES_GOING_ON : COPIES_UNKNOWN;
+}
+
+/* For those who had too little and wait for this, or look behind us. The dead one's pages first. */
+static void say_reaped(lci_handle *h) {
+    atomic_fetch_add_explicit(&h->root->reaped, 1, memory_order_release);
+    lci_notify(h);
 }
 
 static void end_slot(lcs_client *c) {
@@ -107,6 +117,7 @@ static int reap_held(lci_handle *h, uint32_t slot, int wait, uint64_t deadline) 
             lc_store(&c->quarantine_until_ns, lcs_now_ns() + QUARANTINE_NS);
             lc_store_release(&c->state, LCS_CLIENT_QUARANTINE);
             state = LCS_CLIENT_QUARANTINE;
+            say_reaped(h);
         }
     }
     if (state == LCS_CLIENT_QUARANTINE) {
@@ -119,7 +130,7 @@ static int reap_held(lci_handle *h, uint32_t slot, int wait, uint64_t deadline) 
         return 0;
     }
     end_slot(c);
-    lci_notify(h);
+    say_reaped(h);
     return 1;
 }
 

@@ -135,6 +135,7 @@ static uint32_t classify(reserve *r, uint32_t from, uint32_t to, bool *full) {
         } else if (lci_state_of(word) == LCI_WRITING) {
             r->status[i] = LCI_BUSY_KEY;
             r->page[i] = (int32_t)page;
+            lci_look_if_due(h, &r->op->look); /* a dead writer would keep it for ever */
         } else if (lci_state_of(word) == LCI_READY) {
             int rc = lci_pin_one(h, page);
             if (rc != LC_OK) {
@@ -161,8 +162,9 @@ static int make_room(reserve *r, uint32_t want) {
 static bool stop(reserve *r, uint32_t i, uint32_t why) {
     for (uint32_t k = i; k < r->n - r->start; k++)
         if (r->status[k] != LCI_PRESENT) r->status[k] = LCI_NO_ROOM;
+    bool grows = lc_load(&r->h->root->grown) < r->h->page_count;
     r->op->stopped = 1;
-    r->op->reason = why;
+    r->op->reason = why == LCI_WHY_PINNED && grows ? LCI_WHY_MEMORY : why;
     r->op->kept = lc_load(&r->h->root->kept);
     return false;
 }
@@ -319,6 +321,7 @@ static void unpin_unlisted(reserve *r) {
 static int locked_part(reserve *r, int wait, uint64_t deadline) {
     lci_handle *h = r->h;
     uint64_t begun = lcs_now_ns();
+    lci_look_begin(h, &r->op->look, begun);
     while (r->op->cursor < r->n - r->start && !r->op->stopped) {
         int rc = lci_lock(h, &r->t, LCI_OP_RESERVE, wait, deadline);
         if (rc != LC_OK) return rc;
@@ -339,6 +342,36 @@ static int locked_part(reserve *r, int wait, uint64_t deadline) {
     return (int)r->op->made;
 }
 
+/* There was no room from some key on: from there once more. What lies behind it is missing or
+ * present, see `stop`, and is looked at again in its turn. */
+static void try_again(reserve *r) {
+    uint32_t rest = r->n - r->start, i = 0;
+    while (i < rest && r->status[i] != LCI_NO_ROOM) i++;
+    r->op->cursor = i;
+    r->op->stopped = r->op->reason = r->op->kept = 0;
+    lci_room_again(r->h, &r->room, &r->op->tick);
+    r->tick = r->op->tick;
+    touch_chain(r); /* used by this call, as before */
+}
+
+/* What is made and what is not; then, without the lock, whether a dead client holds what is lacking. */
+static int reserve_all(reserve *r, int wait, uint64_t deadline) {
+    lci_handle *h = r->h;
+    for (;;) {
+        if (wait == LC_TRY ? pthread_mutex_trylock(&h->at->door)
+                           : pthread_mutex_lock(&h->at->door))
+            return LC_E_BUSY;
+        int made = locked_part(r, wait, deadline);
+        pthread_mutex_unlock(&h->at->door);
+        bool less = r->op->stopped != 0;
+        if (made < 0 || LC_LIKELY(!less && !r->op->look.due)) return made;
+        int found = lci_look(h, &r->op->look, less, wait, deadline);
+        if (found < 0) return found;
+        if (!less || !found) return made;
+        try_again(r);
+    }
+}
+
 /* Reserve pages for keys [start, n). Returns the number of new pages; LC_E_BUSY, LC_E_INTR and
  * LC_E_GROW: call again with the same `op`, it goes on where it was. After any other error the
  * caller gives back what `page` and `status` say it holds. */
@@ -357,17 +390,15 @@ LC_API int lci_reserve(lci_handle *h, lci_reserve_op *op, const lc_key *keys, ui
     r.tick = op->tick;
     r.room.eviction.by = lci_ns_id(op->ns) + 1;
     r.room.eviction.since = r.tick; /* the same on every call: this chain counts as used by now */
+    r.room.look = &op->look;
+    r.room.no_memory = op->no_memory != 0;
     if (!op->pinned) {
         touch_chain(&r);
         rc = pin_present(&r);
         if (rc != LC_OK) return rc;
         op->pinned = 1;
     }
-    if (wait == LC_TRY ? pthread_mutex_trylock(&h->at->door) : pthread_mutex_lock(&h->at->door))
-        return LC_E_BUSY;
-    rc = locked_part(&r, wait, deadline);
-    pthread_mutex_unlock(&h->at->door);
-    return rc;
+    return reserve_all(&r, wait, deadline);
 }
 
 /* Unpin what a reserve holds, once: whom a signal interrupted calls again. */
@@ -421,6 +452,12 @@ LC_API int lci_evict_pages(lci_handle *h, uint32_t want, uint32_t *freed, int wa
     int rc = lcs_usable(h->at);
     if (rc != LC_OK) return rc;
     if (h->at->readonly) return LC_E_READONLY;
+    if (lci_look_due(h, lcs_now_ns())) {
+        lci_look_op look = {0};
+        lc_store(&h->root->looking_ns, lcs_now_ns());
+        rc = lci_look(h, &look, false, wait, deadline);
+        if (rc < 0) return rc;
+    }
     lci_eviction e = {.since = lci_next_tick(h)};
     while (*freed < want && !e.exhausted) {
         rc = lci_lock(h, &t, LCI_OP_EVICT, wait, deadline);

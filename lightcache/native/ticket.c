@@ -104,6 +104,18 @@ void lci_ticket_client_gone(lci_handle *h, lc_txn *t, uint32_t slot) {
     lci_settle_tickets(h, t, 256); /* the rest is for those who come next */
 }
 
+bool lci_ticket_awaited(const lci_handle *h, uint32_t slot, uint64_t dead) {
+    if (!lc_load(&h->root->ticket_used)) return false;
+    uint64_t now = lcs_now_ns();
+    for (uint32_t i = 0; i < h->ticket_count; i++) {
+        const lci_ticket *k = &h->tickets[i];
+        if (lc_load_acquire(&k->state) != LCI_TICKET_OPEN || lc_load(&k->giver) != slot) continue;
+        if (now >= lc_load(&k->deadline_ns)) continue;
+        if (whole(k->adopters) & ~(whole(k->adopted) | settled(k, false) | dead)) return true;
+    }
+    return false;
+}
+
 static lci_ticket *find_ticket(const lci_handle *h, const lci_ticket_ref *ref, int *rc) {
     *rc = LC_OK;
     if (ref->cache != cache_tag(h) || ref->index >= h->ticket_count) *rc = LC_E_MISSING;
@@ -156,17 +168,11 @@ static int fill_ticket(lci_handle *h, lc_txn *t, lci_ticket *k, const int32_t *p
     return t->error;
 }
 
-/* Hand pages that the caller pins to the client slots in `adopters`, until `expires`. A ticket of a
- * reservation carries its number and generation, else LC_NIL. */
-LC_API int lci_ticket_give(lci_handle *h, const int32_t *pages, uint32_t n, uint32_t rid,
-                           uint32_t rgen, uint64_t adopters, uint64_t expires, lci_ticket_ref *ref,
-                           int wait, uint64_t deadline) {
+static int give_ticket(lci_handle *h, const int32_t *pages, uint32_t n, uint32_t rid, uint32_t rgen,
+                       uint64_t adopters, uint64_t expires, lci_ticket_ref *ref, int wait,
+                       uint64_t deadline) {
     lc_txn t;
-    int rc = lcs_usable(h->at);
-    if (rc != LC_OK) return rc;
-    for (uint32_t i = 0; i < n; i++)
-        if ((uint32_t)pages[i] >= h->page_count) return LC_E_RANGE;
-    rc = lci_lock(h, &t, LCI_OP_TICKET, wait, deadline);
+    int rc = lci_lock(h, &t, LCI_OP_TICKET, wait, deadline);
     if (rc != LC_OK) return rc;
     lci_settle_tickets(h, &t, 256);
     for (uint32_t i = 0; i < n; i++) /* row 0 keeps what is pinned, and nothing else */
@@ -185,6 +191,27 @@ LC_API int lci_ticket_give(lci_handle *h, const int32_t *pages, uint32_t n, uint
     }
     int dropped = lci_unlock(h, &t);
     return dropped != LC_OK ? dropped : rc;
+}
+
+/* Hand pages that the caller pins to the client slots in `adopters`, until `expires`. A ticket of a
+ * reservation carries its number and generation, else LC_NIL. LC_E_FULL: too many are outstanding, of
+ * the living. */
+LC_API int lci_ticket_give(lci_handle *h, const int32_t *pages, uint32_t n, uint32_t rid,
+                           uint32_t rgen, uint64_t adopters, uint64_t expires, lci_ticket_ref *ref,
+                           int wait, uint64_t deadline) {
+    lci_look_op look = {0};
+    int rc = lcs_usable(h->at);
+    if (rc != LC_OK) return rc;
+    for (uint32_t i = 0; i < n; i++)
+        if ((uint32_t)pages[i] >= h->page_count) return LC_E_RANGE;
+    lci_look_begin(h, &look, lcs_now_ns());
+    for (;;) {
+        rc = give_ticket(h, pages, n, rid, rgen, adopters, expires, ref, wait, deadline);
+        if (rc != LC_E_FULL) return rc;
+        int found = lci_look(h, &look, true, wait, deadline);
+        if (found < 0) return found;
+        if (found == 0) return LC_E_FULL;
+    }
 }
 
 static int may_adopt(const lci_handle *h, const lci_ticket *k) {

@@ -18,8 +18,7 @@ from lightcache.storage.protocol import (
     WriteStatus,
 )
 from lightcache.storage.stacked import LevelStats, StackedStorage
-from lightcache.storage.tasks import StorageTask, TaskResult, TaskState
-from lightcache.storage.tiers import BaseTier, TierStats
+from lightcache.storage.tiers import BaseTier, StorageTask, TaskResult, TaskState, TierStats
 from lightcache.storage.urls import open_storage, register, schemes
 from lightcache.storage.worker import StorageTier
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
 from lightcache.errors import Detached, StorageError
+from lightcache.shm.errors import leave
+from lightcache.shm.waiting import Condition
 from lightcache.storage.protocol import Storage
 
 CLOSING = 10.0  # seconds that `close` waits for calls
@@ -24,7 +25,7 @@ class Calls:
 
     def __init__(self) -> None:
         """Open, of this process."""
-        self._state = threading.Condition()
+        self._state = Condition()
         self._process = os.getpid()
         self._under_way = 0
         self._closed = False
@@ -101,7 +102,7 @@ class Owned(Storage):
         trace: TracebackType | None,
     ) -> None:
         if self._calls.ours:  # a forked child leaves the statement without a word
-            self.close()
+            leave(self.close, error)
 
 
 __all__ = ["CLOSING", "Calls", "Owned"]

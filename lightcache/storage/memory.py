@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightcache import _arguments
+from lightcache._arguments import parse_size
 from lightcache.errors import ConfigError, StorageError
-from lightcache.sizes import parse_size
 from lightcache.storage.arguments import (
     Counters,
     Deadline,

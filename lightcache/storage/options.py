@@ -6,8 +6,8 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
+from lightcache._arguments import parse_size
 from lightcache.errors import ConfigError
-from lightcache.sizes import parse_size
 
 _INTEGER = re.compile("[+-]?[0-9]+")
 

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightcache.errors import ConfigError
+from lightcache.shm.errors import leave
 
 if TYPE_CHECKING:
     from lightcache.cache import Cache
@@ -271,7 +272,7 @@ class Storage(ABC):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        leave(self.close, error)
 
 
 __all__ = [

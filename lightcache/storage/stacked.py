@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
+import threading
 import time
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from lightcache import _arguments
-from lightcache.errors import ConfigError, StorageError
+from lightcache.breaker import Breaker
+from lightcache.errors import ConfigError, LightcacheError, StorageError
+from lightcache.shm.waiting import Condition
 from lightcache.storage.arguments import (
     Clock,
     Counters,
@@ -18,23 +27,744 @@ from lightcache.storage.arguments import (
     check_parent,
     check_tokens,
     timed_out,
+    write_to,
 )
-from lightcache.storage.breaker import Breaker, log
+from lightcache.storage.breaker import log, storage_breaker, unread, unwritten
 from lightcache.storage.calls import Calls, Owned
-from lightcache.storage.levels import Level, LevelStats
-from lightcache.storage.promoting import Promoter
+from lightcache.storage.executor import Call, Executor, Late
+from lightcache.storage.options import Options
 from lightcache.storage.protocol import (
     Buffer,
     Keys,
     ReadResult,
     ReadStatus,
     Storage,
+    StorageSpec,
     StorageStats,
     TokenRows,
     WriteResult,
     WriteStatus,
 )
-from lightcache.storage.stack_moves import Asking, Reading, Writing, share
+from lightcache.storage.threads import checked_contains, checked_statuses
+
+# ---- One storage of a stack: when it is asked, for how long, and what becomes of a call that
+# hangs.
+#
+# The nearest storage of a stack is called in the caller's thread, with the caller's buffers, as
+# if it stood alone. Those behind it are called in threads of their own, with memory of their own:
+# so a storage far away that does not come back takes neither the caller's time nor its pages
+# along.
+
+Pages = npt.NDArray[np.uint8]
+"""Shape (n, page_bytes)."""
+R = TypeVar("R")
+CALLS = 16
+"""Calls of one storage at a time, at most."""
+PROBE = 5.0
+"""Seconds that finding out whether a storage works again may take."""
+GRACE = 1.0
+"""Seconds behind its time until a call counts as hanging."""
+KEPT = 0.9
+"""Of the time that we wait for a storage that is called apart, what the storage is told: one that
+keeps to it is heard in time."""
+
+
+@dataclass(frozen=True)
+class LevelStats:
+    """What a stack knows of one of its storages."""
+
+    name: str
+    """Its place and its kind, as messages call it."""
+    state: Literal["closed", "open", "half-open"]
+    """Of its breaker: open means that it is not asked."""
+    hanging: int
+    """Calls that have not come back in time, nor since. While there is one it is not asked."""
+    promoted: int
+    """Pages written to it because they were read from one behind it."""
+    stats: StorageStats
+    """Its own, of all that this stack asked of it."""
+
+
+class NotAsked(StorageError):
+    """The level is disabled, or hangs."""
+
+
+class Level:
+    """A storage, its breaker, and its calls. Any thread may use it."""
+
+    def __init__(
+        self, storage: Storage, name: str, breaker: Breaker, clock: Clock, *, apart: bool
+    ) -> None:
+        """
+        Args:
+            apart: called in threads of its own. Then no buffer that it gets may be the caller's.
+        """
+        self.storage = storage
+        self.name = name
+        self.apart = apart
+        self.promoted = 0
+        self._breaker = breaker
+        self._executor = Executor(CALLS, "stack", clock=clock)
+        self._writes: list[Call[Any]] = []
+        self._key: Keys | None = None  # of the page that was asked for last: for a probe
+
+    # ---- whether it is asked
+
+    @property
+    def shut(self) -> bool:
+        """Whether a call now would not be made. Begins a probe, if one is due."""
+        if self._hanging():
+            return True
+        try:  # around the breaker as well: an interrupt may come after any line
+            if self._breaker.probe():
+                self._executor.submit(
+                    self._find_out,
+                    PROBE + GRACE,
+                    what="probe",
+                    late=self._probe_hangs,
+                )
+        except LightcacheError as error:
+            self._breaker.failure(str(error))
+        except BaseException:
+            self._breaker.leave()
+            raise
+        return self._breaker.shut
+
+    def _hanging(self) -> int:
+        """Calls that hang."""
+        self._executor.poll()
+        return self._executor.late
+
+    def _probe_hangs(self) -> None:
+        self._breaker.failure("the probe has not returned")
+
+    def _find_out(self) -> None:
+        """A probe: whether the storage answers. In a thread of its own, so nobody waits for it."""
+        try:
+            if self._key is not None:
+                checked_contains(self.storage.contains(self._key, timeout=PROBE), 1)
+        except Exception as error:
+            self._breaker.failure(str(error))
+        else:
+            self._breaker.success()
+
+    # ---- calls: each raises StorageError if there is no answer, with our name in it
+
+    def contains(self, keys: Keys, seconds: float) -> int:
+        """See `Storage.contains`."""
+
+        def run(left: float) -> int:
+            return checked_contains(self.storage.contains(keys, timeout=left), len(keys))
+
+        keys = keys.copy() if self.apart else keys
+        self._key = keys[:1].copy()
+        return self._ask("contains", seconds, run, lambda found: "")
+
+    def read(self, keys: Keys, buffers: Sequence[Buffer], seconds: float) -> ReadResult:
+        """See `Storage.read`."""
+        self._key = keys[:1].copy()
+
+        def run(left: float) -> ReadResult:
+            result = self.storage.read(keys, buffers, timeout=left)
+            checked_statuses("read", result.statuses, len(keys))
+            return result
+
+        return self._ask("read", seconds, run, unread)
+
+    def write(
+        self,
+        keys: Keys,
+        buffers: Sequence[Buffer],
+        parent: Keys | None,
+        seconds: float,
+        tokens: TokenRows | None = None,
+    ) -> WriteResult:
+        """See `Storage.write`."""
+
+        def run(left: float) -> WriteResult:
+            self._key = keys[:1].copy()
+            result = write_to(
+                self.storage, keys, buffers, timeout=left, parent=parent, tokens=tokens
+            )
+            checked_statuses("write", result.statuses, len(keys))
+            return result
+
+        return self._ask("write", seconds, run, unwritten)
+
+    def delete(self, keys: Keys, seconds: float) -> int:
+        """See `Storage.delete`. Waits for writes under way: see `_behind_writes`."""
+        keys = keys.copy() if self.apart else keys
+        return self._ask(
+            "delete",
+            self._behind_writes(seconds),
+            lambda left: self.storage.delete(keys, timeout=left),
+            lambda n: "",
+            though_shut=True,
+        )
+
+    def clear(self, seconds: float) -> int:
+        """See `Storage.clear`. Waits for writes under way, as `delete`."""
+        return self._ask(
+            "clear",
+            self._behind_writes(seconds),
+            lambda left: self.storage.clear(timeout=left),
+            lambda n: "",
+            though_shut=True,
+        )
+
+    def stats(self) -> LevelStats:
+        """As they are now."""
+        hanging = self._hanging()
+        return LevelStats(
+            self.name, self._breaker.state, hanging, self.promoted, self.storage.stats()
+        )
+
+    def named(self, reason: str) -> str:
+        """A reason of the storage's, with our name behind it: "timed out" stays in front."""
+        return f"{reason} ({self.name})" if reason else ""
+
+    # ---- how they are made
+
+    def _behind_writes(self, seconds: float) -> float:
+        """Wait until those writes have returned that are under way now, and say what is left of the
+        time. Of one in a thread of its own whoever asked for it may have gone, and removes now what
+        it would bring back. One in its caller's thread has its caller, who has not gone.
+
+        Raises:
+            StorageError: one has not returned in this time.
+        """
+        if not self.apart:
+            return seconds
+        deadline = Deadline(seconds)
+        for call in list(self._writes):
+            if not call.wait(deadline):
+                raise StorageError(
+                    self.named(f"timed out: a write has not returned in {seconds:g} s; call again")
+                )
+        return deadline.left
+
+    def _ask(
+        self,
+        what: str,
+        seconds: float,
+        run: Callable[[float], R],
+        bad: Callable[[R], str],
+        *,
+        though_shut: bool = False,
+    ) -> R:
+        if seconds <= 0.0:
+            raise StorageError(self.named(f"timed out: no time was left for {what}"))
+        if self._hanging():
+            raise NotAsked(self.named("a call hangs; it is not asked until it returns"))
+        # A breaker spares those who can do without the storage. What is removed must be removed
+        # from it too, so that is tried.
+        if self.shut and not though_shut:
+            raise NotAsked(self._breaker.reason)
+        try:
+            answer = self._answer(what, seconds, run)
+            error = bad(answer)
+        except Late:
+            raise StorageError(self.named(f"timed out: {what} has come back late")) from None
+        except Exception as raised:  # a text, as a traceback would keep views of buffers
+            error = str(raised) if isinstance(raised, LightcacheError) else repr(raised)
+            self._breaker.failure(error)
+            raise StorageError(self.named(error)) from None
+        if error:
+            self._breaker.failure(error)
+        else:
+            self._breaker.success()
+        return answer
+
+    def _answer(self, what: str, seconds: float, run: Callable[[float], R]) -> R:
+        def hangs() -> None:
+            log.warning("%s hangs in %s; it is not asked until that returns", self.name, what)
+            if not self.apart:  # else it was told when nobody waited any more
+                self._breaker.failure(f"{what} hangs")
+
+        if not self.apart:
+            end = self._executor.now + seconds + GRACE
+            return self._executor.here(lambda: run(seconds), end, what, hangs)
+        call = self._executor.submit(
+            lambda: run(seconds * KEPT), seconds + GRACE, what=what, late=hangs
+        )
+        if what == "write":  # whoever removes something waits for it
+            self._writes = [*(each for each in self._writes if not each.ended), call]
+        try:
+            if not call.wait(Deadline(seconds)):
+                raise StorageError(f"timed out: {what} has not returned in {seconds:g} s")
+            return call.result()
+        finally:
+            call.leave()
+
+    def close(self) -> None:
+        """Close the storage, whatever calls of it hang."""
+        self._executor.close(0.0)
+        self.storage.close()
+
+
+def own_memory(pages: int, page_bytes: int) -> Pages:
+    """Memory of ours for so many pages. It begins at a page of the machine, as direct I/O wants;
+    huge ones where there are some, since touching new memory for the first time is what costs most:
+    for 32 MiB 13 ms instead of 42, while copying them takes 9.
+
+    Raises:
+        StorageError: there is not so much.
+    """
+    try:
+        made = mmap.mmap(-1, pages * page_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, MemoryError) as error:
+        raise StorageError(f"no memory for {pages} pages of {page_bytes} bytes: {error}") from error
+    with contextlib.suppress(OSError):  # a kernel that has no huge ones
+        made.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(made, np.uint8).reshape(pages, page_bytes)
+
+
+# ---- Writing what was found far away to the storages nearer by, in the background.
+#
+# Whoever reads has its pages already and waits for nobody. Pages wait in a queue of bounded
+# bytes, in memory of the stack's; what does not fit is not promoted, and will be when it is read
+# again.
+#
+# What is deleted must not come back: a page may have been read before it was deleted, and wait
+# here until it is written anew. So deleting empties the queue and waits for what is being
+# written, and every read says in which generation it began: deleting begins one before, and
+# another one behind.
+
+
+@dataclass(frozen=True)
+class Promotion:
+    """Pages for one level that stand one behind the other in a prefix."""
+
+    level: Level
+    keys: Keys
+    pages: Pages
+    parent: Keys | None
+    bytes: int
+    """Of the memory that `pages` is a part of: that much is kept until it is written."""
+
+
+class Promoter:
+    """A queue and the thread that empties it, which starts with the first page to be promoted."""
+
+    def __init__(self, most_bytes: int, seconds: float) -> None:
+        """
+        Args:
+            most_bytes: of pages that wait or are being written; 0: nothing is promoted.
+            seconds: that writing one promotion may take.
+        """
+        self.most_bytes = most_bytes
+        self._seconds = seconds
+        self._changed = Condition()
+        self._queue: deque[Promotion] = deque()
+        self._bytes = 0
+        self._writing = False
+        self._paused = 0
+        self._generation = 0
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def generation(self) -> int:
+        """To be asked before reading, and given to `put`."""
+        with self._changed:
+            return self._generation
+
+    def put(self, one: Promotion, generation: int) -> bool:
+        """Take over pages; False: they are not promoted. Does not block."""
+        with self._changed:
+            full = self._bytes + one.bytes > self.most_bytes
+            if full or generation != self._generation or self._closing or one.level.shut:
+                return False
+            if not self._works():
+                return False
+            self._queue.append(one)
+            self._bytes += one.bytes
+            self._changed.notify_all()
+        return True
+
+    def _works(self) -> bool:
+        """Whether there is a thread, which is started when it is first needed. It is known before
+        it starts: behind an interrupt there must not be two."""
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(
+                target=self._work, name="lightcache-stack-promote", daemon=True
+            )
+            try:
+                self._thread.start()
+            except RuntimeError:  # no more threads here
+                self._thread = None
+                return False
+        return True
+
+    def settle(self, timeout: float) -> bool:
+        """Wait until nothing is left to be promoted; False: not in these seconds.
+
+        Raises:
+            ConfigError: no number of seconds.
+        """
+        seconds = min(Deadline(timeout).left, threading.TIMEOUT_MAX)
+        with self._changed:
+            return self._changed.wait_for(lambda: not (self._queue or self._writing), seconds)
+
+    @contextlib.contextmanager
+    def paused(self, deadline: Deadline) -> Iterator[None]:
+        """Nothing is promoted meanwhile, nor what was read before or meanwhile.
+
+        Raises:
+            StorageError: a page is being written for longer than that.
+        """
+        entered = 0
+        try:  # around the count as well: an interrupt may come behind any line
+            with self._changed:
+                self._paused, entered = self._paused + 1, 1
+                self._begin_generation()
+                quiet = self._changed.wait_for(
+                    lambda: not self._writing, min(deadline.left, threading.TIMEOUT_MAX)
+                )
+            if not quiet:
+                raise StorageError(f"{deadline.reason}; a page is still being promoted, call again")
+            yield
+        finally:
+            with self._changed:
+                self._paused -= entered
+                self._begin_generation()
+
+    def _begin_generation(self) -> None:
+        self._generation += 1
+        self._bytes -= sum(one.bytes for one in self._queue)
+        self._queue.clear()
+        self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Begin nothing more."""
+        with self._changed:
+            self._closing = True
+            self._begin_generation()
+
+    def join(self, timeout: float) -> bool:
+        """Behind `stop`: wait for the thread to end; False: it writes still."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+            return not self._thread.is_alive()
+        return True
+
+    # ---- the thread
+
+    def _work(self) -> None:
+        while (one := self._next()) is not None:
+            try:
+                self._write(one)
+            finally:
+                with self._changed:
+                    self._writing = False
+                    self._bytes -= one.bytes
+                    self._changed.notify_all()
+
+    def _next(self) -> Promotion | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing or (self._queue and not self._paused))
+            if self._closing:
+                return None
+            self._writing = True
+            return self._queue.popleft()
+
+    def _write(self, one: Promotion) -> None:
+        rows: Sequence[Pages] = list(one.pages)
+        try:
+            result = one.level.write(one.keys, rows, one.parent, self._seconds)
+        except LightcacheError as error:  # its breaker was told, and warns
+            log.debug("%d pages were not promoted: %s", len(one.keys), error)
+            return
+        one.level.promoted += result.count(WriteStatus.STORED)
+
+
+# ---- One call of a stack that moves pages: who is asked for which, for how long, and what that
+# makes.
+#
+# Time is shared: a storage gets half of what is left as long as another one behind it can be
+# asked, and the last one all of it. So one that uses up its time leaves as much to the others.
+
+PIECE = 64 << 20
+"""Bytes of our own memory that one call has at a time; a page more than that is a piece itself."""
+
+
+def share(levels: Sequence[Level], number: int, deadline: Deadline) -> Deadline:
+    """The time that a level may take now."""
+    more = any(not each.shut for each in levels[number + 1 :])
+    return Deadline(deadline.left / 2 if more else deadline.left)
+
+
+class Asking:
+    """A `contains`: how many keys from the first on any level has."""
+
+    def __init__(self, levels: Sequence[Level], keys: Keys, deadline: Deadline) -> None:
+        """Nobody is asked yet."""
+        self._levels = levels
+        self._keys = keys
+        self._deadline = deadline
+        self._late = False
+        self.late = False
+        """The time of one that was asked was up, and the answer may be too small by that."""
+
+    def run(self) -> int:
+        """A level is asked from the first key on that those nearer by do not have; one that says
+        nothing counts as one that has nothing.
+
+        Raises:
+            StorageError: none of them said anything.
+        """
+        at = answers = 0
+        keys, deadline = self._keys, self._deadline
+        without = [-1] * len(self._levels)  # at which key each has nothing, as far as it has said
+        why = ""
+        while at < len(keys):
+            before = at
+            for number, level in enumerate(self._levels):
+                if without[number] >= at or at == len(keys):
+                    continue
+                try:
+                    at += level.contains(keys[at:], share(self._levels, number, deadline).left)
+                    answers += 1
+                    without[number] = at
+                except StorageError as error:
+                    why = why or str(error)
+                    self._late |= timed_out(str(error), "contains")
+                    without[number] = len(keys)
+            if at == before:
+                break
+        self.late = self._late and at < len(keys)
+        if len(keys) and not answers:
+            raise StorageError(why)
+        return at
+
+
+class Reading:
+    """A `read`: each page from the nearest level that has it."""
+
+    def __init__(
+        self, levels: Sequence[Level], keys: Keys, views: list[memoryview], deadline: Deadline
+    ) -> None:
+        """Nothing is read yet."""
+        self._levels = levels
+        self._keys = keys
+        self._views = views
+        self._deadline = deadline
+        self._statuses = [ReadStatus.ABSENT] * len(keys)
+        self._lacking: list[list[bool]] = []
+        """Of each level that was asked, which keys it does not have, or not as they should be."""
+        self._reason = ""
+        self._answered = False
+        self._heard: set[int] = set()
+        """Keys of which the level that is asked just now has said what it has."""
+        self._late = False
+        self.late = False
+        """The time of one that was asked was up, and pages are missing by that."""
+
+    def run(self, promoter: Promoter) -> ReadResult:
+        """Ask one level after another for what is missing.
+
+        Raises:
+            StorageError: none of them could do anything.
+        """
+        generation = promoter.generation
+        for number, level in enumerate(self._levels):
+            missing = [i for i, one in enumerate(self._statuses) if one is not ReadStatus.OK]
+            if not missing:
+                break
+            if self._deadline.passed:
+                self._too_late(missing)
+                break
+            self._lacking.append([False] * len(self._keys))
+            self._heard.clear()
+            limit = share(self._levels, number, self._deadline)
+            try:
+                if not level.apart:
+                    self._near(level, missing, limit)
+                else:
+                    for promotion in self._far(number, missing, limit):
+                        promoter.put(promotion, generation)
+            except StorageError as error:
+                self._say(str(error))
+                if not isinstance(error, NotAsked):
+                    left = [i for i in missing if i not in self._heard]
+                    self._note(left, [ReadStatus.FAILED] * len(left))
+        self.late = self.late or (self._late and ReadStatus.FAILED in self._statuses)
+        if not self._answered and len(self._keys):
+            raise StorageError(self._reason)
+        bad = {ReadStatus.FAILED, ReadStatus.CORRUPT} & set(self._statuses)
+        return ReadResult(tuple(self._statuses), self._reason if bad else "")
+
+    def _too_late(self, missing: list[int]) -> None:
+        """The time is up, and nobody has said of these that they are nowhere."""
+        self.late = True
+        self._answered = True
+        for i in missing:
+            if self._statuses[i] is ReadStatus.ABSENT:
+                self._statuses[i] = ReadStatus.FAILED
+        self._reason = self._reason or self._deadline.reason
+
+    def _near(self, level: Level, missing: list[int], limit: Deadline) -> None:
+        """Read into the caller's buffers."""
+        keys = self._keys if len(missing) == len(self._keys) else self._keys[missing]
+        result = level.read(keys, [self._views[i] for i in missing], limit.left)
+        self._take(level, missing, result)
+
+    def _far(self, number: int, missing: list[int], limit: Deadline) -> Iterator[Promotion]:
+        """Read into memory of our own, copy what is good, and say what those before may have."""
+        level = self._levels[number]
+        for piece in pieces(missing, len(self._views[0])):
+            pages = own_memory(len(piece), len(self._views[0]))
+            result = level.read(self._keys[piece], list(pages), limit.left)
+            for row, i, status in zip(pages, piece, result.statuses, strict=True):
+                if status is ReadStatus.OK:
+                    self._views[i][:] = row.data
+            self._take(level, piece, result)
+            good = [status is ReadStatus.OK for status in result.statuses]
+            for upper, lacking in zip(self._levels, self._lacking[:number], strict=False):
+                rows = [at for at, i in enumerate(piece) if good[at] and lacking[i]]
+                yield from self._promotions(upper, piece, pages, rows)
+
+    def _promotions(
+        self, upper: Level, piece: list[int], pages: Pages, rows: list[int]
+    ) -> Iterator[Promotion]:
+        """One for each row of keys without a gap: only then does each hang on the one before."""
+        first = 0
+        for end in range(1, len(rows) + 1):
+            if end < len(rows) and piece[rows[end]] == piece[rows[end - 1]] + 1:
+                continue
+            begin, behind = rows[first], rows[end - 1] + 1
+            key = piece[begin]
+            keys = self._keys[key : key + behind - begin].copy()
+            parent = self._keys[key - 1 : key].copy() if key else None
+            yield Promotion(upper, keys, pages[begin:behind], parent, pages.nbytes)
+            first = end
+
+    def _take(self, level: Level, which: list[int], result: ReadResult) -> None:
+        self._answered = True
+        self._note(which, result.statuses)
+        self._say(level.named(result.reason))
+
+    def _say(self, reason: str) -> None:
+        self._late |= timed_out(reason)
+        self._reason = self._reason or reason
+
+    def _note(self, which: list[int], statuses: Sequence[ReadStatus]) -> None:
+        """What a level has said. Worse than absent stays, unless somebody has the page."""
+        lacking = self._lacking[-1]
+        self._heard.update(which)
+        for i, status in zip(which, statuses, strict=True):
+            lacking[i] = status in (ReadStatus.ABSENT, ReadStatus.CORRUPT)
+            if status is not ReadStatus.ABSENT:
+                self._statuses[i] = status
+
+
+class Writing:
+    """A `write`: every level is given every page."""
+
+    def __init__(
+        self,
+        levels: Sequence[Level],
+        keys: Keys,
+        views: list[memoryview],
+        parent: Keys | None,
+        tokens: TokenRows | None,
+        deadline: Deadline,
+    ) -> None:
+        """Nothing is written yet."""
+        self._levels = levels
+        self._keys = keys
+        self._views = views
+        self._parent = parent
+        self._tokens = tokens
+        self._deadline = deadline
+        self._statuses: list[WriteStatus | None] = [None] * len(keys)
+        self._reason = ""
+        self._late = False
+        self.late = False
+        """The time of one that was asked was up, and pages are not stored by that."""
+
+    def run(self) -> WriteResult:
+        """Give the pages to one level after another.
+
+        Raises:
+            StorageError: none of them could do anything.
+        """
+        answered = False
+        for number, level in enumerate(self._levels):
+            if self._deadline.passed:
+                self._too_late()
+                answered = True
+                break
+            limit = share(self._levels, number, self._deadline)
+            done = 0  # of these keys this level has said what became of them
+            try:
+                for piece in self._pieces(level):
+                    self._write(level, piece, limit)
+                    answered, done = True, piece.stop
+            except StorageError as error:
+                self._say(str(error))
+                if not isinstance(error, NotAsked):
+                    left = range(done, len(self._keys))
+                    self._note(left, [WriteStatus.FAILED] * len(left))
+        told = tuple(WriteStatus.FAILED if one is None else one for one in self._statuses)
+        self.late = self.late or (self._late and WriteStatus.FAILED in told)
+        if not answered and len(self._keys):
+            raise StorageError(self._reason)
+        bad = {WriteStatus.FAILED, WriteStatus.REFUSED} & set(told)
+        return WriteResult(told, self._reason if bad else "")
+
+    def _pieces(self, level: Level) -> Iterator[range]:
+        if level.apart:
+            for piece in pieces(range(len(self._keys)), len(self._views[0]) if self._views else 1):
+                yield range(piece[0], piece[-1] + 1)
+        else:
+            yield range(len(self._keys))
+
+    def _write(self, level: Level, piece: range, limit: Deadline) -> None:
+        chosen = slice(piece.start, piece.stop)
+        parent = self._keys[piece.start - 1 : piece.start] if piece.start else self._parent
+        views, keys = self._views[chosen], self._keys[chosen]
+        tokens = None if self._tokens is None else self._tokens[chosen]
+        if not level.apart:
+            result = level.write(keys, views, parent, limit.left, tokens)
+        else:
+            pages = own_memory(len(views), len(views[0]))
+            for row, view in zip(pages, views, strict=True):
+                row[:] = view
+            parent = None if parent is None else parent.copy()
+            tokens = None if tokens is None else tokens.copy()
+            result = level.write(keys.copy(), list(pages), parent, limit.left, tokens)
+        self._note(piece, result.statuses)
+        self._say(level.named(result.reason))
+
+    def _say(self, reason: str) -> None:
+        self._late |= timed_out(reason)
+        self._reason = self._reason or reason
+
+    def _note(self, which: range, statuses: Sequence[WriteStatus]) -> None:
+        """The last level that has a page says whether it was there; if none has it, one that failed
+        says so, and then one that refused it."""
+        has = (WriteStatus.STORED, WriteStatus.PRESENT)
+        for i, status in zip(which, statuses, strict=True):
+            before = self._statuses[i]
+            worse = before is None or (before not in has and status is WriteStatus.FAILED)
+            if status in has or worse:
+                self._statuses[i] = status
+
+    def _too_late(self) -> None:
+        self.late = None in self._statuses or WriteStatus.REFUSED in self._statuses
+        self._note(range(len(self._keys)), [WriteStatus.FAILED] * len(self._keys))
+        self._reason = self._reason or self._deadline.reason
+
+
+def pieces(numbers: Sequence[int], page_bytes: int) -> Iterator[list[int]]:
+    """Of the numbers of pages as many at a time as our own memory is for."""
+    most = max(1, PIECE // page_bytes)
+    for first in range(0, len(numbers), most):
+        yield list(numbers[first : first + most])
+
+
+# ---- Several storages as one: fast and small in front, slow and large behind.
 
 _CLOSING = 10.0  # seconds that `close` waits for a page that is being promoted
 
@@ -59,7 +789,7 @@ class StackedStorage(Owned):
         *,
         names: Sequence[str] | None = None,
         promote_bytes: int = 256 << 20,
-        promote_seconds: float = 30.0,
+        promote_seconds: float = 5.0,
         failures: int = 3,
         retry: float = 30.0,
         clock: Clock = time.monotonic,
@@ -67,18 +797,19 @@ class StackedStorage(Owned):
         """Owns the storages, and closes them.
 
         Args:
-            storages: two or more, the nearest first, all opened for the same spec.
+            storages: one or more, the nearest first, all opened for the same spec.
             names: how messages call them; None: by their classes.
             promote_bytes: of pages that wait to be written to a nearer storage, at most; what is
                 more is not. 0: nothing is promoted.
-            promote_seconds: that writing the promoted pages of one read may take.
+            promote_seconds: that writing the promoted pages of one read may take; `delete`, `clear`
+                and `close` wait for it.
             failures: of one storage in a row, after which it is not asked. Fewer than a tier's: so
                 that one storage that fails does not have the whole stack left alone.
             retry: seconds until it is tried again.
             clock: in seconds, for breakers and for what hangs; for tests.
 
         Raises:
-            ConfigError: fewer than two storages, other specs, or an argument out of range.
+            ConfigError: no storage, other specs, or an argument out of range.
         """
         _fitting(storages)
         self.spec = storages[0].spec
@@ -93,7 +824,7 @@ class StackedStorage(Owned):
         self._levels: list[Level] = []
         for number, (storage, kind) in enumerate(zip(storages, kinds, strict=True), 1):
             name = f"storage {number} of {len(storages)}, {kind}"
-            breaker = Breaker(failures, retry, clock, name)
+            breaker = storage_breaker(failures, retry, clock, name)
             self._levels.append(Level(storage, name, breaker, clock, apart=number > 1))
         most = _arguments.count(promote_bytes, "promote_bytes", 0, 1 << 50)
         self._promoter = Promoter(most, promote_seconds)
@@ -195,7 +926,7 @@ class StackedStorage(Owned):
         error: Exception | None = None
         for level in self._levels:
             try:
-                level.storage.close()
+                level.close()
             except Exception as raised:
                 error = error or raised
                 log.warning("%s could not be closed: %s", level.name, raised)
@@ -254,8 +985,8 @@ def _fitting(storages: Sequence[Storage]) -> None:
     wrong = [each for each in given if not isinstance(each, Storage)]
     if wrong:
         raise ConfigError(f"storages: expected each a Storage, found {wrong[0]!r}; open them first")
-    if len(storages) < 2:
-        raise ConfigError(f"storages: expected two or more, found {len(storages)}")
+    if not storages:
+        raise ConfigError("storages: expected one or more, found none")
     if len({id(each) for each in storages}) < len(storages):
         raise ConfigError("storages: expected each once, found one twice")
     first = storages[0].spec
@@ -267,4 +998,126 @@ def _fitting(storages: Sequence[Storage]) -> None:
             )
 
 
-__all__ = ["LevelStats", "StackedStorage"]
+# ---- Stacks of storages by URL: `stack:?promote=64MiB|disk:/mnt/nvme/cache|s3://bucket/prefix`.
+
+OPTIONS = ("promote", "failures", "retry", "missing")
+_EXAMPLE = "'stack:disk:/mnt/nvme/cache|s3://bucket/prefix'"
+
+
+def split(parts: Sequence[str]) -> tuple[str, list[str]]:
+    """What stands between the bars: options, without their question mark, and the URLs.
+
+    Raises:
+        ConfigError: fewer than two URLs, or something that is none.
+    """
+    for each in parts:
+        if not isinstance(each, str):
+            raise ConfigError(f"storage: expected URLs in a list, found {each!r}")
+    query = parts[0][1:] if parts and parts[0].startswith("?") else ""
+    urls = list(parts[1:] if query or parts[:1] == ["?"] else parts)
+    if len(urls) < 2:
+        raise ConfigError(
+            f"stack: expected two URLs or more, the nearest first and with | between them, as in "
+            f"{_EXAMPLE}, found {len(urls)}; in a shell put them in quotes"
+        )
+    for number, url in enumerate(urls, 1):
+        if ":" not in url:
+            raise ConfigError(  # which may be the end of a password: it is not shown
+                f"stack: expected URLs as in {_EXAMPLE}, found none as {number}.; in a password "
+                "'|' is written %7C"
+            )
+        if url.startswith("stack:"):
+            raise ConfigError(f"stack: found a stack in a stack, as {number}.; name its storages")
+    return query, urls
+
+
+def parse(options: Mapping[str, str]) -> dict[str, Any]:
+    """Arguments of `open_stack` and `StackedStorage`: those that are said.
+
+    Raises:
+        ConfigError: an option that there is not, or a value that is none.
+    """
+    given = Options("stack", options, OPTIONS)
+    found: dict[str, Any] = {"skip": given.choice("missing", ("raise", "skip")) == "skip"}
+    if "promote" in given:
+        nothing = given.text("promote") in ("no", "0")
+        found["promote_bytes"] = 0 if nothing else given.size("promote")
+    if "failures" in given:
+        found["failures"] = given.count("failures", 0)
+    if "retry" in given:
+        found["retry"] = given.seconds("retry", 0.0)
+    return found
+
+
+def open_stack(
+    urls: Sequence[str],
+    spec: StorageSpec,
+    open_one: Callable[[str, StorageSpec], Storage],
+    *,
+    skip: bool = False,
+    **how: Any,
+) -> StackedStorage:
+    """Open all of them; if one cannot be opened, those that were are closed again.
+
+    Args:
+        skip: do without one that cannot be opened, with a warning, for as long as this lasts.
+            Whatever the reason is, but that its URL is wrong.
+        how: for `StackedStorage`.
+
+    Raises:
+        ConfigError: a URL that is wrong.
+        StorageError: one cannot be opened; the message says which. With `skip`: none can.
+    """
+    opened: list[Storage] = []
+    names: list[str] = []
+    first: Exception | None = None
+    why = ""
+    try:
+        for number, url in enumerate(urls, 1):
+            name = f"{number} of {len(urls)}, {url.partition(':')[0]}:"
+            try:
+                opened.append(open_one(url, spec))
+                names.append(f"{url.partition(':')[0]}:")
+            except ConfigError as wrong:
+                raise ConfigError(f"stack, storage {name} {wrong}") from wrong
+            except Exception as raised:  # somebody else's opener may raise anything
+                said = str(raised) if isinstance(raised, LightcacheError) else repr(raised)
+                first, why = first or raised, why or said
+                if not skip:
+                    raise StorageError(
+                        f"stack: storage {name} cannot be opened: {said}; mend it, leave it out, "
+                        "or begin with 'stack:?missing=skip|'"
+                    ) from raised
+                log.warning("storage %s cannot be opened and is left out: %s", name, said)
+        if not opened:
+            raise StorageError(f"stack: none of {len(urls)} can be opened: {why}") from first
+        return StackedStorage(opened, names=names, **how)
+    except BaseException:
+        for each in opened:
+            with contextlib.suppress(Exception):  # what was raised first says what is wrong
+                each.close()
+        raise
+
+
+__all__ = [
+    "GRACE",
+    "KEPT",
+    "OPTIONS",
+    "PIECE",
+    "Asking",
+    "Level",
+    "LevelStats",
+    "NotAsked",
+    "Pages",
+    "Promoter",
+    "Promotion",
+    "Reading",
+    "StackedStorage",
+    "Writing",
+    "open_stack",
+    "own_memory",
+    "parse",
+    "pieces",
+    "share",
+    "split",
+]

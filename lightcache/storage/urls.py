@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from lightcache.errors import ConfigError, LightcacheError, StorageError
-from lightcache.storage import stack_urls
+from lightcache.storage import stacked
 from lightcache.storage.arguments import check_spec
 from lightcache.storage.flaky import FlakyStorage
 from lightcache.storage.memory import MemoryStorage
@@ -93,7 +93,7 @@ def check_url(url: str | Sequence[str]) -> None:
     if scheme == "stack":
         _check_stack(rest.split("|"))
     elif scheme == "disk":
-        from lightcache.storage.disk.options import parse
+        from lightcache.storage.disk.backend import parse
 
         where, _, query = rest.partition("?")
         parse(where, _options(query, "&") if query else {})
@@ -227,8 +227,8 @@ def _check_stack(parts: Sequence[str]) -> None:
 
 def _stack_of(parts: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Options and URLs of a stack, checked."""
-    query, urls = stack_urls.split(parts)
-    return stack_urls.parse(_options(query, "&") if query else {}), urls
+    query, urls = stacked.split(parts)
+    return stacked.parse(_options(query, "&") if query else {}), urls
 
 
 def _stack(parts: Sequence[str], spec: StorageSpec) -> Storage:
@@ -239,7 +239,7 @@ def _stack(parts: Sequence[str], spec: StorageSpec) -> Storage:
         except ConfigError as wrong:
             name = f"{number} of {len(urls)}, {url.partition(':')[0]}:"
             raise ConfigError(f"stack, storage {name} {wrong}") from wrong
-    return stack_urls.open_stack(urls, spec, lambda url, spec: open_storage(url, spec=spec), **how)
+    return stacked.open_stack(urls, spec, lambda url, spec: open_storage(url, spec=spec), **how)
 
 
 def _check_unopened(url: str) -> None:

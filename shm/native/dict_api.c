@@ -250,3 +250,16 @@ LC_API int lcx_dict_check(lcx_dict *d, char *text, uint32_t room, int wait, uint
     free(seen);
     return rc == LC_OK ? broken != 0 : rc;
 }
+
+/* The same of a copy of the segment, `bytes` long, which nobody changes. */
+LC_API int lcx_dict_check_copy(uint8_t *base, uint64_t bytes, uint32_t capacity, char *text,
+                               uint32_t room) {
+    lcx_dict d = {0};
+    if (bytes < LCS_PAYLOAD_OFFSET + lcx_dict_bytes(capacity)) return LC_E_RANGE;
+    uint8_t *seen = calloc(capacity, 1);
+    if (!seen) return LC_E_FULL;
+    point(&d, base, capacity);
+    int broken = check_all(&d, seen, text, room);
+    free(seen);
+    return broken != 0;
+}

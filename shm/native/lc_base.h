@@ -134,7 +134,10 @@ typedef struct lcs_header {
     uint32_t config_bytes;
     uint32_t reserved;
     char config[2048]; /* JSON, UTF-8, zero padded */
-    uint8_t pad0[1920];
+    uint64_t time_namespace; /* its creator's, as lcs_time_namespace says; 0: unknown */
+    uint8_t pad0[1896];
+    uint64_t idle_ns;          /* unused for longer, a persistent one may go for room; 0: never */
+    _Atomic uint64_t used_ns;  /* CLOCK_REALTIME, advice: somebody used it then, or later */
     _Atomic uint32_t retired;  /* never cleared */
     _Atomic uint32_t disabled; /* an operator's switch */
     _Atomic uint32_t ready;    /* stored last, with release order */
@@ -190,7 +193,9 @@ typedef struct lcs_lock {
             _Atomic uint32_t sequence;
         };
     };
-    _Atomic uint64_t holder; /* sequence << 32 | the holder's thread id in its namespace; 0 unknown */
+    /* sequence << 32 | the holder's thread id in its namespace; 0 unknown. The kernel makes the id
+     * FUTEX_OWNER_DIED where it sees the holder's thread end (lock.c). */
+    _Atomic uint64_t holder;
     _Atomic uint32_t log_count; /* entries of the undo log that are in force; 0: nothing to undo */
     _Atomic uint32_t operation; /* LC_OP_* of the holder, once `holder` has this sequence */
     _Atomic uint64_t since_ns;  /* CLOCK_MONOTONIC, when it was taken; the same */
@@ -222,6 +227,7 @@ typedef struct lcs_attachment {
     uint32_t guest;           /* acts as a dead client while reaping it: has no thread of that one */
     uint32_t pid;
     uint64_t pidns;
+    uint64_t time_namespace;
     pthread_mutex_t door; /* threads of one process queue here before the shared lock */
     pthread_mutex_t rows; /* threads of one process settle their pins under it */
 } lcs_attachment;

@@ -36,15 +36,20 @@ static inline bool lc_list_empty(const lc_lists *l, uint32_t list) {
     return lc_load(&l->heads[list].next) == lc_list_head(l, list);
 }
 
-/* First node, or LC_NIL. A damaged link sets `t->error`. */
-static inline uint32_t lc_list_first(lc_txn *t, const lc_lists *l, uint32_t list) {
-    uint32_t node = lc_load(&l->heads[list].next);
+/* The node that a link of `list` leads to; LC_NIL at its end. A damaged link sets `t->error`. */
+static inline uint32_t lc_list_follow(lc_txn *t, const lc_lists *l, uint32_t list,
+                                      const lc_link *link) {
+    uint32_t node = lc_load(&link->next);
     if (node == lc_list_head(l, list)) return LC_NIL;
     if (LC_UNLIKELY(node >= l->nodes)) {
         t->error = LC_E_CORRUPT;
         return LC_NIL;
     }
     return node;
+}
+
+static inline uint32_t lc_list_first(lc_txn *t, const lc_lists *l, uint32_t list) {
+    return lc_list_follow(t, l, list, &l->heads[list]);
 }
 
 /* Link `node`, which is on no list, before `at` (a head: at the end of that list). */

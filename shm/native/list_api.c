@@ -178,20 +178,39 @@ static int check_list(const lcx_list *l, uint32_t list, uint8_t *seen, char *tex
     return 0;
 }
 
+static int check_all(const lcx_list *l, uint8_t *seen, char *text, size_t room) {
+    int broken = 0;
+    for (uint32_t i = 0; i < l->lists.head_count && !broken; i++)
+        broken = check_list(l, i, seen, text, room);
+    for (uint32_t n = 0; n < l->lists.nodes && !broken; n++)
+        if (lc_load(&l->where[n]) && !seen[n])
+            broken = snprintf(text, room, "node %u says it is on list %u and is not", n,
+                              lc_load(&l->where[n]) - 1);
+    return broken;
+}
+
 /* Derive every invariant again, under the lock. 0 clean, 1 broken (`text` names the first). */
 LC_API int lcx_list_check(lcx_list *l, char *text, uint32_t room, int wait, uint64_t deadline) {
     lc_txn t;
     uint8_t *seen = calloc(l->lists.nodes, 1);
     int broken = 0, rc = seen ? lock(l, &t, wait, deadline) : LC_E_FULL;
     if (rc == LC_OK) {
-        for (uint32_t i = 0; i < l->lists.head_count && !broken; i++)
-            broken = check_list(l, i, seen, text, room);
-        for (uint32_t n = 0; n < l->lists.nodes && !broken; n++)
-            if (lc_load(&l->where[n]) && !seen[n])
-                broken = snprintf(text, room, "node %u says it is on list %u and is not", n,
-                                  lc_load(&l->where[n]) - 1);
+        broken = check_all(l, seen, text, room);
         rc = unlock(l, &t);
     }
     free(seen);
     return rc == LC_OK ? broken != 0 : rc;
+}
+
+/* The same of a copy of the segment, `bytes` long, which nobody changes. */
+LC_API int lcx_list_check_copy(uint8_t *base, uint64_t bytes, uint32_t nodes, uint32_t lists,
+                               char *text, uint32_t room) {
+    lcx_list l = {0};
+    if (bytes < LCS_PAYLOAD_OFFSET + lcx_list_bytes(nodes, lists)) return LC_E_RANGE;
+    uint8_t *seen = calloc(nodes, 1);
+    if (!seen) return LC_E_FULL;
+    point(&l, base, nodes, lists);
+    int broken = check_all(&l, seen, text, room);
+    free(seen);
+    return broken != 0;
 }

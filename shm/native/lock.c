@@ -8,11 +8,14 @@
 #include <time.h>
 #include <unistd.h>
 
-#ifndef LC_SPINS /* tests that execute single steps set a smaller one */
-#define LC_SPINS 2000                /* about 20 us: longer than most holds, shorter than a switch */
+#define SPIN_NS UINT64_C(20000)      /* longer than most holds, shorter than a switch */
+#ifndef LC_SPIN_ROUNDS /* tests that execute single steps set a smaller one */
+#define LC_SPIN_ROUNDS 64            /* between two looks at the clock: 0.7 to 3 us */
 #endif
 #define SLEEP_NS UINT64_C(5000000)   /* then the owner's life is looked at */
 #define SLICE_NS UINT64_C(50000000)  /* then the interpreter may run signal handlers */
+
+_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the lower half of `holder` comes first");
 
 uint64_t lcs_now_ns(void) {
     struct timespec ts;
@@ -34,7 +37,9 @@ void lc_futex_wake(_Atomic uint32_t *word, int count) {
 
 static inline void relax(void) {
 #if defined(__x86_64__)
-    __builtin_ia32_pause();
+    __builtin_ia32_pause(); /* 10 to 50 ns */
+#elif defined(__aarch64__)
+    __asm__ __volatile__("isb" ::: "memory"); /* about as long; `yield` is a no-op on most cores */
 #else
     atomic_signal_fence(memory_order_seq_cst);
 #endif
@@ -60,28 +65,34 @@ static bool take(lcs_lock *lock, uint64_t from, uint32_t mine) {
     return swap(lock, from, with_word(from + (UINT64_C(1) << 32), mine));
 }
 
-static bool spin(lcs_lock *lock, uint32_t mine) {
-    for (int i = 0; i < LC_SPINS; i++) {
-        uint64_t both = lc_load(&lock->both);
-        if (word_of(both) == 0 && take(lock, both, mine)) return true;
-        relax();
-    }
+/* By the clock: one round takes 1 ns on one processor and 50 on another. */
+static bool spin(lcs_lock *lock, uint32_t mine, uint64_t begun) {
+    do {
+        for (int i = 0; i < LC_SPIN_ROUNDS; i++) {
+            uint64_t both = lc_load(&lock->both);
+            if (word_of(both) == 0 && take(lock, both, mine)) return true;
+            relax();
+        }
+    } while (lcs_now_ns() - begun < SPIN_NS);
     return false;
 }
 
-/* Is the owner that `both` names dead? Yes, when its slot's byte is free or its slot has moved on to
- * another epoch; within one PID namespace also as soon as the thread that took the lock will never
- * run again. Our own slot is never dead: another thread of this process holds the lock. */
+/* Is the owner that `both` names dead? Yes, when its slot has moved on to another epoch, when the
+ * kernel has put its mark in place of the thread that took the lock (see `hint`), or when the slot's
+ * byte is free; within one PID namespace also as soon as that thread will never run again. Our own
+ * slot is never dead: another thread of this process holds the lock. */
 static bool owner_dead(const lcs_attachment *at, const lcs_lock *lock, uint64_t both) {
     uint32_t word = word_of(both), slot = word & LCS_LOCK_SLOT;
     if (slot == 0 || slot >= LCS_SLOTS) return true; /* damage: nobody can hold it */
     uint32_t epoch = word >> LCS_LOCK_EPOCH_SHIFT;
     if (slot == at->slot && epoch == (at->epoch & 0xffffff)) return false;
     if ((lc_load(&lcs_client_of(at, slot)->epoch) & 0xffffff) != epoch) return true;
+    /* Acquire: who sees the kernel's mark sees what the dead one had stored before it. */
+    uint64_t holder = lc_load_acquire(&lock->holder); /* order: holder-look */
+    bool of_this_taking = holder >> 32 == both >> 32; /* or else the new holder is about to note it */
+    if (of_this_taking && (holder & FUTEX_OWNER_DIED)) return true;
     if (!lcs_slot_alive(at, slot)) return true;
-    uint64_t holder = lc_load(&lock->holder);
-    if (holder >> 32 != both >> 32) return false; /* of an earlier taking: the new one is at it */
-    return lcs_thread_gone(at, slot, (uint32_t)holder);
+    return of_this_taking && lcs_thread_gone(at, slot, (uint32_t)holder);
 }
 
 static int sleep_once(lcs_lock *lock, uint64_t both) {
@@ -118,24 +129,72 @@ static int block(lcs_attachment *at, lcs_lock *lock, uint32_t mine, uint64_t dea
     }
 }
 
-static uint32_t own_tid(const lcs_attachment *at) {
-    static _Thread_local uint32_t tid;
-    static _Thread_local uint32_t tid_of;
-    if (at->guest) return 0;
-    if (tid_of != at->pid) {
-        tid = (uint32_t)syscall(SYS_gettid);
-        tid_of = at->pid;
-    }
-    return tid;
+/* What the calling thread knows of itself. A forked child inherits it, with the number and perhaps
+ * even the pid of its parent's thread: the fork word's address is another one in every child. */
+typedef struct own_thread {
+    const volatile uint32_t *fork_word;
+    uint32_t tid;
+    struct robust_list_head *robust; /* NULL: this thread has registered none */
+} own_thread;
+static _Thread_local own_thread self;
+
+static const own_thread *know_self(const lcs_attachment *at) {
+    own_thread *me = &self; /* looked up once: a call, in a shared library */
+    if (LC_LIKELY(me->fork_word == at->fork_word)) return me;
+    me->tid = (uint32_t)syscall(SYS_gettid);
+    me->robust = NULL;
+#ifdef SYS_get_robust_list
+    struct robust_list_head *head = NULL;
+    size_t bytes = 0;
+    if (syscall(SYS_get_robust_list, 0, &head, &bytes) == 0 && bytes == sizeof *head)
+        me->robust = head;
+#endif
+    me->fork_word = at->fork_word;
+    return me;
+}
+
+/* The hint: where a thread dies, the kernel looks at the word that `list_op_pending` of its list of
+ * robust futexes leads to, and if it finds the thread's number there (as its own PID namespace counts)
+ * it stores FUTEX_OWNER_DIED. It does so before it takes down the dead one's memory, which takes 20 ms
+ * for each GiB; the byte lock goes only behind that. The word is the lower half of `holder`, whose
+ * upper half says of which taking it is.
+ *
+ * A thread of another PID namespace may have our number. So the word is led to only between taking the
+ * lock and giving it back: a dying thread that does not have the lock marks nothing.
+ *
+ * The C library uses `list_op_pending` in each operation on a robust mutex, and leaves it NULL. Where
+ * it is not NULL now, we are a signal handler within one, or hold another segment's lock: then there
+ * is no hint, as in a thread that has no list (musl makes it with the first robust mutex). Where a robust
+ * mutex was used since, by a signal handler or by who holds the lock of a plain segment, the hint is
+ * gone. Then the byte lock decides, as before. */
+static struct robust_list *hint_of(const own_thread *me, const lcs_lock *lock) {
+    return (struct robust_list *)((uintptr_t)&lock->holder - (uintptr_t)me->robust->futex_offset);
+}
+
+/* The swaps that take the lock and give it back keep both of these between them. */
+static void hint(const own_thread *me, const lcs_lock *lock) {
+    if (!me->robust || (me->robust->futex_offset & 1)) return; /* bit 0: it inherits priority */
+    struct robust_list *volatile *pending = &me->robust->list_op_pending;
+    if (*pending == NULL) *pending = hint_of(me, lock);
+}
+
+static void unhint(const lcs_attachment *at, const lcs_lock *lock) {
+    const own_thread *me = &self;
+    if (me->fork_word != at->fork_word || !me->robust) return; /* another thread took the lock */
+    struct robust_list *volatile *pending = &me->robust->list_op_pending;
+    if (*pending == hint_of(me, lock)) *pending = NULL;
 }
 
 static void note_holder(const lcs_attachment *at, lcs_lock *lock, uint32_t operation,
                         uint64_t asked, uint64_t now) {
     uint64_t sequence = lc_load(&lock->both) >> 32;
+    const own_thread *me = know_self(at);
     lc_store(&lock->operation, operation);
     lc_store(&lock->since_ns, now);
-    /* Last: who finds this taking's sequence here knows that the two above are of it as well. */
-    lc_store_release(&lock->holder, sequence << 32 | own_tid(at));
+    /* Last: who finds this taking's sequence here knows that the two above are of it as well. A guest
+     * is no thread of the client that it acts as. */
+    lc_store_release(&lock->holder, sequence << 32 | (at->guest ? 0 : me->tid));
+    if (!at->guest) hint(me, lock);
     lc_store(&lock->acquisitions, lc_load(&lock->acquisitions) + 1);
     if (asked) {
         lc_store(&lock->contended, lc_load(&lock->contended) + 1);
@@ -155,7 +214,8 @@ static bool is_mine(const lcs_lock *lock, uint32_t mine) {
     return ((lc_load(&lock->word) ^ mine) & ~LCS_LOCK_WAITERS) == 0;
 }
 
-static void let_go(lcs_lock *lock, uint32_t mine) {
+static void let_go(const lcs_attachment *at, lcs_lock *lock, uint32_t mine) {
+    unhint(at, lock);
     uint64_t both = lc_load(&lock->both);
     while (is_mine(lock, mine) && !swap(lock, both, with_word(both, 0)))
         both = lc_load(&lock->both); /* a waiter has set its bit */
@@ -172,7 +232,7 @@ int lcs_lock_take(lcs_attachment *at, lc_txn *txn, uint32_t operation, int wait,
     uint64_t both = lc_load(&lock->both);
     if (word_of(both) != 0 || !take(lock, both, mine)) {
         asked = lcs_now_ns();
-        if (!spin(lock, mine)) {
+        if (!spin(lock, mine, asked)) {
             if (!(wait & LC_BLOCK)) return LC_E_BUSY;
             int rc = block(at, lock, mine, deadline, &taken_over);
             if (rc != LC_OK) return rc;
@@ -188,7 +248,7 @@ int lcs_lock_take(lcs_attachment *at, lc_txn *txn, uint32_t operation, int wait,
         if (rc != LC_OK && (wait & LC_DISCARD)) {
             lc_store_release(&lock->log_count, 0);
         } else if (rc != LC_OK) {
-            let_go(lock, mine);
+            let_go(at, lock, mine);
             return rc;
         }
     }
@@ -202,7 +262,10 @@ int lcs_lock_take(lcs_attachment *at, lc_txn *txn, uint32_t operation, int wait,
 int lcs_lock_drop(lcs_attachment *at, lc_txn *txn, uint64_t begin, uint64_t end) {
     lcs_lock *lock = txn->lock;
     uint32_t mine = own_word(at);
-    if (!is_mine(lock, mine)) return LC_E_LOST;
+    if (!is_mine(lock, mine)) {
+        unhint(at, lock);
+        return LC_E_LOST;
+    }
     int error = txn->error;
     if (error) {
         int rc = lc_txn_undo(at->base, lock, begin, end);
@@ -215,6 +278,6 @@ int lcs_lock_drop(lcs_attachment *at, lc_txn *txn, uint64_t begin, uint64_t end)
     lc_store(&lock->hold_ns, lc_load(&lock->hold_ns) + held);
     if (held > lc_load(&lock->hold_max_ns)) lc_store(&lock->hold_max_ns, held);
     LC_PAUSE(LC_AT_UNLOCK);
-    let_go(lock, mine);
+    let_go(at, lock, mine);
     return error;
 }

@@ -30,7 +30,11 @@
 static pthread_mutex_t process_mutex = PTHREAD_MUTEX_INITIALIZER;
 static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
 static int fork_error;
-static int life_fds[MAX_LIFE_FDS];
+static struct life {
+    int fd;
+    dev_t device;
+    ino_t inode;
+} lives[MAX_LIFE_FDS];
 static int life_count;
 static const volatile uint32_t *fork_word;
 
@@ -39,7 +43,7 @@ static void after_fork_in_parent(void) { pthread_mutex_unlock(&process_mutex); }
 
 /* Only close() and the mutex: the child of a threaded process may do little here. */
 static void after_fork_in_child(void) {
-    for (int i = 0; i < life_count; i++) close(life_fds[i]);
+    for (int i = 0; i < life_count; i++) close(lives[i].fd);
     life_count = 0;
     pthread_mutex_unlock(&process_mutex);
 }
@@ -48,10 +52,25 @@ static void register_handlers(void) {
     fork_error = pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
 }
 
+/* In a child that was forked past the handlers (clone, _Fork): its parent's descriptions, and with them the proof
+ * of its parent's life. There are none where the handler has run. The child may have closed them itself, and
+ * opened something else under these numbers. The mutex is held. */
+static void forget_parent(void) {
+    struct stat st;
+    if (!fork_word || *fork_word == 1) return;
+    for (int i = 0; i < life_count; i++) {
+        const struct life *l = &lives[i];
+        if (fstat(l->fd, &st) == 0 && st.st_dev == l->device && st.st_ino == l->inode) close(l->fd);
+    }
+    life_count = 0;
+    fork_word = NULL;
+}
+
 static int enter(void) {
     pthread_once(&fork_once, register_handlers);
     if (fork_error) return LC_E_SYS - fork_error;
     pthread_mutex_lock(&process_mutex);
+    forget_parent();
     return LC_OK;
 }
 
@@ -74,7 +93,7 @@ static const volatile uint32_t *new_fork_word(void) {
 
 const uint32_t *lcs_fork_word(void) {
     if (enter() != LC_OK) return NULL;
-    if (!fork_word || *fork_word != 1) fork_word = new_fork_word();
+    if (!fork_word) fork_word = new_fork_word(); /* enter() has forgotten a parent's */
     const uint32_t *word = (const uint32_t *)fork_word;
     leave();
     return word;
@@ -139,7 +158,12 @@ int lcs_advise(void *base, uint64_t bytes, int huge, int node) {
     return rc;
 }
 
-int lcs_populate(void *base, uint64_t offset, uint64_t bytes) {
+int lcs_fallocate(int fd, uint64_t offset, uint64_t bytes) {
+    if (fallocate(fd, 0, (off_t)offset, (off_t)bytes) == 0) return LC_OK;
+    return errno == EINTR ? LC_E_INTR : LC_E_SYS - errno;
+}
+
+int lcs_populate(int fd, void *base, uint64_t offset, uint64_t bytes) {
     size_t page = page_bytes();
     uint64_t begin = offset / page * page;
     uint64_t end = offset + bytes;
@@ -147,15 +171,12 @@ int lcs_populate(void *base, uint64_t offset, uint64_t bytes) {
     if (madvise(at, end - begin, MADV_POPULATE_WRITE) == 0) return LC_OK;
     if (errno == EINTR) return LC_E_INTR;
     if (errno != EINVAL) return LC_E_SYS - errno;
-    /* Before Linux 5.14. Adding nothing atomically also keeps what others write meanwhile. */
-    for (; begin < end; begin += page, at += page)
+    /* Before Linux 5.14. First the memory, slower and one caller at a time: touching a page for which there
+     * is none is a SIGBUS. Adding nothing atomically also keeps what others write meanwhile. */
+    int rc = lcs_fallocate(fd, begin, end - begin);
+    for (; rc == LC_OK && begin < end; begin += page, at += page)
         atomic_fetch_or_explicit((_Atomic uint32_t *)at, 0, memory_order_relaxed);
-    return LC_OK;
-}
-
-int lcs_fallocate(int fd, uint64_t offset, uint64_t bytes) {
-    if (fallocate(fd, 0, (off_t)offset, (off_t)bytes) == 0) return LC_OK;
-    return errno == EINTR ? LC_E_INTR : LC_E_SYS - errno;
+    return rc;
 }
 
 int lcs_folder_kind(int fd, uint64_t *page) {
@@ -184,10 +205,12 @@ static int life_open(int folder, const char *name, int writable, int *fd) {
         int flags = (writable ? O_RDWR : O_RDONLY) | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK;
         int got = folder == LIFE_FOLDER_SHM ? shm_open(name, flags, 0)
                                             : openat(folder, name, flags);
-        if (got < 0) {
+        struct stat st;
+        if (got < 0 || fstat(got, &st) != 0) {
             rc = LC_E_SYS - errno;
+            if (got >= 0) close(got);
         } else {
-            life_fds[life_count++] = got;
+            lives[life_count++] = (struct life){got, st.st_dev, st.st_ino};
             *fd = got;
         }
     }
@@ -208,8 +231,8 @@ int lcs_life_open_at(int folder, const char *name, int writable, int *fd) {
 void lcs_life_close(int *fd) {
     if (*fd < 0 || enter() != LC_OK) return;
     for (int i = 0; i < life_count; i++) {
-        if (life_fds[i] != *fd) continue;
-        life_fds[i] = life_fds[--life_count];
+        if (lives[i].fd != *fd) continue;
+        lives[i] = lives[--life_count];
         close(*fd);
         break;
     }
@@ -231,6 +254,12 @@ static uint64_t own_pid_namespace(void) {
     return stat("/proc/self/ns/pid", &st) == 0 ? (uint64_t)st.st_ino : 0;
 }
 
+uint64_t lcs_time_namespace(void) {
+    struct stat st;
+    if (stat("/proc/self/ns/time", &st) == 0) return (uint64_t)st.st_ino;
+    return errno == ENOENT && stat("/proc/self/ns/pid", &st) == 0; /* 1: a kernel that has only one */
+}
+
 lcs_attachment *lcs_attachment_new(void *base, uint64_t bytes, int life_fd, uint32_t slot,
                                    uint32_t epoch, int readonly) {
     const uint32_t *word = lcs_fork_word();
@@ -248,6 +277,7 @@ lcs_attachment *lcs_attachment_new(void *base, uint64_t bytes, int life_fd, uint
     at->readonly = readonly != 0;
     at->pid = (uint32_t)getpid();
     at->pidns = own_pid_namespace();
+    at->time_namespace = lcs_time_namespace();
     pthread_mutex_init(&at->door, NULL);
     pthread_mutex_init(&at->rows, NULL);
     return at;

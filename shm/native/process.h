@@ -22,9 +22,12 @@ LC_API int lcs_unmap(void *base, uint64_t bytes);
 #define LCS_ALL_NODES (-2)
 LC_API int lcs_advise(void *base, uint64_t bytes, int huge, int node);
 
-/* Give the range its pages now; blocks, about a second for 4 GiB on one thread. The object must
- * have been allocated (lcs_fallocate) or this may find no memory: LC_E_SYS - ENOMEM or EFAULT. */
-LC_API int lcs_populate(void *base, uint64_t offset, uint64_t bytes);
+/* Give the range its pages now; blocks, about a second for 4 GiB on one thread. `base` maps the object
+ * from its begin, `fd` is open on it for writing: a kernel before 5.14 cannot populate a mapping without a
+ * signal where there is no memory, so there the range is allocated first. Where there is none: LC_E_SYS -
+ * ENOMEM, EFAULT or (before 5.14) ENOSPC, and part of the range may have its pages. LC_E_INTR after a
+ * signal: call again. */
+LC_API int lcs_populate(int fd, void *base, uint64_t offset, uint64_t bytes);
 
 /* Allocate the range of the object. LC_E_SYS - ENOSPC, LC_E_INTR after a signal (nothing lost). */
 LC_API int lcs_fallocate(int fd, uint64_t offset, uint64_t bytes);
@@ -43,6 +46,10 @@ LC_API int lcs_life_open_at(int folder, const char *name, int writable, int *fd)
 
 /* Close `*fd` and set it to -1; nothing happens for a number this process did not open so. */
 LC_API void lcs_life_close(int *fd);
+
+/* This process's time namespace: its inode, 1 on a kernel without them (before 5.6), 0 where /proc does
+ * not say. Each has its own offsets of CLOCK_MONOTONIC and of when processes started. */
+LC_API uint64_t lcs_time_namespace(void);
 
 /* A record of one attach, to be handed to every call of the structures. `life_fd` stays the
  * caller's. NULL: out of memory. */

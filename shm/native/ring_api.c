@@ -30,19 +30,22 @@ LC_API uint64_t lcx_ring_bytes(uint32_t capacity, uint32_t message) {
     return sizeof(lcx_ring_root) + (uint64_t)capacity * stride_of(message);
 }
 
-/* Zeroed memory is an empty ring: there is nothing to lay out. */
-LC_API lcx_ring *lcx_ring_open(lcs_attachment *at, uint32_t capacity, uint32_t message) {
-    uint64_t bytes = lcx_ring_bytes(capacity, message);
-    lcx_ring *r = bytes ? calloc(1, sizeof *r) : NULL;
-    if (!r) return NULL;
-    r->at = at;
-    r->root = (lcx_ring_root *)(at->base + LCS_PAYLOAD_OFFSET);
+static void point(lcx_ring *r, uint8_t *base, uint32_t capacity, uint32_t message) {
+    r->root = (lcx_ring_root *)(base + LCS_PAYLOAD_OFFSET);
     r->slots = (uint8_t *)(r->root + 1);
     r->capacity = capacity;
     r->message = message;
     r->stride = stride_of(message);
     r->begin = LCS_PAYLOAD_OFFSET;
-    r->end = LCS_PAYLOAD_OFFSET + bytes;
+    r->end = LCS_PAYLOAD_OFFSET + lcx_ring_bytes(capacity, message);
+}
+
+/* Zeroed memory is an empty ring: there is nothing to lay out. */
+LC_API lcx_ring *lcx_ring_open(lcs_attachment *at, uint32_t capacity, uint32_t message) {
+    lcx_ring *r = lcx_ring_bytes(capacity, message) ? calloc(1, sizeof *r) : NULL;
+    if (!r) return NULL;
+    r->at = at;
+    point(r, at->base, capacity, message);
     return r;
 }
 
@@ -194,4 +197,14 @@ LC_API int lcx_ring_check(lcx_ring *r, char *text, uint32_t room, int wait, uint
     int broken = check_all(r, text, room);
     rc = unlock(r, &t);
     return rc == LC_OK ? broken != 0 : rc;
+}
+
+/* The same of a copy of the segment, `bytes` long, which nobody changes. */
+LC_API int lcx_ring_check_copy(uint8_t *base, uint64_t bytes, uint32_t capacity, uint32_t message,
+                               char *text, uint32_t room) {
+    lcx_ring r = {0};
+    uint64_t needed = lcx_ring_bytes(capacity, message);
+    if (!needed || bytes < LCS_PAYLOAD_OFFSET + needed) return LC_E_RANGE;
+    point(&r, base, capacity, message);
+    return check_all(&r, text, room) != 0;
 }

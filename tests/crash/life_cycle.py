@@ -118,7 +118,7 @@ def clean_up(at: Site, scene: Scene) -> None:
     """The last one leaves; the dead are swept; nothing may be left, in the pool's folder neither:
     what no segment names there is lost for ever."""
     Segment.unlink(at.name)
-    sweep()
+    sweep(prefix=at.name)
     if scene.apart:
         left = sorted(path.name for path in at.folder.iterdir())
         assert not left, f"left behind in the pool's folder: {left}"

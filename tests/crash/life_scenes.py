@@ -136,6 +136,12 @@ def make_persistent(at: Site) -> None:
         fill(cache)
 
 
+def make_idle(at: Site) -> None:
+    """The same, unused for longer than its idle limit."""
+    with at.open(idle_limit=1e-9) as cache:
+        fill(cache)
+
+
 def make_half(at: Site) -> None:
     """What a creator leaves that dies early."""
     full = names.object_name(at.name)
@@ -259,7 +265,17 @@ SCENES = {
         lived_in=True,
         config=LARGE,
     ),
-    "sweep": Scene(lambda at, _: sweep(), continued_or_new, make_garbage),
+    "sweep": Scene(lambda at, _: sweep(prefix=at.name), continued_or_new, make_garbage),
+    "close-last-persistent": Scene(
+        lambda at, cache: cache.close(), continued, make_idle, prepare=Site.open
+    ),
+    "sweep-idle": Scene(lambda at, _: sweep(prefix=at.name), continued_or_new, make_idle),
+    "sweep-idle-beside-others": Scene(
+        lambda at, _: sweep(prefix=at.name),
+        continued,
+        lambda at: at.open(idle_limit=1e-9).close(),
+        lived_in=True,
+    ),
     "structures": Scene(lambda at, _: structures(at), structures),
     "create-apart": Scene(lambda at, _: at.open(), continued_or_new, apart=True),
     "open-behind-a-dead-creator-apart": Scene(
@@ -271,9 +287,14 @@ SCENES = {
     ),
     "replace-apart": Scene(lambda at, _: _bigger(at), replaced_or_not, make_persistent, apart=True),
     "move": Scene(lambda at, _: _moved(at), moved_or_not, make_persistent, apart=True),
+    "sweep-idle-apart": Scene(
+        lambda at, _: sweep(prefix=at.name), continued_or_new, make_idle, apart=True
+    ),
     "unlink-apart": Scene(
         lambda at, _: Segment.unlink(at.name), continued_or_new, make_persistent, apart=True
     ),
-    "sweep-apart": Scene(lambda at, _: sweep(), continued_or_new, make_apart_half, apart=True),
+    "sweep-apart": Scene(
+        lambda at, _: sweep(prefix=at.name), continued_or_new, make_apart_half, apart=True
+    ),
     "secret": Scene(lambda at, _: load_or_create_secret(secret_file(at)), secret_is_whole),
 }

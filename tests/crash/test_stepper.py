@@ -2,7 +2,7 @@
 
 `stepper.c` says what is asked at each step, `run.py` how it is built and run, `scenes/` what is
 stepped. `make crash-test` looks at every change under every compiler and level; here the scenes
-take turns with these, and every few changes are looked at.
+take turns with these, and every few changes are looked at. `make test` steps a share of the scenes.
 
 LIGHTCACHE_STEP_STRIDE: look after every so many changes of the segment.
 """
@@ -10,56 +10,50 @@ LIGHTCACHE_STEP_STRIDE: look after every so many changes of the segment.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from crash import run
+from support.packages import need
 
 STRIDE = int(os.environ.get("LIGHTCACHE_STEP_STRIDE", "11"))
 EFFORT = run.Effort(stride=STRIDE, kills=2, seconds=1, dumps=7)
 SCENES = run.scenes()
+# Of so many scenes one is in `make test`: all of these under the same build, so that one is made.
+SHARE = 3 * len(run.COMPILERS) * len(run.LEVELS)
+
+BuiltOnce = Callable[[str, Callable[[Path], object]], Path]
 
 
 @pytest.fixture(scope="module")
-def outcomes(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Future[run.Outcome]]]:
-    """The selected scenes, run by as many workers as there are cores; each under another build."""
-    builds = run.builds()
-    if not builds:
-        pytest.skip("stepping needs x86-64 and a C compiler")
-    if os.environ.get("CI") == "true":
-        assert len(builds) == len(run.COMPILERS) * len(run.LEVELS), "gcc or clang is missing"
-    selected = [
-        item.callspec.params["scene"]
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and item.module is request.module
-    ]
-    chosen = {scene: builds[SCENES.index(scene) % len(builds)] for scene in selected}
-    folder = tmp_path_factory.mktemp("stepper")
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        stepper = pool.submit(run.make_stepper, folder)
-        victims = {
-            build: pool.submit(run.make_victim, folder, build) for build in set(chosen.values())
-        }
-
-        def play(scene: str, build: run.Build) -> run.Outcome:
-            return run.run_scene(stepper.result(), victims[build].result(), scene, EFFORT, 110)
-
-        yield {scene: pool.submit(play, scene, build) for scene, build in chosen.items()}
-        pool.shutdown(cancel_futures=True)
+def builds() -> list[run.Build]:
+    """All builds of this machine."""
+    found = run.builds()
+    if not found:
+        need("gcc")
+        pytest.skip("stepping needs x86-64")
+    if len(found) < len(run.COMPILERS) * len(run.LEVELS):
+        assert os.environ.get("CI") != "true", "gcc or clang is missing"
+    return found
 
 
 @pytest.mark.crash
-@pytest.mark.slow
-@pytest.mark.timeout(900)  # the first waits for all builds
-@pytest.mark.parametrize("scene", SCENES)
+@pytest.mark.timeout(900)  # the first waits for its build
+@pytest.mark.parametrize(
+    "scene",
+    [
+        pytest.param(scene, marks=[pytest.mark.slow] if number % SHARE != 16 else [])
+        for number, scene in enumerate(SCENES)
+    ],
+)
 def test_death_after_every_instruction(
-    scene: str, outcomes: dict[str, Future[run.Outcome]], tmp_path: Path
+    scene: str, builds: list[run.Build], built_once: BuiltOnce
 ) -> None:
-    outcome = outcomes[scene].result()
+    build = builds[SCENES.index(scene) % len(builds)]
+    stepper = built_once("stepper", run.make_stepper) / "stepper"
+    victim = built_once(build.name, lambda folder: run.make_victim(folder, build)) / build.name
+    outcome = run.run_scene(stepper, victim, scene, EFFORT, 110)
     print(outcome.build, outcome.text)
     assert outcome.status == 0, outcome.text
     assert outcome.wrong == []

@@ -141,6 +141,7 @@ static void allow_derived(judge *j, lci_handle *h) {
     ALLOW(j, h, r->kept);
     ALLOW(j, h, r->occupied);
     ALLOW(j, h, r->event);
+    ALLOW(j, h, r->reaped); /* counts what reaping has done */
     ALLOW(j, h, r->completed);
 }
 

@@ -23,11 +23,10 @@ from lightcache import Cache
 from lightcache.errors import WaitTimeout
 from lightcache.hybrid import Grid, HybridConfig, HybridManager, HybridMatch, Tier, open_states
 from lightcache.hybrid import opening as opening_module
-from lightcache.hybrid.checkpoints import Checkpoints
-from lightcache.hybrid.spaces import Path
+from lightcache.hybrid.checkpoints import Checkpoints, Path
 from lightcache.kernels.geometry import KVGroup, PageGeometry
 from lightcache.kernels.layouts import Shard, sglang
-from lightcache.kernels.transfer import Move
+from lightcache.kernels.moves import Move
 from lightcache.manager import EngineMover, KVCacheManager, OwnedDevice, Prompt
 
 LAYERS, HEADS, CHANNELS, DIM = 2, 2, 8, 16

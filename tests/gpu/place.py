@@ -16,7 +16,7 @@ import torch
 
 from lightcache import Cache
 from lightcache.kernels.geometry import PageGeometry
-from lightcache.kernels.memory import HostPages
+from lightcache.kernels.pinned import HostPages
 from lightcache.kernels.planes import DevicePlanes
 from lightcache.kernels.states import StateCopier, StateCopy
 

@@ -23,7 +23,7 @@ from lightcache import Cache, LightcacheError, Load, Offload, Shard
 from lightcache.kernels.geometry import KVGroup, PageGeometry
 from lightcache.kernels.layouts import Shard as Held
 from lightcache.kernels.layouts import sglang
-from lightcache.kernels.transfer import Move
+from lightcache.kernels.moves import Move
 
 LAYERS, HEADS, DIM, TOKENS = 3, 4, 16, 16
 PAGES, SLOTS = 12, 256

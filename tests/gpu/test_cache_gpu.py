@@ -39,7 +39,7 @@ from lightcache import (
     WaitTimeout,
 )
 from lightcache.kernels.geometry import PageGeometry
-from lightcache.kernels.transfer import Move
+from lightcache.kernels.moves import Move
 
 pytest.importorskip("triton")
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]

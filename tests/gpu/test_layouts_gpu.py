@@ -28,9 +28,9 @@ from support.layouts import CASES, random
 from lightcache import ConfigError
 from lightcache.kernels.geometry import KVGroup, PageGeometry, Share
 from lightcache.kernels.layouts import Shard, dynamic_cache
-from lightcache.kernels.memory import HostPages
+from lightcache.kernels.moves import Move
+from lightcache.kernels.pinned import HostPages
 from lightcache.kernels.planes import DevicePlanes
-from lightcache.kernels.transfer import Move
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from lightcache import Cache, NotReady, TransferFailed
-from lightcache.kernels.pinned import PinnedPages
-from lightcache.kernels.registration import TorchDriver, registered_ranges
+from lightcache.kernels.pinned import PinnedPages, TorchDriver, registered_ranges
 from lightcache.pool import CHUNK_BYTES
 
 pytestmark = pytest.mark.gpu

@@ -10,8 +10,8 @@ from support.gpu_memory import Pinned
 
 from lightcache.kernels import calibration
 from lightcache.kernels.geometry import KVGroup, PageGeometry
+from lightcache.kernels.moves import Move
 from lightcache.kernels.planes import DevicePlane, DevicePlanes
-from lightcache.kernels.transfer import Move
 from lightcache.shm.errors import ConfigError
 
 pytest.importorskip("triton")

@@ -6,7 +6,7 @@ import torch
 from support.gpu_memory import Pinned
 from support.transfer_cases import CASES, TOKENS
 
-from lightcache.kernels.transfer import Move
+from lightcache.kernels.moves import Move
 
 pytest.importorskip("triton")
 PAGES = 6

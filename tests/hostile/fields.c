@@ -30,6 +30,7 @@ static void add(table *t, const char *name, enum role role, uint64_t at, size_t 
 static void header_fields(table *t) {
     ONE(lcs_header, retired, PROTOCOL, 0, 1);
     ONE(lcs_header, disabled, PROTOCOL, 0, 1);
+    ONE(lcs_header, time_namespace, HEADER, 0, 1);
     ARRAY(lcs_header, uuid, HEADER, 0, 16);
 }
 
@@ -92,6 +93,10 @@ static void root_fields(table *t, uint64_t at) {
     ONE(lci_root, repairing, PROTOCOL, at, 1);
     ONE(lci_root, kept, DERIVED, at, 1);
     ONE(lci_root, held, DERIVED, at, 1);
+    ONE(lci_root, reaped, ADVICE, at, 1);
+    ONE(lci_root, looking_ns, ADVICE, at, 1);
+    ONE(lci_root, looked_ns, ADVICE, at, 1);
+    ONE(lci_root, no_memory_ns, ADVICE, at, 1);
     ONE(lci_root, clock, ADVICE, at, 1);
     ONE(lci_root, event, PROTOCOL, at, 1);
     ARRAY(lci_root, completed, PROTOCOL, at, 16);

@@ -460,7 +460,7 @@ static int allocate(call *c) {
     uint32_t gens[MOST_KEYS] = {0}, n = below(c->r, MOST_KEYS + 1), refused = 0;
     lci_held_op op = {.done = 0};
     if (n > c->w->pages) n = (uint32_t)c->w->pages;
-    at_most(sane(lci_may_allocate(some_handle(c), n), "may allocate"), 1, "may allocate");
+    at_most(sane(lci_may_allocate(some_handle(c), n, LCI_MEMORY_ASK), "may allocate"), 1, "may allocate");
     int rc = 0;
     for (int i = 0; i < 3; i++) {
         rc = sane(lci_allocate(c->w->h, &op, pages, gens, n, c->wait, c->deadline), "allocate");

@@ -8,11 +8,11 @@ LIGHTCACHE_HOSTILE_CASES: cases of the plain harness (20,000), a tenth of it und
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 import pytest
 from hostile import fuzz
+from support.packages import need
 
 CASES = int(os.environ.get("LIGHTCACHE_HOSTILE_CASES", "20000"))
 WORKERS = min(2, os.cpu_count() or 1)
@@ -23,13 +23,18 @@ FIRST = int(os.environ.get("LIGHTCACHE_TEST_SEED", "0")) * 1_000_000_000
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the harness is compiled."""
-    if not shutil.which("cc"):
-        pytest.skip("there is no C compiler")
+    need("cc")
     return tmp_path_factory.mktemp("hostile")
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("sanitize", [False, True], ids=["plain", "sanitized"])
+@pytest.mark.parametrize(
+    "sanitize",
+    [
+        pytest.param(False, id="plain"),
+        pytest.param(True, id="sanitized", marks=pytest.mark.slow),
+    ],
+)
 def test_what_found_something_once(folder: Path, sanitize: bool) -> None:
     program = fuzz.build(folder, sanitize=sanitize)
     _, text = fuzz.run(program, ["corpus", str(fuzz.HERE / "corpus.txt")])

@@ -37,7 +37,7 @@ class Agreement(MachineBase):
         counted = stats.free + stats.writing + stats.ready + stats.doomed + stats.held
         assert counted == stats.pages
         assert stats.held == report.held == len(model.held)
-        assert stats.doomed == report.doomed >= model.pinned_doomed()
+        assert report.doomed >= stats.doomed >= model.held_doomed()
         assert stats.tickets == sum(not t.freed for t in model.handoffs)
         assert stats.kept == sum(p.kept for p in model.named())
         self.compare_rows()

@@ -157,6 +157,11 @@ class Model:
     def pinned_doomed(self) -> int:
         return sum(self.pinned(number) for number in self.doomed)
 
+    def held_doomed(self) -> int:
+        """Doomed pages that a client holds. Pins of tickets count until their deadline only."""
+        held = {page for (who, page), n in self.pins.items() if n and who != TICKETS}
+        return len(held.intersection(self.doomed))
+
     def room(self) -> int:
         """Pages that can be handed out without evicting."""
         return self.capacity - len(self.by_key) - len(self.held) - self.pinned_doomed()

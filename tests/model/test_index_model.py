@@ -17,7 +17,13 @@ EXAMPLES = int(os.environ.get("LIGHTCACHE_TEST_EXAMPLES", "300"))
 
 
 @pytest.mark.timeout(60 + 2 * EXAMPLES)  # a tenth of a second each when alone
-@pytest.mark.parametrize("flat", [False, True], ids=["prefixes", "flat"])
+@pytest.mark.parametrize(
+    "flat",
+    [
+        pytest.param(False, id="prefixes"),
+        pytest.param(True, id="flat", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("machine", [IndexMachine, HoldingMachine])
 def test_index_and_model_agree(segment_name: str, machine: type[IndexMachine], flat: bool) -> None:
     run_state_machine_as_test(

@@ -18,7 +18,7 @@ from support.disks import KEYS, disk, put
 
 from lightcache import PageIndex
 from lightcache.storage.conformance import make_keys, pages_of
-from lightcache.storage.disk import folder, rebuilding
+from lightcache.storage.disk import folder
 from lightcache.storage.disk.slots import SlotFiles
 
 PROMPT, SLOTS = 6, 40
@@ -107,7 +107,7 @@ def main(where: str, seed: str, point: str = "", times: str = "1") -> None:
     """See above."""
     if point == "rebuilding":
         stop = Stop(point, int(times))
-        stop.around(rebuilding, "unpack", "rebuilding")
+        stop.around(folder, "unpack", "rebuilding")
     elif point == "rebuilt":
         stop = Stop(point, int(times))
         stop.around(folder, "rebuild", behind="rebuilt")

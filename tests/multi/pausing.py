@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightcache import _native
+from lightcache import layout
 from lightcache.shm import _native as shm_native
 
 BUILD = Path(os.environ.get("LIGHTCACHE_TEST_BUILD") or "/nonexistent")
@@ -45,13 +45,13 @@ def compile_hook(folder: Path) -> Path:
 
 def use() -> None:
     """From here on this process uses the libraries with pause points."""
-    index, shm = _native.load, shm_native.load
+    index, shm = layout.load, shm_native.load
     shm_native.load = lambda path=None: shm(path or BUILD / "_shm.so")  # type: ignore[assignment]
-    _native.load = lambda path=None: index(path or BUILD / "_index.so")  # type: ignore[assignment]
+    layout.load = lambda path=None: index(path or BUILD / "_index.so")  # type: ignore[assignment]
 
 
 def _install(hook: Any) -> None:
-    library = _native.load().quick
+    library = layout.load().quick
     place = ctypes.c_void_p.in_dll(library, "lc_pause_hook")
     place.value = ctypes.cast(hook, ctypes.c_void_p).value
 

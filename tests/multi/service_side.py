@@ -71,7 +71,10 @@ def half(name: str) -> None:
 
 def hold(name: str, seed: str) -> None:
     """See above."""
-    with Cache.attach(name, role="engine", secret=SECRET) as cache, StorageClient(cache) as client:
+    with (
+        Cache.attach(name, role="engine", secret=SECRET) as cache,
+        StorageClient(cache, silence=60.0) as client,
+    ):
         task = client.prefetch(prompt(int(seed), 0), hold=True)  # type: ignore[arg-type]
         print(task.wait(60.0).prefix, flush=True)
         sys.stdin.readline()
@@ -83,7 +86,7 @@ def hold(name: str, seed: str) -> None:
 def wait(name: str, seed: str) -> None:
     """See above."""
     with Cache.attach(name, role="engine", secret=SECRET) as cache:
-        with StorageClient(cache, timeout=2.0, grace=0.1) as client:
+        with StorageClient(cache, timeout=60.0) as client:
             keys = prompt(int(seed), 0)
             for _ in range(2):
                 result = client.prefetch(keys).wait(60.0)  # type: ignore[arg-type]

@@ -491,7 +491,7 @@ class Worker:
             self.read(lease.pages, keys[: len(lease)], "ticket")
             try:
                 ticket = lease.ticket(list(others.values()), timeout=TICKET_SECONDS)
-            except (OutOfPages, lightcache.ConfigError):  # no ticket left; an adopter just died
+            except (OutOfPages, LeaseLost):  # no ticket left; an adopter just died
                 return
             for number in others:
                 self.board.send(self.number, number, bytes(ticket), 0, 0)
@@ -513,7 +513,7 @@ class Worker:
             for shard, number in enumerate(others, 1):
                 self.board.send(self.number, number, bytes(ticket), shard, got.shards)
             got.publish(0)
-        except (OutOfPages, lightcache.ConfigError, Abandoned):
+        except (OutOfPages, LeaseLost, Abandoned):
             return got.release()
         self.count("teams")
         return self.writing.append(Writing(got, ticket, keys))

@@ -24,7 +24,8 @@ from lightcache.tools.demo.scratch import PREFIX, Scratch, sweep_folders
 from lightcache.tools.demo.settings import SECRET
 
 pytest.importorskip("transformers")
-pytestmark = pytest.mark.timeout(300)  # models, several processes and demos on two cores
+# Models, several processes and demos on two cores.
+pytestmark = [pytest.mark.models, pytest.mark.timeout(300)]
 
 WaitUntil = Callable[[Callable[[], bool], str], None]
 _SMALL = ("--users", "2", "--turns", "3")

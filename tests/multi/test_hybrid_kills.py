@@ -12,7 +12,7 @@ import pytest
 from multi.hybrid_side import NEXT, PROMPT, SHAPE, STAGES
 from support.hybrid_case import HybridWorld
 
-from lightcache.hybrid.device import create_slots
+from lightcache.hybrid.opening import create_slots
 from lightcache.manager import OwnedDevice
 
 TESTS = Path(__file__).parent.parent

@@ -21,7 +21,7 @@ from lightcache.storage import ReadStatus, WriteStatus, open_storage
 from lightcache.storage.conformance import pages_of
 
 __all__ = ["own_cluster"]
-pytestmark = [pytest.mark.crash]
+pytestmark = [pytest.mark.crash, pytest.mark.servers]
 
 TESTS = Path(__file__).parent.parent
 TIMEOUT = 60.0

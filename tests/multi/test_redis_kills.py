@@ -20,7 +20,7 @@ from lightcache.storage import ReadStatus, StorageSpec, WriteStatus, open_storag
 from lightcache.storage.conformance import make_keys, pages_of
 from lightcache.storage.remote import trailer
 
-pytestmark = [pytest.mark.crash]
+pytestmark = [pytest.mark.crash, pytest.mark.servers]
 
 __all__ = ["redis_server", "redis_url"]
 

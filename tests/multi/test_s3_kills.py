@@ -20,7 +20,7 @@ from lightcache.storage.conformance import make_keys, pages_of
 
 __all__ = ["s3_credentials", "s3_server"]
 
-pytestmark = [pytest.mark.crash]
+pytestmark = [pytest.mark.crash, pytest.mark.servers]
 
 TESTS = Path(__file__).parent.parent
 PAGES, PAGE_BYTES = 6, 1 << 20

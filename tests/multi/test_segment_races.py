@@ -37,6 +37,7 @@ def need(*command: str) -> None:
         pytest.skip(f"`{' '.join(command)}` is not permitted here: {reason}")
 
 
+@pytest.mark.slow
 @pytest.mark.stress
 def test_always_one_inode(segment_name: str) -> None:
     seed = os.environ.get("LIGHTCACHE_TEST_SEED", "1")

@@ -208,9 +208,8 @@ def test_a_match_killed_while_stopped(point: int, cache: Cache, client: Clients)
     matcher = client("matcher")
     matcher.stop_at(point, 1, f"match {OLD}")
     matcher.kill()
-    assert cache.evict(PAGES) == 0
-    assert cache.reap() == 1
-    assert cache.evict(PAGES) == LENGTH
+    assert cache.evict(PAGES) == LENGTH  # a call that needs pages takes back what the dead held
+    assert cache.reap() == 0
     all_is_well(cache)
 
 

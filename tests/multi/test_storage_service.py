@@ -174,7 +174,7 @@ def test_several_clients_of_one_service(sides: Any, cache: Cache, where: Path) -
     assert stored_right(cache, where, 3) > 0
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 2))])
 def test_the_service_is_killed_and_another_comes(
     sides: Any, cache: Cache, where: Path, seed: int
 ) -> None:
@@ -227,7 +227,7 @@ def test_a_stopped_service_holds_nobody_up(sides: Any, cache: Cache, where: Path
     assert client.says() == "0"
     service.stop()
     client.go_on()
-    assert "timed out: not done within 2 s" in client.says()
+    assert "has not looked at its messages for 2 s" in client.says()
     client.go_on()
     assert client.end() == 0
     service.signal(signal.SIGCONT)

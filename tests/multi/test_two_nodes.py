@@ -33,7 +33,11 @@ STORAGES = ("disk", "redis", "s3", "mooncake")
 NOTHING = {"device": 0, "host": 0, "storage": 0}
 
 
-@pytest.fixture(params=STORAGES)
+@pytest.fixture(
+    params=[
+        pytest.param(kind, marks=[] if kind == "disk" else pytest.mark.servers) for kind in STORAGES
+    ]
+)
 def shared_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """A storage that both machines reach, with nothing in it."""
     if request.param == "redis":
@@ -158,12 +162,11 @@ def test_a_machine_that_comes_when_the_other_is_gone(machine: Callable[..., Mach
 @pytest.mark.parametrize(
     "options",
     [
-        {"secret": "the secret of somebody else"},
-        {"fingerprint": "another model"},
-        {"weights": "another version"},
-        {"page": 8},
+        pytest.param({"secret": "the secret of somebody else"}, id="secret"),
+        pytest.param({"fingerprint": "another model"}, id="fingerprint", marks=pytest.mark.slow),
+        pytest.param({"weights": "another version"}, id="weights", marks=pytest.mark.slow),
+        pytest.param({"page": 8}, id="page", marks=pytest.mark.slow),
     ],
-    ids=lambda options: next(iter(options)),
 )
 def test_a_machine_of_another_kind_finds_nothing(
     machine: Callable[..., Machine], options: dict[str, Any]

@@ -15,6 +15,7 @@ from mutants.build import ROOT, Workshop, run
 from mutants.csource import CSource
 from mutants.mutate import Mutant, mutants, sources
 from mutants.run import STAGES, Stage, accepted, try_one
+from support.packages import need
 
 ALL = list(mutants(ROOT))
 OWN_STAGES = [stage for stage in STAGES if stage.name not in ("core_tests", "stress")]
@@ -82,8 +83,7 @@ def test_accepted_survivors_are_mutants_with_a_reason() -> None:
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     """All that judges mutants, built with the core as it is; the C tests are run on their own."""
-    if not shutil.which("gcc"):
-        pytest.skip("there is no gcc")
+    need("gcc")
     programs = [stage.name for stage in OWN_STAGES]
     return Workshop.first(tmp_path_factory.mktemp("mutants") / "first", programs, 2)
 
@@ -108,8 +108,7 @@ def test_a_mutant_of_each_kind_is_killed(first: Workshop, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("marker", ["pin-fence", "evict-fence"])
 def test_without_a_fence_of_pin_against_evict_a_model_fails(marker: str, tmp_path: Path) -> None:
-    if not models.can_explore():
-        pytest.skip("there is no spin here")
+    need("spin")
     source, mutant = next(
         (source, mutant)
         for source, mutant in ALL

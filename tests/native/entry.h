@@ -1,5 +1,5 @@
 /* The entry points that no header of the core declares, because only Python calls them: the same
- * signatures as in lightcache/_native.py and lightcache/shm. For all tests in C. */
+ * signatures as in lightcache/layout.py and lightcache/shm. For all tests in C. */
 #ifndef ENTRY_H
 #define ENTRY_H
 
@@ -161,7 +161,9 @@ int lci_name(lci_handle *h, lci_held_op *op, const lc_key *keys, const int64_t *
 int lci_unname(lci_handle *h, lci_held_op *op, const int32_t *pages, uint32_t n, int wait,
                uint64_t deadline);
 int lci_unpin(lci_handle *h, const int32_t *pages, uint32_t n, uint32_t *refused);
-int lci_may_allocate(lci_handle *h, uint32_t want);
+int lci_may_allocate(lci_handle *h, uint32_t want, uint32_t memory);
+int lci_look_for_dead(lci_handle *h, lci_look_op *look, int wait, uint64_t deadline);
+int lci_no_memory(lci_handle *h, uint64_t nanoseconds);
 int lci_reap_slot(lci_handle *h, uint32_t slot, int wait, uint64_t deadline);
 int lci_reap_unjoined(lci_handle *h, uint32_t slot, int wait, uint64_t deadline);
 int lci_leave(lci_handle *h, int wait, uint64_t deadline);

@@ -195,6 +195,39 @@ static void pages_once_found_stay(void) {
     CHECK_EQ(peek(&a, &p), 70);
     tear_down();
 }
+
+static int told;
+
+static void publish_and_die(int point) {
+    if (point != LC_AT_COMMIT) return;
+    lc_pause_hook = NULL;
+    told = lci_publish(b.h, p.op.rid, p.op.gen, 1, p.fresh, p.made);
+    longjmp(death, 1);
+}
+
+/* Told that the reservation has ended, by a step that is undone: who is told abandons, and it ends. */
+static void publisher_that_was_told_of_an_undone_end_abandons(void) {
+    set_up(60);
+    client giver = client_join(&s);
+    prompt_make(&p, 1, 10);
+    CHECK_EQ(prompt_reserve(&giver, &p, NS, 2), 10);
+    prompt_publish(&giver, &p, 0);
+    _Atomic uint32_t *shard = &a.h->res[p.op.rid].shard[1]; /* adopted by b */
+    lc_store(shard, (lc_load(shard) & ~LCI_SHARD_SLOT) | b.slot);
+    lc_pause_hook = publish_and_die;
+    if (setjmp(death) == 0) (void)lci_abandon(giver.h, p.op.rid, p.op.gen, BLOCKING);
+    CHECK(!lc_pause_hook);
+    CHECK_EQ(told, LC_E_STALE);
+    uint32_t slot = giver.slot;
+    client_die(&giver);
+    CHECK_EQ(lci_reap_slot(a.h, slot, BLOCKING), 1);
+    CHECK_EQ(lc_load(shard) & LCI_SHARD_STATUS, LCI_SHARD_PENDING); /* undone: b's again */
+    CHECK_EQ(index_counts(&a).reservations, 1);
+    CHECK_EQ(lci_abandon(b.h, p.op.rid, p.op.gen, BLOCKING), LC_OK);
+    CHECK_EQ(index_counts(&a).reservations, 0);
+    CHECK_EQ(lci_wait(a.h, p.keys, 10, 0), LC_OK); /* no key is busy */
+    tear_down();
+}
 #endif
 
 static void doomed_page_that_is_none_is_damage(void) {
@@ -269,6 +302,7 @@ const test ending_tests[] = {
     TEST(bit_of_what_ended_just_now_stays),
     TEST(collected_by_a_call_that_fails),
     TEST(pages_once_found_stay),
+    TEST(publisher_that_was_told_of_an_undone_end_abandons),
 #endif
     END_OF_TESTS,
 };

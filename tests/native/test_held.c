@@ -42,8 +42,8 @@ static void held_pages_all_or_none(void) {
     CHECK_EQ(allocate(&a, 200), LC_OK);
     CHECK_EQ(allocate(&b, 101), LC_E_FULL); /* known at once */
     CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
-    CHECK_EQ(lci_may_allocate(b.h, 100), 1);
-    CHECK_EQ(lci_may_allocate(b.h, 101), 0);
+    CHECK_EQ(lci_may_allocate(b.h, 100, LCI_MEMORY_ASK), 1);
+    CHECK_EQ(lci_may_allocate(b.h, 101, LCI_MEMORY_ASK), 0);
     CHECK_EQ(allocate(&b, 301), LC_E_RANGE);
     CHECK_EQ(allocate(&b, 100), LC_OK); /* evicts */
     CHECK_EQ(index_counts(&a).named, 0);
@@ -57,6 +57,24 @@ static void held_pages_wait_for_memory(void) {
     CHECK_EQ(op.wanted, 40);
     CHECK_EQ(lci_grow(a.h, 64, BLOCKING), LC_OK);
     CHECK_EQ(lci_allocate(a.h, &op, pages, gens, 50, BLOCKING), LC_OK);
+    tear_down();
+    set_up_grown(64, 40);
+    prompt_fill(&b, &p, 1, 30);
+    CHECK_EQ(lci_may_allocate(a.h, 10, LCI_MEMORY_ASK), 1);
+    CHECK_EQ(lci_may_allocate(a.h, 11, LCI_MEMORY_ASK), LC_E_GROW);
+    CHECK_EQ(lci_may_allocate(a.h, 64, LCI_MEMORY_ALL), 1);
+    CHECK_EQ(lci_may_allocate(a.h, 65, LCI_MEMORY_ALL), 0);
+    CHECK_EQ(lci_may_allocate(a.h, 40, LCI_MEMORY_NONE), 1);
+    CHECK_EQ(lci_may_allocate(a.h, 41, LCI_MEMORY_NONE), 0);
+    CHECK_EQ(lci_no_memory(b.h, UINT64_C(30000000000)), LC_OK);
+    CHECK_EQ(lci_may_allocate(a.h, 41, LCI_MEMORY_ASK), 0);
+    CHECK_EQ(allocate(&a, 41), LC_E_FULL);
+    CHECK_EQ(op.reason, LCI_WHY_MEMORY);
+    CHECK_EQ(peek(&b, &p), 30); /* nothing went for it */
+    CHECK_EQ(allocate(&a, 40), LC_OK);
+    CHECK_EQ(lci_no_memory(b.h, 0), LC_OK);
+    op = (lci_held_op){.no_memory = 1};
+    CHECK_EQ(lci_allocate(b.h, &op, pages, gens, 1, BLOCKING), LC_E_FULL);
     tear_down();
 }
 

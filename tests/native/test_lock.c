@@ -2,8 +2,23 @@
 #include "world.h"
 
 #include <pthread.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
 
 #define OPERATION 7
+
+/* In this program the clock may be ours: then it goes on by `pace` with each look at it. */
+static uint64_t pace, clock_ns;
+static int looks;
+
+int clock_gettime(clockid_t which, struct timespec *now) {
+    if (!pace) return (int)syscall(SYS_clock_gettime, which, now);
+    clock_ns += pace;
+    looks++;
+    *now = (struct timespec){.tv_sec = 1, .tv_nsec = (long)clock_ns};
+    return 0;
+}
 
 static segment s;
 static client a, b;
@@ -54,6 +69,22 @@ static void lock_excludes_and_counts(void) {
     CHECK_EQ(lc_load(&lock->sequence), 2);
     CHECK_EQ(lc_load(&lock->acquisitions), 2);
     CHECK_EQ(drop(&b, &u), LC_OK);
+    tear_down();
+}
+
+/* However fast the processor goes round: 20 us, by the clock. */
+static void lock_is_spun_for_by_time(void) {
+    lc_txn t;
+    set_up();
+    CHECK_EQ(take(&a, &t, LC_TRY, 0), LC_OK);
+    for (uint64_t ns = 1000; ns <= 20000; ns *= 20) {
+        clock_ns = 0, looks = 0, pace = ns;
+        int rc = take(&b, &t, LC_TRY, 0);
+        pace = 0;
+        CHECK_EQ(rc, LC_E_BUSY);
+        CHECK_EQ(looks, 1 + 20000 / (int)ns);
+    }
+    CHECK_EQ(drop(&a, &t), LC_OK);
     tear_down();
 }
 
@@ -179,6 +210,7 @@ static void lock_is_not_for_readers(void) {
 
 const test lock_tests[] = {
     TEST(lock_excludes_and_counts),
+    TEST(lock_is_spun_for_by_time),
     TEST(lock_waiter_says_so_and_comes_back_for_signals),
     TEST(lock_passes_to_a_sleeper),
     TEST(lock_of_a_dead_owner_is_taken_over_and_its_step_undone),

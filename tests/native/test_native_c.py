@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import os
-import shutil
+import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.packages import need
+
+BuiltOnce = Callable[[str, Callable[[Path], object]], Path]
+Build = Callable[..., Path]
 
 HERE = Path(__file__).parent
 SEED = int(os.environ.get("LIGHTCACHE_TEST_SEED", "1"))
 LIMIT = 600  # seconds for a build or a run: a hundred times what any takes on an idle machine
 pytestmark = pytest.mark.timeout(2 * LIMIT)
-
-
-@pytest.fixture(scope="module")
-def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that everything is built in."""
-    return tmp_path_factory.mktemp("native")
 
 
 def run(*command: object) -> str:
@@ -35,53 +34,60 @@ def run(*command: object) -> str:
     return done.stdout
 
 
-def need(*tools: str) -> None:
-    """Skip where one of the tools is missing, unless this is the machine that must have them."""
-    missing = [tool for tool in tools if not shutil.which(tool)]
-    if missing and os.environ.get("CI") == "true":
-        pytest.fail(f"missing: {missing}")
-    if missing:
-        pytest.skip(f"missing: {missing}")
+@pytest.fixture
+def build(built_once: BuiltOnce) -> Build:
+    """`build(variant, target)`: the folder that holds what was built."""
+
+    def make(variant: str, target: str = "all") -> Path:
+        command = ("make", "-s", "-j2", "-C", HERE, f"VARIANT={variant}")
+        name = f"native-{variant}-{target}"
+        return built_once(name, lambda out: run(*command, f"OUT={out}", target)) / variant
+
+    return make
 
 
-def build(variant: str, out: Path, target: str = "all") -> Path:
-    """The folder that holds what was built."""
-    run("make", "-s", "-j2", "-C", HERE, f"VARIANT={variant}", f"OUT={out}", target)
-    return out / variant
-
-
-@pytest.mark.parametrize("variant", ["gcc", "clang"])
-def test_plain(variant: str, out: Path) -> None:
+@pytest.mark.parametrize("variant", ["gcc", pytest.param("clang", marks=pytest.mark.slow)])
+def test_plain(variant: str, build: Build) -> None:
     need("make", variant)
-    print(run(build(variant, out) / "core_tests"))
+    print(run(build(variant) / "core_tests"))
 
 
 @pytest.mark.slow
-def test_addresses_and_undefined_behaviour(out: Path) -> None:
+def test_addresses_and_undefined_behaviour(build: Build) -> None:
     need("make", "gcc")
-    print(run(build("asan", out) / "core_tests"))
+    print(run(build("asan") / "core_tests"))
 
 
 @pytest.mark.slow
 @pytest.mark.stress
-def test_races_of_threads(out: Path) -> None:
+def test_races_of_threads(build: Build) -> None:
     need("make", "gcc")
-    stress = build("tsan", out, "stress") / "stress"
+    stress = build("tsan", "stress") / "stress"
     for seed in (SEED, SEED + 1):
         print(run(stress, 3000, seed))
 
 
 @pytest.mark.slow
-def test_undefined_behaviour_as_clang_sees_it(out: Path) -> None:
+def test_undefined_behaviour_as_clang_sees_it(build: Build) -> None:
     need("make", "clang")
-    print(run(build("ubsan", out) / "core_tests"))
+    print(run(build("ubsan") / "core_tests"))
 
 
 @pytest.mark.slow
-def test_aarch64(out: Path) -> None:
+def test_aarch64(build: Build) -> None:
     """Builds, lays everything out as here, and works; on an emulator, which runs on this machine's
     own memory: nothing is said about the orders that the hardware would allow."""
     need("make", "gcc", "aarch64-linux-gnu-gcc", "qemu-aarch64")
-    there, here = build("aarch64", out) / "core_tests", build("gcc", out) / "core_tests"
+    there, here = build("aarch64") / "core_tests", build("gcc") / "core_tests"
     assert run("qemu-aarch64", there, "--facts") == run(here, "--facts")
     print(run("qemu-aarch64", there))
+
+
+@pytest.mark.slow
+def test_aarch64_spins_with_isb(build: Build) -> None:
+    """The processor waits a little in each round, as x86-64 does with `pause`."""
+    need("make", "aarch64-linux-gnu-gcc", "aarch64-linux-gnu-objdump")
+    lock = build("aarch64") / "core" / "lock.o"
+    code = run("aarch64-linux-gnu-objdump", "-d", "--no-show-raw-insn", lock)
+    spinning = code.partition("<lcs_lock_take>:")[2].partition(">:\n")[0]
+    assert re.search(r"\tisb\b", spinning), spinning

@@ -3,13 +3,28 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <sched.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
+#include <sys/mount.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #define BYTES (64 * 1024)
+#define MIB (1 << 20)
+#define POPULATE_WRITE 23
+
+/* In this program the kernel may be one before 5.14, which knows no MADV_POPULATE_WRITE. */
+static bool populates = true;
+
+int madvise(void *at, size_t bytes, int advice) {
+    if (advice == POPULATE_WRITE && !populates) return errno = EINVAL, -1;
+    return (int)syscall(SYS_madvise, at, bytes, advice);
+}
 
 static void map_shares_memory(void) {
     void *a, *b;
@@ -21,8 +36,11 @@ static void map_shares_memory(void) {
     CHECK(a != b);
     *(volatile uint8_t *)a = 77;
     CHECK_EQ(*(volatile uint8_t *)b, 77);
-    CHECK_EQ(lcs_populate(a, 5000, BYTES - 5000), LC_OK);
-    CHECK_EQ(lcs_populate((uint8_t *)a + 64, 0, BYTES - 4096), LC_OK); /* as on an old kernel */
+    CHECK_EQ(lcs_populate(fd, a, 5000, BYTES - 5000), LC_OK);
+    populates = false;
+    CHECK_EQ(lcs_populate(fd, a, 5000, BYTES - 5000), LC_OK);
+    CHECK_EQ(lcs_populate(-1, a, 0, BYTES), LC_E_SYS - EBADF);
+    populates = true;
     CHECK_EQ(*(volatile uint8_t *)b, 77);
     (void)lcs_advise(a, BYTES, 1, LCS_ALL_NODES); /* advice may be refused, and changes nothing */
     (void)lcs_advise(a, BYTES, 0, 0);
@@ -32,6 +50,38 @@ static void map_shares_memory(void) {
     CHECK_EQ(lcs_unmap(a, BYTES), LC_OK);
     CHECK_EQ(lcs_unmap(b, BYTES), LC_OK);
     close(fd);
+}
+
+/* The exit status of a child with a tmpfs of 1 MiB of its own; 100: it may not have one. */
+static int in_a_small_tmpfs(void) {
+    void *base;
+    if (unshare(CLONE_NEWNS) || mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL) ||
+        mount("none", "/tmp", "tmpfs", 0, "size=1m"))
+        return 100;
+    int fd = open("/tmp/pool", O_RDWR | O_CREAT | O_EXCL, 0600);
+    if (fd < 0 || ftruncate(fd, 4 * MIB) || lcs_map(fd, 4 * MIB, 1, &base)) return 101;
+    for (int old = 0; old < 2; old++) {
+        populates = !old;
+        if (lcs_populate(fd, base, 0, MIB / 2) != LC_OK) return 1 + old;
+        struct stat found;
+        if (fstat(fd, &found)) return 102;
+        if (found.st_blocks * 512 < MIB / 2) continue; /* qemu takes the advice and does nothing */
+        int rc = lcs_populate(fd, base, MIB / 2, 3 * MIB);
+        if (rc != LC_E_SYS - (old ? ENOSPC : EFAULT) && rc != LC_E_SYS - ENOMEM) return 3 + old;
+    }
+    return 0;
+}
+
+/* Also where the kernel cannot populate a mapping: an error, never a signal. */
+static void populating_what_there_is_no_memory_for(void) {
+    int status;
+    pid_t child = fork();
+    if (child == 0) _exit(in_a_small_tmpfs());
+    CHECK(waitpid(child, &status, 0) == child);
+    CHECK(WIFEXITED(status));
+    if (WEXITSTATUS(status) == 100)
+        fprintf(stderr, "%s: skipped: a tmpfs cannot be mounted here\n", check_running);
+    else CHECK_EQ(WEXITSTATUS(status), 0);
 }
 
 static void map_says_why_not(void) {
@@ -93,6 +143,11 @@ static void folders_and_what_is_in_them(void) {
     close(proc);
 }
 
+typedef struct segment_of_parent {
+    char name[64];
+    int life, other;
+} segment_of_parent;
+
 /* The child's exit status: the number of the first thing that was wrong, or 0. */
 static int in_child(client *c, int life) {
     if (fcntl(life, F_GETFD) >= 0) return 1; /* would keep the parent's lock past its death */
@@ -102,15 +157,6 @@ static int in_child(client *c, int life) {
     unsigned char there;
     if (mincore(c->at->base, 4096, &there) == 0) return 4; /* the mapping was not inherited */
     return 0;
-}
-
-/* qemu's user emulation takes every advice and passes on none, also what a fork depends on. */
-static bool advice_is_heard(void) {
-    void *page = mmap(NULL, 4096, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    CHECK(page != MAP_FAILED);
-    bool heard = madvise(page, 4096, 12345) != 0;
-    munmap(page, 4096);
-    return heard;
 }
 
 static void fork_leaves_the_child_unattached(void) {
@@ -140,6 +186,41 @@ static void fork_leaves_the_child_unattached(void) {
     close(made);
 }
 
+/* What a child finds that no handler has prepared: its parent's life, until it first calls us. */
+static int in_raw_child(const segment_of_parent *parent) {
+    if (fcntl(parent->life, F_GETFD) < 0) return 1;
+    if (dup2(STDERR_FILENO, parent->other) != parent->other) return 6; /* another file by now */
+    const uint32_t *word = lcs_fork_word();
+    if (!word || *word != 1) return 2;
+    if (fcntl(parent->life, F_GETFD) >= 0) return 3;
+    if (fcntl(parent->other, F_GETFD) < 0) return 7;
+    int own;
+    if (lcs_life_open(parent->name, 1, &own) != LC_OK) return 4;
+    if (lcs_fork_word() != word || fcntl(own, F_GETFD) < 0) return 5;
+    return 0;
+}
+
+static void child_forked_past_the_handlers_lets_its_parents_life_go(void) {
+    if (!advice_is_heard()) return;
+    segment_of_parent parent;
+    int status;
+    snprintf(parent.name, sizeof parent.name, "/lightcache.core-tests-%d", getpid());
+    int made = shm_open(parent.name, O_RDWR | O_CREAT | O_EXCL, 0600);
+    CHECK(made >= 0 && lcs_fork_word() != NULL);
+    CHECK_EQ(lcs_life_open(parent.name, 1, &parent.life), LC_OK);
+    CHECK_EQ(lcs_life_open(parent.name, 0, &parent.other), LC_OK);
+    pid_t child = (pid_t)syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0);
+    if (child == 0) _exit(in_raw_child(&parent));
+    CHECK(child > 0 && waitpid(child, &status, 0) == child);
+    CHECK(WIFEXITED(status));
+    CHECK_EQ(WEXITSTATUS(status), 0);
+    CHECK(fcntl(parent.life, F_GETFD) >= 0);
+    lcs_life_close(&parent.life);
+    lcs_life_close(&parent.other);
+    shm_unlink(parent.name);
+    close(made);
+}
+
 static void ready_and_retired_words(void) {
     segment s = segment_make(4096);
     lcs_header *header = (lcs_header *)s.base;
@@ -155,10 +236,12 @@ static void ready_and_retired_words(void) {
 
 const test process_tests[] = {
     TEST(map_shares_memory),
+    TEST(populating_what_there_is_no_memory_for),
     TEST(map_says_why_not),
     TEST(life_descriptors_are_recorded_and_closed),
     TEST(folders_and_what_is_in_them),
     TEST(fork_leaves_the_child_unattached),
+    TEST(child_forked_past_the_handlers_lets_its_parents_life_go),
     TEST(ready_and_retired_words),
     END_OF_TESTS,
 };

@@ -1,6 +1,7 @@
 /* What a dead client held is taken back; what is not its own is left. */
 #include "pair.h"
 
+#include <sys/wait.h>
 #include <unistd.h>
 
 static client dead;
@@ -26,6 +27,7 @@ static void reap_takes_back_leases(void) {
     CHECK_EQ(lci_reap_slot(a.h, 3, BLOCKING), 0); /* it lives */
     uint32_t epoch = lc_load(&lcs_client_of(a.at, 3)->epoch);
     client_die(&dead);
+    lc_store(&a.h->root->looking_ns, lcs_now_ns()); /* so that evicting does not look for it */
     CHECK_EQ(evict(&a, 200), 0);
     reap();
     CHECK_EQ(lc_load(&lcs_client_of(a.at, 3)->epoch), epoch + 1);
@@ -163,6 +165,47 @@ static void quarantine_ends_by_time_where_nothing_can_be_seen(void) {
     tear_down();
 }
 
+/* A start that is not the one recorded says "another process" only where both were counted from the same
+ * instant: from another time namespace it is the very process, which may be copying. */
+static void quarantine_does_not_end_by_the_clock_of_another_namespace(void) {
+    for (uint64_t unknown = 0; unknown < 2; unknown++) {
+        prepare(LCS_FLAG_DEVICE);
+        uint64_t *made_in = &((lcs_header *)s.base)->time_namespace;
+        uint64_t ours = *made_in;
+        prompt_make(&p, 1, 30);
+        CHECK_EQ(prompt_reserve(&dead, &p, NS, 1), 30);
+        lcs_client *record = lcs_client_of(a.at, 3);
+        client_die(&dead); /* its process, which is ours, runs */
+        record->start_ticks += 1000000;
+        *made_in = unknown ? 0 : ours + 1;
+        CHECK_EQ(lci_reap_slot(a.h, 3, BLOCKING), 1);
+        CHECK_EQ(state(3), LCS_CLIENT_QUARANTINE);
+        record->quarantine_until_ns = 1; /* then time decides, as where nothing can be seen */
+        reap();
+        tear_down();
+    }
+}
+
+/* A zombie has its number and its start, and its device context no more. */
+static void quarantine_ends_when_every_thread_has_ended(void) {
+    siginfo_t ended;
+    prepare(LCS_FLAG_DEVICE);
+    prompt_make(&p, 1, 30);
+    CHECK_EQ(prompt_reserve(&dead, &p, NS, 1), 30);
+    lcs_client *record = lcs_client_of(a.at, 3);
+    client_die(&dead);
+    pid_t child = fork();
+    if (child == 0) _exit(0);
+    CHECK(waitid(P_PID, (id_t)child, &ended, WEXITED | WNOWAIT) == 0);
+    record->pid = (uint32_t)child;
+    record->start_ticks = lcs_start_ticks((uint32_t)child);
+    CHECK_EQ(lci_reap_slot(a.h, 3, BLOCKING), 1);
+    if (a.at->pidns) CHECK_EQ(state(3), LCS_CLIENT_FREE);
+    CHECK(waitpid(child, NULL, 0) == child);
+    lc_store(&record->state, LCS_CLIENT_FREE);
+    tear_down();
+}
+
 static void quarantine_ends_when_the_process_is_gone(void) {
     prepare(LCS_FLAG_DEVICE);
     prompt_make(&p, 1, 30);
@@ -260,6 +303,8 @@ const test reap_tests[] = {
     TEST(reap_of_a_half_built_ticket),
     TEST(reap_of_a_device_waits_in_quarantine),
     TEST(quarantine_ends_by_time_where_nothing_can_be_seen),
+    TEST(quarantine_does_not_end_by_the_clock_of_another_namespace),
+    TEST(quarantine_ends_when_every_thread_has_ended),
     TEST(quarantine_ends_when_the_process_is_gone),
     TEST(reap_of_a_device_that_wrote_nothing_needs_no_quarantine),
     TEST(reap_by_one_who_has_no_slot),

@@ -176,6 +176,94 @@ static void room_under_a_handle_that_is_over(void) {
     tear_down();
 }
 
+/* ------------------------------------------------------------------ memory */
+
+static int reserve_in(prompt *run, uint32_t no_memory) {
+    run->op = (lci_reserve_op){.shards = 1, .ns = NS, .no_memory = no_memory};
+    return lci_reserve(a.h, &run->op, run->keys, run->n, 0, run->page, run->status, BLOCKING);
+}
+
+/* 10 of 20 pages have memory, and are ready. */
+static void half_grown(void) {
+    set_up_grown(20, 10);
+    prompt_fill(&a, &p, 1, 10);
+    prompt_make(&q, 2, 4);
+    CHECK_EQ(reserve_in(&q, 0), LC_E_GROW);
+    CHECK_EQ(q.op.wanted, 4);
+    CHECK_EQ(peek(&b, &p), 10);
+    CHECK_EQ(index_counts(&b).no_memory_ns, 0);
+}
+
+static void room_without_memory_is_made_by_evicting(void) {
+    half_grown();
+    CHECK_EQ(reserve_in(&q, 1), 4); /* its caller knows that there is none */
+    give_up(&a, &q);
+    prompt_make(&q, 3, 12);
+    CHECK_EQ(reserve_in(&q, 1), 10);
+    CHECK_EQ(q.op.reason, LCI_WHY_MEMORY);
+    give_up(&a, &q);
+    CHECK_EQ(lci_grow(a.h, 20, BLOCKING), LC_OK);
+    prompt_fill(&a, &p, 1, 20);
+    prompt_make(&q, 3, 24);
+    CHECK_EQ(reserve_in(&q, 1), 20);
+    CHECK_EQ(q.op.reason, LCI_WHY_PINNED);
+    give_up(&a, &q);
+    tear_down();
+}
+
+static void no_memory_is_known_to_all_for_a_time(void) {
+    half_grown();
+    CHECK_EQ(lci_no_memory(b.h, UINT64_C(30000000000)), LC_OK);
+    uint64_t left = index_counts(&a).no_memory_ns;
+    CHECK(left > 0 && left <= UINT64_C(30000000000));
+    CHECK_EQ(reserve_in(&q, 0), 4);
+    give_up(&a, &q);
+    lc_store(&a.h->root->no_memory_ns, lcs_now_ns()); /* it is over */
+    prompt_make(&q, 4, 8); /* 4 are free */
+    CHECK_EQ(reserve_in(&q, 0), LC_E_GROW);
+    CHECK_EQ(lci_no_memory(b.h, UINT64_MAX), LC_OK); /* never for ever */
+    CHECK(index_counts(&a).no_memory_ns <= UINT64_C(60000000000));
+    CHECK(index_counts(&a).no_memory_ns > UINT64_C(30000000000));
+    lc_store(&a.h->root->no_memory_ns, UINT64_MAX); /* damage */
+    CHECK_EQ(reserve_in(&q, 0), LC_E_GROW);
+    CHECK_EQ(lci_no_memory(b.h, UINT64_C(30000000000)), LC_OK);
+    CHECK_EQ(lci_no_memory(b.h, 0), LC_OK);
+    CHECK_EQ(reserve_in(&q, 0), LC_E_GROW);
+    CHECK_EQ(lci_no_memory(b.h, UINT64_C(30000000000)), LC_OK);
+    CHECK_EQ(lci_grow(a.h, 5, BLOCKING), LC_OK); /* no more than there is: says nothing new */
+    CHECK(index_counts(&a).no_memory_ns > 0);
+    CHECK_EQ(lci_grow(a.h, 12, BLOCKING), LC_OK);
+    CHECK_EQ(index_counts(&a).no_memory_ns, 0);
+    CHECK_EQ(lc_load(&a.h->root->no_memory_ns), 0);
+    CHECK_EQ(lci_no_memory(b.h, 1000), LC_OK);
+    CHECK_EQ(lci_grow(a.h, 20, BLOCKING), LC_OK);
+    client r = reader_join(&s);
+    CHECK_EQ(lci_no_memory(r.h, 1), LC_E_READONLY);
+    client_forget(&r);
+    tear_down();
+}
+
+/* A prefix that this call continues stays, also when it tries again behind a death. */
+static void room_is_made_again_behind_a_death(void) {
+    for (uint32_t n = 10; n <= 35; n += 25) {
+        set_up(40);
+        client dead = client_join(&s);
+        prompt_fill(&a, &p, 1, 5);
+        prompt_fill(&a, &w, 9, 35);
+        CHECK_EQ(match(&dead, &w, &l), 35);
+        client_die(&dead);
+        lc_store(&a.h->root->looking_ns, lcs_now_ns());
+        prompt_make(&q, 1, 5 + n);
+        q.op = (lci_reserve_op){.shards = 1, .ns = NS};
+        CHECK_EQ(lci_reserve(b.h, &q.op, q.keys, 5 + n, 5, q.page, q.status, BLOCKING), n);
+        q.n = n; /* it has no page for the first five */
+        CHECK_EQ(peek(&b, &p), 5);
+        CHECK_EQ(peek(&b, &w), 35 - n);
+        give_up(&b, &q);
+        tear_down();
+    }
+}
+
 /* ------------------------------------------------------------------ quotas */
 
 static void a_quota_does_not_take_the_prefix_of_what_it_is_for(void) {
@@ -255,7 +343,70 @@ static void a_call_that_moved_enough_takes_what_was_put_right(void) {
     tear_down();
 }
 
+/* ------------------------------------------------------------------ doomed pages */
+
+static lease longer;
+
+/* A namespace that was cleared while b has a lease on `pinned` pages of it, and a on `doomed`: all doomed. The
+ * pool has no room but for `other` ready pages of the namespace that is returned. */
+static lci_ns_ref doomed_and_pinned(uint32_t doomed, uint32_t pinned, uint32_t other) {
+    lci_ns_ref ns;
+    set_up(doomed + other);
+    prompt_fill(&a, &p, 1, doomed);
+    CHECK_EQ(match(&a, &p, &l), doomed);
+    p.n = pinned;
+    CHECK_EQ(match(&b, &p, &longer), pinned);
+    CHECK_EQ(lci_clear(a.h, NS, BLOCKING), LC_OK);
+    CHECK_EQ(lci_release(a.h, &l.head), LC_OK);
+    CHECK_EQ(index_counts(&a).doomed, doomed);
+    CHECK_EQ(lci_namespace_open(a.h, "w", "other", 0, &ns, BLOCKING), LC_OK);
+    if (other) fill_in(ns, &q, 2, other);
+    return ns;
+}
+
+static uint32_t first_doomed(void) { return lc_load(&a.h->lists.heads[LCI_DOOMED_LIST].next); }
+
+/* Each look at a doomed page costs: as many as are wanted, and not one store for those that stay. */
+static void doomed_pages_that_stay_are_let_lie(void) {
+    lci_ns_ref ns = doomed_and_pinned(300, 300, 40);
+    uint32_t first = first_doomed(), hand = first;
+    a.h->doomed_hand = LC_NIL;
+    for (uint32_t calls = 1; calls <= 3; calls++) {
+        prompt_make(&w, 2 + calls, 4);
+        CHECK_EQ(prompt_reserve(&a, &w, ns, 1), 4);
+        prompt_publish(&a, &w, 0);
+        prompt_unpin(&a, &w);
+        CHECK_EQ(first_doomed(), first);
+        for (int looked = 0; looked < 4; looked++) hand = lc_load(&a.h->pages[hand].queue.next);
+        CHECK_EQ(a.h->doomed_hand, hand);
+    }
+    CHECK_EQ(lci_release(b.h, &longer.head), LC_OK);
+    prompt_make(&w, 9, 300); /* now they are room like any other */
+    CHECK_EQ(prompt_reserve(&a, &w, ns, 1), 300);
+    CHECK_EQ(index_counts(&a).doomed, 0);
+    prompt_unpin(&a, &w);
+    tear_down();
+}
+
+/* Nothing can be evicted, and the one page that can be freed is the last of the list. */
+static void doomed_pages_are_all_looked_at_before_less_is_given(void) {
+    lci_ns_ref ns = doomed_and_pinned(500, 499, 0);
+    a.h->doomed_hand = LC_NIL;
+    prompt_make(&w, 3, 1);
+    CHECK_EQ(prompt_reserve(&a, &w, ns, 1), 1);
+    CHECK_EQ(index_counts(&a).doomed, 499);
+    prompt_unpin(&a, &w);
+    prompt_make(&q, 4, 1);
+    CHECK_EQ(prompt_reserve(&a, &q, ns, 1), 0);
+    CHECK_EQ(q.op.reason, LCI_WHY_PINNED);
+    prompt_unpin(&a, &q);
+    CHECK_EQ(lci_release(b.h, &longer.head), LC_OK);
+    tear_down();
+}
+
 const test room_tests[] = {
+    TEST(doomed_pages_that_stay_are_let_lie),
+    TEST(doomed_pages_are_all_looked_at_before_less_is_given),
     TEST(room_is_not_made_of_what_is_asked_for),
     TEST(room_that_ends_leaves_what_is_present_behind_it),
     TEST(room_is_asked_for_again_by_the_same_call),
@@ -265,6 +416,9 @@ const test room_tests[] = {
     TEST(a_page_used_again_forgets_who_pinned_it),
     TEST(a_reservation_begins_empty),
     TEST(room_under_a_handle_that_is_over),
+    TEST(room_without_memory_is_made_by_evicting),
+    TEST(no_memory_is_known_to_all_for_a_time),
+    TEST(room_is_made_again_behind_a_death),
     TEST(a_quota_does_not_take_the_prefix_of_what_it_is_for),
     TEST(a_quota_that_was_lowered),
     TEST(a_quota_looks_on_where_it_was),

@@ -90,11 +90,11 @@ static void held_pages_do_not_count_as_pinned(void) {
     set_up(64);
     CHECK_EQ(allocate(&a, 10), LC_OK);
     prompt_fill(&b, &p, 1, 54);
-    CHECK_EQ(lci_may_allocate(a.h, 54), 1);
+    CHECK_EQ(lci_may_allocate(a.h, 54, LCI_MEMORY_ASK), 1);
     p.n = 4;
     CHECK_EQ(match(&a, &p, &l), 4);
-    CHECK_EQ(lci_may_allocate(a.h, 51), 0);
-    CHECK_EQ(lci_may_allocate(a.h, 50), 1);
+    CHECK_EQ(lci_may_allocate(a.h, 51, LCI_MEMORY_ASK), 0);
+    CHECK_EQ(lci_may_allocate(a.h, 50, LCI_MEMORY_ASK), 1);
     CHECK_EQ(lci_release(a.h, &l.head), LC_OK);
     tear_down();
 }

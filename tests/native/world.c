@@ -20,6 +20,7 @@ segment segment_make(uint64_t bytes) {
     lcs_header *header = (lcs_header *)s.base;
     header->magic = LCS_MAGIC;
     header->bytes = s.bytes;
+    header->time_namespace = lcs_time_namespace();
     memcpy(header->uuid, "a test's segment", sizeof header->uuid);
     lcs_ready_store(s.base);
     return s;
@@ -208,4 +209,12 @@ uint32_t evict(client *c, uint32_t want) {
     uint32_t freed = 0;
     CHECK_EQ(lci_evict_pages(c->h, want, &freed, BLOCKING), LC_OK);
     return freed;
+}
+
+bool advice_is_heard(void) {
+    void *page = mmap(NULL, 4096, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(page != MAP_FAILED);
+    bool heard = madvise(page, 4096, 12345) != 0;
+    munmap(page, 4096);
+    return heard;
 }

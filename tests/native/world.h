@@ -25,6 +25,10 @@ segment index_make_grown(uint64_t pages, uint64_t grown);
 segment flat_index_make(uint64_t pages);
 void segment_end(segment *s);
 
+/* Can a child notice that it was forked? qemu's user emulation takes every advice and passes on none,
+ * also what a fork depends on. */
+bool advice_is_heard(void);
+
 /* A descriptor for byte locks on the segment, a description of its own. */
 int life_descriptor(const segment *s);
 

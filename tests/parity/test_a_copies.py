@@ -20,7 +20,7 @@ from support.keys import prompt
 
 from lightcache import Cache, ClientId, Load, NotReady, Offload, Reservation
 from lightcache.kernels.geometry import KVGroup, PageGeometry
-from lightcache.kernels.transfer import Engine, Move
+from lightcache.kernels.moves import Engine, Move
 from lightcache.pool import CHUNK_BYTES
 from lightcache.shm import _native
 

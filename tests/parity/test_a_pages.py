@@ -13,7 +13,7 @@ import pytest
 from support.keys import array, chain, prompt
 from support.scripts import with_support
 
-from lightcache import Cache, NoSpace, PageIndex, hashing, pool_object, shm
+from lightcache import Cache, NoSpace, PageIndex, hashing, pool, shm
 from lightcache.kernels.geometry import KVGroup, PageGeometry
 from lightcache.shm.layout import LOCK_OFFSET, LockRecord
 
@@ -90,7 +90,7 @@ def test_a1_a_pool_that_does_not_fit_is_refused_before_its_memory_is_touched(
     segment_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     touched: list[Any] = []
-    monkeypatch.setattr(pool_object, "_furnish", lambda *given: touched.append(given))
+    monkeypatch.setattr(pool, "_furnish", lambda *given: touched.append(given))
     geometry, folder = geometry_of(16384), os.statvfs("/dev/shm")
     size = 2 * folder.f_frsize * folder.f_blocks
     with pytest.raises(NoSpace, match=r"the pool needs .* found .*smaller"):
@@ -281,10 +281,9 @@ os.kill(os.getpid(), signal.SIGKILL)
         status=-signal.SIGKILL,
     )
     assert index.check().pins == 15
-    assert index.evict(12) == 0
-    assert index.reap() == 1
+    assert index.evict(12) == 5  # a call that needs pages takes back what the dead held
     assert index.check().pins == 0
-    assert index.evict(12) == 5
+    assert index.reap() == 0
     assert index.peek(keys) == 0
 
 

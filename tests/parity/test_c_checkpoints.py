@@ -12,7 +12,7 @@ from support.manager_case import Shelf
 
 from lightcache.errors import OutOfPages
 from lightcache.hashing import PageHasher
-from lightcache.hybrid.spaces import Tier
+from lightcache.hybrid.checkpoints import Tier
 from lightcache.manager import Prompt
 
 

@@ -26,6 +26,8 @@ from support.tiny_models import answer, assert_same, prompt  # noqa: E402
 from lightcache.hybrid import Saves, Tier  # noqa: E402
 from lightcache.manager import Wishes  # noqa: E402
 
+pytestmark = pytest.mark.models
+
 AHEAD = pytest.mark.parametrize("ahead", [False, True], ids=["no overlap", "overlap"])
 
 

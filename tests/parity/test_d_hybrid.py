@@ -8,11 +8,18 @@ import numpy as np
 import pytest
 
 from lightcache.errors import ConfigError
-from lightcache.hybrid.drafts import Drafts
-from lightcache.hybrid.features import Features
-from lightcache.hybrid.grids import Grid
-from lightcache.hybrid.saving import SavePolicy, Saves, Stretch, decode_saves
-from lightcache.hybrid.slots import RequestSlots, Rest, Saved
+from lightcache.hybrid.saving import (
+    Drafts,
+    Features,
+    Grid,
+    RequestSlots,
+    Rest,
+    Saved,
+    SavePolicy,
+    Saves,
+    Stretch,
+    decode_saves,
+)
 
 GRIDS = [Grid(1, 64), Grid(16, 64), Grid(64, 64), Grid(64, 128), Grid(528, 528)]
 

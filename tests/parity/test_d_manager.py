@@ -12,8 +12,8 @@ from support.hybrid_case import made_hybrids, tokens
 from support.stamped import stamps_of
 
 from lightcache.errors import OutOfPages
+from lightcache.hybrid.checkpoints import Tier
 from lightcache.hybrid.saving import Saves
-from lightcache.hybrid.spaces import Tier
 from lightcache.manager import Prompt, WritePolicy
 
 

@@ -26,6 +26,8 @@ from support.tiny_models import answer  # noqa: E402
 
 from lightcache.hybrid import Drafts  # noqa: E402
 
+pytestmark = pytest.mark.models
+
 AHEAD = pytest.mark.parametrize("ahead", [False, True], ids=["no overlap", "overlap"])
 
 

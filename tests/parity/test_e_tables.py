@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 
 from lightcache.errors import ConfigError
-from lightcache.hybrid.features import Features
-from lightcache.hybrid.grids import Grid
-from lightcache.hybrid.saving import Saves
+from lightcache.hybrid.saving import Features, Grid, Saves
 from lightcache.hybrid.tables import StateTables, capacity, state_block_tables
 
 FULL = [[10, 11, 12, 13], [20, 21, -1, -1], [30, -1, -1, -1]]

@@ -1,6 +1,7 @@
 /* The lock: taking, sleeping, handing over, and taking over from a dead owner (shm/native/lock.c).
  *
  * order LOCK_SWAP: lock-swap
+ * order HOLDER_LOOK (APART): holder-look
  *
  * Client A has two threads, B and C have one each; each wants the lock once. A thread that has had
  * it exits, while its process lives on; with DEATH the first thread of A and B may be killed at any
@@ -14,13 +15,29 @@
  * NO_SEQUENCE: a take-over compares the word alone. NO_TAG: the thread that is noted as holder is
  * believed to be that of this taking. BIT_FORGOTTEN: who has slept takes the lock without the
  * waiters bit. NOT_UNDONE: a taker does not look at the log.
+ *
+ * APART: with deaths, and each client is in a PID namespace of its own, where numbers of threads are given
+ * out again: B's thread has that of A's first. /proc tells nothing, and the slot's byte goes late, or
+ * not while we look. What tells is the kernel's mark: it looks at the word that a dying thread has led
+ * it to, and marks it if the thread's number is there. LED_EARLY: a thread leads there before it takes the lock.
+ * LED_LATE: until it has given it back.
  */
 #include "weak.pml"
+
+#ifdef APART
+#define DEATH
+#endif
 
 #define NOBODY 0
 #define A 1 /* clients: threads 0 and 1 are A's, 2 is B's, 3 is C's */
 #define CLIENT(thread) ((thread) < 2 -> A : (thread))
 #define UNKNOWN 9
+#define MARK 8 /* FUTEX_OWNER_DIED, in place of the thread's number */
+#ifdef APART
+#define NUMBER(thread) ((thread) == 2 -> 0 : (thread))
+#else
+#define NUMBER(thread) (thread)
+#endif
 
 /* The 64 bits of the lock. */
 byte owner;
@@ -34,7 +51,8 @@ byte holder_sequence;
 /* What the lock protects: a word and the log's entry for it. */
 byte word, log_count, old_value;
 
-bool gone[4]; /* the kernel: this thread will never run again */
+bool ended[4]; /* this thread will never run again */
+bool gone[4];  /* the same, as its byte and /proc say */
 byte futex;   /* who sleeps: 1 << thread */
 
 /* What is true. */
@@ -48,7 +66,7 @@ byte committed;        /* what the word was at the last commit */
 
 /* lcs_lock_take: the load of `both` and all that follows from it. */
 #define ENTER(bit) \
-    assert(inside == UNKNOWN || gone[inside]); \
+    assert(inside == UNKNOWN || ended[inside]); \
     owner = CLIENT(me); waiters = bit; sequence++; inside = me
 
 #ifdef NO_SEQUENCE
@@ -83,12 +101,19 @@ byte committed;        /* what the word was at the last commit */
 #define MORTAL false
 #endif
 
+#ifdef LED_LATE
+#define LED_UNTIL_END true
+#else
+#define LED_UNTIL_END false
+#endif
+
 #define FORGET seen = 0; seen_waiters = 0; seen_sequence = 0; slept = 0
 
 proctype thread(byte me) {
     int done;
     byte seen, seen_sequence, value;
     bool seen_waiters, slept, wake;
+    bool led; /* list_op_pending: hint() with NOTE, unhint() between COMMIT and DROP */
 
 again: /* spin, then block */
 #if !(LOCK_SWAP & 1) /* the swap does not hold up what is loaded behind it */
@@ -97,23 +122,37 @@ again: /* spin, then block */
     :: d_step { value = 0; done = 0 }
     fi;
 #endif
+#if defined(APART) && !(HOLDER_LOOK & 1) /* what is loaded behind the mark may be loaded before it */
+    if
+    :: d_step { log_count == 0 -> done = done | LOOK }
+    :: d_step { done = done & ~LOOK }
+    fi;
+#endif
     atomic {
         seen = owner; seen_waiters = waiters; seen_sequence = sequence;
         if
-        :: seen == NOBODY -> goto take
+        :: seen == NOBODY -> done = done & ~LOOK; goto take
         :: seen == CLIENT(me) -> goto wait /* another thread of ours */
         :: else
         fi
     }
-    /* owner_dead: the slot's byte, then the thread. */
+    /* owner_dead: the kernel's mark, the slot's byte, the thread. */
+#ifdef APART
+    if
+    :: atomic { OF_THIS_TAKING && holder == MARK -> goto take }
+    :: else -> done = done & ~LOOK /* what follows is a system call */
+    fi;
+#endif
     if
     :: atomic { !SLOT_ALIVE(seen) -> goto take }
     :: SLOT_ALIVE(seen)
     fi;
+#ifndef APART
     if
     :: atomic { OF_THIS_TAKING && holder != UNKNOWN && gone[holder] -> goto take }
     :: else
     fi;
+#endif
 wait: /* sleep_once */
     if
     :: atomic { UNCHANGED -> waiters = true; slept = true }
@@ -132,12 +171,18 @@ wait: /* sleep_once */
     fi;
     goto again;
 take:
+#ifdef LED_EARLY
+    led = true;
+#endif
     if
     :: atomic { UNCHANGED -> ENTER(BIT); done = done | TAKE; FORGET }
     :: atomic { !UNCHANGED -> done = 0; goto again }
     fi;
     do
-    :: d_step { PERFORM(NOTE, TAKE); holder = me; holder_sequence = sequence }
+    :: d_step {
+           PERFORM(NOTE, TAKE); holder = NUMBER(me); holder_sequence = sequence;
+           led = LED_UNTIL_END || !(done & COMMIT)
+       }
     :: atomic {
            PERFORM(LOOK, TAKE);
 #ifndef NOT_UNDONE
@@ -154,7 +199,7 @@ take:
            old_value = word; log_count = 1
        }
     :: d_step { PERFORM(STORE, ARM); word = value + 1; value = 0 }
-    :: d_step { PERFORM(COMMIT, STORE); log_count = 0; committed++ }
+    :: d_step { PERFORM(COMMIT, STORE); log_count = 0; committed++; led = led && LED_UNTIL_END }
     :: d_step {
            PERFORM(DROP, READ | BIND_EARLIER(LOCK_SWAP, BEFORE(DROP)));
            wake = waiters; owner = NOBODY; waiters = false; inside = UNKNOWN
@@ -177,7 +222,18 @@ take:
     :: atomic { MORTAL -> goto end }
     fi;
 end:
-    atomic { gone[me] = true; FORGET; value = 0; done = 0; wake = false }
+    atomic {
+        ended[me] = true;
+#ifdef APART
+        if
+        :: led && holder == NUMBER(me) -> holder = MARK
+        :: else
+        fi
+    }
+    atomic {
+#endif
+        gone[me] = true; led = false; FORGET; value = 0; done = 0; wake = false
+    }
 }
 
 init {

@@ -9,18 +9,17 @@ Without spin the models are skipped, but where CI is `true` they fail.
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from spin.source_orders import ACQ_REL, RELAXED, SEQ_CST, Switch, places, switches, value
+from support.packages import need
 
 # A minute at most where nothing else runs; the larger ones take longer where much does.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 HERE = Path(__file__).parent
 MEMORY = 1800  # MiB that an exploration may use
@@ -41,6 +40,7 @@ VARIANTS = [
     ("event", "DEATH"),
     ("lock", ""),
     ("lock", "DEATH"),
+    ("lock", "APART"),
     ("log", ""),
     ("life", ""),
     ("life", "REAPER"),
@@ -58,6 +58,9 @@ BROKEN = [
     ("lock", "", "NO_TAG"),
     ("lock", "DEATH", "UNBOUNDED"),
     ("lock", "DEATH", "NOT_UNDONE"),
+    ("lock", "APART", "NO_TAG"),
+    ("lock", "APART", "LED_EARLY"),
+    ("lock", "APART", "LED_LATE"),
     ("log", "", "BEGIN_AT_FIRST"),
     ("log", "", "LIMIT_HIGH"),
     ("life", "", "UNLOGGED_WORD"),
@@ -98,10 +101,7 @@ def explore(
     name: str, variants: list[str], flags: list[str], folder: Path, optimize: str = "-O1"
 ) -> Explored:
     """Every state of a model, or those up to the first error."""
-    if not shutil.which("spin"):
-        if os.environ.get("CI") == "true":
-            pytest.fail("spin is missing")
-        pytest.skip("there is no spin here, so the models are not explored")
+    need("spin")
     defines = [f"-D{variant}" for variant in variants if variant] + flags
     compiler = ["cc", optimize, "-w", f"-DMEMLIM={MEMORY}", "-DSAFETY", "-o", "pan", "pan.c"]
     for command in (["spin", "-a", *defines, str(model(name))], compiler):

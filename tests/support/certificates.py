@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
-from support.servers import missing
+from support.packages import need
 
 
 def make(folder: Path, names: str) -> Path:
@@ -17,8 +16,7 @@ def make(folder: Path, names: str) -> Path:
     Args:
         names: that the certificate is of, as in "IP:127.0.0.1,DNS:host".
     """
-    if shutil.which("openssl") is None:
-        missing("openssl", "install it, as apt-get install openssl")
+    need("openssl")
     new = ("-newkey", "rsa:2048", "-nodes", "-subj")
     (folder / "extensions").write_text(f"subjectAltName={names}\nbasicConstraints=CA:FALSE\n")
     _openssl(folder, "req", "-x509", *new, "/CN=tests", "-keyout", "ca-key", "-out", "ca")

@@ -18,7 +18,7 @@ SECRET = bytes(16)
 @contextlib.contextmanager
 def small_cache(name: str, model: Any, pages: int = 32) -> Iterator[Cache]:
     """A cache for this model in which nothing is held in the end."""
-    with lct.open_cache(name, model, pages=pages, secret=SECRET) as made:
+    with lct.open_cache(name, model, pages=pages, secret=SECRET, lifetime="attached") as made:
         yield made
         gc.collect()
         assert held(made) == (0, 0)

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lightcache.kernels.geometry import PageGeometry, Share
+from lightcache.kernels.moves import Move
 from lightcache.kernels.planes import DevicePlane, DevicePlanes
-from lightcache.kernels.transfer import Move
 
 Bytes = npt.NDArray[np.uint8]
 

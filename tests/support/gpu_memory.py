@@ -2,7 +2,7 @@
 
 import torch
 
-from lightcache.kernels.memory import HostPages
+from lightcache.kernels.pinned import HostPages
 
 
 class Pinned(HostPages):

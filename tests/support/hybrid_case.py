@@ -6,19 +6,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from support.manager_case import SECRET, World, open_cache, tokens
+from support.manager_case import SECRET, World, open_cache, taken, tokens
 from support.stamped import TOKEN_BYTES, StampedDevice, StampedMover, stamps_of
 
 from lightcache import Cache
 from lightcache.errors import ConfigError
-from lightcache.hybrid.checkpoints import Checkpoints
-from lightcache.hybrid.config import HybridConfig
+from lightcache.hybrid.checkpoints import Checkpoints, Path, Tier
 from lightcache.hybrid.copiers import ArrayCopier
-from lightcache.hybrid.device import create_slots
-from lightcache.hybrid.grids import Grid
 from lightcache.hybrid.manager import HybridManager
-from lightcache.hybrid.matches import HybridMatch
-from lightcache.hybrid.spaces import Path, Tier
+from lightcache.hybrid.opening import create_slots
+from lightcache.hybrid.planning import HybridMatch
+from lightcache.hybrid.saving import Grid, HybridConfig
 from lightcache.manager import Prompt
 
 
@@ -195,7 +193,7 @@ class HybridWorld:
         """
         prompt = as_prompt(what)
         self.hybrid.plan(request, prompt, **how)
-        match = self.hybrid.take(request)
+        match = taken(self.manager, request, self.hybrid.take)
         self.hybrid.allocate(request, len(prompt))
         restored = self.hybrid.restore([request], None if slots is None else [slots])
         fetch = self.hybrid.fetch(request)

@@ -50,6 +50,10 @@ class IndexView:
         found: layout.RootRecord = self._read(self.geometry.root, layout.RootRecord)
         return found
 
+    def raw_root(self) -> layout.RootRecord:
+        """The root's record, in place: what is stored to its fields is stored there."""
+        return layout.RootRecord.from_address(self._index.segment.address + self.geometry.root)
+
     @property
     def clock(self) -> int:
         """The last tick given out."""

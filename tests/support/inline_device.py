@@ -8,8 +8,8 @@ import contextlib
 import numpy as np
 import torch
 
-from lightcache.kernels.copies import HostCopier
 from lightcache.kernels.launch import InterpretedLauncher
+from lightcache.kernels.rows import HostCopier
 
 
 class Event:

@@ -18,9 +18,9 @@ from support.pages import Model, copy
 from lightcache.kernels.calibration import Thresholds
 from lightcache.kernels.geometry import KVGroup, PageGeometry, Share
 from lightcache.kernels.layouts import Shard
-from lightcache.kernels.memory import HostPages
+from lightcache.kernels.moves import Engine, Move
+from lightcache.kernels.pinned import HostPages
 from lightcache.kernels.rows import Plan
-from lightcache.kernels.transfer import Engine, Move
 
 PAGES = 5
 UNTOUCHED = 0xCD

@@ -20,6 +20,7 @@ from lightcache.manager import (
 )
 from lightcache.shm.layout import SegmentHeader
 from lightcache.storage import BaseTier
+from lightcache.storage.tiers import StorageTask
 
 SECRET = b"a secret of tests"
 
@@ -95,7 +96,7 @@ class World:
         """Plan, take, allocate, fetch; without waiting."""
         prompt = what if isinstance(what, Prompt) else Prompt(what)
         self.manager.plan(request, prompt, **how)
-        match = self.manager.take(request)
+        match = taken(self.manager, request)
         self.manager.allocate(request, len(prompt))
         self.manager.fetch(request)
         return match
@@ -113,7 +114,7 @@ class World:
         prompt = what if isinstance(what, Prompt) else Prompt(what)
         manager = self.manager
         manager.plan(request, prompt, **how)
-        match = manager.take(request)
+        match = taken(manager, request)
         table = manager.allocate(request, len(prompt))
         fetch = manager.fetch(request)
         fetch.wait()
@@ -184,6 +185,23 @@ def on_device(world: World, prompt: Prompt) -> int:
     return peeked * world.device.block_tokens
 
 
+class Patient:
+    """Computing takes for ever: what storage has is waited for, however busy the machine is."""
+
+    def seconds(self, tokens: int) -> float:
+        """See `Pace`."""
+        return 600.0
+
+
+def taken(manager: Any, request: Any, take: Any = None) -> Any:
+    """A request begins when nothing is being read for it any more."""
+    pace, manager._pace = manager._pace, Patient()
+    try:
+        return (take or manager.take)(request, wait=True)
+    finally:
+        manager._pace = pace
+
+
 class Shelf(BaseTier):
     """A storage of pages in a dict, as a manager sees one: reads when it is told to."""
 
@@ -203,6 +221,10 @@ class Shelf(BaseTier):
 
     def write(self, keys: Any, request: Any = None, **how: Any) -> Any:
         """See `Writer.store`: this one is filled by the tests."""
+        made = StorageTask("write", len(keys), None)
+        made._count(stored=len(keys))
+        made._end(failed=False)
+        return made
 
     def prefetch_deepest(self, keys: Any, **how: Any) -> Any:
         """Nobody asks it for that."""
@@ -232,6 +254,8 @@ class Shelf(BaseTier):
 class Reading:
     """One prefetch."""
 
+    kind, seconds = "read", 0.0
+
     def __init__(self, shelf: Shelf, keys: Any, start: int, namespace: Any) -> None:
         self.shelf, self.keys, self.start, self.namespace = shelf, keys, start, namespace
         self.pages_done = 0
@@ -251,8 +275,9 @@ class Reading:
             self.pages_done = end - self.start
         self.over = True
 
-    def take(self) -> None:
-        """What is there is taken, without waiting."""
+    def wait(self, timeout: float | None = None) -> None:
+        """Nobody brings anything while it is waited for."""
+        self.over = True
 
     def cancel(self) -> None:
         """Nobody wants it any more."""

@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from support import servers
+from support.packages import LIBRARIES, need, skip_or_fail
 
 from lightcache.storage import StorageSpec
-from lightcache.storage.remote.mooncake.client import Client
-from lightcache.storage.remote.mooncake.options import MooncakeOptions
-from lightcache.storage.remote.mooncake.staging import Staging
+from lightcache.storage.remote.mooncake.backend import Staging
+from lightcache.storage.remote.mooncake.client import Client, MooncakeOptions
 
 LEASE = "200ms"
 HOST = "127.0.0.1"
@@ -88,7 +88,8 @@ def program(name: str) -> str:
     found = find_spec("mooncake")
     path = Path(next(iter(found.submodule_search_locations or [""]))) / name if found else Path()
     if not path.is_file():
-        servers.missing(name, "install mooncake-transfer-engine-non-cuda")
+        skip_or_fail(f"no {name}; install: pip install mooncake-transfer-engine-non-cuda")
+    need(*LIBRARIES)
     path.chmod(path.stat().st_mode | 0o111)
     return str(path)
 

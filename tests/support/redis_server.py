@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.servers import free_port, hold, listens, missing, running
+from support.packages import need
+from support.servers import free_port, hold, listens, running
 
 DATABASES = 16
 
@@ -82,7 +83,7 @@ def program() -> str:
     for name in ("valkey-server", "redis-server"):
         if found := shutil.which(name):
             return found
-    missing("valkey-server or redis-server", "install one of them, as apt-get install redis-server")
+    need("redis-server")
     raise AssertionError
 
 

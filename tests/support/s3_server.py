@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 from support import servers
+from support.packages import skip_or_fail
 
 from lightcache.storage import StorageSpec, open_storage
 from lightcache.storage.remote.s3 import S3Storage
@@ -93,7 +94,7 @@ class Server:
 def serving(folder: Path, certificates: Path | None = None) -> Iterator[Server]:
     """A server that runs; stopped in the end."""
     if find_spec("moto") is None or find_spec("obstore") is None:
-        servers.missing("a server for S3", "pip install 'moto[s3]' flask flask-cors obstore")
+        skip_or_fail("no server for S3; install: pip install 'moto[s3]' flask flask-cors obstore")
     server = Server(folder, servers.free_port(), certificates)
     server.start()
     try:

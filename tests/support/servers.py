@@ -12,8 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import pytest
-
 STARTING = 60.0  # seconds after which a server that does not answer is a failure
 
 
@@ -29,14 +27,6 @@ def listens(port: int) -> bool:
     with contextlib.closing(socket.socket()) as probe:
         probe.settimeout(1.0)
         return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def missing(what: str, remedy: str) -> None:
-    """Skip the test; in CI, where everything is installed, fail it."""
-    text = f"{what} is not there; {remedy}"
-    if os.environ.get("CI"):
-        pytest.fail(text)
-    pytest.skip(text)
 
 
 def hold(process: int) -> None:

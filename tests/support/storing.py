@@ -98,6 +98,18 @@ def nothing_is_held(cache: Cache) -> None:
     assert cache.check().clean
 
 
+def threads(tier: Any) -> list[Any]:
+    """Those of a tier."""
+    return [*tier._crew.threads, tier._crew._watcher]
+
+
+def given_back(tier: Any) -> None:
+    """Wait for what cancelled tasks give back, which the tier's own thread does."""
+    crew = tier._crew
+    with crew.changed:
+        assert crew.changed.wait_for(lambda: not (crew._cancelled or crew._returning), 60.0)
+
+
 class Recorder(MemoryStorage):
     """Notes every call, and can be made to wait in front of one."""
 

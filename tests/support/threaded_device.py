@@ -124,7 +124,7 @@ class Copier:
     def __call__(
         self, targets: list[int], sources: list[int], sizes: list[int], stream: Stream
     ) -> None:
-        """See `lightcache.kernels.copies.Copier`."""
+        """See `lightcache.kernels.rows.Copier`."""
         if 0 in targets:
             raise RuntimeError("the driver refused a copy: cudaErrorInvalidValue")
         stream.device.check_current()

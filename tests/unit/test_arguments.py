@@ -10,7 +10,7 @@ import pytest
 from support.keys import prompt
 
 from lightcache import ConfigError, PageIndex
-from lightcache.sizes import format_size, parse_size
+from lightcache._arguments import format_size, parse_size
 
 
 @pytest.fixture
@@ -133,6 +133,8 @@ def test_offsets_of_any_integer_kind(index: PageIndex) -> None:
         ("500MB", 500 * 10**6),
         ("7b", 7),
         ("1PiB", 1 << 50),
+        ("1EiB", 1 << 60),
+        ("2eb", 2 * 10**18),
     ],
 )
 def test_sizes(text: Any, size: int) -> None:
@@ -159,4 +161,4 @@ def test_sizes_for_people() -> None:
     assert format_size(1023) == "1023 B"
     assert format_size(1536) == "1.5 KiB"
     assert format_size(64 << 30) == "64.0 GiB"
-    assert format_size(5000 << 40) == "5000.0 TiB"
+    assert format_size(5000 << 40) == "4.9 PiB"

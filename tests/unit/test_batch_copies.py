@@ -12,10 +12,10 @@ from support.fake_runtime import Error, FakeRuntime
 from support.inline_device import InlineDevice
 from support.transfer_cases import flat
 
-from lightcache.kernels.copies import BatchCopier
 from lightcache.kernels.engine import TransferEngine
-from lightcache.kernels.memory import HostPages
-from lightcache.kernels.transfer import Move
+from lightcache.kernels.moves import Move
+from lightcache.kernels.pinned import HostPages
+from lightcache.kernels.rows import BatchCopier
 from lightcache.shm.errors import TransferFailed
 
 pytest.importorskip("triton")

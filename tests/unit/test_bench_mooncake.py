@@ -9,6 +9,8 @@ from support.mooncake_server import mooncake_url
 from lightcache import StorageError
 from lightcache.tools.bench._plain_mooncake import open_plain
 
+pytestmark = pytest.mark.servers
+
 __all__ = ["mooncake_url"]
 
 

@@ -11,6 +11,8 @@ from lightcache import ConfigError, StorageError
 from lightcache.storage import MemoryStorage, WriteResult, WriteStatus, urls
 from lightcache.tools.bench import _plain_redis, _remote, storage
 
+pytestmark = pytest.mark.servers
+
 __all__ = ["redis_server", "redis_url"]
 
 KIB = 1 << 10

@@ -159,7 +159,7 @@ def _clean(name: str) -> Any:
         return cache.check()
 
 
-@pytest.mark.slow
+@pytest.mark.models
 @pytest.mark.timeout(300)
 def test_a_real_one() -> None:
     pytest.importorskip("transformers")

@@ -22,6 +22,8 @@ from lightcache import Cache, ConfigError, LayoutMismatch  # noqa: E402
 from lightcache.connectors import model_pages  # noqa: E402
 from lightcache.connectors import transformers as lct  # noqa: E402
 
+pytestmark = pytest.mark.models
+
 
 def test_what_is_found() -> None:
     pages = lct.describe(model(head_dim=16, dtype=torch.bfloat16), page_tokens=8)
@@ -112,8 +114,9 @@ def test_a_name_stands_for_the_weights(segment_name: str) -> None:
     pages = lct.describe(model(), name="org/llama@1")
     assert pages.fingerprint.startswith("name:org/llama@1 float32 ")
     with Cache.create(segment_name, pages=8, secret=SECRET, **pages.options) as cache:
-        with lct.Connector(cache, model()) as connector:
-            save(connector, model(), prompt(20))
+        mine = model()
+        with lct.Connector(cache, mine) as connector:
+            save(connector, mine, prompt(20))
         with lct.Connector(cache, model(seed=1)) as connector:
             with connector.prefix(prompt(20)) as past:
                 assert past.reused == 16, "the name is believed"

@@ -19,6 +19,8 @@ from support.tiny_models import answer, assert_same, kept, model, prompt  # noqa
 from lightcache import Cache, ConfigError, LeaseLost, Shard, TransferFailed  # noqa: E402
 from lightcache.connectors import transformers as lct  # noqa: E402
 
+pytestmark = pytest.mark.models
+
 PAGE = 16
 
 

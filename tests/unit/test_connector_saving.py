@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,9 @@ from support.tiny_models import answer, assert_same, kept, model, prompt  # noqa
 from lightcache import Cache, ConfigError, Detached, InUse  # noqa: E402
 from lightcache.connectors import transfers  # noqa: E402
 from lightcache.connectors import transformers as lct  # noqa: E402
+from lightcache.shm import Segment, read_segment  # noqa: E402
+
+pytestmark = pytest.mark.models
 
 PAGE = 16
 
@@ -181,7 +185,7 @@ def test_another_writes_the_same(cache: Cache, connector: lct.Connector, llama: 
 
 
 def test_no_room(segment_name: str, llama: Any) -> None:
-    with lct.open_cache(segment_name, llama, pages=3, secret=SECRET) as cache:
+    with lct.open_cache(segment_name, llama, pages=3, secret=SECRET, lifetime="attached") as cache:
         with lct.Connector(cache, llama) as connector:
             ids = prompt(100)
             save(connector, llama, ids)
@@ -293,3 +297,43 @@ def test_closed_in_order(cache: Cache, llama: Any) -> None:
     ):
         with pytest.raises(Detached, match="connector is closed"):
             call()
+
+
+# ---- how long caches last
+
+
+def test_caches_stay_for_the_next_process_unless_said_otherwise(
+    segment_name: str, llama: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    ids = prompt(40)
+    for reused in (0, 32):
+        with lct.open_cache(segment_name, llama, pages=8, secret=SECRET) as cache:
+            with lct.Connector(cache, llama) as connector, connector.prefix(ids) as past:
+                answer(llama, ids, past)
+        assert past.reused == reused
+    assert [f"`lightcache rm {segment_name}`" in line for line in caplog.messages] == [True] * 2
+    header = read_segment(segment_name)
+    assert header is not None
+    assert header.lifetime == "persistent"
+    assert Segment.unlink(segment_name)
+    with lct.open_cache(segment_name, llama, pages=8, secret=SECRET, lifetime="attached"):
+        pass
+    assert read_segment(segment_name) is None
+    with lct.open_cache(segment_name, llama, pages=8, secret=SECRET, idle_limit=None) as cache:
+        assert cache.index.segment.header().idle_ns == 0
+    assert Segment.unlink(segment_name)
+    with pytest.raises(ConfigError, match="idle_limit"):
+        lct.open_cache(segment_name, llama, pages=8, lifetime="attached", idle_limit=5)
+
+
+def test_each_request_is_a_use(
+    connector: lct.Connector, llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segment = connector.cache.index.segment
+    real = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: real() + 10**15)
+    before = segment.header().used_ns
+    with connector.prefix(prompt(40)) as past:
+        entered = segment.header().used_ns
+        answer(llama, prompt(40), past)
+    assert before < entered < segment.header().used_ns

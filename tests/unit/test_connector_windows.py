@@ -16,6 +16,8 @@ from support.tiny_models import answer, assert_same, kept, model, prompt  # noqa
 from lightcache import Cache, ConfigError, TransferFailed  # noqa: E402
 from lightcache.connectors import transformers as lct  # noqa: E402
 
+pytestmark = pytest.mark.models
+
 LAYERS = 4
 
 

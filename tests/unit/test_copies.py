@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightcache.kernels.copies import HostCopier, TorchCopier, merged
+from lightcache.kernels.rows import HostCopier, TorchCopier, merged
 from lightcache.shm.errors import TransferFailed
 
 

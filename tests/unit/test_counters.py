@@ -15,8 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from lightcache import Cache, shm
-from lightcache.manager.counters import NodeCounters
-from lightcache.manager.statistics import ManagerStats
+from lightcache.manager.statistics import ManagerStats, NodeCounters
 from lightcache.shm import layout
 from lightcache.tools.cli import group
 
@@ -88,7 +87,7 @@ def test_who_takes_a_slot_goes_on_from_what_its_last_client_counted(counters):
     assert counters.total()["requests"] == 6
 
 
-@pytest.mark.parametrize("verb", ["attach", "open"])
+@pytest.mark.parametrize("verb", ["open", pytest.param("attach", marks=pytest.mark.slow)])
 def test_what_the_killed_had_counted_stays(counters, verb):
     """Also when their slots are needed: more processes die than there are slots."""
 
@@ -309,8 +308,8 @@ def test_tools_know_the_kind(counters):
     shown = CliRunner().invoke(group, ["dump", counters.segment.name, "--json"])
     assert json.loads(shown.output)["segment"]["kind"] == "counters"
     checked = CliRunner().invoke(group, ["check", counters.segment.name])
-    assert checked.exit_code == 2
-    assert "does not hold an index" in checked.output
+    assert checked.exit_code == 0
+    assert checked.output.endswith("counters: every invariant holds\n")
 
 
 # ---- a node's figures

@@ -17,6 +17,8 @@ from lightcache.errors import ConfigError
 from lightcache.tools.demo import models
 from lightcache.tools.demo.models import SIZES, ModelChoice, ModelFacts, build, preflight
 
+pytestmark = pytest.mark.models
+
 transformers: Any = pytest.importorskip("transformers")
 
 TINY = {

@@ -23,6 +23,8 @@ from lightcache.tools.demo.messages import Mailbox, Request  # noqa: E402
 from lightcache.tools.demo.models import ModelChoice  # noqa: E402
 from lightcache.tools.demo.worker import Worker  # noqa: E402
 
+pytestmark = pytest.mark.models
+
 _SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 

@@ -17,10 +17,10 @@ from lightcache.kernels.device_names import device_name
 from lightcache.kernels.engine import TransferEngine
 from lightcache.kernels.geometry import KVGroup, PageGeometry
 from lightcache.kernels.host_engine import HostEngine
-from lightcache.kernels.memory import HostPages
+from lightcache.kernels.layouts import Shard
+from lightcache.kernels.moves import Move
+from lightcache.kernels.pinned import HostPages
 from lightcache.kernels.planes import DevicePlane, DevicePlanes, join
-from lightcache.kernels.tensors import Shard
-from lightcache.kernels.transfer import Move
 from lightcache.shm.errors import ConfigError
 
 pytest.importorskip("triton")

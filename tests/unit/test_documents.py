@@ -4,6 +4,8 @@ none, on the processor."""
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from http.client import HTTPConnection
 from importlib import import_module
@@ -20,10 +22,11 @@ from lightcache import Cache, PageIndex
 from lightcache.hybrid import Checkpoints
 from lightcache.kernels import Move
 from lightcache.metrics import CheckpointMetrics
+from lightcache.shm import Segment
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")]
-BLOCK = re.compile(r"(<!-- with a GPU -->\n)?```python\n(.*?)```", re.DOTALL)
+BLOCK = re.compile(r"(<!-- (?:with a GPU|a program) -->\n)?```python\n(.*?)```", re.DOTALL)
 
 
 class Ready:
@@ -66,6 +69,8 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Any]]
     yield engines
     for one in (*engines, *caches):
         one.close()
+    for cache in caches:
+        Segment.unlink(cache.name)  # those that are persistent
 
 
 def run(
@@ -144,18 +149,121 @@ def test_readme(made: list[Any], segment_name: str, tmp_path: Path) -> None:
     assert space["load"].done()
 
 
+class Model:
+    """What a document's engine calls `forward`: on the device the KV of a token is a figure of all
+    tokens up to it, and all that is read must be right."""
+
+    def __init__(self, blocks: int = 64, block_tokens: int = 16) -> None:
+        import torch
+
+        shape = (2, blocks, block_tokens, 1, 128)
+        self.kv_caches = [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(32)]
+        self._block_tokens = block_tokens
+        self.passes: list[dict[str, tuple[int, int]]] = []
+        """Of each pass the tokens that each request had and has, by its name."""
+
+    def forward(self, batch: Mapping[str, Any]) -> dict[str, int]:
+        """Tokens [computed, all) of each request; its next token."""
+        import torch
+
+        for one in batch.values():
+            tokens = torch.tensor(one.tokens)
+            kv = (torch.cumsum(tokens, 0) % 251).to(torch.bfloat16)[:, None, None]
+            at = torch.arange(len(tokens))
+            blocks = torch.tensor(one.table)[at // self._block_tokens].long()
+            places, known = at % self._block_tokens, one.computed
+            for tensor in self.kv_caches:
+                found = tensor[:, blocks[:known], places[:known]]
+                assert (found == kv[:known]).all()
+                tensor[:, blocks[known:], places[known:]] = kv[known:]
+        self.passes.append({name: (b.computed, len(b.tokens)) for name, b in batch.items()})
+        return {name: len(one.tokens) % 97 for name, one in batch.items()}
+
+
+def engine_of_documents() -> dict[str, Any]:
+    """What docs/integration.md takes from its engine."""
+    model = Model()
+    return {
+        "kv_caches": model.kv_caches,
+        "forward": model.forward,
+        "finished": lambda one: len(one.tokens) >= 330,
+        "passes": model.passes,
+    }
+
+
 def test_integration(made: list[Any], segment_name: str) -> None:
     path, hybrid = "docs/integration.md", "## A hybrid model"
-    space = run(path, segment_name, end=hybrid, np=np)
+    space = run(path, segment_name, end=hybrid, **engine_of_documents())
     assert len(made) == 1
+    # Two requests of 321 and 313 tokens decode side by side, and each from where it was.
+    assert space["passes"][0] == {"request 1": (0, 321), "request 2": (0, 313)}
+    assert space["passes"][1] == {"request 1": (321, 322), "request 2": (313, 314)}
+    assert space["passes"][-1] == {"request 2": (328, 329)}
     assert space["match"].host == 320  # what the first manager wrote, the second one loads
+    assert space["fetch"].tokens == 320
+
+
+@pytest.mark.parametrize("blocks", [40, 41], ids=["waits", "is preempted"])
+def test_integration_without_room_for_two(made: list[Any], segment_name: str, blocks: int) -> None:
+    """The loop's second request waits for blocks until the first has ended; or has to give up its
+    own at token 321, and goes on from there when the first has ended."""
+    less = {"block_tokens=16, blocks=64": f"block_tokens=16, blocks={blocks}"}
+    space = run(
+        "docs/integration.md",
+        segment_name,
+        end="### A router beside it",
+        instead=less,
+        **engine_of_documents(),
+    )
+    passes = space["passes"]
+    if blocks == 40:
+        assert passes[0] == {"request 1": (0, 321)}
+        assert passes[8] == {"request 1": (328, 329)}
+        assert passes[9] == {"request 2": (0, 313)}
+    else:
+        assert passes[7] == {"request 1": (327, 328), "request 2": (319, 320)}
+        assert passes[8] == {"request 1": (328, 329)}
+        assert passes[9] == {"request 2": (320, 321)}
+    assert passes[-1] == {"request 2": (328, 329)}
+    assert not space["waiting"]
+    space["manager"].close()
+    space["device"].close()
+
+
+def programs(document: str) -> list[str]:
+    """The whole programs of a document."""
+    found = BLOCK.finditer((ROOT / document).read_text())
+    return [each[2] for each in found if each[1] and "a program" in each[1]]
+
+
+def test_integration_of_ranks(
+    segment_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scheduler and two ranks, each a process."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (program,) = programs("docs/integration.md")
+    (tmp_path / "ranks.py").write_text(program)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(tmp_path / "ranks.py"), segment_name],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [
+        "computed by both ranks: 150",
+        "found on the device: 144",  # of 150 tokens, in blocks of 16
+        "loaded by both ranks: 128",  # in pages of 64
+    ]
 
 
 def test_integration_hybrid(made: list[Any], segment_name: str) -> None:
     torch = pytest.importorskip("torch")
     conv = [torch.zeros((9, 24, 3), dtype=torch.bfloat16) for _ in range(3)]
     recurrent = [torch.zeros((9, 2, 16, 16)) for _ in range(3)]
-    more = {"conv": conv, "recurrent": recurrent, "np": np}
+    more = {"conv": conv, "recurrent": recurrent, **engine_of_documents()}
     space = run("docs/integration.md", segment_name, **more)
     assert (space["match"].usable, space["match"].tier.value) == (320, "device")
 
@@ -165,6 +273,7 @@ def test_router(segment_name: str) -> None:
     assert space["choice"].device_pages == 0
 
 
+@pytest.mark.models
 def test_transformers(made: list[Any], segment_name: str) -> None:
     pytest.importorskip("transformers")
     from support.tiny_models import model, prompt
@@ -177,6 +286,7 @@ def test_transformers(made: list[Any], segment_name: str) -> None:
     assert space["cache"].peek(space["cache"].hash_pages(space["output"][0].tolist())) == 4
 
 
+@pytest.mark.models
 def test_transformers_hybrid(segment_name: str) -> None:
     pytest.importorskip("transformers")
     import torch
@@ -196,6 +306,8 @@ def test_transformers_hybrid(segment_name: str) -> None:
         lct=import_module("lightcache.connectors.transformers"),
     )
     assert space["past"].held == 81 + 31 + 1  # the last token that was generated was not computed
+    assert Segment.unlink(segment_name)
+    assert Segment.unlink(f"{segment_name}-states")
 
 
 def test_keys(made: list[Any], segment_name: str) -> None:

@@ -16,8 +16,8 @@ from support.interrupts import interrupt
 from support.transfer_cases import flat
 
 from lightcache.kernels.engine import TransferEngine
-from lightcache.kernels.memory import HostPages
-from lightcache.kernels.transfer import Move
+from lightcache.kernels.moves import Move
+from lightcache.kernels.pinned import HostPages
 from lightcache.shm.errors import ConfigError, Detached, LightcacheError, TransferFailed
 
 pytest.importorskip("triton")
@@ -409,7 +409,7 @@ def test_a_forked_child_has_nothing_of_it(monkeypatch):
     engine.offload(Move([0], np.arange(16)))
     parent = os.getpid()
     with monkeypatch.context() as child:
-        child.setattr("lightcache.kernels.traffic.os.getpid", lambda: parent + 1)
+        child.setattr("lightcache.kernels.engine.os.getpid", lambda: parent + 1)
         for call in (lambda: engine.load([]), engine.poll, engine.warm):
             with pytest.raises(Detached, match="parent process"):
                 call()
@@ -471,7 +471,7 @@ def test_no_stream_waits_for_what_has_failed(window):
 
 def test_a_failed_construction_holds_nothing(monkeypatch):
     memory = Users(np.zeros((2, CASE.geometry.page_bytes), np.uint8))
-    for target in ("traffic.Pacer", "engine.weakref.finalize"):
+    for target in ("engine.Pacer", "engine.weakref.finalize"):
         with monkeypatch.context() as broken:
             broken.setattr(f"lightcache.kernels.{target}", _refuse)
             with pytest.raises(Refused):

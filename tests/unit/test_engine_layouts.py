@@ -31,7 +31,7 @@ from lightcache import ConfigError
 from lightcache.kernels.engine import TransferEngine
 from lightcache.kernels.geometry import Share
 from lightcache.kernels.layouts import Shard
-from lightcache.kernels.memory import HostPages
+from lightcache.kernels.pinned import HostPages
 
 pytest.importorskip("triton")
 

@@ -13,12 +13,11 @@ import torch
 from support.inline_device import InlineDevice, covered, ordered
 from support.transfer_cases import Builder, _kv, flat, opaque_blocks
 
-from lightcache.kernels import pacing
-from lightcache.kernels.engine import TransferEngine
+from lightcache.kernels import engine as engine_file
+from lightcache.kernels.engine import Pacer, TransferEngine
 from lightcache.kernels.geometry import KVGroup
-from lightcache.kernels.memory import HostPages
-from lightcache.kernels.pacing import Pacer
-from lightcache.kernels.transfer import Move
+from lightcache.kernels.moves import Move
+from lightcache.kernels.pinned import HostPages
 from lightcache.shm.errors import ConfigError, WaitTimeout
 
 pytest.importorskip("triton")
@@ -233,7 +232,7 @@ class Clock:
 
 def test_a_rate_is_exact(monkeypatch):
     clock = Clock(0)
-    monkeypatch.setattr(pacing, "time", clock)
+    monkeypatch.setattr(engine_file, "time", clock)
     pacer, ran, over = Pacer(Fraction(100)), [], threading.Event()
     for number, nbytes in enumerate((50, 0, 100, 10, 0)):
         pacer.put(lambda number=number: ran.append((number, clock.now)), nbytes)

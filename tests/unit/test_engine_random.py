@@ -27,8 +27,8 @@ from lightcache.kernels.calibration import Thresholds
 from lightcache.kernels.engine import TransferEngine
 from lightcache.kernels.geometry import KVGroup, PageGeometry, Plane, Share
 from lightcache.kernels.host_engine import HostEngine
-from lightcache.kernels.memory import HostPages
-from lightcache.kernels.transfer import Engine, Move
+from lightcache.kernels.moves import Engine, Move
+from lightcache.kernels.pinned import HostPages
 
 pytest.importorskip("triton")
 

@@ -22,8 +22,8 @@ from support.threaded_device import Gate, ThreadedDevice
 from lightcache import WaitTimeout
 from lightcache.kernels.engine import TransferEngine
 from lightcache.kernels.geometry import KVGroup, PageGeometry
-from lightcache.kernels.memory import HostPages
-from lightcache.kernels.transfer import Move
+from lightcache.kernels.moves import Move
+from lightcache.kernels.pinned import HostPages
 
 pytest.importorskip("triton")
 

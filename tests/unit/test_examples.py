@@ -33,6 +33,7 @@ def test_two_processes(segment_name: str, tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.models
 def test_two_processes_with_a_model(segment_name: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     assert run_example("transformers_prefix.py", segment_name, tmp_path) == [
@@ -41,6 +42,7 @@ def test_two_processes_with_a_model(segment_name: str, tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_two_ranks_write_and_a_third_process_reads(segment_name: str, tmp_path: Path) -> None:
     lines = run_example("transfer.py", segment_name, tmp_path)
     half = 6 * 4 * 2 * 16 * 4 * 64 * 2  # pages, layers, planes, tokens, heads of a rank, bf16

@@ -374,7 +374,7 @@ def test_an_adopter_that_is_not_attached(nodes: Any) -> None:
     node, given = nodes(), prompt(21)
     node.compute(given)
     node.sides = [type(node.sides[0])(60, 1)]
-    with pytest.raises(ConfigError, match="not attached"):
+    with pytest.raises(LeaseLost, match="has left or died"):
         node.hand()
     assert node.cache.stats().held == 0
     node.settle()

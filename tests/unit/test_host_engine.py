@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,13 +12,12 @@ import pytest
 from support.device_sides import Bytes, Device, rows
 
 from lightcache import ConfigError, Detached, TransferFailed, WaitTimeout
-from lightcache.kernels import host_transfer
+from lightcache.kernels import host_engine
 from lightcache.kernels.geometry import KVGroup, PageGeometry, Plane
 from lightcache.kernels.host_engine import HostEngine
-from lightcache.kernels.memory import HostPages
-from lightcache.kernels.moves import flatten
+from lightcache.kernels.moves import Engine, Move, Transfer, flatten
+from lightcache.kernels.pinned import HostPages
 from lightcache.kernels.planes import DevicePlane, DevicePlanes
-from lightcache.kernels.transfer import Engine, Move, Transfer
 
 SLOTS = 64
 PAGES = 6
@@ -91,7 +90,7 @@ def any_moves(rng: random.Random, geometry: PageGeometry) -> list[Move]:
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("kind", GEOMETRIES)
 def test_every_byte_both_ways(kind: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_transfer, "HELP_BYTES", 1)
+    monkeypatch.setattr(host_engine, "HELP_BYTES", 1)
     rng = random.Random(f"{kind} {seed}")
     geometry = GEOMETRIES[kind]
     ranks = rng.choice([1, 2]) if geometry.head_groups in (1, 2) else 1
@@ -271,7 +270,7 @@ def test_a_failed_one(sides: Sides) -> None:
 
 
 def test_a_failed_copy(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightcache.kernels.host_lanes import Index
+    from lightcache.kernels.host_engine import Index
 
     whole = Index._indexed
     told = iter(range(1000))
@@ -287,7 +286,7 @@ def test_a_failed_copy(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_windows_are_done_one_by_one(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightcache.kernels.host_lanes import Index, Lane
+    from lightcache.kernels.host_engine import Index, Lane
 
     whole, gate = Index._indexed, Gate()
 
@@ -413,7 +412,7 @@ def test_a_limited_rate_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
         now[0] += seconds
 
     clock = types.SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
-    monkeypatch.setattr(host_transfer, "time", clock)
+    monkeypatch.setattr(host_engine, "time", clock)
     sides = Sides(rate=1000.0, threads=1)
     expected = sides.expected(MOVE)
     transfer = sides.engine.offload(MOVE)
@@ -446,9 +445,9 @@ def test_helpers_copy_and_a_failure_waits_for_them(
     sides: Sides, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A transfer that has failed is over only when no thread copies for it any more."""
-    from lightcache.kernels.host_lanes import Index
+    from lightcache.kernels.host_engine import Index
 
-    monkeypatch.setattr(host_transfer, "HELP_BYTES", 1)
+    monkeypatch.setattr(host_engine, "HELP_BYTES", 1)
     whole, gate, others = Index._indexed, Gate(), threading.Event()
 
     def one_breaks(self: Index, *arguments: Any) -> None:
@@ -471,9 +470,9 @@ def test_helpers_copy_and_a_failure_waits_for_them(
 
 
 def test_a_load_does_not_wait_for_threads_that_offload(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightcache.kernels.host_lanes import Index
+    from lightcache.kernels.host_engine import Index
 
-    monkeypatch.setattr(host_transfer, "HELP_BYTES", 1)
+    monkeypatch.setattr(host_engine, "HELP_BYTES", 1)
     whole, gate, sides = Index._indexed, Gate(), Sides(threads=3)
 
     def held_up(self: Index, lane: Any, rows: slice, to_host: bool) -> None:
@@ -571,3 +570,38 @@ def test_memory_that_is_read_only(sides: Sides) -> None:
         engine.load(MOVE).wait(60)
         with pytest.raises(ConfigError, match="read-only"):
             engine.offload(MOVE)
+
+
+NUMPY_ALONE = """
+import sys
+import numpy as np
+from lightcache import Cache
+from lightcache.kernels import KVGroup, Move, PageGeometry, Shard, layouts
+
+class Refused:
+    def find_spec(self, name, *rest):
+        assert name.partition(".")[0] not in ("torch", "triton"), name
+
+sys.meta_path.insert(0, Refused())
+geometry = PageGeometry(
+    [KVGroup.attention("kv", layers=2, heads=2, head_dim=3, dtype_bytes=2, page_tokens=8)]
+)
+name = f"numpy {geometry.fingerprint()}"
+sizes = {"page_bytes": geometry.page_bytes, "page_tokens": 8, "pages": 4}
+kv = [np.random.default_rng(0).integers(0, 9, (2, 6, 8, 2, 3)).astype(np.uint16) for _ in range(2)]
+before = np.array(kv)
+with Cache.open(sys.argv[1], fingerprint=name, secret=bytes(16), **sizes) as cache:
+    with cache.engine(geometry, layouts.vllm(Shard(geometry), "kv", kv)) as engine:
+        engine.offload(Move(np.arange(2), np.arange(8, 24))).wait()
+        for tensor in kv:
+            tensor[:] = 0
+        engine.load(Move(np.arange(2), np.arange(8, 24))).wait()
+assert (np.array(kv)[:, :, 1:3] == before[:, :, 1:3]).all()
+assert not np.array(kv)[:, :, 3:].any()
+"""
+
+
+def test_a_host_engine_of_arrays_needs_no_torch(
+    segment_name: str, script: Callable[..., Any]
+) -> None:
+    script(NUMPY_ALONE, segment_name)

@@ -12,9 +12,8 @@ from support.stamped import stamps_of
 
 from lightcache import PageIndex
 from lightcache.errors import ConfigError, LeaseLost, OutOfPages
-from lightcache.hybrid.checkpoints import Checkpoints
+from lightcache.hybrid.checkpoints import Checkpoints, Tier
 from lightcache.hybrid.copiers import ArrayCopier
-from lightcache.hybrid.spaces import Tier
 from lightcache.manager import Prompt, Wishes, WritePolicy
 
 

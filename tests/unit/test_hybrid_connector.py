@@ -3,6 +3,7 @@ deep as predicted."""
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +27,9 @@ from support.tiny_models import answer, assert_same, model, prompt  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
 from lightcache.connectors import transformers as lct  # noqa: E402
-from lightcache.connectors.hybrid_cache import HybridPrefixCache  # noqa: E402
+from lightcache.hybrid import Checkpoints  # noqa: E402
+
+pytestmark = pytest.mark.models
 
 # ---- hits of prefills
 
@@ -40,9 +43,11 @@ def test_hits_are_the_last_of_the_grid(segment_name: str, qwen: Any, page: int, 
         for length in (grid - 1, grid, grid + 1, 2 * grid + page + 1):
             ids = prompt(length, seed=length)
             assert ask(connector, qwen, ids)[0] == 0
-            assert ask(connector, qwen, ids)[0] == (length - 1) // grid * grid
+            last = (length - 2) // grid * grid  # two tokens are left to compute
+            assert ask(connector, qwen, ids)[0] == last
             longer = together(ids, prompt(5, seed=1))
-            assert ask(connector, qwen, longer)[0] == length // grid * grid, "at an aligned end"
+            deepest = last if length % grid else length
+            assert ask(connector, qwen, longer)[0] == deepest, "at an aligned end"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -83,7 +88,9 @@ def test_dense_models_have_nothing_to_prefill(segment_name: str) -> None:
     found = lct.describe(llama)
     assert found.states is None
     size = 32 * found.geometry.page_bytes
-    with lct.open_caches(segment_name, llama, size=size, states=1, secret=bytes(16)) as caches:
+    with lct.open_caches(
+        segment_name, llama, size=size, states=1, secret=bytes(16), lifetime="attached"
+    ) as caches:
         assert caches.states is None
         with lct.Connector(caches.kv, llama) as connector:
             for reused in (0, 64):
@@ -110,7 +117,7 @@ def test_the_third_down_a_shared_prefix_hits(
             ids = together(common, prompt(61, seed=seed))
             hits.append(ask(connector, qwen, ids)[0])
             here = {at} if at and seed > 1 else set()
-            assert saved(connector, ids, page=page) == sorted(here | {(shared + 60) // grid * grid})
+            assert saved(connector, ids, page=page) == sorted(here | {(shared + 59) // grid * grid})
         assert hits == [0, 0, at, at, at]
 
 
@@ -141,7 +148,6 @@ def test_decode_hits_where_models_read_layers_themselves(
         there = past.has_previous_state(layer_idx)
         return past.layers[layer_idx].conv_states[0] if there else None
 
-    monkeypatch.delattr(HybridPrefixCache, "get_conv_state")
     monkeypatch.setattr(DynamicCache, "get_conv_state", read)
     _, first = ask(connector, qwen, prompt(40), steps=80)
     assert saved(connector, first) == [32, 64, 96], "119 computed"
@@ -292,3 +298,114 @@ def test_salts_and_namespaces_keep_apart(segment_name: str, qwen: Any) -> None:
                         assert past.reused == reused
                         connector.prefill(past)
             assert states_of(connector).stats().ready == 3
+
+
+# ---- passes of one token
+
+
+@pytest.mark.parametrize("kind", ["Qwen3Next", "NemotronH", "Zamba2"])
+def test_no_prompt_ends_with_a_pass_of_one_token(segment_name: str, kind: str) -> None:
+    """Some models compute it otherwise than within a chunk, so the answer would be another."""
+    made = hybrid(kind)
+    passes: list[int] = []
+    made.register_forward_pre_hook(
+        lambda _, args, named: passes.append(named["input_ids"].shape[1]), with_kwargs=True
+    )
+    made.base_model.register_forward_pre_hook(
+        lambda _, args, named: passes.append(named["input_ids"].shape[1]), with_kwargs=True
+    )
+    with joined(segment_name, made, states=16) as connector:
+        for ids, reused in (
+            (prompt(129), 0),
+            (prompt(129), 64),
+            (prompt(65), 0),
+            (prompt(130), 64),
+        ):
+            passes.clear()
+            with connector.prefix(ids) as past:
+                connector.prefill(past, at_most=64)
+                found = answer(made, ids, past, steps=1)
+            assert past.reused == reused
+            assert 1 not in passes, passes
+            assert_same(found, answer(made, ids, steps=1))
+        assert saved(connector, prompt(130)) == [64, 128]
+
+
+@pytest.mark.parametrize("layers", [["hybrid", "mamba", "mamba"], ["hybrid", "mamba", "hybrid"]])
+def test_a_layer_with_both_may_come_first(segment_name: str, layers: list[str]) -> None:
+    made = hybrid("Zamba2", num_hidden_layers=3, layers_block_type=layers)
+    with joined(segment_name, made) as connector:
+        assert [ask(connector, made, prompt(100))[0] for _ in range(2)] == [0, 64]
+
+
+# ---- figures, and what is said once
+
+
+def test_figures_by_tier_and_state(connector: lct.Connector, qwen: Any) -> None:
+    common, first = prompt(40), prompt(110)
+    ask(connector, qwen, first, keep=0)  # the fixture's grid is 32: a state behind 96 tokens
+    ask(connector, qwen, first, keep=0)
+    ask(connector, qwen, together(first[:, :70], prompt(50, 1)), keep=0)  # 64 without a state
+    ask(connector, qwen, common[:, :20], keep=0)  # and 16
+    found = connector.stats()
+    assert (found.requests, found.prompt_tokens) == (4, 110 + 110 + 120 + 20)
+    assert (found.host_hits, found.host_tokens, found.stateless_tokens) == (1, 96, 80)
+    assert (found.saved_pages, found.no_room_pages, found.refused) == (6 + 3 + 0, 0, 0)
+    assert found.off_grid == 1
+    assert found.states is not None
+    assert (found.states.requests, found.states.host_hits) == (4, 1)
+    assert (found.states.usable_tokens, found.states.unusable_tokens) == (96, 80)
+
+
+def test_saves_that_cannot_happen_are_said_once(
+    segment_name: str, qwen: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with joined(segment_name, qwen, page=48, chunk=64) as connector:
+        for seed in range(3):
+            ask(connector, qwen, prompt(100, seed), steps=2)
+        assert connector.stats().off_grid == 3
+        assert saved(connector, prompt(100), page=48) == []
+    ours = [line for line in caplog.messages if "states are saved at multiples of 192" in line]
+    assert ["common multiple of page_tokens=48 and chunk=64" in line for line in ours] == [
+        True,
+        False,
+    ]
+    assert "a prompt of 101 tokens saves no state" in ours[1]
+
+
+def test_a_fork_that_another_process_saved_is_known(segment_name: str, qwen: Any) -> None:
+    """The checkpoint of the other way has gone, so only keys and values tell that prompts part."""
+    root = prompt(70)
+    ways = [together(root, prompt(70, seed)) for seed in (1, 2)]
+    with small_caches(segment_name, qwen, states=16, pages=128) as caches:
+        how = {"states": caches.states, "chunk": 16, "every": 1 << 20, "path_limit": 2}
+        with lct.Connector(caches.kv, qwen, **how) as first:
+            for ids in ways:
+                ask(first, qwen, ids, steps=2)
+            assert saved(first, ways[1]) == [64, 128]
+            keys = caches.kv.hash_pages(ways[1][0].tolist())
+            assert caches.states is not None
+            assert caches.states.index.drop(keys[7:8])
+        with lct.Connector(caches.kv, qwen, **how) as second:  # remembers nothing
+            longer = ways[0]
+            for seed in range(5, 8):
+                longer = together(longer, prompt(40, seed))
+                ask(second, qwen, longer, steps=2)
+            assert saved(second, longer)[0] == 64
+            assert len(saved(second, longer)) == 2
+            assert second.stats().states.bounded > 0
+
+
+def test_the_bound_has_one_default(segment_name: str, qwen: Any) -> None:
+    with small_caches(segment_name, qwen, states=16, pages=128) as caches:
+        with lct.Connector(caches.kv, qwen, states=caches.states, chunk=16) as connector:
+            ids = prompt(40)
+            for seed in range(4):
+                ids = together(ids, prompt(40, seed))
+                ask(connector, qwen, ids, steps=2)
+            assert len(saved(connector, ids)) == hybrid_defaults()
+
+
+def hybrid_defaults() -> int:
+    most: int = inspect.signature(Checkpoints.__init__).parameters["most"].default
+    return most

@@ -22,6 +22,8 @@ from support.tiny_models import prompt  # noqa: E402
 
 from lightcache.connectors import transformers as lct  # noqa: E402
 
+pytestmark = pytest.mark.models
+
 
 def children(connector: lct.Connector, ids: Any, tokens: int) -> int:
     """How many states hang on that behind so many tokens."""

@@ -18,6 +18,8 @@ from transformers import DynamicCache  # noqa: E402
 
 from lightcache.connectors import transformers as lct  # noqa: E402
 
+pytestmark = pytest.mark.models
+
 LENGTH, SAVED = 200, 128
 
 

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 
 from lightcache.errors import ConfigError
-from lightcache.hybrid.features import Features
-from lightcache.hybrid.grids import Grid
-from lightcache.hybrid.saving import Saves
+from lightcache.hybrid.saving import Features, Grid, Saves
 
 GOOD = Features(
     Grid(16, 64), Saves.INTERIOR, running=8, device_slots=100, ahead=True, alternating=2

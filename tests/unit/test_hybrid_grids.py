@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightcache.errors import ConfigError
-from lightcache.hybrid.grids import Grid
+from lightcache.hybrid.saving import Grid
 
 SIZES = [
     # block, page, chunk, every: fine, chunk, grid, interval

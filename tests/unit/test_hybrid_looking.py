@@ -13,7 +13,7 @@ from support.hybrid_case import made_hybrids, tokens
 
 import lightcache.hybrid
 from lightcache.errors import CacheCorrupted
-from lightcache.hybrid.matches import HybridMatch
+from lightcache.hybrid.planning import HybridMatch
 from lightcache.manager import Prompt, Wishes
 
 WISHES = (Wishes(), Wishes(tiers={"host"}), Wishes(tiers={"device"}), Wishes(read=False))

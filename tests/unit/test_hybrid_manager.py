@@ -11,9 +11,8 @@ from support.hybrid_case import made_hybrids, tokens
 from support.stamped import stamps_of
 
 from lightcache.errors import ConfigError, LeaseLost, NoSpace, OutOfPages, TransferFailed
-from lightcache.hybrid.config import HybridConfig
-from lightcache.hybrid.saving import Saves
-from lightcache.hybrid.spaces import Tier
+from lightcache.hybrid.checkpoints import Tier
+from lightcache.hybrid.saving import HybridConfig, Saves
 from lightcache.manager import Prompt, Wishes
 
 

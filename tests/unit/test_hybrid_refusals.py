@@ -24,9 +24,11 @@ from support.hybrid_models import hybrid  # noqa: E402
 from support.tiny_models import answer, model, prompt  # noqa: E402
 
 from lightcache import Cache, ConfigError, Detached, LayoutMismatch  # noqa: E402
-from lightcache.connectors import checkpoints  # noqa: E402
+from lightcache.connectors import hybrid as hybrid_file  # noqa: E402
 from lightcache.connectors import transformers as lct  # noqa: E402
 from lightcache.manager import movers  # noqa: E402
+
+pytestmark = pytest.mark.models
 
 # ---- what is found
 
@@ -82,9 +84,11 @@ def test_states_of_several_shapes() -> None:
 def test_caches_that_do_not_fit(segment_name: str, qwen: Any) -> None:
     llama = model()
     with pytest.raises(ConfigError, match=r"found recurrent states in Qwen3Next.*; use open_cach"):
-        lct.open_cache(segment_name, qwen, size="1MiB", secret=SECRET)
+        lct.open_cache(segment_name, qwen, size="1MiB", secret=SECRET, lifetime="attached")
     with small_caches(segment_name, qwen) as caches, contextlib.ExitStack() as stack:
-        dense = lct.open_cache(f"{segment_name}-l", llama, size="1MiB", secret=SECRET)
+        dense = lct.open_cache(
+            f"{segment_name}-l", llama, size="1MiB", secret=SECRET, lifetime="attached"
+        )
         stack.enter_context(dense)
         other = lct.describe(hybrid(seed=1)).states
         half = lct.describe(hybrid(dtype=torch.bfloat16)).states
@@ -157,7 +161,9 @@ def test_open_caches_opens_both_or_none(segment_name: str, qwen: Any) -> None:
         lct.open_caches(segment_name, qwen, size="1MiB", page_bytes=1)
     with pytest.raises(ConfigError):
         lct.open_caches(segment_name, qwen, size="1MiB", states=1, secret=SECRET)
-    with lct.open_caches(segment_name, qwen, size="1MiB", secret=SECRET) as caches:
+    with lct.open_caches(
+        segment_name, qwen, size="1MiB", secret=SECRET, lifetime="attached"
+    ) as caches:
         assert caches.states is not None
         assert caches.states.name == f"{segment_name}-states"
         room = caches.states.pages * caches.states.page_bytes
@@ -265,7 +271,7 @@ def test_an_exception_saves_nothing(connector: lct.Connector, qwen: Any) -> None
 
 BREAK: dict[str, tuple[Any, str]] = {
     "loading": (movers.EngineMover, "load"),
-    "preparing": (checkpoints, "prepare"),
+    "preparing": (hybrid_file, "prepare"),
     "saving": (movers.EngineMover, "offload"),
     "looking": (lct.HybridPrefixCache, "look"),
 }

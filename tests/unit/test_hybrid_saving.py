@@ -10,8 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lightcache.errors import ConfigError
-from lightcache.hybrid.grids import Grid
-from lightcache.hybrid.saving import SavePlan, SavePolicy, Saves, Stretch, decode_saves
+from lightcache.hybrid.saving import Grid, SavePlan, SavePolicy, Saves, Stretch, decode_saves
 
 INTERIOR, END_ONLY = Saves.INTERIOR, Saves.END_ONLY
 GRID = Grid(16, 64)  # saves at multiples of 64, keys at multiples of 16

@@ -14,10 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lightcache.errors import ConfigError
-from lightcache.hybrid.drafts import Drafts
-from lightcache.hybrid.grids import Grid
-from lightcache.hybrid.saving import decode_saves
-from lightcache.hybrid.slots import RequestSlots, Rest, Saved
+from lightcache.hybrid.saving import Drafts, Grid, RequestSlots, Rest, Saved, decode_saves
 
 EXAMPLES = int(os.environ.get("LIGHTCACHE_TEST_EXAMPLES", "150"))
 WORKING, FIRST, SECOND = 10, 11, 12

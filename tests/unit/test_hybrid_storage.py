@@ -13,8 +13,8 @@ from support.storing import Recorder, make_cache, store
 
 from lightcache import Cache, ConfigError, Detached
 from lightcache.errors import StorageError
-from lightcache.hybrid.spaces import Tier
-from lightcache.manager import Prompt, Wishes
+from lightcache.hybrid.checkpoints import Tier
+from lightcache.manager import Prompt, Wishes, WritePolicy
 from lightcache.storage import MemoryStorage, StorageSpec, StorageTier, TaskState
 from lightcache.storage.conformance import make_keys
 
@@ -59,9 +59,10 @@ def forget_kv(world: Any) -> None:
     world.manager.host.evict(99)
 
 
+@pytest.mark.parametrize("write", [WritePolicy.THROUGH, WritePolicy.BACK])
 @pytest.mark.parametrize("kind", [kept, served])
-def test_a_state_from_storage(worlds: Any, kind: Any) -> None:
-    world = worlds(state_storage=kind)
+def test_a_state_from_storage(worlds: Any, kind: Any, write: WritePolicy) -> None:
+    world = worlds(state_storage=kind, states={"write": write})
     prompt = Prompt(tokens(42))
     world.compute(prompt)
     world.save(prompt, 8, 24)

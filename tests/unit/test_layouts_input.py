@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.devices import address, check
 from support.layouts import random
 
-from lightcache.kernels.axes import view
 from lightcache.kernels.geometry import KVGroup, PageGeometry, Plane
 from lightcache.kernels.layouts import (
     Shard,
@@ -23,7 +23,7 @@ from lightcache.kernels.layouts import (
     sglang,
     vllm,
 )
-from lightcache.kernels.planes import DevicePlane, DevicePlanes
+from lightcache.kernels.planes import DevicePlane, DevicePlanes, view
 from lightcache.shm.errors import ConfigError
 
 
@@ -69,6 +69,28 @@ def test_offsets_beyond_32_bits() -> None:
     assert v.spacing == (1, 1024, 1024)
     last = address(v, (1 << 28) - 1, head=7)
     assert last == (1 << 44) + 2 * 2 * (1 << 24) * 16 * 8 * 64 - 128
+
+
+def test_arrays_of_numpy_are_as_tensors() -> None:
+    """Views of one memory, as either: dense, permuted, and a field of a record."""
+    mine = shard(layers=1)
+    tensor = random((2, 6, 4, 2, 3))
+    array = tensor.view(torch.uint16).numpy()
+    fields = np.zeros((6, 4, 2, 3), [("k", "u2"), ("step", "u1"), ("v", "u2")])
+    for one, other, axes in (
+        (tensor, array, "kbnhc"),
+        (tensor.permute(1, 0, 3, 2, 4), array.transpose(1, 0, 3, 2, 4), "bkhnc"),
+        (tensor[:, ::2], array[:, ::2], "kbnhc"),
+    ):
+        planes = vllm(mine, "kv", [other], axes=axes)
+        assert planes.planes == vllm(mine, "kv", [one], axes=axes).planes
+        assert planes.device == "cpu"
+    with pytest.raises(ConfigError, match=r"contents that touch each other, found 5 bytes"):
+        plane(mine, "kv", "v", [fields["v"]], axes="bnhc")
+    whole = np.zeros((2, 48, 2, 3), np.uint16)  # two layers
+    with pytest.raises(ConfigError, match=r"one tensor for each of layers .*name its axis"):
+        plane(shard(), "kv", "v", whole, axes="thc")
+    assert len(plane(shard(), "kv", "v", whole, axes="lthc").planes) == 2
 
 
 def test_blocks_of_one_slot() -> None:
@@ -174,7 +196,16 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
         lambda: vllm(Shard(shard().geometry, layers=[5]), "kv", []),
         r"layers \(\) on one device, found \[\]",
     ),
-    "a list": (lambda: sglang(shard(), "kv", [[0], [1]], tokens()), "a torch tensor, found list"),
+    "a list": (
+        lambda: sglang(shard(), "kv", [[0], [1]], tokens()),
+        "a torch tensor or a numpy array, found list",
+    ),
+    "an array that is read only": (
+        lambda: plane(
+            shard(layers=1), "kv", "k", [np.broadcast_to(np.uint16(0), (9, 2, 3))], axes="thc"
+        ),
+        "an array that loads can write, found one that is read only",
+    ),
     "axes": (lambda: vllm(shard(), "kv", kbnhc(2, 3, 4, 6)), "expected 5 axes, found 4"),
     "device": (
         lambda: sglang(shard(), "kv", [dense(9, 2, 3), *tokens(1)], tokens()),

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import itertools
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,22 +13,35 @@ import numpy as np
 import pytest
 from support.crew import PAGE, Crew
 from support.device_sides import Device
-from support.manager_case import SECRET, World, made_worlds, open_cache, tokens
+from support.manager_case import SECRET, Shelf, World, made_worlds, open_cache, tokens
 from support.serving import make_tier
 from support.stamped import TOKEN_BYTES, stamps_of
 
-from lightcache import Cache
+from lightcache import Cache, ConfigError
 from lightcache.kernels.geometry import KVGroup, PageGeometry
 from lightcache.manager import (
+    AttachedDevice,
     EngineMover,
     KVCacheManager,
     ManagerStats,
     NodeCounters,
     OwnedDevice,
     Prompt,
+    Wishes,
     WritePolicy,
 )
-from lightcache.storage import StorageSpec, StorageTier, open_storage
+from lightcache.storage import (
+    FlakyStorage,
+    MemoryStorage,
+    StorageSpec,
+    StorageTier,
+    WriteResult,
+    WriteStatus,
+    open_storage,
+)
+from lightcache.storage.flaky import Fault
+
+HANG = Fault("hang")
 
 __all__ = ["make_tier"]
 
@@ -70,6 +87,108 @@ def test_copies_that_fail_move_nothing(worlds: Any) -> None:
     assert (found.failed_offloads, found.offloaded_bytes) == (1, 0)
 
 
+# ---- what was not stored, and seconds
+
+
+def unstored(world: World) -> dict[str, int]:
+    """Pages by cause."""
+    found = vars(world.manager.stats())
+    return {
+        cause: found[f"storage_{cause}_pages"]
+        for cause in ("refused", "failed", "skipped")
+        if found[f"storage_{cause}_pages"]
+    }
+
+
+class Losing(MemoryStorage):
+    """Stores nothing, and says why."""
+
+    def __init__(self, cache: Cache, status: WriteStatus, reason: str) -> None:
+        super().__init__(StorageSpec.of(cache))
+        self.status, self.reason = status, reason
+
+    def write(self, keys: Any, buffers: Any, *, timeout: float, **_: Any) -> Any:
+        return WriteResult((self.status,) * len(keys), self.reason)
+
+
+@pytest.mark.parametrize(
+    ("status", "cause"), [(WriteStatus.REFUSED, "refused"), (WriteStatus.FAILED, "failed")]
+)
+def test_what_is_not_stored_is_counted(worlds: Any, status: WriteStatus, cause: str) -> None:
+    def losing(cache: Cache) -> StorageTier:
+        return StorageTier(cache, Losing(cache, status, "a reason"), group=2, failures=99)
+
+    world = worlds(storage=losing)
+    for request in "ab":
+        world.run(request, tokens(18, ord(request)))
+        assert world.manager._storage._crew.wait_idle(60.0)
+        assert unstored(world) == {
+            cause: 2 * "ab".find(request) + 2,
+            "skipped": 2 * (1 + "ab".find(request)),
+        }
+    world.manager.poll()
+    world.nothing_left()
+
+
+def test_what_is_broken_off_is_counted(worlds: Any) -> None:
+    def hanging(cache: Cache) -> StorageTier:
+        flaky = FlakyStorage(MemoryStorage(StorageSpec.of(cache)), script={"contains": [HANG]})
+        return StorageTier(cache, flaky)
+
+    world = worlds(storage=hanging)
+    world.run("a", tokens(18), wishes=Wishes(read=False))
+    tier = world.manager._storage
+    assert tier.storage.wait_hanging()
+    (task,) = world.manager._tasks._going
+    task.cancel()
+    tier.storage.let_go()
+    assert tier._crew.wait_idle(60.0)
+    assert sum(unstored(world).values()) == 4
+    world.nothing_left()
+
+
+def test_tasks_that_are_over_are_not_kept(worlds: Any) -> None:
+    world = worlds(storage=Shelf)
+    for i in range(200):
+        world.run("a", tokens(18, i))
+        for task in world.manager._storage.tasks:
+            task.over = True
+    assert len(world.manager._tasks._going) <= 64
+    assert world.manager.stats().requests == 200
+    assert not world.manager._tasks._going
+    world.nothing_left()
+
+
+def test_seconds(worlds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each from its beginning to its end, by clocks of our own."""
+    world = worlds(storage=Shelf)
+    manager, shelf = world.manager, world.manager._storage
+    ticks, now = itertools.count(0, 1000), [100.0]
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: next(ticks))
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    world.run("a", tokens(18), wishes=Wishes(tiers=frozenset({"device", "host"})))
+    found = manager.stats()
+    assert (found.plan_ns, found.load_ns, found.offload_ns > 0) == (1000, 0, True)
+    world.index.evict(32)
+    world.run("b", tokens(18))
+    found = manager.stats()
+    assert (found.plan_ns, found.load_ns > 0) == (2000, True)
+    shelf.store(Prompt(tokens(18, 1)))
+    manager.plan("c", Prompt(tokens(18, 1)))
+    assert manager.take("c") is None
+    now[0] += 0.5
+    reading = shelf.tasks[-1]
+    reading.go_on()
+    reading.seconds = 0.25
+    assert manager.take("c").usable == 16
+    manager.release("c")
+    found = manager.stats()
+    assert found.storage_wait_seconds == pytest.approx(0.5)
+    assert found.storage_read_seconds == pytest.approx(0.25)
+    assert found.plan_seconds == pytest.approx(found.plan_ns * 1e-9)
+    world.nothing_left()
+
+
 GEOMETRY = PageGeometry(
     [KVGroup.attention("kv", layers=1, heads=1, head_dim=3, dtype_bytes=1, page_tokens=4)]
 )
@@ -102,6 +221,67 @@ def test_an_engine_says_what_it_moved(segment_name: str) -> None:
         device.close()
     assert counted.offloaded_bytes == 4 * GEOMETRY.used_bytes
     assert counted.loaded_bytes == 4 * GEOMETRY.used_bytes
+
+
+@pytest.fixture
+def few(segment_name: str) -> Iterator[tuple[Cache, Any]]:
+    """A cache, and an engine whose planes hold four blocks of four tokens."""
+    cache = Cache.create(
+        segment_name,
+        pages=32,
+        page_bytes=GEOMETRY.page_bytes,
+        page_tokens=4,
+        fingerprint=f"model {GEOMETRY.fingerprint()}",
+        secret=SECRET,
+    )
+    engine = cache.engine(GEOMETRY, Device(GEOMETRY.share(), 16, 3).planes, threads=1)
+    yield cache, engine
+    engine.close()
+    cache.close()
+
+
+def test_more_blocks_than_the_planes_hold(few: tuple[Cache, Any]) -> None:
+    cache, engine = few
+    wrong = "5 blocks of 4 tokens are 20 slots, and the planes .* hold 16; give at most 4 blocks"
+    for kind in (OwnedDevice, AttachedDevice):
+        with contextlib.closing(kind(f"{cache.name}.d", block_tokens=4, blocks=5)) as device:
+            with pytest.raises(ConfigError, match=wrong):
+                KVCacheManager(cache, device, EngineMover(engine))
+        device = kind(f"{cache.name}.d", block_tokens=4)
+        with KVCacheManager(cache, device, EngineMover(engine)) as manager:
+            manager.set_blocks(4)
+            with pytest.raises(ConfigError, match=wrong):
+                manager.set_blocks(5)
+            assert device.blocks == 4
+        device.close()
+
+
+def test_closing_in_order_after_copies_that_could_not_begin(
+    few: tuple[Cache, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What failed keeps no view of the pool, though no garbage is collected."""
+    cache, engine = few
+    mover = EngineMover(engine)
+    mover.slots = None  # as of a mover that does not know
+    device = OwnedDevice(f"{cache.name}.d", block_tokens=4, blocks=16)
+    monkeypatch.setattr(gc, "collect", lambda *_: 0)
+    gc.disable()
+    try:
+        manager = KVCacheManager(cache, device, mover)
+        for request in range(3):
+            manager.plan(request, Prompt(tokens(18, request)))
+            manager.take(request)
+            manager.allocate(request, 18)
+            manager.commit(request, 18)
+        manager.release_many(range(3))
+        assert manager.stats().failed_offloads == 2
+        manager.close()
+        device.close()
+        engine.close()
+        cache.close()
+    finally:
+        gc.enable()
+    assert manager.stats().requests == 3  # it is there still
 
 
 def test_a_rank_counts_its_own_share_and_the_manager_all(segment_name: str) -> None:
@@ -342,7 +522,7 @@ def test_the_node_is_told_of_everything_once(worlds: Any) -> None:
 def test_bytes_and_evictions_of_storage(segment_name: str, make_tier: Any) -> None:
     cache = open_cache(segment_name, 32, 4)
     storage = open_storage("memory:?pages=4", spec=StorageSpec.of(cache))
-    tier = make_tier(cache, storage)
+    tier = make_tier(cache, storage, threads=1)  # one write behind the other
     world = World(f"{segment_name}.w", cache=cache, storage=lambda _: tier)
     for seed in (1, 2):
         prompt = Prompt(tokens(13, seed))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.manager_case import World, made_worlds, tokens
 
-from lightcache import Abandoned, LeaseLost
+from lightcache import Abandoned
 from lightcache.hashing import KeySpec, hash_pages
 from lightcache.manager import Item, Prompt
 
@@ -93,26 +93,6 @@ def test_a_prompt_that_another_has_hashed_meanwhile(worlds: Any) -> None:
     assert world.manager.plan("b", prompt).usable == 16
     assert world.manager.take("b").usable == 16
     world.manager.release("b", publish=False)
-
-
-def test_a_plan_that_found_nothing_ends_as_others_do(
-    worlds: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = worlds(plan_ttl=10.0)
-    now = [1000.0]
-    monkeypatch.setattr("lightcache.manager.looking.time.monotonic", lambda: now[0])
-    world.manager.plan("a", Prompt(tokens(18)))
-    now[0] += 9
-    world.manager.plan("a", Prompt(tokens(18)))  # renews it
-    now[0] += 9
-    assert world.manager.take("a").usable == 0
-    world.manager.release("a", publish=False)
-    world.manager.plan("b", Prompt(tokens(18)))
-    now[0] += 11
-    with pytest.raises(LeaseLost, match="within its time"):
-        world.manager.take("b")
-    with pytest.raises(LeaseLost, match="not planned"):
-        world.manager.take("b")
 
 
 def test_what_asks_for_something_else_lets_go_of_what_it_had(worlds: Any) -> None:

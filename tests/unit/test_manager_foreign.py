@@ -12,7 +12,7 @@ from support.raising import Odd
 from support.stamped import StampedMover, StampedMoving, stamps_of
 
 from lightcache.errors import TransferFailed
-from lightcache.manager import Prompt, WritePolicy
+from lightcache.manager import Prompt, Wishes, WritePolicy
 
 PROMPT = Prompt(tokens(18))
 
@@ -155,7 +155,7 @@ def test_a_demotion(worlds: Any, where: str, storage: bool, cause: str) -> None:
     low, gone = (0.9, 3) if cause == "low water" else (0.0, 4)
     world = made(worlds, storage, blocks=8, write=WritePolicy.BACK, low_water=low)
     manager = world.manager
-    world.run("a", PROMPT)
+    world.run("a", PROMPT, wishes=Wishes(tiers=frozenset({"device", "host"})))
     begun(world, where)
     if cause == "demote":
         assert manager.demote(4) == 4
@@ -269,7 +269,7 @@ def test_a_copy_among_others_that_go_on(worlds: Any) -> None:
     manager.commit("b", 18)
     assert manager.in_flight() == 2
     world.mover.finish()
-    manager._traffic._running[0].moving.over = True
+    manager._traffic._all[0].moving.over = True
     with pytest.raises(Odd, match="arranged"):
         manager.poll()
     assert manager.in_flight() == 0

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 from support.manager_case import Shelf, World, made_worlds, switch_off, tokens
 from support.raising import Odd, raising
-from support.stamped import stamps_of
+from support.stamped import StampedMover, StampedMoving, stamps_of
 
 from lightcache.errors import (
     CacheCorrupted,
@@ -85,7 +86,8 @@ def test_waiting_for_room_ends_if_the_cache_is_not_asked_any_more(worlds: Any) -
     manager = world.manager
     manager.plan("c", Prompt(tokens(24, 9)))
     manager.take("c")
-    manager._guard.disabled = True
+    while not manager._guard.disabled:
+        manager._guard._breaker.failure("tests")
     assert len(manager.allocate("c", 24, timeout=None)) == 6
     manager.release("c")
     manager.enable()
@@ -168,10 +170,10 @@ def test_of_two_tenants_one_breaks(worlds: Any, monkeypatch: pytest.MonkeyPatch)
     world.manager.commit("a", 18)
     name_many = world.device.name_many
 
-    def breaks(blocks: Any, keys: Any, offsets: Any, starts: Any, space: Any) -> Any:
+    def breaks(blocks: Any, keys: Any, offsets: Any, starts: Any, space: Any, into: Any) -> None:
         if space.tenant:
             raise CacheCorrupted("arranged")
-        return name_many(blocks, keys, offsets, starts, space)
+        name_many(blocks, keys, offsets, starts, space, into)
 
     with monkeypatch.context() as patch:
         patch.setattr(world.device, "name_many", breaks)
@@ -250,8 +252,8 @@ def test_a_reading_that_breaks_while_it_is_waited_for(worlds: Any) -> None:
     manager = world.manager
     world.run("a", PROMPT)
     assert manager.plan("b", LONGER).pending
-    manager._storage.tasks[-1].take = raising(CacheCorrupted)
-    assert manager.take("b").usable == 16
+    manager._storage.tasks[-1].wait = raising(CacheCorrupted)
+    assert manager.take("b", wait=True).usable == 16
     manager.release("b")
     world.nothing_left()
 
@@ -266,35 +268,87 @@ def interrupted(world: World, what: str, call: Callable[[], object]) -> None:
             call()
 
 
+class Beginner(StampedMover):
+    """Has begun a copy when the interrupt comes out of the call, and can tell."""
+
+    def _begin(self, moving: StampedMoving) -> StampedMoving:
+        super()._begin(moving)
+        raise KeyboardInterrupt
+
+    def begun(self, held: Any) -> StampedMoving | None:
+        """See `Mover`."""
+        return next((each for each in self.going if each.held is held), None)
+
+
+@pytest.mark.parametrize("begins", [False, True])
 @pytest.mark.parametrize("what", ["load", "offload", "demote"])
-def test_an_interrupt_while_a_copy_is_begun(worlds: Any, what: str) -> None:
-    """Nobody knows whether it goes on: its blocks are given to nobody, and nobody waits for it."""
+def test_an_interrupt_while_a_copy_is_begun(worlds: Any, what: str, begins: bool) -> None:
+    """The mover says whether it goes on. If it does, its blocks are given to nobody before it is
+    over; if not, nothing of it is left."""
     policy = WritePolicy.BACK if what == "demote" else WritePolicy.THROUGH
     world = worlds(write=policy, low_water=0.0)
     manager = world.manager
-    if what == "offload":
-        world.start("a", PROMPT)
-        table = manager.allocate("a", 18)[:4]
-        interrupted(world, "offload", lambda: manager.commit("a", 18))
-    elif what == "demote":
-        world.run("a", PROMPT)
-        interrupted(world, "offload", lambda: manager.demote(4))
-        table = manager._traffic._running[0].blocks
-    else:
+    if what == "load":
         world.run("a", PROMPT)
         assert manager.can_allocate(32, evict=True)
+    if begins:
+        manager.mover = world.mover = Beginner(world.cache, world.store)
+        world.mover.at_once = False
+    else:
+        manager.mover = Mover(raising(KeyboardInterrupt))
+    if what == "offload":
+        world.start("a", PROMPT)
+        table = manager.allocate("a", 18)[:4].copy()
+        call: Callable[[], object] = partial(manager.commit, "a", 18)
+    elif what == "demote":
+        world.start("a", PROMPT)
+        table = manager.allocate("a", 18)[:4].copy()
+        manager.commit("a", 18)
+        manager.release("a")
+        call = partial(manager.demote, 4)
+    else:
         manager.plan("a", PROMPT)
         manager.take("a")
-        table = manager.allocate("a", 18)[:4]
-        interrupted(world, "load", lambda: manager.fetch("a"))
-    manager.release("a")
-    assert manager.in_flight(table).all()
-    with pytest.raises(WaitTimeout, match="nobody knows"):
-        manager.wait_blocks(table)
-    manager.plan("b", Prompt(tokens(18, 9)))
-    manager.take("b")
-    taken = manager.allocate("b", 4 * world.device.available)
-    assert not set(taken.tolist()) & set(table.tolist())
-    manager.release("b")
+        table = manager.allocate("a", 18)[:4].copy()
+        call = partial(manager.fetch, "a")
+    with pytest.raises(KeyboardInterrupt):
+        call()
     manager.poll()
-    manager.close(timeout=0)
+    manager.release("a")
+    assert manager.in_flight(table).any() == begins
+    if begins:
+        manager.plan("b", Prompt(tokens(18, 9)))
+        manager.take("b")
+        taken = manager.allocate("b", 4 * world.device.available)
+        busy = table[manager.in_flight(table)]
+        assert not set(taken.tolist()) & set(busy.tolist())
+        manager.release("b")
+        with pytest.raises(WaitTimeout, match="still touches"):
+            manager.wait_blocks(table, timeout=0)
+    world.mover.finish()
+    manager.poll()
+    assert not manager.in_flight(table).any()
+    world.nothing_left()
+    manager.set_blocks(16)
+
+
+class Mover:
+    """One that raises whatever it is asked."""
+
+    shards = 1
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.load = self.offload = self.save = call
+
+
+def test_another_number_of_blocks_tells_nothing_foreign(worlds: Any) -> None:
+    """What a mover has raised is for `poll`: the number is changed, and it is still told."""
+    world = worlds()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world.mover, "offload", raising(Odd))
+        world.run("a", PROMPT)
+    world.manager.set_blocks(16)
+    assert world.device.blocks == 16
+    with pytest.raises(Odd, match="arranged"):
+        world.manager.poll()
+    world.nothing_left()

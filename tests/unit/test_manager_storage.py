@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from support.disks import indexes, where
 from support.manager_case import World, open_cache, tokens
+from support.stamped import stamps_of
 
 from lightcache import ConfigError, Detached, PermissionDenied, StorageError
-from lightcache.manager import Prompt
+from lightcache.manager import Prompt, Wishes, WritePolicy
 from lightcache.storage import StorageSpec, StorageTier, open_storage
 
 PROMPT = Prompt(tokens(18))
@@ -24,15 +25,16 @@ def threads() -> int:
     return sum(thread.name.startswith("lightcache-storage") for thread in threading.enumerate())
 
 
+@pytest.mark.parametrize("write", list(WritePolicy))
 @pytest.mark.parametrize("several", [False, True])
 def test_a_prompt_outlives_everything_but_its_disk(
-    segment_name: str, where: Path, several: bool
+    segment_name: str, where: Path, several: bool, write: WritePolicy
 ) -> None:
     before = threads()
     url: Any = f"disk:{where}?capacity=1MiB"
     for turn in range(2):
         given = ["memory:", url] if several else url
-        made = World(f"{segment_name}-{turn}", storage=lambda _, given=given: given)
+        made = World(f"{segment_name}-{turn}", storage=lambda _, given=given: given, write=write)
         assert threads() > before
         assert indexes(where)
         match = made.run("a", PROMPT)
@@ -47,6 +49,65 @@ def test_a_prompt_outlives_everything_but_its_disk(
         made.close()
         assert threads() == before
         assert not indexes(where)
+
+
+@pytest.mark.parametrize("write", list(WritePolicy))
+@pytest.mark.parametrize(
+    ("wishes", "expected"),
+    [
+        (Wishes(), 16),
+        (Wishes(priority=-1), 0),
+        (Wishes(output=False), 16),
+        (Wishes(write=False), 0),
+        (Wishes(tiers=frozenset({"device", "host"})), 0),
+        (Wishes(tiers=frozenset({"device", "storage"})), 0),
+    ],
+    ids=["any", "not the host", "the prompt", "nothing", "not storage", "not by the host"],
+)
+def test_what_is_stored_when_a_request_ends(
+    segment_name: str, where: Path, write: WritePolicy, wishes: Wishes, expected: int
+) -> None:
+    url = f"disk:{where}?capacity=1MiB"
+    for turn in range(2):
+        made = World(f"{segment_name}-{turn}", storage=lambda _: url, write=write)
+        if turn == 0:
+            made.run("a", PROMPT, wishes=wishes)
+        else:
+            assert made.run("a", PROMPT).storage == expected
+        made.close()
+
+
+@pytest.mark.parametrize("owned", [True, False])
+def test_what_is_demoted_goes_to_the_host_and_then_to_storage(
+    segment_name: str, where: Path, owned: bool
+) -> None:
+    """Of a request that was aborted, which stores nothing itself."""
+    url = f"disk:{where}?capacity=1MiB"
+    how: dict[str, Any] = {"storage": lambda _: url, "write": WritePolicy.BACK, "owned": owned}
+    made = World(f"{segment_name}-0", **how)
+    manager, table = made.manager, np.arange(5, dtype=np.int32)
+    manager.plan("a", PROMPT)
+    manager.take("a", wait=True)
+    if owned:
+        table = manager.allocate("a", len(PROMPT))
+    made.store.write(table, 0, stamps_of(PROMPT.tokens))
+    manager.commit("a", len(PROMPT), **({} if owned else {"table": table}))
+    manager.release("a", publish=False)
+    assert made.cache.stats().ready == 0
+    made.mover.at_once = False
+    assert (manager.demote(32) if owned else manager.evicting(table)) == 4
+    manager.poll()
+    tier: Any = manager._storage
+    assert tier._crew.wait_idle(60.0)
+    assert tier.stats().stored == 0
+    made.mover.finish()
+    manager.poll()
+    assert tier._crew.wait_idle(60.0)
+    assert tier.stats().stored == 4
+    made.close()
+    again = World(f"{segment_name}-1", storage=lambda _: url)
+    assert again.run("a", PROMPT).storage == 16
+    again.close()
 
 
 def test_closing_again_does_nothing(segment_name: str, where: Path) -> None:

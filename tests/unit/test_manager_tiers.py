@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.manager_case import World, made_worlds, tokens
+from support.manager_case import World, made_worlds, taken, tokens
 from support.serving import ServedTier
 from support.stamped import StampedDevice, stamps_of
 
@@ -234,7 +234,7 @@ def test_what_the_host_lost_comes_from_storage(worlds: Any, kind: Any) -> None:
         world.cache.evict(32)  # the tier lets go of its pins a little later
     match = world.manager.plan("b", prompt)
     assert match.pending
-    assert world.manager.take("b") == replace(match, storage=16, usable=16, pending=False)
+    assert taken(world.manager, "b") == replace(match, storage=16, usable=16, pending=False)
     table = world.manager.allocate("b", 18)
     world.manager.fetch("b").wait(60)
     assert (world.store.read(table, 0, 16) == stamps_of(prompt.tokens)[:16]).all()

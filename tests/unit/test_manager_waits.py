@@ -17,7 +17,7 @@ from lightcache import Cache
 from lightcache.errors import ConfigError, WaitTimeout
 from lightcache.kernels.geometry import KVGroup, PageGeometry
 from lightcache.manager import EngineMover, Fetch, KVCacheManager, OwnedDevice, Prompt, WritePolicy
-from lightcache.manager.receiving import Received
+from lightcache.manager.handover import Received
 
 PROMPT = Prompt(tokens(18))
 GROUP = KVGroup.attention("kv", layers=1, heads=1, head_dim=3, dtype_bytes=1, page_tokens=4)
@@ -194,7 +194,7 @@ class Gate:
 
 
 def test_an_engine_that_raises_when_it_may_have_begun(segment_name: str) -> None:
-    """As after an interrupt: its blocks are given to nobody."""
+    """The engine says that a copy goes on: its blocks are given to nobody before it is over."""
     gate = Gate()
     planes = Device(GEOMETRY.share(), 64, 3).planes
     cache = Cache.create(
@@ -228,17 +228,21 @@ def test_an_engine_that_raises_when_it_may_have_begun(segment_name: str) -> None
         table = manager.allocate("b", 18)[:4]
         fetch = manager.fetch("b")
         assert (fetch.done(), fetch.failed) == (False, False)
-        for wait in (fetch.wait, lambda: manager.wait_blocks(table)):
-            with pytest.raises(WaitTimeout, match="nobody knows"):
-                wait()
-        with pytest.raises(Odd, match="arranged"):
-            manager.poll()
+        with pytest.raises(WaitTimeout, match="goes on"):
+            fetch.wait(0)
+        with pytest.raises(WaitTimeout, match="still touches"):
+            manager.wait_blocks(table, 0)
         manager.release("b")
         manager.plan("c", Prompt(tokens(3)))
         manager.take("c")
         others = manager.allocate("c", 4 * device.available)
         assert not set(others.tolist()) & set(table.tolist())
         manager.release("c")
-        manager.close()
         gate.opened.set()
+        while engine.poll():
+            pass
+        with pytest.raises(Odd, match="arranged"):
+            manager.poll()
+        assert (fetch.failed, device.index.stats().held) == (True, 0)
+        manager.close()
         device.close()

@@ -10,9 +10,8 @@ from support.keys import keys
 
 from lightcache import Cache, ConfigError, PageIndex
 from lightcache.hybrid import Checkpoints, CheckpointStats
-from lightcache.manager.counters import NodeCounters
 from lightcache.manager.device import DeviceTier
-from lightcache.manager.statistics import ManagerStats
+from lightcache.manager.statistics import ManagerStats, NodeCounters
 from lightcache.metrics import CacheMetrics, CheckpointMetrics
 from lightcache.shm.layout import LOCK_OFFSET, LockRecord
 
@@ -122,7 +121,8 @@ def test_the_lock(cache):
 def test_clients_by_role(cache):
     pid = os.fork()
     if pid == 0:
-        Cache.attach(cache.name, secret=b"s" * 16, role='wor"ker\n')
+        kept = Cache.attach(cache.name, secret=b"s" * 16, role='wor"ker\n')
+        assert kept.client_id
         os.kill(os.getpid(), 9)
     os.waitpid(pid, 0)
     registry = registered(cache)

@@ -10,10 +10,9 @@ import pytest
 
 from lightcache import ConfigError
 from lightcache.kernels.geometry import KVGroup, PageGeometry
-from lightcache.kernels.memory import HostPages
-from lightcache.kernels.moves import Batch, check_sides, check_slots, flatten, token_limit
+from lightcache.kernels.moves import Batch, Move, check_sides, check_slots, flatten, token_limit
+from lightcache.kernels.pinned import HostPages
 from lightcache.kernels.planes import DevicePlane, DevicePlanes
-from lightcache.kernels.transfer import Move
 
 TOKENS = 16
 PAGES = 40

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import os
 import re
 from pathlib import Path
 
@@ -94,7 +95,9 @@ def test_advice_and_populating(segment_name: str) -> None:
             assert code == 0 or codes.system_errno(code)
         with segment.busy():
             populate = _native.blocking().lcs_populate
-            assert populate(segment.address, 5000, segment.nbytes - 5000) == 0
+            fd = os.open(f"/dev/shm/lightcache.{segment_name}", os.O_RDWR)
+            assert populate(fd, segment.address, 5000, segment.nbytes - 5000) == 0
+            os.close(fd)
         assert segment.view(segment.payload_offset, 1)[0] == 3
 
 

@@ -355,3 +355,43 @@ def test_published_pages_count_as_ready_at_once(segment_name: str) -> None:
         assert (index.stats().writing, index.stats().ready) == (3, 0)
         new.publish()
         assert (index.stats().writing, index.stats().ready) == (0, 3)
+
+
+# ---- what can be had
+
+
+def test_free_counts_what_can_be_had(segment_name: str) -> None:
+    """All pages are free and only doomed: they were cleared while a lease pinned them, and that
+    has been released. `free` said 0, though the next reserve has them all."""
+    with PageIndex.create(segment_name, pages=8) as index:
+        index.reserve(prompt(1, 8)).publish()
+        lease = index.match(prompt(1, 8))
+        index.clear()
+        assert (index.stats().free, index.stats().doomed) == (0, 8)
+        lease.release()
+        assert (index.stats().free, index.stats().doomed) == (8, 0)
+        index.use(index.namespace())
+        with index.reserve(prompt(2, 8)) as new:
+            assert len(new.pages) == 8
+            assert index.stats().free == 0
+        assert index.stats().free + index.stats().ready == 8
+
+
+@pytest.mark.parametrize(("timeout", "free"), [(0, 8), (3600, 0)])
+def test_pins_of_tickets_count_until_their_deadline(
+    segment_name: str, timeout: float, free: int
+) -> None:
+    """A ticket that nobody adopted in time holds nothing, also while no call has taken its pins
+    back: the next that needs room does."""
+    with PageIndex.create(segment_name, pages=8) as index:
+        index.reserve(prompt(1, 8)).publish()
+        with PageIndex.attach(segment_name) as other, index.match(prompt(1, 8)) as lease:
+            index.clear()
+            ticket = lease.ticket([other.client_id], timeout=timeout)
+            lease.release()
+            assert (index.stats().free, index.stats().doomed) == (free, 8 - free)
+            index.use(index.namespace())
+            with index.reserve(prompt(2, 8)) as new:
+                assert len(new.pages) == free
+            ticket.drop()
+        assert index.check().clean

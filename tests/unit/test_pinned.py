@@ -25,9 +25,7 @@ from lightcache import (
     TransferFailed,
     WaitTimeout,
 )
-from lightcache.kernels.pieces import OS_PAGE, Pieces
-from lightcache.kernels.pinned import PinnedPages
-from lightcache.kernels.registration import refusal, registered_ranges
+from lightcache.kernels.pinned import OS_PAGE, Pieces, PinnedPages, refusal, registered_ranges
 
 DEADLINE = 60.0
 SMALL: dict[str, Any] = {"first_bytes": 4096, "chunk_bytes": 4 * 4096}

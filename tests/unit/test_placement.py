@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightcache import Cache, ConfigError, placement
+from lightcache import Cache, ConfigError, pool
 from lightcache.shm import _native, read_segment
 
 ARGUMENTS: dict[str, Any] = {
@@ -20,8 +20,8 @@ ARGUMENTS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("numa", [None, "interleave", 0, "gpu:0", "gpu:15"])
-def test_what_can_be_meant(numa: placement.Numa) -> None:
-    assert placement.check_numa(numa) == numa
+def test_what_can_be_meant(numa: pool.Numa) -> None:
+    assert pool.check_numa(numa) == numa
 
 
 @pytest.mark.parametrize("numa", [-1, 99999, True, 1.0, "gpu", "gpu:", "gpu:x", "nodes", "", []])
@@ -40,25 +40,25 @@ def test_attaching_checks_it_too(segment_name: str) -> None:
 
 def test_a_node_that_exists(tmp_path: Path) -> None:
     (tmp_path / "node3").mkdir()
-    assert placement.check_numa(3, tmp_path) == 3
+    assert pool.check_numa(3, tmp_path) == 3
     with pytest.raises(ConfigError, match=r"\['node3'\], found 2"):
-        placement.check_numa(2, tmp_path)
+        pool.check_numa(2, tmp_path)
 
 
 def test_as_the_command_line_has_it() -> None:
-    assert placement.parse_numa(None) is None
-    assert placement.parse_numa("0") == 0
-    assert placement.parse_numa("gpu:1") == "gpu:1"
+    assert pool.parse_numa(None) is None
+    assert pool.parse_numa("0") == 0
+    assert pool.parse_numa("gpu:1") == "gpu:1"
     with pytest.raises(ConfigError, match="numa"):
-        placement.parse_numa("-1")
+        pool.parse_numa("-1")
 
 
 @pytest.mark.parametrize(("text", "node"), [("1\n", 1), ("0", 0), ("-1\n", None), ("", None)])
 def test_the_node_of_a_pci_device(tmp_path: Path, text: str, node: int | None) -> None:
     (tmp_path / "0000:1b:00.0").mkdir()
     (tmp_path / "0000:1b:00.0" / "numa_node").write_text(text)
-    assert placement.node_of_pci("0000:1b:00.0", tmp_path) == node
-    assert placement.node_of_pci("0000:1c:00.0", tmp_path) is None
+    assert pool.node_of_pci("0000:1b:00.0", tmp_path) == node
+    assert pool.node_of_pci("0000:1c:00.0", tmp_path) is None
 
 
 def test_the_address_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,19 +66,19 @@ def test_the_address_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     found = SimpleNamespace(pci_domain_id=1, pci_bus_id=0xC4, pci_device_id=3)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: found)
-    assert placement.pci_address(1) == "0001:c4:03.0"
+    assert pool.pci_address(1) == "0001:c4:03.0"
     with pytest.raises(ConfigError, match="finds 2 GPUs"):
-        placement.pci_address(2)
+        pool.pci_address(2)
 
 
 def test_what_the_core_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert placement.advised_node(None) == _native.ANY_NODE
-    assert placement.advised_node("interleave") == _native.ALL_NODES
-    assert placement.advised_node(5) == 5
+    assert pool.advised_node(None) == _native.ANY_NODE
+    assert pool.advised_node("interleave") == _native.ALL_NODES
+    assert pool.advised_node(5) == 5
     for node, told in ((None, _native.ANY_NODE), (2, 2)):
-        monkeypatch.setattr(placement, "pci_address", lambda gpu: f"address of {gpu}")
-        monkeypatch.setattr(placement, "node_of_pci", lambda address, node=node: node)
-        assert placement.advised_node("gpu:3") == told
+        monkeypatch.setattr(pool, "pci_address", lambda gpu: f"address of {gpu}")
+        monkeypatch.setattr(pool, "node_of_pci", lambda address, node=node: node)
+        assert pool.advised_node("gpu:3") == told
 
 
 def test_a_gpu_that_is_not_there(segment_name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,8 +59,8 @@ def abandon(name: str, folder: Path, ready: int = 1) -> None:
     source = (
         "import os, sys\n"
         "from lightcache import Cache\n"
-        "Cache.create(sys.argv[1], pages=4, page_bytes=4096, fingerprint='f',\n"
-        "             secret=b'a secret of tests', pool_path=sys.argv[2])\n"
+        "made = Cache.create(sys.argv[1], pages=4, page_bytes=4096, fingerprint='f',\n"
+        "                    secret=b'a secret of tests', pool_path=sys.argv[2])\n"
         "os._exit(0)\n"
     )
     subprocess.run([sys.executable, "-c", source, name, str(folder)], check=True)
@@ -136,7 +136,7 @@ def test_what_the_dead_left(folder: Path, segment_name: str, ready: int) -> None
             assert len(in_it(folder)) == 1
             assert in_it(folder) != old
         abandon(segment_name, folder, ready)
-    assert f"/lightcache.{segment_name}" in sweep()
+    assert f"/lightcache.{segment_name}" in sweep(prefix=segment_name)
     assert in_it(folder) == []
 
 
@@ -146,7 +146,7 @@ def test_retired_but_not_removed(folder: Path, segment_name: str) -> None:
     with open(SHM / names.object_name(segment_name)[1:], "r+b") as segment:
         segment.seek(layout.SegmentHeader.retired.offset)
         segment.write((1).to_bytes(4, "little"))
-    sweep()
+    sweep(prefix=segment_name)
     assert in_it(folder) == []
 
 
@@ -159,7 +159,7 @@ def test_nothing_else_is_removed(folder: Path, segment_name: str) -> None:
         link = cache.index.segment.dependent_name("link")[1:]
         (folder / link).symlink_to(folder / "notes")
     assert in_it(folder) == sorted([link, other, "notes"])
-    sweep()
+    sweep(prefix=segment_name)
     assert in_it(folder) == sorted([link, other, "notes"])
     for name in (link, other, "notes"):
         (folder / name).unlink()
@@ -168,12 +168,12 @@ def test_nothing_else_is_removed(folder: Path, segment_name: str) -> None:
 def test_a_failed_creation_leaves_nothing(
     folder: Path, segment_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lightcache import pool_object
+    from lightcache import pool as pool_file
 
     def full(*_: object) -> None:
         raise NoSpace("full")
 
-    monkeypatch.setattr(pool_object, "_allocate", full)
+    monkeypatch.setattr(pool_file, "_allocate", full)
     with pytest.raises(NoSpace):
         Cache.create(segment_name, **ARGUMENTS, pool_path=folder)
     assert in_it(folder) == []
@@ -285,7 +285,7 @@ def test_who_cannot_see_the_folder_takes_nothing(unseen: Path, segment_name: str
     """Being the last to leave, a failed attach must not take away what others can use."""
     with pytest.raises(NotReady, match="mount that here"):
         Cache.attach(segment_name, secret=b"a secret of tests")
-    assert sweep() == []
+    assert sweep(prefix=segment_name) == []
     found = read_segment(segment_name)
     assert found is not None
     assert (found.problem, found.dependents) == (None, ())

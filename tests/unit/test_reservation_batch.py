@@ -165,9 +165,10 @@ def test_memory_that_is_not_there_yet(segment_name: str, monkeypatch: pytest.Mon
         assert (index.stats().writing, pins(index)) == (0, 0)
         asked: list[int] = []
 
-        def grow(wanted: int) -> None:
+        def grow(wanted: int) -> bool:
             asked.append(wanted)
             index.grow(32)
+            return True
 
         monkeypatch.setattr(index, "_need_memory", grow)
         with index.reserve_batch(two(), TWO) as batch:

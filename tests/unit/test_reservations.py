@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -21,7 +22,8 @@ from lightcache import (
     PageIndex,
     WaitTimeout,
 )
-from lightcache.layout import PageState
+from lightcache.layout import PageState, ReservationRecord
+from lightcache.page_index import geometry
 from lightcache.shm.layout import ClientState
 
 Wait = Callable[[Callable[[], bool], str], None]
@@ -432,3 +434,39 @@ def test_quarantine_ends_when_the_client_is_seen_to_be_gone(
     assert pins(index) == 0
     with index.reserve(prompt(3, 8)) as got:
         assert len(got.new) == 8
+
+
+# ---------------------------------------------------------------- told of an end that is undone
+
+
+def shard_word(index: PageIndex, rid: int, shard: int) -> memoryview:
+    """A shard's word in the segment."""
+    size = ctypes.sizeof(ReservationRecord)
+    at = geometry(index.pages).reservation + rid * size + ReservationRecord.shard.offset
+    return index.segment.view(at + 4 * shard, 4).cast("I")
+
+
+@pytest.mark.parametrize("adopted", [False, True])
+def test_who_is_told_that_it_has_ended_abandons_whatever_is_undone(
+    index: PageIndex, second: PageIndex, adopted: bool
+) -> None:
+    """Abandoning marks the shards and is undone if its process dies before it commits: the shard
+    is pending again, in the name of a publisher that was told that all has ended."""
+    giver = index.reserve(prompt(1, 4), shards=2)
+    if adopted:
+        ticket = giver.ticket([second.client_id])
+        shard = second.adopt(bytes(ticket), shard=1)
+    publish = shard.publish if adopted else lambda: giver.publish(1)
+    with shard_word(index, giver._progress.rid, 1) as word:
+        pending = word[0]
+        word[0] = pending | 0x80  # LCI_SHARD_DEAD
+        with pytest.raises(Abandoned):
+            publish()
+        word[0] = pending
+    assert giver.publish(0) is False
+    (shard if adopted else giver).release()
+    assert index.stats().reservations == 0
+    with second.reserve(prompt(1, 4)) as again:
+        assert not len(again.busy)
+    if adopted:
+        giver.release()

@@ -120,7 +120,7 @@ def test_a_segment_too_short_for_what_it_says(segment_name):
 def test_a_segment_that_says_what_no_ring_has(segment_name):
     config = {"capacity": 0, "message_bytes": 1000}
     with shm.Segment.create(segment_name, 4096, kind=shm.Kind.RING, config=config):
-        with pytest.raises(shm.ConfigError, match="capacity"):
+        with pytest.raises(shm.CacheCorrupted, match="capacity"):
             shm.SharedRing.attach(segment_name)
 
 

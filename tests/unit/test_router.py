@@ -223,6 +223,113 @@ def test_a_namespace_is_found_by_its_names_in_each_index(index: Made) -> None:
         assert router.route(prompt(1, 4), {"a": 0}).device_pages == 1, "that of the host"
 
 
+def test_a_namespace_that_is_used_later_is_the_routers_too(index: Made) -> None:
+    host = index("host", page_tokens=1)
+    with Router(host, {"a": None}) as router:
+        fill(host, 1, 2, namespace=host.namespace("w", "t"))
+        assert router.route(prompt(1, 4), {"a": 0}).host_pages == 0
+        host.use(host.namespace("w", "t"))
+        assert router.route(prompt(1, 4), {"a": 0}).host_pages == 2
+
+
+# ---------------------------------------------------------------- what can never be found
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the router has said since this was asked last."""
+    found = [record.getMessage() for record in caplog.records]
+    assert {record.name for record in caplog.records} <= {"lightcache.router"}
+    caplog.clear()
+    return found
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_an_index_of_another_page_size_is_refused(index: Made, by_name: bool) -> None:
+    """Host pages of 64 tokens, device blocks of 16: no key is one of both."""
+    host, a, b = index("host", page_tokens=64), index("a", block_tokens=16), index("b")
+    fill(a, 1, 3)
+    said = r"gpu0: index '.*-a' has pages of 16 tokens, .* are of 64, so none of them can be found"
+    with pytest.raises(ConfigError, match=said):
+        Router(host, {"gpu1": b, "gpu0": a.name if by_name else a})
+    assert a.peek(prompt(1, 3)) == 3, "the caller's own stays open"
+
+
+def test_the_policy_and_the_host_must_agree(index: Made) -> None:
+    host = index("host", page_tokens=64)
+    with pytest.raises(ConfigError, match=r"expected page_tokens=64, .* found 16"):
+        Router(host, {"a": None}, policy=RouterPolicy(page_tokens=16))
+    with Router(host, {"a": None}, policy=RouterPolicy(page_tokens=64)) as router:
+        assert router.route(prompt(1, 1), {"a": 0}).costs == {"a": 64}
+
+
+def test_an_index_of_another_page_size_that_appears_later(
+    index: Made, segment_name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    workers = {"a": f"{segment_name}-late", "b": None}
+    with Router(None, workers, policy=RouterPolicy(page_tokens=64), clock=clock) as router:
+        fill(index("late", block_tokens=16), 1, 3)
+        for seconds in range(1, 4):
+            clock.now = seconds
+            choice = router.route(prompt(1, 3), {"a": 0, "b": 0})
+            assert (choice.stale, choice.device_pages) == (("a",), 0)
+        assert "pages of 16 tokens" in router.problems["a"]
+        assert logged(caplog) == [router.problems["a"]], "once"
+        assert router.statistics.stale == 3
+
+
+def test_a_namespace_that_was_forgotten(index: Made, caplog: pytest.LogCaptureFixture) -> None:
+    """Managers serve weights="step-1000"; each call that misses it is counted."""
+    host, a = index("host", page_tokens=1), index("a")
+    with Router(host, {"a": a}) as router:
+        router.route(prompt(1, 4), {"a": 0})
+        assert router.statistics.other_namespace == 0, "there is nothing at all"
+    space = host.namespace("step-1000")
+    fill(a, 1, 3, namespace=a.namespace("step-1000"))
+    with Router(host, {"a": a}) as router:
+        assert router.route(prompt(1, 4), {"a": 0}, namespace=space).device_pages == 3
+        assert logged(caplog) == []
+        for _ in range(3):
+            assert router.route(prompt(1, 4), {"a": 0}).device_pages == 0
+        router.route_many(prompt(1, 4), np.array([0, 2, 4]), {"a": 0})
+        (said,) = logged(caplog)
+        assert "under weights '', tenant '', of which no index has a page" in said
+        assert "pages under weights 'step-1000', tenant ''" in said
+        counted = router.statistics
+        assert (counted.requests, counted.missed, counted.other_namespace) == (6, 5, 5)
+        # A tenant's first request is no news; weights that nobody serves are.
+        router.route(prompt(1, 4), {"a": 0}, namespace=host.namespace("step-1000", "new"))
+        assert logged(caplog) == []
+        router.route(prompt(1, 4), {"a": 0}, namespace=host.namespace("step-1001"))
+        assert "weights 'step-1001'" in logged(caplog)[0]
+        assert router.statistics.other_namespace == 7
+        assert router.route(prompt(1, 4), {"a": 0}, namespace=space).device_pages == 3
+
+
+def test_keys_that_no_manager_makes(index: Made, caplog: pytest.LogCaptureFixture) -> None:
+    """Routed in the right namespace, but hashed without it: no key is ever found."""
+    a = index("a")
+    with Router(None, {"a": a}, policy=POLICY) as router:
+        for number in range(200):
+            router.route(prompt(number, 4), {"a": 0})
+        assert logged(caplog) == [], "there is nothing that could be found"
+    fill(a, 1, 3)
+    with Router(None, {"a": a}, policy=POLICY) as router:
+        for number in range(63):
+            router.route(prompt(100 + number, 4), {"a": 0})
+        router.route(prompt(1, 4), {"a": 0})
+        for number in range(63):
+            router.route(prompt(100 + number, 4), {"a": 0})
+        assert logged(caplog) == []
+        for number in range(200):
+            router.route(prompt(100 + number, 4), {"a": 0})
+        (said,) = logged(caplog)
+        assert "64 requests one after another had no page in any index" in said
+        assert "10 tokens a page" in said
+        assert router.statistics.missed == 63 + 63 + 200
+        assert router.statistics.other_namespace == 0
+
+
 # ---------------------------------------------------------------- indexes that come and go
 
 

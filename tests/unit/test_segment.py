@@ -46,8 +46,8 @@ def make_leftover(name: str, size: int = 0) -> None:
 
 
 def swept(name: str) -> list[str]:
-    """Sweep; what was removed of this test's own, for the machine may hold more."""
-    return [full for full in sweep() if name in full]
+    """Sweep this test's own names only: other tests and users have segments in the same place."""
+    return sweep(prefix=name)
 
 
 # ---------------------------------------------------------------- create and attach

@@ -232,8 +232,8 @@ def test_of_another_user(segment_name: str, script: Script) -> None:
             "    try: call(sys.argv[1])\n"
             "    except PermissionDenied: continue\n"
             "    sys.exit(3)\n"
-            "assert 'Permission' in read_segment(sys.argv[1]).problem\n"
-            "assert sweep() == []\n",
+            "assert 'belongs to user 0 (root)' in read_segment(sys.argv[1]).problem\n"
+            "assert sweep(prefix=sys.argv[1]) == []\n",
             segment_name,
         )
         os.chown(path_of(segment_name), NOBODY, NOBODY)

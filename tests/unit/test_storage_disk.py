@@ -32,13 +32,14 @@ from support.disks import (
 from support.scripts import with_support
 
 from lightcache import ConfigError, Detached, LockTimeout, PageIndex, StorageError
-from lightcache.storage import ReadStatus, StorageSpec, open_storage
+from lightcache.shm.waiting import Condition
+from lightcache.storage import ReadStatus, StorageSpec, executor, open_storage
 from lightcache.storage.arguments import Deadline
 from lightcache.storage.conformance import CHECKS, PAGE_BYTES, SPEC, make_keys, pages_of
 from lightcache.storage.disk import DiskStorage
-from lightcache.storage.disk.dropping import Dropped, drop
+from lightcache.storage.disk.backend import Dropped, drop
 from lightcache.storage.disk.slots import SlotFiles
-from lightcache.storage.lanes import READ, WRITE, Lanes
+from lightcache.storage.executor import READ, WRITE, Executor
 
 __all__ = ["where"]
 
@@ -302,7 +303,7 @@ class Gate:
 
 
 def test_what_has_not_begun_is_left_out_though_all_threads_hang() -> None:
-    lanes, hanging = Lanes(1), Gate()
+    lanes, hanging = Executor(1, "test", spare=0), Gate()
     first = threading.Thread(target=lanes.run, args=([hanging], READ, Deadline(60.0)))
     first.start()
     assert hanging.began.wait(60.0)
@@ -311,20 +312,20 @@ def test_what_has_not_begun_is_left_out_though_all_threads_hang() -> None:
     hanging.may.set()
     first.join(60.0)
     lanes.run([lambda: done.append(2)], READ, Deadline(60.0))
-    lanes.close()
+    assert lanes.close(60.0)
     assert done == [2]
 
 
 def test_what_has_begun_is_waited_for() -> None:
-    lanes, hanging = Lanes(1), Gate()
+    lanes, hanging = Executor(1, "test", spare=0), Gate()
     threading.Timer(0.05, hanging.may.set).start()
     lanes.run([hanging], READ, Deadline(0.01))
     assert hanging.over
-    lanes.close()
+    assert lanes.close(60.0)
 
 
 def test_reads_go_before_writes() -> None:
-    lanes, hanging = Lanes(1), Gate()
+    lanes, hanging = Executor(1, "test", spare=0), Gate()
     order: list[str] = []
     calls = [
         threading.Thread(target=lanes.run, args=([piece], kind, Deadline(60.0)))
@@ -338,17 +339,17 @@ def test_reads_go_before_writes() -> None:
     assert hanging.began.wait(60.0)
     for call in calls[1:]:
         call.start()
-        while lanes._queue.qsize() < calls.index(call):
+        while len(lanes.queue) < calls.index(call):
             pass
     hanging.may.set()
     for call in calls:
         call.join(60.0)
-    lanes.close()
+    assert lanes.close(60.0)
     assert order == ["read", "write"]
 
 
 def test_an_error_of_a_piece_is_its_callers() -> None:
-    lanes, done = Lanes(1), []
+    lanes, done = Executor(1, "test", spare=0), []
 
     def wrong() -> None:
         raise ValueError("on purpose")
@@ -356,7 +357,7 @@ def test_an_error_of_a_piece_is_its_callers() -> None:
     with pytest.raises(ValueError, match="on purpose"):
         lanes.run([wrong, lambda: done.append(1)], READ, Deadline(60.0))
     lanes.run([lambda: done.append(2)], READ, Deadline(60.0))  # its thread lives
-    lanes.close()
+    assert lanes.close(60.0)
     assert done == [1, 2]
 
 
@@ -365,13 +366,13 @@ def test_ctrl_c_waits_for_what_has_begun(monkeypatch: pytest.MonkeyPatch) -> Non
     begin to. It comes a second time while that is waited for."""
     leaving = threading.Event()
 
-    class Telling(threading.Condition):
+    class Telling(Condition):
         def wait_for(self, predicate: Any, timeout: float | None = None) -> Any:
             if timeout is None:
                 leaving.set()
             return super().wait_for(predicate, timeout)
 
-    lanes, hanging = Lanes(1), Gate()
+    lanes, hanging = Executor(1, "test", spare=0), Gate()
     began: list[int] = []
     main = threading.get_ident()
 
@@ -383,14 +384,19 @@ def test_ctrl_c_waits_for_what_has_begun(monkeypatch: pytest.MonkeyPatch) -> Non
         signal.pthread_kill(main, signal.SIGINT)
         threading.Timer(0.3, hanging.may.set).start()
 
-    monkeypatch.setattr(threading, "Condition", Telling)
+    monkeypatch.setattr(executor, "Condition", Telling)
     thread = threading.Thread(target=interrupt)
+    # A shell that starts us in the background has SIGINT ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        lanes.run([hanging, lambda: began.append(1)], READ, Deadline(60.0))
-    thread.join(60.0)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            lanes.run([hanging, lambda: began.append(1)], READ, Deadline(60.0))
+        thread.join(60.0)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert hanging.over
-    lanes.close()
+    assert lanes.close(60.0)
     assert not began
 
 

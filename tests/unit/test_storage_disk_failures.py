@@ -37,8 +37,7 @@ from support.scripts import with_support
 from lightcache import LockTimeout, StorageError
 from lightcache.storage.conformance import PAGE_BYTES, pages_of
 from lightcache.storage.disk import DiskStorage, backend
-from lightcache.storage.disk.footers import BLOCK, Footer, unpack
-from lightcache.storage.disk.slots import SlotFiles
+from lightcache.storage.disk.slots import BLOCK, Footer, SlotFiles, unpack
 
 __all__ = ["where"]
 

@@ -34,7 +34,7 @@ from lightcache.shm import ofd
 from lightcache.storage import StorageSpec, open_storage
 from lightcache.storage.conformance import SPEC, make_keys
 from lightcache.storage.disk import DiskStorage
-from lightcache.storage.disk.header import read_header, write_header
+from lightcache.storage.disk.slots import read_header, write_header
 from lightcache.storage.urls import check_url
 
 __all__ = ["where"]
@@ -208,7 +208,9 @@ def test_a_folder_of_another_user(where: Path, monkeypatch: pytest.MonkeyPatch) 
 # ---------------------------------------------------------------- header and files
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"version": "1"}', '{"version": 1}'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"version": "1"}', '{"version": 1}', "[" * 100_000]
+)
 def test_a_damaged_header(where: Path, text: str) -> None:
     disk(where).close()
     (home(where) / "header.json").write_text(text)
@@ -218,10 +220,41 @@ def test_a_damaged_header(where: Path, text: str) -> None:
     assert not home(where).exists()
 
 
-def test_a_header_of_another_version(where: Path) -> None:
+def test_a_header_with_one_bit_flipped(where: Path) -> None:
+    """Whichever it is: damaged, or the same header where it stands between its words."""
     disk(where).close()
     path = home(where) / "header.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "version": 2}))
+    whole, header = path.read_bytes(), read_header(home(where))
+    same = 0
+    for bit in range(8 * len(whole)):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        try:
+            assert read_header(home(where)) == header, f"bit {bit}"
+            same += 1
+        except StorageError:
+            pass
+    assert 8 * len(whole) > 1720
+    assert same < len(whole)  # a space that has become another one
+
+
+def test_a_header_without_a_check(where: Path) -> None:
+    """Of a release that wrote none."""
+    disk(where).close()
+    path = home(where) / "header.json"
+    found = json.loads(path.read_text())
+    del found["check"]
+    path.write_text(json.dumps(found))
+    disk(where).close()
+    assert "check" in json.loads(path.read_text())
+
+
+def test_a_header_of_another_version(where: Path) -> None:
+    disk(where).close()
+    header = read_header(home(where))
+    assert header is not None
+    write_header(home(where), replace(header, version=2))
     with pytest.raises(LayoutMismatch, match="expected 1, found 2"):
         disk(where)
 

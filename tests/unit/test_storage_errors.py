@@ -16,13 +16,12 @@ import pytest
 from support.interrupts import interrupt
 
 from lightcache import ConfigError, StorageError
-from lightcache.sizes import parse_size
+from lightcache._arguments import parse_size
 from lightcache.storage import MemoryStorage, StackedStorage, WriteStatus, open_storage
 from lightcache.storage.arguments import Deadline
 from lightcache.storage.calls import Calls
 from lightcache.storage.conformance import PAGE_BYTES, SPEC, make_keys, pages_of
-from lightcache.storage.lanes import READ, Lanes
-from lightcache.storage.remote.mooncake.callers import Callers
+from lightcache.storage.executor import READ, Executor
 from lightcache.storage.urls import check_url
 
 KEYS = make_keys(4, seed=6)
@@ -54,17 +53,17 @@ def raising(view: memoryview) -> None:
 
 @pytest.mark.usefixtures("counted_only")
 def test_a_piece_that_raises_keeps_no_page() -> None:
-    lanes = Lanes(2)
+    lanes = Executor(2, "test")
     page = failing(lambda view: lanes.run([lambda: raising(view)] * 3, READ, Deadline(TIMEOUT)))
-    lanes.close()
+    assert lanes.close(TIMEOUT)
     assert page() is None
 
 
 @pytest.mark.usefixtures("counted_only")
 def test_a_call_of_a_client_that_raises_keeps_no_page() -> None:
-    callers = Callers(1)
+    callers = Executor(1, "test")
     page = failing(lambda view: callers.ask(lambda: raising(view), Deadline(TIMEOUT)))
-    assert callers.stop(TIMEOUT)
+    assert callers.close(TIMEOUT)
     assert page() is None
 
 
@@ -93,7 +92,7 @@ def test_an_interrupt_in_the_near_storage_of_a_stack_does_not_end_its_use() -> N
     with StackedStorage([Near(SPEC), far]) as stack:
         with pytest.raises(KeyboardInterrupt):
             stack.contains(KEYS, timeout=TIMEOUT)
-        assert not stack._levels[0]._calls
+        assert not stack._levels[0]._executor.calls
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of generators

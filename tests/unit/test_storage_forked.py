@@ -69,7 +69,7 @@ def _locks(storage: Any) -> list[Any]:
     for each in [getattr(storage, "inner", None)]:
         found += _locks(each) if each else []
     for level in getattr(storage, "_levels", []):
-        found += [level._lock, *_locks(level.storage)]
+        found += [level._executor.changed, *_locks(level.storage)]
     return found
 
 

@@ -27,7 +27,7 @@ from lightcache.storage.service.messages import (
     Part,
     split,
 )
-from lightcache.storage.tasks import COUNTS
+from lightcache.storage.tiers import COUNTS
 
 U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
 TASKS = st.sampled_from([Kind.WRITE, Kind.PREFETCH, Kind.DEEPEST, Kind.PUBLISH])

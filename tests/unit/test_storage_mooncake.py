@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from support import servers
 from support.mooncake_server import Intruder, cluster, intruder, mooncake_url, name_of, silent
+from support.packages import LIBRARIES, need
 from support.storing import PAGE_TOKENS, fill, make_cache, nothing_is_held, sound
 
 from lightcache import ConfigError, Detached, StorageError
@@ -27,8 +28,10 @@ from lightcache.storage.conformance import CHECKS, PAGE_BYTES, SPEC, make_keys, 
 from lightcache.storage.remote import trailer
 from lightcache.storage.remote.mooncake import backend, codes
 from lightcache.storage.remote.mooncake.backend import MooncakeStorage
-from lightcache.storage.remote.mooncake.options import MooncakeOptions, parse
+from lightcache.storage.remote.mooncake.client import MooncakeOptions, parse
 from lightcache.storage.urls import check_url
+
+pytestmark = pytest.mark.servers
 
 __all__ = ["intruder", "mooncake_url"]
 
@@ -36,6 +39,12 @@ KEYS = make_keys(12, seed=5)
 PAGES = list(pages_of(KEYS))
 TIMEOUT = 60.0
 _specs = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def client_libraries() -> None:
+    """What Mooncake's client loads; `mooncake_url` has asked for it already."""
+    need(*LIBRARIES)
 
 
 @pytest.fixture(scope="module")
@@ -132,17 +141,34 @@ def test_a_url_is_checked_without_connecting() -> None:
     check_url("mooncake://no-such-host.invalid:50051?segment=1GiB")
 
 
+@pytest.mark.usefixtures("client_libraries")
 def test_nobody_is_there() -> None:
     port = servers.free_port()
     with pytest.raises(StorageError, match=rf"127.0.0.1:{port} cannot be reached.*mooncake_master"):
         open_storage(f"mooncake://127.0.0.1:{port}", page_bytes=4096)
 
 
+def test_no_client_is_started_where_no_master_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Joining stops the interpreter for seconds: the master is tried first, whatever `local=`."""
+
+    class Library:
+        def __getattr__(self, name: str) -> None:
+            raise AssertionError(name)
+
+    monkeypatch.setattr("lightcache.storage.remote.mooncake.client._library", Library)
+    monkeypatch.setattr("lightcache.storage.remote.mooncake.client._started_by", [])
+    url = f"mooncake://127.0.0.1:{servers.free_port()}?local=127.0.0.1"
+    with pytest.raises(StorageError, match="cannot be reached"):
+        open_storage(url, page_bytes=4096)
+
+
+@pytest.mark.usefixtures("client_libraries")
 def test_a_host_without_an_address() -> None:
     with pytest.raises(StorageError, match="cannot be reached"):
         open_storage("mooncake://no-such-host.invalid", page_bytes=4096)
 
 
+@pytest.mark.usefixtures("client_libraries")
 def test_a_master_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MC_RPC_TIMEOUT_MS", "300")
     with silent() as port, pytest.raises(StorageError, match=r"cannot be joined.*mooncake_master"):

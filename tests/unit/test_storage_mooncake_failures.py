@@ -19,6 +19,8 @@ from lightcache.storage import ReadStatus, StorageSpec, StorageTier, WriteStatus
 from lightcache.storage.conformance import PAGE_BYTES, make_keys, pages_of
 from lightcache.storage.remote.mooncake import backend
 
+pytestmark = pytest.mark.servers
+
 __all__ = ["cache", "own_cluster"]
 
 KEYS = make_keys(12, seed=6)
@@ -278,6 +280,8 @@ def test_a_tier_stops_using_a_dead_cluster_and_tries_it_again(
 
             wait_until(again, "the new master")
             now[0] = 5.0
+            tier.poll()
+            wait_until(lambda: tier.stats().state == "closed", "the probe")
             assert tier.prefetch(CACHED).wait(TIMEOUT).prefix == 20
             assert tier.stats().state == "closed"
             assert sound(cache, CACHED) == 20

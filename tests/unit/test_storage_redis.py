@@ -24,6 +24,8 @@ from lightcache.storage.conformance import CHECKS, PAGE_BYTES, SPEC, make_keys
 from lightcache.storage.remote import trailer
 from lightcache.storage.remote.redis import RedisStorage, backend
 
+pytestmark = pytest.mark.servers
+
 __all__ = ["redis_server", "redis_url"]
 
 

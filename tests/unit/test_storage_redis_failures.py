@@ -28,6 +28,8 @@ from lightcache.storage.conformance import PAGE_BYTES, SPEC
 from lightcache.storage.remote import trailer
 from lightcache.storage.remote.redis.wire import Wire
 
+pytestmark = pytest.mark.servers
+
 __all__ = ["cache", "redis_server", "redis_url"]
 
 SHORT = 0.3  # seconds for a call that is to run out of them
@@ -320,7 +322,7 @@ def test_a_user_who_may_not(redis_server: Server, redis_url: str) -> None:
 # ---- behind a tier
 
 
-def test_a_tier_stops_using_it_and_starts_again(own: Server, cache: Cache) -> None:
+def test_a_tier_stops_using_it_and_starts_again(own: Server, cache: Cache, wait_until: Any) -> None:
     now = [0.0]
     keys = KEYS[:8]
     how: Any = {"failures": 2, "retry": 30.0, "clock": lambda: now[0], "timeout": 60.0}
@@ -339,7 +341,9 @@ def test_a_tier_stops_using_it_and_starts_again(own: Server, cache: Cache) -> No
         own.start()
         now[0] = 30.0
         assert tier.stats().state == "half-open"
-        result = tier.prefetch(keys, 4).wait(60.0)  # the probe
+        tier.poll()
+        wait_until(lambda: tier.stats().state == "closed", "the probe")
+        result = tier.prefetch(keys, 4).wait(60.0)
         assert (result.failed, result.absent) == (0, 4)
         assert tier.stats().state == "closed"
         assert tier.write(keys[:4].copy()).wait(60.0).stored == 4  # it has forgotten them

@@ -17,8 +17,10 @@ from lightcache import ConfigError, StorageError
 from lightcache.storage import StorageSpec, open_storage
 from lightcache.storage.conformance import SPEC
 from lightcache.storage.remote.redis import parse
-from lightcache.storage.remote.redis.words import ServerError
+from lightcache.storage.remote.redis.wire import ServerError
 from lightcache.storage.urls import check_url
+
+pytestmark = pytest.mark.servers
 
 __all__ = ["certificates"]
 
@@ -219,8 +221,9 @@ def encrypted(certificates: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 def test_tls(encrypted: Server, certificates: Path) -> None:
     spec = StorageSpec(3 << 20, "encrypted")
     url = encrypted.url().replace("redis:", "rediss:")
-    with pytest.raises(StorageError, match="CERTIFICATE_VERIFY_FAILED"):
+    with pytest.raises(StorageError, match=r"certificate is refused: .*FAILED.*ca=") as found:
         open_storage(url, spec=spec)
+    assert "started" not in str(found.value)
     ca, cert, key = (certificates / name for name in ("ca", "cert", "key"))
     for more in ("", f"&cert={cert}&key={key}"):
         with open_storage(f"{url}?ca={ca}{more}", spec=SPEC) as storage:
@@ -238,11 +241,34 @@ def test_tls(encrypted: Server, certificates: Path) -> None:
 
 
 def test_tls_on_one_side_alone(encrypted: Server, guarded: Server, certificates: Path) -> None:
-    with pytest.raises(StorageError, match=r"cannot connect|closed the connection|is gone"):
+    with pytest.raises(StorageError, match=r"does it want TLS \(rediss:\)") as found:
         open_storage(encrypted.url(), spec=SPEC)
+    assert "started" not in str(found.value)
     url = guarded.url().replace("redis:", "rediss:")
-    with pytest.raises(StorageError, match="cannot connect"):
-        open_storage(f"{url}?ca={certificates / 'ca'}&connect_timeout=5", spec=SPEC)
+    with pytest.raises(StorageError, match="it answers without TLS; write redis:") as found:
+        open_storage(f"{url}?ca={certificates / 'ca'}&connect_timeout=0.5", spec=SPEC)
+    assert "started" not in str(found.value)
+
+
+def test_a_certificate_of_another_host(encrypted: Server, certificates: Path) -> None:
+    url = encrypted.url().replace("redis:", "rediss:").replace("127.0.0.1", "localhost")
+    with pytest.raises(StorageError, match=r"its certificate is refused: .*Hostname mismatch"):
+        open_storage(f"{url}?ca={certificates / 'ca'}", spec=SPEC)
+
+
+def test_a_server_with_as_many_clients_as_it_takes(tmp_path: Path) -> None:
+    with Server(tmp_path, "--maxclients", "1") as server:
+        with server.client() as taken:
+            taken.ping()
+            for url in (server.url(), server.url().replace("//", "//:some@")):
+                with pytest.raises(StorageError, match=r"max number of clients.*raise maxclients"):
+                    open_storage(url, spec=SPEC)
+
+
+def test_a_server_that_is_not_there() -> None:
+    for scheme in ("redis", "rediss"):
+        with pytest.raises(StorageError, match="is the server started"):
+            open_storage(f"{scheme}://127.0.0.1:{free_port()}", spec=SPEC)
 
 
 # ---- which server

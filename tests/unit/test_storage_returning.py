@@ -7,11 +7,21 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from support.storing import KEYS, cache, empty, full, make_keys, nothing_is_held, sound, store
+from support.storing import (
+    KEYS,
+    cache,
+    empty,
+    full,
+    make_keys,
+    nothing_is_held,
+    sound,
+    store,
+    threads,
+)
 
 from lightcache import Cache, LockTimeout
 from lightcache.storage import Fault, FlakyStorage, StorageTask, StorageTier
-from lightcache.storage.reading import ReadJob
+from lightcache.storage.threads import ReadJob
 
 Wait = Callable[[Callable[[], bool], str], None]
 
@@ -64,7 +74,7 @@ def held(tier: StorageTier, keys: Any = KEYS) -> StorageTask:
 
 def ended(tier: StorageTier, cache: Cache) -> None:
     """It ends by itself, and keeps nothing."""
-    for thread in tier._crew._threads:
+    for thread in threads(tier):
         thread.join(60.0)
         assert not thread.is_alive()
     nothing_is_held(cache)
@@ -102,7 +112,7 @@ def test_closing_where_held_pages_cannot_be_given_back(cache: Cache, lock: HeldL
     closer = threading.Thread(target=lambda: closed.append(tier.close(0.0)))
     closer.start()
     assert lock.waiting.wait(60.0)
-    *_, watching = tier._crew._threads
+    watching = tier._crew._watcher
     with tier._crew.changed:
         tier._crew.changed.notify_all()
     watching.join(0.2)  # it would end, if nobody was busy
@@ -170,7 +180,7 @@ def test_held_pages_are_kept_from_the_end_of_their_task(cache: Cache) -> None:
         now[0] = 22.0
         tier.poll()
         with tier._crew.changed:
-            assert tier._crew.changed.wait_for(lambda: not tier._crew._busy, 60.0)
+            assert tier._crew.changed.wait_for(lambda: not tier._crew.busy, 60.0)
         assert cache.stats().writing == 0
 
 

@@ -26,6 +26,8 @@ from lightcache.storage.remote import s3, trailer
 from lightcache.storage.remote.s3 import S3Storage
 from lightcache.storage.urls import check_url
 
+pytestmark = pytest.mark.servers
+
 __all__ = ["s3_credentials", "s3_server", "s3_url"]
 
 

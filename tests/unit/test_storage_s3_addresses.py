@@ -19,6 +19,8 @@ from lightcache.storage import ReadStatus, StorageSpec
 from lightcache.storage.conformance import SPEC
 from lightcache.storage.urls import check_url
 
+pytestmark = pytest.mark.servers
+
 __all__ = ["certificates", "s3_credentials"]
 
 

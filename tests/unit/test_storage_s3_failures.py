@@ -32,6 +32,8 @@ from lightcache.storage import ReadStatus, StorageSpec, StorageTier, WriteStatus
 from lightcache.storage.conformance import PAGE_BYTES, SPEC, pages_of
 from lightcache.storage.remote.s3 import S3Storage
 
+pytestmark = pytest.mark.servers
+
 __all__ = ["s3_credentials", "s3_server", "s3_url"]
 
 SECRETS = ("tests", "a-secret-of-tests")
@@ -290,9 +292,14 @@ def test_ctrl_c_while_the_store_does_not_answer(
     calls = {"HEAD": found, "PUT": put, "GET": got}
     server.fail(method, hold(0))
     presser = threading.Thread(target=press)
+    # A shell that starts us in the background has SIGINT ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     presser.start()
-    with pytest.raises(KeyboardInterrupt):
-        calls[method](storage, KEYS)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            calls[method](storage, KEYS)
+    finally:
+        signal.signal(signal.SIGINT, before)
     presser.join(60.0)
     server.heal()
     server.released.set()
@@ -341,8 +348,8 @@ def test_a_tier_stops_asking_and_finds_out_when_the_store_is_back(
                 assert tier.stats().tasks_failed == 2
                 proxy.listen()
                 now[0] = 31.0
-                tier.prefetch(MORE[8:]).wait(60.0)
-                assert tier.stats().state == "closed"
+                tier.poll()
+                wait_until(lambda: tier.stats().state == "closed", "the probe")
                 storage.clear(timeout=60.0)
         assert sound(cache, MORE[:8]) == 8
         nothing_is_held(cache)

@@ -12,6 +12,8 @@ from support.failing_s3 import FailingS3, failing
 from lightcache.storage import Storage, open_storage
 from lightcache.storage.conformance import PAGE_BYTES, SPEC, make_keys, pages_of
 
+pytestmark = pytest.mark.servers
+
 pytest.importorskip("obstore")
 
 KEYS = make_keys(40, seed=8)

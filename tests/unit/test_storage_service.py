@@ -263,7 +263,7 @@ def test_what_lies_between_is_for_the_group_that_the_cache_is_for(segment_name: 
 
 
 @pytest.mark.parametrize(
-    "how", [{"timeout": -1}, {"grace": "1"}, {"failures": 0}, {"retry": float("nan")}]
+    "how", [{"timeout": -1}, {"grace": "1"}, {"silence": -1.0}, {"silence": float("nan")}]
 )
 def test_a_clients_arguments(cache: Cache, how: Any) -> None:
     with pytest.raises(ConfigError, match=next(iter(how))):

@@ -13,9 +13,12 @@ import pytest
 from support.serving import client, failing, held_lock, push, silent
 from support.storing import (
     KEYS,
+    Recorder,
     cache,
+    fill,
     full,
     sound,
+    store,
 )
 
 from lightcache import (
@@ -25,10 +28,12 @@ from lightcache import (
 )
 from lightcache.shm import layout, ofd
 from lightcache.shm.objects import OpenObject
-from lightcache.storage import StorageTask, TaskState
+from lightcache.storage import StorageSpec, StorageTask, TaskState
+from lightcache.storage.conformance import make_keys
 from lightcache.storage.service import StorageClient, StorageService, rings
 from lightcache.storage.service.answering import Served
-from lightcache.storage.service.asking import Silence
+from lightcache.storage.service.asking import Pulse
+from lightcache.storage.service.board import Service
 from lightcache.storage.service.messages import Answer, Kind, Part
 from lightcache.storage.service.peers import Peer
 
@@ -41,46 +46,73 @@ __all__ = ["cache", "client"]
 # ---------------------------------------------------------------- a service that is silent
 
 
-def test_tasks_of_a_silent_service_end_and_it_is_left_alone(cache: Cache, caplog: Any) -> None:
-    now = [0.0]
-    with StorageService(cache, full(cache), grace=0.0) as service:
-        with StorageClient(cache, timeout=0.0, grace=0.0, failures=3, clock=lambda: now[0]) as one:
-            gate = silent(service)
+def test_a_service_that_is_stopped_costs_its_clients_one_detection(
+    cache: Cache, caplog: Any, wait_until: Wait
+) -> None:
+    later = [0.0]
+    with contextlib.ExitStack() as stack:
+        service = stack.enter_context(StorageService(cache, full(cache)))
+        clock = lambda: time.monotonic() + later[0]  # noqa: E731
+        gate = silent(service)
+        stack.callback(gate.set)
+        with StorageClient(cache, silence=2.0, clock=clock) as one:
             with caplog.at_level(logging.WARNING):
-                for _ in range(3):
-                    task = one.prefetch(KEYS)
-                    assert "does not say" in task.wait(60.0).reasons[0]
-                    assert task.state is FAILED
                 task = one.prefetch(KEYS)
-                assert task.over
-                assert "did not answer 3 tasks" in task.result.reasons[0]
-                assert one.write(KEYS).over
+                wait_until(lambda: not len(one._tasks), "that it stands still")
+                assert not task.over
+                later[0] = 2.5
+                reason = task.wait(60.0).reasons[0]  # long before its time, 30 s
+                assert "has not looked at its messages for 2 s" in reason
+                for call in (one.prefetch, one.write, one.prefetch_deepest):
+                    assert call(KEYS).state is FAILED  # nothing is asked, nothing is waited for
+                later[0] = 1000.0
+                assert one.prefetch(KEYS).over
+                assert not len(one._tasks)
             texts = [record.getMessage() for record in caplog.records]
-            assert sum("did not answer 3 tasks" in text for text in texts) == 1
-            now[0] = 5.0  # it is tried again: one failure is enough now
-            one.prefetch(KEYS).wait(60.0)
-            assert one.prefetch(KEYS).over
+            assert sum("has not looked at its messages" in text for text in texts) == 1
             gate.set()
-            now[0] = 10.0
-            one.prefetch(KEYS, timeout=60.0).wait(60.0)
-            again = one.prefetch(KEYS, timeout=60.0).wait(60.0)
-            assert again.reasons[0].endswith("in the queue")  # its clock is not ours: but it speaks
+            before = service._board.beat
+            wait_until(lambda: service._board.beat > before, "that it looks again")
+            again = one.prefetch(KEYS)  # at once, and no task was a probe
+            assert again.wait(60.0).prefix == 20
 
 
-def test_silence_is_counted_in_a_row() -> None:
+def test_a_service_is_silent_when_its_count_stands_still() -> None:
     now = [0.0]
-    silence = Silence(2, 5.0, lambda: now[0])
-    for _ in range(2):
-        silence.unanswered()
-        assert silence.reason == ""
-        silence.answered()
-    silence.unanswered()
-    silence.unanswered()
-    assert "2 tasks in a row" in silence.reason
-    now[0] = 5.0
-    assert silence.reason == ""
-    silence.unanswered()
-    assert silence.reason
+    pulse, service = Pulse(2.0, lambda: now[0]), Service(word=5, pid=1)
+    for beat, at, expected in (
+        *((1, 0.0, False), (1, 2.0, False), (1, 2.1, True), (1, 9.0, True), (2, 9.0, False)),
+        *((2, 50.0, True), (3, 50.0, False)),  # who did not look for long sees that it counts
+    ):
+        now[0] = at
+        assert bool(pulse.silent(service, beat)) is expected
+    now[0] = 60.0
+    assert pulse.silent(service, 3)
+    assert not pulse.silent(Service(word=6, pid=1), 3)  # another one
+
+
+def test_reads_of_a_client_that_is_gone_hold_up_nobody(cache: Cache, wait_until: Wait) -> None:
+    recorder = Recorder(StorageSpec.of(cache))
+    store(recorder, KEYS)
+    recorder.closed_gate_for = "contains"
+    recorder.gate.clear()
+    fill(cache, make_keys(2, seed=9))
+    with StorageService(cache, recorder, threads=1) as service, StorageClient(cache) as other:
+        with StorageClient(cache) as gone:
+            tasks = [gone.prefetch(make_keys(3, seed=70 + i)) for i in range(20)]
+            written = gone.write(make_keys(2, seed=9))
+            assert recorder.arrived.acquire(timeout=60.0)
+            wait_until(lambda: service.stats().taken == 21, "all of its tasks")
+            wanted = other.prefetch(KEYS)
+            wait_until(lambda: service.stats().taken == 22, "that of another")
+            gone._say = lambda *given: True  # type: ignore[method-assign]  # as if it was killed
+            gone.close(0.0)
+        wait_until(lambda: service.stats().tier.queued == 2, "the reads that are given up")
+        recorder.gate.set()
+        assert wanted.wait(60.0).loaded == 20
+        assert all(task.over for task in (*tasks, written))
+    reads = [n for what, n in recorder.calls if what == "contains"]
+    assert reads == [3, 20, 2]  # the one that was begun, the other client's, and the write
 
 
 def test_a_full_queue_refuses(cache: Cache) -> None:

@@ -75,7 +75,7 @@ def test_closing_waits_for_a_word_that_is_being_said(cache: Cache, wait_until: W
             whole(*given, **how)
 
         ring.push = push  # type: ignore[method-assign]
-        saying = threading.Thread(target=task._stop)
+        saying = threading.Thread(target=task.stop)
         saying.start()
         assert inside.wait(60.0)
         closed: list[bool] = []

@@ -130,13 +130,13 @@ def test_what_nobody_publishes_goes_back(cache: Cache, wait_until: Wait) -> None
             assert rest.state is FAILED
 
 
-def test_a_word_that_comes_too_late_gives_back(cache: Cache) -> None:
+def test_a_word_that_comes_too_late_gives_back(cache: Cache, wait_until: Wait) -> None:
     with StorageService(cache, full(cache)) as service, StorageClient(cache) as client:
         task = held(client)
         service._carrying._left = lambda ask: 0.0  # type: ignore[method-assign]
         rest = task.publish(20)
         assert "all of it in the queue" in rest.wait(60.0).reasons[0]
-        assert cache.stats().writing == 0
+        wait_until(lambda: cache.stats().writing == 0, "the pages")
         assert service.stats().late == 1
 
 

@@ -141,12 +141,12 @@ def test_a_forked_child_waits_for_no_lock_of_the_parent(cache: Cache) -> None:
         task = client.prefetch(KEYS, hold=True)
         assert recorder.arrived.acquire(timeout=60.0)
         calls: list[Callable[[], object]] = [
-            *(task.wait, task.take, task.cancel, task._stop, lambda: task.publish(0)),
+            *(task.wait, task.take, task.cancel, task.stop, lambda: task.publish(0)),
             *(client.stats, client.service, lambda: client.prefetch(KEYS)),
             *(lambda: client._push([b"x"]), service.stats),
         ]
         locks: list[Any] = [client._pushing, client._changed, task._changed]
-        locks += [client._board._looking, service._board._looking]
+        locks += [client._board._looking, service._board._looking, service._publishing]
         for lock in locks:
             lock.acquire()
         child = os.fork()

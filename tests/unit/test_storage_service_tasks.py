@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-from support.serving import ServedTier, push
+from support.serving import ServedTier, make_tier, push
 from support.storing import (
     KEYS,
     PAGE_BYTES,
@@ -27,7 +28,7 @@ from lightcache.storage.service.messages import PART_BYTES, Kind, Part
 FINISHED, FAILED = TaskState.FINISHED, TaskState.FAILED
 Wait = Callable[[Callable[[], bool], str], None]
 
-__all__ = ["cache"]
+__all__ = ["cache", "make_tier"]
 
 
 # ---------------------------------------------------------------- tasks
@@ -80,6 +81,22 @@ def test_taking_what_there_is(cache: Cache, wait_until: Wait) -> None:
         assert task.state is FINISHED
 
 
+def test_stopping_never_waits(make_tier: Any, cache: Cache, wait_until: Wait) -> None:
+    flaky = FlakyStorage(full(cache), script={"read": [None, Fault("hang", at=1)]})
+    with make_tier(cache, flaky, group=8) as tier:  # whose policy is to wait
+        task = tier.prefetch(KEYS)
+        assert flaky.wait_hanging()
+        wait_until(lambda: task.pages_done == 8, "the first group")
+        assert task.stop().prefix == 8
+        assert not task.over
+        if isinstance(tier, ServedTier):
+            (job,) = tier.serving._tier._crew.running
+            wait_until(lambda: job.stopping, "the word to stop")
+        flaky.let_go()
+        assert task.wait(60.0).prefix == 16  # the group in flight, and nothing more
+        assert task.stop().prefix == 16
+
+
 def test_taking_behind_a_deadline(cache: Cache) -> None:
     flaky = FlakyStorage(full(cache), script={"read": [Fault("hang", at=1)]})
     with ServedTier(cache, flaky, read_policy="deadline", read_seconds=0.01) as tier:
@@ -96,7 +113,7 @@ def test_a_task_that_may_take_for_ever(cache: Cache) -> None:
     with ServedTier(cache, full(cache)) as tier:
         assert tier.prefetch(KEYS, timeout=float("inf")).wait(60.0).loaded == 20
         assert tier.prefetch(KEYS, timeout=1e300).wait(60.0).present == 20
-        assert tier._crew._threads[-1].is_alive()
+        assert tier._crew._watcher.is_alive()
 
 
 # ---------------------------------------------------------------- figures

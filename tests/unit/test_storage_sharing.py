@@ -16,6 +16,7 @@ from support.storing import (
     empty,
     fill,
     full,
+    given_back,
     nothing_is_held,
     sound,
     store,
@@ -138,6 +139,7 @@ def test_holding_and_giving_back(cache: Cache) -> None:
     tier, task = held(cache)
     with tier:
         task.cancel()
+        given_back(tier)
         assert cache.check().pins == 0
         assert cache.stats().ready == 0
         with pytest.raises(ConfigError):
@@ -238,6 +240,7 @@ def test_what_was_held_before_a_call_hung(cache: Cache, publish: bool) -> None:
         assert sound(cache, KEYS) == 8
     else:
         task.cancel()
+        given_back(tier)
     assert cache.check().pins == 8  # of the group that hangs
     assert not tier.close(0.0)
     flaky.let_go()

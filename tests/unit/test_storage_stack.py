@@ -23,11 +23,10 @@ from lightcache.storage import (
     StorageSpec,
     WriteStatus,
     open_storage,
-    stack_moves,
-    stack_urls,
+    stacked,
 )
 from lightcache.storage.conformance import CHECKS, MOST_PAGES, PAGE_BYTES, SPEC
-from lightcache.storage.promoting import Promoter, Promotion
+from lightcache.storage.stacked import Promoter, Promotion
 from lightcache.storage.urls import check_url
 
 __all__ = ["where"]
@@ -142,7 +141,7 @@ def test_holes_of_every_pattern(levels: Any, asked: list[int]) -> None:
 
 
 def test_pages_go_through_our_memory_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stack_moves, "PIECE", 3 * PAGE_BYTES)
+    monkeypatch.setattr(stacked, "PIECE", 3 * PAGE_BYTES)
     stack, upper, lower = noting(upper=[3])
     with stack:
         put(stack, ALL, parent=KEYS[7:])
@@ -380,7 +379,6 @@ def test_what_it_refuses() -> None:
     one, other = MemoryStorage(SPEC), MemoryStorage(SPEC)
     bad: list[tuple[Any, dict[str, Any]]] = [
         ([], {}),
-        ([one], {}),
         ([one, one], {}),
         (one, {}),
         ("memory:", {}),
@@ -504,7 +502,7 @@ def test_a_list_of_one_is_that_one(urls: Any) -> None:
 
 
 def test_options_reach_it() -> None:
-    found = stack_urls.parse({"promote": "no", "failures": "7", "retry": "2.5"})
+    found = stacked.parse({"promote": "no", "failures": "7", "retry": "2.5"})
     assert found == {"skip": False, "promote_bytes": 0, "failures": 7, "retry": 2.5}
 
 
@@ -519,7 +517,8 @@ def test_one_that_cannot_be_opened(tmp_path: Path, caplog: Any) -> None:
         assert len(stack.levels()) == 2
         assert "2 of 3, disk: cannot be opened and is left out" in caplog.text
     with open_storage(f"stack:?missing=skip|memory:|{bad}", spec=SPEC) as alone:
-        assert isinstance(alone, MemoryStorage)
+        assert isinstance(alone, StackedStorage)
+        assert [level.name for level in alone.levels()] == ["storage 1 of 1, memory:"]
     with pytest.raises(StorageError, match="none of 2"):
         open_storage(f"stack:?missing=skip|{bad}|{bad}", spec=SPEC)
 
@@ -557,7 +556,7 @@ def test_those_that_were_opened_are_closed_again(tmp_path: Path) -> None:
         return opened[-1]
 
     with pytest.raises(StorageError, match="storage 3 of 3, bad:"):
-        stack_urls.open_stack(["memory:", "memory:", "bad:"], SPEC, one)
+        stacked.open_stack(["memory:", "memory:", "bad:"], SPEC, one)
     for each in opened:
         with pytest.raises(Detached):
             each.contains(KEYS, timeout=60.0)

@@ -12,6 +12,7 @@ from support.stacks import KEYS, Noting, flaky, get, has, noting, put
 from support.storing import cache, fill, sound
 
 from lightcache import Cache, StorageError
+from lightcache.breaker import Breaker
 from lightcache.storage import (
     Fault,
     FlakyStorage,
@@ -22,10 +23,10 @@ from lightcache.storage import (
     StorageTier,
     TaskState,
     WriteStatus,
-    levels,
+    stacked,
 )
-from lightcache.storage.breaker import Breaker
 from lightcache.storage.conformance import SPEC
+from lightcache.storage.executor import Executor
 
 __all__ = ["cache"]
 
@@ -75,7 +76,7 @@ def test_both_are_dead() -> None:
         assert (found.reads_failed, found.writes_failed) == (8, 8)
 
 
-def test_a_dead_one_costs_one_warning_and_then_nothing(caplog: Any) -> None:
+def test_a_dead_one_costs_one_warning_and_then_nothing(caplog: Any, wait_until: Any) -> None:
     now = [0.0]
     upper, lower = MemoryStorage(SPEC), flaky(script={"contains": DEAD})
     put(upper, [0])
@@ -90,8 +91,9 @@ def test_a_dead_one_costs_one_warning_and_then_nothing(caplog: Any) -> None:
         assert stack.levels()[1].state == "open"
         now[0] = 30.0
         assert stack.levels()[1].state == "half-open"
+        assert stack.contains(KEYS, timeout=60.0) == 1  # it waits for no probe
+        wait_until(lambda: stack.levels()[1].state == "closed", "the probe")
         assert stack.contains(KEYS, timeout=60.0) == 2
-        assert stack.levels()[1].state == "closed"
         assert get(stack, [0, 1]).prefix == 2
 
 
@@ -169,7 +171,7 @@ def test_what_all_refuse_or_fail() -> None:
 
 
 def test_a_piece_that_fails_leaves_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightcache.storage.stack_moves.PIECE", 4 * 4096)
+    monkeypatch.setattr("lightcache.storage.stacked.PIECE", 4 * 4096)
     fail: Any = [None, Fault("fail")]
     lower = flaky(range(8), script={"read": fail})
     with StackedStorage([MemoryStorage(SPEC), lower], promote_bytes=0) as stack:
@@ -183,7 +185,7 @@ def test_a_piece_that_fails_leaves_those_before(monkeypatch: pytest.MonkeyPatch)
 def test_pieces_that_were_done_count_though_nobody_else_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("lightcache.storage.stack_moves.PIECE", 4 * 4096)
+    monkeypatch.setattr("lightcache.storage.stacked.PIECE", 4 * 4096)
     script: Any = {"read": [None, Fault("fail")], "write": [Fault("refuse"), Fault("fail")]}
     for verb, expected in (
         (get, (OK, OK, ABSENT, ABSENT) + (FAILED,) * 4),
@@ -212,6 +214,24 @@ def test_deleting_says_what_failed() -> None:
         assert (has(upper), has(lower)) == ([0, 1], [])
         assert stack.clear(timeout=60.0) == 2
         assert has(stack) == []
+
+
+@pytest.mark.parametrize(
+    "remove",
+    [lambda stack: stack.delete(KEYS[:1], timeout=60.0), lambda stack: stack.clear(timeout=60.0)],
+    ids=["delete", "clear"],
+)
+def test_removing_asks_a_disabled_storage_too(remove: Any) -> None:
+    """Of one whose bytes are flipped on the way: what it keeps would be served when it is back."""
+    upper = flaky([0, 1], script={"read": [Fault("fail")]})
+    lower = MemoryStorage(SPEC)
+    with StackedStorage([upper, lower], failures=1) as stack:
+        put(stack)
+        assert get(stack).prefix == 8
+        assert stack.levels()[0].state == "open"
+        assert remove(stack) >= 1
+        assert 0 not in (*has(upper.inner), *has(lower))
+        assert stack.levels()[0].state == "closed"  # it has answered
 
 
 @pytest.mark.parametrize("verb", ["delete", "clear"])
@@ -328,7 +348,7 @@ def test_a_lower_that_hangs_keeps_neither_the_caller_nor_its_pages(
         assert result.statuses == (OK,) * 4 + (FAILED,) * 4
         assert "timed out: read has not returned" in result.reason
         assert lower.hanging == 1
-        now[0] = 1.0 + levels.GRACE
+        now[0] = 1.0 + stacked.GRACE
         assert stack.contains(KEYS, timeout=60.0) == 4
         assert upper.given[-1] > 50.0  # all of the time: nobody behind it is asked
         assert stack.levels()[1].hanging == 1
@@ -364,7 +384,7 @@ def test_an_upper_that_hangs_is_left_alone_by_later_calls() -> None:
         first = threading.Thread(target=get, args=(stack,))
         first.start()
         assert upper.wait_hanging()
-        now[0] = 60.0 + levels.GRACE
+        now[0] = 60.0 + stacked.GRACE
         assert stack.contains(KEYS, timeout=60.0) == 8
         assert get(stack).prefix == 8
         assert stack.levels()[0].hanging == 1
@@ -396,7 +416,7 @@ def test_no_memory_for_a_lower(monkeypatch: pytest.MonkeyPatch) -> None:
 
     stack, _, lower = noting(upper=[0], lower=[0, 1])
     with stack:
-        monkeypatch.setattr("lightcache.storage.levels.mmap.mmap", none)
+        monkeypatch.setattr("lightcache.storage.stacked.mmap.mmap", none)
         result = get(stack, [0, 1])
         assert result.statuses == (OK, FAILED)
         assert "no memory for 1 pages" in result.reason
@@ -406,9 +426,9 @@ def test_no_memory_for_a_lower(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 INTERRUPTED: dict[str, Any] = {
-    "the breaker has said yes": (Breaker, "allow", True),
-    "in front of its thread": (levels.Level, "_wait", False),
-    "in front of the call": (levels.Level, "_carry_out", False),
+    "the breaker has said yes": (Breaker, "probe", True),
+    "in front of the probe": (Executor, "submit", False),
+    "in front of the call": (stacked.Level, "_answer", False),
     "in front of the thread's start": (threading.Thread, "start", False),
     "behind the thread's start": (threading.Thread, "start", True),
 }
@@ -430,21 +450,26 @@ def test_an_interrupt_leaves_neither_a_call_nor_a_probe(
         real = getattr(owner, name)
         main = threading.main_thread()
 
-        def interrupted(which: Any, *given: Any) -> Any:
+        def interrupted(which: Any, *given: Any, **how: Any) -> Any:
             if threading.current_thread() is main and (
-                which in (level, level._breaker) or isinstance(which, threading.Thread)
+                which in (level, level._breaker, level._executor)
+                or isinstance(which, threading.Thread)
             ):
                 if behind:
-                    real(which, *given)
+                    real(which, *given, **how)
                 raise KeyboardInterrupt
-            return real(which, *given)
+            return real(which, *given, **how)
 
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, interrupted)
             with contextlib.suppress(KeyboardInterrupt):
                 stack.contains(KEYS, timeout=60.0)
-        wait_until(lambda: not level._calls, "the call to end")
+        wait_until(
+            lambda: level._breaker.state == "closed" or level._breaker.wait is not None,
+            "the probe, if one was begun",
+        )
         now[0] = 90.0
+        wait_until(lambda: not level.shut, "the probe")
         assert stack.contains(KEYS, timeout=60.0) == 1
         assert level._breaker.state == "closed"
         assert [upper, lower][number].calls[-1][0] == "contains"

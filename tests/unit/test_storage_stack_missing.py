@@ -13,8 +13,9 @@ from support.s3_server import s3_credentials
 from support.servers import free_port
 
 from lightcache import ConfigError, StorageError
-from lightcache.storage import MemoryStorage, StorageSpec, open_storage, register, urls
+from lightcache.storage import StackedStorage, StorageSpec, open_storage, register, urls
 from lightcache.storage.conformance import SPEC
+from lightcache.storage.stacked import LevelStats
 from lightcache.storage.urls import check_url
 
 __all__ = ["s3_credentials"]
@@ -55,7 +56,10 @@ def skipped(url: str, caplog: Any) -> str:
     with caplog.at_level(logging.WARNING, "lightcache.storage"):
         check_url(SKIP + url)
         with open_storage(SKIP + url, spec=SPEC) as alone:
-            assert isinstance(alone, MemoryStorage)
+            assert isinstance(alone, StackedStorage)
+            (level,) = alone.levels()
+            assert isinstance(level, LevelStats)
+            assert level.name == "storage 1 of 1, memory:"
     (warning,) = [record.getMessage() for record in caplog.records]
     scheme = url.partition(":")[0]
     assert warning.startswith(f"storage 2 of 2, {scheme}: cannot be opened and is left out: ")

@@ -25,6 +25,8 @@ from support.storing import (
 
 from lightcache import Cache, ConfigError, LayoutMismatch, PermissionDenied, WaitTimeout
 from lightcache.storage import (
+    Fault,
+    FlakyStorage,
     MemoryStorage,
     StorageSpec,
     StorageTask,
@@ -32,7 +34,7 @@ from lightcache.storage import (
     TaskState,
 )
 from lightcache.storage.conformance import make_keys
-from lightcache.storage.queueing import JobQueue
+from lightcache.storage.executor import READ, WRITE, WorkQueue
 
 FINISHED, FAILED = TaskState.FINISHED, TaskState.FAILED
 
@@ -169,16 +171,116 @@ def test_writes_pin_no_more_than_they_may(cache: Cache) -> None:
     fill(cache, KEYS)
     storage = Recorder(StorageSpec.of(cache))
     storage.gate.clear()
-    with StorageTier(cache, storage, threads=1, write_pages=8) as tier:
+    with StorageTier(cache, storage, threads=1, write_pages=8, group=4) as tier:
         first = tier.write(KEYS[:6])
         assert storage.arrived.acquire(timeout=60.0)
         assert tier.stats().writing == 6
-        result = tier.write(KEYS[6:9]).wait()
-        assert (result.refused, result.stored) == (3, 0)
-        assert "3 pages are more" in result.reasons[0]
+        second = tier.write(KEYS[6:12])
+        assert tier.stats().writing == 8  # of its six pages two
+        third = tier.write(KEYS[12:15])
+        assert tier.stats().writing == cache.check().pins == 8
         storage.gate.set()
-        assert first.wait().stored == 6
-        assert tier.write(KEYS[6:9]).wait().stored == 3
+        assert [task.wait().stored for task in (first, second, third)] == [6, 6, 3]
+        assert tier.stats().writing == cache.check().pins == 0
+    with StorageTier(cache, empty(cache), write_pages=0) as tier:
+        assert tier.write(KEYS).wait().refused == 20
+
+
+def test_a_prompt_of_more_pages_than_writes_may_pin_is_stored(
+    make_tier: Any, cache: Cache, caplog: Any
+) -> None:
+    """By the default, a quarter of the pool."""
+    keys = make_keys(90, seed=6)
+    fill(cache, keys)
+    most, storage = [0], empty(cache)
+    write = storage.write
+
+    def counted(*given: Any, **how: Any) -> Any:
+        most[0] = max(most[0], cache.check().pins)
+        return write(*given, **how)
+
+    storage.write = counted  # type: ignore[method-assign]
+    with make_tier(cache, storage) as tier:
+        result = tier.write(keys).wait(60.0)
+        assert (result.stored, result.refused, result.skipped) == (90, 0, 0)
+        assert 24 <= most[0] <= 24 + 16
+        assert tier.stats().unstored == 0
+    assert holds(storage, keys) == 90
+    assert "not stored" not in caplog.text
+
+
+def test_what_was_evicted_before_its_turn_is_counted_and_told_once(
+    cache: Cache, caplog: Any
+) -> None:
+    storage = Recorder(StorageSpec.of(cache))
+    storage.gate.clear()
+    with StorageTier(cache, storage, threads=1, write_pages=4, group=4) as tier:
+        for seed in (6, 7):
+            keys = make_keys(20, seed=seed)
+            fill(cache, keys)
+            task = tier.write(keys)
+            assert storage.arrived.acquire(timeout=60.0)
+            cache.evict(96)  # all but those that are pinned
+            storage.gate.set()
+            assert (task.wait(60.0).stored, task.result.skipped) == (4, 16)
+            storage.gate.clear()
+        found = tier.stats()
+        assert (found.unstored, found.unstored_gone, found.unstored_behind) == (32, 8, 24)
+        storage.gate.set()
+    assert caplog.text.count("4 pages of a prompt were not stored: they were evicted") == 1
+
+
+@pytest.mark.parametrize("kind", ["failed", "refused"])
+def test_pages_that_are_not_stored_are_counted_by_reason(
+    make_tier: Any, cache: Cache, caplog: Any, kind: str
+) -> None:
+    fill(cache, KEYS)
+    fault = Fault("fail" if kind == "failed" else "refuse", at=1)
+    flaky = FlakyStorage(empty(cache), script={"write": [fault] * 2})
+    with make_tier(cache, flaky, group=4, min_tokens=2 * PAGE_TOKENS) as tier:
+        for _ in range(2):
+            tier.write(KEYS).wait(60.0)
+        tier.write(KEYS[:1]).wait(60.0)
+        found = tier.stats()
+        by_kind = (found.unstored_failed, found.unstored_refused, found.unstored_behind)
+        assert sum(by_kind[:2]) == getattr(found, f"unstored_{kind}") == 2
+        assert found.unstored == sum(by_kind) > 2
+        assert found.skipped_short == 1
+    assert caplog.text.count("1 pages of a prompt were not stored") == 1
+
+
+def test_pages_of_tasks_that_end_before_are_counted(cache: Cache) -> None:
+    now = [0.0]
+    fill(cache, KEYS)
+    flaky = FlakyStorage(empty(cache), script={"write": [None, Fault("hang")]})
+    how: Any = {"threads": 1, "group": 4, "timeout": 10.0, "grace": 0.0, "clock": lambda: now[0]}
+    with StorageTier(cache, flaky, **how) as tier:
+        task = tier.write(KEYS)
+        assert flaky.wait_hanging()
+        now[0] = 10.0
+        tier.poll()
+        assert (task.result.stored, task.result.skipped) == (4, 16)
+        assert tier.write(KEYS).wait(60.0).skipped == 20
+        found = tier.stats()
+        assert (found.unstored, found.unstored_ended, found.unstored_disabled) == (36, 16, 20)
+        flaky.let_go()
+
+
+def test_a_write_that_gets_on_has_its_time_anew(cache: Cache) -> None:
+    """Each group takes 6 of 10 seconds."""
+    now = [0.0]
+    fill(cache, KEYS)
+    storage = empty(cache)
+    write = storage.write
+
+    def slow(*given: Any, **how: Any) -> Any:
+        now[0] += 6.0
+        return write(*given, **how)
+
+    storage.write = slow  # type: ignore[method-assign]
+    with StorageTier(cache, storage, group=4, timeout=10.0, clock=lambda: now[0]) as tier:
+        assert tier.write(KEYS).wait(60.0).stored == 20
+    assert now[0] == 30.0
 
 
 # ---------------------------------------------------------------- the queue
@@ -214,17 +316,19 @@ def test_calls_have_pages_of_one_request_and_reads_go_first(cache: Cache) -> Non
 
 
 def test_a_write_that_was_put_back_is_next() -> None:
-    def job(kind: str, request: object) -> Any:
-        return SimpleNamespace(task=SimpleNamespace(kind=kind), request=request)
+    def work(kind: int, group: object) -> Any:
+        return SimpleNamespace(kind=kind, group=group)
 
-    queue = JobQueue()
-    waiting, begun, read = job("write", "a"), job("write", "b"), job("read", None)
+    queue = WorkQueue()
+    waiting, begun, read = work(WRITE, "a"), work(WRITE, "b"), work(READ, "c")
     queue.put(waiting)
     queue.put_back(begun)
     queue.put(read)
-    assert sorted(map(id, queue.jobs())) == sorted(map(id, (waiting, begun, read)))
+    assert queue.all() == [read, begun, waiting]
+    assert len(queue) == 3
     assert [queue.pop() for _ in range(4)] == [read, begun, waiting, None]
     assert not queue.remove(begun)
+    assert len(queue) == 0
 
 
 def test_a_task_waits_with_a_limit(make_tier: Any, cache: Cache) -> None:

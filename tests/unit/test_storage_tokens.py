@@ -12,7 +12,7 @@ from support.storing import KEYS, PAGE_TOKENS, Recorder, cache, fill, make_cache
 
 from lightcache import Cache, ConfigError
 from lightcache.manager import Prompt
-from lightcache.manager.matches import Wishes
+from lightcache.manager.requests import Wishes
 from lightcache.storage import (
     Fault,
     FlakyStorage,
@@ -111,7 +111,7 @@ def test_a_flaky_one_passes_on_those_of_the_pages_that_it_passes_on() -> None:
 
 
 def test_a_stack_gives_them_to_those_that_want_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightcache.storage.stack_moves.PIECE", 2 * 4096)
+    monkeypatch.setattr("lightcache.storage.stacked.PIECE", 2 * 4096)
     spec = SPEC
     first, second, third = keeping(), Recorder(spec), keeping()
     with StackedStorage([first, second, third]) as storage:

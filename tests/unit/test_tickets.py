@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,8 @@ from lightcache import (
     Shard,
     Ticket,
 )
+
+Script = Callable[..., Any]
 
 
 @pytest.fixture
@@ -206,16 +208,37 @@ def test_who_may_be_an_adopter(giver: PageIndex, taker: PageIndex) -> None:
         for wrong, why in (
             ([], "at least one"),
             ([mine, mine], "twice"),
-            ([ClientId(mine.slot, mine.epoch + 1)], "not attached"),
-            ([ClientId(0, 1)], "not attached"),
-            ([ClientId(63, 1)], "not attached"),
-            ([ClientId(64, 1)], "not attached"),
+            ([ClientId(0, 1)], "slots from 1 to 63, found 0"),
+            ([ClientId(64, 1)], "slots from 1 to 63, found 64"),
         ):
             with pytest.raises(ConfigError, match=why):
                 lease.ticket(wrong)
+        for gone in (ClientId(mine.slot, mine.epoch + 1), ClientId(63, 1)):
+            with pytest.raises(LeaseLost, match="has left or died"):
+                lease.ticket([mine, gone])
+        assert len(lease.pages) == 2  # the lease is the caller's still
     assert giver.stats().tickets == 0
     with pytest.raises(LeaseLost):
         lease.ticket([mine])
+
+
+def test_an_adopter_that_dies_before_the_ticket_is_given(
+    segment_name: str, giver: PageIndex, script: Script
+) -> None:
+    """Between `clients()` and `ticket()`: an end of what was lent, not a wrong argument."""
+    source = (
+        "import os, signal, sys\n"
+        "from lightcache import PageIndex\n"
+        "index = PageIndex.attach(sys.argv[1])\n"
+        "print(*index.client_id, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    said = script(source, segment_name, status=-9).stdout
+    dead = ClientId(*map(int, said.split()))
+    with giver.match(prompt(1, 2)) as lease, pytest.raises(LeaseLost, match="left or died"):
+        lease.ticket([dead])
+    assert giver.stats().tickets == 0
+    giver.reap()
 
 
 def test_too_many_tickets(giver: PageIndex, taker: PageIndex) -> None:

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from lightcache import Cache, NotReady, PageIndex
+from lightcache import Cache, InUse, NotReady, PageIndex
 from lightcache.shm import Kind, Segment, list_segments, names, read_segment
 from lightcache.tools import bench as frame
-from lightcache.tools import cli, doctor, findings, keep
+from lightcache.tools import cli, create, doctor, findings, keep
 
 Run = Callable[..., Result]
 Script = Callable[..., Any]
@@ -138,7 +138,7 @@ def test_create_ls_rm(run: Run, segment_name: str, tmp_path: Path) -> None:
         (("--size", "1 parsec"), "expected bytes or a size"),
         (("--size", "1000 TiB"), "found"),
         (("--size", "1MiB", "--pages", 4), "give the capacity once"),
-        ((), "give the capacity once"),
+        ((), "missing: --size (or --pages)"),
         (("--pages", 4, "--algorithm", "md5"), "md5"),
         (("--pages", 4, "--group", "no such group"), "no such group"),
     ],
@@ -151,6 +151,58 @@ def test_create_refuses(
     assert message in result.stderr
     assert read_segment(segment_name) is None
     assert not names.dependents(segment_name)
+    assert not (tmp_path / "s").exists()
+
+
+def test_create_names_all_that_is_missing(
+    run: Run, segment_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, and with an example; and nothing is made, not even a secret."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    said = run("create", status=2).stderr
+    assert "missing: NAME, --size (or --pages), --page-bytes, --fingerprint;" in said
+    assert "for example `lightcache create llama --size 64GiB" in said
+    said = run("create", segment_name, "--pages", 4, status=2).stderr
+    assert "missing: --page-bytes, --fingerprint;" in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_secret_goes_with_the_cache_that_was_not_created(
+    run: Run, segment_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    default = tmp_path / ".local/share/lightcache/secret"
+    ours = tmp_path / "mine"
+    options = ("--page-bytes", 4096, "--fingerprint", "f")
+    for file, more in ((default, ()), (ours, ("--secret-file", ours))):
+        run("create", segment_name, "--size", "1000TiB", *options, *more, status=2)
+        assert not file.exists()
+        run("create", segment_name, "--size", "1MiB", *options, *more)
+        kept = file.read_bytes()
+        run("create", segment_name, "--size", "1MiB", *options, *more, status=2)  # it exists
+        run("create", f"{segment_name}-2", "--size", "1000TiB", *options, *more, status=2)
+        assert file.read_bytes() == kept  # it was there before
+        run("rm", segment_name)
+
+
+def test_a_secret_that_another_cache_uses_by_then_stays(
+    run: Run, segment_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "secret"
+
+    others: list[Cache] = []
+
+    def another_first(*arguments: object, **how: object) -> None:
+        name, secret = f"{segment_name}-2", file.read_bytes()
+        like: dict[str, Any] = {"page_bytes": 4096, "fingerprint": "f", "secret": secret}
+        others.append(Cache.create(name, pages=4, **like))
+        raise InUse("create: it exists")
+
+    monkeypatch.setattr(create, "_prefault", another_first)
+    options = ("--page-bytes", 4096, "--fingerprint", "f", "--secret-file", file)
+    run("create", segment_name, "--pages", 4, *options, status=2)
+    assert file.exists()
+    others.pop().close()
 
 
 def test_create_without_memory(run: Run, segment_name: str, tmp_path: Path) -> None:
@@ -241,6 +293,34 @@ def test_reap(run: Run, made: str, script: Script) -> None:
     run("check", made)
 
 
+FORKS_PAST_THE_HANDLERS = """
+import ctypes, os, signal, time
+libc = ctypes.CDLL(None)
+clone = {"x86_64": 56, "aarch64": 220}[os.uname().machine]
+child = libc.syscall(clone, int(signal.SIGCHLD), 0, 0, 0, 0)
+if child == 0:
+    os.close(1), os.close(2)  # of these our death must be seen
+    while True:
+        time.sleep(60)
+print(child, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_dump_names_a_life_that_a_child_keeps(run: Run, made: str, script: Script) -> None:
+    done = script(CLIENT + FORKS_PAST_THE_HANDLERS, made, "victim", status=-signal.SIGKILL)
+    child = int(done.stdout.split()[-1])
+    try:
+        found = json.loads(run("dump", made, "--json").stdout)
+        assert [client["alive"] for client in found["clients"]] == [True]
+        assert "has ended, but a process that was forked from it" in found["not_working"][0]
+    finally:
+        os.kill(child, signal.SIGKILL)
+    while not run("reap", made).stdout.startswith(f"{made}: 1 dead"):
+        pass
+    assert json.loads(run("dump", made, "--json").stdout)["not_working"] == []
+
+
 def test_reap_all(run: Run, made: str, script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     # Only ours: other runs may have segments of their own here.
     def only_ours() -> list[Any]:
@@ -249,10 +329,9 @@ def test_reap_all(run: Run, made: str, script: Script, monkeypatch: pytest.Monke
     monkeypatch.setattr(keep, "list_segments", only_ours)
     script(CLIENT + DIES, made, "victim", status=-signal.SIGKILL)
     with Segment.create(f"{made}-plain", 1), Segment.create(f"{made}-list", 1, kind=Kind.LIST):
-        result = run("reap", "--all", "--json", status=2)  # a list is reaped as a list only
+        result = run("reap", "--all", "--json")
         dead = {entry["name"]: entry["dead"] for entry in json.loads(result.stdout)}
-        assert dead == {made: 1, f"{made}-plain": 0, f"{made}-list": None}
-        assert "as what it is" in result.stderr
+        assert dead == {made: 1, f"{made}-plain": 0, f"{made}-list": 0}
     assert f"{made}: 0 dead" in run("reap", "--all").stdout
     assert "give a NAME" in run("reap", status=2).stderr
     assert "give a NAME" in run("reap", made, "--all", status=2).stderr
@@ -276,7 +355,11 @@ def test_tools_do_not_end_a_cache_of_the_dead(
     assert read_segment(segment_name) is not None
     monkeypatch.setattr(names, "segment_names", lambda: [segment_name])
     monkeypatch.setattr(names, "dependents", lambda *_: [])
-    assert json.loads(run("sweep", "--json").stdout) == [f"/lightcache.{segment_name}"]
+    (listed,) = json.loads(run("sweep", "--json").stdout)
+    assert (listed["name"], listed["removed"]) == (segment_name, False)
+    assert read_segment(segment_name) is not None
+    (listed,) = json.loads(run("sweep", "--json", "--yes").stdout)
+    assert (listed["object_name"], listed["removed"]) == (f"/lightcache.{segment_name}", True)
     assert "0 objects removed" in run("sweep").stdout
     assert read_segment(segment_name) is None
 
@@ -372,5 +455,5 @@ def test_an_index_without_a_pool(run: Run, segment_name: str) -> None:
     with PageIndex.create(segment_name, pages=4):
         found = json.loads(run("dump", segment_name, "--json").stdout)
         assert found["segment"]["pool"] is None
-        assert found["hints"] == []
+        assert (found["not_working"], found["hints"]) == ([], [])
         assert "4, 4 with memory" in run("dump", segment_name).stdout

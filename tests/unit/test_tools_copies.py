@@ -20,6 +20,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from lightcache import Cache, PageIndex, layout
+from lightcache.manager.statistics import NodeCounters
 from lightcache.page_index import geometry
 from lightcache.shm import Segment, names
 from lightcache.shm import layout as shm_layout
@@ -35,6 +36,7 @@ Wait = Callable[[Callable[[], bool], str], None]
 PAGES = 64
 SECRET = b"this secret must not be seen anywhere"
 ROOT = geometry(PAGES).root
+HINTS = {"not_working", "hints"}
 HEADER_END = ctypes.sizeof(shm_layout.SegmentHeader)
 
 
@@ -120,7 +122,7 @@ def load(run: Run, name: str, *options: str) -> dict[str, Any]:
 
 def test_dump_of_a_quiet_cache(run: Run, made: str) -> None:
     found = load(run, made)
-    assert found["hints"] == []
+    assert (found["not_working"], found["hints"]) == ([], [])
     assert found["segment"]["state"] == "ready"
     assert found["segment"]["pool_bytes"]["length"] == PAGES * 4096
     totals = found["totals"]
@@ -189,8 +191,8 @@ def test_dump_shows_neither_tokens_nor_secrets(run: Run, made: str) -> None:
 
 
 def test_dump_sections(run: Run, made: str) -> None:
-    assert set(load(run, made, "--lock")) == {"segment", "lock", "hints"}
-    assert set(load(run, made, "--pages", "--tickets")) == {"segment", "tickets", "pages", "hints"}
+    assert set(load(run, made, "--lock")) == {"segment", "lock", *HINTS}
+    assert set(load(run, made, "--pages", "--tickets")) == {"segment", "tickets", "pages", *HINTS}
     assert load(run, made, "--pages", "--limit", "0")["pages"]["shown"] == 6
     assert "--limit" in run("dump", made, "--limit", "-1", status=2).stderr
     alone = CliRunner().invoke(dump, [made, "--lock", "--json"], prog_name="shm-dump")
@@ -203,7 +205,7 @@ def test_dump_of_a_plain_segment(run: Run, segment_name: str) -> None:
         found = load(run, segment_name)
         assert (found["segment"]["kind"], found["segment"]["clients"]) == ("plain", 1)
         assert "plain" in run("dump", segment_name).stdout
-        assert "does not hold an index" in run("check", segment_name, status=2).stderr
+        assert "header, clients and lock are in order" in run("check", segment_name).stdout
         assert "expected INDEX, found PLAIN" in run("repair", segment_name, status=2).stderr
 
 
@@ -218,7 +220,7 @@ def test_stopped_holder(run: Run, made: str, tmp_path: Path, wait_until: Wait) -
         who = found["lock"]["holder"]
         assert (who["alive"], who["process"], who["role"]) == (True, "stopped", "holder")
         assert (who["pid"], who["operation"]) == (child.pid, "check")
-        assert f"kill -CONT {child.pid}" in found["hints"][0]
+        assert f"kill -CONT {child.pid}" in found["not_working"][0]
         shown = run("dump", made).stdout
         assert "alive, stopped" in shown
         assert who["held_s"] > 0
@@ -270,6 +272,93 @@ def test_check_undoes_what_a_dead_holder_left(run: Run, made: str, tmp_path: Pat
     assert field(made, at) == old
 
 
+# ---- the pool
+
+
+def pool_of(name: str) -> Path:
+    (found,) = names.dependents(name)
+    return names.FOLDER / found.object_name.removeprefix("/")
+
+
+def shorter(pool: Path) -> None:
+    os.truncate(pool, 4096)
+
+
+def emptied(pool: Path) -> None:
+    """The same length as before, and none of the bytes."""
+    length = pool.stat().st_size
+    os.truncate(pool, 0)
+    os.truncate(pool, length)
+
+
+def linked(pool: Path) -> None:
+    moved = pool.with_name(f"{pool.name}.moved")
+    pool.rename(moved)
+    pool.symlink_to(moved)
+
+
+def named_twice(pool: Path) -> None:
+    os.link(pool, pool.with_name(f"{pool.name}.twice"))
+
+
+def foreign(pool: Path) -> None:
+    os.chown(pool, 65534, -1)
+
+
+def open_to_all(pool: Path) -> None:
+    pool.chmod(0o666)
+
+
+def a_folder(pool: Path) -> None:
+    pool.unlink()
+    pool.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("damage", "found"),
+    [
+        (Path.unlink, "is gone"),
+        (shorter, f"expected {PAGES * 4096} bytes, found 4096"),
+        (emptied, "something has taken it away"),
+        (linked, "found a symbolic link"),
+        (named_twice, "2 links"),
+        (foreign, "found user 65534"),
+        (open_to_all, "mode 0666"),
+        (a_folder, "no regular file"),
+    ],
+)
+@pytest.mark.parametrize("options", [(), ("--lock",)])
+def test_check_looks_at_the_pool(
+    run: Run, made: str, damage: Callable[[Path], None], found: str, options: tuple[str, ...]
+) -> None:
+    """Of a pool that is not what it was made as, `check` and `dump` say so and what to do."""
+    if damage is foreign and os.geteuid() != 0:
+        pytest.skip("only root can give an object away")
+    assert "in memory" in run("check", made, *options).stdout
+    pool = pool_of(made)
+    damage(pool)
+    try:
+        result = run("check", made, *options, status=1)
+        assert found in result.stdout
+        assert "every invariant holds" not in result.stdout
+        assert "create" in result.stdout
+        checked = json.loads(run("check", made, *options, "--json", status=1).stdout)
+        assert (checked["status"], checked["clean"]) == ("broken", True)
+        assert found in checked["pool"]["problem"]
+        (line,) = load(run, made)["not_working"]
+        assert found in line
+        shown = run("dump", made).stdout
+        assert found in shown[shown.index("not working now") :]
+    finally:
+        for left in pool.parent.glob(f"{pool.name}*"):
+            left.rmdir() if left.is_dir() else left.unlink()
+
+
+def test_check_of_an_index_without_a_pool(run: Run, segment_name: str) -> None:
+    with PageIndex.create(segment_name, pages=4):
+        assert json.loads(run("check", segment_name, "--json").stdout)["pool"] is None
+
+
 # ---- damage
 
 
@@ -299,7 +388,7 @@ def test_check_of_a_damaged_log(run: Run, made: str) -> None:
     poke(made, shm_layout.LOG_OFFSET, u32(1) + u32(0))  # the header is none of its business
     poke(made, shm_layout.LOCK_OFFSET + shm_layout.LockRecord.log_count.offset, u32(1))
     assert "undo log names words outside" in run("check", made, status=1).stdout
-    assert "undo log is damaged" in " ".join(load(run, made)["hints"])
+    assert "undo log is damaged" in " ".join(load(run, made)["not_working"])
     run("repair", made)
     run("check", made)
 
@@ -410,3 +499,43 @@ def test_check_while_others_work(run: Run, made: str) -> None:
     with PageIndex.attach(made, role="us") as index:
         assert index.check().clean
         assert json.loads(run("check", made, "--json").stdout)["quiet"]
+
+
+# ---- what others have counted
+
+
+def test_dump_says_what_managers_did_without(run: Run, made: str) -> None:
+    with Cache.attach(made, secret=SECRET, grow=False) as cache, NodeCounters.open(cache) as counts:
+        assert load(run, made)["hints"] == []
+        counts.add(requests=3, no_room_pages=4, storage_failed_pages=5, failed_loads=1, errors=2)
+        assert load(run, made)["hints"] == [
+            "so far 4 pages were not kept on the host, which had no room",
+            "so far 5 pages were not stored: the storage failed",
+            "so far 1 loads failed",
+            "so far 2 calls of managers went on without the cache after an error",
+        ]
+    assert load(run, made)["hints"] == []  # they went with the last who counted
+
+
+# ---- what can be had
+
+
+@pytest.mark.parametrize(("timeout", "late"), [(0, 6), (3600, 0)])
+def test_dump_says_what_can_be_had(run: Run, made: str, timeout: float, late: int) -> None:
+    """Doomed pages without a pin count; pins of tickets that were not adopted in time do not."""
+    with Cache.attach(made, secret=SECRET, grow=False) as cache:
+        lease = cache.match(cache.hash_pages(np.arange(100)))
+        cache.clear()
+        ticket = lease.ticket([cache.client_id], timeout=timeout)
+        assert load(run, made)["totals"]["available"] == PAGES - 6
+        lease.release()
+        found = load(run, made)
+        totals = found["totals"]
+        assert (totals["free"], totals["doomed"]) == (PAGES - 6, 6)
+        assert totals["available"] == PAGES - 6 + late
+        assert totals["available"] == cache.stats().free
+        assert (totals["ticket_pins"], totals["late_ticket_pins"]) == (6 - late, late)
+        said = " ".join(found["hints"])
+        assert ("6 pins are of tickets that were not adopted in time" in said) == bool(late)
+        assert "without evicting" in run("dump", made).stdout
+        ticket.drop()

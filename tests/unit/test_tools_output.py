@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import os
+import pty
+import re
 import signal
 import subprocess
 import sys
@@ -16,14 +19,37 @@ from click.testing import CliRunner
 from rich.console import Console
 from support.storing import make_cache
 
-from lightcache.shm import Segment, read_segment, sweep
-from lightcache.tools import cli
+from lightcache.shm import Segment, names, read_segment, sweep
+from lightcache.tools import cli, keep
 from lightcache.tools.output import lines, table
 
 LIGHTCACHE = Path(sys.executable).with_name("lightcache")
 NAMES = ["llama-3-8b.storage-e2093b81d9ee4067-tasks", "disk-fe00-216928"]
 ROWS = [(name, "ring", "164.0 KiB", "0 + 1 dead", "attached", 19.6) for name in NAMES]
 COLUMNS = ("name", "holds", "size", "clients", "life", "age")
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+
+AS_NOBODY = """
+import importlib, os, sys
+from click.testing import CliRunner
+from lightcache.tools import cli
+for module, _ in cli.COMMANDS.values():  # all that root alone may read
+    importlib.import_module(f"lightcache.tools.{module}")
+CliRunner().invoke(cli.group, ["ls"])
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+cli.main()
+"""
+
+
+def as_nobody(*arguments: str, status: int | None = None) -> subprocess.CompletedProcess[str]:
+    """The command line, as another user who may read nothing of ours."""
+    command = [sys.executable, "-c", AS_NOBODY, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd="/", check=False)
+    if status is not None:
+        assert done.returncode == status, (done.stdout, done.stderr)
+    return done
 
 
 def printed(width: int, *what: Any) -> list[str]:
@@ -71,11 +97,129 @@ def test_sweep_keeps_to_a_prefix(segment_name: str, script: Any) -> None:
     )
     mine, other = f"{segment_name}-mine", f"{segment_name}-other"
     script(died, mine, other, status=-signal.SIGKILL)
-    swept = CliRunner().invoke(cli.group, ["sweep", "--prefix", mine])
-    assert swept.output == f"removed /lightcache.{mine}\n1 objects removed\n"
+    swept = CliRunner().invoke(cli.group, ["sweep", "--prefix", mine, "--yes"])
+    first, last = swept.output.splitlines()
+    assert first.startswith(f"/lightcache.{mine} (")
+    assert first.endswith("would go on with it, warm")
+    assert last == "1 objects removed"
     assert read_segment(other) is not None
     assert CliRunner().invoke(cli.group, ["sweep", "--prefix", ""]).exit_code == 2
     assert sweep(prefix=segment_name) == [f"/lightcache.{other}"]
+
+
+@pytest.fixture
+def left(segment_name: str, script: Any) -> str:
+    """A cache whose processes were all killed, a pool without its cache, and a prefix of both."""
+    died = (
+        "import os, signal, sys\n"
+        "from lightcache import Cache\n"
+        "options = dict(pages=8, page_bytes=4096, fingerprint='f', secret=bytes(16))\n"
+        "made = Cache.create(sys.argv[1], **options)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    script(died, f"{segment_name}-a", status=-signal.SIGKILL)
+    orphan = names.FOLDER / f"lightcache.{segment_name}-b~pool-{'0' * 32}"
+    orphan.write_bytes(bytes(8192))
+    return segment_name
+
+
+def test_sweep_asks(left: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lists what would go, why and how large; and removes it when it is told to."""
+    monkeypatch.setattr(keep, "_agreed", lambda count: asked.append(count) or answer)
+    asked: list[int] = []
+    answer = False
+    command = ["sweep", "--prefix", left]
+    refused = CliRunner().invoke(cli.group, command)
+    assert (refused.exit_code, asked) == (2, [2])
+    assert "all processes that used it were killed" in refused.stdout
+    assert f"~pool-{'0' * 32} (8.0 KiB): its segment '{left}-b' is gone" in refused.stdout
+    assert "nothing was removed; `lightcache sweep --yes`" in refused.stderr
+    assert read_segment(f"{left}-a") is not None
+    answer = True
+    swept = CliRunner().invoke(cli.group, command)
+    assert swept.exit_code == 0
+    assert swept.stdout.endswith("2 objects removed\n")
+    assert not [name for name in names.segment_names() if name.startswith(left)]
+    assert not [one for one in names.dependents() if one.segment.startswith(left)]
+
+
+def test_sweep_asks_on_a_terminal_and_nowhere_else(left: str, tmp_path: Path) -> None:
+    command = [LIGHTCACHE, "sweep", "--prefix", left]
+    silent = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    assert silent.returncode == 2
+    assert read_segment(f"{left}-a") is not None
+    for answer, status in ((b"n\n", 2), (b"y\n", 0)):
+        ours, theirs = pty.openpty()
+        with subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, text=True) as child:
+            os.write(ours, answer)
+            said, _ = child.communicate()
+        os.close(ours)
+        os.close(theirs)
+        assert "remove these 2 objects? [y/N]" in said
+        assert child.returncode == status
+    assert read_segment(f"{left}-a") is None
+
+
+def test_sweep_removes_what_it_listed_alone(left: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What came to be garbage while it asked was not agreed to; what came to be used stays."""
+    late = names.FOLDER / f"lightcache.{left}-c~pool-{'0' * 32}"
+    opened: list[Any] = []
+
+    def agreed(count: int) -> bool:
+        late.write_bytes(b"")
+        opened.append(Segment.attach(f"{left}-a"))
+        return True
+
+    monkeypatch.setattr(keep, "_agreed", agreed)
+    swept = CliRunner().invoke(cli.group, ["sweep", "--prefix", left])
+    opened.pop().close()
+    assert f"left /lightcache.{left}-a: it came to be used" in swept.stdout
+    assert "1 objects removed" in swept.stdout
+    assert late.exists()
+    late.unlink()
+
+
+# ---------------------------------------------------------------- whose they are
+
+
+@needs_root
+def test_ls_says_whose_and_shows_no_zeros(segment_name: str, tmp_path: Path) -> None:
+    """Of a cache of another user only its name, owner and size are seen; that is no 0 clients."""
+    cache = make_cache(segment_name, lifetime="persistent")
+    ls = as_nobody("ls", "--json")
+    (entry,) = [each for each in json.loads(ls.stdout) if each["name"] == segment_name]
+    assert (entry["owner"], entry["uid"], entry["state"]) == ("0 (root)", 0, "another user's")
+    assert entry["bytes"] > 0
+    assert entry["pool_bytes"] == cache.pool.nbytes
+    for unknown in ("clients", "dead_clients", "pages", "age_s", "kind", "lifetime", "uuid"):
+        assert entry[unknown] is None, unknown
+    assert "belongs to user 0 (root)" in entry["problem"]
+    (row,) = [line for line in as_nobody("ls").stdout.splitlines() if segment_name in line]
+    assert "0 (root)" in row
+    assert not re.search(r"│ +0(\.0 B)? +│", row)
+    cache.close()
+    Segment.unlink(segment_name)
+
+
+@needs_root
+@pytest.mark.parametrize(
+    "command",
+    [["dump"], ["check"], ["check", "--lock"], ["rm"], ["reap"], ["repair"], ["disable"]],
+)
+def test_of_another_user_every_command_says_whose(cache_name: str, command: list[str]) -> None:
+    done = as_nobody(*command, cache_name, status=2)
+    assert f"/dev/shm/lightcache.{cache_name}" in done.stderr
+    assert "belongs to user 0 (root)" in done.stderr
+    assert "runs as user 65534" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@needs_root
+def test_sweep_says_whose_it_did_not_look_at(cache_name: str) -> None:
+    said = as_nobody("sweep", "--prefix", cache_name).stdout
+    assert "not looked at: 1 of user 0 (root)" in said
 
 
 # ---------------------------------------------------------------- nobody reads it

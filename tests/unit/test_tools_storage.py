@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -19,6 +20,7 @@ from support.storing import KEYS, cache, fill, make_cache, sound
 
 from lightcache import Cache
 from lightcache.shm import Segment, SharedRing
+from lightcache.shm.listing import list_segments
 from lightcache.storage import MemoryStorage, StorageSpec
 from lightcache.storage.service import ServiceStats, StorageClient, StorageService
 from lightcache.tools import cli
@@ -70,6 +72,34 @@ def served() -> Iterator[Callable[..., Served]]:
 def run(*arguments: object) -> Any:
     """The command, in this process."""
     return CliRunner().invoke(cli.group, ["storage", *map(str, arguments)])
+
+
+def dumped(name: str) -> dict[str, Any]:
+    found = CliRunner().invoke(cli.group, ["dump", name, "--json"])
+    assert found.exit_code == 0, found.output
+    said: dict[str, Any] = json.loads(found.stdout)
+    return said
+
+
+def test_dump_says_that_storage_is_not_used(served: Any, cache: Cache, wait_until: Any) -> None:
+    """That processes ask and none is there, that the service was killed, that the storage failed;
+    and how many pages were not stored, by cause."""
+    assert dumped(cache.name)["not_working"] == []
+    with StorageClient(cache) as client:
+        (line,) = dumped(cache.name)["not_working"]
+        assert line.startswith("storage is not used: processes ask for a service, and none is")
+        assert f"`lightcache storage {cache.name} --url ...`" in line
+        service = served(cache.name, "--url", "flaky:write_fail=1,seed=1:memory:")
+        assert dumped(cache.name)["not_working"] == []
+        fill(cache, KEYS)
+        client.write(KEYS).wait(LIMIT)
+        wait_until(lambda: "failed" in " ".join(dumped(cache.name)["hints"]), "the figures")
+        (note,) = [each for each in dumped(cache.name)["hints"] if "not stored" in each]
+        assert note.startswith("so far the storage service has not stored pages: ")
+        service.process.kill()
+        service.process.wait()
+        (line,) = dumped(cache.name)["not_working"]
+        assert line.startswith(f"storage is not used: its service (pid {service.process.pid}) is")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -183,6 +213,37 @@ def test_a_second_service(served: Any, cache: Cache) -> None:
     assert done.exit_code == 2
     assert f"pid {service.process.pid}" in done.output
     assert service.end()[0] == 0
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_the_last_to_leave_takes_the_cache_along(
+    served: Any, segment_name: str, wait_until: Any, killed: bool
+) -> None:
+    """Unless its other clients were killed: then the next to open finds it warm."""
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(make_cache(segment_name))
+        if killed:
+            program = (
+                "import sys\nfrom lightcache import Cache\n"
+                "cache = Cache.attach(sys.argv[1], secret=b'a secret of tests')\n"
+                "print(flush=True)\nsys.stdin.read()\n"
+            )
+            other = subprocess.Popen(
+                [sys.executable, "-c", program, segment_name],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+            stack.callback(other.communicate)
+            stack.callback(other.kill)
+            assert other.stdout
+            other.stdout.readline()
+        service = served(segment_name, "--url", "memory:")
+        first.close()
+    status, _, errors = service.end()
+    assert (status, errors) == (0, "")
+    left = [info.name for info in list_segments() if info.name == segment_name]
+    assert left == ([segment_name] if killed else [])
+    Segment.unlink(segment_name, force=True)
 
 
 def test_a_cache_that_is_removed(served: Any, segment_name: str) -> None:

@@ -11,8 +11,8 @@ from support.inline_device import InlineDevice
 from support.transfer_cases import CASES, TOKENS, blocks_nhd, flat, states, whole_blocks
 
 from lightcache.kernels.engine import TransferEngine
-from lightcache.kernels.memory import HostPages
-from lightcache.kernels.transfer import Move
+from lightcache.kernels.moves import Move
+from lightcache.kernels.pinned import HostPages
 from lightcache.shm.errors import ConfigError, Detached, TransferFailed, WaitTimeout
 
 pytest.importorskip("triton")

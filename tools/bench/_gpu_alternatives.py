@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from lightcache.errors import TransferFailed
-from lightcache.kernels.transfer import Transfer
+from lightcache.kernels.moves import Transfer
 from lightcache.tools.bench import Row
 from lightcache.tools.bench._gpu_beside import beside_both
 from lightcache.tools.bench._gpu_copies import CHUNK, PAGE, BatchedCopies, Copied, Copies

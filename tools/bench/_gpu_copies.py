@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from lightcache.errors import ConfigError, TransferFailed
-from lightcache.kernels.transfer import Transfer
+from lightcache.kernels.moves import Transfer
 from lightcache.tools.bench._gpu_device import DIRECTIONS, Gpu
 from lightcache.tools.bench._gpu_rig import Bench
 

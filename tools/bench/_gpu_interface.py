@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from lightcache.errors import ConfigError
-from lightcache.kernels.memory import HostPages
+from lightcache.kernels.moves import Engine
+from lightcache.kernels.pinned import HostPages
 from lightcache.kernels.planes import DevicePlanes
-from lightcache.kernels.transfer import Engine
 from lightcache.tools.bench._gpu_device import Gpu
 from lightcache.tools.bench._gpu_shapes import Shape
 

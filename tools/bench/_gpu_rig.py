@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lightcache.kernels.transfer import Transfer
+from lightcache.kernels.moves import Transfer
 from lightcache.tools.bench import _gpu_shapes
 from lightcache.tools.bench._gpu_device import DIRECTIONS, Bytes, Gpu
 from lightcache.tools.bench._gpu_interface import (

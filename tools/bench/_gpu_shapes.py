@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from lightcache.errors import ConfigError, TransferFailed
 from lightcache.kernels.geometry import KVGroup, PageGeometry, Plane, Share, held_heads
+from lightcache.kernels.moves import Move
 from lightcache.kernels.planes import DevicePlane, DevicePlanes
-from lightcache.kernels.transfer import Move
 
 Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.int64]

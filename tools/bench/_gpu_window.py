@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from lightcache.errors import WaitTimeout
-from lightcache.kernels.transfer import Transfer
+from lightcache.kernels.moves import Transfer
 from lightcache.tools.bench._gpu_device import Gpu
 from lightcache.tools.bench._gpu_interface import TIMEOUT
 from lightcache.tools.bench._gpu_steps import Step

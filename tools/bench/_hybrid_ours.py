@@ -95,7 +95,7 @@ def _run(hybrid: HybridManager, number: int, visit: Visit, chunk: int, wishes: W
     """A request's way: found, prefilled by chunks, answered, over."""
     prompt = len(visit.prompt)
     hybrid.plan(number, Prompt(visit.prompt), wishes=wishes)
-    at = hybrid.take(number).usable
+    at = hybrid.take(number, wait=True).usable
     hybrid.allocate(number, prompt)
     hybrid.restore([number])
     hybrid.fetch(number)

@@ -19,12 +19,11 @@ from typing import Any
 import numpy as np
 
 from lightcache.cache import Cache
-from lightcache.hybrid.checkpoints import Checkpoints
+from lightcache.hybrid.checkpoints import Checkpoints, Path
 from lightcache.hybrid.copiers import ArrayCopier
-from lightcache.hybrid.device import create_slots
-from lightcache.hybrid.grids import Grid
 from lightcache.hybrid.manager import HybridManager
-from lightcache.hybrid.spaces import Path
+from lightcache.hybrid.opening import create_slots
+from lightcache.hybrid.saving import Grid
 from lightcache.manager import KVCacheManager, ManagerConfig, NullMover, OwnedDevice, Prompt
 from lightcache.tools.bench import Row, meets
 from lightcache.tools.bench._timing import Case, interleaved, median, spread
@@ -169,7 +168,7 @@ class World:
         def run(i: int) -> float:
             number = next(self.numbers)
             self.hybrid.plan(number, self.prompts[i % QUEUE])
-            taken, match = _clock(lambda: self.hybrid.take(number))
+            taken, match = _clock(lambda: self.hybrid.take(number, wait=True))
             assert match.usable == TOKENS
             if save:
                 taken, _ = _clock(lambda: self.hybrid.save_plan(number, TOKENS, TOKENS + BEHIND))

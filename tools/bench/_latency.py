@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -169,6 +170,52 @@ def reserving(index: PageIndex, quick: bool) -> Iterator[Row]:
         target=f"{target} us",
         met=meets(median(samples), target),
     )
+
+
+def beside_doomed(index: PageIndex, quick: bool) -> Iterator[Row]:
+    """reserve + publish of a few keys into a full pool, of which so many pages are doomed and
+    pinned, by a lease over a namespace that was cleared. Against the same with none of them."""
+    seeds = iter(range(6_000_000, 9_000_000))
+    numbers, sizes = (0, 300, 10_000), (4, 16, 128)
+    samples: dict[tuple[int, int], list[float]] = {(d, n): [] for d in numbers for n in sizes}
+    for _ in range(3 if quick else 8):
+        for doomed in numbers:
+            with _doomed(index, doomed, next(seeds)):
+                while free := min(index.stats().free, PROMPT):
+                    with index.reserve(keys_of(next(seeds), free)) as made:
+                        made.publish()
+                for keys in sizes:
+                    samples[doomed, keys] += _reserves(index, keys, seeds, 40 if quick else 100)
+    for (doomed, keys), found in samples.items():
+        if doomed:
+            params = {"pages": index.pages, "keys": keys, "doomed": doomed}
+            name, none = "reserve + publish, some doomed and pinned", "the same, none doomed"
+            yield against(name, params, found, none, samples[0, keys], "<= 1.25")
+
+
+@contextmanager
+def _doomed(index: PageIndex, pages: int, seed: int) -> Iterator[None]:
+    """So many pages of a cleared namespace, leased for the body of a with statement."""
+    if not pages:
+        yield
+        return
+    space = index.namespace(tenant="doomed")
+    keys = keys_of(seed, pages)
+    with index.reserve(keys, namespace=space) as made:
+        made.publish()
+    with index.match(keys, namespace=space):
+        index.clear(space)
+        yield
+
+
+def _reserves(index: PageIndex, keys: int, seeds: Iterator[int], times: int) -> list[float]:
+    def reserve(i: int) -> None:
+        with index.reserve(fresh[i]) as made:
+            made.publish()
+
+    fresh = [keys_of(next(seeds), keys) for _ in range(times)]
+    case = clocked(reserve)
+    return [case(i) for i in range(times)]
 
 
 def queue(index: PageIndex, prompts: int, quick: bool) -> Iterator[Row]:

@@ -6,7 +6,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from lightcache.storage.remote.redis import RedisOptions, parse
-from lightcache.storage.remote.redis.connecting import library
+from lightcache.storage.remote.redis.wire import library
 
 
 class _Plain:

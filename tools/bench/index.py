@@ -44,6 +44,7 @@ def rows(quick: bool) -> Iterator[Row]:
             yield from _latency.queue(index, prompts, quick)
             yield from _contention.tail_rows(index, min(prompts, 50), quick)
             yield from _latency.reserving(index, quick)
+            yield from _latency.beside_doomed(index, quick)
         with _pool.pool(pages, min(prompts, 5)) as index:
             yield from _contention.throughput(index, min(prompts, 5), quick)
     yield memory()

@@ -1,4 +1,5 @@
-"""What a manager costs a scheduler, and what it finds: a step, a trace, and nothing ever hit.
+"""What a manager costs a scheduler, and what it finds: a step, a trace, nothing ever hit, and a
+storage that hangs.
 
 - A step: 64 plans of prompts of 128 pages, a block committed for each of 64 running requests, 8
   releases, in calls batched over the requests. The same work done as engines do it in process, with
@@ -13,6 +14,9 @@
   are looked for in vain; and with these taken, hashed, named and written, as in the step that
   prefills their 16,384 tokens. Each is set against the decode step alone, which is the strictest
   reading, the last one against decoding and prefill as well.
+- A storage that hangs: no call of it ever returns. The longest single call of the scheduler, of
+  steps in which eight requests of 64 that wait are planned for the first time and eight end; and
+  for how long a request waited for its read, from the first `take` to the one that began it.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +34,8 @@ import numpy as np
 
 from lightcache.cache import Cache
 from lightcache.manager import KVCacheManager, ManagerConfig, NullMover, OwnedDevice, Prompt
+from lightcache.storage import FlakyStorage, MemoryStorage, StorageSpec, StorageTier
+from lightcache.storage.flaky import Fault
 from lightcache.tools.bench import Row, meets
 from lightcache.tools.bench._manager_plain import PlainManager
 from lightcache.tools.bench._manager_trace import CAPACITIES, replay
@@ -57,6 +64,7 @@ def rows(quick: bool, trace: str | Path | None = None) -> Iterator[Row]:
         trace: as of `policy`; None: this part is left out.
     """
     yield from _steps(quick)
+    yield from _hanging(quick)
     if trace is not None:
         requests = read(Path(trace))[: 500 if quick else None]
         for pages in CAPACITIES[:2] if quick else CAPACITIES:
@@ -227,6 +235,72 @@ def _step_rows(
             "dicts in process",
             values[0] / values[1],
         )
+
+
+def _hanging(quick: bool) -> Iterator[Row]:
+    """Every call of the storage hangs until the end."""
+    steps = 80 if quick else 400  # a read is waited for a second, which is 50 steps
+    name, blocks = f"bench-hanging-{os.getpid()}", (RUNNING + 2 * LEAVING) * (PAGES + 1)
+    with ExitStack() as stack:
+        how: dict[str, Any] = {
+            "page_bytes": 64,
+            "page_tokens": BLOCK,
+            "fingerprint": "bench",
+            "secret": SECRET,
+        }
+        cache = stack.enter_context(Cache.create(name, pages=4 * blocks, role="bench", **how))
+        device = OwnedDevice(f"{name}.device", block_tokens=BLOCK, blocks=blocks)
+        stack.callback(device.close)
+        script: Any = {call: [Fault("hang")] * (1 << 16) for call in ("contains", "read", "write")}
+        flaky = FlakyStorage(MemoryStorage(StorageSpec.of(cache)), script=script)
+        tier = StorageTier(cache, flaky, grace=0.0)
+        stack.callback(tier.close)
+        stack.callback(flaky.let_go)
+        manager = KVCacheManager(cache, device, NullMover(), storage=tier)
+        stack.callback(manager.close)
+        longest = _hung_steps(manager, steps)
+        stats = manager.stats()
+    for call, seconds in sorted(longest.items(), key=lambda each: -each[1])[:3]:
+        target = "<= 50"
+        params = {"steps": steps, "requests": stats.requests}
+        met = meets(seconds * 1e3, target)
+        yield Row(
+            f"storage hangs: longest {call}", params, seconds * 1e3, "ms", None, None, target, met
+        )
+    waited = stats.storage_wait_seconds / max(1, stats.requests)
+    yield Row("storage hangs: a request waits", {"steps": steps}, waited * 1e3, "ms")
+
+
+def _hung_steps(manager: KVCacheManager, steps: int) -> dict[str, float]:
+    """Seconds of the longest call of each kind."""
+    random, numbers = np.random.default_rng(3), iter(range(1 << 40))
+    longest: dict[str, float] = {}
+    waiting: dict[int, Prompt] = {}
+    running: list[int] = []
+
+    def timed(name: str, call: Callable[[], Any]) -> Any:
+        found: list[Any] = []
+        longest[name] = max(longest.get(name, 0.0), _seconds(lambda: found.append(call())))
+        return found[0]
+
+    for _ in range(steps):
+        while len(waiting) < LEAVING:
+            waiting[next(numbers)] = Prompt(random.integers(0, 100_000, PAGES * BLOCK))
+        timed("plan_many", lambda: manager.plan_many(list(waiting), list(waiting.values())))
+        for number in list(waiting):
+            if timed("take", partial(manager.take, number)) is not None:
+                timed("allocate", partial(manager.allocate, number, PAGES * BLOCK))
+                timed("fetch", partial(manager.fetch, number))
+                timed("commit", partial(manager.commit, number, PAGES * BLOCK))
+                running.append(number)
+                del waiting[number]
+        gone, running = running[:-RUNNING], running[-RUNNING:]
+        timed("release_many", partial(manager.release_many, gone))
+        timed("poll", manager.poll)
+        timed("stats", manager.stats)
+        time.sleep(DECODE_MS * 1e-3)  # the model's part of the step
+    manager.release_many(running, publish=False)
+    return longest
 
 
 def _miss(manager: Ours, scheduler: Scheduler) -> dict[str, float]:

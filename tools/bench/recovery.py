@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from lightcache.page_index import PageIndex
-from lightcache.tools.bench import Row, _contention, _deaths, _pool, meets
+from lightcache.tools.bench import Row, _contention, _deaths, _lacking, _pool, meets
 from lightcache.tools.bench._pool import Helper
 from lightcache.tools.bench._timing import median, spread, tails
 
@@ -30,10 +30,12 @@ def rows(quick: bool) -> Iterator[Row]:
             if pages == sizes[-1]:  # first: those who die below evict the prompts looked up here
                 yield reaping(index, quick)
                 yield repairing(index, quick)
+                yield from _lacking.found_dead(index, quick)
                 yield from beside_a_stopped_holder(index, quick)
             yield from _deaths.taken_over(index, quick)
             if pages == sizes[-1]:
                 yield from _deaths.visibility(index, quick)
+    yield _lacking.without_memory(quick)
 
 
 class Reader(contextlib.ExitStack):

@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lightcache._arguments import parse_size
 from lightcache.errors import ConfigError
 from lightcache.shm.sweep import sweep
-from lightcache.sizes import parse_size
 from lightcache.tools.bench import Row, _serve_storage, meets
 from lightcache.tools.bench._serve_runs import Run, median, percentile, serve, steps
 from lightcache.tools.demo import machine

@@ -9,6 +9,8 @@
 - The index: of 100,000 slots, each with a page of 4 KiB, from their footers; what that takes
   depends on how many small reads the disk does, not on the size of a page.
 
+- A storage that hangs: the longest call of a scheduler meanwhile (`_hanging`).
+
 The folder decides what is measured: give one on the disk that is meant (`--path`). With `--url` it
 is the storage of that URL: reading and writing against a plain loop of its client library, by as
 many callers, and looking up (`_remote`).
@@ -31,7 +33,7 @@ from lightcache.storage.arguments import checksum
 from lightcache.storage.disk import DiskStorage
 from lightcache.storage.disk.slots import slot_bytes
 from lightcache.storage.protocol import StorageSpec
-from lightcache.tools.bench import Row, _baseline, _fio, _remote, meets
+from lightcache.tools.bench import Row, _baseline, _fio, _hanging, _remote, meets
 from lightcache.tools.bench._rates import Rate, rate_rows, timed
 from lightcache.tools.bench._timing import Case, clocked, interleaved, median, spread
 
@@ -63,6 +65,7 @@ def rows(quick: bool, path: str | Path | None = None, url: str | None = None) ->
         yield _checksum(quick)
         yield _contains(folder, quick)
         yield _rebuild(folder, 2_000 if quick else 100_000)
+    yield from _hanging.rows(quick)
 
 
 # ---- reading and writing

@@ -164,8 +164,8 @@ def _settings(
     kill: bool,
 ) -> Any:
     """What is asked for, checked before any process is started."""
+    from lightcache._arguments import parse_size
     from lightcache.shm.sweep import sweep
-    from lightcache.sizes import parse_size
     from lightcache.tools.demo import machine, models
     from lightcache.tools.demo.settings import Settings, run_name
 

@@ -40,6 +40,7 @@ class HybridSide:
             states=half,
             page_tokens=settings.page_tokens,
             secret=SECRET,
+            lifetime="attached",
             role=role,
         )
         self.caches = stack.enter_context(opened)

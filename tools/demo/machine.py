@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from lightcache._arguments import format_size, parse_size
 from lightcache.errors import ConfigError
 from lightcache.shm import memory
 from lightcache.shm.names import FOLDER
-from lightcache.sizes import format_size, parse_size
 from lightcache.tools.doctor_memory import shared_memory
 from lightcache.tools.findings import Level
 

@@ -230,7 +230,7 @@ class Router:
             clients = peer.cache.reap()
             # What it was writing is nobody's, and no key leads to it. Only who finds no other room
             # in a pool that has all of its memory takes such pages, so they are there still.
-            doomed = peer.cache.stats().doomed
+            doomed = peer.cache.check().doomed
         self.forget(peer)
         self.spread(peer)
         if self.settings.pool == "private" and peer.cache is not None:

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightcache._arguments import format_size
 from lightcache.errors import ConfigError, LightcacheError
 from lightcache.shm.listing import list_segments
-from lightcache.sizes import format_size
 from lightcache.storage.disk.folder import index_name, remove_folder
 from lightcache.tools.demo.stage import undisturbed
 

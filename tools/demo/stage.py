@@ -148,7 +148,7 @@ class Stage:
                 *("-m", f"lightcache.tools.demo.{role}", self.settings.to_json()),
                 *arguments,
             ],
-            cwd=os.sep,  # in a clone's root, Python would import the folder `lightcache` there
+            cwd=os.sep,
             stdin=subprocess.DEVNULL,
             stderr=errors,
             start_new_session=True,

@@ -68,6 +68,7 @@ class Worker:
                 page_tokens=settings.page_tokens,
                 size=settings.cache_size,
                 secret=SECRET,
+                lifetime="attached",
                 role=f"worker {self.number}",
             )
         )
@@ -119,7 +120,7 @@ class Worker:
         there = min(len(seat.tokens), seat.most * self.settings.page_tokens)
         before = time.perf_counter()
         self.manager.plan(request.number, Prompt(request.tokens), device_tokens=there)
-        match = self.manager.take(request.number)  # what there is, on the device and the host: ours
+        match = self.manager.take(request.number, wait=True)  # what there is: ours from now on
         lookup = time.perf_counter() - before
         found = self._computed(request, seat, match)
         return self._answer(request, found, lookup, self.manager.reset_stats())

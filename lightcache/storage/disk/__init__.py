@@ -1,6 +1,6 @@
 """Pages on a disk of this machine: slot files, and an index of them in shared memory."""
 
 from lightcache.storage.disk.backend import DiskStorage
-from lightcache.storage.disk.rebuilding import Rebuilt
+from lightcache.storage.disk.folder import Rebuilt
 
 __all__ = ["DiskStorage", "Rebuilt"]

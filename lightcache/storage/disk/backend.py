@@ -6,27 +6,25 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lightcache import _arguments
-from lightcache.errors import ConfigError, Detached, LightcacheError, StorageError
+from lightcache._arguments import Pages, parse_size
+from lightcache.breaker import Breaker
+from lightcache.errors import ConfigError, Detached, InUse, LeaseLost, LightcacheError, StorageError
 from lightcache.layout import Cause
-from lightcache.sizes import parse_size
 from lightcache.storage.arguments import Clock, Counters, Deadline, check_batch, check_spec
-from lightcache.storage.calls import Calls, Owned
-from lightcache.storage.disk.dropping import drop
-from lightcache.storage.disk.folder import Folder, How, remove_folder
-from lightcache.storage.disk.header import MAX_FILES
-from lightcache.storage.disk.health import Health
-from lightcache.storage.disk.making import Wanted
-from lightcache.storage.disk.options import parse
-from lightcache.storage.disk.reading import read_pages
-from lightcache.storage.disk.rebuilding import Rebuilt
-from lightcache.storage.disk.writing import Writer
-from lightcache.storage.lanes import Lanes
+from lightcache.storage.breaker import log
+from lightcache.storage.calls import CLOSING, Calls, Owned
+from lightcache.storage.disk.folder import Folder, How, Rebuilt, Wanted, remove_folder
+from lightcache.storage.disk.reading import Writer, read_pages
+from lightcache.storage.disk.slots import MAX_FILES
+from lightcache.storage.executor import Executor
+from lightcache.storage.options import Options
 from lightcache.storage.protocol import (
     Buffer,
     Keys,
@@ -35,6 +33,87 @@ from lightcache.storage.protocol import (
     StorageStats,
     WriteResult,
 )
+
+# ---- What a URL such as `disk:/mnt/nvme/cache?capacity=1TiB&direct=no` says.
+
+OPTIONS = ("capacity", "threads", "files", "retry", "direct", "index")
+
+
+def parse(path: str, options: Mapping[str, str]) -> dict[str, Any]:
+    """Arguments of `DiskStorage`: those that are said.
+
+    Raises:
+        ConfigError: no path, an option that there is not, or a value that is none.
+    """
+    given = Options("disk", options, OPTIONS)
+    if not path:
+        raise ConfigError("disk: expected a folder, as in 'disk:/mnt/nvme?capacity=1TiB'")
+    if path.startswith("~"):  # else a folder of that name is made, where the process happens to be
+        raise ConfigError(
+            f"disk: expected a folder, found {path!r}: no shell has replaced the '~'; write the "
+            "folder out, as in 'disk:/home/me/pages'"
+        )
+    found: dict[str, Any] = {
+        "direct": given.choice("direct", ("yes", "no")) == "yes",
+        "persistent": given.choice("index", ("drop", "keep")) == "keep",
+    }
+    if "capacity" in given:
+        found["capacity"] = given.size("capacity")
+    if "threads" in given:
+        found["threads"] = given.count("threads", 0, high=256)
+    if "files" in given:
+        found["files"] = given.count("files", 0, high=MAX_FILES)
+    if "retry" in given:
+        found["retry"] = given.seconds("retry", 0.0)
+    return found
+
+
+# ---- Pages that are to be found no more, by nobody.
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """What became of them."""
+
+    gone: int
+    kept: int
+    """Others read them just now."""
+
+
+def drop(folder: Folder, keys: Keys, slots: Pages | None = None) -> Dropped:
+    """Take pages from the index, then their footers from the disk, so that no rebuild finds them.
+
+    In this order: a slot that is ours alone is written by nobody else. If we die in between, a
+    rebuild may find the page again; what was corrupt is found out again then.
+
+    Args:
+        slots: a page only counts if it still stands there; None: wherever it stands.
+    """
+    gone = kept = 0
+    for row in range(len(keys)):
+        with folder.index.match(keys[row : row + 1]) as lease:
+            pages = lease.detach()
+        if not len(pages):
+            continue
+        if slots is not None and pages[0] != slots[row]:  # stored anew meanwhile
+            folder.index.unpin(pages)
+            continue
+        try:
+            folder.index.unname(pages)
+        except LightcacheError as error:
+            folder.index.unpin(pages)
+            if not isinstance(error, (InUse, LeaseLost)):
+                raise
+            kept += isinstance(error, InUse)  # LeaseLost: others have cleared it
+            continue
+        with contextlib.suppress(OSError):  # then its checksum is all that speaks against it
+            folder.slots.erase(int(pages[0]))
+        folder.index.free(pages)
+        gone += 1
+    return Dropped(gone, kept)
+
+
+# ---- Pages on a disk of this machine, shared by all its processes, found again after a restart.
 
 
 class DiskStorage(Owned):
@@ -101,11 +180,12 @@ class DiskStorage(Owned):
         self._folder = Folder(where, spec, How(wanted, direct, persistent, timeout))
         self._index, self._counters = self._folder.index, Counters()
         try:
-            self._lanes = Lanes(threads)
+            self._lanes = Executor(threads, "disk")
+            self._lanes.start()
         except RuntimeError as error:  # no more threads here
             self._folder.close()
             raise StorageError(f"disk: {error}; give fewer threads=") from error
-        self._writer = Writer(self._folder, self._lanes, Health(f"disk {path}", retry, clock))
+        self._writer = Writer(self._folder, self._lanes, _health(f"disk {path}", retry, clock))
         self._calls = Calls()
 
     @classmethod
@@ -256,7 +336,7 @@ class DiskStorage(Owned):
         return StorageError(f"disk: its index was removed ({error}); close it, and open it again")
 
     @contextlib.contextmanager
-    def _call(self) -> Iterator[Lanes]:
+    def _call(self) -> Iterator[Executor]:
         """Around everything that uses the folder: it is not closed meanwhile."""
         with self._calls.one():
             try:
@@ -279,8 +359,20 @@ class DiskStorage(Owned):
         self._calls.end(self._release)
 
     def _release(self) -> None:
-        self._lanes.close()
+        self._lanes.close(CLOSING)
         self._folder.close()
+
+
+def _health(what: str, retry: float, clock: Clock) -> Breaker:
+    """Whether a disk is written to just now."""
+
+    def text(errors: int, why: str) -> str:
+        return (
+            f"{what}: {why}; it is written to again when that is over, and tried every {retry:g} s;"
+            " what is on it is still read"
+        )
+
+    return Breaker(1, retry, clock, text=text, works=f"{what} is written to again", log=log)
 
 
 def _place(path: str | Path, spec: StorageSpec) -> Path:
@@ -292,4 +384,4 @@ def _place(path: str | Path, spec: StorageSpec) -> Path:
     return Path(path) / f"lightcache-{spec.name}"
 
 
-__all__ = ["DiskStorage"]
+__all__ = ["OPTIONS", "DiskStorage", "Dropped", "drop", "parse"]

@@ -13,12 +13,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
+from lightcache._arguments import Keys, Pages
 from lightcache.errors import (
     CacheCorrupted,
+    ConfigError,
     InUse,
     LayoutMismatch,
     LockTimeout,
@@ -26,20 +32,227 @@ from lightcache.errors import (
     StorageError,
 )
 from lightcache.namespaces import NamespaceState
-from lightcache.page_index import PageIndex
+from lightcache.page_index import MAX_PAGES, PageIndex
 from lightcache.shm import Segment, ofd
 from lightcache.storage.breaker import log
-from lightcache.storage.disk.header import (
+from lightcache.storage.disk.slots import (
     NAME,
+    NO_PARENT,
+    Footer,
     Header,
+    SlotFiles,
+    make_files,
+    new_header,
     read_header,
     signature,
+    slot_bytes,
+    unpack,
+    whole,
     write_header,
 )
-from lightcache.storage.disk.making import Wanted, first_slots, prepared
-from lightcache.storage.disk.rebuilding import Rebuilt, rebuild
-from lightcache.storage.disk.slots import SlotFiles
 from lightcache.storage.protocol import StorageSpec
+
+# ---- Making a folder's files, or making them fit.
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What whoever opens a folder says of its size."""
+
+    capacity: int | None
+    """Bytes; None: what it has."""
+    files: int
+    """Of a new one."""
+
+    def slots(self, page_bytes: int, files: int) -> int | None:
+        """How many these are: one for each file at least.
+
+        Raises:
+            ConfigError: no room for one, or more than an index can have.
+        """
+        if self.capacity is None:
+            return None
+        each = slot_bytes(page_bytes)
+        count = self.capacity // each
+        if not 1 <= count <= MAX_PAGES:
+            raise ConfigError(
+                f"capacity: expected room for 1 to {MAX_PAGES} slots of {each} bytes, found "
+                f"{self.capacity}"
+            )
+        return max(count, files)
+
+
+def first_slots(path: Path, spec: StorageSpec, wanted: Wanted) -> int:
+    """Of a folder that is new.
+
+    Raises:
+        ConfigError: no capacity, or an impossible one.
+    """
+    slots = wanted.slots(spec.page_bytes, 1)
+    if slots is None:
+        raise ConfigError(
+            f"capacity: {path} is new, and has to know how large it may become; give capacity="
+        )
+    return slots
+
+
+def prepared(path: Path, spec: StorageSpec, wanted: Wanted, alone: bool) -> Header:
+    """The header of a folder whose files are as it says: made, or made to fit. The caller holds the
+    folder's lock.
+
+    Args:
+        alone: nobody uses it.
+
+    Raises:
+        ConfigError: no capacity for a new folder, or an impossible one.
+        LayoutMismatch: of another version, or of other pages.
+        InUse: it would have to be changed.
+        StorageError: no room, or it is damaged.
+    """
+    found = read_header(path)
+    if found is None:
+        slots = first_slots(path, spec, wanted)
+        return _sized(path, new_header(spec, min(wanted.files, slots), slots))
+    if found.spec != spec:
+        raise LayoutMismatch(
+            f"disk: {path} holds pages of {found.spec}, expected {spec}; give another folder"
+        )
+    slots = wanted.slots(spec.page_bytes, found.files) or found.slots
+    if not alone:
+        if slots == found.slots:
+            return found
+        raise InUse(
+            f"disk: {path} has {found.slots} slots, expected {slots}; it can be changed when "
+            "nobody uses it: give the capacity that others have, or none"
+        )
+    if slots == found.slots and _whole(path, found):
+        return found
+    return _sized(path, replace(found, slots=slots))
+
+
+def _whole(path: Path, header: Header) -> bool:
+    try:
+        good = whole(path, header.files, header.slots, header.page_bytes)
+    except OSError as error:
+        raise StorageError(f"disk: {error}") from error
+    if not good:
+        log.warning("disk: %s: slot files are missing or cut short, and are made again", path)
+    return good
+
+
+def _sized(path: Path, header: Header) -> Header:
+    """Make the files fit. The header stands behind its files: if we die first, they are no more
+    than too large or too small, and made to fit by the next one. No index of before counts."""
+    header = replace(header, rebuilt=0)
+    try:
+        make_files(path, header.files, header.slots, header.page_bytes)
+        write_header(path, header)
+    except OSError as error:
+        needed = header.slots * slot_bytes(header.page_bytes)
+        raise StorageError(
+            f"disk: {header.slots} slots, {needed} bytes in all, do not fit in {path}: {error}; "
+            "give a smaller capacity= or make room"
+        ) from error
+    return header
+
+
+# ---- The index of a disk, made anew from what its slots say of themselves.
+
+_THREADS = 16  # a footer is one small read: a disk needs many at a time
+_PART = 64  # slots that one of them reads before it is given others: a hand-over takes some 30 us
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """What a rebuild found, in slots."""
+
+    slots: int
+    pages: int
+    """Known now."""
+    dropped: int
+    """With a footer that is damaged, of another slot, or of a page that stands elsewhere, too. Not
+    those that were never written."""
+    unreadable: int
+    seconds: float
+
+
+def rebuild(index: PageIndex, slots: SlotFiles, header: Header) -> Rebuilt:
+    """Fill a fresh index with the slots of the header's epoch, in the order in which they were
+    written. What a page holds is not looked at: its checksum is verified when it is read."""
+    begin = time.monotonic()
+    spec, length = bytes.fromhex(header.spec.name), header.page_bytes
+    held = index.allocate(index.pages)
+    numbers = held.detach()  # of a fresh index: all, in order
+    newest: dict[bytes, Footer] = {}
+    dropped = unreadable = 0
+    for slot, block in _footers(slots, index.pages):
+        footer = None if block is None else unpack(block)
+        unreadable += block is None
+        if footer is None:
+            dropped += block is not None and any(block)
+            continue
+        if (footer.spec, footer.slot, footer.length) != (spec, slot, length):
+            dropped += 1
+        elif footer.epoch == header.epoch:
+            other = newest.get(footer.key)
+            dropped += other is not None
+            if other is None or other.written < footer.written:
+                newest[footer.key] = footer
+    _name(index, sorted(newest.values(), key=lambda each: each.written))
+    empty = np.ones(len(numbers), bool)
+    empty[[footer.slot for footer in newest.values()]] = False
+    index.free(np.ascontiguousarray(numbers[empty][::-1]))  # what is freed last is used first
+    seconds = time.monotonic() - begin
+    return Rebuilt(index.pages, len(newest), dropped, unreadable, seconds)
+
+
+def _footers(slots: SlotFiles, count: int) -> Iterator[tuple[int, bytes | None]]:
+    """The footer's block of each slot, in order; None: it could not be read."""
+
+    def read(first: int) -> list[bytes | None]:
+        return [_footer(slots, slot) for slot in range(first, min(first + _PART, count))]
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for turn in range(0, count, _PART * _THREADS):
+            parts = range(turn, min(turn + _PART * _THREADS, count), _PART)
+            for first, blocks in zip(parts, pool.map(read, parts), strict=True):
+                yield from enumerate(blocks, first)
+
+
+def _footer(slots: SlotFiles, slot: int) -> bytes | None:
+    try:
+        return slots.read_footer(slot)
+    except OSError:
+        return None
+
+
+def _name(index: PageIndex, footers: list[Footer]) -> None:
+    """Older ones first: a page stands before what hangs on it, and is used before it."""
+    known: set[bytes] = set()
+    keys, offsets, starts = [], [0], []
+    for footer in footers:
+        before = footer.parent != NO_PARENT and footer.parent in known
+        keys += [footer.parent, footer.key] if before else [footer.key]
+        starts.append(int(before))
+        offsets.append(len(keys))
+        known.add(footer.key)
+    if not footers:
+        return
+    pages: Pages = np.array([footer.slot for footer in footers], np.int32)
+    every: Keys = np.frombuffer(b"".join(keys), "<u8").astype(np.uint64).reshape(-1, 2)
+    index.name_many(pages, every, np.array(offsets, np.int64), np.array(starts, np.int64))
+    index.unpin(pages)
+
+
+# ---- A folder of slot files, and the index of it that processes share.
+#
+# Byte 0 of the folder's lock file is held while somebody opens or changes it; byte 1 is shared by
+# all who use it. Who finds nobody there may make a new index. Locks of a file go with its
+# holder's death, and are seen through containers, which the index in shared memory is not: so two
+# groups of processes that do not share /dev/shm cannot use one folder at a time.
+#
+# The index is named after the folder's place, its device and inode: a copy of a folder is another
+# one. Whoever uses the folder holds it open, so its inode is nobody else's meanwhile.
 
 LOCK = "lock"
 _OPENING, _USING = 0, 1  # bytes of the lock file
@@ -276,4 +489,14 @@ def _open(path: Path) -> tuple[int, int]:
         raise StorageError(f"disk: {error}; give a folder that can be written to") from error
 
 
-__all__ = ["Folder", "How", "index_name", "remove_folder"]
+__all__ = [
+    "Folder",
+    "How",
+    "Rebuilt",
+    "Wanted",
+    "first_slots",
+    "index_name",
+    "prepared",
+    "rebuild",
+    "remove_folder",
+]

@@ -2,15 +2,193 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from lightcache._arguments import Keys
-from lightcache.storage.arguments import Deadline, checksum
+from lightcache.breaker import Breaker
+from lightcache.errors import Abandoned, ConfigError, Detached, LightcacheError, WaitTimeout
+from lightcache.reservations import Reservation
+from lightcache.storage.arguments import Deadline, check_parent, checksum
 from lightcache.storage.disk.folder import Folder
-from lightcache.storage.disk.footers import unpack
-from lightcache.storage.lanes import READ, Lanes
-from lightcache.storage.protocol import ReadResult, ReadStatus
+from lightcache.storage.disk.slots import NO_PARENT, Footer, unpack
+from lightcache.storage.executor import READ, WRITE, Executor
+from lightcache.storage.protocol import ReadResult, ReadStatus, WriteResult, WriteStatus
+
+# ---- Pages from where the caller has them to slots.
+
+STORED, PRESENT = WriteStatus.STORED, WriteStatus.PRESENT
+FAILED, REFUSED = WriteStatus.FAILED, WriteStatus.REFUSED
+
+
+class _PageWrite:
+    """One page to be written."""
+
+    def __init__(
+        self, folder: Folder, slot: int, name: bytes, parent: bytes, view: memoryview, written: int
+    ) -> None:
+        self._folder, self._slot, self._view = folder, slot, view
+        self._name, self._parent, self._written = name, parent, written
+        self.done = False
+        self.error = ""  # as text: an error itself would hold on to the caller's memory
+
+    def __call__(self) -> None:
+        header = self._folder.header
+        footer = Footer(
+            spec=bytes.fromhex(header.spec.name),
+            epoch=header.epoch,
+            slot=self._slot,
+            key=self._name,
+            parent=self._parent,
+            written=self._written,
+            length=len(self._view),
+            checksum=checksum(self._name, self._view),
+        )
+        try:
+            self._folder.slots.write(self._slot, self._view, footer.pack())
+            self.done = True
+        except OSError as error:
+            self.error = str(error)
+
+
+class _Batch:
+    """A call's keys, and what has become of them."""
+
+    def __init__(
+        self, keys: Keys, names: list[bytes], views: list[memoryview], parent: Keys | None
+    ) -> None:
+        self.keys, self.names, self.views = keys, names, views
+        self.statuses: list[WriteStatus | None] = [None] * len(names)
+        self.reason = ""
+        self.late = False
+        self.before = check_parent(parent) or NO_PARENT
+        self.chain, self.start = keys, 0
+        if parent is not None:
+            self.chain, self.start = np.concatenate([parent, keys]), 1
+
+    def say(self, status: WriteStatus, positions: Sequence[int], reason: str = "") -> None:
+        """Of these positions, as far as nothing is known of them."""
+        for at in positions:
+            if self.statuses[at] is None:
+                self.statuses[at] = status
+                self.reason = self.reason or reason
+
+    @property
+    def rest(self) -> list[int]:
+        """Of which nothing is known."""
+        return [at for at, status in enumerate(self.statuses) if status is None]
+
+    @property
+    def done(self) -> bool:
+        """Whether any of it is stored."""
+        return STORED in self.statuses or PRESENT in self.statuses
+
+    def result(self) -> WriteResult:
+        """When nothing is left."""
+        assert None not in self.statuses
+        return WriteResult(tuple(each for each in self.statuses if each is not None), self.reason)
+
+
+class Writer:
+    """Reserves slots, fills them, and makes them found; all of a batch or none."""
+
+    def __init__(self, folder: Folder, lanes: Executor, health: Breaker) -> None:
+        """Writes nothing yet.
+
+        Args:
+            health: opens at the first error, since a disk that is full or read-only stays so for a
+                while; what is on it can be read all the same. A write is its probe.
+        """
+        self._folder, self._lanes, self.health = folder, lanes, health
+
+    def write(
+        self,
+        keys: Keys,
+        names: list[bytes],
+        views: list[memoryview],
+        parent: Keys | None,
+        deadline: Deadline,
+    ) -> tuple[WriteResult, bool]:
+        """See `Storage.write`; and whether the time was up."""
+        batch = _Batch(keys, names, views, parent)
+        try:
+            return self._write(batch, deadline)
+        finally:
+            self.health.leave()  # a probe that found nothing to write says nothing of the disk
+
+    def _write(self, batch: _Batch, deadline: Deadline) -> tuple[WriteResult, bool]:
+        probing = False
+        while batch.rest:
+            tried = probing and self.health.state == "half-open"
+            probing = tried or self.health.probe()
+            if deadline.passed:
+                batch.say(FAILED, batch.rest, deadline.reason)
+                batch.late = True
+            elif self.health.shut and not probing:
+                batch.say(REFUSED, batch.rest, self.health.reason)
+            elif wrong := self._folder.refresh():
+                batch.say(REFUSED, batch.rest, self._ill(wrong))
+            else:
+                try:
+                    self._turn(batch, deadline)
+                except Abandoned:  # cleared by somebody: anew, in the new epoch
+                    continue
+                except (ConfigError, Detached):
+                    raise
+                except LightcacheError as error:  # what turns before this one did stands
+                    if not batch.done:
+                        raise
+                    batch.say(FAILED, batch.rest, f"disk: {error}")
+        return batch.result(), batch.late
+
+    def _ill(self, why: str) -> str:
+        """Something could not be written. What to say of it."""
+        self.health.failure(why)
+        return self.health.reason
+
+    def _turn(self, batch: _Batch, deadline: Deadline) -> None:
+        """Write what is new, and wait for what others are writing."""
+        start = batch.start
+        index = self._folder.index
+        with index.reserve(batch.chain, start, timeout=deadline.left) as reservation:
+            batch.say(PRESENT, (reservation.present - start).tolist())
+            missing = (reservation.missing - start).tolist()
+            if missing and not index.reap():  # the dead may hold slots: then there is another turn
+                batch.say(REFUSED, missing, f"refused: no slot could be had: {reservation.why}")
+            busy = reservation.busy
+            ours = (reservation.new - start).tolist()
+            if ours:
+                self._fill(batch, ours, reservation, deadline)
+        if len(busy):
+            with contextlib.suppress(WaitTimeout):  # the next turn says that the time is up
+                index.wait(np.ascontiguousarray(batch.chain[busy]), timeout=deadline.left)
+
+    def _fill(
+        self, batch: _Batch, ours: list[int], reservation: Reservation, deadline: Deadline
+    ) -> None:
+        now, work = time.time_ns(), []
+        for at, slot in zip(ours, reservation.pages.tolist(), strict=True):
+            parent = batch.names[at - 1] if at else batch.before
+            name, view = batch.names[at], batch.views[at]
+            work.append(_PageWrite(self._folder, slot, name, parent, view, now + at))
+        self._lanes.run(work, WRITE, deadline)
+        error = next((page.error for page in work if page.error), "")
+        if error:
+            batch.say(FAILED, ours, self._ill(error))
+        elif not all(page.done for page in work):
+            batch.say(FAILED, ours, deadline.reason)
+            batch.late = True
+        else:
+            reservation.publish()
+            self.health.success()
+            batch.say(STORED, ours)
+
+
+# ---- Pages from slots to where the caller wants them.
 
 
 @dataclass(frozen=True)
@@ -24,7 +202,7 @@ class Read:
     late: bool
 
 
-class _Page:
+class _PageRead:
     """One page to be read."""
 
     def __init__(self, folder: Folder, name: bytes, slot: int, view: memoryview) -> None:
@@ -51,7 +229,7 @@ class _Page:
 
 def read_pages(
     folder: Folder,
-    lanes: Lanes,
+    lanes: Executor,
     keys: Keys,
     names: Sequence[bytes],
     slots: Sequence[int],
@@ -60,7 +238,7 @@ def read_pages(
 ) -> Read:
     """Read pages that are pinned; of those with slot -1 nothing is stored."""
     every = zip(names, slots, views, strict=True)
-    work = [None if slot < 0 else _Page(folder, name, slot, view) for name, slot, view in every]
+    work = [None if slot < 0 else _PageRead(folder, name, slot, view) for name, slot, view in every]
     lanes.run([page for page in work if page is not None], READ, deadline)
     statuses, bad, reason, late = [], [], "", False
     for at, page in enumerate(work):
@@ -77,4 +255,4 @@ def read_pages(
     return Read(ReadResult(tuple(statuses), reason), bad, late)
 
 
-__all__ = ["Read", "read_pages"]
+__all__ = ["Read", "Writer", "read_pages"]

@@ -4,15 +4,195 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
+import json
 import mmap
 import os
+import secrets
+import struct
 import threading
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
-from lightcache.errors import StorageError
-from lightcache.storage.disk.footers import BLOCK
+from lightcache.errors import LayoutMismatch, StorageError
+from lightcache.page_index import MAX_PAGES
+from lightcache.storage.protocol import StorageSpec
+
+# ---- What stands behind each page on the disk, so that slots describe themselves.
+#
+# A slot is the page, then a block with its footer. Both go to the disk in one write. If the
+# machine stops in the middle of it, the footer and the page may be of two writes; the checksum
+# tells when the page is read, and covers the key as well.
+
+BLOCK = 4096
+"""Unit of direct I/O: offsets, lengths and addresses are its multiples."""
+_MAGIC = b"LCSLOT01"
+_FIELDS = struct.Struct("<8s8sQQ16s16sQQQ")
+_OWN = struct.Struct("<Q")
+NO_PARENT = bytes(16)
+
+
+@dataclass(frozen=True)
+class Footer:
+    """A slot's description of itself."""
+
+    spec: bytes
+    """8 bytes: `StorageSpec.name`. A page of another model or size is none of ours."""
+    epoch: int
+    """Of the folder: what was written in an earlier one was cleared."""
+    slot: int
+    key: bytes
+    parent: bytes
+    """The key of the page before, or NO_PARENT: for the order of eviction."""
+    written: int
+    """When, in ns: what was written last is evicted last, after a rebuild."""
+    length: int
+    checksum: int
+    """Of key and page, see `lightcache.storage.arguments.checksum`."""
+
+    def pack(self) -> bytes:
+        """As it stands on the disk, BLOCK bytes."""
+        fields = (_MAGIC, self.spec, self.epoch, self.slot, self.key, self.parent)
+        head = _FIELDS.pack(*fields, self.written, self.length, self.checksum)
+        return (head + _OWN.pack(xxhash.xxh3_64_intdigest(head))).ljust(BLOCK, b"\0")
+
+
+def unpack(block: bytes | memoryview) -> Footer | None:
+    """What a block says; None: it is no footer, or not a whole one."""
+    head = bytes(block[: _FIELDS.size])
+    own = bytes(block[_FIELDS.size : _FIELDS.size + _OWN.size])
+    if len(own) < _OWN.size or head[: len(_MAGIC)] != _MAGIC:
+        return None
+    if _OWN.unpack(own)[0] != xxhash.xxh3_64_intdigest(head):
+        return None
+    _, spec, epoch, slot, key, parent, written, length, checksum = _FIELDS.unpack(head)
+    return Footer(spec, epoch, slot, key, parent, written, length, checksum)
+
+
+# ---- What a folder of slot files says of itself.
+
+VERSION = 1
+NAME = "header.json"
+MAX_FILES = 1000
+
+
+@dataclass(frozen=True)
+class Header:
+    """The same for all processes that use a folder. Written under its lock, whole or not at all."""
+
+    version: int
+    uuid: str
+    """Of this folder, for good: the index in shared memory says whose it is."""
+    page_bytes: int
+    fingerprint: str
+    algorithm: str
+    files: int
+    slots: int
+    epoch: int
+    """Clearing begins another one; slots of those before hold nothing. The first is by chance: if a
+    header is lost, the next one knows nothing of the slots, cleared ones among them."""
+    index: int = 0
+    """How many indexes were begun. That in shared memory says which it is: an older one does not
+    know what was written since."""
+    rebuilt: int = 0
+    """The last index that knows all slots."""
+
+    @property
+    def spec(self) -> StorageSpec:
+        """Whose pages."""
+        return StorageSpec(self.page_bytes, self.fingerprint, self.algorithm)
+
+    @property
+    def possible(self) -> bool:
+        """Whether its numbers are such as we write."""
+        counted = 0 <= self.epoch < 1 << 63 and 0 <= self.rebuilt <= self.index < 1 << 63
+        sized = 1 <= self.files <= MAX_FILES and 1 <= self.slots <= MAX_PAGES
+        return counted and sized and self.page_bytes > 0
+
+
+def new_header(spec: StorageSpec, files: int, slots: int) -> Header:
+    """Of a folder that is made now."""
+    uuid, epoch = secrets.token_hex(8), secrets.randbits(62)
+    whose = (spec.page_bytes, spec.fingerprint, spec.algorithm)
+    return Header(VERSION, uuid, *whose, files, slots, epoch)
+
+
+def read_header(folder: Path) -> Header | None:
+    """None: there is none.
+
+    Raises:
+        StorageError: it cannot be read, or is none.
+        LayoutMismatch: of another version.
+    """
+    try:
+        text = (folder / NAME).read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StorageError(f"disk: {error}") from error
+    try:
+        found = json.loads(text)
+        check = found.pop("check", None)  # older releases wrote none
+        if check not in (None, _check(found)):
+            raise ValueError("some of it was changed")
+        version = found["version"]
+        if type(version) is int and version == VERSION:
+            kinds = {each.name: {"int": int, "str": str}[str(each.type)] for each in fields(Header)}
+            known = {name: type(value) for name, value in found.items()} == kinds
+            if known and (header := Header(**found)).possible:
+                return header
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        version = None
+    if type(version) is int and version != VERSION:
+        raise LayoutMismatch(
+            f"disk: {folder} was made by another version of lightcache: expected {VERSION}, found "
+            f"{version}; remove the folder, or give another"
+        )
+    raise StorageError(
+        f"disk: {folder / NAME} is damaged; remove the folder (what it holds is only a cache)"
+    )
+
+
+def _check(found: dict[str, object]) -> str:
+    """A digest of a header, so that a damaged one is not taken for another."""
+    text = json.dumps(found, sort_keys=True).encode()
+    return hashlib.blake2b(text, digest_size=8).hexdigest()
+
+
+def signature(folder: Path) -> tuple[int, int, int]:
+    """Of the header's file: another one, and it was replaced.
+
+    Raises:
+        OSError: it is not there.
+    """
+    found = os.stat(folder / NAME)
+    return found.st_dev, found.st_ino, found.st_mtime_ns
+
+
+def write_header(folder: Path, header: Header) -> None:
+    """Replace it, and wait until the disk has it.
+
+    Raises:
+        OSError: the old one stays.
+    """
+    fresh = folder / (NAME + ".new")
+    with open(fresh, "w", encoding="utf-8") as file:
+        found = asdict(header)
+        json.dump({**found, "check": _check(found)}, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(fresh, folder / NAME)
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# ---- Slot files: as large as they will ever be from the first day, slots dealt out among them.
 
 _UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 
@@ -223,4 +403,21 @@ def _aligned(memory: memoryview) -> bool:
     return address % BLOCK == 0
 
 
-__all__ = ["SlotFiles", "file_bytes", "file_of", "make_files", "slot_bytes", "whole"]
+__all__ = [
+    "BLOCK",
+    "NAME",
+    "NO_PARENT",
+    "Footer",
+    "Header",
+    "SlotFiles",
+    "file_bytes",
+    "file_of",
+    "make_files",
+    "new_header",
+    "read_header",
+    "signature",
+    "slot_bytes",
+    "unpack",
+    "whole",
+    "write_header",
+]

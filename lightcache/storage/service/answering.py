@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from lightcache.shm.waiting import Condition
 from lightcache.storage.breaker import log
 from lightcache.storage.service.messages import Answer
 from lightcache.storage.service.peers import Peer
-from lightcache.storage.tasks import COUNTS, StorageTask, TaskState
+from lightcache.storage.tiers import COUNTS, StorageTask, TaskState
 
 AGAIN = 0.25  # seconds until what a client did not let in is told once more
 _UNTOLD = 1 << 14  # answers that wait for that, of all clients
@@ -58,7 +59,7 @@ class Answers:
             lost: told how many answers were not let in, and are told again.
         """
         self._publish, self._lost = publish, lost
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._tasks: dict[tuple[int, int], Served] = {}
         self._news: dict[Served, None] = {}
         self._untold: dict[Served, None] = {}  # of the thread alone
@@ -82,6 +83,12 @@ class Answers:
         with self._changed:
             served = self._tasks.get((client, number))
         return None if served is None else served.task
+
+    def orphans(self) -> list[StorageTask]:
+        """Tasks of clients that are gone."""
+        with self._changed:
+            every = list(self._tasks.values())
+        return [served.task for served in every if not served.peer.there]
 
     def __len__(self) -> int:
         return len(self._tasks)

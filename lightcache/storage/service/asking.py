@@ -14,7 +14,7 @@ from lightcache.storage.breaker import log
 from lightcache.storage.service.board import Service
 from lightcache.storage.service.bodies import Ask, Publish
 from lightcache.storage.service.messages import Kind
-from lightcache.storage.tasks import StorageTask
+from lightcache.storage.tiers import StorageTask
 
 if TYPE_CHECKING:
     from lightcache.storage.service.client import StorageClient
@@ -37,8 +37,6 @@ class Asked:
         self.task = task
         self.deadline = deadline
         self.service = service
-        self.heard = False
-        """Whether the service has said anything of it."""
         self.pushed = False
         """Whether the service was told of it."""
         self._holds = isinstance(ask, Ask) and ask.hold
@@ -49,9 +47,15 @@ class Asked:
         policy, seconds, grace = client._board.policy()
         self._policy = policy
         self._soft = Deadline(seconds, client.clock)
-        self.end = Deadline(deadline.left + grace + client.grace, client.clock)
+        self._slack = grace + client.grace
+        self.end = Deadline(deadline.left + self._slack, client.clock)
         """Behind it, the service's silence is taken for its answer."""
         task._job = self
+
+    def got_on(self) -> None:
+        """The service said that it gets on: a write has its time anew then, see `WriteJob`."""
+        if self.task.kind == "write":
+            self.end = Deadline(self.deadline.timeout + self._slack, self._client.clock)
 
     @property
     def awaits_pages(self) -> bool:
@@ -102,44 +106,42 @@ class Asked:
             return task
 
 
-class Silence:
-    """A service that does not answer is left alone: after `most` tasks in a row that ended without
-    a word, for `retry` seconds. Then one more such task is enough."""
+class Pulse:
+    """Whether a service still looks at its messages: it counts in a word of the board, four times a
+    second. One that is stopped does not: nothing is asked of it until it counts again."""
 
-    def __init__(self, most: int, retry: float, clock: Clock) -> None:
-        """It has answered."""
-        self._most, self._retry, self._clock = most, retry, clock
+    def __init__(self, seconds: float, clock: Clock) -> None:
+        """Nothing was seen.
+
+        Args:
+            seconds: without a count until the service is taken for stopped.
+        """
+        self._seconds, self._clock = seconds, clock
         self._lock = threading.Lock()
-        self._row = 0
-        self._until: float | None = None
+        self._seen: tuple[int, int] | None = None
+        self._since = 0.0
+        self._silent = False
 
-    def unanswered(self) -> None:
-        """A task ended without a word."""
+    def silent(self, service: Service, beat: int) -> str:
+        """Why it is not asked; empty: it is. Tells of the first time in the log.
+
+        Args:
+            beat: the word, as it is now.
+        """
         with self._lock:
-            self._row += 1
-            if self._row < self._most:
-                return
-            first, self._until = self._row == self._most, self._clock() + self._retry
-        if first:
-            log.warning("%s", self._text())
-
-    def answered(self) -> None:
-        """It has said something."""
-        with self._lock:
-            self._row, self._until = 0, None
-
-    @property
-    def reason(self) -> str:
-        """Why it is not asked; empty: it is."""
-        with self._lock:
-            quiet = self._until is not None and self._clock() < self._until
-        return self._text() if quiet else ""
-
-    def _text(self) -> str:
-        return (
-            f"the storage service did not answer {self._most} tasks in a row and is not asked; it "
-            f"is tried again every {self._retry:g} s"
+            now = self._clock()
+            if self._seen != (service.word, beat):
+                self._seen, self._since = (service.word, beat), now
+            was, self._silent = self._silent, now - self._since > self._seconds
+            if not self._silent:
+                return ""
+        why = (
+            f"the storage service (pid {service.pid}) has not looked at its messages for "
+            f"{self._seconds:g} s, as if it was stopped; it is asked again when it does"
         )
+        if not was:
+            log.warning("%s", why)
+        return why
 
 
 class Warned:
@@ -165,4 +167,4 @@ class Warned:
                 self._wrong = False
 
 
-__all__ = ["Asked", "Silence", "Warned"]
+__all__ = ["Asked", "Pulse", "Warned"]

@@ -15,7 +15,7 @@ import stat
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, get_args
@@ -24,7 +24,7 @@ import numpy as np
 
 from lightcache.cache import Cache
 from lightcache.errors import Detached, InUse, LayoutMismatch
-from lightcache.shm import Kind, Segment
+from lightcache.shm import ClientInfo, Kind, Segment
 from lightcache.shm.segment import free_dead_slots
 from lightcache.shm.sync import AtomicU64, RobustLock
 from lightcache.storage.service.messages import VERSION
@@ -32,7 +32,7 @@ from lightcache.storage.tiers import TAKEN, ReadPolicy, TierStats
 
 _KEPT = (
     *("service", "phase", "pid", "since_ns", "read_policy", "read_us", "grace_us"),
-    "wants_tokens",
+    *("wants_tokens", "beat"),
 )
 COUNTED = ("taken", "malformed", "halves", "late", "orphans", "lost", "full")
 """What a service counts of its messages."""
@@ -47,7 +47,7 @@ _WORDS = (
     *(f"given_{name}" for name in TAKEN),
 )
 _PLACE = {name: 8 * i for i, name in enumerate(_WORDS)}
-_FACTS = f"messages {VERSION}; {' '.join(_WORDS)}"  # who speaks otherwise does not attach
+LAYOUT = f"messages {VERSION}; {' '.join(_WORDS)}"  # who speaks otherwise does not attach
 _POLICIES: tuple[ReadPolicy, ...] = get_args(ReadPolicy)
 _STATES: tuple[Any, ...] = ("closed", "open", "half-open")
 _NAME_PART = 120  # of the cache's name in ours: the rest is for the UUID and a client's number
@@ -108,7 +108,7 @@ class Board:
             board_name(cache.name, cache.index.segment.uuid),
             8 * len(_WORDS),
             config={"cache": cache.name},
-            layout_facts=_FACTS,
+            layout_facts=LAYOUT,
             lifetime="attached",
             group=group_of(cache),
             reaper=free_dead_slots,
@@ -124,7 +124,7 @@ class Board:
         """
         with Segment.attach(cache_name, readonly=True, kind=Kind.INDEX, group=group) as index:
             name = board_name(cache_name, index.uuid)
-        return cls._over(Segment.attach(name, readonly=True, layout_facts=_FACTS, group=group))
+        return cls._over(Segment.attach(name, readonly=True, layout_facts=LAYOUT, group=group))
 
     @classmethod
     def _over(cls, segment: Segment) -> Board:
@@ -228,6 +228,15 @@ class Board:
         chosen = _POLICIES[self._load("read_policy") % len(_POLICIES)]
         return chosen, self._load("read_us") / 1e6, self._load("grace_us") / 1e6
 
+    def count_beat(self) -> None:
+        """By who serves: it looks at its messages still."""
+        self.store(beat=self._load("beat") + 1)
+
+    @property
+    def beat(self) -> int:
+        """How often it has."""
+        return self._load("beat")
+
     @property
     def wants_tokens(self) -> bool:
         """Whether the storage of who serves, or did last, wants token ids."""
@@ -260,6 +269,28 @@ class Board:
             yield
 
 
+@dataclass(frozen=True)
+class BoardCopy:
+    """A board as a copy of its segment shows it: for tools, which attach to nothing."""
+
+    words: dict[str, int]
+    served: bool
+    """A service has begun, and did not end in order."""
+    serving: bool
+    """It is alive, and takes tasks."""
+    tier: TierStats
+
+
+def board_copy(payload: memoryview, clients: Sequence[ClientInfo]) -> BoardCopy:
+    """Of the bytes behind `payload_offset` of a segment with `LAYOUT`, and its clients."""
+    found = np.frombuffer(payload, np.uint64, len(_WORDS))
+    words = dict(zip(_WORDS, found.tolist(), strict=True))
+    word = words["service"]
+    alive = any(one.alive and (one.slot, one.epoch) == (word & 0xFF, word >> 8) for one in clients)
+    serving = alive and words["phase"] == Phase.SERVING
+    return BoardCopy(words, bool(word), serving, tier_stats(words, alive))
+
+
 def tier_stats(words: dict[str, int], serving: bool) -> TierStats:
     """The figures of a tier out of the words of `Board.read`. What it has at hand ends with it,
     also where it was killed and could not say so."""
@@ -276,4 +307,15 @@ def _cost_word(seconds: float | None) -> int:
     return 0 if seconds is None else 1 + round(min(seconds, 1e9) * 1e9)
 
 
-__all__ = ["COUNTED", "Board", "Phase", "Service", "board_name", "group_of", "tier_stats"]
+__all__ = [
+    "COUNTED",
+    "LAYOUT",
+    "Board",
+    "BoardCopy",
+    "Phase",
+    "Service",
+    "board_copy",
+    "board_name",
+    "group_of",
+    "tier_stats",
+]

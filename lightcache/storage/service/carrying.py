@@ -11,7 +11,7 @@ from lightcache.storage.service.bodies import Ask, Publish
 from lightcache.storage.service.holding import Holds
 from lightcache.storage.service.messages import Kind, Malformed, Part
 from lightcache.storage.service.peers import Peer, Peers
-from lightcache.storage.tasks import StorageTask
+from lightcache.storage.tiers import StorageTask
 from lightcache.storage.worker import StorageTier
 
 _LONGEST = 1e6  # seconds of a task, whatever its client said: timers end somewhere
@@ -58,7 +58,7 @@ class Carrying:
         task = self._answers.find(part.client, part.task)
         if part.kind is Kind.STOP:
             if task is not None:
-                task._stop()
+                task.stop()
             return
         held = self.holds.find(part.client, part.task)
         for each in (task, held):

@@ -17,14 +17,20 @@ from lightcache.leases import Lease
 from lightcache.namespaces import Namespace
 from lightcache.storage.arguments import Clock, Deadline
 from lightcache.storage.protocol import Keys
-from lightcache.storage.service.asking import Asked, Silence
+from lightcache.storage.service.asking import Asked, Pulse
 from lightcache.storage.service.board import Service, tier_stats
 from lightcache.storage.service.bodies import MOST_KEYS, Ask, Publish
 from lightcache.storage.service.listening import Listening
 from lightcache.storage.service.messages import MOST_BYTES, Kind, split
 from lightcache.storage.service.status import ServiceStats, stats_of
-from lightcache.storage.tasks import StorageTask
-from lightcache.storage.tiers import ReadPolicy, TierStats, check_cache, checked_write, token_rows
+from lightcache.storage.tiers import (
+    ReadPolicy,
+    StorageTask,
+    TierStats,
+    check_cache,
+    checked_write,
+    token_rows,
+)
 
 HELD = 1.0  # seconds without calls when a process that is stopped holds the ring's lock
 
@@ -45,8 +51,7 @@ class StorageClient(Listening):
         *,
         timeout: float = 30.0,
         grace: float = 1.0,
-        failures: int = 5,
-        retry: float = 5.0,
+        silence: float = 2.0,
         clock: Clock = time.monotonic,
     ) -> None:
         """Attaches to what it has in common with the service, and makes a ring for its answers.
@@ -55,8 +60,8 @@ class StorageClient(Listening):
             timeout: seconds that a task may take, from `write` or `prefetch` on.
             grace: seconds behind that, and behind the service's own, until a task of which the
                 service says nothing is given up.
-            failures: tasks in a row of which it has said nothing, after which it is not asked.
-            retry: seconds until it is asked again.
+            silence: seconds in which the service has not looked at its messages, after which its
+                tasks are given up and it is not asked, until it looks again.
             clock: in seconds, and CLOCK_MONOTONIC's but in tests: the service goes by it.
 
         Raises:
@@ -65,13 +70,12 @@ class StorageClient(Listening):
             InUse: all 63 slots of the service's ring are taken by living clients.
             LightcacheError: what lies in shared memory is of another release.
         """
-        for name, seconds in (("timeout", timeout), ("grace", grace), ("retry", retry)):
+        for name, seconds in (("timeout", timeout), ("grace", grace), ("silence", silence)):
             if Deadline(seconds, clock, name).timeout < 0:
                 raise ConfigError(f"{name}: expected seconds, 0 or more, found {seconds!r}")
         check_cache(cache)
-        counted = _arguments.count(failures, "failures", 1, 1 << 30)
-        silence = Silence(counted, retry, clock)
-        super().__init__(cache, silence, timeout=timeout, grace=grace, clock=clock)
+        pulse = Pulse(silence, clock)
+        super().__init__(cache, pulse, timeout=timeout, grace=grace, clock=clock)
         self._numbers = itertools.count(1)
         self._held_until = 0.0  # somebody held the ring's lock just now
 
@@ -232,7 +236,7 @@ class StorageClient(Listening):
             why = f"no storage service serves {name!r}; `lightcache storage {name} --url ...`"
             self._missing.wrong(f"{why} starts one")
             raise StorageError(f"{why} starts one")
-        if reason := self._silence.reason:
+        if reason := self._pulse.silent(service, self._board.beat):
             raise StorageError(reason)
         if time.monotonic() < self._held_until:
             raise StorageError("somebody holds the lock of the storage service's ring")

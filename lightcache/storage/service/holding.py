@@ -11,7 +11,7 @@ import contextlib
 from lightcache.errors import LightcacheError
 from lightcache.storage.arguments import Clock, Deadline
 from lightcache.storage.service.answering import Served
-from lightcache.storage.tasks import StorageTask
+from lightcache.storage.tiers import StorageTask
 
 
 class Holds:

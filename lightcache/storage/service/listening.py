@@ -13,14 +13,14 @@ from typing import Literal
 
 from lightcache.cache import Cache
 from lightcache.errors import Detached, LightcacheError, LockTimeout, WaitTimeout
+from lightcache.shm.waiting import Condition
 from lightcache.storage.arguments import Clock, Deadline
 from lightcache.storage.breaker import log
 from lightcache.storage.service import rings
-from lightcache.storage.service.asking import Asked, Silence, Warned
+from lightcache.storage.service.asking import Asked, Pulse, Warned
 from lightcache.storage.service.board import Board, Service
 from lightcache.storage.service.messages import Answer, Kind, Malformed, Part
-from lightcache.storage.tasks import StorageTask, TaskState
-from lightcache.storage.tiers import BaseTier
+from lightcache.storage.tiers import BaseTier, StorageTask, TaskState
 
 SLICE = 0.05  # seconds of waiting for an answer between two looks at who serves
 _AT_ONCE = 64  # answers
@@ -30,7 +30,7 @@ class Listening(BaseTier):
     """A client without its calls: see `StorageClient`."""
 
     def __init__(
-        self, cache: Cache, silence: Silence, *, timeout: float, grace: float, clock: Clock
+        self, cache: Cache, pulse: Pulse, *, timeout: float, grace: float, clock: Clock
     ) -> None:
         """Attaches to what it has in common with the service, and makes a ring for its answers."""
         self.cache = cache
@@ -38,18 +38,18 @@ class Listening(BaseTier):
         self.grace = grace
         self.clock = clock
         self._page_tokens: int | None = cache.index.segment.config.get("page_tokens")
-        self._silence = silence
+        self._pulse = pulse
         self._missing = Warned(log.warning)
         self._pid, self._client = os.getpid(), secrets.randbits(64)
         self._pushing = threading.Lock()  # parts of a task stand one behind another
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._asked: dict[int, Asked] = {}
         self._local: Counter[str] = Counter()
         self._closing = False
         with contextlib.ExitStack() as stack:
             self._board = Board.open(cache)
             stack.callback(self._board.close)
-            self._tasks = rings.tasks(cache)
+            self._tasks = rings.tasks(cache, rings.ASKING_SECONDS)
             stack.callback(self._tasks.close)
             self._answers = rings.make_answers(cache, self._pid, self._client)
             stack.callback(self._answers.close)
@@ -138,14 +138,14 @@ class Listening(BaseTier):
         except Malformed as error:
             log.warning("a malformed answer of the storage service was passed over: %s", error)
             return
-        self._silence.answered()
         with self._changed:
             asked = self._asked.get(answer.task)
         if asked is None:
             return  # given up meanwhile
-        asked.heard = True
         if answer.state in (TaskState.FINISHED, TaskState.FAILED):
             self._forget(asked)
+        elif answer.prefix > asked.task.pages_done:
+            asked.got_on()
         asked.task._become(answer.state, answer.prefix, answer.counts, answer.reasons)
 
     def _look(self) -> None:
@@ -153,7 +153,10 @@ class Listening(BaseTier):
         with self._changed:
             every = list(self._asked.values())
         service = self._board.service()  # behind the list: what is asked now, may be the next one's
-        lost = [(each, why) for each in every if (why := self._lost(each, service))]
+        silent = ""
+        if service is not None and self._board.open_for_tasks:  # one that closes does not count
+            silent = self._pulse.silent(service, self._board.beat)
+        lost = [(each, why) for each in every if (why := self._lost(each, service) or silent)]
         if not lost:
             return
         # Behind both: what was answered before its service went, or while we were stopped, lies in
@@ -161,10 +164,6 @@ class Listening(BaseTier):
         self._drain()
         told = True
         for asked, why in lost:
-            with self._changed:
-                waits = asked.number in self._asked
-            if waits and not asked.heard and service and service.word == asked.service.word:
-                self._silence.unanswered()
             told = self._take_back(asked, why, told)
 
     def _take_back(self, asked: Asked, why: str, told: bool) -> bool:

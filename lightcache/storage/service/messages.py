@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
-from lightcache.storage.tasks import COUNTS, TaskState
+from lightcache.storage.tiers import COUNTS, TaskState
 
 VERSION = 2
 PART_BYTES = 16 << 10

@@ -14,6 +14,8 @@ from lightcache.storage.service.messages import ANSWER_BYTES, PART_BYTES
 TASKS = 256  # messages: 4 MiB, or the keys of 250,000 pages
 ANSWERS = 256
 LOCK_SECONDS = 0.2
+ASKING_SECONDS = 0.04
+"""The same of a client that asks: it may be a scheduler, in a step."""
 
 
 def prefix(cache: Cache) -> str:
@@ -21,14 +23,14 @@ def prefix(cache: Cache) -> str:
     return f"{board_name(cache.name, cache.index.segment.uuid)}-"
 
 
-def tasks(cache: Cache) -> SharedRing:
+def tasks(cache: Cache, lock_timeout: float = LOCK_SECONDS) -> SharedRing:
     """That of what is asked, made if it is not there."""
     return SharedRing.open(
         f"{prefix(cache)}tasks",
         capacity=TASKS,
         message_bytes=PART_BYTES,
         group=group_of(cache),
-        lock_timeout=LOCK_SECONDS,
+        lock_timeout=lock_timeout,
     )
 
 

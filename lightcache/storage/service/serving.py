@@ -14,6 +14,8 @@ from lightcache import _arguments
 from lightcache.cache import Cache
 from lightcache.errors import Detached, LightcacheError, LockTimeout, WaitTimeout
 from lightcache.shm import sweep
+from lightcache.shm.errors import leave
+from lightcache.shm.waiting import Event
 from lightcache.storage.arguments import Deadline
 from lightcache.storage.breaker import log
 from lightcache.storage.protocol import Storage
@@ -59,8 +61,8 @@ class StorageService:
         self.cache = cache
         self._most = _arguments.count(most, "most", 1, 1 << 24)
         self._counted: Counter[str] = Counter()
-        self._ending = threading.Event()
-        self._over = threading.Event()
+        self._ending = Event()
+        self._over = Event()
         self._why = ""
         self._looked = self._swept = 0.0
         self._publishing = threading.Lock()
@@ -141,7 +143,11 @@ class StorageService:
     def _look_around(self) -> None:
         self._looked = time.monotonic()
         self.cache.index.segment.check_usable()
+        self._board.count_beat()
         self._peers.part()
+        for task in self._answers.orphans():
+            if task.kind == "read":  # others wait behind it, and it is wanted by nobody
+                task.cancel()
         self._carrying.holds.look()
         if self._looked - self._swept >= _SWEEP:
             self._swept = self._looked
@@ -176,6 +182,8 @@ class StorageService:
             return last  # closed by another thread meanwhile
 
     def _figures(self) -> ServiceStats:
+        if os.getpid() != self._pid:  # before any lock, which another thread may have had
+            raise Detached("this storage service runs in the process that forked us")
         self._publish()
         return stats_of(self._board)
 
@@ -255,7 +263,7 @@ class StorageService:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        leave(self.close, error)
 
     def __repr__(self) -> str:
         return f"<StorageService of {self.cache.name!r}>"

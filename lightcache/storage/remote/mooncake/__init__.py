@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lightcache.storage.protocol import Storage, StorageSpec
-from lightcache.storage.remote.mooncake.options import MooncakeOptions, parse
+from lightcache.storage.remote.mooncake.client import MooncakeOptions, parse
 
 
 def open_url(scheme: str, where: str, options: Mapping[str, str], spec: StorageSpec) -> Storage:

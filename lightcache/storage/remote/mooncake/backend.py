@@ -2,26 +2,123 @@
 
 from __future__ import annotations
 
+import mmap
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from lightcache.errors import StorageError
+import numpy as np
+import numpy.typing as npt
+
+from lightcache.errors import ConfigError, StorageError
+from lightcache.shm.waiting import Condition
 from lightcache.storage.arguments import Deadline
 from lightcache.storage.calls import CLOSING
+from lightcache.storage.executor import Call, Executor
 from lightcache.storage.protocol import ReadStatus, StorageSpec, WriteStatus
 from lightcache.storage.remote import trailer
 from lightcache.storage.remote.base import Read, RemoteStorage, Wrote
 from lightcache.storage.remote.mooncake import codes
-from lightcache.storage.remote.mooncake.callers import Callers, Task
-from lightcache.storage.remote.mooncake.client import ANSWERING, BATCH, Client
-from lightcache.storage.remote.mooncake.options import MooncakeOptions
-from lightcache.storage.remote.mooncake.staging import Staging
+from lightcache.storage.remote.mooncake.client import ANSWERING, BATCH, Client, MooncakeOptions
+
+# ---- Memory of the storage's own, through which pages pass on their way to the store and back.
+#
+# The store's client gives up waiting for a transfer after a time of its own and leaves the
+# transfer running: its bytes may come after the call has returned. So it never learns of a
+# caller's buffer.
+
+_ALIGNED = 64  # bytes: a slot begins on a cache line of its own
+
+
+class Staging:
+    """Slots, each for a page with its trailer behind it. Any thread may take and give back."""
+
+    def __init__(self, nbytes: int, page_bytes: int) -> None:
+        """Maps the memory.
+
+        Raises:
+            ConfigError: it is too small for one page.
+        """
+        self.page_bytes = page_bytes
+        self.value_bytes = page_bytes + trailer.BYTES
+        self._stride = -(-self.value_bytes // _ALIGNED) * _ALIGNED
+        self.slots = nbytes // self._stride
+        if not self.slots:
+            raise ConfigError(
+                f"mooncake: buffer: expected {self._stride} bytes or more, a page and what stands "
+                f"beside it, found {nbytes}"
+            )
+        self._memory = np.frombuffer(mmap.mmap(-1, self.slots * self._stride), np.uint8)
+        self._changed = Condition()
+        self._free = list(range(self.slots))
+        self._lost = 0
+
+    @property
+    def address(self) -> int:
+        """Of the first byte."""
+        return int(self._memory.ctypes.data)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all slots."""
+        return self._memory.nbytes
+
+    @property
+    def lost(self) -> int:
+        """Slots into which the store may write at any time."""
+        with self._changed:
+            return self._lost
+
+    def take(self, most: int, deadline: Deadline | None) -> list[int]:
+        """Up to so many slots, at least one; none if none is free. With a deadline: waits."""
+        with self._changed:
+            if deadline is not None:
+                left = min(deadline.left, threading.TIMEOUT_MAX)
+                self._changed.wait_for(lambda: self._free or self._lost == self.slots, left)
+            taken = self._free[-most:]  # those used last: they are in the processor's caches
+            del self._free[-most:]
+            return taken
+
+    def give_back(self, slots: Iterable[int]) -> None:
+        """Nobody touches them any more."""
+        with self._changed:
+            self._free.extend(slots)
+            self._changed.notify_all()
+
+    def lose(self, slots: Sequence[int]) -> None:
+        """The store may still touch them, and nobody can say until when."""
+        with self._changed:
+            self._lost += len(slots)
+            self._changed.notify_all()
+
+    def addresses(self, slots: Iterable[int]) -> list[int]:
+        """Where each begins."""
+        return [self.address + slot * self._stride for slot in slots]
+
+    def fill(self, slot: int, key: bytes, page: memoryview) -> None:
+        """Copy a page in, and its trailer."""
+        there = self._whole(slot)
+        np.copyto(there[: self.page_bytes], np.frombuffer(page, np.uint8))
+        there[self.page_bytes :] = np.frombuffer(trailer.make(key, page), np.uint8)
+
+    def empty(self, slot: int, page: memoryview) -> bytes:
+        """Copy a page out. Returns the trailer; what is judged by it is the copy, which nobody else
+        can change."""
+        there = self._whole(slot)
+        np.copyto(np.frombuffer(page, np.uint8), there[: self.page_bytes])
+        return there[self.page_bytes :].tobytes()
+
+    def _whole(self, slot: int) -> npt.NDArray[np.uint8]:
+        first = slot * self._stride
+        return self._memory[first : first + self.value_bytes]
+
+
+# ---- A storage in the memory of a Mooncake cluster.
 
 GROUP = 8 << 20  # bytes of pages in one call of the client: enough that asking does not matter
 PATIENCE = 55.0  # seconds; after 60 the client gives up on a transfer, which may go on behind it
-
-Flight = tuple[range, list[int], Task[list[int]]]
+Flight = tuple[range, list[int], Call[list[int]]]
 """What is under way: which keys of the batch, their slots, and codes in the end."""
 
 
@@ -46,14 +143,15 @@ class MooncakeStorage(RemoteStorage):
         share = max(1, self._staging.slots // (options.threads + 1))
         self._group = max(1, min(share, GROUP // spec.page_bytes, BATCH))
         try:  # before the cluster is joined: leaving it takes a second
-            self._callers = Callers(options.threads)
+            self._callers = Executor(options.threads, "mooncake")
+            self._callers.start()
         except RuntimeError as error:
             raise StorageError(f"mooncake: {error}; give fewer threads=") from error
         memory = self._staging.address, self._staging.nbytes
         try:
             self._client = Client(options, self._staging, *memory)
         except BaseException:
-            self._callers.stop(0.0)
+            self._callers.close(0.0)
             raise
 
     def __repr__(self) -> str:
@@ -112,10 +210,11 @@ class MooncakeStorage(RemoteStorage):
         return gone
 
     def _disconnect(self) -> None:
-        if not self._callers.stop(CLOSING):
+        if not self._callers.close(CLOSING):
             raise StorageError("mooncake: close: a call of its client hangs; close it again")
         try:
-            asking = Callers(1)  # of its own: it may hang, and is left behind then
+            asking = Executor(1, "mooncake-leave")  # it may hang, and is left then
+            asking.start()
         except RuntimeError:  # no more threads here, so nobody can be asked
             self._client.leave()
             return
@@ -126,7 +225,7 @@ class MooncakeStorage(RemoteStorage):
         else:
             self._client.close()
         finally:
-            asking.stop(0.0)
+            asking.close(0.0)
 
     def _names(self, names: Sequence[bytes]) -> list[str]:
         return [self._prefix + name.hex() for name in names]
@@ -166,7 +265,7 @@ class MooncakeStorage(RemoteStorage):
                     if slots:
                         part = range(first, first + len(slots))
                         first = part.stop
-                        flights.append(self._start(names, part, slots, load, call))
+                        flights.append(self._start(names, part, slots, load, call, deadline))
                         continue
                     if not flights or not flights[0][2].wait(deadline):
                         break  # no slots in time, or none for ever; or no answer in time
@@ -174,14 +273,14 @@ class MooncakeStorage(RemoteStorage):
                     try:
                         land(part, slots, task.result())
                     finally:
-                        task.finish()
+                        task.leave()
                         flights.popleft()
                     landed += 1
                 except Exception as error:
                     failed = failed or self._said(error)
         finally:
             for _, _, task in flights:
-                task.finish()
+                task.leave()
         if failed and not landed:
             raise StorageError(failed)
         return (
@@ -209,6 +308,7 @@ class MooncakeStorage(RemoteStorage):
         slots: list[int],
         load: Callable[[int, int], None],
         call: Callable[[Sequence[bytes], Sequence[int]], list[int]],
+        deadline: Deadline,
     ) -> Flight:
         kept = list(slots)  # those to be given back; the call takes lost ones out
 
@@ -232,9 +332,9 @@ class MooncakeStorage(RemoteStorage):
                     self._staging.lose(kept)
                     kept.clear()
 
-        return part, slots, self._callers.submit(called, after)
+        return part, slots, self._callers.submit(called, deadline.left, after=after)
 
-    # ---- by the threads of `Callers`
+    # ---- by the threads of the executor
 
     def _get(self, names: Sequence[bytes], slots: Sequence[int]) -> list[int]:
         whole = self._names(names)
@@ -281,4 +381,4 @@ def _wrote(code: int) -> Wrote:
     return WriteStatus.FAILED, f"mooncake: {codes.meaning(code)}"
 
 
-__all__ = ["MooncakeStorage"]
+__all__ = ["MooncakeStorage", "Staging"]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from lightcache.storage.protocol import StorageSpec
 from lightcache.storage.remote.redis.backend import RedisStorage
-from lightcache.storage.remote.redis.options import RedisOptions, parse
+from lightcache.storage.remote.redis.wire import RedisOptions, parse
 
 
 def open_url(

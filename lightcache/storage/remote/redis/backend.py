@@ -12,14 +12,19 @@ from typing import TypeVar
 
 from lightcache.errors import StorageError
 from lightcache.storage.arguments import Deadline
-from lightcache.storage.lanes import READ, WRITE, Lanes
+from lightcache.storage.calls import CLOSING
+from lightcache.storage.executor import READ, WRITE, Executor
 from lightcache.storage.protocol import ReadStatus, StorageSpec, WriteStatus
 from lightcache.storage.remote import trailer
 from lightcache.storage.remote.base import Read, RemoteStorage, Wrote
-from lightcache.storage.remote.redis.connecting import Connections
-from lightcache.storage.remote.redis.options import RedisOptions
-from lightcache.storage.remote.redis.wire import Wire, around_value, command
-from lightcache.storage.remote.redis.words import ServerError
+from lightcache.storage.remote.redis.wire import (
+    Connections,
+    RedisOptions,
+    ServerError,
+    Wire,
+    around_value,
+    command,
+)
 
 T = TypeVar("T")
 AHEAD = 4 << 20  # bytes of pages that are asked for before the first has come
@@ -48,7 +53,8 @@ class RedisStorage(RemoteStorage):
         try:
             if options.required:
                 self._check_server(Deadline(options.connect_timeout))
-            self._lanes = Lanes(options.connections, "redis")
+            self._lanes = Executor(options.connections, "redis")
+            self._lanes.start()
         except RuntimeError as error:  # no more threads here
             self._connections.close()
             raise StorageError(f"{self.scheme}: {error}; give fewer connections=") from error
@@ -162,7 +168,7 @@ class RedisStorage(RemoteStorage):
                     return gone
 
     def _disconnect(self) -> None:
-        self._lanes.close()
+        self._lanes.close(CLOSING)
         self._connections.close()
 
     # ---- many at a time

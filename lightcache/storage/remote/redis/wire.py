@@ -7,14 +7,267 @@ Here a page goes from the socket to where it is wanted, and from where it lies t
 
 from __future__ import annotations
 
+import contextlib
+import re
 import select
-from collections.abc import Sequence
+import socket
+import ssl
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
 from typing import Any
+from urllib.parse import unquote
 
-from lightcache.errors import StorageError
+from lightcache.errors import ConfigError, StorageError
 from lightcache.storage.arguments import Deadline
+from lightcache.storage.options import Options
 from lightcache.storage.remote import trailer
-from lightcache.storage.remote.redis.words import ServerError
+
+# ---- What a URL such as `redis://user:password@host:6379/0?ttl=3600` says.
+#
+# What may be a part of a password is in no error: neither what stands before an "@", nor what
+# stands where a port is expected.
+
+PORT = 6379
+_TLS = ("ca", "cert", "key")
+_COMMON = ("connect_timeout", "connections", "password_file", "required", "ttl", "user")
+_NUMBER = re.compile(r"[0-9]{1,9}")
+_HOST = re.compile(r"\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+")
+
+
+@dataclass(frozen=True)
+class RedisOptions:
+    """Where a server is, who asks, and how."""
+
+    scheme: str
+    host: str = ""
+    """Empty: a Unix socket."""
+    port: int = PORT
+    path: str = ""
+    """Of the Unix socket."""
+    database: int = 0
+    user: str = ""
+    password: str = field(default="", repr=False)
+    password_file: str = ""
+    """Read whenever a connection is made, so that a password may change."""
+    ca: str = ""
+    """File of certificates that a server's must come from; empty: those of the system."""
+    cert: str = ""
+    """File of our own certificate, if the server wants one."""
+    key: str = ""
+    """File of its key."""
+    ttl: int = 0
+    """Seconds behind the last use of a page; 0: for as long as the server keeps it."""
+    connections: int = 4
+    """That move pages at a time."""
+    connect_timeout: float = 5.0
+    """Seconds for making a connection, of the time of the call that needs it."""
+    required: bool = True
+    """Whether opening fails when the server is not there."""
+
+    @property
+    def tls(self) -> bool:
+        """Whether the connection is encrypted."""
+        return self.scheme in ("rediss", "valkeys")
+
+    @property
+    def shown(self) -> str:
+        """What errors call the server: nothing secret is in it."""
+        if self.path:
+            return f"{self.scheme}:{self.path}?db={self.database}"
+        return f"{self.scheme}://{self.host}:{self.port}/{self.database}"
+
+    def secret(self) -> str:
+        """The password of just now; empty: none.
+
+        Raises:
+            ConfigError: its file cannot be read.
+        """
+        if not self.password_file:
+            return self.password
+        try:
+            return Path(self.password_file).read_text(encoding="utf-8").rstrip("\r\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"{self.scheme}: password_file: expected a file with a password, found {error}"
+            ) from None
+
+
+def parse(scheme: str, where: str, options: Mapping[str, str]) -> RedisOptions:
+    """What stands behind "scheme:", without connecting.
+
+    Raises:
+        ConfigError: no host, a port or database that is none, an option that there is not, or a
+            value that is none.
+    """
+    tls = scheme in ("rediss", "valkeys")
+    known = (*_COMMON, *_TLS, "db")
+    if any("@" in name + value for name, value in options.items() if name not in known):
+        raise ConfigError(f"{scheme}: {_ESCAPE}")
+    if where.startswith("/") and not where.startswith("//"):
+        given = Options(scheme, options, (*_COMMON, "db"))
+        found = _socket(scheme, where, given, tls)
+    else:
+        if "db" in options:
+            raise ConfigError(
+                f"{scheme}: expected the database behind the host, as in '{scheme}://host:6379/1', "
+                "found db= among the options, which is for Unix sockets"
+            )
+        given = Options(scheme, options, _COMMON + (_TLS if tls else ()))
+        found = _server(scheme, where)
+    return _with_options(found, given)
+
+
+def _socket(scheme: str, where: str, given: Options, tls: bool) -> dict[str, object]:
+    if tls:
+        raise ConfigError(
+            f"{scheme}: expected '{scheme}://host:{PORT}/0', found a Unix socket, which "
+            f"has no TLS; write '{scheme[:-1]}:/path'"
+        )
+    return {"scheme": scheme, "path": where, "database": given.count("db", 0, low=0)}
+
+
+def _server(scheme: str, where: str) -> dict[str, object]:
+    expected = (
+        f"{scheme}: expected '{scheme}://host:{PORT}/0' or, for a Unix socket, "
+        f"'{scheme}:/run/redis/redis.sock'"
+    )
+    if not where.startswith("//"):
+        raise ConfigError(f"{expected}, found neither two slashes nor a path behind '{scheme}:'")
+    authority, _, database = where[2:].partition("/")
+    if "@" in database:
+        raise ConfigError(f"{scheme}: {_ESCAPE}")
+    user, password, place = _credentials(scheme, authority)
+    host, port = _place(expected, scheme, place)
+    if database and not _NUMBER.fullmatch(database):
+        raise ConfigError(
+            f"{scheme}: expected the number of a database behind the host, found {database!r}"
+        )
+    return {
+        "scheme": scheme,
+        "host": host,
+        "port": port,
+        "database": int(database or "0"),
+        "user": user,
+        "password": password,
+    }
+
+
+def _credentials(scheme: str, authority: str) -> tuple[str, str, str]:
+    """User, password, and what stands behind them."""
+    before, at, place = authority.rpartition("@")
+    if not at:
+        return "", "", place
+    user, colon, password = before.partition(":")
+    if "@" in before:
+        raise ConfigError(f"{scheme}: {_ESCAPE}")
+    if not colon or not password:
+        raise ConfigError(
+            f"{scheme}: expected 'user:password@host' or ':password@host', found no password "
+            "behind a ':' before the '@'"
+        )
+    return unquote(user), unquote(password), place
+
+
+def _place(expected: str, scheme: str, place: str) -> tuple[str, int]:
+    """Host and port."""
+    head, colon, tail = place.rpartition(":")
+    if not colon or tail.endswith("]"):
+        head, colon, tail = place, "", str(PORT)
+    if not head:
+        raise ConfigError(f"{expected}, found no host")
+    if not _HOST.fullmatch(head):
+        raise ConfigError(f"{expected}, found a host that is none (IPv6 is written in brackets)")
+    if not (_NUMBER.fullmatch(tail) and 1 <= int(tail) <= 65535):
+        raise ConfigError(
+            f"{scheme}: expected a port from 1 to 65535 behind the host, found something else"
+        )
+    return head.strip("[]"), int(tail)
+
+
+def _with_options(found: dict[str, object], given: Options) -> RedisOptions:
+    scheme = str(found["scheme"])
+    if "user" in given:
+        if found.get("password"):
+            raise ConfigError(f"{scheme}: expected the user once, found it in two places")
+        found["user"] = given.text("user")
+    if "password_file" in given:
+        if found.get("password"):
+            raise ConfigError(f"{scheme}: expected the password once, found it and its file")
+        found["password_file"] = given.text("password_file")
+    if found.get("user") and not (found.get("password") or found.get("password_file")):
+        raise ConfigError(f"{scheme}: expected password_file= beside user=, found none")
+    if ("cert" in given) != ("key" in given):
+        raise ConfigError(f"{scheme}: expected cert= and key= together, found one of them")
+    found.update({name: given.text(name) for name in _TLS if name in given})
+    return RedisOptions(
+        **found,  # type: ignore[arg-type]
+        ttl=given.count("ttl", 0, low=1) if "ttl" in given else 0,
+        connections=given.count("connections", 4, high=64),
+        connect_timeout=given.seconds("connect_timeout", 5.0, low=0.001),
+        required=given.choice("required", ("yes", "no")) == "yes",
+    )
+
+
+_ESCAPE = (
+    "expected one '@' in front of the host; in a password, '@' is written %40, '/' %2F, ':' %3A, "
+    "'?' %3F and '%' %25"
+)
+
+
+# ---- What a server says when it will not, and what to do about it.
+
+_REMEDIES = {
+    "OOM": "it is full: raise maxmemory, or set maxmemory-policy allkeys-lru",
+    "READONLY": "it is a replica: give the address of the primary",
+    "LOADING": "it reads its data from disk; try again when it has",
+    "NOAUTH": "give user and password: redis://user:password@host",
+    "WRONGPASS": "correct user or password",
+    "NOPERM": "allow this user the keys lightcache/* and the commands of docs/storage.md",
+    "MISCONF": "it cannot save its data and takes no writes: see its log; a cache needs no saving",
+    "MASTERDOWN": "it is a replica without its primary: give the address of the primary",
+    "MOVED": "it is a node of a cluster, which is not supported: give one server",
+    "ASK": "it is a node of a cluster, which is not supported: give one server",
+    "CROSSSLOT": "it is a node of a cluster, which is not supported: give one server",
+    "CLUSTERDOWN": "it is a node of a cluster, which is not supported: give one server",
+    "BUSY": "it runs a script; stop that, or wait for it",
+    "ERR max number of clients": "raise maxclients, or have fewer connections=",
+    "ERR unknown command": "lightcache needs Redis 6.2 or Valkey, with that command",
+    "ERR Protocol error: invalid bulk length": "raise proto-max-bulk-len above the size of a page",
+    "ERR DB index is out of range": "give the number of a database that there is",
+    "ERR AUTH": "it wants no password: leave it out",
+    "-DENIED": "it is in protected mode: set a password, or bind it to the address that is meant",
+    "DENIED": "it is in protected mode: set a password, or bind it to the address that is meant",
+}
+
+
+class ServerError(StorageError):
+    """The server answered with an error."""
+
+    def __init__(self, server: str, words: str) -> None:
+        """
+        Args:
+            server: what errors call it.
+            words: its own.
+        """
+        self.words = words
+        remedy = next((do for what, do in _REMEDIES.items() if words.startswith(what)), "")
+        super().__init__(f"{server}: {words}{'; ' + remedy if remedy else ''}")
+
+    @property
+    def kind(self) -> str:
+        """The first word, which says which error it is."""
+        return self.words.partition(" ")[0]
+
+
+# ---- Commands out and answers in over one connection, each byte of them by a deadline.
+#
+# The client library makes the connection; what goes over it afterwards is sent and read here. Its
+# own reader waits anew for each piece of an answer, however few bytes come, and copies a page
+# four times. Here a page goes from the socket to where it is wanted, and from where it lies to
+# the socket.
 
 Answer = Any
 """int, bytes, None, a list of them, or a ServerError."""
@@ -258,4 +511,252 @@ def around_value(
     )
 
 
-__all__ = ["Answer", "Wire", "around_value", "command"]
+# ---- Connections: made by the client library, lent to one user at a time, dropped when they
+# fail.
+
+_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+"""Seconds, and how often: that a server's machine is gone is noticed within 45 s."""
+_LOOK = 0.3  # seconds for finding out why a server will not have us
+_CLOSED = (ConnectionResetError, BrokenPipeError, EOFError)
+_THERE = "is the server started, and the address right?"
+
+
+def library(scheme: str) -> ModuleType:
+    """The client library.
+
+    Raises:
+        StorageError: it is not installed, or too old. No ConfigError: the URL may be right.
+    """
+    install = "pip install 'lightcache[redis]'"
+    try:
+        import redis
+    except ImportError as error:
+        raise StorageError(f"{scheme}: the package redis is not installed; {install}") from error
+    version = str(getattr(redis, "__version__", "0"))
+    if not (found := re.match("[0-9]+", version)) or int(found[0]) < 5:
+        raise StorageError(
+            f"{scheme}: expected the package redis 5 or later, found {version}; {install}"
+        )
+    return redis
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and what it came from."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+class Connections:
+    """Those of one storage. Idle ones are kept, up to so many."""
+
+    def __init__(self, options: RedisOptions, keep: int) -> None:
+        """None yet.
+
+        Raises:
+            ConfigError: a file that the URL names is not there.
+            StorageError: no client library.
+        """
+        self._options, self._keep = options, keep
+        self._redis = library(options.scheme)
+        self._lock = threading.Lock()
+        self._idle: list[tuple[Any, Wire]] = []
+        self._closed = False
+        self._certificates()
+        options.secret()
+
+    @contextlib.contextmanager
+    def one(self, deadline: Deadline) -> Iterator[Wire]:
+        """A connection that is ours until the end of the statement; an exception drops it, since
+        nobody knows what of an answer is still to come.
+
+        Raises:
+            StorageError: the server is not there, or will not have us, or not in time.
+        """
+        connection, wire = self._idle_one() or self._made(deadline)
+        wire.by(deadline)
+        try:
+            yield wire
+        except BaseException:
+            connection.disconnect()
+            raise
+        with self._lock:
+            if not self._closed and len(self._idle) < self._keep:
+                self._idle.append((connection, wire))
+                return
+        connection.disconnect()
+
+    def close(self) -> None:
+        """Nobody has one any more."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for connection, _ in idle:
+            connection.disconnect()
+
+    def _idle_one(self) -> tuple[Any, Wire] | None:
+        """One that the server has not closed meanwhile, as it does when it ends."""
+        while True:
+            with self._lock:
+                if not self._idle:
+                    return None
+                connection, wire = self._idle.pop()
+            if not wire.stale:
+                return connection, wire
+            connection.disconnect()
+
+    # ---- making one
+
+    def _made(self, deadline: Deadline) -> tuple[Any, Wire]:
+        options = self._options
+        hurry = Deadline(min(options.connect_timeout, deadline.left))
+        wire = Wire(options.shown)
+        wire.by(hurry)
+        try:
+            secret = options.secret()
+        except ConfigError as error:  # the file was there before
+            raise StorageError(f"{options.shown}: {error}") from None
+        kind, place = self._place(hurry)
+        # Connecting and the handshake of TLS each take as long as they are given.
+        parts = 2 if options.tls else 1
+        connection = kind(
+            **place,
+            db=options.database,
+            username=options.user or None,
+            password=secret or None,
+            protocol=2,
+            socket_timeout=max(hurry.left / parts, 1e-3),
+            parser_class=lambda socket_read_size: wire,
+        )
+        try:
+            connection.connect()
+            return connection, wire
+        except BaseException as error:
+            connection.disconnect()
+            if not isinstance(error, Exception):
+                raise
+            raise self._failed(error) from error
+
+    def _place(self, hurry: Deadline) -> tuple[Any, dict[str, Any]]:
+        """Of which kind it is, and where to. A name may have several addresses, which are tried
+        one after the other: each has its part of the time."""
+        options = self._options
+        if options.path:
+            place: dict[str, Any] = {"path": options.path}
+            place["socket_connect_timeout"] = max(hurry.left, 1e-3)
+            return self._redis.UnixDomainSocketConnection, place
+        try:
+            found = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            raise StorageError(f"{options.shown}: this host is not known: {error}") from error
+        place = {
+            "host": options.host,
+            "port": options.port,
+            "socket_connect_timeout": max(hurry.left / len(found) / (1 + options.tls), 1e-3),
+            "socket_keepalive": True,
+            "socket_keepalive_options": {
+                getattr(socket, name): value
+                for name, value in _ALIVE.items()
+                if hasattr(socket, name)
+            },
+        }
+        if not options.tls:
+            return self._redis.Connection, place
+        place.update(
+            ssl_ca_certs=options.ca or None,
+            ssl_certfile=options.cert or None,
+            ssl_keyfile=options.key or None,
+            ssl_cert_reqs="required",
+            ssl_check_hostname=True,
+        )
+        return self._redis.SSLConnection, place
+
+    def _failed(self, error: Exception) -> StorageError:
+        """What is wrong, for people; a server that lets us connect and no more is asked once."""
+        if isinstance(error, ServerError):
+            return error
+        server, exceptions = self._options.shown, self._redis.exceptions
+        if isinstance(error, exceptions.ResponseError):
+            # A server that does not know AUTH repeats what it was given.
+            return ServerError(server, str(error).partition(", with args")[0])
+        causes = list(_causes(error))
+        for cause in causes:
+            if isinstance(cause, ssl.SSLCertVerificationError):
+                return StorageError(
+                    f"{server}: its certificate is refused: CERTIFICATE_VERIFY_FAILED: "
+                    f"{cause.verify_message.rstrip('.')}; give the authority that signed it with "
+                    "ca=, and a host that it is for"
+                )
+        if found := self._refusal(any(isinstance(one, _CLOSED) for one in causes)):
+            return found
+        if isinstance(error, StorageError):
+            return StorageError(f"{error}; {_THERE}")
+        what = "no answer in time" if isinstance(error, exceptions.TimeoutError) else str(error)
+        return StorageError(f"{server}: cannot connect: {what.rstrip('.')}; {_THERE}")
+
+    def _refusal(self, closed: bool) -> StorageError | None:
+        """Why a server that is there will not have us, by what it says to one that speaks no TLS.
+
+        Args:
+            closed: it closed our connection before it said anything.
+        """
+        server, said = self._options.shown, self._said()
+        words = said[1:].decode(errors="replace")
+        if words.startswith("ERR max number of clients"):
+            return ServerError(server, words)
+        if said[:1] in (b"+", b"-") and self._options.tls:
+            scheme = self._options.scheme.removesuffix("s")
+            return StorageError(
+                f"{server}: it answers without TLS; write {scheme}:, or give the port where it "
+                "speaks TLS"
+            )
+        if not self._options.tls and (said[:1] == b"\x15" or (closed and not said)):
+            return StorageError(
+                f"{server}: it closes the connection before it says a word; does it want TLS "
+                f"({self._options.scheme}s:), or a password?"
+            )
+        return None
+
+    def _said(self) -> bytes:
+        """The first line that the server says to a PING; none: it is not there, or says nothing."""
+        options = self._options
+        try:
+            if options.path:
+                way = socket.socket(socket.AF_UNIX)
+            else:
+                way = socket.create_connection((options.host, options.port), _LOOK)
+            with way:
+                if options.path:
+                    way.settimeout(_LOOK)
+                    way.connect(options.path)
+                with contextlib.suppress(OSError):  # it may have said why before we sent
+                    way.sendall(b"PING\r\n")
+                return way.recv(256).partition(b"\r\n")[0]
+        except (OSError, UnicodeError):
+            return b""
+
+    def _certificates(self) -> None:
+        for name in ("ca", "cert", "key"):
+            path = getattr(self._options, name)
+            try:
+                if path:
+                    with open(path, "rb"):
+                        pass
+            except OSError as error:
+                raise ConfigError(
+                    f"{self._options.scheme}: {name}: expected a file to read, found {error}"
+                ) from None
+
+
+__all__ = [
+    "PORT",
+    "Answer",
+    "Connections",
+    "RedisOptions",
+    "ServerError",
+    "Wire",
+    "around_value",
+    "command",
+    "library",
+    "parse",
+]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lightcache.storage.protocol import StorageSpec
-from lightcache.storage.remote.s3.backend import S3Storage
-from lightcache.storage.remote.s3.options import Place, parse
+from lightcache.storage.remote.s3.backend import Place, S3Storage, parse
 
 
 def open_url(scheme: str, where: str, options: Mapping[str, str], spec: StorageSpec) -> S3Storage:

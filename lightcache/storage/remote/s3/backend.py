@@ -9,24 +9,456 @@ One thing a store does not say: whether a name that it removed was there. `delet
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
+import queue
 import re
+import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import numpy.typing as npt
 
 from lightcache.errors import ConfigError, StorageError
 from lightcache.storage.arguments import Deadline
+from lightcache.storage.options import Options
 from lightcache.storage.protocol import ReadStatus, StorageSpec, WriteStatus
 from lightcache.storage.remote import trailer
 from lightcache.storage.remote.base import Read, RemoteStorage, Wrote
-from lightcache.storage.remote.s3.flights import Job, Requests
-from lightcache.storage.remote.s3.options import Place
-from lightcache.storage.remote.s3.words import absent, explain
+
+# ---- What an S3-compatible store or its client says, in words for people.
+#
+# The client puts the whole answer into its errors, and the answer to a wrong signature quotes the
+# request. So its text is never passed on, but for the status, the code in the answer, and the
+# name of what went wrong underneath.
+
+_STATUS = re.compile(r"non-2xx status code: (\d{3})")
+_CODE = re.compile(r"<Code>([A-Za-z0-9.]{1,64})</Code>")
+_KIND = re.compile(r"kind: ([A-Z][A-Za-z]{1,30})")
+_SYSTEM = re.compile(r'message: "([^"\\]{1,100})"')
+_CERTIFICATE = re.compile(r"InvalidCertificate\((?:\s*\w+\()*\s*(\w{1,60})")
+_METADATA = re.compile(r"/latest/(api/token|meta-data/)")  # asked by who has no credentials
+CREDENTIALS = "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN"
+_KEYS = f"the credentials are not accepted; look at {CREDENTIALS}"
+_OTHER_REGION = "the bucket is in another region; say which by region="
+_SLOWER = "the store asks for fewer requests; lower requests=, or spread the load over prefixes"
+_RIGHTS = (
+    "the credentials do not allow it: pages need s3:GetObject, s3:PutObject and s3:DeleteObject, "
+    "and s3:ListBucket, without which an absent page is refused instead"
+)
+_REMEDIES = {
+    "NoSuchBucket": "there is no such bucket; create it, or correct the URL",
+    "AccessDenied": _RIGHTS,
+    "AllAccessDisabled": _RIGHTS,
+    "InvalidAccessKeyId": _KEYS,
+    "SignatureDoesNotMatch": _KEYS,
+    "InvalidToken": _KEYS,
+    "ExpiredToken": "the credentials have expired; renew them and open the storage again",
+    "RequestTimeTooSkewed": "the clocks of this machine and the store differ; set this one right",
+    "AuthorizationHeaderMalformed": _OTHER_REGION,
+    "PermanentRedirect": _OTHER_REGION,
+    "TemporaryRedirect": _OTHER_REGION,
+    "IllegalLocationConstraintException": _OTHER_REGION,
+    "SlowDown": _SLOWER,
+    "ServiceUnavailable": _SLOWER,
+    "NotImplemented": "the store cannot do this; try conditional=no and bulk_delete=no",
+    "EntityTooLarge": "the store does not take pages of this size in one request",
+    "QuotaExceeded": "the bucket is full; make room, or let a lifecycle rule do so",
+}
+_BY_STATUS = {
+    "301": _OTHER_REGION,
+    "401": _KEYS,
+    "403": f"{_RIGHTS}; or they are wrong or have expired",
+    "429": _SLOWER,
+    "501": _REMEDIES["NotImplemented"],
+    "503": _SLOWER,
+}
+
+
+def explain(error: BaseException) -> str:
+    """What happened, and what to do if that is known."""
+    text = str(error)
+    if isinstance(error, TimeoutError) or "without LOCATION" in text:
+        return _OTHER_REGION if "LOCATION" in text else "no answer in time"
+    if "BadScheme" in text:
+        return "the endpoint is of http and was not named in the URL; say endpoint=http://..."
+    if _METADATA.search(text):
+        return f"there are no credentials; set {CREDENTIALS}, or say anonymous=yes"
+    if found := _first(_CERTIFICATE, text):
+        return (
+            f"the store's certificate is not accepted ({found}); name the authority that it comes "
+            "from by ca=, and in the endpoint the host that it is of"
+        )
+    status, code = _first(_STATUS, text), _first(_CODE, text)
+    if status or code:
+        return _join(f"{status} {code}".strip(), _REMEDIES.get(code) or _BY_STATUS.get(status, ""))
+    below = _first(_SYSTEM, text) or _first(_KIND, text) or type(error).__name__
+    return f"no proper answer ({below}); see that the store is up and the endpoint is right"
+
+
+def absent(error: BaseException, *, told: bool) -> bool:
+    """Whether the store says that there is no such object.
+
+    Args:
+        told: the answer has a body, which tells that from a missing bucket, or from a server that
+            is no store. The answer to a HEAD has none.
+    """
+    if not isinstance(error, FileNotFoundError) or _METADATA.search(str(error)):
+        return False
+    return not told or _first(_CODE, str(error)) == "NoSuchKey"
+
+
+def _first(pattern: re.Pattern[str], text: str) -> str:
+    found = pattern.search(text)
+    return found.group(1) if found else ""
+
+
+def _join(what: str, remedy: str) -> str:
+    return f"{what}: {remedy}" if remedy else what
+
+
+# ---- URLs of S3-compatible stores: what is right in them, and what the client makes of it.
+
+KNOWN = (
+    *("endpoint", "region", "addressing", "requests", "retries"),
+    *("conditional", "bulk_delete", "anonymous", "wait", "ca"),
+)
+_SECRET = re.compile(r"key|secret|token|password|credential|profile", re.IGNORECASE)
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]")
+_PART = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9!_.*'()=-]+")
+_REGION_NAME = re.compile(r"[A-Za-z0-9-]{1,64}")
+_AWAY = f"credentials do not belong in a URL; set {CREDENTIALS} in the environment"
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a URL says."""
+
+    bucket: str
+    prefix: str
+    """Without slashes around it; may be empty."""
+    endpoint: str
+    """Empty: that of AWS for the region."""
+    region: str
+    """Empty: what the environment says, or us-east-1."""
+    virtual: bool
+    """The bucket is a part of the host's name."""
+    requests: int
+    """Under way at a time."""
+    retries: int
+    """Of a request, by the client, within the time of the call."""
+    conditional: bool
+    """Pages are stored only where none is."""
+    bulk_delete: bool
+    anonymous: bool
+    """Requests are not signed."""
+    wait: float
+    """Seconds in which the store must answer when it is opened; 0: it is not asked."""
+    ca: str = ""
+    """File of certificates that the store's may come from, besides those of the system."""
+
+    def __str__(self) -> str:
+        where = f"s3://{self.bucket}" + (f"/{self.prefix}" if self.prefix else "")
+        return f"{where} at {self.endpoint}" if self.endpoint else where
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """For the client. Over TLS a body is not hashed once more for the signature: it takes as
+        long as sending it does on a fast line, and nobody can change it on the way."""
+        found: dict[str, Any] = {
+            "virtual_hosted_style_request": self.virtual,
+            "disable_bulk_delete": not self.bulk_delete,
+            "unsigned_payload": not self.endpoint.startswith("http:"),
+        }
+        if self.endpoint:
+            found["endpoint"] = self._address
+        if self.region:
+            found["region"] = self.region
+        if self.anonymous:
+            found["skip_signature"] = True
+        return found
+
+    @property
+    def client(self) -> dict[str, Any]:
+        """Of its connections. What bounds a request is the time of the call.
+
+        Raises:
+            ConfigError: the file of certificates cannot be read, or has none.
+        """
+        found: dict[str, Any] = {
+            "allow_http": self.endpoint.startswith("http:"),
+            "connect_timeout": timedelta(seconds=5),
+            "timeout": timedelta(hours=24),
+            "pool_max_idle_per_host": str(self.requests),
+            "pool_idle_timeout": timedelta(seconds=30),
+        }
+        if self.ca:
+            found["root_certificate"] = self._certificates()
+        return found
+
+    @property
+    def retrying(self) -> dict[str, Any]:
+        """Of its retries."""
+        backoff = {
+            "init_backoff": timedelta(milliseconds=100),
+            "max_backoff": timedelta(seconds=2),
+        }
+        limit = timedelta(minutes=2)
+        return {"max_retries": self.retries, "backoff": backoff, "retry_timeout": limit}
+
+    def _certificates(self) -> bytes:
+        try:
+            found = Path(self.ca).read_bytes()
+        except OSError as error:
+            raise ConfigError(f"s3: ca: expected a file to read, found {error}") from None
+        if b"-----BEGIN CERTIFICATE-----" not in found:
+            raise ConfigError(f"s3: ca: expected certificates in PEM, found none in {self.ca}")
+        return found
+
+    @property
+    def _address(self) -> str:
+        scheme, _, rest = self.endpoint.partition("://")
+        return f"{scheme}://{self.bucket}.{rest}" if self.virtual else self.endpoint
+
+
+def parse(scheme: str, where: str, options: Mapping[str, str]) -> Place:
+    """Of "//bucket/prefix" and the options. Asks nobody.
+
+    Raises:
+        ConfigError: names what is wrong. No text of a URL that may hold credentials is in it.
+    """
+    if secret := sorted(name for name in options if _SECRET.search(name)):
+        raise ConfigError(f"{scheme}: found {', '.join(secret)}: {_AWAY}")
+    given = Options(scheme, options, KNOWN)
+    bucket, prefix = _bucket(scheme, where)
+    region = given.text("region")
+    if region and not _REGION_NAME.fullmatch(region):
+        raise ConfigError(f"{scheme}: region: expected one such as eu-west-1, found {region!r}")
+    endpoint = _endpoint(scheme, given.text("endpoint")) if "endpoint" in given else ""
+    if "ca" in given and endpoint.startswith("http:"):
+        raise ConfigError(f"{scheme}: ca: expected an endpoint of https beside it, found http")
+    return Place(
+        bucket,
+        prefix,
+        endpoint,
+        region,
+        virtual=given.choice("addressing", ("path", "virtual")) == "virtual",
+        requests=given.count("requests", 32, 1, 1024),
+        retries=given.count("retries", 2, 0, 10),
+        conditional=given.choice("conditional", ("yes", "no")) == "yes",
+        bulk_delete=given.choice("bulk_delete", ("yes", "no")) == "yes",
+        anonymous=given.choice("anonymous", ("no", "yes")) == "yes",
+        wait=given.seconds("wait", 10.0),
+        ca=given.text("ca"),
+    )
+
+
+def _bucket(scheme: str, where: str) -> tuple[str, str]:
+    if "@" in where:
+        raise ConfigError(f"{scheme}: expected a bucket, found an '@': {_AWAY}")
+    bucket, _, prefix = where.removeprefix("//").partition("/")
+    if not where.startswith("//") or not bucket:
+        raise ConfigError(f"{scheme}: expected '{scheme}://bucket/prefix', found {where!r}")
+    if not _BUCKET.fullmatch(bucket):
+        raise ConfigError(
+            f"{scheme}: expected the name of a bucket, 3 to 63 letters, digits and '.-', found "
+            f"{bucket!r}; a server's address belongs to endpoint="
+        )
+    prefix = prefix.removesuffix("/")
+    if prefix and not all(_PART.fullmatch(part) for part in prefix.split("/")):
+        raise ConfigError(
+            f'{scheme}: expected a prefix of letters, digits and "!_.*\'()=-" between single '
+            f"slashes, found {prefix!r}"
+        )
+    return bucket, prefix
+
+
+def _endpoint(scheme: str, text: str) -> str:
+    if "@" in text:
+        raise ConfigError(f"{scheme}: endpoint: expected no '@': {_AWAY}")
+    try:
+        found = urlsplit(text)
+        right = found.scheme in ("http", "https") and bool(found.hostname) and found.port != 0
+    except ValueError:  # a port that is none, half an address of IPv6
+        right = False
+    if not right or found.path not in ("", "/") or found.query or found.fragment:
+        raise ConfigError(
+            f"{scheme}: endpoint: expected one such as http://127.0.0.1:9000, found {text!r}"
+        )
+    return text.rstrip("/")
+
+
+# ---- Requests of a client whose calls are awaited, for threads that wait only as long as they
+# may.
+#
+# An event loop in a thread of its own has the requests under way. It never sees a caller's
+# buffers: it is given bytes of our own to send, and hands over the client's bytes as they came;
+# the calling thread copies them. So nothing that comes late can touch a page, and a call returns
+# when its time is up, without waiting for whoever does not answer: its requests are cancelled
+# behind it.
+
+ENDING = 10.0  # seconds in which the loop must have ended: it only runs callbacks
+Job = tuple[int, Callable[[], Awaitable[Any]]]
+"""A number, by which its result is known, and what begins the request, in the loop."""
+Result = tuple[int, Any]
+"""The number of a job, and what was awaited, or the exception that was raised."""
+
+
+class Requests:
+    """At most `at_once` requests under way, of all calls together."""
+
+    def __init__(self, at_once: int, name: str) -> None:
+        """Starts the thread.
+
+        Args:
+            name: of the thread.
+
+        Raises:
+            RuntimeError: no more threads.
+        """
+        self.at_once = at_once
+        self._process = os.getpid()
+        self._loop = asyncio.new_event_loop()
+        self._slots = asyncio.Semaphore(at_once)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:  # no more threads here
+            self._loop.close()
+            raise
+
+    def each(self, jobs: Iterator[Job], deadline: Deadline) -> Iterator[Result]:
+        """Results as they come, until all are there or time is up: what has none by then is
+        cancelled. A job is taken when there is room for it, so no more than `at_once` results of
+        a call are in memory; an end of `jobs` that comes early begins no more. An exception of a
+        request is its result; none is raised here.
+        """
+        call = _Call(self._loop, self._slots)
+        try:
+            yield from call.results(jobs, self.at_once, deadline)
+        finally:
+            call.drop()
+
+    def one(self, begin: Callable[[], Awaitable[Any]], deadline: Deadline) -> Any:
+        """The result of one request.
+
+        Raises:
+            StorageError: time is up.
+            Exception: what it raised.
+        """
+        for _, result in self.each(iter([(0, begin)]), deadline):
+            if isinstance(result, BaseException):
+                raise result
+            return result
+        raise StorageError(deadline.reason)
+
+    def close(self) -> None:
+        """Cancel what is under way and end the thread. A second call does nothing, and so does one
+        in a forked child, which has no such thread.
+
+        Raises:
+            StorageError: it did not end; call again.
+        """
+        if self._process != os.getpid() or self._loop.is_closed():
+            return
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        if self._thread is threading.current_thread():  # garbage is collected by any thread
+            return
+        self._thread.join(ENDING)
+        if self._thread.is_alive():
+            raise StorageError(f"close: requests did not end within {ENDING:g} s; close it again")
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_forever()
+            self._loop.run_until_complete(_end_others())
+        finally:
+            self._loop.close()
+
+
+async def _end_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    await asyncio.get_running_loop().shutdown_asyncgens()
+
+
+class _Call:
+    """Requests of one call. `begin`, `results` and `drop` are for the calling thread, what has an
+    underline is for the loop's."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, slots: asyncio.Semaphore) -> None:
+        self._loop, self._slots = loop, slots
+        self._done: queue.SimpleQueue[Result] = queue.SimpleQueue()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._dropped = False
+
+    def begin(self, job: Job) -> None:
+        self._loop.call_soon_threadsafe(self._begin, *job)
+
+    def results(self, jobs: Iterator[Job], at_once: int, deadline: Deadline) -> Iterator[Result]:
+        under_way = 0
+        while True:
+            while under_way < at_once and not deadline.passed:
+                job = next(jobs, None)
+                if job is None:
+                    break
+                self.begin(job)
+                under_way += 1
+            if not under_way:
+                return
+            try:
+                result = self._done.get(timeout=min(deadline.left, threading.TIMEOUT_MAX))
+            except queue.Empty:
+                if deadline.passed:
+                    return
+                continue
+            under_way -= 1
+            yield result
+
+    def drop(self) -> None:
+        """Cancel what is under way; a request that has not begun never will."""
+        self._loop.call_soon_threadsafe(self._drop)
+
+    def _begin(self, number: int, begin: Callable[[], Awaitable[Any]]) -> None:
+        if not self._dropped:
+            task = self._loop.create_task(self._one(number, begin))
+            self._tasks.add(task)  # the loop itself keeps no reference
+            task.add_done_callback(self._tasks.discard)
+
+    async def _one(self, number: int, begin: Callable[[], Awaitable[Any]]) -> None:
+        result: Any
+        try:
+            async with self._slots:
+                result = await begin()
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # a panic of the client's is no Exception
+            result = error
+        self._done.put((number, result))
+
+    def _drop(self) -> None:
+        self._dropped = True
+        for task in self._tasks:
+            task.cancel()
+
+
+# ---- Pages as objects of an S3-compatible store.
+#
+# An object is a page with its trailer behind it, so one GET brings both and one PUT stores both:
+# it is there whole or not at all, since a store takes an object when all of it has come. Nothing
+# is ever uploaded in parts. Its length comes before its bytes, and an object of another length is
+# not read.
+#
+# One thing a store does not say: whether a name that it removed was there. `delete` asks before.
 
 _opened_by: int | None = None  # the process that opened one first: its threads are in no child
 MOST = (5 << 30) - trailer.BYTES  # of a page: what S3 takes in one request
@@ -265,4 +697,4 @@ def _version(library: Any) -> tuple[int, ...]:
     return tuple(map(int, found.groups())) if found else (0,)
 
 
-__all__ = ["S3Storage"]
+__all__ = ["Job", "Place", "Requests", "Result", "S3Storage", "absent", "explain", "parse"]

@@ -1,0 +1,301 @@
+"""What a model is given and what it is made of, looked at while a connector is open.
+
+Pages are found by token ids alone. So whatever else decides keys and values must be as `describe`
+found it: the weights, no dropout, positions from 0 on, a causal mask, one row for each token.
+Hooks on the model look at each forward pass that has a `PrefixCache`; `check_weights` looks at the
+weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lightcache.connectors._requirements import PreTrainedModel, torch
+from lightcache.connectors.prefix_cache import PrefixCache, one_row
+from lightcache.connectors.trial import check_evaluated, parts_of_model
+from lightcache.errors import ConfigError, LayoutMismatch
+
+SAMPLE = 16
+"""Values of each tensor that are compared: a change that torch does not count is seen by these."""
+_MASK = "attention_mask"
+
+
+class ModelWatch:
+    """Looks at one model for one connector, until `close`. For several threads."""
+
+    def __init__(
+        self, model: Any = None, version: str = "", *, needs_positions: bool = False
+    ) -> None:
+        """Hook every part of the model that takes token ids.
+
+        Args:
+            model: None: a copy of a hooked model was made or loaded; its hooks do nothing.
+            version: of the weights that it has now; see `Namespace`.
+            needs_positions: whether it counts positions from 0 in each pass unless it is told.
+        """
+        self._model, self._needs_positions = model, needs_positions
+        self._parameters: dict[Any, tuple[str, ...]] = {}
+        """Names of the positional arguments of each module that is looked at."""
+        self._hooks: list[Any] = []
+        self._weights = None if model is None else Weights(model, version)
+        for module in () if model is None else _takers(model):
+            self._parameters[module] = tuple(inspect.signature(module.forward).parameters)
+            self._hooks += [
+                module.register_forward_pre_hook(self._before, with_kwargs=True),
+                module.register_forward_hook(self._after, with_kwargs=True, always_call=True),
+            ]
+
+    def __reduce__(self) -> tuple[type[ModelWatch], tuple[()]]:
+        """Hooks travel with copies of the model; those of a copy look at nothing."""
+        return ModelWatch, ()
+
+    def check_weights(self, version: str) -> None:
+        """Whether the weights are those that were first used under this name of a version, and no
+        part of the model drops values. On a GPU the current stream is waited for.
+
+        Raises:
+            LayoutMismatch: they changed since.
+            ConfigError: a part is in training mode with dropout.
+        """
+        if self._weights is not None:
+            self._weights.check(version)
+
+    def close(self) -> None:
+        """Take the hooks away."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._parameters = {}
+
+    # ---- one forward pass
+
+    def _before(self, module: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        names = self._parameters.get(module)
+        if names is None:
+            return
+        given = {**dict(zip(names, args, strict=False)), **named}
+        past = next((one for one in given.values() if isinstance(one, PrefixCache)), None)
+        if past is None or past.watch is not self:
+            return
+        if past.passing and past.passing[0] is not module:
+            return  # a part of the model, within a pass that was looked at
+        ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
+        if ids is None and embeds is None:
+            return  # a wrapper with other names; the model in it is looked at
+        past.check_sound()
+        if module.training:
+            try:
+                check_evaluated(module)
+            except ConfigError as error:
+                raise past.spoil(str(error)) from None
+        if given.get("use_cache") is False:
+            raise past.spoil(
+                "the model was called with use_cache=False, with which `generate` feeds its whole "
+                "input in each step, behind what is held; give generate use_cache=True (the "
+                "generation_config of some models, such as MPT, says False)"
+            )
+        if ids is None or embeds is not None:
+            raise past.spoil(
+                "the model was given inputs_embeds, expected input_ids alone: pages are found by "
+                "token ids, which do not say what these are"
+            )
+        if ids.dim() != 2:
+            return  # the model says what it expects
+        rows, count = ids.shape
+        one_row(rows)
+        held = past.held
+        _check_alone(past, given)
+        past.given(ids[0])
+        _check_mask(past, given.get(_MASK), held, count)
+        self._check_positions(past, given.get("position_ids"), held, count)
+        past.begin()
+        past.passing = (module, held, held + count)
+
+    def _after(self, module: Any, args: Any, named: Any, output: Any) -> None:
+        if module not in self._parameters:
+            return
+        for past in (*args, *named.values()):
+            if isinstance(past, PrefixCache) and past.passing and past.passing[0] is module:
+                self._ended(past, output is not None)
+
+    def _ended(self, past: PrefixCache, complete: bool) -> None:
+        _, before, wanted = past.passing
+        rows = past.rows
+        if not complete and rows == {before}:  # it failed before anything was computed
+            past.passing = ()
+            past.forget_given(before)
+        elif complete:
+            past.passing = ()
+            if rows != {wanted}:
+                raise past.spoil(
+                    f"{type(self._model).__name__} was given {wanted - before} tokens behind "
+                    f"{before}, so expected {wanted} rows of keys in every layer, found "
+                    f"{sorted(rows)}; a model that adds or drops rows is not supported"
+                )
+
+    def _check_positions(self, past: PrefixCache, positions: Any, held: int, count: int) -> None:
+        if positions is None:
+            if self._needs_positions and held:
+                raise past.spoil(
+                    f"{type(self._model).__name__} counts positions from 0 in each pass unless it "
+                    f"is told, and was given none behind {held} tokens; give position_ids="
+                    f"torch.arange({held}, {held + count})[None], or use generate"
+                )
+            return
+        if positions.shape[-1] != count:
+            raise past.spoil(
+                f"position_ids: expected {held} to {held + count - 1}, found {positions.shape[-1]} "
+                f"positions for {count} tokens"
+            )
+        expected = torch.arange(held, held + count, device=positions.device)
+        past.doubt(
+            (positions != expected).any(),
+            "position_ids: expected those of the tokens in the prompt, 0 for its first, found "
+            "others: keys are stored with their positions; compute without padding, or give none",
+            soon=count > 1,
+        )
+
+
+def _takers(model: Any) -> list[Any]:
+    """The model, and what of it may be called with token ids instead of it."""
+    found = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
+    return found if model in found else [model, *found]
+
+
+def _check_alone(past: PrefixCache, given: Mapping[str, Any]) -> None:
+    """Token ids are all that the model is given: what else it computes from is in no key."""
+    for name, one in given.items():
+        other = torch.is_tensor(one) and one.is_floating_point() and name != _MASK
+        if one is not None and (other or name.endswith("token_type_ids")):
+            raise past.spoil(
+                f"the model was given {name}, expected token ids alone: pages are found by these, "
+                "and what else keys and values depend on would be published under them"
+            )
+
+
+def _check_mask(past: PrefixCache, mask: Any, held: int, count: int) -> None:
+    """A mask that hides nothing of the past from any token, and is as long as it must be."""
+    if mask is None:
+        return
+    if isinstance(mask, Mapping):
+        for one in mask.values():
+            _check_mask(past, one, held, count)
+        return
+    wanted = held + count
+    if not torch.is_tensor(mask) or mask.dim() not in (2, 4):
+        raise past.spoil(
+            f"attention_mask: expected ones of shape (1, {wanted}) or none, found "
+            f"{type(mask).__name__} {tuple(getattr(mask, 'shape', ()))}"
+        )
+    if mask.shape[-1] < wanted or (mask.dim() == 4 and mask.shape[-2:] != (count, wanted)):
+        raise past.spoil(
+            f"attention_mask: expected shape (1, {wanted}) for {count} tokens behind {held} held "
+            f"ones, found {tuple(mask.shape)}; give one for all tokens, held and new, or none"
+        )
+    if mask.dim() == 2:
+        hidden = (mask[:, :wanted] == 0).any()
+    else:
+        seen = mask.bool() if not mask.is_floating_point() else mask >= 0
+        causal = torch.ones(count, wanted, dtype=torch.bool, device=mask.device).tril(held)
+        hidden = (seen != causal).any()
+    past.doubt(
+        hidden,
+        "attention_mask: expected one that masks nothing but later tokens, found another: masked "
+        "tokens shift positions and change keys. `generate` masks pad tokens of a prompt unless it "
+        "is given attention_mask=torch.ones_like(input_ids); give that, and prompts without "
+        "padding",
+        soon=count > 1,
+    )
+
+
+# ---------------------------------------------------------------- weights
+
+
+class Weights:
+    """Notices that the weights of a model changed.
+
+    By the address and the version counter of each tensor, which see a tensor that was replaced and
+    every change in place that torch counts; and by `SAMPLE` values in the middle of each, for
+    changes that go past the counters (`.data`, other libraries). What neither sees: a change past
+    the counters of none of these values.
+    """
+
+    def __init__(self, model: Any, version: str) -> None:
+        """Those that there are now are this version's."""
+        self._model = model
+        self._lock = threading.Lock()
+        self._places: list[tuple[int, int]] = []
+        self._windows: dict[Any, list[Any]] = {}
+        self._sampled: dict[Any, Any] = {}
+        self._generation = 0
+        self._look()
+        self._used = {version: self._generation}
+        """Which generation each version is of."""
+
+    def check(self, version: str) -> None:
+        """See `ModelWatch.check_weights`."""
+        check_evaluated(self._model)
+        with self._lock:
+            self._look()
+            now = self._generation
+            used = self._used.setdefault(version, now)
+        if used != now:
+            raise LayoutMismatch(
+                f"the weights of {type(self._model).__name__} changed since this connector used "
+                f"them as version {version!r}: what is stored is of the former ones. Close the "
+                "connector and open a cache for the model as it is now, or name each version of "
+                "the weights with namespace=cache.namespace(weights=...)"
+            )
+
+    def _look(self) -> None:
+        """Begin a new generation if anything changed."""
+        tensors = list(_saved(self._model))
+        places = [_place(one) for one in tensors]
+        if moved := places != self._places:
+            self._places, self._windows = places, _windows(tensors)
+        sampled = {
+            kind: torch.cat(views).view(torch.uint8) for kind, views in self._windows.items()
+        }
+        if moved or not all(torch.equal(one, self._sampled[kind]) for kind, one in sampled.items()):
+            self._sampled = sampled
+            self._generation += 1
+
+
+def _saved(model: Any) -> Iterator[Any]:
+    """Parameters, and buffers that are saved with them. Reads what `parameters()` and
+    `named_buffers()` read, in a tenth of the time."""
+    for part in parts_of_model(model):
+        yield from (one for one in part._parameters.values() if one is not None)
+        passing = part._non_persistent_buffers_set
+        for name, one in part._buffers.items():
+            if one is not None and name not in passing:
+                yield one
+
+
+def _place(tensor: Any) -> tuple[int, int]:
+    try:
+        return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
+    except (RuntimeError, NotImplementedError):  # of a kind that has no memory of its own
+        return id(tensor), 0
+
+
+def _windows(tensors: list[Any]) -> dict[Any, list[Any]]:
+    """Views of the middle of each tensor, by dtype and device: joined in one call each."""
+    found: dict[Any, list[Any]] = {}
+    for tensor in tensors:
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # of a packed kind
+            one = tensor.detach()
+            one = one.reshape(1) if one.dim() == 0 else one
+            while one.dim() > 1:
+                one = one[one.shape[0] // 2]
+            if one.numel():
+                start = max(0, (one.numel() - SAMPLE) // 2)
+                found.setdefault((one.dtype, one.device), []).append(one[start : start + SAMPLE])
+    return found
+
+
+__all__ = ["ModelWatch"]

@@ -1,0 +1,43 @@
+"""Whose an object is, for messages and tables."""
+
+from __future__ import annotations
+
+import grp
+import os
+import pwd
+import stat
+from pathlib import Path
+
+
+def user(uid: int) -> str:
+    """A user for people: "1000 (alice)"; the number alone where it has no name here."""
+    try:
+        return f"{uid} ({pwd.getpwuid(uid).pw_name})"
+    except (KeyError, OverflowError):
+        return str(uid)
+
+
+def _group(gid: int) -> str:
+    try:
+        return f"{gid} ({grp.getgrgid(gid).gr_name})"
+    except (KeyError, OverflowError):
+        return str(gid)
+
+
+def whose(path: str | os.PathLike[str]) -> str:
+    """Who may do what with it, and who we are: what "Permission denied" leaves out. Where it is not
+    there, or cannot be seen, the nearest folder above it that can."""
+    at = Path(path)
+    while True:
+        try:
+            found = os.stat(at, follow_symlinks=False)
+            break
+        except OSError:
+            if at == at.parent:
+                return f"this process runs as user {user(os.geteuid())}"
+            at = at.parent
+    what = "it" if at == Path(path) else str(at)
+    return (
+        f"{what} belongs to user {user(found.st_uid)} and group {_group(found.st_gid)}, mode "
+        f"{stat.S_IMODE(found.st_mode):04o}, and this process runs as user {user(os.geteuid())}"
+    )

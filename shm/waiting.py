@@ -1,0 +1,67 @@
+"""Conditions and events that an interrupt never leaves locked.
+
+Python raises what a signal handler raises between two instructions of its own. The standard
+`threading.Condition` takes and releases its lock in functions of Python: an interrupt between the
+two steps keeps it locked for good, and every other thread waits.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from itertools import starmap
+from operator import attrgetter
+from typing import Any
+
+
+class Condition(threading.Condition):
+    """As the standard one, of an RLock."""
+
+    _lock: Any
+    _waiters: deque[Any]
+    _release_save: Callable[[], Any]
+    _acquire_restore: Callable[[Any], None]
+    # A `with` looks both up before it takes the lock, then calls the lock's own C functions.
+    __enter__ = property(attrgetter("_lock.__enter__"))
+    __exit__ = property(attrgetter("_lock.__exit__"))
+
+    def __init__(self, lock: Any = None) -> None:
+        """Its lock is an RLock, its own or that of another condition."""
+        super().__init__(lock)
+
+    @property
+    def lock(self) -> Any:
+        """For another condition of the same lock."""
+        return self._lock
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """As the standard one. The lock is held when it returns, and when it raises."""
+        waiter = threading.Lock()
+        waiter.acquire()
+        released: list[Any] = []
+        woken = False
+        try:
+            self._waiters.append(waiter)
+            released.extend(starmap(self._release_save, ((),)))
+            woken = waiter.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
+        finally:
+            try:
+                if released:
+                    self._acquire_restore(released[0])
+            finally:
+                if not woken and waiter in self._waiters:
+                    self._waiters.remove(waiter)
+        return woken
+
+
+class Event(threading.Event):
+    """As the standard one."""
+
+    def __init__(self) -> None:
+        """Not set."""
+        super().__init__()
+        self._cond = Condition()
+
+
+__all__ = ["Condition", "Event"]

@@ -1,0 +1,62 @@
+/* Calls that take back from a dead client what they would lack, and calls that make do without more
+ * memory: all of it in one call, each part of which may be its last. */
+#include "scenes.h"
+
+static int32_t pages[MAX_KEYS];
+static uint32_t gens[MAX_KEYS];
+
+static void allocate(actor *a, uint32_t n) {
+    lci_held_op op = {.done = 0};
+    int rc;
+    do rc = lci_allocate(a->h, &op, pages, gens, n, LC_BLOCK, FOREVER);
+    while (rc == LC_E_INTR);
+    NEED(rc == LC_OK);
+}
+
+/* Of 48 pages 32 are ready; a dead client was writing 12. */
+static void dead_writer(stage *s) {
+    two_runs(s);
+    actor *o = stage_other(s, 0);
+    run_reserve(o, &o->writing, 2, 12, 1, SCENE_NS);
+    stage_die(s, o);
+}
+static void dead_holder(stage *s) {
+    two_runs(s);
+    actor *o = stage_other(s, 0);
+    allocate(o, 12);
+    stage_die(s, o);
+}
+static void dead_reader(stage *s) {
+    two_runs(s);
+    actor *o = stage_other(s, 0);
+    hold_match(o, &o->held, 1, 16, SCENE_NS);
+    stage_die(s, o);
+}
+static void reserve_most(actor *v) {
+    run_reserve(v, &v->writing, 3, 44, 1, SCENE_NS);
+    NEED(v->writing.made == 44);
+}
+static void allocate_most(actor *v) { allocate(v, 40); }
+static void evict_two(actor *v) {
+    lc_store(&v->h->root->looking_ns, 0); /* it is our turn */
+    NEED(deed_evict(v, 2) == 2);
+    NEED(lc_load(&v->h->root->reaped) == 1);
+}
+static void reserve_same(actor *v) {
+    lc_store(&v->h->root->looking_ns, 0);
+    run_reserve(v, &v->writing, 2, 12, 1, SCENE_NS);
+    NEED(v->writing.made == 0 && lc_load(&v->h->root->reaped) == 1);
+}
+SCENE(look_reserving, .pages = 48, .set = dead_writer, .act = reserve_most, .taken = 32)
+SCENE(look_reserving_pins, .pages = 48, .set = dead_reader, .act = reserve_most, .taken = 28)
+SCENE(look_allocating, .pages = 48, .set = dead_holder, .act = allocate_most, .taken = 24)
+SCENE(look_evicting, .pages = 48, .set = dead_writer, .act = evict_two, .taken = 2)
+SCENE(look_busy, .pages = 48, .set = dead_writer, .act = reserve_same)
+
+/* 40 of 48 pages have memory. There is no more, and then there is. */
+static void without_memory(actor *v) {
+    NEED(lci_no_memory(v->h, UINT64_C(1000000000)) == LC_OK);
+    NEED(lci_grow(v->h, 44, LC_BLOCK, FOREVER) == LC_OK);
+    NEED(lc_load(&v->h->root->no_memory_ns) == 0);
+}
+SCENE(no_memory, .pages = 48, .grown = 40, .set = two_runs, .act = without_memory)

@@ -1,0 +1,524 @@
+/* Who looks for dead clients: calls that evict, in turn, and calls that would give less. */
+#include "calls.h"
+#include "pair.h"
+
+#include <unistd.h>
+
+#define LESS_OFTEN UINT64_C(2000000000) /* than calls that evict look */
+
+static client dead;
+static prompt w;
+
+static uint32_t state(uint32_t slot) { return lc_load(&lcs_client_of(a.at, slot)->state); }
+static uint32_t reaped(void) { return lc_load(&a.h->root->reaped); }
+
+/* Nobody's turn to look for a while, as far as time goes; and somebody's, whoever evicts. */
+static void looked_just_now(void) { lc_store(&a.h->root->looking_ns, lcs_now_ns()); }
+static void not_looked_for_long(void) {
+    lc_store(&a.h->root->looking_ns, lcs_now_ns() - LESS_OFTEN);
+}
+
+static void prepare(uint64_t pages, uint32_t flags) {
+    set_up(pages);
+    dead = client_join_as(&s, flags);
+    CHECK_EQ(dead.slot, 3);
+}
+
+static void end(prompt *run, client *c) {
+    prompt_unpin(c, run);
+    if (run->op.gen) CHECK_EQ(lci_abandon(c->h, run->op.rid, run->op.gen, BLOCKING), LC_OK);
+    tear_down();
+}
+
+/* ------------------------------------------------------------------ less than asked for */
+
+static void look_gives_what_a_dead_writer_held(void) {
+    prepare(200, 0);
+    prompt_make(&p, 1, 190);
+    CHECK_EQ(prompt_reserve(&dead, &p, NS, 1), 190);
+    client_die(&dead);
+    looked_just_now(); /* the call looks for itself */
+    prompt_make(&q, 2, 190);
+    CHECK_EQ(prompt_reserve(&b, &q, NS, 1), 190);
+    CHECK_EQ(q.op.reason, 0);
+    for (uint32_t i = 0; i < 190; i++) CHECK_EQ(q.status[i], LCI_NEW);
+    for (uint32_t i = 1; i < 190; i++)
+        CHECK_EQ(lci_parent(b.h, &b.h->pages[q.page[i]]), (uint32_t)q.page[i - 1]);
+    CHECK_EQ(state(3), LCS_CLIENT_FREE);
+    index_check(&s);
+    end(&q, &b);
+}
+
+static void look_gives_what_a_dead_reader_pinned(void) {
+    prepare(200, 0);
+    prompt_fill(&a, &p, 1, 150);
+    CHECK_EQ(match(&dead, &p, &l), 150);
+    client_die(&dead);
+    looked_just_now();
+    prompt_make(&q, 2, 200);
+    CHECK_EQ(prompt_reserve(&b, &q, NS, 1), 200);
+    end(&q, &b);
+}
+
+/* Its first attempt has met the pins, and counts their pages as used. */
+static void look_allocates_what_a_dead_reader_pinned(void) {
+    prepare(200, 0);
+    prompt_fill(&a, &p, 1, 150);
+    CHECK_EQ(match(&dead, &p, &l), 150);
+    client_die(&dead);
+    looked_just_now();
+    CHECK_EQ(allocate(&b, 200), LC_OK);
+    tear_down();
+}
+
+static void look_gives_pages_without_a_key(void) {
+    prepare(200, 0);
+    CHECK_EQ(allocate(&dead, 190), LC_OK);
+    client_die(&dead);
+    looked_just_now();
+    CHECK_EQ(lci_may_allocate(b.h, 190, LCI_MEMORY_ASK), 0);
+    lci_look_op look = {0};
+    CHECK_EQ(lci_look_for_dead(b.h, &look, LC_TRY, 0), LC_E_BUSY);
+    CHECK_EQ(state(3), LCS_CLIENT_TAKEN);
+    CHECK_EQ(allocate(&b, 190), LC_OK);
+    CHECK_EQ(state(3), LCS_CLIENT_FREE);
+    CHECK_EQ(free_pages(&b, pages, 190), LC_OK);
+    CHECK_EQ(lci_look_for_dead(b.h, &look, LC_TRY, 0), 1); /* behind our back: try again */
+    CHECK_EQ(lci_look_for_dead(b.h, &look, LC_TRY, 0), 0);
+    tear_down();
+}
+
+/* What was found behind the first key without room is pinned once. */
+static void look_tries_again_from_where_there_was_no_room(void) {
+    prepare(100, 0);
+    prompt_fill(&a, &w, 5, 2);
+    prompt_make(&p, 1, 90);
+    CHECK_EQ(prompt_reserve(&dead, &p, NS, 1), 90);
+    client_die(&dead);
+    looked_just_now();
+    prompt_make(&q, 2, 80);
+    q.keys[40] = w.keys[0];
+    q.keys[79] = w.keys[1];
+    CHECK_EQ(prompt_reserve(&b, &q, NS, 1), 78);
+    for (uint32_t i = 0; i < 80; i++)
+        CHECK_EQ(q.status[i], i == 40 || i == 79 ? LCI_PRESENT : LCI_NEW);
+    CHECK_EQ(pins_of(&b, (uint32_t)q.page[40]), 1);
+    CHECK_EQ(pins_of(&b, (uint32_t)q.page[79]), 1);
+    index_check(&s);
+    end(&q, &b);
+}
+
+static void look_gives_of_a_quota(void) {
+    lci_ns_ref ns;
+    prepare(200, 0);
+    CHECK_EQ(lci_namespace_open(a.h, "w", "small", 10, &ns, BLOCKING), LC_OK);
+    prompt_make(&p, 1, 10);
+    CHECK_EQ(prompt_reserve(&dead, &p, ns, 1), 10);
+    client_die(&dead);
+    looked_just_now();
+    prompt_make(&q, 2, 8);
+    CHECK_EQ(prompt_reserve(&b, &q, ns, 1), 8);
+    end(&q, &b);
+}
+
+static void look_gives_a_reservation(void) {
+    prepare(200, 0);
+    for (uint32_t i = 0; i < a.h->res_count; i++) {
+        prompt_make(&p, 10 + i, 1);
+        CHECK_EQ(prompt_reserve(&dead, &p, NS, 1), 1);
+    }
+    client_die(&dead);
+    looked_just_now();
+    prompt_make(&q, 2, 3);
+    CHECK_EQ(prompt_reserve(&b, &q, NS, 1), 3);
+    end(&q, &b);
+}
+
+static int give(client *c, uint64_t to, uint64_t until, lci_ticket_ref *ref) {
+    return lci_ticket_give(c->h, l.pages, 2, LC_NIL, 0, to, until, ref, BLOCKING);
+}
+
+static void look_gives_a_ticket(void) {
+    lci_ticket_ref ref;
+    prepare(64, 0);
+    prompt_fill(&a, &p, 1, 2);
+    CHECK_EQ(match(&dead, &p, &l), 2);
+    for (uint32_t i = 0; i < a.h->ticket_count; i++)
+        CHECK_EQ(give(&dead, UINT64_C(1) << b.slot, FOREVER, &ref), LC_OK);
+    CHECK_EQ(give(&dead, UINT64_C(1) << b.slot, FOREVER, &ref), LC_E_FULL);
+    client_die(&dead);
+    CHECK_EQ(match(&a, &p, &l), 2);
+    CHECK_EQ(give(&a, UINT64_C(1) << b.slot, FOREVER, &ref), LC_E_FULL); /* b may adopt all of them */
+    CHECK_EQ(state(3), LCS_CLIENT_FREE); /* but will not be asked for more: what can be done is */
+    for (uint32_t i = 0; i < a.h->ticket_count; i++) lc_store(&a.h->tickets[i].deadline_ns, 0);
+    CHECK_EQ(give(&a, UINT64_C(1) << b.slot, FOREVER, &ref), LC_OK);
+    CHECK_EQ(lci_ticket_drop(a.h, &ref, BLOCKING), LC_OK);
+    CHECK_EQ(lci_release(a.h, &l.head), LC_OK);
+    tear_down();
+}
+
+static void look_gives_tickets_that_are_late(void) {
+    lci_ticket_ref ref;
+    prepare(64, 0);
+    prompt_fill(&a, &p, 1, 2);
+    CHECK_EQ(match(&dead, &p, &l), 2);
+    for (uint32_t i = 0; i < a.h->ticket_count; i++)
+        CHECK_EQ(give(&dead, UINT64_C(1) << b.slot, lcs_now_ns() + 1, &ref), LC_OK);
+    client_die(&dead);
+    CHECK_EQ(match(&a, &p, &l), 2);
+    CHECK_EQ(give(&a, UINT64_C(1) << b.slot, FOREVER, &ref), LC_OK);
+    CHECK_EQ(lci_ticket_drop(a.h, &ref, BLOCKING), LC_OK);
+    CHECK_EQ(lci_release(a.h, &l.head), LC_OK);
+    tear_down();
+}
+
+/* What living clients hold is no reason to take anything back; and there is no second try. */
+static void look_leaves_the_living_alone(void) {
+    lci_ticket_ref ref;
+    prepare(64, 0);
+    prompt_make(&p, 1, 60);
+    CHECK_EQ(prompt_reserve(&dead, &p, NS, 1), 60);
+    prompt_make(&q, 2, 10);
+    uint64_t before = lcs_now_ns();
+    not_looked_for_long();
+    CHECK_EQ(prompt_reserve(&b, &q, NS, 1), 4);
+    CHECK_EQ(q.op.reason, LCI_WHY_PINNED);
+    CHECK_EQ(q.op.stopped, 1);
+    CHECK(lc_load(&a.h->root->looked_ns) >= before); /* it has looked */
+    not_looked_for_long();
+    lci_look_op look = {0};
+    CHECK_EQ(lci_look_for_dead(b.h, &look, LC_TRY, 0), 0);
+    CHECK(lc_load(&a.h->root->looking_ns) >= before); /* so those who evict need not */
+    CHECK_EQ(allocate(&a, 10), LC_E_FULL);
+    for (uint32_t i = 0; i < a.h->ticket_count; i++)
+        CHECK_EQ(lci_ticket_give(b.h, q.fresh, 1, LC_NIL, 0, UINT64_C(1) << a.slot, FOREVER, &ref,
+                                 BLOCKING), LC_OK);
+    CHECK_EQ(lci_ticket_give(b.h, q.fresh, 1, LC_NIL, 0, UINT64_C(1) << a.slot, FOREVER, &ref,
+                             BLOCKING), LC_E_FULL);
+    CHECK_EQ(reaped(), 0);
+    CHECK_EQ(state(3), LCS_CLIENT_TAKEN);
+    client_leave(&dead);
+    end(&q, &b);
+}
+
+/* Deaths before a look that began behind our call are those that matter to it. */
+static void look_of_another_counts_if_it_began_behind_ours(void) {
+    prepare(40, 0);
+    CHECK_EQ(allocate(&dead, 40), LC_OK);
+    client_die(&dead);
+    lci_look_op look = {.begun_ns = lcs_now_ns(), .reaped = reaped()}, again = look;
+    lc_store(&a.h->root->looked_ns, look.begun_ns - 1); /* before us: says nothing of ours */
+    CHECK_EQ(lci_look_for_dead(a.h, &again, LC_TRY, 0), LC_E_BUSY);
+    lc_store(&a.h->root->looked_ns, look.begun_ns);
+    CHECK_EQ(lci_look_for_dead(a.h, &again, BLOCKING), 0);
+    CHECK_EQ(state(3), LCS_CLIENT_TAKEN);
+    lc_store(&a.h->root->looked_ns, UINT64_MAX); /* nobody has looked then: damage */
+    CHECK_EQ(lci_look_for_dead(a.h, &again, LC_TRY, 0), LC_E_BUSY);
+    look.reaped--; /* another has taken back meanwhile: that may be enough */
+    lc_store(&a.h->root->looked_ns, 0);
+    CHECK_EQ(lci_look_for_dead(a.h, &look, BLOCKING), 1);
+    CHECK_EQ(look.reaped, reaped());
+    CHECK_EQ(state(3), LCS_CLIENT_TAKEN);
+    CHECK_EQ(lci_look_for_dead(a.h, &look, BLOCKING), 1);
+    CHECK_EQ(state(3), LCS_CLIENT_FREE);
+    look.rounds = 1000; /* somebody scribbles: enough */
+    CHECK_EQ(allocate(&b, 40), LC_OK);
+    client_die(&b);
+    CHECK_EQ(lci_look_for_dead(a.h, &look, BLOCKING), 0);
+    b = client_join(&s);
+    tear_down();
+}
+
+static void look_goes_on_until_it_is_enough(void) {
+    prepare(100, 0);
+    client other = client_join(&s);
+    CHECK_EQ(allocate(&dead, 40), LC_OK);
+    CHECK_EQ(allocate(&other, 40), LC_OK);
+    client_die(&dead);
+    client_die(&other);
+    looked_just_now();
+    CHECK_EQ(allocate(&b, 60), LC_OK);
+    CHECK_EQ(state(3), LCS_CLIENT_FREE);
+    CHECK_EQ(state(4), LCS_CLIENT_TAKEN); /* one caller pays for one death, if that is enough */
+    CHECK_EQ(allocate(&a, 40), LC_OK);
+    CHECK_EQ(state(4), LCS_CLIENT_FREE);
+    tear_down();
+}
+
+/* Another is taking it back, and does not come to an end. */
+static void look_does_not_wait_for_a_reaper_for_ever(void) {
+    prepare(40, 0);
+    CHECK_EQ(allocate(&dead, 40), LC_OK);
+    client_die(&dead);
+    CHECK_EQ(lcs_slot_mend(b.at, 3), LC_OK);
+    lci_look_op look = {0};
+    CHECK_EQ(lci_look_for_dead(a.h, &look, BLOCKING), 1); /* it has waited, so: try again */
+    CHECK_EQ(look.waited, 1);
+    CHECK_EQ(lci_look_for_dead(a.h, &look, BLOCKING), 0);
+    CHECK_EQ(allocate(&a, 10), LC_E_FULL);
+    lcs_slot_mended(b.at, 3);
+    CHECK_EQ(allocate(&a, 10), LC_OK);
+    tear_down();
+}
+
+static void look_finds_quarantine_over(void) {
+    prepare(100, LCS_FLAG_DEVICE);
+    prompt_make(&p, 1, 60);
+    CHECK_EQ(prompt_reserve(&dead, &p, NS, 1), 60);
+    lcs_client *record = lcs_client_of(a.at, 3);
+    client_die(&dead);
+    CHECK_EQ(allocate(&a, 60), LC_E_FULL); /* its process, which is ours, runs */
+    CHECK_EQ(state(3), LCS_CLIENT_QUARANTINE);
+    uint32_t times = reaped();
+    CHECK(times > 0);
+    uint64_t before = lcs_now_ns();
+    CHECK_EQ(allocate(&a, 60), LC_E_FULL);
+    CHECK_EQ(reaped(), times);
+    CHECK(lc_load(&a.h->root->looked_ns) >= before); /* there is nothing more to be done */
+    record->pid = 0x7ffffff0; /* no process has this number */
+    if (!a.at->pidns) record->quarantine_until_ns = 0;
+    CHECK_EQ(allocate(&a, 60), LC_OK);
+    CHECK_EQ(state(3), LCS_CLIENT_FREE);
+    tear_down();
+}
+
+/* ------------------------------------------------------------------ evicting */
+
+/* b reserves some new pages of a full index, whose dead client holds 10 pages. */
+static uint32_t number;
+static void evict_some(void) {
+    prompt_make(&q, 100 + number++, 5);
+    CHECK_EQ(prompt_reserve(&b, &q, NS, 1), 5);
+    prompt_publish(&b, &q, 0);
+    prompt_unpin(&b, &q);
+}
+
+static void full_beside_a_dead(uint64_t pages) {
+    prepare(pages, 0);
+    prompt_make(&p, 1, 10);
+    CHECK_EQ(prompt_reserve(&dead, &p, NS, 1), 10);
+    prompt_fill(&a, &w, 2, (uint32_t)pages - 10);
+}
+
+static void look_comes_in_turn_to_those_who_evict(void) {
+    full_beside_a_dead(100);
+    client_die(&dead);
+    looked_just_now();
+    evict_some();
+    CHECK_EQ(state(3), LCS_CLIENT_TAKEN);
+    not_looked_for_long();
+    uint64_t before = lcs_now_ns();
+    evict_some();
+    CHECK_EQ(state(3), LCS_CLIENT_FREE);
+    CHECK(lc_load(&a.h->root->looking_ns) >= before - 1000000000);
+    CHECK_EQ(reaped(), 1);
+    prompt_make(&p, 50, 8); /* what it had is free: nothing goes for it, and nobody looks */
+    not_looked_for_long();
+    uint64_t unasked = lc_load(&a.h->root->looking_ns);
+    CHECK_EQ(prompt_reserve(&b, &p, NS, 1), 8);
+    CHECK_EQ(lc_load(&a.h->root->looking_ns), unasked);
+    end(&p, &b);
+}
+
+static void look_takes_one_back_and_leaves_the_rest_to_the_next(void) {
+    full_beside_a_dead(100);
+    client other = client_join(&s);
+    CHECK_EQ(match(&other, &w, &l), 90);
+    client_die(&dead);
+    client_die(&other);
+    not_looked_for_long();
+    lci_look_op look = {.due = 1};
+    CHECK_EQ(lci_look(b.h, &look, false, LC_TRY, 0), LC_E_BUSY);
+    CHECK_EQ(look.due, 1);
+    CHECK_EQ(lc_load(&a.h->root->looking_ns), 0); /* still due, to whoever comes */
+    looked_just_now();
+    CHECK_EQ(lci_look(b.h, &look, false, BLOCKING), 0);
+    CHECK_EQ(look.due, 0);
+    CHECK_EQ(state(3), LCS_CLIENT_FREE);
+    CHECK_EQ(state(4), LCS_CLIENT_TAKEN);
+    CHECK_EQ(lc_load(&a.h->root->looking_ns), 0);
+    CHECK_EQ(evict(&a, 1), 1);
+    CHECK_EQ(state(4), LCS_CLIENT_FREE);
+    CHECK(lc_load(&a.h->root->looking_ns) != 0);
+    tear_down();
+}
+
+static void look_when_evicting_for_a_quota(void) {
+    lci_ns_ref ns;
+    prepare(200, 0);
+    CHECK_EQ(lci_namespace_open(a.h, "w", "small", 10, &ns, BLOCKING), LC_OK);
+    prompt_make(&p, 1, 5);
+    CHECK_EQ(prompt_reserve(&a, &p, ns, 1), 5);
+    prompt_publish(&a, &p, 0);
+    prompt_unpin(&a, &p);
+    prompt_make(&w, 3, 5);
+    CHECK_EQ(prompt_reserve(&dead, &w, ns, 1), 5);
+    client_die(&dead);
+    not_looked_for_long();
+    prompt_make(&q, 2, 5);
+    CHECK_EQ(prompt_reserve(&b, &q, ns, 1), 5);
+    CHECK_EQ(state(3), LCS_CLIENT_FREE);
+    end(&q, &b);
+}
+
+/* Keys that a dead client was writing are nobody's again, without anybody waiting for them. */
+static void look_when_a_key_is_busy(void) {
+    prepare(40, 0);
+    prompt_make(&p, 1, 4);
+    CHECK_EQ(prompt_reserve(&dead, &p, NS, 1), 4);
+    client_die(&dead);
+    not_looked_for_long();
+    prompt_make(&q, 1, 4);
+    CHECK_EQ(prompt_reserve(&b, &q, NS, 1), 0);
+    CHECK_EQ(q.status[0], LCI_BUSY_KEY);
+    CHECK_EQ(state(3), LCS_CLIENT_FREE);
+    CHECK_EQ(prompt_reserve(&b, &q, NS, 1), 4);
+    end(&q, &b);
+}
+
+/* A name that finds no room makes some for the next. */
+static void look_when_a_name_finds_no_room(void) {
+    lci_ns_ref ns;
+    prepare(200, 0);
+    CHECK_EQ(lci_namespace_open(a.h, "w", "small", 5, &ns, BLOCKING), LC_OK);
+    prompt_make(&w, 3, 5);
+    CHECK_EQ(prompt_reserve(&dead, &w, ns, 1), 5);
+    client_die(&dead);
+    looked_just_now();
+    CHECK_EQ(allocate(&b, 2), LC_OK);
+    prompt_make(&p, 1, 2);
+    int64_t offsets[] = {0, 2}, starts[] = {0};
+    op = (lci_held_op){.ns = ns};
+    CHECK_EQ(lci_name(b.h, &op, p.keys, offsets, starts, 1, pages, 2, out, status, BLOCKING), LC_OK);
+    CHECK_EQ(status[0], LCI_NO_ROOM);
+    CHECK_EQ(state(3), LCS_CLIENT_FREE);
+    op = (lci_held_op){.ns = ns};
+    CHECK_EQ(lci_name(b.h, &op, p.keys, offsets, starts, 1, pages, 2, out, status, BLOCKING), LC_OK);
+    CHECK_EQ(status[0], LCI_NEW);
+    tear_down();
+}
+
+/* ------------------------------------------------------------------ givers of tickets */
+
+/* The dead one has given a ticket to b; a evicts. Returns whether it was taken back. */
+static bool taken_back_by_evicting(uint64_t until, void (*then)(const lci_ticket_ref *)) {
+    lci_ticket_ref ref;
+    full_beside_a_dead(100);
+    CHECK_EQ(lci_ticket_give(dead.h, p.fresh, 10, p.op.rid, p.op.gen, UINT64_C(1) << b.slot, until,
+                             &ref, BLOCKING), LC_OK);
+    if (then) then(&ref);
+    client_die(&dead);
+    not_looked_for_long();
+    CHECK_EQ(evict(&a, 1), 1);
+    return state(3) == LCS_CLIENT_FREE;
+}
+
+static void look_spares_a_giver_whose_ticket_is_awaited(void) {
+    CHECK(!taken_back_by_evicting(FOREVER, NULL));
+    not_looked_for_long();
+    evict(&a, 1);
+    CHECK_EQ(state(3), LCS_CLIENT_TAKEN);
+    prompt_make(&q, 9, 95); /* unless there is no other way */
+    CHECK_EQ(prompt_reserve(&a, &q, NS, 1), 90); /* the ticket pins what it lists */
+    CHECK_EQ(state(3), LCS_CLIENT_FREE);
+    CHECK_EQ(q.op.reason, LCI_WHY_PINNED);
+    for (uint32_t i = 0; i < a.h->ticket_count; i++) lc_store(&a.h->tickets[i].deadline_ns, 0);
+    end(&q, &a);
+}
+
+static void look_takes_others_before_a_giver(void) {
+    lci_ticket_ref ref;
+    prepare(100, 0);
+    client other = client_join(&s);
+    prompt_make(&p, 1, 40);
+    CHECK_EQ(prompt_reserve(&dead, &p, NS, 1), 40);
+    CHECK_EQ(lci_ticket_give(dead.h, p.fresh, 40, p.op.rid, p.op.gen, UINT64_C(1) << b.slot, FOREVER,
+                             &ref, BLOCKING), LC_OK);
+    CHECK_EQ(allocate(&other, 40), LC_OK);
+    client_die(&dead);
+    client_die(&other);
+    looked_just_now();
+    CHECK_EQ(allocate(&a, 60), LC_OK);
+    CHECK_EQ(state(3), LCS_CLIENT_TAKEN);
+    CHECK_EQ(state(4), LCS_CLIENT_FREE);
+    lc_store(&a.h->tickets[ref.index].deadline_ns, 0);
+    tear_down();
+}
+
+static void adopted(const lci_ticket_ref *ref) {
+    uint32_t rid, gen;
+    CHECK_EQ(lci_adopt(b.h, ref, 0, &l.head.held, l.pages, 10, &rid, &gen, BLOCKING), 10);
+}
+static void failed(const lci_ticket_ref *ref) {
+    CHECK_EQ(lci_ticket_refuse_orphans(b.h, dead.slot, dead.at->epoch, BLOCKING), 1);
+    (void)ref;
+}
+static void dropped(const lci_ticket_ref *ref) {
+    CHECK_EQ(lci_ticket_drop(dead.h, ref, BLOCKING), LC_OK);
+}
+static void adopter_dies(const lci_ticket_ref *ref) {
+    (void)ref;
+    client_die(&b);
+}
+
+static void look_takes_a_giver_back_whom_nobody_waits_for(void) {
+    CHECK(taken_back_by_evicting(1, NULL)); /* late */
+    tear_down();
+    CHECK(taken_back_by_evicting(FOREVER, adopted));
+    CHECK_EQ(lci_release(b.h, &l.head), LC_OK);
+    for (uint32_t i = 0; i < a.h->ticket_count; i++) lc_store(&a.h->tickets[i].deadline_ns, 0);
+    tear_down();
+    CHECK(taken_back_by_evicting(FOREVER, failed));
+    tear_down();
+    CHECK(taken_back_by_evicting(FOREVER, dropped));
+    for (uint32_t i = 0; i < a.h->ticket_count; i++) lc_store(&a.h->tickets[i].deadline_ns, 0);
+    tear_down();
+    taken_back_by_evicting(FOREVER, adopter_dies);
+    not_looked_for_long(); /* both are dead: the first of them has been taken back */
+    evict(&a, 1);
+    CHECK_EQ(state(3), LCS_CLIENT_FREE);
+    CHECK_EQ(state(2), LCS_CLIENT_FREE);
+    b = client_join(&s);
+    for (uint32_t i = 0; i < a.h->ticket_count; i++) lc_store(&a.h->tickets[i].deadline_ns, 0);
+    tear_down();
+}
+
+static void look_is_refused(void) {
+    set_up(40);
+    lci_look_op look = {0};
+    client r = reader_join(&s);
+    CHECK_EQ(lci_look_for_dead(r.h, &look, BLOCKING), LC_E_READONLY);
+    client_forget(&r);
+    lcs_retire(s.base);
+    CHECK_EQ(lci_look_for_dead(a.h, &look, BLOCKING), LC_E_RETIRED);
+    lc_store(&((lcs_header *)s.base)->retired, 0);
+    CHECK_EQ(look.begun_ns, 0);
+    tear_down();
+}
+
+const test look_tests[] = {
+    TEST(look_gives_what_a_dead_writer_held),
+    TEST(look_gives_what_a_dead_reader_pinned),
+    TEST(look_allocates_what_a_dead_reader_pinned),
+    TEST(look_gives_pages_without_a_key),
+    TEST(look_tries_again_from_where_there_was_no_room),
+    TEST(look_gives_of_a_quota),
+    TEST(look_gives_a_reservation),
+    TEST(look_gives_a_ticket),
+    TEST(look_gives_tickets_that_are_late),
+    TEST(look_leaves_the_living_alone),
+    TEST(look_of_another_counts_if_it_began_behind_ours),
+    TEST(look_goes_on_until_it_is_enough),
+    TEST(look_does_not_wait_for_a_reaper_for_ever),
+    TEST(look_finds_quarantine_over),
+    TEST(look_comes_in_turn_to_those_who_evict),
+    TEST(look_takes_one_back_and_leaves_the_rest_to_the_next),
+    TEST(look_when_evicting_for_a_quota),
+    TEST(look_when_a_key_is_busy),
+    TEST(look_when_a_name_finds_no_room),
+    TEST(look_spares_a_giver_whose_ticket_is_awaited),
+    TEST(look_takes_others_before_a_giver),
+    TEST(look_takes_a_giver_back_whom_nobody_waits_for),
+    TEST(look_is_refused),
+    END_OF_TESTS,
+};

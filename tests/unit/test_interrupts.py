@@ -1,0 +1,208 @@
+"""An interrupt at any place of any call: nothing is lost by it, and nothing is left.
+
+What the scenes are is in `support.interrupted`. `make test` tries a share of their places, `make
+test-all` every one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import threading
+import weakref
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from support.interrupted import SCENES, Place, Scene, cached, ready, try_scene
+from support.interrupts import interrupt, interrupt_call
+from support.manager_case import open_cache
+
+from lightcache.errors import LightcacheError, NotReady
+from lightcache.shm import Segment
+from lightcache.shm.waiting import Condition, Event
+from lightcache.storage.arguments import Deadline
+from lightcache.storage.executor import READ, Executor
+
+BY_NAME = pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
+# What is raised while a generator that an interrupt has left is closed, Python prints and drops.
+LEFT = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@LEFT
+@BY_NAME
+def test_a_share_of_the_places(segment_name: str, scene: Scene) -> None:
+    """Every 41st, of each scene another."""
+    tried = try_scene(scene, segment_name, first=SCENES.index(scene) % 41, stride=41)
+    assert tried.failures == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@LEFT
+@BY_NAME
+def test_every_place(segment_name: str, scene: Scene) -> None:
+    """Where a function of ours is entered, and where a C function that one has called returns."""
+    tried = try_scene(scene, segment_name)
+    assert tried.failures == []
+    assert tried.places > 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@LEFT
+@BY_NAME
+def test_where_python_looks_for_signals(segment_name: str, scene: Scene) -> None:
+    """Behind every call, of the core too, and at the end of every turn of a loop: every seventh."""
+    tried = try_scene(scene, segment_name, first=SCENES.index(scene) % 7, stride=7, signals=True)
+    assert tried.failures == []
+
+
+def closed(name: str) -> bool:
+    try:
+        Segment.attach(name).close()
+    except NotReady:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("how", [interrupt_call, interrupt], ids=["calls", "signals"])
+def test_closing_a_cache(segment_name: str, how: Any) -> None:
+    """Once more does the rest."""
+    at, more = 0, True
+    while more:
+        name = f"{segment_name}.{at}"
+        cache = open_cache(name, 8, 4)
+        more = how(cache.close, at)
+        cache.close()
+        assert closed(name), f"at place {at}"
+        at += 3
+    assert at > 30
+
+
+@pytest.mark.parametrize("how", [interrupt_call, interrupt], ids=["calls", "signals"])
+def test_closing_a_manager(segment_name: str, how: Any) -> None:
+    """With a request that runs, and a copy of its that waits."""
+    at, more = 0, True
+    while more:
+        world = Place(f"{segment_name}.{at}")
+        cached(world, device=False)
+        ready(world, "b")
+        world.manager.pause()
+        world.manager.commit("b", 18)
+        more = how(world.manager.close, at)
+        world.manager.close()
+        world.nothing_left()
+        world.close()
+        at += 29
+    assert at > 100
+
+
+def interrupt_anything(action: Any, at: int) -> bool:
+    """At the `at`-th place of whatever code, `weakref` included."""
+    places = 0
+
+    def place(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal places
+        if event in ("call", "c_return") and frame.f_code is not place.__code__:
+            places += 1
+            if places > at:
+                raise KeyboardInterrupt
+
+    sys.setprofile(place)
+    try:
+        action()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return places > at
+
+
+def free(lock: Any) -> bool:
+    """Whether another thread gets it."""
+    got: list[bool] = []
+
+    def take() -> None:
+        got.append(lock.acquire(timeout=10.0))
+        if got[0]:
+            lock.release()
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join()
+    return got[0]
+
+
+def waited(changed: Condition) -> None:
+    with changed:
+        changed.wait_for(lambda: False, 0.0)
+        changed.notify_all()
+
+
+def test_a_condition_is_never_left_locked() -> None:
+    at, more = 0, True
+    while more:
+        changed = Condition()
+        more = interrupt_anything(lambda: waited(changed), at)  # noqa: B023
+        assert free(changed.lock), f"at place {at}"
+        assert not changed._waiters
+        at += 1
+    assert at > 10
+
+
+def test_an_event_is_never_left_locked() -> None:
+    at, more = 0, True
+    while more:
+        event = Event()
+        more = interrupt_anything(lambda: event.wait(0.0) or event.set(), at)  # noqa: B023
+        assert free(event._cond.lock), f"at place {at}"
+        at += 1
+    assert at > 10
+
+
+def test_an_executor_whose_caller_is_interrupted() -> None:
+    """Its threads go on: what waits for them, closing above all, ends."""
+    at, more = 0, True
+    while more:
+        executor = Executor(1, "test", spare=0)
+        run = partial(executor.run, [lambda: None, lambda: None], READ, Deadline(60.0))
+        more = interrupt(run, at)
+        assert free(executor.changed.lock), f"at place {at}"
+        assert executor.close(60.0)
+        at += 3
+    assert at > 100
+
+
+def test_views_of_a_pool_that_go(segment_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No code runs when a view goes, so no interrupt hides that from `Cache.close`."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # in a finalizer it is printed
+    at, more = 0, True
+    while more:
+        cache = open_cache(f"{segment_name}.{at}", 8, 4)
+        views = [cache.pool[0], cache.pool.array, cache.pool.lend(object())]
+        more = interrupt_anything(views.clear, at)
+        views.clear()
+        gc.collect()
+        cache.close()
+        at += 1
+    assert at >= 1
+
+
+def test_a_view_that_lives_is_in_use_all_the_same(segment_name: str) -> None:
+    """However often windows of others were made and dropped meanwhile."""
+    cache = open_cache(segment_name, 8, 4)
+    kept = cache.pool.lend(object())
+    for _ in range(3):
+        assert len(cache.pool.array) == 8
+    with pytest.raises(LightcacheError, match="views of it are still in use"):
+        cache.close()
+    gone = weakref.ref(kept)
+    del kept
+    with contextlib.suppress(LightcacheError):
+        cache.close()
+    assert gone() is None
+    assert not list(Path("/dev/shm").glob(f"*{segment_name}*"))

@@ -1,0 +1,178 @@
+"""Lists, dicts, rings, logs, counters and plain segments, for `dump` and `check`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lightcache.errors import CacheCorrupted
+from lightcache.shm import Kind, SharedCounters, SharedLog, layout, logs, rings, structures
+from lightcache.tools import facts, hints
+from lightcache.tools.attaching import guest
+from lightcache.tools.facts import Facts
+from lightcache.tools.image import Copy, read_any
+
+_UNNAMED: Mapping[int, str] = {0: "a change"}  # lists and dicts do not say which
+_OPERATIONS: Mapping[Kind, Mapping[int, str]] = {
+    Kind.RING: rings.OPERATIONS,
+    Kind.LOG: logs.OPERATIONS,
+    Kind.PLAIN: {0: "RobustLock.hold"},
+}
+_LISTS_SHOWN = 64
+_DICT_COUNT = 8  # offset of the count in the root of native/dict_api.c
+
+
+def document(name: str) -> Facts:
+    """What `dump` says of it, from a copy: what is in it, the lock and the clients. Nothing of the
+    entries themselves."""
+    copy = read_any(name)
+    kind = _kind(copy)
+    lock = facts.lock(copy, _OPERATIONS.get(kind, _UNNAMED))
+    try:
+        content = _content(kind, copy)
+    except ValueError:  # numpy and ctypes say so of what is too short
+        raise CacheCorrupted(
+            f"{name!r}: {len(copy.data)} bytes are too few for the {kind.name.lower()} that its "
+            f"header describes: {dict(copy.config)}; remove it with `lightcache rm`"
+        ) from None
+    said = hints.of_structure(copy, lock, content)
+    return {
+        "content": content,
+        "lock": lock,
+        "clients": [facts.member(client) for client in copy.clients],
+        **hints.sections(said),
+    }
+
+
+def _kind(copy: Copy) -> Kind:
+    try:
+        return Kind[copy.info.kind.upper()]
+    except KeyError:
+        raise CacheCorrupted(
+            f"{copy.info.name!r} holds a segment of {copy.info.kind} kind; see `lightcache ls`"
+        ) from None
+
+
+def _content(kind: Kind, copy: Copy) -> Facts:
+    at = layout.PAYLOAD_OFFSET
+    make: Mapping[Kind, Callable[[Copy, memoryview], Facts]] = {
+        Kind.LIST: _list,
+        Kind.DICT: _dict,
+        Kind.RING: _ring,
+        Kind.LOG: _log,
+        Kind.COUNTERS: _counters,
+    }
+    found = make[kind](copy, copy.data.data[at:]) if kind in make else {}
+    return {**{key: value for key, value in copy.config.items() if key != "names"}, **found}
+
+
+def _size(copy: Copy, item: str, most: int) -> int:
+    """An item of the configuration, which anybody who may write the segment may have written."""
+    value = copy.config.get(item)
+    return min(value, most) if type(value) is int and value > 0 else 0
+
+
+def _list(copy: Copy, payload: memoryview) -> Facts:
+    count = _size(copy, "lists", len(payload) // 4)
+    lengths = np.frombuffer(payload, np.uint32, count)
+    shown = {str(i): int(lengths[i]) for i in np.flatnonzero(lengths)[:_LISTS_SHOWN]}
+    return {"entries": int(lengths.sum(dtype=np.int64)), "lists_in_use": shown}
+
+
+def _dict(copy: Copy, payload: memoryview) -> Facts:
+    return {"entries": int.from_bytes(payload[_DICT_COUNT : _DICT_COUNT + 4], "little")}
+
+
+def _ring(copy: Copy, payload: memoryview) -> Facts:
+    root = layout.RingRoot.from_buffer_copy(payload)
+    return {"entries": root.count, "pushed": root.pushed}
+
+
+def _log(copy: Copy, payload: memoryview) -> Facts:
+    root = layout.LogRoot.from_buffer_copy(payload)
+    capacity = _size(copy, "capacity", layout.LOG_CAPACITY)
+    readers = []
+    for slot, cursor in enumerate(root.cursors):
+        if cursor.next:
+            entry = (cursor.next & ~(1 << 63)) - 1
+            behind = max(0, min(capacity, root.appended - entry))
+            readers.append({"slot": slot, "position": entry, "behind": behind})
+    word, slot = root.writer, root.writer & layout.LOCK_SLOT_MASK
+    writer = next((c for c in copy.clients if c.slot == slot), None)
+    if not word:
+        state = "there was none so far"
+    elif word == layout.LOG_LEFT:
+        state = "has left"
+    else:
+        same = writer and (writer.epoch & layout.LOCK_EPOCH_MASK) == word >> layout.LOCK_EPOCH_SHIFT
+        state = "alive" if writer and same and writer.alive else "dead"
+    return {
+        "entries": max((reader["behind"] for reader in readers), default=0),
+        "appended": root.appended,
+        "writer": {"slot": slot or None, "state": state},
+        "readers": readers,
+    }
+
+
+def _counters(copy: Copy, payload: memoryview) -> Facts:
+    return {"counted": facts.counted(copy)}
+
+
+# ---- check
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What `check` found of a structure."""
+
+    clean: bool | None
+    """None: it was never quiet for the time of a copy, and a finding may be an artefact."""
+    message: str
+    recovered: int = 0
+
+
+def check(name: str, kind: Kind, wait: float) -> Checked:
+    """Check a segment that holds no index. Lists, dicts and rings from copies, as an index; logs
+    and counters, which change without the lock, as they are, by a reader."""
+    if kind is Kind.LOG:
+        return _read_only(name, lambda: SharedLog.attach(name, readonly=True))
+    if kind is Kind.COUNTERS:
+        return _read_only(name, lambda: SharedCounters.attach(name, readonly=True))
+    if kind is Kind.PLAIN:
+        return _plain(read_any(name))
+    return _copied(name, kind, wait)
+
+
+def _read_only(name: str, attach: Callable[[], Any]) -> Checked:
+    with guest(name), attach() as found:
+        try:
+            found.check()
+        except CacheCorrupted as error:
+            return Checked(False, str(error))
+    return Checked(True, "every invariant holds")
+
+
+def _plain(copy: Copy) -> Checked:
+    if copy.lock.log_count and copy.steady:
+        return Checked(False, "its lock says that an unfinished step is to be undone; make it anew")
+    return Checked(True, "header, clients and lock are in order; what its words mean is not known")
+
+
+def _copied(name: str, kind: Kind, wait: float) -> Checked:
+    """A finding counts when it is of one instant and the next copy repeats it."""
+    end, before = time.monotonic() + wait, ""
+    while True:
+        copy = read_any(name)
+        where, nbytes = copy.data.ctypes.data, len(copy.data)
+        report = structures.check_copy(kind, copy.config, where, nbytes)
+        if not report.problem:
+            return Checked(True, "every invariant holds", report.recovered)
+        if copy.steady and report.problem == before:
+            return Checked(False, f"{report.problem}; make it anew", report.recovered)
+        if time.monotonic() >= end:
+            return Checked(None, report.problem, report.recovered)
+        before = report.problem if copy.steady else ""
