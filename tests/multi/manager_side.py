@@ -53,6 +53,8 @@ class Side:
     """The rank."""
 
     def __init__(self, name: str, rank: str, seed: str) -> None:
+        # Unbuffered: `select` does not see a line that has been read ahead.
+        self.orders = open(0, "rb", buffering=0, closefd=False)
         self.cache = open_cache(name, PAGES, PAGE)
         policy = WritePolicy.BACK if int(rank) % 2 else WritePolicy.THROUGH
         self.engine = Engine(
@@ -76,7 +78,7 @@ class Side:
     def live(self) -> None:
         """See above."""
         steps = 0
-        while not select.select([sys.stdin], [], [], 0)[0]:
+        while not select.select([self.orders], [], [], 0)[0]:
             self.look()
             self.life.step()
             steps += 1
@@ -219,8 +221,8 @@ def main(arguments: list[str]) -> None:
     name, rank, seed, stage = arguments
     side = Side(name, rank, seed)
     say("ready")
-    for line in sys.stdin:
-        order, _, argument = line.strip().partition(" ")
+    for line in side.orders:
+        order, _, argument = line.decode().strip().partition(" ")
         if order == "stage":
             side.stage(stage)
         elif order == "update":
