@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import select
 import sys
+from io import FileIO
 from typing import Any
 
 from support.manager_case import open_cache
@@ -54,7 +55,7 @@ class Side:
 
     def __init__(self, name: str, rank: str, seed: str) -> None:
         # Unbuffered: `select` does not see a line that has been read ahead.
-        self.orders = open(0, "rb", buffering=0, closefd=False)
+        self.orders = FileIO(0, closefd=False)
         self.cache = open_cache(name, PAGES, PAGE)
         policy = WritePolicy.BACK if int(rank) % 2 else WritePolicy.THROUGH
         self.engine = Engine(
