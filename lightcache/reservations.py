@@ -76,9 +76,15 @@ class Reservation(Borrowed):
         return found
 
     @property
+    def all_new(self) -> bool:
+        """Whether every key that was asked for has a new page."""
+        made: int = self._progress.made
+        return made == len(self._page)
+
+    @property
     def pages(self) -> Pages:
         """The pages to write, int32, in the order of their keys; pinned until the end."""
-        if self._progress.made == len(self._page):
+        if self.all_new:
             every: Pages = self._page.copy()
             return every
         return self._pages_of(KeyStatus.NEW)

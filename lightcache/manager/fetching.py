@@ -55,10 +55,10 @@ class Leaving:
         return one in self._going
 
     @property
-    def append(self) -> Callable[[Request], None]:
-        """Called, which is one C call: a request has ended, `poll` sees to it. What was not begun
-        is not begun any more, but for what it publishes."""
-        return self._going.append
+    def extend(self) -> Callable[[list[Request]], None]:
+        """Called, which is one C call: these requests have ended, `poll` sees to them. What was not
+        begun is not begun any more, but for what they publish."""
+        return self._going.extend
 
     def poll(self, ended: Sequence[Request] = ()) -> None:
         """Give back what no copy touches, and what could not be given back before.

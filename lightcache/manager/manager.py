@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -56,6 +57,7 @@ from lightcache.manager.requests import (
     LEASED,
     TIERS,
     Chain,
+    Delivery,
     ManagerConfig,
     NoChain,
     PrefixMatch,
@@ -857,8 +859,10 @@ class KVCacheManager:
             Blocks to exchange in the table: position -> block. Owned devices only, where another
             block holds the same already; the old one is given back.
         """
-        tables = None if table is None else [table]
-        return self.commit_many([request], [total], [new_tokens], tables)[0]
+        tables, delivery = None if table is None else [table], Delivery()
+        changed = self._commit([request], [total], [new_tokens], tables, delivery)
+        delivery.done = True  # no call: no interrupt comes between this and the return
+        return changed[0]
 
     def commit_many(
         self,
@@ -874,6 +878,20 @@ class KVCacheManager:
             ConfigError: something is wrong with one of them, or they are not as many; says which.
             LeaseLost: no such request.
         """
+        delivery = Delivery()
+        changed = self._commit(requests, totals, new_tokens, tables, delivery)
+        delivery.done = True  # no call: no interrupt comes between this and the return
+        return changed
+
+    def _commit(
+        self,
+        requests: Sequence[Hashable],
+        totals: Sequence[int],
+        new_tokens: Sequence[Tokens | None] | None,
+        tables: Sequence[Pages] | None,
+        delivery: Delivery,
+    ) -> list[Mapping[int, int]]:
+        """See `commit_many`. What was exchanged is told again unless the delivery is done."""
         with self._lock:
             settle(self)
             known = self._requests
@@ -896,12 +914,9 @@ class KVCacheManager:
                     one.table = table
             self._guard.run(lambda: self._committed(running), nothing)
             # Also what was exchanged before an error, or in a call that an interrupt has ended.
-            owed = [one.owed for one in running if one.owed is not None]
-            if not owed:  # nearly always
+            if not [one for one in running if one.owed is not None]:  # nearly always
                 return [NOTHING] * len(running)
-            changed = [_owed_to(one) for one in running]
-        together(*[partial(setattr, each, "told", True) for each in owed])
-        return changed
+            return [_owed_to(one, delivery) for one in running]
 
     def _computed(self, one: Request) -> None:
         """A prompt is complete: how long that took, unless some of it was loaded."""
@@ -931,26 +946,28 @@ class KVCacheManager:
         with self._lock:
             check_hashable(requests, "release")
             settle(self)
-            ended: list[Request] = []
+            ended = self._ended(requests, publish)
             try:
-                for request in requests:
-                    self._end(request, publish, ended)
                 if publish and ended:
                     self._guard.run(partial(self._publish_rest, ended), nothing)
             finally:
                 self._leaving.poll(ended)
 
-    def _end(self, request: Hashable, publish: bool, ended: list[Request]) -> None:
-        one = self._requests.get(request)
-        if one is not None:
+    def _ended(self, requests: Sequence[Hashable], publish: bool) -> list[Request]:
+        """Of these the ones that run; they are leaving from now on, all or, after an interrupt,
+        none."""
+        running = self._requests
+        ended = [running[each] for each in dict.fromkeys(requests) if each in running]
+        for one in ended:
             self._planner.computed(one)
             one.stored = publish
-            ended.append(one)
-            together(
-                partial(self._leaving.append, one),
-                partial(self._requests.pop, request, None),
-            )
-        self._planner.cancel(request)
+        together(
+            partial(self._leaving.extend, ended),
+            partial(deque, map(running.pop, [one.id for one in ended]), 0),
+        )
+        for request in requests:
+            self._planner.cancel(request)
+        return ended
 
     def _publish_rest(self, ended: list[Request]) -> None:
         look = Look(self._weights)
@@ -1300,8 +1317,12 @@ class KVCacheManager:
             self._guard.run(partial(self._counters.add, **more), nothing)
 
 
-def _owed_to(one: Request) -> Mapping[int, int]:
-    return NOTHING if one.owed is None or one.owed.told else one.owed.changed
+def _owed_to(one: Request, delivery: Delivery) -> Mapping[int, int]:
+    """What a request's caller has not been told of its blocks; this delivery will tell it."""
+    if one.owed is None or one.owed.told:
+        return NOTHING
+    one.owed.delivery = delivery
+    return one.owed.changed
 
 
 __all__ = [

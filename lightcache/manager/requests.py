@@ -454,11 +454,24 @@ class NoChain(Chain):
 
 
 @dataclass(eq=False)
+class Delivery:
+    """Whether a call that tells its caller something came to its return."""
+
+    done: bool = False
+
+
+@dataclass(eq=False)
 class Owed:
     """Blocks that a caller is to exchange in its table, position -> block."""
 
     changed: Mapping[int, int]
-    told: bool = False
+    delivery: Delivery | None = None
+    """The last call that was to tell it; None: none was."""
+
+    @property
+    def told(self) -> bool:
+        """Whether the caller knows."""
+        return self.delivery is not None and self.delivery.done
 
 
 @dataclass(eq=False)
@@ -604,6 +617,7 @@ __all__ = [
     "PINNED",
     "TIERS",
     "Chain",
+    "Delivery",
     "Item",
     "ManagerConfig",
     "NoChain",

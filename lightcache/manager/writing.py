@@ -69,6 +69,11 @@ def name_blocks(manager: KVCacheManager, running: list[Request], look: Look) -> 
             _name(manager, space, members)
 
 
+def _keys(packed: list[bytes]) -> Keys:
+    """Of `Chain.packed`."""
+    return np.frombuffer(bytearray().join(packed), np.uint64).reshape(-1, 2)
+
+
 def _name(manager: KVCacheManager, space: Space, members: list[Filled]) -> None:
     blocks: list[Pages] = []
     packed: list[bytes] = []
@@ -83,7 +88,7 @@ def _name(manager: KVCacheManager, space: Space, members: list[Filled]) -> None:
         offsets.append(count)
     assert space.device is not None
     ours = np.concatenate(blocks)
-    keys = np.frombuffer(bytearray().join(packed), np.uint64).reshape(-1, 2)
+    keys = _keys(packed)
     naming = manager.naming = Naming(members, ours, Named(len(ours)))
     try:
         manager.device.name_many(
@@ -508,7 +513,7 @@ class Writer:
     def rest(self, ended: list[Request], look: Look) -> None:
         """Requests end: what of them is not written yet. What the host has of them counts as used,
         also where the device had it: else the host would let go of what the device will ask for."""
-        used: dict[Space, list[Keys]] = {}
+        used: dict[Space, list[bytes]] = {}
         due: list[Span] = []
         for one in ended:
             if one.left_to_others:  # who fails in another process does not say so
@@ -520,12 +525,12 @@ class Writer:
             elif self._manager.config.write is not WritePolicy.BACK and full > one.written:
                 due += self._span(one, full, look)
             elif one.space is not None and one.wishes.read and (full or one.written):
-                keys = one.host_chain.keys[: max(full, one.written)]
-                used.setdefault(one.space, []).append(keys)
+                packed = one.host_chain.packed(0, max(full, one.written))
+                used.setdefault(one.space, []).extend(packed)
         self._write(due)
         for space, parts in used.items():
-            if look.good(space):
-                keys = np.concatenate(parts)  # nothing is reserved: their order means nothing
+            if look.good(space):  # nothing is reserved: their order means nothing
+                keys = _keys(parts)
                 self._manager.host.reserve(keys, len(keys), namespace=space.host).release()
 
     def _take_over(self, one: Request, look: Look) -> None:
@@ -628,9 +633,8 @@ class Writer:
         for one, _, end in spans:
             packed += one.host_chain.packed(0, end)
             offsets.append(offsets[-1] + end)
-        keys = np.frombuffer(bytearray().join(packed), np.uint64).reshape(-1, 2)
         return manager.host.index.reserve_batch(
-            keys,
+            _keys(packed),
             np.array(offsets),
             np.array([begin for _, begin, _ in spans]),
             shards=manager.mover.shards,
@@ -646,12 +650,11 @@ class Writer:
     def _offload_one(self, span: Span, new: Reservation, slots: npt.NDArray[np.int64]) -> None:
         one, begin, end = span
         tokens, block = self._manager.page_tokens, self._manager.device.block_tokens
-        if len(new.busy):
-            one.left_to_others, one.failed_then = int(new.busy[-1]) + 1, self._failed
-        pages = len(new.pages)
-        if end - begin > pages:
+        if not new.all_new:
+            if len(new.busy):
+                one.left_to_others, one.failed_then = int(new.busy[-1]) + 1, self._failed
             self._manager._figures.add(no_room_pages=len(new.missing))
-            if not pages:
+            if not len(new.new):
                 new.release()
                 return
         touched = one.table[begin * tokens // block : -(-end * tokens // block)]
