@@ -78,13 +78,13 @@ venv: $(venv)/.requirements
 
 # The build folder is named through an extra configuration file, so that two makes with different BUILD
 # never meet.
-$(venv)/.installed: $(venv)/.requirements setup.cfg setup.py $(shm_c) $(index_c) $(headers)
+$(venv)/.installed: $(venv)/.requirements setup.cfg setup.py benchmarks/pyproject.toml $(shm_c) $(index_c) $(headers)
 	@mkdir -p $(build)/package
 	@printf '[build]\nbuild_base = %s\n[egg_info]\negg_base = %s\n' \
 	    $(build)/package $(build)/package > $(build)/package/dist.cfg
 	@touch $(build)/package/started
 	DIST_EXTRA_CONFIG=$(build)/package/dist.cfg LIGHTCACHE_WERROR=1 PYTHONWARNINGS=ignore \
-	    $(pip) install --no-build-isolation --no-deps --force-reinstall --editable .
+	    $(pip) install --no-build-isolation --no-deps --force-reinstall --editable . --editable ./benchmarks
 	@touch -r $(build)/package/started $@
 
 install: $(venv)/.installed
@@ -158,7 +158,7 @@ lint-python: $(venv)/.requirements
 	$(bin)/ruff format --no-cache --check .
 
 lint-types: $(venv)/.requirements
-	$(bin)/mypy --cache-dir $(build)/mypy -p lightcache
+	MYPYPATH=benchmarks $(bin)/mypy --cache-dir $(build)/mypy -p lightcache -p lightcache_bench
 
 lint-c:
 	@mkdir -p $(build)

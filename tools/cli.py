@@ -23,7 +23,7 @@ COMMANDS = {
     "storage": ("storage_service", "Serve a cache with a storage, for all of its processes."),
     "doctor": ("doctor", "Look at this machine, and say what to change."),
     "demo": ("demo", "A router and model workers serve out of one cache."),
-    "bench": ("measure", "Run a benchmark."),
+    "bench": ("bench", "Run a benchmark."),
 }
 
 

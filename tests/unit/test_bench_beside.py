@@ -15,7 +15,7 @@ import pytest
 from support.plain_engine import PlainEngine, plain_engine
 
 from lightcache import WaitTimeout
-from lightcache.tools.bench import (
+from lightcache_bench import (
     Row,
     _gpu_alternatives,
     _gpu_beside,
@@ -25,7 +25,7 @@ from lightcache.tools.bench import (
     _gpu_steps,
     _gpu_window,
 )
-from lightcache.tools.bench._gpu_rig import Bench, Sizes
+from lightcache_bench._gpu_rig import Bench, Sizes
 
 torch = pytest.importorskip("torch")
 __all__ = ["plain_engine"]

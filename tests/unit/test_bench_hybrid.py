@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from lightcache.hybrid import Grid
-from lightcache.tools.bench import Row, _hybrid_plans, hybrid
-from lightcache.tools.bench._hybrid_ours import Room, hit_tokens
-from lightcache.tools.bench._hybrid_plain import EndsOnly, Pages, TiedToNodes, bound, pages_of
-from lightcache.tools.bench._hybrid_traffic import Traffic, Visit
+from lightcache_bench import Row, _hybrid_plans, hybrid
+from lightcache_bench._hybrid_ours import Room, hit_tokens
+from lightcache_bench._hybrid_plain import EndsOnly, Pages, TiedToNodes, bound, pages_of
+from lightcache_bench._hybrid_traffic import Traffic, Visit
 
 PAGE = 4  # tokens
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightcache.tools.bench import _hybrid_plans
+from lightcache_bench import _hybrid_plans
 
 
 def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:

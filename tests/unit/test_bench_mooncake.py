@@ -7,7 +7,7 @@ import pytest
 from support.mooncake_server import mooncake_url
 
 from lightcache import StorageError
-from lightcache.tools.bench._plain_mooncake import open_plain
+from lightcache_bench._plain_mooncake import open_plain
 
 pytestmark = pytest.mark.servers
 

@@ -8,9 +8,9 @@ import pytest
 
 from lightcache import TransferFailed
 from lightcache.shm import memory, read_segment
-from lightcache.tools.bench import _gpu_device, _gpu_many, _gpu_pinning
-from lightcache.tools.bench._gpu_pinning import Times
-from lightcache.tools.bench._gpu_rig import Bench, Sizes
+from lightcache_bench import _gpu_device, _gpu_many, _gpu_pinning
+from lightcache_bench._gpu_pinning import Times
+from lightcache_bench._gpu_rig import Bench, Sizes
 
 torch = pytest.importorskip("torch")
 

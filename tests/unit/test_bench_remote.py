@@ -9,7 +9,7 @@ from support.redis_server import Server, redis_server, redis_url
 
 from lightcache import ConfigError, StorageError
 from lightcache.storage import MemoryStorage, WriteResult, WriteStatus, urls
-from lightcache.tools.bench import _plain_redis, _remote, storage
+from lightcache_bench import _plain_redis, _remote, storage
 
 pytestmark = pytest.mark.servers
 

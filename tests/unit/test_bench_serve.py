@@ -17,12 +17,12 @@ from support.demo_turns import answered
 from lightcache.errors import ConfigError, StorageError
 from lightcache.shm import read_segment
 from lightcache.tools import cli
-from lightcache.tools.bench import Row, _serve_storage, serve
-from lightcache.tools.bench._serve_runs import Run
 from lightcache.tools.demo import machine, models
 from lightcache.tools.demo.messages import Finished, Recovered
 from lightcache.tools.demo.settings import Settings
 from lightcache.tools.demo.workload import Turn
+from lightcache_bench import Row, _serve_storage, serve
+from lightcache_bench._serve_runs import Run
 
 Runs = list[Settings]
 

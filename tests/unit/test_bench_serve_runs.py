@@ -16,10 +16,10 @@ import lightcache
 from lightcache.errors import CacheCorrupted
 from lightcache.shm import list_segments
 from lightcache.snapshot import CheckReport
-from lightcache.tools.bench import _serve_runs, serve
-from lightcache.tools.bench._serve_runs import Run, median, percentile, steps
 from lightcache.tools.demo.messages import Finished, Hello, Holding, Lost, Recovered
 from lightcache.tools.demo.settings import Settings
+from lightcache_bench import _serve_runs, serve
+from lightcache_bench._serve_runs import Run, median, percentile, steps
 
 
 def test_percentiles() -> None:

@@ -12,7 +12,7 @@ import pytest
 from support.disks import where
 
 from lightcache import StorageError
-from lightcache.tools.bench import _baseline, _fio, storage
+from lightcache_bench import _baseline, _fio, storage
 
 __all__ = ["where"]
 

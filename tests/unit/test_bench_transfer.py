@@ -12,11 +12,11 @@ import pytest
 from click.testing import CliRunner
 from support.plain_engine import PlainEngine, as_array, plain_engine
 
+import lightcache_bench as frame
 from lightcache import ConfigError, TransferFailed
 from lightcache.kernels.geometry import held_heads
-from lightcache.tools import bench as frame
 from lightcache.tools import cli
-from lightcache.tools.bench import (
+from lightcache_bench import (
     Row,
     _gpu_copies,
     _gpu_device,
@@ -25,8 +25,8 @@ from lightcache.tools.bench import (
     _gpu_shapes,
     transfer,
 )
-from lightcache.tools.bench._gpu_rig import Bench, Rig, Sizes
-from lightcache.tools.bench._restoring import restoring
+from lightcache_bench._gpu_rig import Bench, Rig, Sizes
+from lightcache_bench._restoring import restoring
 
 torch = pytest.importorskip("torch")
 __all__ = ["plain_engine"]
@@ -257,7 +257,7 @@ def test_command_without_device(
 
 
 def test_command_refuses(monkeypatch: pytest.MonkeyPatch, no_device: None) -> None:
-    monkeypatch.setattr("lightcache.tools.bench._gpu_interface.has_host_engine", lambda: False)
+    monkeypatch.setattr("lightcache_bench._gpu_interface.has_host_engine", lambda: False)
     for arguments, message in (
         (["transfer"], "expected a device that torch can use"),
         (["transfer", "--only", "12"], "expected parts such as 2,3"),

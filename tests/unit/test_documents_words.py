@@ -156,7 +156,7 @@ def test_targets_of_make() -> None:
 
 
 def test_benchmarks_that_readme_lists() -> None:
-    from lightcache.tools import bench
+    import lightcache_bench as bench
 
     (line,) = re.findall(r"^lightcache bench index .*also: (.*)$", text("README.md"), re.MULTILINE)
     assert {"index", *line.split(", ")} == set(bench.names())

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
+import lightcache_bench as frame
 from lightcache import Cache, InUse, NotReady, PageIndex
 from lightcache.shm import Kind, Segment, list_segments, names, read_segment
-from lightcache.tools import bench as frame
 from lightcache.tools import cli, create, doctor, findings, keep
 
 Run = Callable[..., Result]
@@ -407,11 +407,23 @@ def test_doctor_fails_on_errors(run: Run, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 FAKE = '''"""A benchmark of nothing."""
-from lightcache.tools.bench import Row, meets
+from lightcache_bench import Row, meets
 def rows(quick):
     yield Row("nothing", {"quick": quick}, 2.0, "us", "more of it", 0.5, "<= 1", meets(0.5, "<= 1"))
     yield Row("something")
 '''
+
+
+def test_bench_that_is_not_installed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says what to type; whatever was typed after it."""
+    monkeypatch.setitem(sys.modules, "lightcache_bench", None)
+    for loaded in ("lightcache.tools.bench", "lightcache_bench._command"):
+        monkeypatch.delitem(sys.modules, loaded, raising=False)
+    try:
+        for arguments in ([], ["index", "--quick"], ["--json"]):
+            assert "pip install ./benchmarks" in run("bench", *arguments, status=2).stderr
+    finally:
+        sys.modules.pop("lightcache.tools.bench", None)
 
 
 def test_bench(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,7 +436,7 @@ def test_bench(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         document = json.loads(run("bench", "fake", "--quick", "--json").stdout)
         shown = run("bench", "fake").stdout
     finally:
-        sys.modules.pop("lightcache.tools.bench.fake", None)
+        sys.modules.pop("lightcache_bench.fake", None)
     assert set(document) == {"machine", "versions", "rows"}
     assert document["machine"]["cores"] > 0
     assert document["rows"][0] == {

@@ -1,0 +1,137 @@
+"""Requests through a `HybridManager`, one at a time, without bytes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from lightcache.cache import Cache
+from lightcache.hybrid import (
+    ArrayCopier,
+    Checkpoints,
+    Grid,
+    HybridManager,
+    create_slots,
+)
+from lightcache.manager import KVCacheManager, ManagerConfig, NullMover, OwnedDevice, Prompt, Wishes
+from lightcache_bench._hybrid_traffic import Visit
+
+_BESIDE = 2
+"""Slots of the request that runs, for its own state and for what it saves: not of the budget."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """Of a tier."""
+
+    states: int
+    pages: int
+
+
+def hit_tokens(
+    visits: Sequence[Visit],
+    grid: Grid,
+    device: Room,
+    host: Room | None = None,
+    *,
+    chunk: int,
+) -> int:
+    """Tokens of prompts that need not be computed.
+
+    Args:
+        grid: blocks and pages of one size.
+        chunk: tokens of a pass of prefill.
+    """
+    with ExitStack() as stack:
+        hybrid = _opened(stack, grid, device, host)
+        wishes = Wishes(tiers=frozenset({"device"} if host is None else {"device", "host"}))
+        for number, visit in enumerate(visits):
+            _run(hybrid, number, visit, chunk, wishes)
+        return hybrid.stats().usable_tokens
+
+
+def _opened(stack: ExitStack, grid: Grid, device: Room, host: Room | None) -> HybridManager:
+    name = f"bench-hybrid-{os.getpid()}"
+    slots = create_slots(f"{name}.slots", device.states + _BESIDE)
+    stack.callback(slots.close)
+    blocks = OwnedDevice(f"{name}.device", block_tokens=grid.block_tokens, blocks=device.pages + 1)
+    stack.callback(blocks.close)
+    mover = NullMover()
+    pages = 1 if host is None else host.pages  # a manager always has a host: nobody writes to this
+    kv = stack.enter_context(_cache(f"{name}.kv", pages, grid.page_tokens, flat=False))
+    states = None
+    if host is not None:
+        states = stack.enter_context(_cache(f"{name}.states", host.states, 1, flat=True))
+    manager = stack.enter_context(
+        KVCacheManager(kv, blocks, mover, config=ManagerConfig(min_load_tokens=0))
+    )
+    copier = ArrayCopier(np.zeros((device.states + _BESIDE, 0), np.uint8))
+    checkpoints = Checkpoints(slots, states, mover, copier)
+    stack.callback(checkpoints.close)
+    hybrid = HybridManager(manager, checkpoints, grid)
+    stack.callback(hybrid.close)
+    return hybrid
+
+
+def _cache(name: str, pages: int, page_tokens: int, *, flat: bool) -> Cache:
+    return Cache.create(
+        name,
+        pages=pages,
+        page_bytes=64,
+        page_tokens=page_tokens,
+        fingerprint="bench",
+        secret=b"a secret of benchmarks",
+        role="bench",
+        flat=flat,
+    )
+
+
+def _run(hybrid: HybridManager, number: int, visit: Visit, chunk: int, wishes: Wishes) -> None:
+    """A request's way: found, prefilled by chunks, answered, over."""
+    prompt = len(visit.prompt)
+    hybrid.plan(number, Prompt(visit.prompt), wishes=wishes)
+    at = hybrid.take(number, wait=True).usable
+    hybrid.allocate(number, prompt)
+    hybrid.restore([number])
+    hybrid.fetch(number)
+    while at < prompt:
+        plan = hybrid.save_plan(number, at, min(at + chunk, prompt))
+        _pass(hybrid, number, plan.position, plan.end)
+        at = plan.end
+    interval = hybrid.grid.interval
+    total = prompt + len(visit.answer)
+    while at < total:  # as far as the next position at which decoding saves
+        end = min(total, (at // interval + 1) * interval)
+        fresh = visit.answer[at - prompt : end - prompt]
+        _pass(hybrid, number, None if end % interval else end, end, fresh)
+        at = end
+    hybrid.release(number, at=total)
+    hybrid.poll()
+
+
+def _pass(
+    hybrid: HybridManager,
+    number: int,
+    position: int | None,
+    end: int,
+    fresh: npt.NDArray[np.int64] | None = None,
+) -> None:
+    """Tokens up to `end` are computed, and the state at a position on the way or there is saved."""
+    hybrid.allocate(number, end)
+    saved = False
+    if position is not None and position < end:
+        saved = hybrid.saving(number, position) is not None
+    hybrid_saves = position == end
+    if hybrid_saves:
+        (saved,) = hybrid.save([number], [end])
+    hybrid.commit(number, end, new_tokens=fresh)
+    if saved and position is not None:
+        hybrid.saved(number, position)
+
+
+__all__ = ["Room", "hit_tokens"]
