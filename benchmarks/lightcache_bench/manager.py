@@ -152,7 +152,7 @@ class Ours(KVCacheManager):
 
     def hashed(self, prompt: Prompt) -> None:
         """See `Scheduler.pick`."""
-        space = self._spaces.of("")
+        space = self.state.spaces.of("")
         prompt.keys(space.host_spec)
 
 

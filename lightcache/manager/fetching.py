@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -22,14 +22,11 @@ from lightcache.leases import Held, Lease
 from lightcache.manager.device import OwnedDevice
 from lightcache.manager.foreign import nothing, seconds_of
 from lightcache.manager.requests import HELD, PINNED, Request, slots_of
+from lightcache.manager.state import ManagerState
 from lightcache.manager.statistics import moved_bytes
 from lightcache.manager.traffic import Movement, State
-from lightcache.manager.writing import settle
+from lightcache.manager.writing import Namer, Writer
 from lightcache.shm.locking import Hurried
-
-if TYPE_CHECKING:
-    from lightcache.manager.manager import KVCacheManager
-
 
 # ---- Leaving: requests that have ended, until no copy touches their blocks any more.
 
@@ -37,9 +34,9 @@ if TYPE_CHECKING:
 class Leaving:
     """Gives back what ended requests hold, as soon as may be."""
 
-    def __init__(self, manager: KVCacheManager) -> None:
+    def __init__(self, state: ManagerState, writer: Writer, namer: Namer) -> None:
         """Nobody leaves yet."""
-        self._manager = manager
+        self._state, self._writer, self._namer = state, writer, namer
         self._going: list[Request] = []
         self._goods: list[_Goods] = []
         """What requests had that no copy touches any more. Those that stay are of blocks without a
@@ -66,8 +63,8 @@ class Leaving:
         Args:
             ended: of these it is looked what copies do, if any goes on.
         """
-        with self._manager._lock, Hurried(self._manager.config.time_limit):
-            settle(self._manager)
+        with self._state.lock, Hurried(self._state.config.time_limit):
+            self._namer.settle()
             for goods in self._goods:
                 goods.give_back()
             self._sort_out()
@@ -79,7 +76,7 @@ class Leaving:
                         movement.cancel()
                 one.let_go_of_host()
             if any(not movement.over for one in ended for movement in one.movements):
-                self._manager._traffic.poll()
+                self._state.traffic.poll()
             self._part()
 
     def _part(self) -> None:
@@ -91,7 +88,7 @@ class Leaving:
             (still if busy else over).append(one)
         if not over:
             return
-        goods, take = _Goods.of(self._manager, over)
+        goods, take = _Goods.of(self._state, self._writer, over)
         together(partial(setattr, self, "_going", still), partial(self._goods.append, goods), *take)
         goods.give_back()
         self._sort_out()
@@ -115,7 +112,7 @@ class Leaving:
                 movement.block(None)
             except WaitTimeout:  # its mover has a limit of its own
                 continue
-        self._manager._traffic.poll()
+        self._state.traffic.poll()
         self.poll()
         if any(movement.state is State.QUEUED for movement in movements):
             raise WaitTimeout(
@@ -127,20 +124,20 @@ class Leaving:
 class _Goods:
     """What some ended requests have. Each part is given back once, however often it is asked."""
 
-    def __init__(self, manager: KVCacheManager, requests: list[Request]) -> None:
+    def __init__(self, state: ManagerState, writer: Writer, requests: list[Request]) -> None:
         """Nothing is taken from them yet."""
-        self._manager, self.requests = manager, requests
+        self._state, self._writer, self.requests = state, writer, requests
         self._stored = False
         self._pinned: Lease | None = None
         self._held: Held | None = None
 
     @classmethod
     def of(
-        cls, manager: KVCacheManager, requests: list[Request]
+        cls, state: ManagerState, writer: Writer, requests: list[Request]
     ) -> tuple[_Goods, list[partial[None]]]:
         """And the calls that take it from them, for `together`."""
-        made, take = cls(manager, requests), []
-        device = manager.device
+        made, take = cls(state, writer, requests), []
+        device = state.device
         if isinstance(device, OwnedDevice) and device.index is not None:
             tables = np.concatenate([one.table for one in requests])
             kinds = np.frombuffer(b"".join([one.kind for one in requests]), np.uint8)
@@ -161,20 +158,20 @@ class _Goods:
         """Whatever a storage raises, what the requests had is given back. Their blocks without a
         key, at once or as soon as the lock comes."""
         try:
-            if not self._stored and self._manager._storage is not None:
+            if not self._stored and self._state.storage is not None:
                 for one in self.requests:
                     self._store(one)
         finally:  # an interrupt
             self._let_go()
 
     def _store(self, one: Request) -> None:
-        manager = self._manager
+        state = self._state
         try:
-            manager._guard.run(partial(manager._writer.store, one), nothing)
+            state.guard.run(partial(self._writer.store, one), nothing)
         except LightcacheError:
-            manager._figures.add(errors=1)
+            state.figures.add(errors=1)
         except Exception as error:
-            manager._traffic.foreign.note(error)
+            state.traffic.foreign.note(error)
 
     def _let_go(self) -> None:
         try:
@@ -288,15 +285,14 @@ def wait_on(movement: Movement, stream: Any) -> None:
         transfer.wait_on(stream)
 
 
-def begin_fetch(manager: KVCacheManager, one: Request) -> Fetch:
+def begin_fetch(state: ManagerState, one: Request, without: int) -> Fetch:
     """See `KVCacheManager.fetch`."""
-    lease, match, tokens = one.host, one.match, manager.page_tokens
-    without = manager._planner.without_host(one.prompt, match)
+    lease, match, tokens = one.host, one.match, state.page_tokens
     if lease is None or match.load <= 0 or one.loading is not None:
         one.let_go_of_host()
         one.fetched = True
         return Fetch(one, one.loading, without)
-    block = manager.device.block_tokens
+    block = state.device.block_tokens
     if len(one.table) * block < match.usable:
         raise ConfigError(
             f"fetch {one.id!r}: expected blocks for {match.usable} tokens, found "
@@ -308,19 +304,19 @@ def begin_fetch(manager: KVCacheManager, one: Request) -> Fetch:
     slots[first - begin : match.usable - begin] = slots_of(one.table, block, first, match.usable)
     blocks = one.table[first // block : -(-match.usable // block)]
     pages = len(lease)
-    figures, begun = manager._figures, time.perf_counter_ns()
+    figures, begun = state.figures, time.perf_counter_ns()
 
     def over(ok: bool, nbytes: int | None) -> None:
         if ok:
-            moved = moved_bytes(manager.host, match.usable - first, nbytes)
+            moved = moved_bytes(state.host, match.usable - first, nbytes)
             taken = time.perf_counter_ns() - begun
             figures.add(loads=1, loaded_pages=pages, loaded_bytes=moved, load_ns=taken)
         else:
             figures.add(failed_loads=1)
 
-    movement = manager._traffic.begin(
+    movement = state.traffic.begin(
         blocks,
-        manager.mover,
+        state.mover,
         "load",
         lease,
         slots,
@@ -333,11 +329,11 @@ def begin_fetch(manager: KVCacheManager, one: Request) -> Fetch:
     return Fetch(one, movement, without)
 
 
-def no_fetch(manager: KVCacheManager, one: Request) -> Fetch:
+def no_fetch(one: Request, without: int) -> Fetch:
     """The cache is not asked: what was found there is not loaded."""
     one.let_go_of_host()
     one.fetched = True
-    return Fetch(one, one.loading, manager._planner.without_host(one.prompt, one.match))
+    return Fetch(one, one.loading, without)
 
 
 __all__ = ["Fetch", "Leaving", "begin_fetch", "no_fetch", "wait_on"]

@@ -109,15 +109,15 @@ def hand_over(
     """
     end = time.monotonic() + timeout
     manager.needs_host("hand_over")
-    with manager._lock:
-        one = manager._request(request)
+    with manager.state.lock:
+        one = manager.request(request)
         if not one.wishes.write:
             raise ConfigError(
                 f"hand_over {request!r}: its wishes say write=False, so nothing of it may be "
                 "shared; compute it where it is decoded"
             )
         space = one.space
-        if space is None or not manager._weights.good(space):
+        if space is None or not manager.state.weights.good(space):
             return HandOver(0)
         page = manager.page_tokens
         full = one.total // page
@@ -138,7 +138,7 @@ def _publish(manager: KVCacheManager, one: Request, space: Space, full: int) -> 
     """What of the full pages the host has not, and nobody writes, is written now."""
     there = manager.host.peek(one.host_chain.keys[:full], namespace=space.host)
     if there < full:
-        manager._writer.write(one, there, full)
+        manager.writer.write(one, there, full)
     one.written = max(one.written, full)
 
 
@@ -184,12 +184,12 @@ class _Saving:
         try:
             held = manager.host.index.allocate(1, timeout=manager.config.time_limit)
         except LightcacheError:
-            manager._figures.add(no_room_pages=1)
+            manager.state.figures.add(no_room_pages=1)
             return None
         made = cls(manager, held, n)
         slots = slots_of(one.table, block, begin, begin + n)
         blocks = np.unique(slots // block).astype(np.int32)
-        manager._traffic.begin(
+        manager.state.traffic.begin(
             blocks,
             manager.mover,
             "save",
@@ -216,14 +216,14 @@ class _Saving:
         except (TransferFailed, OutOfPages):
             return None
         finally:
-            with self._manager._lock:
+            with self._manager.state.lock:
                 self._given_up = True
                 if self._movement.over:
                     self._free()
         return found
 
     def _over(self, ok: bool, nbytes: int | None) -> None:
-        figures = self._manager._figures
+        figures = self._manager.state.figures
         if ok:
             moved = moved_bytes(self._manager.host, self._tokens, nbytes)
             figures.add(offloads=1, offloaded_pages=1, offloaded_bytes=moved)
@@ -277,7 +277,7 @@ class Received:
         Raises:
             TransferFailed: all is over, and something failed; `tokens` says from where to compute.
         """
-        self._manager._traffic.poll()
+        self._manager.state.traffic.poll()
         movements = self._movements()
         if not all(movement.over for movement in movements):
             return False  # also if one has failed: the other writes its blocks still
@@ -352,14 +352,14 @@ def receive(
         page.adopt()  # first: from now on it waits for us, however long that takes
         _wait_for_pages(manager, prompt, given, timeout)
         manager.plan(request, prompt, device_tokens=device_tokens)
-        with manager._lock:
+        with manager.state.lock:
             manager.extension.take(request)
         began = True
         if table is None and isinstance(manager.device, OwnedDevice):
             manager.allocate(request, len(prompt))
         fetch = manager.fetch(request, table)
-        with manager._lock:
-            return Received(manager, fetch, page.load(manager._request(request)))
+        with manager.state.lock:
+            return Received(manager, fetch, page.load(manager.request(request)))
     except BaseException:
         if began:
             manager.release(request, publish=False)
@@ -373,8 +373,8 @@ def receive(
 def _wait_for_pages(
     manager: KVCacheManager, prompt: Prompt, given: HandOver, timeout: float
 ) -> None:
-    with manager._lock:
-        space = manager._spaces.of(prompt.tenant)
+    with manager.state.lock:
+        space = manager.state.spaces.of(prompt.tenant)
     keys = prompt.keys(space.host_spec)[: given.tokens // manager.page_tokens]
     # What is not there by then is computed; errors of the cache are misses, as everywhere.
     with contextlib.suppress(LightcacheError):
@@ -418,11 +418,11 @@ class _Adopted:
         def over(ok: bool, nbytes: int | None) -> None:
             if ok:
                 moved = moved_bytes(manager.host, n, nbytes)
-                manager._figures.add(loads=1, loaded_pages=1, loaded_bytes=moved)
+                manager.state.figures.add(loads=1, loaded_pages=1, loaded_bytes=moved)
             else:
-                manager._figures.add(failed_loads=1)
+                manager.state.figures.add(failed_loads=1)
 
-        movement = manager._traffic.begin(
+        movement = manager.state.traffic.begin(
             blocks,
             manager.mover,
             "load",

@@ -32,7 +32,7 @@ from lightcache.layout import MAX_PAGES
 from lightcache.leases import Held, Lease
 from lightcache.manager.device import AttachedDevice, DeviceTier, OwnedDevice, room_of
 from lightcache.manager.fetching import Fetch, Leaving, begin_fetch, no_fetch
-from lightcache.manager.foreign import Guard, Pace, nothing, seconds_of
+from lightcache.manager.foreign import Guard, nothing, seconds_of
 from lightcache.manager.movers import Mover, NullMover
 from lightcache.manager.planning import (
     Asked,
@@ -68,10 +68,10 @@ from lightcache.manager.requests import (
     Wishes,
     WritePolicy,
 )
-from lightcache.manager.statistics import Figures, Gauges, ManagerStats, Recent, Tasks, gather
-from lightcache.manager.traffic import Traffic
-from lightcache.manager.weights import Look, Spaces, Weights, WeightsState, open_keys
-from lightcache.manager.writing import NOTHING, Demotion, Naming, Writer, name_blocks, settle
+from lightcache.manager.state import ManagerState
+from lightcache.manager.statistics import Figures, Gauges, ManagerStats
+from lightcache.manager.weights import Look, WeightsState, open_keys
+from lightcache.manager.writing import NOTHING, Demotion, Namer, Writer
 from lightcache.shm.errors import leave
 from lightcache.shm.locking import Hurried
 
@@ -278,7 +278,7 @@ class Extension:
     @property
     def weights(self) -> str:
         """The version that is served."""
-        return self._manager._spaces.weights
+        return self._manager.state.spaces.weights
 
     @property
     def cleared_by_us(self) -> bool:
@@ -332,7 +332,7 @@ class Extension:
         """
         if self._manager._planner.failed(request):
             return None
-        return peek_behind(self._manager, request, limit)
+        return peek_behind(self._manager._planner, request, limit)
 
     def holds(self, request: Hashable, now: float) -> bool:
         """Whether what was planned for a request stays pinned for a while, so that planning it
@@ -345,7 +345,7 @@ class Extension:
 
     def seconds(self, tokens: int) -> float:
         """That a read of so many tokens is worth waiting for."""
-        return self._manager._pace.seconds(tokens)
+        return self._manager.state.pace.seconds(tokens)
 
     def reading(self, request: Hashable, now: float) -> StorageTask | None:
         """What brings pages from storage for a plan that is to be taken; None: nothing does, or it
@@ -376,7 +376,7 @@ class Extension:
             LeaseLost: no such request.
         """
         manager = self._manager
-        one = manager._request(request)
+        one = manager.request(request)
         manager.release(request, publish=False)
         back = {name: -count for name, count in one.counted.items()}
         manager._figures.update(back)
@@ -421,7 +421,7 @@ def allocate(
 
 
 def _allocated(manager: KVCacheManager, request: Hashable, tokens: int) -> Pages:
-    device, one = manager._owned("allocate"), manager._request(request)
+    device, one = manager._owned("allocate"), manager.request(request)
     needed = -(-count(tokens, "tokens", 0, 1 << 62) // device.block_tokens)
     missing = needed + manager.config.reserve_blocks - len(one.table)
     if missing > 0:
@@ -524,7 +524,6 @@ class KVCacheManager:
         host = host or self._own_host
         assert host is not None
         self.host, self.device = host, device
-        self.mover: Mover = NullMover() if mover is None else mover
         self.page_tokens = host.index.page_tokens
         big, small = sorted((self.page_tokens, device.block_tokens), reverse=True)
         if big % small:
@@ -532,30 +531,36 @@ class KVCacheManager:
                 f"page sizes: expected one a multiple of the other, found host pages of "
                 f"{self.page_tokens} tokens and device blocks of {device.block_tokens}"
             )
-        self._lock = threading.RLock()
-        self._figures = Figures()
-        self._counters, self._told, self._tell_at = counters, Figures(), 0.0
-        self._recent = Recent(self.config.window)
-        self._pace = Pace()
-        self._guard = Guard(
-            self.config.failures, self.config.time_limit, self._figures, self._let_go
-        )
-        self._traffic = Traffic(self._lock, self.config.time_limit)
-        self._spaces = Spaces(host, device, weights)
-        self._weights = Weights(self)
         self._storage = storage_of(host, storage)
-        self._tasks = Tasks(self._figures)
         self._own_storage = None if self._storage is storage else self._storage
-        self._planner = Planner(self, costs, self._storage)
-        self._requests: dict[Hashable, Request] = {}
-        self.naming: Naming | None = None
-        """For `settle`."""
-        self._writer = Writer(self)
-        self._leaving = Leaving(self)
-        self._demotion = Demotion(self)
+        self.state = state = ManagerState(
+            host,
+            device,
+            NullMover() if mover is None else mover,
+            self.config,
+            self._storage,
+            weights,
+            self._let_go,
+        )
+        """What its parts work on; for them, and for what is built on a manager."""
+        self._lock, self._guard, self._traffic = state.lock, state.guard, state.traffic
+        self._figures, self._recent = state.figures, state.recent
+        self._weights, self._requests = state.weights, state.requests
+        self._counters, self._told, self._tell_at = counters, Figures(), 0.0
+        self._planner = Planner(state, costs)
+        self.writer = Writer(state)
+        """For what is built on a manager, as `state`."""
+        self._demotion = Demotion(state, self.writer)
+        self._namer = Namer(state, self._demotion)
+        self._leaving = Leaving(state, self.writer, self._namer)
         self._closed = False
         self.extension = Extension(self)
         """For what is built on a manager."""
+
+    @property
+    def mover(self) -> Mover:
+        """What moves the bytes; moves none where there is no host cache."""
+        return self.state.mover
 
     # ---- finding
 
@@ -639,7 +644,7 @@ class KVCacheManager:
             many = asked_many(range(len(prompts)), prompts, wishes, limits, device_tokens)
             many = self._within(many)
             return self._guard.run(
-                lambda: peek(self, many),
+                lambda: peek(self._planner, many),
                 lambda: [PrefixMatch(len(prompt), why=Why.DISABLED) for prompt in prompts],
             )
 
@@ -804,7 +809,7 @@ class KVCacheManager:
             LeaseLost: no such request.
         """
         with self._lock:
-            one = self._request(request)
+            one = self.request(request)
             if one.fetched or one.loading is not None:
                 raise ConfigError(f"forgo {request!r}: it was fetched already; release it instead")
             one.let_go_of_host()
@@ -829,12 +834,15 @@ class KVCacheManager:
             LeaseLost: no such request.
         """
         with self._lock:
-            one = self._request(request)
+            one = self.request(request)
             before = one.table
             if table is not None:
                 one.table = check_table(self.device, one, table, one.match.usable)
             try:
-                return self._guard.run(lambda: begin_fetch(self, one), lambda: no_fetch(self, one))
+                without = self._planner.without_host(one.prompt, one.match)
+                return self._guard.run(
+                    lambda: begin_fetch(self.state, one, without), lambda: no_fetch(one, without)
+                )
             except ConfigError:
                 one.table = before
                 raise
@@ -893,10 +901,10 @@ class KVCacheManager:
     ) -> list[Mapping[int, int]]:
         """See `commit_many`. What was exchanged is told again unless the delivery is done."""
         with self._lock:
-            settle(self)
+            self._namer.settle()
             known = self._requests
             try:
-                running = [known.get(request) or self._request(request) for request in requests]
+                running = [known.get(request) or self.request(request) for request in requests]
             except TypeError:
                 check_hashable(requests, "commit")
                 raise
@@ -922,12 +930,12 @@ class KVCacheManager:
         """A prompt is complete: how long that took, unless some of it was loaded."""
         begun, one.begun = one.begun, 0.0
         if one.match.load <= 0:
-            self._pace.note(len(one.prompt) - one.match.usable, time.monotonic() - begun)
+            self.state.pace.note(len(one.prompt) - one.match.usable, time.monotonic() - begun)
 
     def _committed(self, running: list[Request]) -> None:
         look = Look(self._weights)
-        name_blocks(self, running, look)
-        self._writer.due(running, look)
+        self._namer.name(running, look)
+        self.writer.due(running, look)
 
     def release(self, request: Hashable, *, publish: bool = True, wait: bool = False) -> None:
         """End a request. Its blocks are free when no copy touches them any more; named ones stay to
@@ -945,7 +953,7 @@ class KVCacheManager:
         """`release` for several."""
         with self._lock:
             check_hashable(requests, "release")
-            settle(self)
+            self._namer.settle()
             ended = self._ended(requests, publish)
             try:
                 if publish and ended:
@@ -974,8 +982,8 @@ class KVCacheManager:
         late = [one for one in ended if one.loading is not None or one.sound is not None]
         if late:  # perhaps it was going on at the last commit
             self._traffic.poll()
-            name_blocks(self, late, look)
-        self._writer.rest(ended, look)
+            self._namer.name(late, look)
+        self.writer.rest(ended, look)
 
     # ---- the end
 
@@ -1026,9 +1034,13 @@ class KVCacheManager:
                 "travel through the host"
             )
 
-    def _request(self, request: Hashable) -> Request:
-        if self.naming is not None:
-            settle(self)
+    def request(self, request: Hashable) -> Request:
+        """A request between `take` and `release`; for what is built on a manager, under the lock.
+
+        Raises:
+            LeaseLost: no such request.
+        """
+        self._namer.settle()
         try:
             found = self._requests.get(request)
         except TypeError:
@@ -1262,7 +1274,7 @@ class KVCacheManager:
     def stats(self) -> ManagerStats:
         """This process's figures."""
         with self._lock:
-            gather(self)
+            self.state.gather()
             return self._figures.snapshot()
 
     def node_stats(self) -> ManagerStats:
@@ -1281,7 +1293,7 @@ class KVCacheManager:
     def reset_stats(self) -> ManagerStats:
         """The figures so far; counting begins anew."""
         with self._lock:
-            gather(self)
+            self.state.gather()
             found = self._figures.snapshot()
             self._tell()  # the node's total goes on
             self._figures.clear()
@@ -1309,7 +1321,7 @@ class KVCacheManager:
     def _tell(self) -> None:
         """Add to the node's counters what we have counted since."""
         self._tell_at = time.monotonic() + TELL
-        gather(self)
+        self.state.gather()
         more = {name: n - self._told[name] for name, n in self._figures.items()}
         more = {name: n for name, n in more.items() if n > 0}
         if self._counters is not None and more:

@@ -28,12 +28,12 @@ from lightcache.manager.requests import (
     Why,
     Wishes,
 )
+from lightcache.manager.state import ManagerState
 from lightcache.plans import TIMEOUT
 
 if TYPE_CHECKING:
     from lightcache.costs import Costs
-    from lightcache.manager.manager import KVCacheManager
-    from lightcache.storage.tiers import BaseTier, StorageTask
+    from lightcache.storage.tiers import StorageTask
 
 
 # ---- What is asked of a plan: the arguments of `KVCacheManager.plan` and `plan_many`, checked,
@@ -175,9 +175,9 @@ def by_space(plans: list[Waiting]) -> list[tuple[Space, list[Waiting]]]:
 class Looker:
     """Finds and pins what plans can use. The manager's lock is around every call."""
 
-    def __init__(self, manager: KVCacheManager, storage: BaseTier | None) -> None:
+    def __init__(self, state: ManagerState) -> None:
         """Nothing is looked for yet."""
-        self._manager, self._storage = manager, storage
+        self._state, self._storage = state, state.storage
 
     def due(self, plans: list[Waiting], now: float) -> list[Waiting]:
         """Those that have to be looked at. What a plan has found is pinned, so while its time is
@@ -186,7 +186,7 @@ class Looker:
         settled = [plan for _, plan in plans if plan.settled > now]
         if not settled:
             return plans
-        host, device = self._manager.host.index, self._manager.device.index
+        host, device = self._state.host.index, self._state.device.index
         host.peek(NO_KEYS)  # raises if it was closed, or disabled by an operator
         for space in {plan.space for plan in settled}:
             assert space is not None
@@ -227,13 +227,13 @@ class Looker:
         if not plan.most or space is None:
             plan.settled = 0.0
             return
-        ttl, device = plan.ttl, self._manager.device
+        ttl, device = plan.ttl, self._state.device
         if given is None and space.device is not None:
             blocks = device.plan(request, plan.device_keys, space.device, ttl)
             plan.device, plan.pinned = blocks * device.block_tokens, True
         if self._asks_host(request, plan):
             keys = plan.host_keys[plan.host_first :]
-            index = self._manager.host.index
+            index = self._state.host.index
             pages = index.plan(request, keys, namespace=space.host, timeout=ttl, frozen=True)
             self._told_by_host(plan, space, pages)
         if given is None:
@@ -242,7 +242,7 @@ class Looker:
     def again(self, request: Hashable, plan: Planned) -> None:
         """Look once more for a plan that is to be taken."""
         # What an engine has on its device is as it said.
-        given = None if self._manager.device.owned else plan.device
+        given = None if self._state.device.owned else plan.device
         self.look_one(request, plan, given, time.monotonic())
 
     # ---- first pages
@@ -273,7 +273,7 @@ class Looker:
 
     def _begun(self, space: Space, plans: list[Planned], given: bool) -> set[Planned]:
         """Those of them whose first page is there."""
-        device, host = self._manager.device.index, self._manager.host.index
+        device, host = self._state.device.index, self._state.host.index
         begun: set[Planned] = set()
         if not given and device is not None and space.device is not None:
             keys = [plan.first_block() for plan in plans]
@@ -286,13 +286,13 @@ class Looker:
     # ---- tier by tier
 
     def _believe(self, plans: list[Waiting], given: Sequence[int]) -> None:
-        block = self._manager.device.block_tokens
+        block = self._state.device.block_tokens
         for (_, plan), tokens in zip(plans, given, strict=True):
             plan.device = min(tokens, plan.most) // block * block
             plan.settled = 0.0  # nothing is pinned
 
     def _on_device(self, plans: list[Waiting]) -> None:
-        device = self._manager.device
+        device = self._state.device
         for space, members in by_space(plans):
             if space.device is None:
                 continue
@@ -304,7 +304,7 @@ class Looker:
                 plan.pinned = True
 
     def _on_host(self, plans: list[Waiting]) -> None:
-        index = self._manager.host.index
+        index = self._state.host.index
         for space, members in by_space(plans):
             asked = [entry for entry in members if self._asks_host(*entry)]
             if not asked:
@@ -318,13 +318,13 @@ class Looker:
     def _asks_host(self, request: Hashable, plan: Planned) -> bool:
         """Whether the host may have pages behind what the device has."""
         plan.host_first, plan.host_pages, plan.absent = (
-            plan.device // self._manager.page_tokens,
+            plan.device // self._state.page_tokens,
             0,
             0,
         )
         asks = plan.pages > plan.host_first
         if plan.on_host and not asks:
-            self._manager.host.index.cancel(request)
+            self._state.host.index.cancel(request)
         plan.on_host = asks
         return asks
 
@@ -344,13 +344,13 @@ class Looker:
             return
         keys, first = plan.host_keys, plan.host_first + pages
         plan.reading = self._storage.prefetch(keys, first, namespace=space.host)
-        self._manager._tasks.add(plan.reading)
+        self._state.tasks.add(plan.reading)
 
     # ---- how long it holds
 
     def _settle(self, plan: Planned, now: float) -> None:
         """Note what has to appear before more of a plan can be found."""
-        device, space = self._manager.device, plan.space
+        device, space = self._state.device, plan.space
         plan.settled = 0.0
         if space is None or space.device is None or not plan.most or not device.owned:
             return  # nothing was looked for; or an engine may evict what was found
@@ -371,29 +371,30 @@ def _longest(members: list[Waiting]) -> float:
 # ---- Peeking: what a plan would find, without references.
 
 
-def peek(manager: KVCacheManager, many: AskedMany) -> list[PrefixMatch]:
+def peek(planner: Planner, many: AskedMany) -> list[PrefixMatch]:
     """See `KVCacheManager.peek_many`."""
-    planner, now = manager._planner, time.monotonic()
+    state, now = planner.state, time.monotonic()
     plans: list[Waiting] = []
     each = zip(many.prompts, many.wishes, many.limits, strict=True)
     for request, asks in zip(many.requests, each, strict=True):
         asked = Asked(*asks)
-        space = manager._weights.space_or_none(asked.prompt.tenant)
+        space = state.weights.space_or_none(asked.prompt.tenant)
         plans.append((request, planner.made(asked, space, now)))
-    _on_device(manager, plans, many.given)
-    _on_host(manager, plans)
-    return [_match(manager, plan) for _, plan in plans]
+    _on_device(state, plans, many.given)
+    _on_host(state, plans)
+    return [_match(planner, plan) for _, plan in plans]
 
 
-def peek_behind(manager: KVCacheManager, request: Hashable, limit: int | None) -> PrefixMatch:
+def peek_behind(planner: Planner, request: Hashable, limit: int | None) -> PrefixMatch:
     """What is there for a request that was planned just now with a lower limit: only what lies
     behind that is looked at. Not for an engine that said itself what its device has."""
-    planner, block, tokens = manager._planner, manager.device.block_tokens, manager.page_tokens
+    state = planner.state
+    block, tokens = state.device.block_tokens, state.page_tokens
     known = planner.planned(request)
     plan = planner.made(known.asked.up_to(limit), known.space, known.since)
-    space, index = plan.space, manager.device.index
+    space, index = plan.space, state.device.index
     if space is None or not plan.most:
-        return _match(manager, plan)
+        return _match(planner, plan)
     plan.device, plan.host_pages = known.device, known.host_pages
     if known.blocks < plan.blocks and known.device == known.blocks * block and index is not None:
         more = plan.device_keys[known.blocks :]
@@ -403,14 +404,14 @@ def peek_behind(manager: KVCacheManager, request: Hashable, limit: int | None) -
     plan.host_first = plan.device // tokens
     end = plan.host_first + plan.host_pages
     if known.pages <= end < plan.pages:
-        plan.host_pages += manager.host.index.peek(plan.host_keys[end:], namespace=space.host)
+        plan.host_pages += state.host.index.peek(plan.host_keys[end:], namespace=space.host)
     if known.match is not None and known.matched == (plan.device, plan.host_pages):
         return known.match
-    return _match(manager, plan)
+    return _match(planner, plan)
 
 
-def _on_device(manager: KVCacheManager, plans: list[Waiting], given: Sequence[int] | None) -> None:
-    block, index = manager.device.block_tokens, manager.device.index
+def _on_device(state: ManagerState, plans: list[Waiting], given: Sequence[int] | None) -> None:
+    block, index = state.device.block_tokens, state.device.index
     if given is not None:
         for (_, plan), tokens in zip(plans, given, strict=True):
             plan.device = min(tokens, plan.most) // block * block
@@ -423,22 +424,22 @@ def _on_device(manager: KVCacheManager, plans: list[Waiting], given: Sequence[in
             plan.device = blocks * block
 
 
-def _on_host(manager: KVCacheManager, plans: list[Waiting]) -> None:
-    tokens = manager.page_tokens
+def _on_host(state: ManagerState, plans: list[Waiting]) -> None:
+    tokens = state.page_tokens
     for space, members in by_space(plans):
         parts = []
         for _, plan in members:
             plan.host_first = plan.device // tokens
             parts.append(plan.host_keys[plan.host_first :])
-        counts = peeked(manager.host.index, parts, space.host)
+        counts = peeked(state.host.index, parts, space.host)
         for (_, plan), host_pages in zip(members, counts, strict=True):
             plan.host_pages = host_pages
 
 
-def _match(manager: KVCacheManager, plan: Planned) -> PrefixMatch:
-    end = (plan.host_first + plan.host_pages) * manager.page_tokens if plan.host_pages else 0
+def _match(planner: Planner, plan: Planned) -> PrefixMatch:
+    end = (plan.host_first + plan.host_pages) * planner.state.page_tokens if plan.host_pages else 0
     host = max(0, end - plan.device)
-    usable, why, cut = manager._planner.usable.of(plan, plan.device, plan.device + host)
+    usable, why, cut = planner.usable.of(plan, plan.device, plan.device + host)
     return PrefixMatch(len(plan.asked.prompt), plan.device, host, 0, usable, why, cut)
 
 
@@ -448,9 +449,9 @@ def _match(manager: KVCacheManager, plan: Planned) -> PrefixMatch:
 class Usable:
     """What the costs say is worth loading, and no item cut in two."""
 
-    def __init__(self, manager: KVCacheManager, costs: Costs | None) -> None:
+    def __init__(self, state: ManagerState, costs: Costs | None) -> None:
         """`costs`: None: everything is worth it."""
-        self._manager, self._costs = manager, costs
+        self._state, self._costs = state, costs
 
     def of(self, plan: Planned, device: int, found: int) -> tuple[int, Why, Any]:
         """Usable tokens of so many that were found, so many of them on the device; why they are
@@ -484,17 +485,17 @@ class Usable:
     def _before(self, position: int, device: int) -> int:
         """The last boundary not beyond a position: of a block on the device, of a page on the
         host."""
-        block, tokens = self._manager.device.block_tokens, self._manager.page_tokens
+        block, tokens = self._state.device.block_tokens, self._state.page_tokens
         on_device = min(position, device) // block * block
         if position <= device:
             return on_device
         return max(on_device, position // tokens * tokens)
 
     def _worth_loading(self, tokens: int) -> bool:
-        least = self._manager.config.min_load_tokens
+        least = self._state.config.min_load_tokens
         if least is not None:
             return tokens >= least
-        pages = -(-tokens // self._manager.page_tokens)
+        pages = -(-tokens // self._state.page_tokens)
         return self._costs is None or bool(self._costs.worth_loading(pages))
 
 
@@ -726,19 +727,17 @@ def numbers_of(blocks: Any) -> Pages:
 class Planner:
     """The plans of one manager. Its lock is around every call."""
 
-    def __init__(
-        self, manager: KVCacheManager, costs: Costs | None, storage: BaseTier | None
-    ) -> None:
+    def __init__(self, state: ManagerState, costs: Costs | None) -> None:
         """Nothing is planned yet."""
-        self._manager = manager
-        self._looker = Looker(manager, storage)
-        self.usable = Usable(manager, costs)
+        self.state = state
+        self._looker = Looker(state)
+        self.usable = Usable(state, costs)
         self._plans: dict[Hashable, Planned] = {}
         self._failed: dict[Hashable, Prompt] = {}
         """Of requests whose last plan failed: what they asked."""
         self._computing: dict[bytes, Hashable] = {}
         """Keys of blocks that running requests will have computed; with "wait" only."""
-        self._index = manager.device.index
+        self._index = state.device.index
         """What the device's blocks are pinned in: another one has none of these pins."""
 
     def plan(self, many: AskedMany) -> list[PrefixMatch]:
@@ -753,7 +752,7 @@ class Planner:
             self._looker.look(due, many.given, now)
         absent = sum([plan.absent for _, plan in plans])
         if absent:
-            self._manager._figures.add(absent_pages=absent)
+            self.state.figures.add(absent_pages=absent)
         return [self._match(request, plan, plan.device, plan.host_pages) for request, plan in plans]
 
     def plan_one(
@@ -766,7 +765,7 @@ class Planner:
             given: device tokens that an engine found itself; None: look.
         """
         now = time.monotonic()
-        if self._index is not self._manager.device.index:
+        if self._index is not self.state.device.index:
             self._see_device()
         plan = self._plans.get(request)
         if plan is None or plan.asked != asked or plan.space is not space:
@@ -776,15 +775,15 @@ class Planner:
         if given is not None or self._looker.due([(request, plan)], now):
             self._looker.look_one(request, plan, given, now)
         if plan.absent:
-            self._manager._figures.add(absent_pages=plan.absent)
+            self.state.figures.add(absent_pages=plan.absent)
         return self._match(request, plan, plan.device, plan.host_pages)
 
     def _known_many(self, many: AskedMany, now: float) -> list[Waiting]:
         """The plan of each request: the one that it has, if it asks for the same as before."""
-        if self._index is not self._manager.device.index:
+        if self._index is not self.state.device.index:
             self._see_device()
         tenants = {prompt.tenant for prompt in many.prompts}  # all, before a plan is renewed
-        spaces = {each: self._manager._weights.space_or_none(each) for each in tenants}
+        spaces = {each: self.state.weights.space_or_none(each) for each in tenants}
         plans = []
         each = zip(many.prompts, many.wishes, many.limits, strict=True)
         for request, asks in zip(many.requests, each, strict=True):
@@ -796,7 +795,7 @@ class Planner:
 
     def _see_device(self) -> None:
         """What was pinned in another index of the device is not."""
-        self._index = self._manager.device.index
+        self._index = self.state.device.index
         for plan in self._plans.values():
             plan.settled = 0.0
 
@@ -830,20 +829,20 @@ class Planner:
         """What a request asks; nothing was looked for."""
         wishes = asked.wishes
         most, tiers = asked.most if wishes.read and space is not None else 0, wishes.tiers
-        blocks = most // self._manager.device.block_tokens if "device" in tiers else 0
-        pages = most // self._manager.page_tokens if "host" in tiers else 0
-        ttl = wishes.ttl or self._manager.config.plan_ttl
+        blocks = most // self.state.device.block_tokens if "device" in tiers else 0
+        pages = most // self.state.page_tokens if "host" in tiers else 0
+        ttl = wishes.ttl or self.state.config.plan_ttl
         return Planned(asked, space, most, ttl, now, blocks, pages)
 
     def _let_go(self, request: Hashable) -> None:
-        for tier in (self._manager.device, self._manager.host.index):
+        for tier in (self.state.device, self.state.host.index):
             # Closed: nothing is pinned any more. Else its pins go at the plan's time limit.
             with contextlib.suppress(LightcacheError):
                 tier.cancel(request)
 
     def _stop_reading(self, plan: Planned) -> None:
         if plan.reading is not None:
-            self._manager._traffic.foreign.cancel(plan.reading)
+            self.state.traffic.foreign.cancel(plan.reading)
 
     def failed(self, request: Hashable) -> bool:
         """Whether the last plan of a request failed, or was let go of."""
@@ -872,7 +871,7 @@ class Planner:
         plan = self._plans.get(request)
         if plan is None or plan.reading is not None:
             return False
-        if self._manager.config.same_prefix == "wait":
+        if self.state.config.same_prefix == "wait":
             return False
         return plan.settled > now or not plan.most
 
@@ -885,7 +884,7 @@ class Planner:
     def _match(self, request: Hashable, plan: Planned, device: int, pages: int) -> PrefixMatch:
         if plan.match is not None and plan.matched == (device, pages) and not self._computing:
             return plan.match
-        tokens = self._manager.page_tokens
+        tokens = self.state.page_tokens
         end = (plan.host_first + pages) * tokens if pages else 0
         host = max(0, end - device)
         from_storage, pending = 0, False
@@ -914,22 +913,22 @@ class Planner:
         """Who computes the block that this one would compute first."""
         if plan.space is None:
             return None
-        at = usable // self._manager.device.block_tokens
+        at = usable // self.state.device.block_tokens
         if at >= plan.blocks:
             return None
         key = plan.device_keys[at].tobytes() if at else plan.first_block()
         other = self._computing.get(key)
-        late = time.monotonic() - plan.since >= self._manager.config.wait_limit
+        late = time.monotonic() - plan.since >= self.state.config.wait_limit
         if other is None or other == request or late:
             return None
         if not plan.waited:
             plan.waited = True
-            self._manager._figures.add(waits=1)
+            self.state.figures.add(waits=1)
         return other
 
     def computes(self, one: Request) -> None:
         """A request begins to compute what it has not."""
-        if self._manager.config.same_prefix == "wait" and one.wishes.write:
+        if self.state.config.same_prefix == "wait" and one.wishes.write:
             for key in one.device_chain.keys[one.named :]:
                 self._computing.setdefault(key.tobytes(), one.id)
 
@@ -955,8 +954,8 @@ class Planner:
         if plan is None or plan.space is None or plan.reading is None or plan.reading.over:
             return None
         if plan.read_until is None:
-            absent = plan.absent * self._manager.page_tokens
-            plan.asked_at, plan.read_until = now, now + self._manager._pace.seconds(absent)
+            absent = plan.absent * self.state.page_tokens
+            plan.asked_at, plan.read_until = now, now + self.state.pace.seconds(absent)
         if now >= plan.read_until:
             return None
         if plan.settled <= now:
@@ -974,8 +973,8 @@ class Planner:
         plan = self._plans.get(request)
         if plan is None:
             raise LeaseLost(f"take: the request {request!r} was not planned; plan it first")
-        manager = self._manager
-        if plan.space is None or not manager._weights.good(plan.space):
+        state = self.state
+        if plan.space is None or not state.weights.good(plan.space):
             self.cancel(request)
             plan.space = plan.reading = None  # it runs without
             return plan, self._match(request, plan, 0, 0), None, None
@@ -995,8 +994,8 @@ class Planner:
         del self._plans[request]
         if plan.read_until is not None:
             waited = int((time.monotonic() - plan.asked_at) * 1e9)
-            manager._figures.add(storage_wait_ns=max(0, waited))
-        device = len(hit) * manager.device.block_tokens if hit is not None else plan.device
+            state.figures.add(storage_wait_ns=max(0, waited))
+        device = len(hit) * state.device.block_tokens if hit is not None else plan.device
         match = self._match(request, plan, device, len(host) if host is not None else 0)
         return plan, match, hit, host
 
@@ -1006,12 +1005,12 @@ class Planner:
         Raises:
             LeaseLost: it was let go, since the plan's time was up.
         """
-        manager, hit, host = self._manager, None, None
+        state, hit, host = self.state, None, None
         try:
-            if manager.device.index is not None and plan.blocks and not plan.nowhere:
-                hit = manager.device.take(request)
+            if state.device.index is not None and plan.blocks and not plan.nowhere:
+                hit = state.device.take(request)
             if plan.on_host:
-                host = manager.host.index.take(request)
+                host = state.host.index.take(request)
         except BaseException:
             if hit is not None:
                 hit.release()

@@ -7,11 +7,9 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from lightcache.cache import Cache
-from lightcache.layout import Cause
 from lightcache.shm import SharedCounters
 
 if TYPE_CHECKING:
-    from lightcache.manager.manager import KVCacheManager
     from lightcache.storage.tiers import StorageTask
 
 
@@ -319,41 +317,9 @@ class NodeCounters:
         self._counters.__exit__(kind, error, trace)
 
 
-# ---- Figures that others count: the indices, an attached device, the storage tier. A manager
-# adds them to its own when a snapshot is taken, or the node is told.
-#
-# Whoever counts gives each figure away once. So managers of one process that share a cache, or a
-# storage tier, have in their sum what happened; which of them has it says nothing.
+# ---- What was asked of storage.
 
 _MANY = 64  # tasks, of which it is worth looking which are over
-_HOST = {
-    Cause.ROOM: "room",
-    Cause.QUOTA: "quota",
-    Cause.DROPPED: "drop",
-    Cause.CLEARED: "clear",
-    Cause.ASKED: "asked",
-    Cause.DISCARDED: "asked",
-}
-_STORAGE = {
-    "read_bytes": "storage_read_bytes",
-    "written_bytes": "storage_written_bytes",
-    "evicted": "storage_evicted_room",
-    "declined": "storage_declined_pages",
-}
-
-
-def gather(manager: KVCacheManager) -> None:
-    """Add what others have counted since the last time. No lock of the cache, none of a storage."""
-    figures = manager._figures
-    for name, blocks in manager.device.take_evicted().items():
-        figures.add(**{f"device_evicted_{name}": blocks})
-    for which, pages in manager.host.index._take_evicted().items():
-        if pages:
-            figures.add(**{f"host_evicted_{_HOST[which]}": pages})
-    if manager._storage is not None:
-        manager._tasks.settle()
-        counted = manager._storage._take_figures()
-        figures.add(**{_STORAGE[name]: count for name, count in counted.items()})
 
 
 class Tasks:
@@ -412,6 +378,5 @@ __all__ = [
     "Recent",
     "Room",
     "Tasks",
-    "gather",
     "moved_bytes",
 ]

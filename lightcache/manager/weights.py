@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from lightcache.cache import Cache
 from lightcache.errors import ConfigError, OutOfPages
 from lightcache.manager.device import DeviceTier
 from lightcache.manager.requests import Space
 from lightcache.namespaces import NamespaceState
-
-if TYPE_CHECKING:
-    from lightcache.manager.manager import KVCacheManager
-
 
 # ---- Which namespaces and keys a request's tokens get: by weights version and tenant, in every
 # tier.
@@ -158,9 +153,9 @@ class Weights:
     the others, and then looks once more for what was opened meanwhile; who opens one looks at the
     anchor behind that. So one of the two sees the other."""
 
-    def __init__(self, manager: KVCacheManager) -> None:
+    def __init__(self, host: Cache, device: DeviceTier, spaces: Spaces) -> None:
         """Normal."""
-        self._manager = manager
+        self._host, self._device, self._spaces = host, device, spaces
         self._updating = self._begun = False
         self.ours = True
         """Whether the version was good when we began to update it."""
@@ -177,7 +172,7 @@ class Weights:
     def space_of(self, tenant: str) -> Space | None:
         """Where a tenant's tokens may be found and published; None: nowhere, the version is gone or
         going. A tenant that was cleared alone begins again, empty."""
-        spaces = self._manager._spaces
+        spaces = self._spaces
         for _ in range(2):
             if self._updating or not (spaces.has(tenant) or self._look()):
                 return None
@@ -198,20 +193,19 @@ class Weights:
         """Whether anything of a space may be found or published. If another process has cleared
         our version, our device forgets it, and nothing is opened again before an update: who
         cleared knows of other weights."""
-        manager = self._manager
         if self._updating or not self._look():
             return False
-        if space.host.ref == manager._spaces.anchor.ref:
+        if space.host.ref == self._spaces.anchor.ref:
             return True
-        if manager.host.index.namespace_state(space.host) is NamespaceState.NORMAL:
+        if self._host.index.namespace_state(space.host) is NamespaceState.NORMAL:
             return True
-        if manager._spaces.forget(space):
-            manager.device.clear_tenant(space.weights, space.tenant)
+        if self._spaces.forget(space):
+            self._device.clear_tenant(space.weights, space.tenant)
         return False
 
     def _look(self) -> bool:
         """Whether our version is good."""
-        found = _SEEN[self._manager.host.index.namespace_state(self._manager._spaces.anchor)]
+        found = _SEEN[self._host.index.namespace_state(self._spaces.anchor)]
         if found is self._gone:
             return found is WeightsState.NORMAL
         first = self._gone is WeightsState.NORMAL
@@ -223,10 +217,9 @@ class Weights:
     def _forget(self) -> None:
         """Another process has cleared our version. A tenant that it did not see is one of ours, if
         it died on its way."""
-        manager = self._manager
-        for space in manager._spaces.known():
-            manager.host.clear(space.host)
-        manager.device.clear_weights(manager._spaces.weights)
+        for space in self._spaces.known():
+            self._host.clear(space.host)
+        self._device.clear_weights(self._spaces.weights)
 
     def begin(self) -> None:
         """From here on nothing of the version is found or published, in any tier and process. An
@@ -237,8 +230,8 @@ class Weights:
             self.ours = self._look()
             self._updating = True
         if self.ours:
-            self._clear(self._manager._spaces.weights)
-            self._manager.device.clear_weights(self._manager._spaces.weights)
+            self._clear(self._spaces.weights)
+            self._device.clear_weights(self._spaces.weights)
         else:
             self._forget()  # and not what others serve under this name by now
         self._begun = True
@@ -253,12 +246,12 @@ class Weights:
         space = self.space_of(tenant)
         if space is None:
             return False
-        self._manager.host.clear(space.host)
+        self._host.clear(space.host)
         self.good(space)  # sees it as any process will, and forgets it here and on the device
         return True
 
     def _clear(self, version: str) -> None:
-        host, anchor = self._manager.host, self._manager._spaces.anchor
+        host, anchor = self._host, self._spaces.anchor
         for space in host.index.namespaces():
             if space.weights == version and space != anchor:
                 host.clear(space)
@@ -276,8 +269,8 @@ class Weights:
         """
         if not self._begun:
             raise ConfigError("finish_update: no update was begun; call begin_update first")
-        self._manager.device.clear_weights(self._manager._spaces.weights)
-        self._manager._spaces.switch(version)
+        self._device.clear_weights(self._spaces.weights)
+        self._spaces.switch(version)
         self._updating = self._begun = False
         self._gone = WeightsState.NORMAL
 

@@ -27,12 +27,12 @@ from lightcache.manager.requests import (
     WritePolicy,
     slots_of_blocks,
 )
+from lightcache.manager.state import ManagerState
 from lightcache.manager.statistics import moved_bytes
 from lightcache.manager.traffic import Movement, State
 from lightcache.reservations import Reservation, ReservationBatch
 
 if TYPE_CHECKING:
-    from lightcache.manager.manager import KVCacheManager
     from lightcache.manager.weights import Look
     from lightcache.page_index import PageIndex
 
@@ -49,53 +49,9 @@ Filled = tuple[Request, int, int]
 """A request, how many of its blocks have names, and how many are full."""
 
 
-def name_blocks(manager: KVCacheManager, running: list[Request], look: Look) -> None:
-    """Name what is full and has no name yet, in one call for each space. Blocks of which others
-    hold the content already are exchanged, and `Request.owed` says so."""
-    by_space: dict[Space, list[Filled]] = {}
-    block = manager.device.block_tokens
-    for one in running:
-        if one.total < (one.named + 1) * block or not one.on_device:
-            continue  # nearly always, while single tokens are generated
-        full = min(one.publishable() // block, len(one.table))
-        if full > one.named:
-            assert one.space is not None
-            members = by_space.get(one.space)
-            if members is None:
-                members = by_space[one.space] = []
-            members.append((one, one.named, full))
-    for space, members in by_space.items():
-        if look.good(space):
-            _name(manager, space, members)
-
-
 def _keys(packed: list[bytes]) -> Keys:
     """Of `Chain.packed`."""
     return np.frombuffer(bytearray().join(packed), np.uint64).reshape(-1, 2)
-
-
-def _name(manager: KVCacheManager, space: Space, members: list[Filled]) -> None:
-    blocks: list[Pages] = []
-    packed: list[bytes] = []
-    starts: list[int] = []
-    offsets, count = [0], 0
-    for one, first, full in members:
-        begin = first - 1 if first else 0  # the key before the first new one: what that hangs on
-        blocks.append(one.table[first:full])
-        packed += one.device_chain.packed(begin, full)
-        starts.append(first - begin)
-        count += full - begin
-        offsets.append(count)
-    assert space.device is not None
-    ours = np.concatenate(blocks)
-    keys = _keys(packed)
-    naming = manager.naming = Naming(members, ours, Named(len(ours)))
-    try:
-        manager.device.name_many(
-            ours, keys, np.array(offsets), np.array(starts), space.device, naming.named
-        )
-    finally:
-        settle(manager)
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,48 +64,102 @@ class Naming:
     named: Named
 
 
-def settle(manager: KVCacheManager) -> None:
-    """The requests learn what became of the blocks that were to be named last: which are pinned,
-    and which have been exchanged. Once more does no harm."""
-    naming = manager.naming
-    if naming is None:
-        return
-    settled, at = naming.named.settled, 0
-    kinds = naming.named.status.tobytes().translate(_KINDS)
-    owned, back = manager.device.owned, manager.config.write is WritePolicy.BACK
-    if owned and settled:
-        _exchange(manager, naming, settled)
-    for one, first, full in naming.members:
-        end = full
-        if settled < at + full - first:  # interrupted before its last block was named
-            end = first + max(0, settled - at)
-        if owned:
-            one.kind[first:end] = kinds[at : at + end - first]
-        if back and end > first:
-            manager._demotion.note(one, first, end)
-        if end > one.named:
-            one.named = end
-        at += full - first
-    manager.naming = None
+class Namer:
+    """Gives full blocks of running requests their keys. The manager's lock is around every call."""
 
+    def __init__(self, state: ManagerState, demotion: Demotion) -> None:
+        """Nothing is being named."""
+        self._state, self._demotion = state, demotion
+        self._naming: Naming | None = None
+        """For `settle`."""
 
-def _exchange(manager: KVCacheManager, naming: Naming, settled: int) -> None:
-    """Where another block holds what ours did, it takes its place."""
-    theirs, ours = naming.named.pages[:settled], naming.ours[:settled]
-    if theirs.tobytes() == ours.tobytes():
-        return
-    exchanged = np.flatnonzero(theirs != ours)
-    at = 0
-    for one, first, full in naming.members:
-        mine = exchanged[(exchanged >= at) & (exchanged < at + full - first)]
-        if len(mine):
-            changed = dict(zip((mine - at + first).tolist(), theirs[mine].tolist(), strict=True))
-            before = {} if one.owed is None or one.owed.told else one.owed.changed
-            one.owed = Owed({**before, **changed})
-            for position, block in changed.items():
-                one.table[position] = block
-        at += full - first
-    manager._figures.add(duplicates=len(exchanged))
+    def name(self, running: list[Request], look: Look) -> None:
+        """Name what is full and has no name yet, in one call for each space. Blocks of which others
+        hold the content already are exchanged, and `Request.owed` says so."""
+        by_space: dict[Space, list[Filled]] = {}
+        block = self._state.device.block_tokens
+        for one in running:
+            if one.total < (one.named + 1) * block or not one.on_device:
+                continue  # nearly always, while single tokens are generated
+            full = min(one.publishable() // block, len(one.table))
+            if full > one.named:
+                assert one.space is not None
+                members = by_space.get(one.space)
+                if members is None:
+                    members = by_space[one.space] = []
+                members.append((one, one.named, full))
+        for space, members in by_space.items():
+            if look.good(space):
+                self._name(space, members)
+
+    def _name(self, space: Space, members: list[Filled]) -> None:
+        blocks: list[Pages] = []
+        packed: list[bytes] = []
+        starts: list[int] = []
+        offsets, count = [0], 0
+        for one, first, full in members:
+            begin = (
+                first - 1 if first else 0
+            )  # the key before the first new one: what that hangs on
+            blocks.append(one.table[first:full])
+            packed += one.device_chain.packed(begin, full)
+            starts.append(first - begin)
+            count += full - begin
+            offsets.append(count)
+        assert space.device is not None
+        ours = np.concatenate(blocks)
+        keys = _keys(packed)
+        naming = self._naming = Naming(members, ours, Named(len(ours)))
+        try:
+            self._state.device.name_many(
+                ours, keys, np.array(offsets), np.array(starts), space.device, naming.named
+            )
+        finally:
+            self.settle()
+
+    def settle(self) -> None:
+        """The requests learn what became of the blocks that were to be named last: which are
+        pinned, and which have been exchanged. Once more does no harm."""
+        naming = self._naming
+        if naming is None:
+            return
+        settled, at = naming.named.settled, 0
+        kinds = naming.named.status.tobytes().translate(_KINDS)
+        owned, back = self._state.device.owned, self._state.config.write is WritePolicy.BACK
+        if owned and settled:
+            self._exchange(naming, settled)
+        for one, first, full in naming.members:
+            end = full
+            if settled < at + full - first:  # interrupted before its last block was named
+                end = first + max(0, settled - at)
+            if owned:
+                one.kind[first:end] = kinds[at : at + end - first]
+            if back and end > first:
+                self._demotion.note(one, first, end)
+            if end > one.named:
+                one.named = end
+            at += full - first
+        self._naming = None
+
+    def _exchange(self, naming: Naming, settled: int) -> None:
+        """Where another block holds what ours did, it takes its place."""
+        theirs, ours = naming.named.pages[:settled], naming.ours[:settled]
+        if theirs.tobytes() == ours.tobytes():
+            return
+        exchanged = np.flatnonzero(theirs != ours)
+        at = 0
+        for one, first, full in naming.members:
+            mine = exchanged[(exchanged >= at) & (exchanged < at + full - first)]
+            if len(mine):
+                changed = dict(
+                    zip((mine - at + first).tolist(), theirs[mine].tolist(), strict=True)
+                )
+                before = {} if one.owed is None or one.owed.told else one.owed.changed
+                one.owed = Owed({**before, **changed})
+                for position, block in changed.items():
+                    one.table[position] = block
+            at += full - first
+        self._state.figures.add(duplicates=len(exchanged))
 
 
 # ---- Write-back: blocks that the device needs for something else go to the host first.
@@ -209,9 +219,9 @@ class Group:
 class Demotion:
     """The write-back of one manager. Its lock is around every call."""
 
-    def __init__(self, manager: KVCacheManager) -> None:
+    def __init__(self, state: ManagerState, writer: Writer) -> None:
         """Nothing is on its way."""
-        self._manager = manager
+        self._state, self._writer = state, writer
         self._origins: dict[int, dict[bytes, Origin]] = {}
         """By the last block of each, and the host page's key."""
         self._homes: dict[int, Home] = {}
@@ -227,9 +237,9 @@ class Demotion:
 
     def note(self, one: Request, begin: int, end: int) -> None:
         """Blocks [begin, end) of a request's table got their names."""
-        tokens, block = self._manager.page_tokens, self._manager.device.block_tokens
+        tokens, block = self._state.page_tokens, self._state.device.block_tokens
         assert one.space is not None
-        device, wishes = self._manager.device, one.wishes
+        device, wishes = self._state.device, one.wishes
         goes = "host" in wishes.tiers and wishes.priority >= 0
         keys = one.host_chain.keys
         for page in range(begin * block // tokens, end * block // tokens):
@@ -262,7 +272,7 @@ class Demotion:
                     self._homes[int(one.table[at])] = home
 
     def _lives(self, blocks: Pages) -> Any:
-        device = self._manager.device
+        device = self._state.device
         return device.lives(blocks) if isinstance(device, AttachedDevice) else None
 
     def demote(self, n: int, cause: str) -> int:
@@ -273,7 +283,7 @@ class Demotion:
         Args:
             cause: under which they are counted: "room", "low_water" or "demote".
         """
-        device = self._manager.device
+        device = self._state.device
         if not isinstance(device, OwnedDevice) or device.index is None or n < 1:
             return 0
         oldest = device.index.oldest(min(n, 4096))
@@ -297,7 +307,7 @@ class Demotion:
     def make_room(self, wanted: int) -> None:
         """Begin to write back what stands in the way of so many free blocks, if they can be had.
         What is over was looked at just now."""
-        device = self._manager.device
+        device = self._state.device
         assert isinstance(device, OwnedDevice)
         assert device.index is not None
         made = device.free + self.going
@@ -334,7 +344,7 @@ class Demotion:
                 try:
                     self._write(origin, begun, written, refused)
                 except LightcacheError:
-                    self._manager._figures.add(failed_offloads=1)
+                    self._state.figures.add(failed_offloads=1)
                     return False
         return True
 
@@ -351,31 +361,31 @@ class Demotion:
             refused: keys of pages that there was no room for. What hangs on one of them would
                 never be found, and drive out what is.
         """
-        manager, hangs_on = self._manager, origin.host_keys[-2:]
+        state, hangs_on = self._state, origin.host_keys[-2:]
         before = len(hangs_on) - 1
         own = hangs_on[before].tobytes()
         if before and hangs_on[0].tobytes() in refused:
             refused.add(own)
-            manager._figures.add(no_room_pages=1)
+            state.figures.add(no_room_pages=1)
             return
-        new = manager.host.reserve(
+        new = state.host.reserve(
             hangs_on,
             before,
-            shards=manager.mover.shards,
+            shards=state.mover.shards,
             namespace=origin.space.host,
-            timeout=manager.config.time_limit,
+            timeout=state.config.time_limit,
         )
         if len(new.new):
-            manager._writer.launch(new, self._slots(origin, before), origin.blocks, begun)
+            self._writer.launch(new, self._slots(origin, before), origin.blocks, begun)
             written.append(origin)
             return
         if len(new.missing):
             refused.add(own)
-        manager._figures.add(no_room_pages=len(new.missing))
+        state.figures.add(no_room_pages=len(new.missing))
         new.release()
 
     def _slots(self, origin: Origin, before: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        tokens, block = self._manager.page_tokens, self._manager.device.block_tokens
+        tokens, block = self._state.page_tokens, self._state.device.block_tokens
         own = origin.blocks.astype(np.int64)[:, None] * block + np.arange(block)
         flat = own.reshape(-1)[origin.offset : origin.offset + tokens]
         return np.concatenate([np.full(before * tokens, -1, np.int64), flat])
@@ -395,41 +405,41 @@ class Demotion:
         self._groups = [group for group in self._groups if group not in over]
         for group in over:
             give_up = partial(self._give_up, group)
-            self._manager._guard.run(give_up, group.lease._let_go, proves=False)
+            self._state.guard.run(give_up, group.lease._let_go, proves=False)
             self._guard_store(group.written)
 
     def _guard_store(self, written: list[Origin]) -> None:
-        self._manager._guard.run(partial(self._store, written), nothing, proves=False)
+        self._state.guard.run(partial(self._store, written), nothing, proves=False)
 
     def _store(self, written: list[Origin]) -> None:
         """What demotion has written to the host goes to storage, each prompt as far as it was
         written. Requests store what they computed when they end; this is what they could not."""
-        storage, deepest = self._manager._storage, dict[bytes, Origin]()
+        storage, deepest = self._state.storage, dict[bytes, Origin]()
         if storage is None:
             return
         for origin in sorted(written, key=lambda each: len(each.host_keys)):
-            if origin.to_storage and self._manager._weights.good(origin.space):
+            if origin.to_storage and self._state.weights.good(origin.space):
                 if len(origin.host_keys) > 1:
                     deepest.pop(origin.host_keys[-2].tobytes(), None)
                 deepest[origin.host_keys[-1].tobytes()] = origin
         for origin in deepest.values():
             try:
                 task = storage.write(origin.host_keys, namespace=origin.space.host)
-                self._manager._tasks.add(task)
+                self._state.tasks.add(task)
             except LightcacheError:
-                self._manager._figures.add(errors=1)
+                self._state.figures.add(errors=1)
             except Exception as error:
-                self._manager._traffic.foreign.note(error)
+                self._state.traffic.foreign.note(error)
 
     def _give_up(self, group: Group) -> None:
-        index, n = self._manager.device.index, len(group.lease)
+        index, n = self._state.device.index, len(group.lease)
         if group.stay or index is None:
             group.lease._let_go()
             return
         gone = index.discard(group.lease)
         ask = partial(self._on_host, group, index)
-        there = min(gone, self._manager._guard.run(ask, lambda: 0, proves=False))
-        self._manager._figures.add(
+        there = min(gone, self._state.guard.run(ask, lambda: 0, proves=False))
+        self._state.figures.add(
             demotions=there,
             demotions_lost=gone - there,
             kept_by_match=n - gone,
@@ -448,7 +458,7 @@ class Demotion:
     def _on_host(self, group: Group, index: PageIndex) -> int:
         """Blocks of a group that the device has given up and the host has. It is asked, so that
         what was there before counts, and what did not get there does not."""
-        there, host = 0, self._manager.host
+        there, host = 0, self._state.host
         for block, home in group.homes.items():
             if index.peek(home.device_key, namespace=home.space.device):
                 continue  # it stayed
@@ -477,18 +487,18 @@ Span = tuple[Request, int, int]
 class Writer:
     """Writes what running requests have filled to the host."""
 
-    def __init__(self, manager: KVCacheManager) -> None:
+    def __init__(self, state: ManagerState) -> None:
         """Nothing is written yet."""
-        self._manager = manager
+        self._state = state
         self._seen: OrderedDict[bytes, int] = OrderedDict()
         self._failed = 0
         """Copies of ours that failed, or never began."""
 
     def due(self, running: list[Request], look: Look) -> None:
         """After a commit: pages of those that have enough of them, or whose prompt is complete."""
-        if self._manager.config.write is WritePolicy.BACK:
+        if self._state.config.write is WritePolicy.BACK:
             return
-        group, tokens = self._manager.config.write_group, self._manager.page_tokens
+        group, tokens = self._state.config.write_group, self._state.page_tokens
         due: list[Span] = []
         for one in running:
             if one.left_to_others and one.failed_then != self._failed:
@@ -518,11 +528,11 @@ class Writer:
         for one in ended:
             if one.left_to_others:  # who fails in another process does not say so
                 self._take_over(one, look)
-            full = one.publishable() // self._manager.page_tokens
+            full = one.publishable() // self._state.page_tokens
             stored = self._for_storage(one, full, look)
             if stored:
                 due += stored
-            elif self._manager.config.write is not WritePolicy.BACK and full > one.written:
+            elif self._state.config.write is not WritePolicy.BACK and full > one.written:
                 due += self._span(one, full, look)
             elif one.space is not None and one.wishes.read and (full or one.written):
                 packed = one.host_chain.packed(0, max(full, one.written))
@@ -531,7 +541,7 @@ class Writer:
         for space, parts in used.items():
             if look.good(space):  # nothing is reserved: their order means nothing
                 keys = _keys(parts)
-                self._manager.host.reserve(keys, len(keys), namespace=space.host).release()
+                self._state.host.reserve(keys, len(keys), namespace=space.host).release()
 
     def _take_over(self, one: Request, look: Look) -> None:
         """Others were writing pages of this request, and may have failed: what is not there, and
@@ -540,7 +550,7 @@ class Writer:
         end, one.left_to_others = one.left_to_others, 0
         if one.space is None or not look.good(one.space):
             return
-        begin = self._manager.host.peek(one.host_chain.keys[:end], namespace=one.space.host)
+        begin = self._state.host.peek(one.host_chain.keys[:end], namespace=one.space.host)
         if begin < end:
             self.write(one, begin, end)
 
@@ -551,15 +561,15 @@ class Writer:
     def store(self, one: Request) -> None:
         """A request has ended and its copies are over: what the host has of it goes to storage. The
         tier has rules of its own for what is worth it."""
-        storage, wishes, space = self._manager._storage, one.wishes, one.space
+        storage, wishes, space = self._state.storage, one.wishes, one.space
         if storage is None or space is None or not wishes.write or "storage" not in wishes.tiers:
             return
-        pages = one.publishable() // self._manager.page_tokens
-        if pages and one.stored and self._manager._weights.good(space):
+        pages = one.publishable() // self._state.page_tokens
+        if pages and one.stored and self._state.weights.good(space):
             keys = one.host_chain.keys[:pages]
-            ids = one.token_ids(pages * self._manager.page_tokens)
-            manager = self._manager
-            manager._tasks.add(
+            ids = one.token_ids(pages * self._state.page_tokens)
+            state = self._state
+            state.tasks.add(
                 storage.write(keys, one.id, tokens=one.total, token_ids=ids, namespace=space.host)
             )
 
@@ -567,15 +577,15 @@ class Writer:
         """What of a request that ends goes to storage and is not on the host, whatever the policy:
         storage is written from there."""
         wishes, begin = one.wishes, one.written
-        if self._manager._storage is None or one.space is None or not wishes.write:
+        if self._state.storage is None or one.space is None or not wishes.write:
             return []
         if not {"host", "storage"} <= wishes.tiers or wishes.priority < 0:
             return []
         if not full or not look.good(one.space):
             return []
         one.written = max(begin, full)
-        if self._manager.config.write is WritePolicy.SELECTIVE:  # some were passed over
-            begin = self._manager.host.peek(one.host_chain.keys[:full], namespace=one.space.host)
+        if self._state.config.write is WritePolicy.SELECTIVE:  # some were passed over
+            begin = self._state.host.peek(one.host_chain.keys[:full], namespace=one.space.host)
         return [(one, begin, full)] if full > begin else []
 
     def _span(self, one: Request, full: int, look: Look) -> list[Span]:
@@ -584,7 +594,7 @@ class Writer:
         if not wishes.write or "host" not in wishes.tiers or wishes.priority < 0:
             return []
         begin, end = one.written, full
-        if self._manager.config.write is WritePolicy.SELECTIVE and wishes.priority <= 0:
+        if self._state.config.write is WritePolicy.SELECTIVE and wishes.priority <= 0:
             end = begin + self._asked_for(one.host_chain.keys[begin:full])
         one.written = full
         wanted = end > begin and one.space is not None and look.good(one.space)
@@ -592,7 +602,7 @@ class Writer:
 
     def _asked_for(self, keys: Keys) -> int:
         """Leading pages that were to be written before. Remembers all of them."""
-        most, leading, counting = self._manager.config.seen, 0, True
+        most, leading, counting = self._state.config.seen, 0, True
         for key in keys:
             digest = key.tobytes()
             times = self._seen.pop(digest, 0) + 1
@@ -606,7 +616,7 @@ class Writer:
     def _write(self, due: list[Span]) -> None:
         """Begin to write what is due, with one call of the core for each space."""
         by_space: dict[Space, list[Span]] = {}
-        tokens, block = self._manager.page_tokens, self._manager.device.block_tokens
+        tokens, block = self._state.page_tokens, self._state.device.block_tokens
         for one, begin, end in due:
             assert one.space is not None
             if len(one.table) * block >= end * tokens:  # else the engine has let go of its blocks
@@ -615,31 +625,31 @@ class Writer:
             try:
                 new = self._reserve(space, spans)
             except LockTimeout:
-                self._manager._figures.add(errors=1)
+                self._state.figures.add(errors=1)
                 for one, begin, _ in spans:  # a later commit, or its end, comes back to them
                     one.written = min(one.written, begin)
                 continue
             except LightcacheError:
-                self._manager._figures.add(failed_offloads=len(spans))
+                self._state.figures.add(failed_offloads=len(spans))
                 continue
             with new:  # until each has its own, or all is over
                 self._offload(new, spans)
 
     def _reserve(self, space: Space, spans: list[Span]) -> ReservationBatch:
         """Pages for all of them. The keys are those from the root: all of them count as used."""
-        manager = self._manager
+        state = self._state
         packed: list[bytes] = []
         offsets = [0]
         for one, _, end in spans:
             packed += one.host_chain.packed(0, end)
             offsets.append(offsets[-1] + end)
-        return manager.host.index.reserve_batch(
+        return state.host.index.reserve_batch(
             _keys(packed),
             np.array(offsets),
             np.array([begin for _, begin, _ in spans]),
-            shards=manager.mover.shards,
+            shards=state.mover.shards,
             namespace=space.host,
-            timeout=manager.config.time_limit,
+            timeout=state.config.time_limit,
         )
 
     def _offload(self, new: ReservationBatch, spans: list[Span]) -> None:
@@ -649,11 +659,11 @@ class Writer:
 
     def _offload_one(self, span: Span, new: Reservation, slots: npt.NDArray[np.int64]) -> None:
         one, begin, end = span
-        tokens, block = self._manager.page_tokens, self._manager.device.block_tokens
+        tokens, block = self._state.page_tokens, self._state.device.block_tokens
         if not new.all_new:
             if len(new.busy):
                 one.left_to_others, one.failed_then = int(new.busy[-1]) + 1, self._failed
-            self._manager._figures.add(no_room_pages=len(new.missing))
+            self._state.figures.add(no_room_pages=len(new.missing))
             if not len(new.new):
                 new.release()
                 return
@@ -664,7 +674,7 @@ class Writer:
     def _slots(self, spans: list[Span]) -> list[npt.NDArray[np.int64]]:
         """Of each span the device slots of all its request's tokens up to its end; -1 for those
         before it."""
-        tokens, block = self._manager.page_tokens, self._manager.device.block_tokens
+        tokens, block = self._state.page_tokens, self._state.device.block_tokens
         blocks = [
             one.table[begin * tokens // block : -(-end * tokens // block)]
             for one, begin, end in spans
@@ -695,20 +705,20 @@ class Writer:
             blocks: that are read.
             of: movements of whoever holds them; this one is appended.
         """
-        manager, pages, begun = self._manager, len(new.pages), time.perf_counter_ns()
+        state, pages, begun = self._state, len(new.pages), time.perf_counter_ns()
 
         def over(ok: bool, nbytes: int | None) -> None:
             if ok:
-                moved = moved_bytes(manager.host, pages * manager.page_tokens, nbytes)
+                moved = moved_bytes(state.host, pages * state.page_tokens, nbytes)
                 taken = time.perf_counter_ns() - begun
-                manager._figures.add(
+                state.figures.add(
                     offloads=1, offloaded_pages=pages, offloaded_bytes=moved, offload_ns=taken
                 )
             else:
                 self._failed += 1
-                manager._figures.add(failed_offloads=1)
+                state.figures.add(failed_offloads=1)
 
-        return manager._traffic.begin(blocks, manager.mover, "offload", new, slots, over, of=of)
+        return state.traffic.begin(blocks, state.mover, "offload", new, slots, over, of=of)
 
 
-__all__ = ["NOTHING", "Demotion", "Naming", "Writer", "name_blocks", "settle"]
+__all__ = ["NOTHING", "Demotion", "Namer", "Writer"]

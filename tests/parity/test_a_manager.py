@@ -46,8 +46,8 @@ def test_a7_only_what_the_device_lacks_is_loaded(worlds: Any) -> None:
     assert len(slots) == 48  # whole pages: the second to the fourth
     assert (slots[:8] == -1).all()
     assert (slots[8:] >= 0).all()
-    assert not world.manager.in_flight(world.manager._request("b").table[:6]).any()
-    assert world.manager.in_flight(world.manager._request("b").table[6:16]).all()
+    assert not world.manager.in_flight(world.manager.request("b").table[:6]).any()
+    assert world.manager.in_flight(world.manager.request("b").table[6:16]).all()
     world.mover.finish()
     assert (world.content("b", 64) == stamps_of(prompt.tokens)[:64]).all()
     world.manager.release("b")

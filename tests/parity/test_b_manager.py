@@ -106,10 +106,10 @@ def test_b2_a_partly_filled_block_is_never_shared(worlds: Any) -> None:
     for end in range(1, 19):
         world.compute("a", every, end - 1, end)
         assert on_device(world, Prompt(every)) == end // 4 * 4
-    table = world.manager._request("a").table.copy()
+    table = world.manager.request("a").table.copy()
     match = world.run("b", every[:18], keep=True)
     assert match.device == 16
-    mine = world.manager._request("b").table
+    mine = world.manager.request("b").table
     assert (mine[:4] == table[:4]).all()
     assert mine[4] != table[4]
     world.manager.release("a")

@@ -31,7 +31,7 @@ def test_b14_every_process_sees_the_states(worlds: Any) -> None:
     for world in (one, two, neighbour):
         world.run("a", prompt)
         assert world.manager.weights_state is WeightsState.NORMAL
-    old = one.manager._spaces.of("").host
+    old = one.manager.state.spaces.of("").host
     one.manager.begin_update()
     assert one.manager.weights_state is WeightsState.UPDATING
     assert two.manager.weights_state is WeightsState.CLEARED
@@ -154,13 +154,13 @@ def test_b14_a_tenant_that_comes_in_the_middle_of_the_beginning(worlds: Any) -> 
 def test_b14_a_tenant_that_is_opened_right_behind_the_beginning(worlds: Any) -> None:
     one = worlds()
     two = worlds(cache=one.cache)
-    opened = two.manager._spaces.of
+    opened = two.manager.state.spaces.of
 
     def late(tenant: str) -> Any:  # it has seen that the version is good
         one.manager.begin_update()
         return opened(tenant)
 
-    two.manager._spaces.of = late
+    two.manager.state.spaces.of = late
     assert two.run("a", Prompt(tokens(18), tenant="new")).why is Why.WEIGHTS
     assert one.cache.stats().ready == 0
     assert [each.tenant for each in one.cache.index.namespaces()] == [""]

@@ -34,7 +34,7 @@ def test_c1_a_checkpoint_has_the_key_of_kv_and_outlives_it(worlds: Any) -> None:
     world = worlds()
     prompt = Prompt(tokens(42))
     world.run("a", prompt)
-    space = world.manager._spaces.of("")
+    space = world.manager.state.spaces.of("")
     key = prompt.keys(space.device_spec)[9]  # of 40 tokens
     assert (world.path(prompt).key(10)[0] == key).all()
     world.world.index.evict(64)

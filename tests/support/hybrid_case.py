@@ -248,7 +248,7 @@ class HybridWorld:
         self.at[request] = end
         if position == end:
             (saved,) = hybrid.save([request], [position])
-        known = len(self.manager._request(request).prompt)
+        known = len(self.manager.request(request).prompt)
         fresh = np.asarray(self.every[request])[max(begin, known) : end]
         hybrid.commit(request, end, new_tokens=fresh if len(fresh) else None)
         if saved:

@@ -138,7 +138,7 @@ class EnginePlace(Place):
 
     def compute(self, request: Any, every: Any, begin: int, end: int) -> Any:
         table = self.manager.allocate(request, end)
-        known = len(self.manager._request(request).prompt)
+        known = len(self.manager.request(request).prompt)
         fresh = np.asarray(every)[max(begin, known) : end]
         del table
         return self.manager.commit(request, end, new_tokens=fresh)
@@ -313,7 +313,7 @@ def commit_output(world: Any) -> Action:
     told = tokens(22, 3)
 
     def act() -> None:
-        known = world.manager._request("a").known
+        known = world.manager.request("a").known
         world.manager.commit("a", 40, new_tokens=told[known - 18 :])
 
     return act

@@ -103,7 +103,7 @@ class World:
 
     def compute(self, request: Any, every: Any, begin: int, end: int) -> Any:
         """Compute tokens [begin, end) of a sequence, and commit them."""
-        known = len(self.manager._request(request).prompt)
+        known = len(self.manager.request(request).prompt)
         table = self.manager.allocate(request, end)
         self.store.write(table, begin, stamps_of(every)[begin:end])
         fresh = np.asarray(every)[max(begin, known) : end]
@@ -128,7 +128,7 @@ class World:
 
     def content(self, request: Any, end: int) -> Any:
         """Stamps that a request's table has."""
-        return self.store.read(self.manager._request(request).table, 0, end)
+        return self.store.read(self.manager.request(request).table, 0, end)
 
     def nothing_left(self) -> None:
         """No request runs: nobody may have anything."""
@@ -169,7 +169,7 @@ def open_cache(name: str, pages: int, page: int) -> Cache:
 
 def on_host(world: World, prompt: Prompt) -> int:
     """Host pages of a prompt's prefix, every one with its stamps."""
-    space = world.manager._spaces.of(prompt.tenant)
+    space = world.manager.state.spaces.of(prompt.tenant)
     wanted, size = stamps_of(prompt.tokens), world.cache.index.page_tokens
     with world.cache.match(prompt.keys(space.host_spec), namespace=space.host) as lease:
         for i, page in enumerate(lease.pages.tolist()):
@@ -180,7 +180,7 @@ def on_host(world: World, prompt: Prompt) -> int:
 
 def on_device(world: World, prompt: Prompt) -> int:
     """Device tokens of its prefix."""
-    space = world.manager._spaces.of(prompt.tenant)
+    space = world.manager.state.spaces.of(prompt.tenant)
     peeked: int = world.index.peek(prompt.keys(space.device_spec), namespace=space.device)
     return peeked * world.device.block_tokens
 
@@ -195,11 +195,11 @@ class Patient:
 
 def taken(manager: Any, request: Any, take: Any = None) -> Any:
     """A request begins when nothing is being read for it any more."""
-    pace, manager._pace = manager._pace, Patient()
+    pace, manager.state.pace = manager.state.pace, Patient()
     try:
         return (take or manager.take)(request, wait=True)
     finally:
-        manager._pace = pace
+        manager.state.pace = pace
 
 
 class Shelf(BaseTier):

@@ -292,7 +292,7 @@ def test_states_that_were_cleared_leave_no_kv_either(worlds: Any) -> None:
     world.checkpoints.slots.clear(world.path(prompt).space.device)
     match = world.hybrid.take("a")
     assert (match.usable, match.kv.usable, match.tier, match.kv_tokens) == (0, 0, None, 40)
-    assert not len(world.manager._request("a").table)
+    assert not len(world.manager.request("a").table)
     world.hybrid.release("a")
     world.nothing_left()
 

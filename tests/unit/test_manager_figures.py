@@ -139,7 +139,7 @@ def test_what_is_broken_off_is_counted(worlds: Any) -> None:
     world.run("a", tokens(18), wishes=Wishes(read=False))
     tier = world.manager._storage
     assert tier.storage.wait_hanging()
-    (task,) = world.manager._tasks._going
+    (task,) = world.manager.state.tasks._going
     task.cancel()
     tier.storage.let_go()
     assert tier._crew.wait_idle(60.0)
@@ -153,9 +153,9 @@ def test_tasks_that_are_over_are_not_kept(worlds: Any) -> None:
         world.run("a", tokens(18, i))
         for task in world.manager._storage.tasks:
             task.over = True
-    assert len(world.manager._tasks._going) <= 64
+    assert len(world.manager.state.tasks._going) <= 64
     assert world.manager.stats().requests == 200
-    assert not world.manager._tasks._going
+    assert not world.manager.state.tasks._going
     world.nothing_left()
 
 

@@ -60,7 +60,7 @@ def worlds(segment_name: str) -> Iterator[Callable[..., World]]:
 def made(worlds: Any, storage: bool, **config: Any) -> World:
     """A world whose mover is odd when it is told to be."""
     world: World = worlds(storage=Shelf if storage else None, **config)
-    world.mover = world.manager.mover = OddMover(world.cache, world.store)
+    world.mover = world.manager.state.mover = OddMover(world.cache, world.store)
     return world
 
 

@@ -150,9 +150,9 @@ def test_blocks_to_exchange_are_told_though_writing_breaks(
         world.store.write(table, 0, stamps_of(PROMPT.tokens))
     world.manager.commit("a", 18)
     with monkeypatch.context() as patch:
-        patch.setattr(world.manager._writer, "due", raising(CacheCorrupted))
+        patch.setattr(world.manager.writer, "due", raising(CacheCorrupted))
         changed = world.manager.commit("b", 18)
-    assert list(changed.values()) == world.manager._request("a").table[:4].tolist()
+    assert list(changed.values()) == world.manager.request("a").table[:4].tolist()
     assert world.manager.stats().errors == 1
     for request in "ab":
         world.manager.release(request)
@@ -292,10 +292,10 @@ def test_an_interrupt_while_a_copy_is_begun(worlds: Any, what: str, begins: bool
         world.run("a", PROMPT)
         assert manager.can_allocate(32, evict=True)
     if begins:
-        manager.mover = world.mover = Beginner(world.cache, world.store)
+        manager.state.mover = world.mover = Beginner(world.cache, world.store)
         world.mover.at_once = False
     else:
-        manager.mover = Mover(raising(KeyboardInterrupt))
+        manager.state.mover = Mover(raising(KeyboardInterrupt))
     if what == "offload":
         world.start("a", PROMPT)
         table = manager.allocate("a", 18)[:4].copy()

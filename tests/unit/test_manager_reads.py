@@ -109,7 +109,7 @@ def test_the_time_follows_what_computing_takes(worlds: Any, now: list[float]) ->
         manager.commit("other", end)  # 8 tokens a second
     now[0] += 100.0
     manager.release("other")
-    assert manager._pace.tokens_per_s == pytest.approx(8.0)
+    assert manager.state.pace.tokens_per_s == pytest.approx(8.0)
     manager.plan("a", PROMPT)
     assert manager.take("a") is None
     now[0] += 1.99
@@ -126,9 +126,9 @@ def test_what_says_nothing_about_computing(worlds: Any) -> None:
     world.run("short", tokens(255))
     world.device.index.evict(200)
     assert world.run("loaded", Prompt(tokens(600))).load == 252
-    assert not world.manager._pace.tokens_per_s
+    assert not world.manager.state.pace.tokens_per_s
     world.run("long", tokens(256, 1))
-    assert world.manager._pace.tokens_per_s > 0
+    assert world.manager.state.pace.tokens_per_s > 0
     world.nothing_left()
 
 
@@ -157,7 +157,7 @@ def test_what_is_being_read_for_lives_on(worlds: Any, now: list[float]) -> None:
     world, shelf = shelved(worlds, plan_ttl=10.0)
     manager = world.manager
     world.device.index._book.clock = lambda: now[0]
-    manager._pace.note(256, 25600.0)  # 0.01 tokens a second: a read may take long
+    manager.state.pace.note(256, 25600.0)  # 0.01 tokens a second: a read may take long
     part = Prompt(tokens(18)[:9])
     world.run("part", part, wishes=Wishes(tiers=frozenset({"device", "host"})))
     manager.plan("a", PROMPT)

@@ -60,7 +60,7 @@ def hybrids(segment_name: str) -> Iterator[Any]:
 def loading(worlds: Any) -> tuple[World, Fetch, Any]:
     """A load to request "a" that goes on, and its blocks."""
     world = worlds()
-    world.mover = world.manager.mover = LockMover(world.cache, world.store)
+    world.mover = world.manager.state.mover = LockMover(world.cache, world.store)
     world.run("first", PROMPT)
     assert world.manager.can_allocate(32, evict=True)
     world.mover.at_once = False
@@ -113,7 +113,7 @@ def test_limits_that_no_lock_takes(worlds: Any, call: str, timeout: float) -> No
 def test_room_is_waited_for_without_an_end(worlds: Any) -> None:
     """Until the blocks are written: not given to somebody else before."""
     world = worlds(blocks=8, write=WritePolicy.BACK, low_water=0.0)
-    world.mover = world.manager.mover = LockMover(world.cache, world.store)
+    world.mover = world.manager.state.mover = LockMover(world.cache, world.store)
     world.run("first", tokens(32))
     world.mover.at_once = False
     world.manager.plan("a", Prompt(tokens(32, 1)))
@@ -215,7 +215,7 @@ def test_an_engine_that_raises_when_it_may_have_begun(segment_name: str) -> None
         manager.wait_blocks(timeout=30)
         manager.release("a")
         device.index.evict(16)
-        manager.mover = EngineMover(engine, after=[gate])
+        manager.state.mover = EngineMover(engine, after=[gate])
         begin = engine.load
 
         def load(*args: Any, **how: Any) -> None:
