@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.filling import pins
 from support.index_view import IndexView
 from support.keys import array, chain, prompt
 from support.scripts import TESTS
@@ -39,12 +40,6 @@ def index(segment_name: str) -> Iterator[PageIndex]:
 def second(index: PageIndex, segment_name: str) -> Iterator[PageIndex]:
     with PageIndex.attach(segment_name) as attached:
         yield attached
-
-
-def pins(index: PageIndex) -> int:
-    report = index.check()
-    assert report.clean, report.message
-    return report.pins
 
 
 # ---------------------------------------------------------------- what becomes of each key

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.filling import pins
 from support.index_view import IndexView
 from support.keys import prompt
 
@@ -47,12 +48,6 @@ def give(giver: PageIndex, *takers: PageIndex, timeout: float = 3600.0) -> Ticke
 def settle(index: PageIndex) -> None:
     """Let somebody take the lock: tickets end when the next one does."""
     index.evict(1)
-
-
-def pins(index: PageIndex) -> int:
-    report = index.check()
-    assert report.clean, report.message
-    return report.pins
 
 
 def test_a_revoked_ticket_is_nobodys(segment_name: str) -> None:
