@@ -149,13 +149,6 @@ def test_a_ticket_of_another_cache(segment_name: str, giver: PageIndex, taker: P
                 call(bytes(ticket))
 
 
-@pytest.mark.parametrize("data", [b"", bytes(15), bytes(17), bytes(16), b"\xff" * 16])
-def test_bytes_that_are_no_ticket(giver: PageIndex, data: bytes) -> None:
-    for call in (giver.adopt, giver.done):
-        with pytest.raises(LeaseLost):
-            call(data)
-
-
 def test_a_ticket_past_its_deadline(giver: PageIndex, taker: PageIndex) -> None:
     with give(giver, taker, timeout=-1) as ticket:
         with pytest.raises(LeaseLost, match="deadline"):
@@ -273,12 +266,6 @@ def test_a_reservation_is_written_by_others(
         giver.reserve(prompt(2, 3), shards=2) as new,
         new.ticket([taker.client_id, third.client_id]) as ticket,
     ):
-        for wrong in (-1, 65, "0", True):
-            with pytest.raises(ConfigError, match="shard"):
-                taker.adopt(bytes(ticket), shard=wrong)  # type: ignore[arg-type]
-        for wrong in (None, 2, 63):
-            with pytest.raises(ConfigError):
-                taker.adopt(bytes(ticket), shard=wrong)  # type: ignore[arg-type]
         left = taker.adopt(bytes(ticket), shard=0)
         assert isinstance(left, Shard)
         assert left.pages.tolist() == new.pages.tolist()
@@ -305,11 +292,6 @@ def test_a_shard_that_was_published_is_not_adopted(giver: PageIndex, taker: Page
         new.abandon()
         with pytest.raises(LeaseLost, match="ended"):
             taker.adopt(bytes(ticket), shard=1)
-
-
-def test_a_reservation_without_new_pages_has_no_ticket(giver: PageIndex) -> None:
-    with giver.reserve(prompt(1, 2)) as got, pytest.raises(ConfigError, match="no new pages"):
-        got.ticket([giver.client_id])
 
 
 def test_a_reader_neither_gives_nor_adopts(segment_name: str, giver: PageIndex) -> None:
