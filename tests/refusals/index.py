@@ -355,7 +355,7 @@ ROWS = [
     ),
     Refusal("made a ticket of a reservation", ConfigError, "no new pages", ticket_of_nothing),
     Refusal("held too many tickets", OutOfPages, "ticket", too_many_tickets),
-    Refusal("handed on more pages", NoSpace, "pages", too_many_pages),
+    Refusal("handed on more pages", OutOfPages, "too many tickets", too_many_pages),
     # ---- namespaces
     Refusal(
         "gave `clear_tenant` no name",
