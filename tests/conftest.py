@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -119,6 +120,40 @@ def built_once(tmp_path_factory: pytest.TempPathFactory) -> BuiltOnce:
         return folder
 
     return make
+
+
+# Imported where they are used: not every test needs a manager.
+
+
+@pytest.fixture
+def worlds(segment_name: str) -> Iterator[Callable[..., Any]]:
+    """Managers, as support.manager_case makes them."""
+    from support.manager_case import made_worlds
+
+    yield from made_worlds(segment_name)
+
+
+@pytest.fixture
+def hybrids(segment_name: str) -> Iterator[Callable[..., Any]]:
+    """Managers of hybrid models, as support.hybrid_case makes them."""
+    from support.hybrid_case import made_hybrids
+
+    yield from made_hybrids(segment_name)
+
+
+@pytest.fixture
+def run() -> Callable[..., Any]:
+    """The command line: `run("dump", name, status=0)`."""
+    from click.testing import CliRunner
+
+    from lightcache.tools import cli
+
+    def command(*arguments: object, status: int = 0) -> Any:
+        done = CliRunner().invoke(cli.group, [str(one) for one in arguments])
+        assert done.exit_code == status, (done.output, done.exception)
+        return done
+
+    return command
 
 
 @pytest.fixture

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from support.manager_case import Shelf, World, made_worlds, tokens
+from support.manager_case import Shelf, World, tokens
 from support.stamped import stamps_of
 
 from lightcache.errors import ConfigError, LeaseLost, OutOfPages
 from lightcache.hashing import PageHasher
 from lightcache.manager import Item, Prompt, Why, Wishes, WritePolicy
-
-
-@pytest.fixture
-def worlds(segment_name: str) -> Iterator[Any]:
-    yield from made_worlds(segment_name)
 
 
 class Costs:

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from support.manager_case import Shelf, made_worlds, on_device, on_host, tokens
+from support.manager_case import Shelf, on_device, on_host, tokens
 from support.stamped import stamps_of
 
 from lightcache.errors import ConfigError, LeaseLost, OutOfPages
 from lightcache.manager import Item, Prompt, Why, WritePolicy
-
-
-@pytest.fixture
-def worlds(segment_name: str) -> Iterator[Any]:
-    yield from made_worlds(segment_name)
-
 
 # ---- B1
 

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from support.manager_case import made_worlds, on_device, on_host, tokens
+from support.manager_case import on_device, on_host, tokens
 from support.stamped import stamps_of
 
 from lightcache.errors import ConfigError, InUse, LeaseLost, LockTimeout
 from lightcache.manager import Prompt, WeightsState, Why
 from lightcache.namespaces import NamespaceState
-
-
-@pytest.fixture
-def worlds(segment_name: str) -> Iterator[Any]:
-    yield from made_worlds(segment_name)
-
 
 # ---- B14 (several processes: tests/multi/test_manager_updates.py)
 

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from support.hybrid_case import made_hybrids, tokens
+from support.hybrid_case import tokens
 from support.manager_case import Shelf
 
 from lightcache.errors import OutOfPages
 from lightcache.hashing import PageHasher
 from lightcache.hybrid.checkpoints import Tier
 from lightcache.manager import Prompt
-
-
-@pytest.fixture
-def worlds(segment_name: str) -> Iterator[Any]:
-    yield from made_hybrids(segment_name)
 
 
 def pins(world: Any) -> list[int]:
@@ -30,8 +24,8 @@ def pins(world: Any) -> list[int]:
 # ---- C1
 
 
-def test_c1_a_checkpoint_has_the_key_of_kv_and_outlives_it(worlds: Any) -> None:
-    world = worlds()
+def test_c1_a_checkpoint_has_the_key_of_kv_and_outlives_it(hybrids: Any) -> None:
+    world = hybrids()
     prompt = Prompt(tokens(42))
     world.run("a", prompt)
     space = world.manager.state.spaces.of("")
@@ -51,8 +45,8 @@ def test_c1_a_checkpoint_has_the_key_of_kv_and_outlives_it(worlds: Any) -> None:
 # ---- C2
 
 
-def test_c2_the_longest_within_kv_and_a_limit(worlds: Any) -> None:
-    world = worlds(states={"most": None})
+def test_c2_the_longest_within_kv_and_a_limit(hybrids: Any) -> None:
+    world = hybrids(states={"most": None})
     prompt = Prompt(tokens(42))
     world.save(prompt, 8, 16, 32, 40)
     world.compute(Prompt(prompt.tokens[:30]))
@@ -64,8 +58,8 @@ def test_c2_the_longest_within_kv_and_a_limit(worlds: Any) -> None:
     assert world.look(prompt, limit=39).usable == 32
 
 
-def test_c2_a_match_marks_use(worlds: Any) -> None:
-    world = worlds(slots=4, state_pages=None)
+def test_c2_a_match_marks_use(hybrids: Any) -> None:
+    world = hybrids(slots=4, state_pages=None)
     prompts = [Prompt(tokens(18, seed)) for seed in range(4)]
     for prompt in prompts:
         world.compute(prompt)
@@ -77,9 +71,9 @@ def test_c2_a_match_marks_use(worlds: Any) -> None:
         assert there == left
 
 
-def test_c2_kv_that_storage_supplies(worlds: Any) -> None:
+def test_c2_kv_that_storage_supplies(hybrids: Any) -> None:
     """A checkpoint beyond the KV of device and host counts once storage has brought it."""
-    world = worlds(storage=Shelf)
+    world = hybrids(storage=Shelf)
     prompt = Prompt(tokens(42))
     world.compute(prompt)
     world.save(prompt, 8, 32)
@@ -98,8 +92,8 @@ def test_c2_kv_that_storage_supplies(worlds: Any) -> None:
 # ---- C3
 
 
-def test_c3_host_kv_beyond_the_checkpoint_is_not_loaded(worlds: Any) -> None:
-    world = worlds()
+def test_c3_host_kv_beyond_the_checkpoint_is_not_loaded(hybrids: Any) -> None:
+    world = hybrids()
     prompt = Prompt(tokens(62))
     world.compute(prompt)
     world.save(prompt, 32)
@@ -115,8 +109,8 @@ def test_c3_host_kv_beyond_the_checkpoint_is_not_loaded(worlds: Any) -> None:
 # ---- C4
 
 
-def test_c4_looking_takes_no_references(worlds: Any) -> None:
-    world = worlds()
+def test_c4_looking_takes_no_references(hybrids: Any) -> None:
+    world = hybrids()
     prompt = Prompt(tokens(42))
     world.compute(prompt)
     world.save(prompt, 16)
@@ -135,8 +129,8 @@ def test_c4_looking_takes_no_references(worlds: Any) -> None:
 # ---- C5
 
 
-def test_c5_hits_of_the_tiers_add_up(worlds: Any) -> None:
-    world = worlds(page=8, storage=Shelf)
+def test_c5_hits_of_the_tiers_add_up(hybrids: Any) -> None:
+    world = hybrids(page=8, storage=Shelf)
     prompt = Prompt(tokens(57))
     world.compute(Prompt(prompt.tokens[:41]))
     world.save(prompt, 16, 40)
@@ -178,9 +172,11 @@ class Given:
 
 
 @pytest.mark.parametrize(("block", "page"), [(4, 4), (4, 16), (8, 4)])
-def test_c6_tokens_are_converted_once(worlds: Any, block: int, page: int, monkeypatch: Any) -> None:
+def test_c6_tokens_are_converted_once(
+    hybrids: Any, block: int, page: int, monkeypatch: Any
+) -> None:
     """For keying, matching and planning, of KV and of states; hashed once for each page size."""
-    world = worlds(block=block, page=page, chunk=16)
+    world = hybrids(block=block, page=page, chunk=16)
     hashed: list[Any] = []
     update = PageHasher.update
 
@@ -204,8 +200,8 @@ def test_c6_tokens_are_converted_once(worlds: Any, block: int, page: int, monkey
 # ---- C7
 
 
-def test_c7_states_are_evicted_on_their_own(worlds: Any) -> None:
-    world = worlds(slots=4, state_pages=None)
+def test_c7_states_are_evicted_on_their_own(hybrids: Any) -> None:
+    world = hybrids(slots=4, state_pages=None)
     prompts = [Prompt(tokens(18, seed)) for seed in range(4)]
     for prompt in prompts:
         world.compute(prompt)
@@ -222,8 +218,8 @@ def test_c7_states_are_evicted_on_their_own(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_c7_never_one_in_use(worlds: Any) -> None:
-    world = worlds(slots=2, state_pages=None)
+def test_c7_never_one_in_use(hybrids: Any) -> None:
+    world = hybrids(slots=2, state_pages=None)
     prompt = Prompt(tokens(18))
     world.compute(prompt)
     world.save(prompt, 16)
@@ -242,9 +238,9 @@ def test_c7_never_one_in_use(worlds: Any) -> None:
 
 
 @pytest.mark.parametrize(("tail", "position"), [(True, 44), (False, 32)])
-def test_c8_a_last_page_that_is_partly_filled(worlds: Any, tail: bool, position: int) -> None:
+def test_c8_a_last_page_that_is_partly_filled(hybrids: Any, tail: bool, position: int) -> None:
     """Host pages of 16 tokens and blocks of 4: 47 tokens end in the third page."""
-    world = worlds(block=4, page=16, tail=tail, blocks=64)
+    world = hybrids(block=4, page=16, tail=tail, blocks=64)
     prompt = Prompt(tokens(47))
     world.run("a", prompt)
     assert world.there(prompt)["device"] == [position]
@@ -254,8 +250,8 @@ def test_c8_a_last_page_that_is_partly_filled(worlds: Any, tail: bool, position:
     world.nothing_left()
 
 
-def test_c8_off_it_is_not_looked_for(worlds: Any) -> None:
-    world = worlds(block=4, page=16, chunk=16)
+def test_c8_off_it_is_not_looked_for(hybrids: Any) -> None:
+    world = hybrids(block=4, page=16, chunk=16)
     prompt = Prompt(tokens(70))
     assert len(world.path(prompt).keys) == 4
     assert isinstance(world.path(prompt).keys, np.ndarray)

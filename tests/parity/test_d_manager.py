@@ -3,23 +3,17 @@ behind the other and beside each other."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from support.hybrid_case import made_hybrids, tokens
+from support.hybrid_case import tokens
 from support.stamped import stamps_of
 
 from lightcache.errors import OutOfPages
 from lightcache.hybrid.checkpoints import Tier
 from lightcache.hybrid.saving import Saves
 from lightcache.manager import Prompt, WritePolicy
-
-
-@pytest.fixture
-def worlds(segment_name: str) -> Iterator[Any]:
-    yield from made_hybrids(segment_name)
 
 
 def branch(stem: Any, seed: int, n: int = 21) -> Prompt:
@@ -30,8 +24,8 @@ def branch(stem: Any, seed: int, n: int = 21) -> Prompt:
 # ---- D1
 
 
-def test_d1_kv_may_go_deeper_and_says_so(worlds: Any) -> None:
-    world = worlds(chunk=16)
+def test_d1_kv_may_go_deeper_and_says_so(hybrids: Any) -> None:
+    world = hybrids(chunk=16)
     prompt = Prompt(tokens(78))
     world.run("a", prompt)
     match = world.look(Prompt([*prompt.tokens[:60], 7]))
@@ -45,8 +39,8 @@ def test_d1_kv_may_go_deeper_and_says_so(worlds: Any) -> None:
 
 @pytest.mark.parametrize("saves", Saves, ids=lambda each: each.value)
 @pytest.mark.parametrize("tier", ["device", "host"])
-def test_d2_the_third_down_a_shared_prefix_hits(worlds: Any, saves: Saves, tier: str) -> None:
-    world = worlds(chunk=16, blocks=80, pages=80, config={"saves": saves, "between": False})
+def test_d2_the_third_down_a_shared_prefix_hits(hybrids: Any, saves: Saves, tier: str) -> None:
+    world = hybrids(chunk=16, blocks=80, pages=80, config={"saves": saves, "between": False})
     stem = tokens(54)
     assert world.run("a", branch(stem, 1)).usable == 0
     if tier == "host":
@@ -60,8 +54,8 @@ def test_d2_the_third_down_a_shared_prefix_hits(worlds: Any, saves: Saves, tier:
     world.nothing_left()
 
 
-def test_d2_a_branching_point_in_chunked_prefill(worlds: Any) -> None:
-    world = worlds(chunk=16, blocks=80, pages=80, config={"between": False})
+def test_d2_a_branching_point_in_chunked_prefill(hybrids: Any) -> None:
+    world = hybrids(chunk=16, blocks=80, pages=80, config={"between": False})
     stem = tokens(54)
     world.run("a", branch(stem, 1))
     prompt = branch(stem, 2)
@@ -76,8 +70,8 @@ def test_d2_a_branching_point_in_chunked_prefill(worlds: Any) -> None:
 # ---- D5
 
 
-def test_d5_the_newest_state_within_what_is_kept(worlds: Any) -> None:
-    world = worlds(every=8, config={"ahead": True})
+def test_d5_the_newest_state_within_what_is_kept(hybrids: Any) -> None:
+    world = hybrids(every=8, config={"ahead": True})
     for seed, (kept, position) in enumerate(((None, 32), (33, 32), (31, 24), (23, 0))):
         prompt = Prompt(tokens(5, seed))
         every = world.run(seed, prompt, more=30, at=False, kept=kept)
@@ -86,8 +80,8 @@ def test_d5_the_newest_state_within_what_is_kept(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_d5_only_what_was_confirmed(worlds: Any) -> None:
-    world = worlds(every=8, config={"ahead": True})
+def test_d5_only_what_was_confirmed(hybrids: Any) -> None:
+    world = hybrids(every=8, config={"ahead": True})
     prompt = Prompt(tokens(4))
     world.begin("a", prompt)
     world.every["a"] += tokens(30, 1).tolist()
@@ -104,8 +98,8 @@ def test_d5_only_what_was_confirmed(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_d5_donating_copies_nothing(worlds: Any) -> None:
-    world = worlds()
+def test_d5_donating_copies_nothing(hybrids: Any) -> None:
+    world = hybrids()
     prompt = Prompt(tokens(42))
     world.begin("a", prompt)
     world.step("a", 40, save=False)
@@ -119,8 +113,8 @@ def test_d5_donating_copies_nothing(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_d5_in_mid_prefill_only_for_another_slot(worlds: Any) -> None:
-    world = worlds(slots=3, config={"alternating": True})
+def test_d5_in_mid_prefill_only_for_another_slot(hybrids: Any) -> None:
+    world = hybrids(slots=3, config={"alternating": True})
     prompt = Prompt(tokens(42))
     world.begin("a", prompt)
     world.step("a", 16)
@@ -134,8 +128,8 @@ def test_d5_in_mid_prefill_only_for_another_slot(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_d5_planning_asks_the_device_nothing(worlds: Any) -> None:
-    world = worlds()
+def test_d5_planning_asks_the_device_nothing(hybrids: Any) -> None:
+    world = hybrids()
     prompt = Prompt(tokens(42))
     world.run("a", prompt)
     world.copier.at_once = False
@@ -148,8 +142,8 @@ def test_d5_planning_asks_the_device_nothing(worlds: Any) -> None:
 # ---- D6
 
 
-def test_d6_the_matched_one_never_changes(worlds: Any) -> None:
-    world = worlds()
+def test_d6_the_matched_one_never_changes(hybrids: Any) -> None:
+    world = hybrids()
     prompt = Prompt(tokens(42))
     world.run("a", prompt)
     path = world.path(prompt)
@@ -168,8 +162,8 @@ def test_d6_the_matched_one_never_changes(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_d6_it_is_pinned_until_the_copy_was_executed(worlds: Any) -> None:
-    world = worlds(slots=3, state_pages=None)
+def test_d6_it_is_pinned_until_the_copy_was_executed(hybrids: Any) -> None:
+    world = hybrids(slots=3, state_pages=None)
     prompt = Prompt(tokens(42))
     world.run("a", prompt)
     world.copier.at_once = False
@@ -187,9 +181,9 @@ def test_d6_it_is_pinned_until_the_copy_was_executed(worlds: Any) -> None:
 
 
 def test_d6_copies_and_zeros_go_on_the_stream_that_computes(
-    worlds: Any, monkeypatch: pytest.MonkeyPatch
+    hybrids: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world, seen = worlds(), []
+    world, seen = hybrids(), []
     prompt = Prompt(tokens(42))
     world.run("a", prompt)
     copy, zero = world.copier.copy, world.copier.zero
@@ -214,8 +208,8 @@ def test_d6_copies_and_zeros_go_on_the_stream_that_computes(
     world.nothing_left()
 
 
-def test_d6_without_a_match_it_begins_with_zeros(worlds: Any) -> None:
-    world = worlds(slots=2)
+def test_d6_without_a_match_it_begins_with_zeros(hybrids: Any) -> None:
+    world = hybrids(slots=2)
     world.store.slots[:] = 77
     world.plan(tokens(9), "a")
     world.hybrid.take("a")
@@ -229,8 +223,8 @@ def test_d6_without_a_match_it_begins_with_zeros(worlds: Any) -> None:
 # ---- D7
 
 
-def test_d7_two_orders_of_eviction(worlds: Any) -> None:
-    world = worlds(state_pages=None)
+def test_d7_two_orders_of_eviction(hybrids: Any) -> None:
+    world = hybrids(state_pages=None)
     prompt = Prompt(tokens(42))
     world.run("a", prompt)
     kv = world.manager.peek_many([prompt])[0]
@@ -243,8 +237,8 @@ def test_d7_two_orders_of_eviction(worlds: Any) -> None:
     assert world.there(prompt)["device"] == [40]
 
 
-def test_d7_only_the_one_that_was_used_is_refreshed(worlds: Any) -> None:
-    world = worlds(slots=8, state_pages=None, states={"most": None})
+def test_d7_only_the_one_that_was_used_is_refreshed(hybrids: Any) -> None:
+    world = hybrids(slots=8, state_pages=None, states={"most": None})
     prompt = Prompt(tokens(42))
     world.compute(prompt)
     world.save(prompt, 8, 16, 24, 32)
@@ -257,8 +251,8 @@ def test_d7_only_the_one_that_was_used_is_refreshed(worlds: Any) -> None:
 # ---- D8
 
 
-def test_d8_a_bound_on_a_path(worlds: Any) -> None:
-    world = worlds(slots=30, state_pages=40, blocks=80, pages=80, states={"most": 2})
+def test_d8_a_bound_on_a_path(hybrids: Any) -> None:
+    world = hybrids(slots=30, state_pages=40, blocks=80, pages=80, states={"most": 2})
     stem = tokens(24)
     one, other = branch(stem, 1), branch(stem, 2)
     world.run("a", one)
@@ -276,9 +270,9 @@ def test_d8_a_bound_on_a_path(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_d8_one_in_use_stays(worlds: Any) -> None:
+def test_d8_one_in_use_stays(hybrids: Any) -> None:
     """The next shallowest goes in its place; and the tail never."""
-    world = worlds(slots=30, state_pages=None, states={"most": 2})
+    world = hybrids(slots=30, state_pages=None, states={"most": 2})
     prompt = Prompt(tokens(42))
     world.compute(prompt)
     world.save(prompt, 8)
@@ -303,23 +297,23 @@ def eight(world: Any) -> list[int]:
     return [world.run(10 + seed, prompt).usable for seed, prompt in enumerate(prompts[::-1])]
 
 
-def test_d12_an_undersized_device_still_gives_host_hits(worlds: Any) -> None:
-    world = worlds(slots=3, state_pages=24, blocks=24, pages=200, chunk=16)
+def test_d12_an_undersized_device_still_gives_host_hits(hybrids: Any) -> None:
+    world = hybrids(slots=3, state_pages=24, blocks=24, pages=200, chunk=16)
     assert eight(world) == [32] * 8
     assert world.hybrid.stats().host_hits >= 6
     world.nothing_left()
 
 
-def test_d12_an_undersized_host_gives_the_hits_that_fit(worlds: Any) -> None:
-    world = worlds(slots=2, state_pages=3, blocks=24, pages=200, chunk=16)
+def test_d12_an_undersized_host_gives_the_hits_that_fit(hybrids: Any) -> None:
+    world = hybrids(slots=2, state_pages=3, blocks=24, pages=200, chunk=16)
     found = eight(world)
     assert found[:3] == [32, 32, 32]
     assert sum(each > 0 for each in found) >= 3
     world.nothing_left()
 
 
-def test_d12_with_write_back(worlds: Any) -> None:
-    world = worlds(
+def test_d12_with_write_back(hybrids: Any) -> None:
+    world = hybrids(
         slots=5,
         state_pages=24,
         blocks=24,
@@ -332,8 +326,8 @@ def test_d12_with_write_back(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_d12_without_any_device_slots(worlds: Any) -> None:
-    world = worlds(slots=None, state_pages=24, pages=200, chunk=16)
+def test_d12_without_any_device_slots(hybrids: Any) -> None:
+    world = hybrids(slots=None, state_pages=24, pages=200, chunk=16)
     prompts = [Prompt(tokens(46, seed)) for seed in range(8)]
     for seed, prompt in enumerate(prompts):
         assert world.run(seed, prompt, slots=[2, 3]).usable == 0
@@ -344,17 +338,17 @@ def test_d12_without_any_device_slots(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_d12_without_a_host(worlds: Any) -> None:
-    world = worlds(slots=12, state_pages=None, pages=200, blocks=200, chunk=16)
+def test_d12_without_a_host(hybrids: Any) -> None:
+    world = hybrids(slots=12, state_pages=None, pages=200, blocks=200, chunk=16)
     assert eight(world) == [32] * 8
     assert world.hybrid.stats().device_hits == 8
     world.nothing_left()
 
 
-def test_d12_running_requests_before_checkpoints(worlds: Any) -> None:
+def test_d12_running_requests_before_checkpoints(hybrids: Any) -> None:
     """The device has slots for them alone: nothing is refused, nothing found there."""
     how = {"pages": 200, "blocks": 200, "chunk": 16, "config": {"alternating": False}}
-    world = worlds(slots=2, state_pages=None, **how)
+    world = hybrids(slots=2, state_pages=None, **how)
     for seed in range(2):
         world.begin(seed, Prompt(tokens(46, seed)))
     with pytest.raises(OutOfPages):
@@ -370,8 +364,8 @@ def test_d12_running_requests_before_checkpoints(worlds: Any) -> None:
 
 
 @pytest.mark.parametrize("policy", [True, False])
-def test_d14_kv_that_no_checkpoint_can_use(worlds: Any, policy: bool) -> None:
-    world = worlds(chunk=16, config={"drop_tails": policy})
+def test_d14_kv_that_no_checkpoint_can_use(hybrids: Any, policy: bool) -> None:
+    world = hybrids(chunk=16, config={"drop_tails": policy})
     prompt = Prompt(tokens(46))
     world.run("a", prompt)
     world.settle()

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
+from lightcache.errors import LightcacheError
+
 
 class Odd(RuntimeError):
     """None of our errors."""
@@ -17,3 +21,10 @@ def raising(error: type[BaseException]) -> Callable[..., Any]:
         raise error("arranged")
 
     return call
+
+
+def raised(call: Callable[[], object]) -> LightcacheError:
+    """The error of ours that a call ends with."""
+    with pytest.raises(LightcacheError) as caught:
+        call()
+    return caught.value

@@ -6,11 +6,14 @@ import re
 from pathlib import Path
 
 import pytest
+from refusals import index
 
 import lightcache
 from lightcache import errors
 
 PAGE = Path(__file__).parents[2] / "docs" / "errors.md"
+TABLES = (index.ROWS,)
+TRIED = ("Looking up and holding", "Writing", "Keeping and writing back", "Tickets", "Namespaces")
 CLASSES = {
     name
     for name, found in vars(errors).items()
@@ -27,6 +30,29 @@ def tables() -> list[list[str]]:
 
 def bad_inputs() -> list[list[str]]:
     return [row for row in tables() if len(row) == 4]
+
+
+def section(title: str) -> list[list[str]]:
+    """The rows of a section that name an error."""
+    text = PAGE.read_text().split(f"## {title}\n")[1].split("\n## ")[0]
+    rows = [row for row in bad_inputs() if f"| {row[0]} | {row[1]} |" in text]
+    return [row for row in rows if not row[1].startswith("no error: ")]
+
+
+@pytest.mark.parametrize("title", TRIED)
+def test_every_row_of_a_section_is_tried(title: str) -> None:
+    tried = [(row.documented, row.error.__name__) for table in TABLES for row in table]
+    for what, raised, _, _ in section(title):
+        errors_of = {error for documented, error in tried if what.startswith(documented)}
+        assert errors_of, f"no refusal of tests/refusals is: {what}"
+        assert errors_of <= set(re.findall(r"`(\w+)`", raised)), what
+
+
+def test_every_refusal_is_one_row() -> None:
+    for table in TABLES:
+        for refusal in table:
+            rows = [row for row in bad_inputs() if row[0].startswith(refusal.documented)]
+            assert len(rows) == 1, refusal.documented
 
 
 def test_every_class_is_described() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import subprocess
 import sys
@@ -12,21 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from support.filling import dumped
 from support.keys import prompt
 
 from lightcache import PageIndex
 from lightcache.shm import Segment, SharedCounters, SharedDict, SharedList, SharedLog, SharedRing
-from lightcache.tools import cli
 
 Script = Callable[..., Any]
-
-
-def dump(name: str) -> dict[str, Any]:
-    result = CliRunner().invoke(cli.group, ["dump", name, "--json"])
-    assert result.exit_code == 0, result.output
-    found: dict[str, Any] = json.loads(result.stdout)
-    return found
 
 
 ENDS = {
@@ -58,7 +49,7 @@ def test_a_client_that_ends_without_close_is_not_dead(
         tests = os.path.dirname(os.path.dirname(__file__))
         script(source + ENDS[how] + "\n", segment_name, tests, status=None)
         assert len(ours.clients()) == 1
-        found = dump(segment_name)
+        found = dumped(segment_name)
         assert (found["segment"]["clients"], found["segment"]["dead_clients"]) == (1, 0)
         assert not [hint for hint in found["hints"] if "dead" in hint]
         assert ours.check().clean

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from support.hybrid_case import made_hybrids, tokens
+from support.hybrid_case import tokens
 from support.stamped import stamps_of
 
 from lightcache import PageIndex
@@ -15,11 +14,6 @@ from lightcache.errors import ConfigError, LeaseLost, OutOfPages
 from lightcache.hybrid.checkpoints import Checkpoints, Tier
 from lightcache.hybrid.copiers import ArrayCopier
 from lightcache.manager import Prompt, Wishes, WritePolicy
-
-
-@pytest.fixture
-def worlds(segment_name: str) -> Iterator[Any]:
-    yield from made_hybrids(segment_name)
 
 
 def host_state(world: Any, prompt: Prompt, position: int) -> int:
@@ -40,8 +34,8 @@ def device_state(world: Any, prompt: Prompt, position: int) -> int:
         return int(world.store.slots[slot])
 
 
-def test_donating_copies_nothing_on_the_device(worlds: Any) -> None:
-    world = worlds()
+def test_donating_copies_nothing_on_the_device(hybrids: Any) -> None:
+    world = hybrids()
     prompt = Prompt(tokens(41))
     world.save(prompt, 8, 24)
     assert world.copier.launches == 0
@@ -54,8 +48,8 @@ def test_donating_copies_nothing_on_the_device(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_the_same_state_twice_takes_one_slot(worlds: Any) -> None:
-    world = worlds(slots=4)
+def test_the_same_state_twice_takes_one_slot(hybrids: Any) -> None:
+    world = hybrids(slots=4)
     prompt = Prompt(tokens(41))
     world.save(prompt, 8)
     world.save(prompt, 8)
@@ -66,16 +60,16 @@ def test_the_same_state_twice_takes_one_slot(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_a_slot_that_is_not_ours(worlds: Any) -> None:
-    world = worlds()
+def test_a_slot_that_is_not_ours(hybrids: Any) -> None:
+    world = hybrids()
     with pytest.raises(LeaseLost):
         world.checkpoints.donate(3, world.path(Prompt(tokens(9))), 1)
     with pytest.raises(LeaseLost):
         world.checkpoints.free(np.array([3], np.int32))
 
 
-def test_more_slots_than_there_are(worlds: Any) -> None:
-    world = worlds(slots=4)
+def test_more_slots_than_there_are(hybrids: Any) -> None:
+    world = hybrids(slots=4)
     prompt = Prompt(tokens(41))
     world.save(prompt, 8, 16)
     with pytest.raises(OutOfPages, match="there are 4"):
@@ -88,8 +82,8 @@ def test_more_slots_than_there_are(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_the_one_unused_for_longest_goes_first(worlds: Any) -> None:
-    world = worlds(slots=3, state_pages=None, states={"most": None})
+def test_the_one_unused_for_longest_goes_first(hybrids: Any) -> None:
+    world = hybrids(slots=3, state_pages=None, states={"most": None})
     prompt = Prompt(tokens(41))
     world.compute(prompt)
     world.save(prompt, 8, 16, 24)
@@ -102,8 +96,8 @@ def test_the_one_unused_for_longest_goes_first(worlds: Any) -> None:
 
 
 @pytest.mark.parametrize("states", [{}, {"most": 2}], ids=["by default", "as told"])
-def test_at_most_so_many_on_a_path(worlds: Any, states: dict[str, Any]) -> None:
-    world = worlds(states=states)
+def test_at_most_so_many_on_a_path(hybrids: Any, states: dict[str, Any]) -> None:
+    world = hybrids(states=states)
     prompt, other = Prompt(tokens(41)), Prompt(tokens(41, 1))
     world.save(other, 8)
     world.save(prompt, 8, 16)
@@ -117,18 +111,18 @@ def test_at_most_so_many_on_a_path(worlds: Any, states: dict[str, Any]) -> None:
     world.nothing_left()
 
 
-def test_the_bound_looks_behind_the_new_one(worlds: Any) -> None:
-    world = worlds(states={"most": 2})
+def test_the_bound_looks_behind_the_new_one(hybrids: Any) -> None:
+    world = hybrids(states={"most": 2})
     prompt = Prompt(tokens(62))
     world.save(prompt, 40, 60, 24)
     assert world.there(prompt) == {"device": [24, 60], "host": [24, 60]}
-    world = worlds(states={"most": 1})
+    world = hybrids(states={"most": 1})
     world.save(prompt, 60, 24)  # the deepest stays, so the new one goes
     assert world.there(prompt) == {"device": [60], "host": [60]}
 
 
-def test_the_bound_knows_the_request_s_own_path(worlds: Any) -> None:
-    world = worlds(states={"most": 2}, chunk=8)
+def test_the_bound_knows_the_request_s_own_path(hybrids: Any) -> None:
+    world = hybrids(states={"most": 2}, chunk=8)
     prompt = Prompt(tokens(62))
     world.compute(prompt)
     world.save(prompt, 40, 56)
@@ -144,8 +138,8 @@ def test_the_bound_knows_the_request_s_own_path(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_the_bound_spares_forks(worlds: Any) -> None:
-    world = worlds(states={"most": 2})
+def test_the_bound_spares_forks(hybrids: Any) -> None:
+    world = hybrids(states={"most": 2})
     stem = tokens(16)
     one, other = (Prompt([*stem, *tokens(40, seed)]) for seed in (1, 2))
     world.save(one, 8, 16, 24)
@@ -160,9 +154,9 @@ def test_the_bound_spares_forks(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_a_new_one_hangs_on_the_deepest_before_it(worlds: Any) -> None:
+def test_a_new_one_hangs_on_the_deepest_before_it(hybrids: Any) -> None:
     """Which counts as used by that, and no other one does."""
-    world = worlds(slots=4, state_pages=None, states={"most": None})
+    world = hybrids(slots=4, state_pages=None, states={"most": None})
     prompt = Prompt(tokens(41))
     world.save(prompt, 8, 16, 12)
     path = world.path(prompt)
@@ -177,8 +171,8 @@ def test_a_new_one_hangs_on_the_deepest_before_it(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_the_bound_spares_what_is_in_use(worlds: Any) -> None:
-    world = worlds(states={"most": 2})
+def test_the_bound_spares_what_is_in_use(hybrids: Any) -> None:
+    world = hybrids(states={"most": 2})
     prompt = Prompt(tokens(41))
     world.compute(prompt)
     world.save(prompt, 8, 16)
@@ -188,8 +182,8 @@ def test_the_bound_spares_what_is_in_use(worlds: Any) -> None:
     world.hybrid.cancel("a")
 
 
-def test_to_the_host_when_room_is_needed(worlds: Any) -> None:
-    world = worlds(slots=4, states={"write": WritePolicy.BACK, "low_water": 2})
+def test_to_the_host_when_room_is_needed(hybrids: Any) -> None:
+    world = hybrids(slots=4, states={"write": WritePolicy.BACK, "low_water": 2})
     prompt = Prompt(tokens(41))
     world.save(prompt, 8, 16)
     assert world.there(prompt) == {"device": [8, 16], "host": []}
@@ -207,8 +201,8 @@ def test_to_the_host_when_room_is_needed(worlds: Any) -> None:
 
 
 @pytest.mark.parametrize("why", ["failed", "no room"])
-def test_what_could_not_be_written_back_stays(worlds: Any, why: str) -> None:
-    world = worlds(slots=4, state_pages=1, states={"write": WritePolicy.BACK, "low_water": 0})
+def test_what_could_not_be_written_back_stays(hybrids: Any, why: str) -> None:
+    world = hybrids(slots=4, state_pages=1, states={"write": WritePolicy.BACK, "low_water": 0})
     prompt, other = Prompt(tokens(41)), Prompt(tokens(41, 1))
     if why == "failed":
         world.mover.fail_next = 1
@@ -231,10 +225,10 @@ def test_what_could_not_be_written_back_stays(worlds: Any, why: str) -> None:
     world.nothing_left()
 
 
-def test_write_back_needs_no_low_water_to_be_said(worlds: Any) -> None:
-    assert worlds(slots=100, states={"write": WritePolicy.BACK}).checkpoints.low_water == 2
-    assert worlds(slots=100).checkpoints.low_water == 0
-    world = worlds(slots=4, states={"write": WritePolicy.BACK}, pages=200, blocks=200)
+def test_write_back_needs_no_low_water_to_be_said(hybrids: Any) -> None:
+    assert hybrids(slots=100, states={"write": WritePolicy.BACK}).checkpoints.low_water == 2
+    assert hybrids(slots=100).checkpoints.low_water == 0
+    world = hybrids(slots=4, states={"write": WritePolicy.BACK}, pages=200, blocks=200)
     assert world.checkpoints.low_water == 1
     for seed in range(12):
         world.run(seed, tokens(22, seed))
@@ -245,9 +239,9 @@ def test_write_back_needs_no_low_water_to_be_said(worlds: Any) -> None:
 
 
 def test_a_slot_that_is_needed_at_once_is_written_first_where_that_takes_no_time(
-    worlds: Any,
+    hybrids: Any,
 ) -> None:
-    world = worlds(slots=4, states={"write": WritePolicy.BACK, "low_water": 0, "most": None})
+    world = hybrids(slots=4, states={"write": WritePolicy.BACK, "low_water": 0, "most": None})
     prompt = Prompt(tokens(41))
     world.save(prompt, 8, 16, 24, 32)
     held = [world.checkpoints.acquire(1)]
@@ -266,8 +260,8 @@ def test_a_slot_that_is_needed_at_once_is_written_first_where_that_takes_no_time
     world.nothing_left()
 
 
-def test_what_does_not_go_to_the_host_is_given_up(worlds: Any) -> None:
-    world = worlds(slots=4, states={"write": WritePolicy.BACK, "low_water": 0})
+def test_what_does_not_go_to_the_host_is_given_up(hybrids: Any) -> None:
+    world = hybrids(slots=4, states={"write": WritePolicy.BACK, "low_water": 0})
     prompt = Prompt(tokens(42))
     world.run("a", prompt, wishes=Wishes(tiers={"device"}))
     assert world.checkpoints.demote(4) == 1
@@ -276,8 +270,8 @@ def test_what_does_not_go_to_the_host_is_given_up(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_a_checkpoint_that_somebody_comes_for_stays(worlds: Any) -> None:
-    world = worlds(slots=4, states={"write": WritePolicy.BACK})
+def test_a_checkpoint_that_somebody_comes_for_stays(hybrids: Any) -> None:
+    world = hybrids(slots=4, states={"write": WritePolicy.BACK})
     prompt = Prompt(tokens(41))
     world.compute(prompt)
     world.save(prompt, 8, 16)
@@ -290,8 +284,8 @@ def test_a_checkpoint_that_somebody_comes_for_stays(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_a_slot_written_anew_is_not_taken_for_what_it_was(worlds: Any) -> None:
-    world = worlds(slots=1, states={"write": WritePolicy.BACK, "low_water": 0})
+def test_a_slot_written_anew_is_not_taken_for_what_it_was(hybrids: Any) -> None:
+    world = hybrids(slots=1, states={"write": WritePolicy.BACK, "low_water": 0})
     one, other = Prompt(tokens(41)), Prompt(tokens(41, 1))
     world.save(one, 8)
     world.checkpoints.slots.evict(1)
@@ -308,8 +302,8 @@ def test_a_slot_written_anew_is_not_taken_for_what_it_was(worlds: Any) -> None:
     assert world.there(one)["host"] == world.there(other)["host"] == []
 
 
-def test_a_failed_copy_makes_no_checkpoint(worlds: Any) -> None:
-    world = worlds()
+def test_a_failed_copy_makes_no_checkpoint(hybrids: Any) -> None:
+    world = hybrids()
     prompt = Prompt(tokens(41))
     world.mover.fail_next = 1
     world.save(prompt, 8)
@@ -320,8 +314,8 @@ def test_a_failed_copy_makes_no_checkpoint(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_no_room_on_the_host(worlds: Any) -> None:
-    world = worlds(state_pages=1)
+def test_no_room_on_the_host(hybrids: Any) -> None:
+    world = hybrids(state_pages=1)
     prompt = Prompt(tokens(41))
     world.compute(prompt)
     world.save(prompt, 8)
@@ -334,8 +328,8 @@ def test_no_room_on_the_host(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_while_transfers_are_paused_the_copy_waits(worlds: Any) -> None:
-    world = worlds(slots=1)
+def test_while_transfers_are_paused_the_copy_waits(hybrids: Any) -> None:
+    world = hybrids(slots=1)
     prompt = Prompt(tokens(41))
     world.checkpoints.pause()
     world.save(prompt, 8)
@@ -348,8 +342,8 @@ def test_while_transfers_are_paused_the_copy_waits(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_without_device_slots_the_state_goes_to_the_host(worlds: Any) -> None:
-    world = worlds(slots=None)
+def test_without_device_slots_the_state_goes_to_the_host(hybrids: Any) -> None:
+    world = hybrids(slots=None)
     prompt = Prompt(tokens(41))
     world.mover.at_once = False
     world.store.slots[5] = stamps_of(prompt.tokens)[7]
@@ -365,8 +359,8 @@ def test_without_device_slots_the_state_goes_to_the_host(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_tenants_and_versions_are_apart(worlds: Any) -> None:
-    world = worlds(weights="v1")
+def test_tenants_and_versions_are_apart(hybrids: Any) -> None:
+    world = hybrids(weights="v1")
     ids = tokens(41)
     one, other = Prompt(ids, tenant="a"), Prompt(ids, tenant="b")
     world.save(one, 8)
@@ -380,8 +374,8 @@ def test_tenants_and_versions_are_apart(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_clearing_while_a_copy_goes_on(worlds: Any) -> None:
-    world = worlds()
+def test_clearing_while_a_copy_goes_on(hybrids: Any) -> None:
+    world = hybrids()
     prompt = Prompt(tokens(41))
     world.mover.at_once = False
     slot = int(world.checkpoints.acquire(1)[0])
@@ -396,7 +390,7 @@ def test_clearing_while_a_copy_goes_on(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_arguments(worlds: Any, segment_name: str) -> None:
+def test_arguments(hybrids: Any, segment_name: str) -> None:
     with PageIndex.create(f"{segment_name}.x", pages=2) as slots:
         with pytest.raises(ConfigError, match="flat"):
             Checkpoints(slots, None)
@@ -409,7 +403,7 @@ def test_arguments(worlds: Any, segment_name: str) -> None:
         ):
             with pytest.raises(ConfigError, match=wrong):
                 Checkpoints(slots, None, **how)
-    world = worlds()
+    world = hybrids()
     with pytest.raises(ConfigError, match="mover"):
         Checkpoints(None, world.states)
 

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.hybrid_case import HybridWorld, made_hybrids
+from support.hybrid_case import HybridWorld
 from support.manager_case import Reading, Shelf, tokens
 from support.raising import Odd
 
@@ -15,11 +14,6 @@ from lightcache.errors import TransferFailed
 from lightcache.manager import Prompt, WritePolicy
 
 PROMPT = Prompt(tokens(42))
-
-
-@pytest.fixture
-def worlds(segment_name: str) -> Iterator[Any]:
-    yield from made_hybrids(segment_name)
 
 
 def odd(*_: Any, **__: Any) -> Any:
@@ -34,8 +28,8 @@ def raised_once(world: HybridWorld) -> None:
 
 
 @pytest.mark.parametrize("what", ["kv", "state"])
-def test_a_load(worlds: Any, what: str) -> None:
-    world = worlds()
+def test_a_load(hybrids: Any, what: str) -> None:
+    world = hybrids()
     world.run("a", PROMPT)
     world.slots.evict(16)
     world.world.index.evict(64)
@@ -60,8 +54,8 @@ def test_a_load(worlds: Any, what: str) -> None:
 
 
 @pytest.mark.parametrize("write", [WritePolicy.THROUGH, WritePolicy.BACK], ids=["now", "later"])
-def test_an_offload(worlds: Any, write: WritePolicy) -> None:
-    world = worlds(states={"write": write, "low_water": 0})
+def test_an_offload(hybrids: Any, write: WritePolicy) -> None:
+    world = hybrids(states={"write": write, "low_water": 0})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(world.mover, "offload", odd)
         world.run("a", PROMPT)
@@ -73,8 +67,8 @@ def test_an_offload(worlds: Any, write: WritePolicy) -> None:
     world.nothing_left()
 
 
-def test_of_both_in_one_step_neither_is_lost(worlds: Any) -> None:
-    world = worlds()
+def test_of_both_in_one_step_neither_is_lost(hybrids: Any) -> None:
+    world = hybrids()
     with pytest.MonkeyPatch.context() as patch:
         for mover in (world.mover, world.world.mover):
             patch.setattr(mover, "offload", odd)
@@ -86,9 +80,9 @@ def test_of_both_in_one_step_neither_is_lost(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_a_copy_between_slots(worlds: Any) -> None:
+def test_a_copy_between_slots(hybrids: Any) -> None:
     """The device has failed, so it copies nothing more: what that held goes back."""
-    world = worlds()
+    world = hybrids()
     world.run("a", PROMPT)
     world.copier.at_once = False
     world.begin("b", PROMPT, wait=False)
@@ -99,8 +93,8 @@ def test_a_copy_between_slots(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_closing_raises_what_nobody_has_polled_for(worlds: Any) -> None:
-    world = worlds()
+def test_closing_raises_what_nobody_has_polled_for(hybrids: Any) -> None:
+    world = hybrids()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(world.mover, "offload", odd)
         world.run("a", PROMPT)
@@ -122,9 +116,9 @@ class OddShelf(Shelf):
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "later"])
-def test_a_storage_of_states(worlds: Any, late: bool) -> None:
+def test_a_storage_of_states(hybrids: Any, late: bool) -> None:
     """The call within which it was asked goes on, and so does the bound."""
-    world = worlds(state_storage=OddShelf, states={"most": 1})
+    world = hybrids(state_storage=OddShelf, states={"most": 1})
     world.mover.at_once = not late
     for request, prompt in (("a", Prompt(PROMPT.tokens[:26])), ("b", PROMPT)):
         world.begin(request, prompt)
@@ -137,9 +131,9 @@ def test_a_storage_of_states(worlds: Any, late: bool) -> None:
     world.nothing_left()
 
 
-def test_closing_a_hybrid_manager_looks_for_what_is_over(worlds: Any) -> None:
+def test_closing_a_hybrid_manager_looks_for_what_is_over(hybrids: Any) -> None:
     """Behind what its checkpoints raise."""
-    world = worlds()
+    world = hybrids()
     world.begin("a", PROMPT)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(world.mover, "offload", odd)

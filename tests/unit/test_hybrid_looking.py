@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.hybrid_case import made_hybrids, tokens
+from support.hybrid_case import tokens
 
 import lightcache.hybrid
 from lightcache.errors import CacheCorrupted
@@ -17,11 +16,6 @@ from lightcache.hybrid.planning import HybridMatch
 from lightcache.manager import Prompt, Wishes
 
 WISHES = (Wishes(), Wishes(tiers={"host"}), Wishes(tiers={"device"}), Wishes(read=False))
-
-
-@pytest.fixture
-def worlds(segment_name: str) -> Iterator[Any]:
-    yield from made_hybrids(segment_name)
 
 
 def calls_of(patch: pytest.MonkeyPatch, thing: Any, name: str) -> list[int]:
@@ -39,9 +33,9 @@ def calls_of(patch: pytest.MonkeyPatch, thing: Any, name: str) -> list[int]:
 
 @pytest.mark.parametrize(("block", "page"), [(4, 4), (4, 8), (8, 4)])
 def test_what_is_behind_a_plan_is_what_a_look_from_the_beginning_finds(
-    worlds: Any, block: int, page: int
+    hybrids: Any, block: int, page: int
 ) -> None:
-    world = worlds(block=block, page=page)
+    world = hybrids(block=block, page=page)
     manager, chance = world.manager, random.Random(block * page)
     for seed in range(12):
         prompt = Prompt(tokens(41, seed))
@@ -58,8 +52,8 @@ def test_what_is_behind_a_plan_is_what_a_look_from_the_beginning_finds(
     world.nothing_left()
 
 
-def test_keys_are_gone_through_once(worlds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    world = worlds()
+def test_keys_are_gone_through_once(hybrids: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = hybrids()
     prompt = Prompt(tokens(41))
     world.compute(prompt)
     world.save(prompt, 32)
@@ -79,9 +73,9 @@ def test_keys_are_gone_through_once(worlds: Any, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_plan_is_pinned_anew_when_half_of_its_time_is_over(
-    worlds: Any, monkeypatch: pytest.MonkeyPatch
+    hybrids: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = worlds(plan_ttl=8.0)
+    world = hybrids(plan_ttl=8.0)
     prompt = Prompt(tokens(41))
     world.compute(prompt)
     world.save(prompt, 32)
@@ -100,9 +94,9 @@ def test_a_plan_is_pinned_anew_when_half_of_its_time_is_over(
 
 
 def test_one_without_a_checkpoint_is_not_planned_again(
-    worlds: Any, monkeypatch: pytest.MonkeyPatch
+    hybrids: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = worlds()
+    world = hybrids()
     prompt = Prompt(tokens(41))
     world.compute(prompt)
     first = world.plan(prompt)
@@ -117,12 +111,12 @@ def test_one_without_a_checkpoint_is_not_planned_again(
 
 
 def test_a_plan_is_not_believed_that_was_let_go(
-    worlds: Any, monkeypatch: pytest.MonkeyPatch
+    hybrids: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any, **__: Any) -> Any:
         raise CacheCorrupted("arranged")
 
-    world = worlds()
+    world = hybrids()
     prompt = Prompt(tokens(41))
     world.compute(prompt)
     world.save(prompt, 32)
@@ -141,12 +135,12 @@ def test_a_plan_is_not_believed_that_was_let_go(
 
 
 def test_a_checkpoint_that_was_let_go_is_pinned_anew(
-    worlds: Any, monkeypatch: pytest.MonkeyPatch
+    hybrids: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any, **__: Any) -> Any:
         raise CacheCorrupted("arranged")
 
-    world = worlds(state_pages=None)
+    world = hybrids(state_pages=None)
     prompt = Prompt(tokens(41))
     world.compute(prompt)
     world.save(prompt, 32)
@@ -164,8 +158,8 @@ def test_a_checkpoint_that_was_let_go_is_pinned_anew(
     world.nothing_left()
 
 
-def test_one_alone_and_in_a_queue_find_the_same(worlds: Any) -> None:
-    world = worlds(page=8)
+def test_one_alone_and_in_a_queue_find_the_same(hybrids: Any) -> None:
+    world = hybrids(page=8)
     chance, prompts = random.Random(5), []
     for seed in range(6):
         prompt = Prompt(tokens(chance.randrange(9, 60), seed % 3))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from support.hybrid_case import made_hybrids, tokens
+from support.hybrid_case import tokens
 from support.stamped import stamps_of
 
 from lightcache.errors import ConfigError, LeaseLost, NoSpace, OutOfPages, TransferFailed
@@ -16,13 +15,8 @@ from lightcache.hybrid.saving import HybridConfig, Saves
 from lightcache.manager import Prompt, Wishes
 
 
-@pytest.fixture
-def worlds(segment_name: str) -> Iterator[Any]:
-    yield from made_hybrids(segment_name)
-
-
-def test_a_whole_request_and_the_next_one(worlds: Any) -> None:
-    world = worlds()
+def test_a_whole_request_and_the_next_one(hybrids: Any) -> None:
+    world = hybrids()
     prompt = Prompt(tokens(42))
     assert world.run("a", prompt).usable == 0
     assert world.there(prompt) == {"device": [40], "host": [40]}
@@ -36,8 +30,8 @@ def test_a_whole_request_and_the_next_one(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_what_is_generated(worlds: Any) -> None:
-    world = worlds(every=8)
+def test_what_is_generated(hybrids: Any) -> None:
+    world = hybrids(every=8)
     prompt = Prompt(tokens(22))
     every = world.run("a", prompt, more=20)
     # 24 and 32 were saved by decoding, 40 is where its state stands at the end.
@@ -48,8 +42,8 @@ def test_what_is_generated(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_of_what_was_generated_the_newest_saved_state_stays(worlds: Any) -> None:
-    world = worlds(every=8)
+def test_of_what_was_generated_the_newest_saved_state_stays(hybrids: Any) -> None:
+    world = hybrids(every=8)
     prompt = Prompt(tokens(22))
     every = world.run("a", prompt, more=20, at=False)  # a step is in flight
     assert world.there(Prompt([*every, 0]))["device"] == [20, 40]
@@ -59,15 +53,15 @@ def test_of_what_was_generated_the_newest_saved_state_stays(worlds: Any) -> None
     world.nothing_left()
 
 
-def test_running_ahead_keeps_the_one_before(worlds: Any) -> None:
-    world = worlds(every=8, config={"ahead": True})
+def test_running_ahead_keeps_the_one_before(hybrids: Any) -> None:
+    world = hybrids(every=8, config={"ahead": True})
     every = world.run("b", tokens(22), more=20, at=False, kept=39)
     assert world.there(Prompt([*every, 0]))["device"] == [20, 32]
     world.nothing_left()
 
 
-def test_a_host_checkpoint_is_loaded_into_the_working_slot(worlds: Any) -> None:
-    world = worlds()
+def test_a_host_checkpoint_is_loaded_into_the_working_slot(hybrids: Any) -> None:
+    world = hybrids()
     prompt = Prompt(tokens(42))
     world.run("a", prompt)
     world.slots.evict(16)
@@ -78,8 +72,8 @@ def test_a_host_checkpoint_is_loaded_into_the_working_slot(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_one_launch_for_a_batch(worlds: Any) -> None:
-    world = worlds()
+def test_one_launch_for_a_batch(hybrids: Any) -> None:
+    world = hybrids()
     prompts = [Prompt(tokens(22, seed)) for seed in range(4)]
     for seed, prompt in enumerate(prompts[:3]):
         world.run(seed, prompt)
@@ -103,8 +97,8 @@ def test_one_launch_for_a_batch(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_a_checkpoint_stays_until_the_copy_has_been_executed(worlds: Any) -> None:
-    world = worlds(slots=3, state_pages=None)
+def test_a_checkpoint_stays_until_the_copy_has_been_executed(hybrids: Any) -> None:
+    world = hybrids(slots=3, state_pages=None)
     prompt = Prompt(tokens(22))
     world.save(prompt, 20)
     world.compute(prompt)
@@ -124,9 +118,9 @@ def test_a_checkpoint_stays_until_the_copy_has_been_executed(worlds: Any) -> Non
     world.nothing_left()
 
 
-def test_a_working_slot_that_was_not_used_waits_for_its_copy(worlds: Any) -> None:
+def test_a_working_slot_that_was_not_used_waits_for_its_copy(hybrids: Any) -> None:
     """Its state is the checkpoint's, and will be: there is nothing to donate."""
-    world = worlds(slots=3, state_pages=None)
+    world = hybrids(slots=3, state_pages=None)
     prompt = Prompt(tokens(42))
     world.run("a", prompt)
     world.copier.at_once = False
@@ -141,8 +135,8 @@ def test_a_working_slot_that_was_not_used_waits_for_its_copy(worlds: Any) -> Non
     world.nothing_left()
 
 
-def test_slots_of_a_step_in_flight_wait_for_it(worlds: Any) -> None:
-    world = worlds(slots=2)
+def test_slots_of_a_step_in_flight_wait_for_it(hybrids: Any) -> None:
+    world = hybrids(slots=2)
     world.begin("a", tokens(9))
     world.settle()
     world.copier.at_once = False
@@ -158,9 +152,9 @@ def test_slots_of_a_step_in_flight_wait_for_it(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_without_slots_to_save_in(worlds: Any) -> None:
+def test_without_slots_to_save_in(hybrids: Any) -> None:
     """Two slots, three requests: the first two have a working one each, and the third nothing."""
-    world = worlds(slots=3)
+    world = hybrids(slots=3)
     prompts = [Prompt(tokens(22, seed)) for seed in range(4)]
     ids = ["a", "b"]
     world.hybrid.plan_many(ids, prompts[:2])
@@ -182,8 +176,8 @@ def test_without_slots_to_save_in(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_a_prefill_state_becomes_a_checkpoint_at_once(worlds: Any) -> None:
-    world = worlds(states={"most": None})
+def test_a_prefill_state_becomes_a_checkpoint_at_once(hybrids: Any) -> None:
+    world = hybrids(states={"most": None})
     prompt = Prompt(tokens(42))
     world.begin("a", prompt)
     world.step("a", 16)
@@ -196,8 +190,8 @@ def test_a_prefill_state_becomes_a_checkpoint_at_once(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_without_a_slot_in_exchange_it_waits_for_the_end(worlds: Any) -> None:
-    world = worlds(slots=2)
+def test_without_a_slot_in_exchange_it_waits_for_the_end(hybrids: Any) -> None:
+    world = hybrids(slots=2)
     prompt = Prompt(tokens(42))
     world.begin("a", prompt)
     world.step("a", 16)
@@ -218,8 +212,8 @@ def branching(world: Any, slots: Any = None) -> Prompt:
     return prompt
 
 
-def test_a_branching_point_stays_without_a_slot_in_exchange(worlds: Any) -> None:
-    world = worlds(slots=2, every=8)
+def test_a_branching_point_stays_without_a_slot_in_exchange(hybrids: Any) -> None:
+    world = hybrids(slots=2, every=8)
     prompt = branching(world)
     world.every["a"] += tokens(30, 77).tolist()
     for end in (30, 46, 62, 92):  # nothing takes its place: 28, 44, the prompt's last, decoding
@@ -232,8 +226,8 @@ def test_a_branching_point_stays_without_a_slot_in_exchange(worlds: Any) -> None
     world.nothing_left()
 
 
-def test_a_branching_point_is_donated_beside_the_newest_state(worlds: Any) -> None:
-    world = worlds(slots=3, config={"ahead": True})
+def test_a_branching_point_is_donated_beside_the_newest_state(hybrids: Any) -> None:
+    world = hybrids(slots=3, config={"ahead": True})
     prompt = branching(world)
     for end in (30, 46, 62):
         world.step("a", end)
@@ -242,8 +236,8 @@ def test_a_branching_point_is_donated_beside_the_newest_state(worlds: Any) -> No
     world.nothing_left()
 
 
-def test_what_found_no_slot_in_exchange_tries_again(worlds: Any) -> None:
-    world = worlds(slots=4)
+def test_what_found_no_slot_in_exchange_tries_again(hybrids: Any) -> None:
+    world = hybrids(slots=4)
     spare = world.checkpoints.acquire(2)
     prompt = branching(world)
     world.step("a", 30)
@@ -255,8 +249,8 @@ def test_what_found_no_slot_in_exchange_tries_again(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_a_branching_point_that_the_host_has_is_not_kept_on(worlds: Any) -> None:
-    world = worlds(slots=None)
+def test_a_branching_point_that_the_host_has_is_not_kept_on(hybrids: Any) -> None:
+    world = hybrids(slots=None)
     prompt = branching(world, slots=[3, 5])
     world.step("a", 30)
     world.settle()
@@ -267,8 +261,8 @@ def test_a_branching_point_that_the_host_has_is_not_kept_on(worlds: Any) -> None
     world.nothing_left()
 
 
-def test_an_abort_leaves_no_checkpoint(worlds: Any) -> None:
-    world = worlds(slots=2)
+def test_an_abort_leaves_no_checkpoint(hybrids: Any) -> None:
+    world = hybrids(slots=2)
     prompt = Prompt(tokens(42))
     world.begin("a", prompt)
     world.step("a", 42)
@@ -277,8 +271,8 @@ def test_an_abort_leaves_no_checkpoint(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_preempted_it_goes_on_where_its_state_was(worlds: Any) -> None:
-    world = worlds()
+def test_preempted_it_goes_on_where_its_state_was(hybrids: Any) -> None:
+    world = hybrids()
     prompt = Prompt(tokens(82))
     world.begin("a", prompt)
     world.step("a", 32)
@@ -292,8 +286,8 @@ def test_preempted_it_goes_on_where_its_state_was(worlds: Any) -> None:
 
 
 @pytest.mark.parametrize("what", ["kv", "state"])
-def test_a_load_that_fails(worlds: Any, what: str) -> None:
-    world = worlds()
+def test_a_load_that_fails(hybrids: Any, what: str) -> None:
+    world = hybrids()
     prompt = Prompt(tokens(42))
     world.run("a", prompt)
     world.slots.evict(16)
@@ -330,8 +324,8 @@ def test_a_load_that_fails(worlds: Any, what: str) -> None:
     world.nothing_left()
 
 
-def test_a_state_that_did_not_come_is_not_donated(worlds: Any) -> None:
-    world = worlds()
+def test_a_state_that_did_not_come_is_not_donated(hybrids: Any) -> None:
+    world = hybrids()
     prompt = Prompt(tokens(42))
     world.run("a", prompt)
     world.slots.evict(16)
@@ -364,9 +358,9 @@ def mover_of(world: Any, load: str) -> Any:
 @pytest.mark.parametrize("load", ["state", "kv"])
 @pytest.mark.parametrize("well", [True, False], ids=["well", "failed"])
 def test_what_is_computed_behind_a_load_is_nobodys_until_it_went_well(
-    worlds: Any, load: str, well: bool
+    hybrids: Any, load: str, well: bool
 ) -> None:
-    world = worlds()
+    world = hybrids()
     longer = halfway(world, load)
     table, stamps = world.hybrid.allocate("a", 62), stamps_of(longer.tokens)
     world.world.store.write(table, 40, stamps[40:])
@@ -390,9 +384,9 @@ def test_what_is_computed_behind_a_load_is_nobodys_until_it_went_well(
 
 @pytest.mark.parametrize("load", ["state", "kv"])
 def test_behind_a_failed_load_nothing_is_published_until_the_restart(
-    worlds: Any, load: str
+    hybrids: Any, load: str
 ) -> None:
-    world = worlds()
+    world = hybrids()
     longer = halfway(world, load)
     mover_of(world, load).fail_next = 1
     world.settle()
@@ -411,8 +405,8 @@ def test_behind_a_failed_load_nothing_is_published_until_the_restart(
     world.nothing_left()
 
 
-def test_restart_needs_an_end_of_the_load(worlds: Any) -> None:
-    world = worlds()
+def test_restart_needs_an_end_of_the_load(hybrids: Any) -> None:
+    world = hybrids()
     prompt = Prompt(tokens(42))
     world.run("a", prompt)
     world.slots.evict(16)
@@ -438,8 +432,8 @@ def test_restart_needs_an_end_of_the_load(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_forgo_takes_what_the_device_has(worlds: Any) -> None:
-    world = worlds()
+def test_forgo_takes_what_the_device_has(hybrids: Any) -> None:
+    world = hybrids()
     prompt = Prompt(tokens(42))
     world.compute(prompt)
     world.save(prompt, 12, 24, 40)
@@ -457,8 +451,8 @@ def test_forgo_takes_what_the_device_has(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_save_plans(worlds: Any) -> None:
-    world = worlds(config={"saves": Saves.END_ONLY})
+def test_save_plans(hybrids: Any) -> None:
+    world = hybrids(config={"saves": Saves.END_ONLY})
     prompt = Prompt(tokens(42))
     world.compute(Prompt(prompt.tokens[:22]))
     match = world.begin("a", prompt)
@@ -477,16 +471,16 @@ def test_save_plans(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_a_position_off_the_grid(worlds: Any) -> None:
-    world = worlds(chunk=8)
+def test_a_position_off_the_grid(hybrids: Any) -> None:
+    world = hybrids(chunk=8)
     world.begin("a", tokens(42))
     with pytest.raises(ConfigError, match="multiple of 8"):
         world.hybrid.saving("a", 12)
     world.hybrid.release("a", at=0)
 
 
-def test_slots_of_the_engine(worlds: Any) -> None:
-    world = worlds(slots=None)
+def test_slots_of_the_engine(hybrids: Any) -> None:
+    world = hybrids(slots=None)
     prompt = Prompt(tokens(42))
     world.begin("a", prompt, slots=[3, 5])
     world.mover.at_once = False
@@ -504,8 +498,8 @@ def test_slots_of_the_engine(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_who_does_not_write_leaves_nothing(worlds: Any) -> None:
-    world = worlds()
+def test_who_does_not_write_leaves_nothing(hybrids: Any) -> None:
+    world = hybrids()
     prompt = Prompt(tokens(42))
     world.run("a", prompt, wishes=Wishes(write=False))
     assert world.there(prompt) == {"device": [], "host": []}
@@ -514,8 +508,8 @@ def test_who_does_not_write_leaves_nothing(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_rejected_states_are_not_donated(worlds: Any) -> None:
-    world = worlds(slots=2)
+def test_rejected_states_are_not_donated(hybrids: Any) -> None:
+    world = hybrids(slots=2)
     prompt = Prompt(tokens(42))
     world.begin("a", prompt)
     world.step("a", 42)
@@ -527,8 +521,8 @@ def test_rejected_states_are_not_donated(worlds: Any) -> None:
 # ---- weights, pauses, errors
 
 
-def test_other_weights(worlds: Any) -> None:
-    world = worlds(weights="v1")
+def test_other_weights(hybrids: Any) -> None:
+    world = hybrids(weights="v1")
     prompt = Prompt(tokens(42))
     world.run("a", prompt)
     world.begin("b", prompt)
@@ -543,9 +537,9 @@ def test_other_weights(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_other_weights_for_tenants_that_others_have_opened(worlds: Any, segment_name: str) -> None:
+def test_other_weights_for_tenants_that_others_have_opened(hybrids: Any, segment_name: str) -> None:
     """All of them share the host; the version's name stays."""
-    one, other = (worlds(shared=f"{segment_name}.host") for _ in range(2))
+    one, other = (hybrids(shared=f"{segment_name}.host") for _ in range(2))
     prompt = Prompt(tokens(42), tenant="t")
     other.run("a", prompt)
     assert other.look(prompt).usable == 40
@@ -565,8 +559,8 @@ def test_other_weights_for_tenants_that_others_have_opened(worlds: Any, segment_
         world.nothing_left()
 
 
-def test_pausing(worlds: Any) -> None:
-    world = worlds()
+def test_pausing(hybrids: Any) -> None:
+    world = hybrids()
     prompt = Prompt(tokens(42))
     world.hybrid.pause()
     world.run("a", prompt)
@@ -579,8 +573,8 @@ def test_pausing(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_errors_of_states_are_misses(worlds: Any, caplog: pytest.LogCaptureFixture) -> None:
-    world = worlds(failures=2)
+def test_errors_of_states_are_misses(hybrids: Any, caplog: pytest.LogCaptureFixture) -> None:
+    world = hybrids(failures=2)
     prompt = Prompt(tokens(42))
     world.run("a", prompt)
     deepest = world.checkpoints.deepest
@@ -607,8 +601,8 @@ def test_errors_of_states_are_misses(worlds: Any, caplog: pytest.LogCaptureFixtu
     world.nothing_left()
 
 
-def test_without_the_kv_nothing_is_usable_either(worlds: Any) -> None:
-    world = worlds(failures=1)
+def test_without_the_kv_nothing_is_usable_either(hybrids: Any) -> None:
+    world = hybrids(failures=1)
     prompt = Prompt(tokens(42))
     world.run("a", prompt)
 
@@ -633,8 +627,8 @@ def test_configuration() -> None:
         HybridConfig(saves="interior")  # type: ignore[arg-type]
 
 
-def test_tails_of_kv_go_by_policy(worlds: Any) -> None:
-    world = worlds(chunk=16, config={"drop_tails": True})
+def test_tails_of_kv_go_by_policy(hybrids: Any) -> None:
+    world = hybrids(chunk=16, config={"drop_tails": True})
     prompt = Prompt(tokens(46))
     world.run("a", prompt)
     world.settle()
@@ -653,8 +647,8 @@ def test_tails_of_kv_go_by_policy(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_states_wait_for_nobody_to_close(worlds: Any) -> None:
-    world = worlds()
+def test_states_wait_for_nobody_to_close(hybrids: Any) -> None:
+    world = hybrids()
     world.copier.at_once = False
     world.begin("a", tokens(42))
     world.copier.at_once = True

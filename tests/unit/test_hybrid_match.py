@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from support.hybrid_case import made_hybrids, tokens
+from support.hybrid_case import tokens
 from support.manager_case import Shelf
 
 from lightcache.errors import ConfigError, LeaseLost
@@ -18,13 +17,8 @@ from lightcache.hybrid.saving import Grid
 from lightcache.manager import Item, PrefixMatch, Prompt, Wishes
 
 
-@pytest.fixture
-def worlds(segment_name: str) -> Iterator[Any]:
-    yield from made_hybrids(segment_name)
-
-
-def test_usable_is_where_both_end(worlds: Any) -> None:
-    world = worlds()
+def test_usable_is_where_both_end(hybrids: Any) -> None:
+    world = hybrids()
     prompt = Prompt(tokens(41))
     world.compute(prompt)
     match = world.look(prompt)
@@ -38,8 +32,8 @@ def test_usable_is_where_both_end(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_a_checkpoint_without_kv_is_not_usable(worlds: Any) -> None:
-    world = worlds()
+def test_a_checkpoint_without_kv_is_not_usable(hybrids: Any) -> None:
+    world = hybrids()
     prompt = Prompt(tokens(41))
     world.compute(Prompt(prompt.tokens[:21]))
     world.save(prompt, 16, 32)
@@ -47,8 +41,8 @@ def test_a_checkpoint_without_kv_is_not_usable(worlds: Any) -> None:
     assert (match.usable, match.kv_tokens, match.branching) == (16, 20, 20)
 
 
-def test_the_last_token_is_left(worlds: Any) -> None:
-    world = worlds()
+def test_the_last_token_is_left(hybrids: Any) -> None:
+    world = hybrids()
     prompt = Prompt(tokens(40))
     world.compute(prompt)
     world.save(prompt, 32, 40)
@@ -56,8 +50,8 @@ def test_the_last_token_is_left(worlds: Any) -> None:
     assert world.look(Prompt([*prompt.tokens, 1])).usable == 40
 
 
-def test_a_limit(worlds: Any) -> None:
-    world = worlds()
+def test_a_limit(hybrids: Any) -> None:
+    world = hybrids()
     prompt = Prompt(tokens(41))
     world.compute(prompt)
     world.save(prompt, 16, 32)
@@ -72,8 +66,8 @@ def test_a_limit(worlds: Any) -> None:
         world.look(prompt, limit=-1)
 
 
-def test_wishes(worlds: Any) -> None:
-    world = worlds()
+def test_wishes(hybrids: Any) -> None:
+    world = hybrids()
     prompt = Prompt(tokens(41))
     world.compute(prompt)
     world.save(prompt, 16, 32)
@@ -84,8 +78,8 @@ def test_wishes(worlds: Any) -> None:
     assert (match.usable, match.tier, match.kv.device) == (32, Tier.DEVICE, 32)
 
 
-def test_the_host_counts_where_it_is_deeper(worlds: Any) -> None:
-    world = worlds()
+def test_the_host_counts_where_it_is_deeper(hybrids: Any) -> None:
+    world = hybrids()
     prompt = Prompt(tokens(41))
     world.compute(prompt)
     world.save(prompt, 16, 32)
@@ -102,8 +96,8 @@ def test_the_host_counts_where_it_is_deeper(worlds: Any) -> None:
 @pytest.mark.parametrize(
     ("block", "page", "chunk"), [(4, 4, 4), (2, 8, 4), (8, 2, 4), (4, 8, 16), (1, 4, 1)]
 )
-def test_sizes_of_blocks_and_pages(worlds: Any, block: int, page: int, chunk: int) -> None:
-    world = worlds(block=block, page=page, chunk=chunk, blocks=80, pages=80)
+def test_sizes_of_blocks_and_pages(hybrids: Any, block: int, page: int, chunk: int) -> None:
+    world = hybrids(block=block, page=page, chunk=chunk, blocks=80, pages=80)
     prompt = Prompt(tokens(70))
     world.compute(prompt)
     grid = world.grid.grid
@@ -113,8 +107,8 @@ def test_sizes_of_blocks_and_pages(worlds: Any, block: int, page: int, chunk: in
     assert world.look(prompt).branching == 69 // grid * grid
 
 
-def test_tails_lie_off_the_grid(worlds: Any) -> None:
-    world = worlds(block=2, page=8, chunk=8, tail=True, blocks=64)
+def test_tails_lie_off_the_grid(hybrids: Any) -> None:
+    world = hybrids(block=2, page=8, chunk=8, tail=True, blocks=64)
     prompt = Prompt(tokens(40))
     world.compute(prompt)
     world.save(prompt, 8, 26)
@@ -125,8 +119,8 @@ def test_tails_lie_off_the_grid(worlds: Any) -> None:
     assert world.look(prompt).usable == 8
 
 
-def test_a_tail_on_a_part_of_a_block(worlds: Any) -> None:
-    world = worlds(block=8, page=2, chunk=8, tail=True)
+def test_a_tail_on_a_part_of_a_block(hybrids: Any) -> None:
+    world = hybrids(block=8, page=2, chunk=8, tail=True)
     prompt = Prompt(tokens(40))
     world.compute(prompt)
     world.save(prompt, 26)
@@ -134,8 +128,8 @@ def test_a_tail_on_a_part_of_a_block(worlds: Any) -> None:
     assert (match.usable, match.kv.device, match.kv.host) == (26, 24, 2)
 
 
-def test_an_item_is_never_cut(worlds: Any) -> None:
-    world = worlds()
+def test_an_item_is_never_cut(hybrids: Any) -> None:
+    world = hybrids()
     prompt = Prompt(tokens(41), items=[Item(14, 30, b"image")])
     world.compute(prompt)
     world.save(prompt, 12, 32)
@@ -152,9 +146,9 @@ class Costs:
         return pages >= 5
 
 
-def test_what_is_not_worth_loading_so_far_is_not_usable(worlds: Any) -> None:
+def test_what_is_not_worth_loading_so_far_is_not_usable(hybrids: Any) -> None:
     """Ten pages would be worth it, and the four up to the checkpoint are not."""
-    world = worlds(costs=Costs())
+    world = hybrids(costs=Costs())
     prompt = Prompt(tokens(41))
     world.compute(prompt)
     world.save(prompt, 16)
@@ -176,8 +170,8 @@ def test_figures_of_the_tiers_do_not_overlap() -> None:
 # ---- planning again
 
 
-def test_the_same_plan_is_the_same_match(worlds: Any) -> None:
-    world = worlds()
+def test_the_same_plan_is_the_same_match(hybrids: Any) -> None:
+    world = hybrids()
     prompt = Prompt(tokens(41))
     world.compute(prompt)
     world.save(prompt, 24)
@@ -196,8 +190,8 @@ def test_the_same_plan_is_the_same_match(worlds: Any) -> None:
     assert len(looks) == 1
 
 
-def test_kv_that_grows_or_goes_is_noticed(worlds: Any) -> None:
-    world = worlds()
+def test_kv_that_grows_or_goes_is_noticed(hybrids: Any) -> None:
+    world = hybrids()
     prompt = Prompt(tokens(41))
     world.compute(Prompt(prompt.tokens[:21]))
     world.save(prompt, 16, 32)
@@ -212,8 +206,8 @@ def test_kv_that_grows_or_goes_is_noticed(worlds: Any) -> None:
     assert (match.usable, match.kv_tokens) == (16, 16)
 
 
-def test_a_batch(worlds: Any) -> None:
-    world = worlds()
+def test_a_batch(hybrids: Any) -> None:
+    world = hybrids()
     prompts = [Prompt(tokens(30, seed)) for seed in range(4)]
     for seed, prompt in enumerate(prompts[:3]):
         world.compute(prompt)
@@ -225,8 +219,8 @@ def test_a_batch(worlds: Any) -> None:
         assert [match.branching for match in found] == [28, 28, 28, None]
 
 
-def test_a_checkpoint_goes_between_looking_and_pinning(worlds: Any) -> None:
-    world = worlds(state_pages=None)
+def test_a_checkpoint_goes_between_looking_and_pinning(hybrids: Any) -> None:
+    world = hybrids(state_pages=None)
     prompt = Prompt(tokens(41))
     world.compute(prompt)
     world.save(prompt, 8, 24)
@@ -250,8 +244,8 @@ def test_a_checkpoint_goes_between_looking_and_pinning(worlds: Any) -> None:
 # ---- taking
 
 
-def test_take_has_what_was_planned(worlds: Any) -> None:
-    world = worlds()
+def test_take_has_what_was_planned(hybrids: Any) -> None:
+    world = hybrids()
     prompt = Prompt(tokens(41))
     world.compute(prompt)
     world.save(prompt, 8, 24)
@@ -270,8 +264,8 @@ def test_take_has_what_was_planned(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_take_without_a_plan(worlds: Any) -> None:
-    world = worlds()
+def test_take_without_a_plan(hybrids: Any) -> None:
+    world = hybrids()
     with pytest.raises(LeaseLost, match="not planned"):
         world.hybrid.take("a")
     world.plan(tokens(9), "a")
@@ -283,8 +277,8 @@ def test_take_without_a_plan(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_states_that_were_cleared_leave_no_kv_either(worlds: Any) -> None:
-    world = worlds()
+def test_states_that_were_cleared_leave_no_kv_either(hybrids: Any) -> None:
+    world = hybrids()
     prompt = Prompt(tokens(41))
     world.compute(prompt)
     world.save(prompt, 24)
@@ -297,8 +291,8 @@ def test_states_that_were_cleared_leave_no_kv_either(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_kv_that_was_cleared_leaves_no_state_either(worlds: Any) -> None:
-    world = worlds()
+def test_kv_that_was_cleared_leaves_no_state_either(hybrids: Any) -> None:
+    world = hybrids()
     prompt = Prompt(tokens(41))
     world.compute(prompt)
     world.save(prompt, 24)
@@ -311,8 +305,8 @@ def test_kv_that_was_cleared_leaves_no_state_either(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_a_plan_that_has_ended_is_looked_for_again(worlds: Any) -> None:
-    world = worlds()
+def test_a_plan_that_has_ended_is_looked_for_again(hybrids: Any) -> None:
+    world = hybrids()
     prompt = Prompt(tokens(41))
     world.compute(prompt)
     world.save(prompt, 24)
@@ -322,14 +316,14 @@ def test_a_plan_that_has_ended_is_looked_for_again(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_a_grid_of_other_sizes(worlds: Any) -> None:
-    world = worlds()
+def test_a_grid_of_other_sizes(hybrids: Any) -> None:
+    world = hybrids()
     with pytest.raises(ConfigError, match="blocks of 4 tokens and pages of 4"):
         HybridManager(world.manager, world.checkpoints, Grid(8, 4))
 
 
-def test_peeking_takes_no_references(worlds: Any) -> None:
-    world = worlds(page=8, storage=Shelf)
+def test_peeking_takes_no_references(hybrids: Any) -> None:
+    world = hybrids(page=8, storage=Shelf)
     prompt = Prompt(tokens(41))
     world.compute(prompt)
     world.world.index.evict(6)  # of 10: 16 tokens stay

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.hybrid_case import made_hybrids
 from support.manager_case import Reading, Shelf, switch_off, tokens
 from support.raising import raising
 
@@ -19,17 +18,12 @@ from lightcache.manager.traffic import State
 PROMPT = Prompt(tokens(42))
 
 
-@pytest.fixture
-def worlds(segment_name: str) -> Iterator[Any]:
-    yield from made_hybrids(segment_name)
-
-
 @pytest.mark.parametrize("which", ["host", "device"])
 @pytest.mark.parametrize("low_water", [0, 16], ids=["demoted", "low water"])
 def test_an_index_that_is_disabled_while_states_are_written_back(
-    worlds: Any, which: str, low_water: int
+    hybrids: Any, which: str, low_water: int
 ) -> None:
-    world = worlds(states={"write": WritePolicy.BACK, "low_water": low_water})
+    world = hybrids(states={"write": WritePolicy.BACK, "low_water": low_water})
     world.mover.at_once = False
     world.run("a", PROMPT)
     if not low_water:
@@ -75,8 +69,8 @@ class Looked:
         del timeout
 
 
-def test_a_load_that_two_threads_see_to_be_over(worlds: Any) -> None:
-    world = worlds()
+def test_a_load_that_two_threads_see_to_be_over(hybrids: Any) -> None:
+    world = hybrids()
     world.run("a", PROMPT)
     world.slots.evict(16)
     world.hybrid.plan("b", PROMPT)
@@ -98,8 +92,8 @@ def test_a_load_that_two_threads_see_to_be_over(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_a_launch_that_two_threads_see_to_be_over(worlds: Any) -> None:
-    world = worlds()
+def test_a_launch_that_two_threads_see_to_be_over(hybrids: Any) -> None:
+    world = hybrids()
     looked = Looked(lambda: world.checkpoints.in_flight([0]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(world.copier, "zero", lambda *_: looked)
@@ -114,8 +108,8 @@ def test_a_launch_that_two_threads_see_to_be_over(worlds: Any) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError, TransferFailed])
-def test_a_copier_that_fails_at_a_requests_end(worlds: Any, error: type[Exception]) -> None:
-    world = worlds()
+def test_a_copier_that_fails_at_a_requests_end(hybrids: Any, error: type[Exception]) -> None:
+    world = hybrids()
     world.begin("a", PROMPT)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(world.copier, "copy", raising(error))
@@ -128,9 +122,9 @@ def test_a_copier_that_fails_at_a_requests_end(worlds: Any, error: type[Exceptio
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["before", "behind"])
-def test_a_donation_that_fails_at_a_requests_end(worlds: Any, first: bool) -> None:
+def test_a_donation_that_fails_at_a_requests_end(hybrids: Any, first: bool) -> None:
     """Before the slot has a key, or behind it: it goes back, or is the cache's."""
-    world = worlds()
+    world = hybrids()
     world.begin("a", PROMPT)
     world.step("a", 40, save=False)
     donate = world.checkpoints.donate
@@ -150,9 +144,9 @@ def test_a_donation_that_fails_at_a_requests_end(worlds: Any, first: bool) -> No
     world.nothing_left()
 
 
-def test_an_interrupt_of_a_copier_at_a_requests_end(worlds: Any) -> None:
+def test_an_interrupt_of_a_copier_at_a_requests_end(hybrids: Any) -> None:
     """Nobody knows how long a step writes what was its own: that is given to nobody."""
-    world = worlds()
+    world = hybrids()
     world.begin("a", PROMPT)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(world.copier, "copy", raising(KeyboardInterrupt))
@@ -163,8 +157,8 @@ def test_an_interrupt_of_a_copier_at_a_requests_end(worlds: Any) -> None:
 
 
 @pytest.mark.parametrize("which", ["host", "device"])
-def test_an_index_that_is_disabled_while_states_are_donated(worlds: Any, which: str) -> None:
-    world = worlds()
+def test_an_index_that_is_disabled_while_states_are_donated(hybrids: Any, which: str) -> None:
+    world = hybrids()
     world.begin("a", PROMPT)
     index = world.states.index if which == "host" else world.slots
     switch_off(index, 1)
@@ -178,8 +172,8 @@ def test_an_index_that_is_disabled_while_states_are_donated(worlds: Any, which: 
     world.nothing_left()
 
 
-def test_an_index_that_is_disabled_while_a_prompts_state_is_saved(worlds: Any) -> None:
-    world = worlds()
+def test_an_index_that_is_disabled_while_a_prompts_state_is_saved(hybrids: Any) -> None:
+    world = hybrids()
     world.begin("a", PROMPT)
     switch_off(world.states.index, 1)
     world.step("a", 42)
@@ -210,8 +204,8 @@ class Broken(Shelf):
 
 
 @pytest.mark.parametrize("which", ["storage", "state_storage"])
-def test_a_reading_that_breaks(worlds: Any, which: str) -> None:
-    world = worlds(**{which: Broken})
+def test_a_reading_that_breaks(hybrids: Any, which: str) -> None:
+    world = hybrids(**{which: Broken})
     world.run("a", PROMPT)
     longer = Prompt(tokens(60, 9))
     if which == "state_storage":
@@ -229,9 +223,9 @@ def test_a_reading_that_breaks(worlds: Any, which: str) -> None:
 # ---- an engine's own slots
 
 
-def test_an_interrupt_while_a_copy_from_an_engines_slot_is_begun(worlds: Any) -> None:
+def test_an_interrupt_while_a_copy_from_an_engines_slot_is_begun(hybrids: Any) -> None:
     """The mover has begun nothing, so steps may write the slot again."""
-    world = worlds(slots=None)
+    world = hybrids(slots=None)
     world.begin("a", PROMPT, slots=[1, 2])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(world.mover, "offload", raising(KeyboardInterrupt))
@@ -245,8 +239,8 @@ def test_an_interrupt_while_a_copy_from_an_engines_slot_is_begun(worlds: Any) ->
     world.nothing_left()
 
 
-def test_a_slot_of_an_engine_that_the_host_has_no_room_for(worlds: Any) -> None:
-    world = worlds(slots=None, state_pages=1)
+def test_a_slot_of_an_engine_that_the_host_has_no_room_for(hybrids: Any) -> None:
+    world = hybrids(slots=None, state_pages=1)
     full = world.states.reserve(world.path(Prompt(tokens(8, 5))).keys[:1])
     world.begin("a", PROMPT, slots=[1, 2])
     world.step("a", 42)

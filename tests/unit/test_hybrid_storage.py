@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from support.hybrid_case import made_hybrids, tokens
+from support.hybrid_case import tokens
 from support.serving import ServedTier
 from support.storing import Recorder, make_cache, store
 
@@ -19,11 +18,6 @@ from lightcache.storage import MemoryStorage, StorageSpec, StorageTier, TaskStat
 from lightcache.storage.conformance import make_keys
 
 KEYS = make_keys(12, seed=5)
-
-
-@pytest.fixture
-def worlds(segment_name: str) -> Iterator[Any]:
-    yield from made_hybrids(segment_name)
 
 
 def kept(cache: Cache) -> StorageTier:
@@ -61,8 +55,8 @@ def forget_kv(world: Any) -> None:
 
 @pytest.mark.parametrize("write", [WritePolicy.THROUGH, WritePolicy.BACK])
 @pytest.mark.parametrize("kind", [kept, served])
-def test_a_state_from_storage(worlds: Any, kind: Any, write: WritePolicy) -> None:
-    world = worlds(state_storage=kind, states={"write": write})
+def test_a_state_from_storage(hybrids: Any, kind: Any, write: WritePolicy) -> None:
+    world = hybrids(state_storage=kind, states={"write": write})
     prompt = Prompt(tokens(42))
     world.compute(prompt)
     world.save(prompt, 8, 24)
@@ -77,8 +71,8 @@ def test_a_state_from_storage(worlds: Any, kind: Any, write: WritePolicy) -> Non
     world.nothing_left()
 
 
-def test_one_that_is_deeper_than_the_hosts(worlds: Any) -> None:
-    world = worlds(state_storage=kept)
+def test_one_that_is_deeper_than_the_hosts(hybrids: Any) -> None:
+    world = hybrids(state_storage=kept)
     prompt = Prompt(tokens(42))
     world.compute(prompt)
     world.save(prompt, 32)
@@ -92,8 +86,8 @@ def test_one_that_is_deeper_than_the_hosts(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_kv_and_state_from_storage(worlds: Any) -> None:
-    world = worlds(state_storage=kept, storage=kept)
+def test_kv_and_state_from_storage(hybrids: Any) -> None:
+    world = hybrids(state_storage=kept, storage=kept)
     prompt = Prompt(tokens(42))
     world.run("a", prompt)
     forget_states(world)
@@ -105,8 +99,8 @@ def test_kv_and_state_from_storage(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_kv_without_a_state_is_not_read(worlds: Any) -> None:
-    world = worlds(state_storage=kept, storage=kept)
+def test_kv_without_a_state_is_not_read(hybrids: Any) -> None:
+    world = hybrids(state_storage=kept, storage=kept)
     prompt = Prompt(tokens(42))
     world.compute(prompt)
     forget_kv(world)
@@ -116,8 +110,8 @@ def test_kv_without_a_state_is_not_read(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_wishes_without_storage(worlds: Any) -> None:
-    world = worlds(state_storage=kept)
+def test_wishes_without_storage(hybrids: Any) -> None:
+    world = hybrids(state_storage=kept)
     prompt = Prompt(tokens(42))
     world.compute(prompt)
     world.save(prompt, 24)
@@ -127,8 +121,8 @@ def test_wishes_without_storage(worlds: Any) -> None:
     world.hybrid.release("a", at=0)
 
 
-def test_a_plan_that_is_cancelled(worlds: Any) -> None:
-    world = worlds(state_storage=lambda cache: StorageTier(cache, gated(cache)))
+def test_a_plan_that_is_cancelled(hybrids: Any) -> None:
+    world = hybrids(state_storage=lambda cache: StorageTier(cache, gated(cache)))
     prompt = Prompt(tokens(42))
     world.compute(prompt)
     world.save(prompt, 24)
@@ -159,8 +153,8 @@ class Broken(MemoryStorage):
         raise StorageError("arranged")
 
 
-def test_a_storage_that_fails_is_a_miss(worlds: Any) -> None:
-    world = worlds(
+def test_a_storage_that_fails_is_a_miss(hybrids: Any) -> None:
+    world = hybrids(
         state_storage=lambda cache: StorageTier(cache, Broken(StorageSpec.of(cache)), failures=1)
     )
     prompt = Prompt(tokens(42))

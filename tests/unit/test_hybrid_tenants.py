@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from support.hybrid_case import HybridWorld, made_hybrids, tokens
+from support.hybrid_case import HybridWorld, tokens
 
 from lightcache.errors import ConfigError
 from lightcache.hybrid import HybridConfig, HybridManager, Saves
@@ -17,18 +16,13 @@ ONE = Prompt(tokens(41), tenant="a")
 OTHER = Prompt(tokens(41), tenant="b")
 
 
-@pytest.fixture
-def worlds(segment_name: str) -> Iterator[Callable[..., HybridWorld]]:
-    yield from made_hybrids(segment_name)
-
-
 def states_left(world: HybridWorld) -> list[int]:
     """Checkpoints in each tier, whoever could find them."""
     return [index.stats().ready for _, index in world.checkpoints.tiers()]
 
 
-def test_a_tenant_is_cleared_whole(worlds: Any) -> None:
-    world = worlds(weights="v1")
+def test_a_tenant_is_cleared_whole(hybrids: Any) -> None:
+    world = hybrids(weights="v1")
     for prompt in (ONE, OTHER):
         world.run("r", prompt)
     assert world.look(ONE).usable == world.look(OTHER).usable == 40
@@ -43,8 +37,8 @@ def test_a_tenant_is_cleared_whole(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_what_runs_leaves_nothing_behind(worlds: Any) -> None:
-    world = worlds(weights="v1")
+def test_what_runs_leaves_nothing_behind(hybrids: Any) -> None:
+    world = hybrids(weights="v1")
     world.begin("r", ONE)
     world.step("r", 20)
     assert world.hybrid.clear_tenant("a")
@@ -55,9 +49,9 @@ def test_what_runs_leaves_nothing_behind(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_kv_cleared_alone(worlds: Any) -> None:
+def test_kv_cleared_alone(hybrids: Any) -> None:
     """By the cache's own call, of whatever process: the states go when the tenant comes again."""
-    world = worlds(weights="v1")
+    world = hybrids(weights="v1")
     for prompt in (ONE, OTHER):
         world.run("r", prompt)
     before = states_left(world)
@@ -70,9 +64,9 @@ def test_kv_cleared_alone(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_a_request_of_before_clears_nothing(worlds: Any) -> None:
+def test_a_request_of_before_clears_nothing(hybrids: Any) -> None:
     """It knows the namespace of before, beside which there is nothing any more."""
-    world = worlds(weights="v1")
+    world = hybrids(weights="v1")
     before = world.manager._weights.space_of("a")
     world.hybrid.clear_tenant("a")
     world.run("r", ONE)
@@ -83,10 +77,10 @@ def test_a_request_of_before_clears_nothing(worlds: Any) -> None:
     world.nothing_left()
 
 
-def test_another_process_clears(worlds: Any, segment_name: str) -> None:
+def test_another_process_clears(hybrids: Any, segment_name: str) -> None:
     """Its states on the host are the same, those of our device go when we look."""
     shared = f"{segment_name}-shared"
-    world, other = (worlds(weights="v1", shared=shared) for _ in range(2))
+    world, other = (hybrids(weights="v1", shared=shared) for _ in range(2))
     world.run("r", ONE)
     assert world.look(ONE).usable == 40
     assert other.hybrid.clear_tenant("a")
@@ -100,8 +94,8 @@ def test_another_process_clears(worlds: Any, segment_name: str) -> None:
     other.nothing_left()
 
 
-def test_nothing_to_clear(worlds: Any) -> None:
-    world = worlds(weights="v1")
+def test_nothing_to_clear(hybrids: Any) -> None:
+    world = hybrids(weights="v1")
     assert world.hybrid.clear_tenant("nobody"), "who never was is empty"
     with pytest.raises(ConfigError, match="clear_tenant: expected a tenant's name, found ''"):
         world.hybrid.clear_tenant("")
@@ -129,8 +123,8 @@ def test_nothing_to_clear(worlds: Any) -> None:
         {"state_pages": None, "config": {"running": 5, "saves": Saves.END_ONLY}},
     ],
 )
-def test_settings_that_go_together(worlds: Any, how: dict[str, Any]) -> None:
-    worlds(**how)
+def test_settings_that_go_together(hybrids: Any, how: dict[str, Any]) -> None:
+    hybrids(**how)
 
 
 @pytest.mark.parametrize(
@@ -149,11 +143,11 @@ def test_settings_that_go_together(worlds: Any, how: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_settings_that_do_not(worlds: Any, how: dict[str, Any], texts: list[str]) -> None:
+def test_settings_that_do_not(hybrids: Any, how: dict[str, Any], texts: list[str]) -> None:
     lines = r"\n.*".join(f"{number}. .*{text}.*" for number, text in enumerate(texts, 1))
     match = f"{len(texts)} of its settings do not go together:\n" + lines
     config = HybridConfig(tail=how.get("tail", False), **how.pop("config"))
-    world = worlds(**how)
+    world = hybrids(**how)
     with pytest.raises(ConfigError, match=match):
         HybridManager(world.manager, world.checkpoints, world.grid, config=config)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.filling import fill
 from support.index_view import IndexView
 from support.keys import keys, prompt
 from support.scripts import with_support
@@ -28,14 +29,6 @@ Script = Callable[..., Any]
 def index(segment_name: str) -> Iterator[PageIndex]:
     with PageIndex.create(segment_name, pages=16) as made:
         yield made
-
-
-def fill(index: PageIndex, name: int, pages: int) -> Any:
-    """Publish a prompt; returns its keys."""
-    made = prompt(name, pages)
-    with index.reserve(made) as new:
-        new.publish()
-    return made
 
 
 def pins(index: PageIndex) -> int:

@@ -8,6 +8,7 @@ import threading
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.filling import corrupt
 
 from lightcache import shm
 from lightcache.shm import layout
@@ -521,10 +522,6 @@ def test_the_lock_tells_who_holds_it_and_in_what(log):
         log.append(b"x")
         assert reader.read(timeout=0) == b"x"
     lock.word = 0
-
-
-def corrupt(segment, offset, value):
-    ctypes.c_uint32.from_address(segment.address + segment.payload_offset + offset).value = value
 
 
 ROOT = ctypes.sizeof(layout.LogRoot)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from support.manager_case import World, made_worlds, tokens
+from support.manager_case import World, tokens
 from support.stamped import stamps_of
 
 from lightcache.errors import (
@@ -26,11 +25,6 @@ from lightcache.manager import (
     Wishes,
 )
 from lightcache.manager.requests import slots_of
-
-
-@pytest.fixture
-def worlds(segment_name: str) -> Iterator[Any]:
-    yield from made_worlds(segment_name)
 
 
 def test_a_second_request_finds_the_first_ones_blocks(worlds: Any) -> None:

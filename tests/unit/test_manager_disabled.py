@@ -3,20 +3,14 @@ nothing that it does not need."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from support.manager_case import World, made_worlds, tokens
+from support.manager_case import World, tokens
 from support.stamped import stamps_of
 
 from lightcache.errors import CacheCorrupted, Detached, TransferFailed
 from lightcache.manager import Prompt, Why
-
-
-@pytest.fixture
-def worlds(segment_name: str) -> Iterator[Callable[..., World]]:
-    yield from made_worlds(segment_name)
 
 
 def broken(*_: Any, **__: Any) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from support.crew import PAGE, Crew
 from support.device_sides import Device
-from support.manager_case import SECRET, Shelf, World, made_worlds, open_cache, tokens
+from support.manager_case import SECRET, Shelf, World, open_cache, tokens
 from support.serving import make_tier
 from support.stamped import TOKEN_BYTES, stamps_of
 
@@ -44,11 +44,6 @@ from lightcache.storage.flaky import Fault
 HANG = Fault("hang")
 
 __all__ = ["make_tier"]
-
-
-@pytest.fixture
-def worlds(segment_name: str) -> Iterator[Any]:
-    yield from made_worlds(segment_name)
 
 
 def gone(stats: ManagerStats) -> dict[str, int]:

@@ -3,23 +3,17 @@ comes. And what is written for several requests in one call."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from support.manager_case import World, made_worlds, tokens
+from support.manager_case import World, tokens
 
 from lightcache import Abandoned
 from lightcache.hashing import KeySpec, hash_pages
 from lightcache.manager import Item, Prompt
 
 SPEC = KeySpec("model", 4, b"a secret of these tests")
-
-
-@pytest.fixture
-def worlds(segment_name: str) -> Iterator[Any]:
-    yield from made_worlds(segment_name)
 
 
 def is_hashed(world: World, prompt: Prompt) -> bool:

@@ -3,11 +3,10 @@ it, once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from support.manager_case import Shelf, World, made_worlds, on_host, tokens
+from support.manager_case import Shelf, World, on_host, tokens
 from support.raising import Odd
 from support.stamped import StampedMover, StampedMoving, stamps_of
 
@@ -50,11 +49,6 @@ class OddMover(StampedMover):
             odd.over = self.where == "at once"
             return odd
         return super()._begin(moving)
-
-
-@pytest.fixture
-def worlds(segment_name: str) -> Iterator[Callable[..., World]]:
-    yield from made_worlds(segment_name)
 
 
 def made(worlds: Any, storage: bool, **config: Any) -> World:

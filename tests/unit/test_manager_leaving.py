@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from support.manager_case import World, made_worlds, tokens
+from support.manager_case import tokens
 from support.raising import raising
 
 from lightcache import Held, Lease
@@ -14,11 +13,6 @@ from lightcache.errors import CacheCorrupted, InUse, LockTimeout
 from lightcache.manager import Prompt
 
 PROMPT = Prompt(tokens(18))
-
-
-@pytest.fixture
-def worlds(segment_name: str) -> Iterator[Callable[..., World]]:
-    yield from made_worlds(segment_name)
 
 
 @pytest.mark.parametrize("how", ["release", "poll", "close"])

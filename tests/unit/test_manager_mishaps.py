@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
-from support.manager_case import Shelf, World, made_worlds, switch_off, tokens
+from support.manager_case import Shelf, World, switch_off, tokens
 from support.raising import Odd, raising
 from support.stamped import StampedMover, StampedMoving, stamps_of
 
@@ -22,11 +22,6 @@ from lightcache.manager import Prompt, Why, WritePolicy
 
 PROMPT = Prompt(tokens(18))
 LONGER = Prompt([*PROMPT.tokens, *tokens(8, 3)])
-
-
-@pytest.fixture
-def worlds(segment_name: str) -> Iterator[Callable[..., World]]:
-    yield from made_worlds(segment_name)
 
 
 def writing_back(worlds: Any) -> World:

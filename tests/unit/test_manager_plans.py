@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.manager_case import World, made_worlds, switch_off, tokens
+from support.manager_case import World, switch_off, tokens
 from support.stamped import stamps_of
 
 from lightcache.errors import OutOfPages
@@ -18,11 +17,6 @@ from lightcache.manager import (
 )
 
 PROMPT = Prompt(tokens(18))
-
-
-@pytest.fixture
-def worlds(segment_name: str) -> Iterator[Any]:
-    yield from made_worlds(segment_name)
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, index: Any) -> list[int]:

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from support.hybrid_case import made_hybrids
-from support.manager_case import Shelf, World, made_worlds, tokens
+from support.manager_case import Shelf, World, tokens
 from support.stamped import stamps_of
 
 from lightcache import Cache
@@ -26,16 +25,6 @@ from lightcache.storage import FlakyStorage, MemoryStorage, StorageSpec, Storage
 from lightcache.storage.flaky import Fault
 
 PROMPT = Prompt(tokens(18))
-
-
-@pytest.fixture
-def worlds(segment_name: str) -> Iterator[Callable[..., World]]:
-    yield from made_worlds(segment_name)
-
-
-@pytest.fixture
-def hybrids(segment_name: str) -> Iterator[Any]:
-    yield from made_hybrids(segment_name)
 
 
 @pytest.fixture

@@ -3,23 +3,18 @@ has changed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from support.manager_case import World, made_worlds, tokens
+from support.manager_case import World, tokens
 
 from lightcache.errors import ConfigError, LeaseLost, LightcacheError, OutOfPages
 from lightcache.manager import KVCacheManager, Prompt, Wishes
 
 PROMPT = Prompt(tokens(18))
 TABLE = np.array([3, 9, 4, 1, 7], np.int32)
-
-
-@pytest.fixture
-def worlds(segment_name: str) -> Iterator[Callable[..., World]]:
-    yield from made_worlds(segment_name)
 
 
 def picture(world: World) -> Any:

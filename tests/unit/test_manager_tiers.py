@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from support.manager_case import World, made_worlds, taken, tokens
+from support.manager_case import World, taken, tokens
 from support.serving import ServedTier
 from support.stamped import StampedDevice, stamps_of
 
@@ -27,11 +26,6 @@ from lightcache.manager import (
     WritePolicy,
 )
 from lightcache.storage import StorageSpec, StorageTier, open_storage
-
-
-@pytest.fixture
-def worlds(segment_name: str) -> Iterator[Any]:
-    yield from made_worlds(segment_name)
 
 
 def test_write_back(worlds: Any) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from support.device_sides import Device
-from support.hybrid_case import made_hybrids
-from support.manager_case import SECRET, World, made_worlds, tokens
+from support.manager_case import SECRET, World, tokens
 from support.stamped import StampedMover, StampedMoving
 
 from lightcache import Cache
@@ -45,16 +44,6 @@ class LockMover(StampedMover):
 
     def offload(self, new: Any, slots: Any) -> StampedMoving:
         return self._begin(LockMoving(self, new, slots))
-
-
-@pytest.fixture
-def worlds(segment_name: str) -> Iterator[Callable[..., World]]:
-    yield from made_worlds(segment_name)
-
-
-@pytest.fixture
-def hybrids(segment_name: str) -> Iterator[Any]:
-    yield from made_hybrids(segment_name)
 
 
 def loading(worlds: Any) -> tuple[World, Fetch, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from support.index_view import IndexView
@@ -141,12 +140,6 @@ def test_what_is_not_given_stays(index: PageIndex) -> None:
     assert (record(index, mine).quota, record(index, mine).minimum) == (8, 4)
     index.namespace("w", minimum=5)
     assert (record(index, mine).quota, record(index, mine).minimum) == (8, 5)
-
-
-@pytest.mark.parametrize("minimum", [-1, 1 << 32, 1.5, "1", True])
-def test_minimums_that_are_none(index: PageIndex, minimum: Any) -> None:
-    with pytest.raises(ConfigError, match="minimum"):
-        index.namespace("w", minimum=minimum)
 
 
 def test_a_damaged_promise_is_named_and_forgotten(index: PageIndex) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.filling import fill
 from support.index_view import IndexView
 from support.interrupts import interrupt
 from support.keys import prompt
@@ -40,13 +41,6 @@ def index(segment_name: str) -> Iterator[PageIndex]:
 def second(index: PageIndex, segment_name: str) -> Iterator[PageIndex]:
     with PageIndex.attach(segment_name, lock_timeout=0.01) as attached:
         yield attached
-
-
-def put(index: PageIndex, name: int, pages: int) -> Any:
-    made = prompt(name, pages)
-    with index.reserve(made) as new:
-        new.publish()
-    return made
 
 
 # ---------------------------------------------------------------- making one
@@ -114,7 +108,7 @@ def test_evict_counts_that_are_none(index: PageIndex, n: Any) -> None:
 
 
 def test_reserving_evicts_the_least_recently_used(index: PageIndex) -> None:
-    chains = [put(index, name, 4) for name in range(4)]
+    chains = [fill(index, name, 4) for name in range(4)]
     index.match(chains[0]).release()
     with index.reserve(prompt(9, 5)) as new:
         assert len(new.new) == 5
@@ -122,7 +116,7 @@ def test_reserving_evicts_the_least_recently_used(index: PageIndex) -> None:
 
 
 def test_writing_pages_and_their_prefixes_stay(index: PageIndex) -> None:
-    have = put(index, 1, 4)
+    have = fill(index, 1, 4)
     with index.reserve(prompt(1, 6), 4) as new:
         assert index.evict(16) == 0
         new.publish()
@@ -134,7 +128,7 @@ def test_writing_pages_and_their_prefixes_stay(index: PageIndex) -> None:
 
 
 def test_check_names_what_is_broken_and_repair_mends_it(index: PageIndex) -> None:
-    have = put(index, 1, 4)
+    have = fill(index, 1, 4)
     view = IndexView(index)
     at = index.segment.address + view.geometry.root
     fields = type(view.root())
@@ -153,7 +147,7 @@ def test_check_names_what_is_broken_and_repair_mends_it(index: PageIndex) -> Non
 
 
 def test_a_reader_cannot_check_while_the_lock_is_held(index: PageIndex, second: PageIndex) -> None:
-    put(index, 1, 2)
+    fill(index, 1, 2)
     assert second._core.locked("lci_hold", what="test") == 0
     try:
         with PageIndex.attach(index.name, readonly=True) as reader:
@@ -171,7 +165,7 @@ def test_a_reader_cannot_check_while_the_lock_is_held(index: PageIndex, second: 
 @pytest.fixture
 def held_lock(index: PageIndex, second: PageIndex) -> Iterator[PageIndex]:
     """The first client holds the lock; gives the second, which waits 10 ms for it."""
-    put(index, 1, 2)
+    fill(index, 1, 2)
     assert index._core.locked("lci_hold", what="test") == 0
     yield second
     index._quick.lci_let_go(index._handle)
@@ -242,7 +236,7 @@ def test_an_interrupt_ends_a_wait(index: PageIndex) -> None:
 
 
 def test_an_interrupt_ends_waiting_for_the_lock(index: PageIndex, second: PageIndex) -> None:
-    put(index, 1, 2)
+    fill(index, 1, 2)
     assert index._core.locked("lci_hold", what="test") == 0
     with alarm_in(0.05), pytest.raises(KeyboardInterrupt):
         second.reserve(prompt(1, 4), timeout=60)
@@ -332,7 +326,7 @@ def test_an_interrupt_anywhere_leaks_nothing(index: PageIndex, action: Action) -
     interrupted, at = True, 0
     while interrupted:
         index.evict(16)
-        put(index, 1, 4)
+        fill(index, 1, 4)
         # The other one leaves each time: until then, what a ticket pins for it is no leak.
         with PageIndex.attach(index.name) as other:
             interrupted = interrupt(lambda: action(index, other), at)

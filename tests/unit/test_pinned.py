@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.fake_driver import FakeDriver
+from support.raising import raised
 
 from lightcache import (
     ConfigError,
@@ -53,12 +54,6 @@ def pin() -> Iterator[Callable[..., PinnedPages]]:
 
 
 Pin = Callable[..., PinnedPages]
-
-
-def raised(call: Callable[[], object]) -> LightcacheError:
-    with pytest.raises(LightcacheError) as caught:
-        call()
-    return caught.value
 
 
 # ---------------------------------------------------------------- pieces

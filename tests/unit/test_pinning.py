@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 from support.fake_driver import FakeDriver
+from support.raising import raised
 
 from lightcache import (
     Cache,
     ConfigError,
     Detached,
     InUse,
-    LightcacheError,
     NotReady,
     PermissionDenied,
 )
@@ -30,12 +30,6 @@ ARGUMENTS: dict[str, Any] = {
     "secret": b"a secret of tests",
 }
 Wait = Callable[[Callable[[], bool], str], None]
-
-
-def raised(call: Callable[[], object]) -> LightcacheError:
-    with pytest.raises(LightcacheError) as caught:
-        call()
-    return caught.value
 
 
 def test_the_pool_of_a_cache(segment_name: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.filling import fill, pins
 from support.interrupts import interrupt
 from support.keys import keys, prompt
 from support.scripts import with_support
@@ -49,19 +50,6 @@ def index(segment_name: str) -> Iterator[PageIndex]:
 def clock(index: PageIndex) -> Clock:
     index._book.clock = made = Clock()
     return made
-
-
-def fill(index: PageIndex, name: int, pages: int, **more: Any) -> Any:
-    made = prompt(name, pages)
-    with index.reserve(made, **more) as new:
-        new.publish()
-    return made
-
-
-def pins(index: PageIndex) -> int:
-    report = index.check()
-    assert report.clean, report.message
-    return report.pins
 
 
 # ---------------------------------------------------------------- planning

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from support.filling import pins
 from support.keys import prompt
 
 from lightcache import Abandoned, ConfigError, LeaseLost, LockTimeout, NoSpace, PageIndex, layout
@@ -23,12 +24,6 @@ def index(segment_name: str) -> Iterator[PageIndex]:
 
 def two() -> Keys:
     return np.concatenate([prompt(1, 4), prompt(2, 5)])
-
-
-def pins(index: PageIndex) -> int:
-    report = index.check()
-    assert report.clean, report.message
-    return report.pins
 
 
 def test_all_are_published_and_given_back_in_one_call(index: PageIndex) -> None:

@@ -6,10 +6,10 @@ import ctypes
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import pytest
+from support.filling import pins
 from support.index_view import IndexView
 from support.keys import array, chain, prompt
 from support.scripts import TESTS
@@ -39,12 +39,6 @@ def index(segment_name: str) -> Iterator[PageIndex]:
 def second(index: PageIndex, segment_name: str) -> Iterator[PageIndex]:
     with PageIndex.attach(segment_name) as attached:
         yield attached
-
-
-def pins(index: PageIndex) -> int:
-    report = index.check()
-    assert report.clean, report.message
-    return report.pins
 
 
 # ---------------------------------------------------------------- what becomes of each key
@@ -166,18 +160,6 @@ def test_a_quota_evicts_its_own(segment_name: str) -> None:
 
 
 # ---------------------------------------------------------------- arguments
-
-
-@pytest.mark.parametrize("start", [-1, 4, 1.0, "0", None, True])
-def test_a_start_that_is_none(index: PageIndex, start: Any) -> None:
-    with pytest.raises(ConfigError, match="start"):
-        index.reserve(prompt(1, 3), start)
-
-
-@pytest.mark.parametrize("shards", [0, -1, 65, 1.0, None])
-def test_shards_out_of_range(index: PageIndex, shards: Any) -> None:
-    with pytest.raises(ConfigError, match="shards"):
-        index.reserve(prompt(1, 3), shards=shards)
 
 
 def test_reserve_many_gives_all_back_on_an_error(index: PageIndex) -> None:

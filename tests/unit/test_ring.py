@@ -9,6 +9,7 @@ from collections import deque
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.filling import corrupt
 
 from lightcache import shm
 from lightcache.shm import layout
@@ -291,10 +292,6 @@ def test_the_lock_tells_who_holds_it_and_in_what(segment_name):
         slow.push(b"x")
         slow.close()
         assert ring.pop() == b"x"
-
-
-def corrupt(segment, offset, value):
-    ctypes.c_uint32.from_address(segment.address + segment.payload_offset + offset).value = value
 
 
 ROOT, SLOT = ctypes.sizeof(layout.RingRoot), 8 + 16  # a slot of 12 bytes takes 16

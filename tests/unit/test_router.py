@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.filling import fill
 from support.keys import keys, prompt
 from support.scripts import with_support
 
@@ -50,13 +51,6 @@ def index(segment_name: str) -> Iterator[Made]:
     yield make
     for one in made:
         one.close()
-
-
-def fill(index: PageIndex, name: int, pages: int, **more: Any) -> Any:
-    made = prompt(name, pages)
-    with index.reserve(made, **more) as new:
-        new.publish()
-    return made
 
 
 # ---------------------------------------------------------------- choosing

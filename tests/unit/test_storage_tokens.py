@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from support.manager_case import World, made_worlds, tokens
+from support.manager_case import World, tokens
 from support.storing import KEYS, PAGE_TOKENS, Recorder, cache, fill, make_cache
 
 from lightcache import Cache, ConfigError
@@ -30,11 +29,6 @@ __all__ = ["cache"]
 
 IDS = np.arange(1000, 1000 + 20 * PAGE_TOKENS, dtype=np.uint32)
 ROWS = IDS.reshape(20, PAGE_TOKENS)
-
-
-@pytest.fixture
-def worlds(segment_name: str) -> Iterator[Any]:
-    yield from made_worlds(segment_name)
 
 
 def keeping(spec: StorageSpec = SPEC) -> MemoryStorage:

@@ -1,12 +1,12 @@
 """SharedList and SharedDict against plain Python, atomics, events, and the lock by itself."""
 
-import ctypes
 import os
 import signal
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.filling import corrupt
 
 from lightcache import shm
 
@@ -273,10 +273,6 @@ def test_closed_structures_say_so(segment_name):
         table.get(1)
     with pytest.raises(shm.Detached):
         table.put(1, 1)
-
-
-def corrupt(segment, offset, value):
-    ctypes.c_uint32.from_address(segment.address + segment.payload_offset + offset).value = value
 
 
 def test_a_damaged_dict_is_an_error_not_a_signal(table):

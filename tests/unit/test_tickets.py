@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.filling import pins
 from support.index_view import IndexView
 from support.keys import prompt
 
@@ -47,12 +48,6 @@ def give(giver: PageIndex, *takers: PageIndex, timeout: float = 3600.0) -> Ticke
 def settle(index: PageIndex) -> None:
     """Let somebody take the lock: tickets end when the next one does."""
     index.evict(1)
-
-
-def pins(index: PageIndex) -> int:
-    report = index.check()
-    assert report.clean, report.message
-    return report.pins
 
 
 def test_a_revoked_ticket_is_nobodys(segment_name: str) -> None:
@@ -152,13 +147,6 @@ def test_a_ticket_of_another_cache(segment_name: str, giver: PageIndex, taker: P
         for call in (other.adopt, other.done):
             with pytest.raises(LeaseLost, match="another cache"):
                 call(bytes(ticket))
-
-
-@pytest.mark.parametrize("data", [b"", bytes(15), bytes(17), bytes(16), b"\xff" * 16])
-def test_bytes_that_are_no_ticket(giver: PageIndex, data: bytes) -> None:
-    for call in (giver.adopt, giver.done):
-        with pytest.raises(LeaseLost):
-            call(data)
 
 
 def test_a_ticket_past_its_deadline(giver: PageIndex, taker: PageIndex) -> None:
@@ -278,12 +266,6 @@ def test_a_reservation_is_written_by_others(
         giver.reserve(prompt(2, 3), shards=2) as new,
         new.ticket([taker.client_id, third.client_id]) as ticket,
     ):
-        for wrong in (-1, 65, "0", True):
-            with pytest.raises(ConfigError, match="shard"):
-                taker.adopt(bytes(ticket), shard=wrong)  # type: ignore[arg-type]
-        for wrong in (None, 2, 63):
-            with pytest.raises(ConfigError):
-                taker.adopt(bytes(ticket), shard=wrong)  # type: ignore[arg-type]
         left = taker.adopt(bytes(ticket), shard=0)
         assert isinstance(left, Shard)
         assert left.pages.tolist() == new.pages.tolist()
@@ -310,11 +292,6 @@ def test_a_shard_that_was_published_is_not_adopted(giver: PageIndex, taker: Page
         new.abandon()
         with pytest.raises(LeaseLost, match="ended"):
             taker.adopt(bytes(ticket), shard=1)
-
-
-def test_a_reservation_without_new_pages_has_no_ticket(giver: PageIndex) -> None:
-    with giver.reserve(prompt(1, 2)) as got, pytest.raises(ConfigError, match="no new pages"):
-        got.ticket([giver.client_id])
 
 
 def test_a_reader_neither_gives_nor_adopts(segment_name: str, giver: PageIndex) -> None:

@@ -31,16 +31,6 @@ BIN = Path(sys.executable).parent
 
 
 @pytest.fixture
-def run() -> Run:
-    def command(*arguments: object, status: int = 0) -> Result:
-        result = CliRunner().invoke(cli.group, [str(argument) for argument in arguments])
-        assert result.exit_code == status, (result.output, result.exception)
-        return result
-
-    return command
-
-
-@pytest.fixture
 def made(segment_name: str) -> Iterator[str]:
     """A persistent cache with six ready pages, in which nobody lives."""
     with (

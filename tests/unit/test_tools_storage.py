@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from support.disks import where
+from support.filling import dumped
 from support.storing import KEYS, cache, fill, make_cache, sound
 
 from lightcache import Cache
@@ -72,13 +73,6 @@ def served() -> Iterator[Callable[..., Served]]:
 def run(*arguments: object) -> Any:
     """The command, in this process."""
     return CliRunner().invoke(cli.group, ["storage", *map(str, arguments)])
-
-
-def dumped(name: str) -> dict[str, Any]:
-    found = CliRunner().invoke(cli.group, ["dump", name, "--json"])
-    assert found.exit_code == 0, found.output
-    said: dict[str, Any] = json.loads(found.stdout)
-    return said
 
 
 def test_dump_says_that_storage_is_not_used(served: Any, cache: Cache, wait_until: Any) -> None:

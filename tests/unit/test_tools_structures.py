@@ -38,16 +38,6 @@ Wait = Callable[[Callable[[], bool], str], None]
 PAYLOAD = layout.PAYLOAD_OFFSET
 
 
-@pytest.fixture
-def run() -> Run:
-    def command(*arguments: object, status: int = 0) -> Result:
-        result = CliRunner().invoke(cli.group, [str(argument) for argument in arguments])
-        assert result.exit_code == status, (result.output, result.exception)
-        return result
-
-    return command
-
-
 def dumped(run: Run, name: str, *options: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(run("dump", name, *options, "--json").stdout)
     return found

@@ -1,0 +1,392 @@
+"""What a page index refuses. `index` has 8 pages, A is ready; `other` is a second client."""
+
+from __future__ import annotations
+
+import numpy as np
+from support.keys import prompt
+from support.refusals import Refusal, ended, twice
+
+from lightcache import (
+    Abandoned,
+    ClientId,
+    ConfigError,
+    LeaseLost,
+    LockTimeout,
+    NoSpace,
+    OutOfPages,
+    PageIndex,
+    PermissionDenied,
+    Ticket,
+    WaitTimeout,
+)
+
+A, B = prompt(1, 2), prompt(2, 2)
+TWO = np.array([0, 2])
+
+
+def given(index: PageIndex, *takers: PageIndex) -> bytes:
+    """A ticket of A."""
+    with index.match(A) as lease:
+        return bytes(lease.ticket([one.client_id for one in takers]))
+
+
+def dropped(index: PageIndex) -> Ticket:
+    with index.match(A) as lease:
+        ticket = lease.ticket([index.client_id])
+    ticket.drop()
+    return ticket
+
+
+def pinned_too_often(index: PageIndex) -> None:
+    leases = [index.match(A)]
+    while True:
+        leases.append(index.match(A))
+
+
+def published_adopted(index: PageIndex, other: PageIndex) -> None:
+    with index.reserve(B, shards=2) as new, new.ticket([other.client_id]) as ticket:
+        with other.adopt(bytes(ticket), shard=1):
+            new.publish(1)
+
+
+def published_twice(index: PageIndex) -> None:
+    with index.reserve(B, shards=2) as new:
+        twice(lambda: new.publish(0))
+
+
+def published_unknown(index: PageIndex) -> None:
+    with index.reserve(B, shards=2) as new:
+        new.publish(2)
+
+
+def published_abandoned(index: PageIndex) -> None:
+    new = index.reserve(B)
+    new.abandon()
+    new.publish()
+
+
+def in_cleared(index: PageIndex) -> None:
+    space = index.namespace("w")
+    index.clear(space)
+    index.reserve(B, namespace=space)
+
+
+def key_of_written(index: PageIndex) -> None:
+    with index.reserve(B) as new:
+        index.keys_of(new.pages)
+
+
+def late(index: PageIndex, other: PageIndex) -> None:
+    with index.match(A) as lease, lease.ticket([other.client_id], timeout=-1) as ticket:
+        other.adopt(bytes(ticket))
+
+
+def adopt_ended(index: PageIndex, other: PageIndex) -> None:
+    with index.match(A) as lease, lease.ticket([other.client_id]) as ticket:
+        with other.adopt(bytes(ticket)):
+            other.done(bytes(ticket))
+    other.adopt(bytes(ticket))
+
+
+def page_twice(index: PageIndex) -> None:
+    with index.match(A) as lease:
+        index.discard(np.repeat(lease.pages, 2))
+
+
+def wait_for_written(index: PageIndex) -> None:
+    with index.reserve(B):
+        index.wait(B, timeout=0)
+
+
+def verdict_twice(index: PageIndex, other: PageIndex) -> None:
+    ticket = given(index, other)
+    other.adopt(ticket).release()
+    twice(lambda: other.done(ticket))
+
+
+def adopt_reserved(index: PageIndex, other: PageIndex, shard: int | None) -> None:
+    with index.reserve(B, shards=2) as new, new.ticket([other.client_id]) as ticket:
+        other.adopt(bytes(ticket), shard=shard)
+
+
+def ticket_for(index: PageIndex, *adopters: ClientId) -> None:
+    with index.match(A) as lease:
+        lease.ticket(list(adopters))
+
+
+def ticket_of_nothing(index: PageIndex) -> None:
+    with index.reserve(A) as new:
+        new.ticket([index.client_id])
+
+
+def too_many_tickets(index: PageIndex) -> None:
+    with index.match(A) as lease:
+        kept = []
+        while True:
+            kept.append(lease.ticket([index.client_id]))
+
+
+def too_many_pages(index: PageIndex) -> None:
+    with index.match_many(np.tile(A[:1], (60_000, 1)), np.arange(60_001)) as batch:
+        batch._lease.ticket([index.client_id])
+
+
+def too_many_namespaces(index: PageIndex) -> None:
+    for number in range(257):
+        index.namespace(f"w{number}")
+
+
+KEYS = "gave keys that are no C-contiguous"
+OFFSETS = "gave offsets that do not ascend"
+SPACE = "gave something else than a `Namespace`"
+TWICE = "released a lease, batch, shard"
+READONLY = "wrote through a read-only attach"
+START = "gave a `start` past the keys"
+PAGES = "gave no page numbers"
+DROPPED = "dropped from a `start`"
+KEPT = "kept, dropped, listed or discarded read-only"
+OTHERS = "adopted what was given to others"
+NAMED = "named no adopter"
+COUNT = "gave a quota or a minimum that is no count"
+SHARD = "adopted a reservation's ticket without `shard`"
+
+NO_COUNTS = (-1, 1 << 32, 1.5, "1", True)
+
+ROWS = [
+    # ---- looking up and holding
+    Refusal(KEYS, ConfigError, "uint64", lambda index: index.match(np.zeros((2, 2), np.int64))),
+    Refusal(KEYS, ConfigError, "uint64", lambda index: index.keep(np.zeros((2, 2), np.int64))),
+    Refusal(
+        KEYS, ConfigError, r"uint64 \(2, 3\)", lambda index: index.peek(np.zeros((2, 3), np.uint64))
+    ),
+    Refusal(
+        KEYS,
+        ConfigError,
+        "strided view",
+        lambda index: index.reserve(np.zeros((4, 2), np.uint64)[::2]),
+    ),
+    Refusal(OFFSETS, ConfigError, "offsets", lambda index: index.peek_many(A, [0, 1])),
+    Refusal(OFFSETS, ConfigError, "offsets", lambda index: index.match_many(A, np.array([1, 2]))),
+    Refusal(OFFSETS, ConfigError, "offsets", lambda index: index.wait_many(A, [0.0, 2.0])),
+    *(
+        Refusal(SPACE, ConfigError, "Namespace", call)
+        for space in (0, "w1", ("w1", ""), b"")
+        for call in (
+            lambda index, space=space: index.peek_many(A, TWO, namespace=space),
+            lambda index, space=space: index.reserve(A, namespace=space),
+            lambda index, space=space: index.clear(space),
+            lambda index, space=space: index.peek(A, namespace=space),
+            lambda index, space=space: index.match(A, namespace=space),
+            lambda index, space=space: index.unkeep(A, namespace=space),
+        )
+    ),
+    Refusal(TWICE, LeaseLost, "released before", lambda index: ended(index.match(A)).release()),
+    Refusal(
+        TWICE, LeaseLost, "released before", lambda index: ended(index.match_many(A, TWO)).release()
+    ),
+    Refusal(TWICE, LeaseLost, "ended before", lambda index: ended(index.reserve(B)).release()),
+    Refusal(
+        "read `pages` of a released",
+        LeaseLost,
+        "may hold something else",
+        lambda index: ended(index.match(A)).pages,
+    ),
+    Refusal(
+        "split a batch twice",
+        LeaseLost,
+        "released or split before",
+        lambda index: ended(index.match_many(A, TWO)).split(),
+    ),
+    Refusal(
+        "split a batch twice",
+        LeaseLost,
+        "released or split before",
+        lambda index: twice(index.match_many(A, TWO).split),
+    ),
+    Refusal("pinned a page more than 65,535", NoSpace, "65,535", pinned_too_often),
+    Refusal("asked for `tokens`", ConfigError, "page_tokens", lambda index: index.match(A).tokens),
+    Refusal(
+        "waited longer than `timeout`",
+        WaitTimeout,
+        "2 keys",
+        wait_for_written,
+    ),
+    Refusal(READONLY, PermissionDenied, "read-only", lambda reader: reader.match(A)),
+    Refusal(READONLY, PermissionDenied, "read-only", lambda reader: reader.reserve(B)),
+    Refusal(READONLY, PermissionDenied, "read-only", lambda reader: reader.evict(1)),
+    Refusal(READONLY, PermissionDenied, "read-only", lambda reader: reader.clear()),
+    Refusal(READONLY, PermissionDenied, "read-only", lambda reader: reader.reap()),
+    Refusal(READONLY, PermissionDenied, "read-only", lambda reader: reader.grow(8)),
+    Refusal(
+        READONLY,
+        PermissionDenied,
+        "attached read-only",
+        lambda index, reader: reader.adopt(given(index, index)),
+    ),
+    # ---- writing
+    *(
+        Refusal(START, ConfigError, "start", lambda index, n=n: index.reserve(A, n))
+        for n in (-1, 3, 1.0, "0", None, True)
+    ),
+    *(
+        Refusal(START, ConfigError, "shards", lambda index, n=n: index.reserve(A, shards=n))
+        for n in (0, -1, 65, 1.0, None)
+    ),
+    Refusal("published what was abandoned", Abandoned, "has ended", published_abandoned),
+    Refusal("published a shard twice", LeaseLost, "before|twice|already|done", published_twice),
+    Refusal("published a shard that another", LeaseLost, "adopted", published_adopted),
+    Refusal("published a shard number", ConfigError, "shard", published_unknown),
+    Refusal(
+        "abandoned or released twice",
+        LeaseLost,
+        "ended before",
+        lambda index: twice(index.reserve(B).abandon),
+    ),
+    Refusal("reserved in a cleared", Abandoned, "cleared", in_cleared),
+    Refusal(
+        "reserved pages of an index", NoSpace, "grow", lambda small: small.reserve(prompt(1, 3))
+    ),
+    Refusal(
+        "somebody holds the lock",
+        LockTimeout,
+        "has held the lock",
+        lambda locked: locked.reserve(B),
+    ),
+    # ---- keeping and writing back
+    Refusal(DROPPED, ConfigError, "start", lambda index: index.drop(A, start=3)),
+    Refusal(DROPPED, ConfigError, "0 to 4096", lambda index: index.oldest(4097)),
+    Refusal(
+        "discarded a lease",
+        LeaseLost,
+        "released",
+        lambda index: index.discard(ended(index.match(A))),
+    ),
+    Refusal(
+        "discarded, or asked",
+        LeaseLost,
+        "not pinned",
+        lambda index: index.discard(np.array([7], np.int32)),
+    ),
+    Refusal(
+        "discarded, or asked",
+        LeaseLost,
+        "page 7 is not pinned",
+        lambda index: index.keys_of(np.array([7], np.int32)),
+    ),
+    Refusal("asked for the key", LeaseLost, "key", key_of_written),
+    Refusal(PAGES, ConfigError, "page numbers as int32", lambda index: index.discard([0.5])),
+    Refusal(PAGES, ConfigError, "once", page_twice),
+    Refusal(KEPT, PermissionDenied, "attached read-only", lambda reader: reader.keep(A)),
+    Refusal(KEPT, PermissionDenied, "attached read-only", lambda reader: reader.unkeep(A)),
+    Refusal(KEPT, PermissionDenied, "attached read-only", lambda reader: reader.drop(A)),
+    Refusal(KEPT, PermissionDenied, "attached read-only", lambda reader: reader.oldest(1)),
+    Refusal(
+        KEPT,
+        PermissionDenied,
+        "attached read-only",
+        lambda reader: reader.discard(np.array([0], np.int32)),
+    ),
+    # ---- tickets
+    Refusal(
+        "adopted a ticket of another cache",
+        LeaseLost,
+        "another cache",
+        lambda index, small: small.adopt(given(index, index)),
+    ),
+    Refusal(
+        "adopted past its deadline",
+        LeaseLost,
+        "deadline",
+        late,
+    ),
+    Refusal(
+        "adopted twice from one client",
+        LeaseLost,
+        "by this client before",
+        lambda index, other: (lambda one: twice(lambda: other.adopt(one)))(given(index, other)),
+    ),
+    Refusal(OTHERS, LeaseLost, "adopters", lambda index, other: index.adopt(given(index, other))),
+    Refusal(OTHERS, LeaseLost, "adopters", lambda index, other: index.done(given(index, other))),
+    Refusal(
+        "adopted or finished a ticket",
+        LeaseLost,
+        "ended",
+        adopt_ended,
+    ),
+    *(
+        Refusal("gave bytes that are no ticket", LeaseLost, words, call)
+        for one, words in (
+            (b"", "has 16 bytes, found 0"),
+            (bytes(15), "has 16 bytes, found 15"),
+            (bytes(17), "has 16 bytes, found 17"),
+            (bytes(16), "another cache"),
+            (b"\xff" * 16, "another cache"),
+        )
+        for call in (
+            lambda index, one=one: index.adopt(one),
+            lambda index, one=one: index.done(one),
+        )
+    ),
+    *(
+        Refusal(
+            SHARD,
+            ConfigError,
+            "shard|out of range",
+            lambda index, other, n=n: adopt_reserved(index, other, n),
+        )
+        for n in (None, 2, 63, -1, 65, "0", True)
+    ),
+    Refusal("told a verdict twice", LeaseLost, "verdict before", verdict_twice),
+    Refusal("dropped or polled", LeaseLost, "dropped", lambda index: dropped(index).drop()),
+    Refusal("dropped or polled", LeaseLost, "dropped", lambda index: dropped(index).poll()),
+    Refusal(NAMED, ConfigError, "at least one client", lambda index: ticket_for(index)),
+    Refusal(
+        NAMED,
+        ConfigError,
+        "named twice",
+        lambda index: ticket_for(index, index.client_id, index.client_id),
+    ),
+    Refusal(NAMED, ConfigError, "found 64", lambda index: ticket_for(index, ClientId(64, 1))),
+    Refusal(
+        "named an adopter that has left",
+        LeaseLost,
+        "has left or died",
+        lambda index: ticket_for(index, ClientId(63, 1)),
+    ),
+    Refusal("made a ticket of a reservation", ConfigError, "no new pages", ticket_of_nothing),
+    Refusal("held too many tickets", OutOfPages, "ticket", too_many_tickets),
+    Refusal("handed on more pages", OutOfPages, "too many tickets", too_many_pages),
+    # ---- namespaces
+    Refusal(
+        "gave `clear_tenant` no name",
+        ConfigError,
+        "tenant",
+        lambda worlds: worlds().manager.clear_tenant(""),
+    ),
+    *(
+        Refusal("gave a name longer than 47", ConfigError, "47 bytes of UTF-8 without NUL", call)
+        for name in ("x" * 48, "é" * 24, "a\0b")
+        for call in (
+            lambda index, name=name: index.namespace(name),
+            lambda index, name=name: index.namespace("w", name),
+        )
+    ),
+    *(
+        Refusal(COUNT, ConfigError, "quota", lambda index, n=n: index.namespace("w", quota=n))
+        for n in NO_COUNTS
+    ),
+    *(
+        Refusal(COUNT, ConfigError, "minimum", lambda index, n=n: index.namespace("w", minimum=n))
+        for n in NO_COUNTS
+    ),
+    Refusal(
+        "promised more than the quota",
+        ConfigError,
+        r"4 pages.*quota of 3",
+        lambda index: index.namespace("w", quota=3, minimum=4),
+    ),
+    Refusal("opened a 257th namespace", OutOfPages, "256", too_many_namespaces),
+    Refusal(
+        "looked for one that is not there", LeaseLost, "none", lambda reader: reader.namespace("w")
+    ),
+]
