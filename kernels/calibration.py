@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 
 from lightcache.kernels.geometry import KVGroup, PageGeometry
 from lightcache.kernels.moves import Move
+from lightcache.kernels.options import DEFAULTS, Thresholds
 from lightcache.kernels.pinned import HostPages
 from lightcache.kernels.planes import DevicePlane, DevicePlanes
 from lightcache.shm.errors import ConfigError
@@ -26,24 +27,6 @@ from lightcache.shm.errors import ConfigError
 VERSION = 1
 """Of the file: older ones are measured anew."""
 
-
-@dataclass(frozen=True)
-class Thresholds:
-    """What "auto" decides by. Bytes are those that this rank moves."""
-
-    direct_page: int = 512 << 10
-    """Pages smaller than this go directly: the copy engine loses time with each copy."""
-    direct_total: int = 2 << 20
-    """So do transfers smaller than this: they are over before staging would have begun."""
-    copy_bytes: int = 8 << 20
-    """Where device bytes lie as page bytes do: least mean size of a copy for the copy engine
-    alone."""
-    programs: int = 64
-    """Of a kernel that accesses host memory: more are no faster (measured)."""
-
-
-DEFAULTS = Thresholds()
-"""Measured on one H200."""
 
 _GIVEN_UP = 1.25  # on an idle device: beside a model staging leaves it the multiprocessors
 _LAYERS, _TOKENS, _TOTAL = 16, 16, 64 << 20
@@ -119,7 +102,7 @@ def _seconds(device: str, page_bytes: int, pages: int, contiguous: bool) -> dict
     """Time of offloading and loading so many pages, by each way that applies."""
     from lightcache.kernels.engine import TransferEngine
 
-    rig = _Rig(device, page_bytes, pages, contiguous)
+    rig = TransferRig(device, page_bytes, pages, contiguous)
     found = {}
     for mode in ("copies", "staged") if contiguous else ("direct", "staged"):
         with TransferEngine(rig.geometry, rig.planes, rig.memory, mode=mode) as engine:
@@ -143,7 +126,7 @@ def _best(call: Callable[[], None]) -> float:
     return min(times[1:])
 
 
-class _Rig:
+class TransferRig:
     """Pages of some size, their memory and planes of their own."""
 
     def __init__(self, device: str, page_bytes: int, pages: int, contiguous: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from lightcache.kernels.groups import whole
@@ -11,6 +12,25 @@ from lightcache.kernels.planes import DevicePlanes
 from lightcache.shm.errors import ConfigError
 
 MODES = ("auto", "staged", "direct", "copies")
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """What "auto" decides by. Bytes are those that this rank moves."""
+
+    direct_page: int = 512 << 10
+    """Pages smaller than this go directly: the copy engine loses time with each copy."""
+    direct_total: int = 2 << 20
+    """So do transfers smaller than this: they are over before staging would have begun."""
+    copy_bytes: int = 8 << 20
+    """Where device bytes lie as page bytes do: least mean size of a copy for the copy engine
+    alone."""
+    programs: int = 64
+    """Of a kernel that accesses host memory: more are no faster (measured)."""
+
+
+DEFAULTS = Thresholds()
+"""Measured on one H200."""
 
 
 def check_mode(mode: object) -> None:
@@ -92,7 +112,9 @@ def _list(given: Any, name: str, what: str) -> list[Any]:
 
 
 __all__ = [
+    "DEFAULTS",
     "MODES",
+    "Thresholds",
     "check_mode",
     "check_planes",
     "check_rate",

@@ -87,11 +87,11 @@ def _on_host(device: str, page_bytes: int, batches: list[int]) -> tuple[str, dic
 
 
 def _on_gpu(device: str, page_bytes: int, batches: list[int]) -> tuple[str, dict[int, Any]]:
-    from lightcache.kernels.calibration import _Rig
+    from lightcache.kernels.calibration import TransferRig
     from lightcache.kernels.device import CudaDevice
 
     gpu = CudaDevice(device)
-    rig = _Rig(gpu.name, page_bytes, batches[-1], contiguous=False)
+    rig = TransferRig(gpu.name, page_bytes, batches[-1], contiguous=False)
     engines: Any = import_module("lightcache.kernels.engine")
     with engines.TransferEngine(rig.geometry, rig.planes, rig.memory) as engine:
         engine.warm()

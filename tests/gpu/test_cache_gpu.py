@@ -220,7 +220,7 @@ def test_closing_waits_for_copies(cache: Cache, where: Any, wait_until: Any) -> 
         pages = new.pages.tolist()
         offload = Offload(model.engine, new, slots, after=[gate.event])
         closing.start()
-        wait_until(lambda: model.engine._traffic.closed, "the engine is closing")
+        wait_until(lambda: model.engine._in_flight.closed, "the engine is closing")
         with pytest.raises(Detached, match="closed"):
             model.engine.load(Move([0], slots[:TOKENS]))
         with pytest.raises(InUse):
@@ -298,7 +298,7 @@ def test_a_copy_that_the_driver_refuses(
     model.compute(1, slots)
     where.synchronize()
     with monkeypatch.context() as patch:
-        patch.setattr(model.engine, "_copier", Refused(model.engine._copier, model.memory))
+        patch.setattr(model.engine, "_copier", Refused(model.engine._parts.copier, model.memory))
         offload = Offload(model.engine, cache.reserve(keys), slots)
         with pytest.raises(TransferFailed, match=r"failed: .*abandon those pages"):
             offload.wait(DEADLINE)

@@ -74,11 +74,19 @@ def test_thousands_of_transfers_leave_memory_alone():
 
         some(300)
         gc.collect()
-        before = torch.cuda.memory_allocated(), engine._blocks.made, engine._events.made
+        before = (
+            torch.cuda.memory_allocated(),
+            engine._in_flight.blocks.made,
+            engine._in_flight.events.made,
+        )
         objects = len(gc.get_objects())
         some(2500)
         gc.collect()
-        after = torch.cuda.memory_allocated(), engine._blocks.made, engine._events.made
+        after = (
+            torch.cuda.memory_allocated(),
+            engine._in_flight.blocks.made,
+            engine._in_flight.events.made,
+        )
         assert after == before, (after, before)
         more = len(gc.get_objects()) - objects
         assert more < 200, more
@@ -105,7 +113,7 @@ def test_steady_state_never_waits_for_the_device():
         # Until a round makes nothing although all of it is under way at once: making blocks is so
         # slow that the first ones are back before the last are made.
         made = None
-        while made != (made := (engine._blocks.made, engine._events.made)):
+        while made != (made := (engine._in_flight.blocks.made, engine._in_flight.events.made)):
             torch.cuda._sleep(2_000_000_000)
             rounds()
             torch.cuda.synchronize()

@@ -71,7 +71,7 @@ def test_without_cuda_bindings(monkeypatch):
     engine, memory = engine_of(case, "staged", staging_bytes=1 << 14)
     slots = some_slots(case, 3)
     with engine:
-        assert not engine._copier.anywhere
+        assert not engine._parts.copier.anywhere
         engine.offload(Move([4, 0, 5], slots)).wait(60)
         before = case.snapshot()
         for number, page in enumerate([4, 0, 5]):

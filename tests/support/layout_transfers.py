@@ -15,10 +15,10 @@ import torch
 from support.layout_case import Case
 from support.pages import Model, copy
 
-from lightcache.kernels.calibration import Thresholds
 from lightcache.kernels.geometry import KVGroup, PageGeometry, Share
 from lightcache.kernels.layouts import Shard
 from lightcache.kernels.moves import Engine, Move
+from lightcache.kernels.options import Thresholds
 from lightcache.kernels.pinned import HostPages
 from lightcache.kernels.rows import Plan
 

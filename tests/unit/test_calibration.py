@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lightcache.kernels import calibration
-from lightcache.kernels.calibration import DEFAULTS, Thresholds
+from lightcache.kernels.options import DEFAULTS, Thresholds
 from lightcache.shm.errors import ConfigError
 
 

@@ -13,14 +13,13 @@ from support.transfer_cases import flat
 
 from lightcache import Cache
 from lightcache.kernels import layouts
-from lightcache.kernels.device_names import device_name
 from lightcache.kernels.engine import TransferEngine
 from lightcache.kernels.geometry import KVGroup, PageGeometry
 from lightcache.kernels.host_engine import HostEngine
 from lightcache.kernels.layouts import Shard
 from lightcache.kernels.moves import Move
 from lightcache.kernels.pinned import HostPages
-from lightcache.kernels.planes import DevicePlane, DevicePlanes, join
+from lightcache.kernels.planes import DevicePlane, DevicePlanes, device_name, join
 from lightcache.shm.errors import ConfigError
 
 pytest.importorskip("triton")

@@ -82,9 +82,12 @@ def moves_of(mode):
 def check_pools(engine):
     """Nothing is under way, and every buffer is back."""
     assert engine.poll() == 0
-    assert len(engine._events._spare) == engine._events.made
-    assert sum(map(len, engine._blocks._spare.values())) == engine._blocks.made
-    assert len({id(event) for event in engine._events._spare}) == engine._events.made
+    assert len(engine._in_flight.events._spare) == engine._in_flight.events.made
+    assert sum(map(len, engine._in_flight.blocks._spare.values())) == engine._in_flight.blocks.made
+    assert (
+        len({id(event) for event in engine._in_flight.events._spare})
+        == engine._in_flight.events.made
+    )
 
 
 def check_works(engine, memory, mode):
@@ -166,7 +169,7 @@ def test_an_interrupt_at_every_place(no_collection, mode):
             enqueued = [entry for entry in device.log if entry[0] in ("launch", "copy")]
             if enqueued:
                 assert engine.poll() == 1, at
-                (transfer,) = engine._offload.going
+                (transfer,) = engine._in_flight.offload.going
                 assert covered(device.log, transfer._marks), at
                 assert hit == (transfer._error is not None) or not transfer._error
             device.running = True
@@ -182,7 +185,7 @@ def _no_bytes(engine):
     """Launches are logged, and that is all: the interpreter is slow while it is traced."""
     for to_page in (True, False):
         for packed in (True, False):
-            launches = engine._joined.launches(packed, to_page)
+            launches = engine._parts.joined.launches(packed, to_page)
             launches[:] = [(each, _Logged(engine.device)) for each, _ in launches]
 
 
@@ -213,7 +216,7 @@ def test_an_interrupted_paced_transfer_ends(no_collection):
 
 
 def _none_twice(engine):
-    spare = engine._events._spare
+    spare = engine._in_flight.events._spare
     assert len({id(event) for event in spare}) == len(spare), "two would record the same event"
 
 
@@ -340,7 +343,7 @@ def test_what_was_told_by_waiting_does_not_pile_up():
             engine.offload(Move([0], np.arange(16)))
             for transfer in transfers:
                 transfer.wait()
-        assert len(engine._traffic.finished) <= 6
+        assert len(engine._in_flight.finished) <= 6
 
 
 # ---- engines that are dropped
@@ -394,7 +397,7 @@ def test_what_a_transfer_holds_outlives_garbage(no_collection):
 
 def test_a_dropped_paced_engine_lets_its_thread_go(no_collection):
     engine, memory, _ = engine_of("copies", rate=1e9)
-    thread = engine._pacer._thread
+    thread = engine._in_flight.pacer._thread
     engine.offload(Move([0], np.arange(16))).wait(60)
     engine.offload(Move([0], np.arange(16)))
     del engine
@@ -409,7 +412,7 @@ def test_a_forked_child_has_nothing_of_it(monkeypatch):
     engine.offload(Move([0], np.arange(16)))
     parent = os.getpid()
     with monkeypatch.context() as child:
-        child.setattr("lightcache.kernels.engine.os.getpid", lambda: parent + 1)
+        child.setattr("lightcache.kernels.in_flight.os.getpid", lambda: parent + 1)
         for call in (lambda: engine.load([]), engine.poll, engine.warm):
             with pytest.raises(Detached, match="parent process"):
                 call()
@@ -471,7 +474,7 @@ def test_no_stream_waits_for_what_has_failed(window):
 
 def test_a_failed_construction_holds_nothing(monkeypatch):
     memory = Users(np.zeros((2, CASE.geometry.page_bytes), np.uint8))
-    for target in ("engine.Pacer", "engine.weakref.finalize"):
+    for target in ("in_flight.Pacer", "engine.weakref.finalize"):
         with monkeypatch.context() as broken:
             broken.setattr(f"lightcache.kernels.{target}", _refuse)
             with pytest.raises(Refused):

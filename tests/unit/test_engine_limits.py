@@ -13,9 +13,10 @@ import torch
 from support.inline_device import InlineDevice, covered, ordered
 from support.transfer_cases import Builder, _kv, flat, opaque_blocks
 
-from lightcache.kernels import engine as engine_file
-from lightcache.kernels.engine import Pacer, TransferEngine
+from lightcache.kernels import in_flight
+from lightcache.kernels.engine import TransferEngine
 from lightcache.kernels.geometry import KVGroup
+from lightcache.kernels.in_flight import Pacer
 from lightcache.kernels.moves import Move
 from lightcache.kernels.pinned import HostPages
 from lightcache.shm.errors import ConfigError, WaitTimeout
@@ -86,10 +87,12 @@ def test_cells_larger_than_the_staging_memory(staging, window):
         transfer = engine.offload(Move([2, 0, 3], slots), window=window)
         assert covered(device.log, transfer._marks)
         transfer.wait()
-        ring = engine._offload.ring
+        ring = engine._in_flight.offload.ring
         for _ in range(3):
             engine.offload(Move([2, 0, 3], slots), window=1).wait()
-        assert engine._offload.ring is ring, "a second one would free memory that is in use"
+        assert engine._in_flight.offload.ring is ring, (
+            "a second one would free memory that is in use"
+        )
         assert ring.slots >= 2
         for number, page in enumerate([2, 0, 3]):
             expected = case.page(slots[number * 16 : (number + 1) * 16])
@@ -195,7 +198,7 @@ def test_a_slot_of_the_ring_is_filled_after_it_was_emptied(verb):
     with engine:
         for _ in range(2):
             getattr(engine, verb)(Move([1, 0], slots))
-        lane = engine._offload if verb == "offload" else engine._load
+        lane = engine._in_flight.offload if verb == "offload" else engine._in_flight.load
         work, _ = ordered(device.log)
         launches = [n for n, (kind, _, _) in enumerate(work) if kind == "launch"]
         # The copy before a launch fills its slot, or the one behind it empties it: the upload of
@@ -232,7 +235,7 @@ class Clock:
 
 def test_a_rate_is_exact(monkeypatch):
     clock = Clock(0)
-    monkeypatch.setattr(engine_file, "time", clock)
+    monkeypatch.setattr(in_flight, "time", clock)
     pacer, ran, over = Pacer(Fraction(100)), [], threading.Event()
     for number, nbytes in enumerate((50, 0, 100, 10, 0)):
         pacer.put(lambda number=number: ran.append((number, clock.now)), nbytes)
@@ -252,7 +255,7 @@ def test_a_paced_transfer_is_under_way_until_all_is_enqueued(monkeypatch):
     case = flat("cpu", 1)
     engine, memory, device = engine_of(case, "copies", rate=1e9)
     hold, told = threading.Event(), []
-    engine._pacer.put(lambda: hold.wait(60), 0)
+    engine._in_flight.pacer.put(lambda: hold.wait(60), 0)
     transfer = engine.offload(Move([0, 1], np.arange(32)))
     transfer.when_done(told.append)
     assert not transfer.done()
@@ -280,11 +283,11 @@ def test_a_paced_failure_ends_the_transfer_and_nothing_else():
     with engine:
         for kind in ("copy", "guard", "wait", "record"):
             hold = threading.Event()
-            engine._pacer.put(lambda hold=hold: hold.wait(60), 0)
+            engine._in_flight.pacer.put(lambda hold=hold: hold.wait(60), 0)
             transfer = engine.offload(Move([0, 1], np.arange(32)))
 
             def refuse(what, kind=kind):
-                if what == kind and threading.current_thread() is engine._pacer._thread:
+                if what == kind and threading.current_thread() is engine._in_flight.pacer._thread:
                     raise RuntimeError(f"{kind} refused")
 
             device.hook = refuse

@@ -23,11 +23,11 @@ from support.device_sides import Device, rows
 from support.inline_device import InlineDevice
 from support.threaded_device import ThreadedDevice
 
-from lightcache.kernels.calibration import Thresholds
 from lightcache.kernels.engine import TransferEngine
 from lightcache.kernels.geometry import KVGroup, PageGeometry, Plane, Share
 from lightcache.kernels.host_engine import HostEngine
 from lightcache.kernels.moves import Engine, Move
+from lightcache.kernels.options import Thresholds
 from lightcache.kernels.pinned import HostPages
 
 pytest.importorskip("triton")

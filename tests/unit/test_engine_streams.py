@@ -90,7 +90,7 @@ def moves() -> list[Move]:
 @pytest.mark.parametrize("verb", ["offload", "load"])
 def test_a_slow_stream(world: World, verb: str, slow: str) -> None:
     """Twelve pages through a ring of four slots, of one page each."""
-    lane = world.engine._offload if verb == "offload" else world.engine._load
+    lane = world.engine._in_flight.offload if verb == "offload" else world.engine._in_flight.load
     world.engine.warm()
     assert lane.ring is not None
     assert lane.ring.slots == 4
@@ -142,7 +142,7 @@ def test_nothing_is_written_before_the_gate_opens(world: World, verb: str, told:
 def test_a_load_reads_what_an_offload_is_about_to_write(world: World, told: str) -> None:
     """The offload is held up; the load is told of it, and must not fetch the pages ahead."""
     gate, stream = Gate(), world.threads.stream()
-    world.engine._offload.copy.wait_event(gate)
+    world.engine._in_flight.offload.copy.wait_event(gate)
     (move, _), there = moves(), np.arange(28)
     expected = world.device.memory.copy()
     for (_, slot), (_, place) in zip(

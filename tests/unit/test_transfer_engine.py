@@ -168,7 +168,7 @@ def test_int32_slots_lists_and_int64_pages_are_alike():
 def test_equal_bytes_need_no_kernel(monkeypatch):
     case = whole_blocks("cpu")
     engine, memory, device = engine_of(case, "copies")
-    monkeypatch.setattr(engine._joined, "launches", None)  # calling it would fail
+    monkeypatch.setattr(engine._parts.joined, "launches", None)  # calling it would fail
     slots = some_slots(case, 3, scattered=False)
     with engine:
         engine.offload(Move([4, 0, 5], slots)).wait()
@@ -307,15 +307,19 @@ def test_steady_state_allocates_nothing():
     with engine:
         engine.warm()
         engine.offload(Move([0, 1, 2], slots)).wait()
-        before = device.allocated, engine._blocks.made, engine._events.made
+        before = device.allocated, engine._in_flight.blocks.made, engine._in_flight.events.made
         for _ in range(50):
             engine.offload(Move([0, 1, 2], slots)).wait()
             engine.poll()
-        assert (device.allocated, engine._blocks.made, engine._events.made) == before
+        assert (
+            device.allocated,
+            engine._in_flight.blocks.made,
+            engine._in_flight.events.made,
+        ) == before
         for _ in range(50):
             engine.offload(Move([0, 1, 2], slots))
-        assert not engine._traffic.finished, "nobody polls, and nothing piles up"
-        assert len(engine._offload.going) == 1
+        assert not engine._in_flight.finished, "nobody polls, and nothing piles up"
+        assert len(engine._in_flight.offload.going) == 1
 
 
 @pytest.mark.parametrize("mode", ["auto", "staged", "direct", "copies"])

@@ -1,0 +1,583 @@
+"""What is in flight on a device engine: transfers, and the buffers and streams that they use.
+
+An `InFlight` knows nothing of its engine: transfers refer to it, and an engine that is dropped
+leaves it behind until the last copy has finished. Staging memory, index buffers and the pages
+themselves must not be given to anyone else before that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lightcache.shm.errors import ConfigError, Detached, TransferFailed, WaitTimeout
+from lightcache.shm.waiting import Event
+
+# ---- Buffers of the transfer engine: the staging ring, and index buffers that are used again.
+
+_FIRST_WORDS = 1 << 13  # 64 KiB: 1 GiB in pages of 8 MiB needs half of it
+
+
+class Ring:
+    """Slots of device memory through which pages pass, one after the other, in order."""
+
+    def __init__(self, device: Any, slots: int, slot_bytes: int) -> None:
+        """Allocates at once."""
+        self.slots, self.slot_bytes = slots, slot_bytes
+        self.memory: torch.Tensor = device.empty(slots * slot_bytes)
+        self.address = int(self.memory.data_ptr())
+        self.ready = [device.event() for _ in range(slots)]
+        """Recorded when a slot has been filled."""
+        self.free = [device.event() for _ in range(slots)]
+        """Recorded when a slot has been emptied. Waiting before the first time waits for nothing:
+        that is what an event means that was never recorded."""
+        self._next = 0
+
+    def take(self, count: int) -> npt.NDArray[np.int64]:
+        """The next slots, in turn. Whoever fills one waits for `free` first."""
+        slots = (self._next + np.arange(count)) % self.slots
+        self._next = (self._next + count) % self.slots
+        return slots
+
+
+class IndexBlock:
+    """One pair of buffers: jobs and slots of a transfer, in pinned memory and on the device."""
+
+    def __init__(self, device: Any, words: int) -> None:
+        """Allocates at once."""
+        self.words = words
+        self.host, self.device = device.words(words)
+        self.view: npt.NDArray[np.int64] = self.host.numpy()
+        self.slots = self.view.view(np.int32)
+        self.host_address = int(self.host.data_ptr())
+        self.device_address = int(self.device.data_ptr())
+
+
+class IndexBlocks:
+    """Blocks that are not in use, by size. Steady state allocates nothing."""
+
+    def __init__(self, device: Any, copier: Any) -> None:
+        """Nothing is allocated yet."""
+        self._device = device
+        self._copier = copier
+        self._spare: dict[int, list[IndexBlock]] = {}
+        self.made = 0
+        """Blocks there are in all."""
+
+    def take(self, words: int) -> IndexBlock:
+        """A block of at least so many words."""
+        size = max(_FIRST_WORDS, 1 << (words - 1).bit_length())
+        spare = self._spare.setdefault(size, [])
+        if spare:
+            return spare.pop()
+        block = IndexBlock(self._device, size)
+        self._copier.add(block.host, block.device)
+        self.made += 1
+        return block
+
+    def give(self, block: IndexBlock) -> None:
+        """Give one back that no kernel reads any more."""
+        self._spare.setdefault(block.words, []).append(block)
+
+    def clear(self) -> None:
+        """Let go of those that are not in use."""
+        self._spare.clear()
+
+
+class Events:
+    """Events that are not in use."""
+
+    def __init__(self, device: Any) -> None:
+        """Nothing is made yet."""
+        self._device = device
+        self._spare: list[Any] = []
+        self.made = 0
+        """Events there are in all."""
+
+    def recorded(self, stream: Any) -> Any:
+        """An event, recorded on a stream."""
+        if not self._spare:
+            self._spare.append(self._device.event())
+            self.made += 1
+        event = self._spare[-1]
+        event.record(stream)  # it stays spare if this fails
+        return self._spare.pop()
+
+    def give(self, events: list[Any]) -> None:
+        """Give back events that nobody waits for any more."""
+        self._spare += events
+
+
+# ---- The streams of one direction.
+
+
+class Lane:
+    """One direction: its streams, and its ring once something is staged."""
+
+    def __init__(self, device: Any, to_page: bool) -> None:
+        """Nothing is allocated yet.
+
+        Args:
+            to_page: whether it offloads.
+        """
+        self.to_page = to_page
+        self.kernel, self.copy = device.stream(), device.stream()
+        # The index of a load goes with its first pages: on another stream it would wait for those
+        # of the transfers before it.
+        self.upload = device.stream() if to_page else self.copy
+        self.kernel_handle = int(self.kernel.cuda_stream)
+        self.directs = deque((device.stream(), device.stream()))
+        """Two: while the last programs of one kernel wait for the bus, the next one begins."""
+        self.ring: Ring | None = None
+        self.going: deque[DeviceTransfer] = deque()
+        """Transfers that may go on, oldest first."""
+
+    def next_direct(self) -> Any:
+        """The stream for the next direct transfer."""
+        self.directs.rotate()
+        return self.directs[0]
+
+    @property
+    def last(self) -> Any:
+        """The stream that ends a staged transfer."""
+        return self.copy if self.to_page else self.kernel
+
+
+# ---- The `Transfer` of a device engine: events that say when its copies are over.
+
+_SPIN = 300e-6  # seconds of asking before sleeping: small transfers are over by then
+_NAP = 100e-6
+
+
+class DeviceTransfer:
+    """See `lightcache.kernels.moves.Transfer`. Made by `TransferEngine`."""
+
+    __slots__ = (
+        "__weakref__",
+        "_calls",
+        "_complete",
+        "_enqueued",
+        "_error",
+        "_going_out",
+        "_in_flight",
+        "_marks",
+        "_over",
+        "_uses",
+        "_windows",
+        "nbytes",
+    )
+
+    def __init__(
+        self, in_flight: InFlight, nbytes: int, when_done: Callable[[bool], None] | None = None
+    ) -> None:
+        """Nothing is enqueued yet: were it over now, it would have failed."""
+        self.nbytes = nbytes
+        self._in_flight = in_flight
+        self._going_out = False
+        self._marks: list[Any] = []
+        self._windows: list[tuple[frozenset[int], list[Any]]] = []
+        self._enqueued: Event | None = None
+        self._error: BaseException | None = None
+        self._over = False
+        self._uses: tuple[IndexBlock | None, object] = (None, None)
+        self._complete = False
+        self._calls: deque[Callable[[bool], None]] = deque()
+        if when_done is not None:
+            self._calls.append(when_done)
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why it failed; None: it did not."""
+        return self._error
+
+    # ---- for the engine, which holds its lock
+
+    def uses(self, block: IndexBlock | None, other: object) -> None:
+        """What must stay until it is over."""
+        self._uses = block, other
+
+    def mark(self, event: Any) -> None:
+        """An event behind copies of this transfer."""
+        self._marks.append(event)
+
+    def mark_layers(self, events: list[Any], layers: Sequence[int]) -> None:
+        """Which of its events are behind all copies of some layers."""
+        self._windows.append((frozenset(layers), events))
+
+    def fail(self, error: BaseException) -> None:
+        """It did not all go; over when what has been enqueued is."""
+        self._error = self._error or error
+
+    def begin(self, *, later: bool = False) -> None:
+        """From now on something may have been enqueued that no event tells of yet.
+
+        Args:
+            later: by another thread, that others will wait for.
+        """
+        if later:
+            self._enqueued = Event()
+        self._going_out = True
+
+    def enqueued(self) -> None:
+        """Nothing more will be enqueued, and events tell of all that was."""
+        self._complete = True
+        self._going_out = False
+        if self._enqueued is not None:
+            self._enqueued.set()
+
+    def settle(self) -> bool:
+        """Whether it is over, without raising or calling anybody; gives its buffers back."""
+        if self._over:
+            return True
+        if self._going_out:
+            return False
+        try:
+            if not all(mark.query() for mark in self._marks):
+                return False
+        except Exception as error:
+            if not self._in_flight.device.lost(error):
+                return False
+            self.fail(error)  # and whatever it was copying is lost as well
+        self._over = True
+        marks, self._marks, self._windows = self._marks, [], []
+        uses, self._uses = self._uses, (None, None)
+        self._in_flight.settled(marks, uses[0])
+        return True
+
+    def tells(self, call: Callable[[bool], None]) -> bool:
+        """Whether this call is still to be made."""
+        return call in self._calls
+
+    @property
+    def waited_for(self) -> bool:
+        """Whether somebody is still to be told."""
+        return bool(self._calls)
+
+    def run_calls(self) -> None:
+        """Tell those who asked to be told. Each call is made once, by one thread; those behind one
+        that raises are made all the same, then its error is raised."""
+        first: Exception | None = None
+        while self._calls:
+            try:
+                call = self._calls.popleft()
+            except IndexError:  # another thread was faster
+                break
+            try:
+                call(self._error is None and self._complete)
+            except Exception as error:
+                first = first or error
+        if first is not None:
+            raise first
+
+    # ---- for everybody
+
+    def done(self) -> bool:
+        """See `Transfer.done`."""
+        with self._in_flight.lock:
+            over = self.settle()
+        if over:
+            self.run_calls()
+            self._raise()
+        return over
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise TransferFailed(
+                f"a transfer of {self.nbytes} bytes failed: {self._error!r}; what it should have "
+                "written does not count: abandon those pages, or compute those tokens"
+            ) from self._error
+
+    def wait(self, timeout: float | None = None) -> None:
+        """See `Transfer.wait`. Asks for 0.3 ms, then sleeps."""
+        start = time.monotonic()
+        while not self.done():
+            passed = time.monotonic() - start
+            if timeout is not None and passed >= timeout:
+                raise WaitTimeout(
+                    f"a transfer of {self.nbytes} bytes goes on after {timeout} s; wait again: "
+                    "its pages and slots are in use until it is over"
+                )
+            if passed < _SPIN:
+                continue
+            if timeout is None:
+                self.sleep()
+            else:
+                time.sleep(min(_NAP, max(0.0, timeout - passed)))
+
+    def sleep(self) -> None:
+        """Block until it is over, as far as can be told; `settle` tells for sure.
+
+        Another thread may see it over meanwhile and use its events again: then this waits for
+        more than it must, once.
+        """
+        if self._enqueued is not None:
+            self._enqueued.wait()
+        with self._in_flight.lock:
+            marks = list(self._marks)
+        try:
+            for mark in marks:
+                mark.synchronize()
+        except Exception:  # whether the device is lost, `settle` finds out
+            time.sleep(_NAP)
+
+    def wait_on(self, stream: Any = None) -> None:
+        """See `Transfer.wait_on`. Blocks this thread only while a rate limit holds copies back."""
+        self._wait_events(lambda: self._marks, stream)
+
+    def wait_layer(self, layer: int, stream: Any = None) -> None:
+        """See `Transfer.wait_layer`.
+
+        Raises:
+            ConfigError: a layer that is in none of its windows, while it goes on.
+            TransferFailed: see `Transfer.wait_layer`.
+        """
+        self._wait_events(lambda: self._window(layer), stream)
+
+    def _window(self, layer: int) -> list[Any]:
+        if self._over or not self._windows:
+            return self._marks
+        for layers, events in self._windows:
+            if layer in layers:
+                return events
+        known = sorted(set().union(*(layers for layers, _ in self._windows)))
+        raise ConfigError(f"layer {layer!r} is not part of this transfer, its layers are {known}")
+
+    def _wait_events(self, events: Callable[[], list[Any]], stream: Any) -> None:
+        if self._enqueued is not None:
+            self._enqueued.wait()
+        with self._in_flight.lock:
+            if self._error is not None:
+                self._raise()
+            found = events()
+            if found:
+                stream = self._in_flight.device.current() if stream is None else stream
+                for event in found:
+                    stream.wait_event(event)
+
+    def when_done(self, call: Callable[[bool], None]) -> None:
+        """See `Transfer.when_done`."""
+        with self._in_flight.lock:
+            self._calls.append(call)
+            over = self.settle()
+        if over:
+            self.run_calls()
+
+    def __repr__(self) -> str:
+        state = "failed" if self._error else "over" if self._over else "going on"
+        return f"<Transfer {self.nbytes} bytes, {state}>"
+
+
+# ---- A rate limit: a thread that enqueues pieces of transfers when they are due.
+
+
+class Pacer:
+    """Runs what it is given in order, so that the bytes of it keep to a rate."""
+
+    def __init__(self, rate: float) -> None:
+        """Starts its thread.
+
+        Args:
+            rate: bytes a second.
+        """
+        self._rate = rate
+        self._queue: queue.SimpleQueue[tuple[Callable[[], None], int] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="lightcache-pacer", daemon=True)
+        self._thread.start()
+
+    def put(self, run: Callable[[], None], nbytes: int) -> None:
+        """Run this when what was put before has had its time. `run` must not raise."""
+        self._queue.put((run, nbytes))
+
+    def _work(self) -> None:
+        due = time.monotonic()
+        while (item := self._queue.get()) is not None:
+            run, nbytes = item
+            now = time.monotonic()
+            if due > now and nbytes:
+                time.sleep(due - now)
+            run()
+            due = max(due, now) + nbytes / self._rate
+            del item, run  # they hold an engine: not until there is more to do
+
+    def close(self) -> None:
+        """Run what is left, at its rate, and end. From its own thread: end after this."""
+        self._queue.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+
+# ---- All of it, for one engine.
+
+
+class InFlight:
+    """Transfers of both directions, the buffers that they share, and the pages' memory."""
+
+    def __init__(self, device: Any, copier: Any, memory: Any, rate: float | None) -> None:
+        """Acquires the memory, last of all but the pacer.
+
+        Raises:
+            Detached: the memory is closed.
+        """
+        self.device = device
+        self.lock = threading.RLock()
+        """Held while anything is enqueued, asked about or given back; never while calls are made
+        or anything is waited for."""
+        self.events, self.blocks = Events(device), IndexBlocks(device, copier)
+        self.offload, self.load = Lane(device, True), Lane(device, False)
+        self.finished: deque[DeviceTransfer] = deque()
+        """Over, but somebody is still to be told."""
+        self.closed = False
+        self.pacer: Pacer | None = None
+        self._pid = os.getpid()
+        self._memory: Any = None
+        acquire = getattr(memory, "acquire", None)
+        if acquire is not None:
+            acquire()
+            self._memory = memory
+        if rate:
+            try:
+                self.pacer = Pacer(rate)
+            except BaseException:
+                self._release()
+                raise
+
+    def check_open(self) -> None:
+        """Raise Detached: closed, or a forked child, which has nothing of the device."""
+        if self.closed:
+            raise Detached("this transfer engine is closed; make another one")
+        if os.getpid() != self._pid:
+            raise Detached("this transfer engine belongs to the parent process; make one here")
+
+    # ---- with the lock held
+
+    def recycle(self, lane: Lane) -> None:
+        """Take buffers back from what is over, without telling anybody yet."""
+        while lane.going and lane.going[0].settle():
+            self._finish(lane.going.popleft())
+
+    def _finish(self, transfer: DeviceTransfer) -> None:
+        while self.finished and not self.finished[0].waited_for:  # told by `done` or `wait`
+            self.finished.popleft()
+        if transfer.waited_for:
+            self.finished.append(transfer)
+
+    def failed(self, transfer: DeviceTransfer, error: BaseException, streams: list[Any]) -> None:
+        """Not all of it went. What did must still be waited for: on these streams."""
+        transfer.fail(error)
+        for stream in streams:
+            try:
+                transfer.mark(self.events.recorded(stream))
+            except Exception:
+                with contextlib.suppress(Exception):  # the device is lost, and nothing in flight
+                    stream.synchronize()
+
+    def settled(self, marks: list[Any], block: IndexBlock | None) -> None:
+        """Nobody uses these any more."""
+        self.events.give(marks)
+        if block is not None:
+            self.blocks.give(block)
+
+    # ---- without it
+
+    def will_tell(self, call: Callable[[bool], None]) -> bool:
+        """See `Engine.will_tell`."""
+        with self.lock:
+            every = [*self.offload.going, *self.load.going, *self.finished]
+            return any(each.tells(call) for each in every)
+
+    def poll(self) -> int:
+        """See `Engine.poll`."""
+        if os.getpid() != self._pid:
+            self.check_open()
+        with self.lock:
+            going = 0
+            for lane in (self.offload, self.load):
+                self.recycle(lane)
+                for each in [each for each in lane.going if each.settle()]:
+                    lane.going.remove(each)
+                    self._finish(each)
+                going += len(lane.going)
+        self._tell()
+        return going
+
+    def _tell(self) -> None:
+        """Make the calls of what is over. One that raises holds back none of the others; an
+        interrupt leaves those to the next poll."""
+        first: Exception | None = None
+        while self.finished:
+            try:
+                transfer = self.finished.popleft()
+            except IndexError:  # another thread was faster
+                break
+            try:
+                transfer.run_calls()
+            except Exception as error:
+                first = first or error
+        if first is not None:
+            raise first
+
+    def close(self) -> None:
+        """Wait for what goes on, tell those who wait, let the memory go. After an interrupt a
+        second call does the rest; then nothing, and nothing in a forked child."""
+        if os.getpid() != self._pid:
+            return
+        with self.lock:
+            self.closed = True
+        try:
+            self._drain()
+        finally:
+            with self.lock:
+                idle = not (self.offload.going or self.load.going)
+            if idle:
+                self._end()
+
+    def _drain(self) -> None:
+        first: Exception | None = None
+        going = 1
+        while going:
+            try:
+                going = self.poll()
+            except Exception as error:  # of a call, which is not made again
+                first = first or error
+                continue
+            with self.lock:
+                left = [*self.offload.going, *self.load.going]
+            for transfer in left:
+                transfer.sleep()
+        if first is not None:
+            raise first
+
+    def _end(self) -> None:
+        pacer, self.pacer = self.pacer, None
+        if pacer is not None:
+            pacer.close()
+        self.offload.ring = self.load.ring = None
+        self.blocks.clear()
+        self._release()
+
+    def _release(self) -> None:
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.release()
+
+
+__all__ = [
+    "DeviceTransfer",
+    "Events",
+    "InFlight",
+    "IndexBlock",
+    "IndexBlocks",
+    "Lane",
+    "Pacer",
+    "Ring",
+]
