@@ -76,12 +76,16 @@ def meets(value: float, target: str) -> bool:
     return math.isfinite(value) and (value <= limit if sign == "<=" else value >= limit)
 
 
+TOOLS = ("hybrid_sizing",)
+"""Modules that are no benchmarks: people import them."""
+
+
 def names() -> list[str]:
     """The benchmarks there are; modules that begin with an underscore are helpers of theirs."""
     return sorted(
         module.name
         for module in pkgutil.iter_modules(__path__)
-        if not module.name.startswith("_") and not module.ispkg
+        if not module.name.startswith("_") and module.name not in TOOLS and not module.ispkg
     )
 
 

@@ -11,13 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from lightcache.cache import Cache
-from lightcache.hybrid import (
-    ArrayCopier,
-    Checkpoints,
-    Grid,
-    HybridManager,
-    create_slots,
-)
+from lightcache.hybrid import Checkpoints, Grid, HybridManager
+from lightcache.hybrid.copiers import ArrayCopier
+from lightcache.hybrid.opening import create_slots
 from lightcache.manager import KVCacheManager, ManagerConfig, NullMover, OwnedDevice, Prompt, Wishes
 from lightcache_bench._hybrid_traffic import Visit
 

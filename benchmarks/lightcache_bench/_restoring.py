@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 
 from lightcache.cache import Cache
-from lightcache.hybrid import Checkpoints, Copying, Grid, HybridManager, create_slots
+from lightcache.hybrid import Checkpoints, Grid, HybridManager
+from lightcache.hybrid.copiers import Copying
+from lightcache.hybrid.opening import create_slots
 from lightcache.kernels.states import StateCopy
 from lightcache.manager import KVCacheManager, NullMover, OwnedDevice, Prompt
 from lightcache_bench import Row

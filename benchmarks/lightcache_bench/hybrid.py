@@ -15,7 +15,7 @@ multiples of 64 in prompts and of 256 in answers.
 - With --trace: the first 3,000 requests of the public trace that `policy` reads, in pages of 512
   tokens. Answers are in it as parts of later prompts only, so nothing is saved while decoding.
 
-The budget in bytes is divided between states and KV by `lightcache.hybrid.best_split`, for device
+The budget in bytes is divided between states and KV by `hybrid_sizing.best_split`, for device
 and host each. Slots for the request that runs are not of it. The baselines (`_hybrid_plain`) are
 simulated, and given what they would not have: the best of 19 divisions of the same bytes, tried
 with the requests themselves; and of device and host together, as if nothing were in both. Ours
@@ -40,12 +40,14 @@ from typing import Any
 
 import numpy as np
 
-from lightcache.hybrid import Grid, best_split, gated_delta_parts, paths_of, reuse_of, state_bytes
+from lightcache.hybrid import Grid, gated_delta_parts
+from lightcache.hybrid.copiers import state_bytes
 from lightcache_bench import Row, _hybrid_plans, meets
 from lightcache_bench._hybrid_ours import Room, hit_tokens
 from lightcache_bench._hybrid_plain import EndsOnly, TiedToNodes, bound, pages_of
 from lightcache_bench._hybrid_traffic import Traffic, Visit
 from lightcache_bench._manager_trace import SCALE, TOKENS, tokens_of
+from lightcache_bench.hybrid_sizing import best_split, paths_of, reuse_of
 from lightcache_bench.policy import read
 
 MODEL = SimpleNamespace(

@@ -26,8 +26,9 @@ from lightcache.connectors.state_pages import (
 )
 from lightcache.connectors.trial import forward
 from lightcache.errors import Abandoned, ConfigError, LightcacheError, TransferFailed
-from lightcache.hybrid import Features, Grid, Saves
+from lightcache.hybrid import Features, Grid
 from lightcache.hybrid.checkpoints import Path, Tier
+from lightcache.hybrid.saving import Saves
 from lightcache.kernels.groups import whole
 from lightcache.manager.fetching import wait_on
 from lightcache.namespaces import NamespaceState

@@ -1,60 +1,17 @@
 """Hybrid models: checkpoints of recurrent state beside the KV of attention layers. See
 `HybridManager`; docs/hybrid.md has pictures, and a scheduler's loop."""
 
-from lightcache.hybrid.checkpoints import Checkpoints, CheckpointStats, Tier
-from lightcache.hybrid.copiers import (
-    ArrayCopier,
-    Copying,
-    Section,
-    StateCopier,
-    StatePart,
-    gated_delta_parts,
-    state_bytes,
-    state_groups,
-)
-from lightcache.hybrid.manager import HybridFetch, HybridManager, Restored
-from lightcache.hybrid.opening import StateLayout, States, create_slots, open_states, state_layout
+from lightcache.hybrid.checkpoints import Checkpoints, CheckpointStats
+from lightcache.hybrid.copiers import StatePart, gated_delta_parts, state_groups
+from lightcache.hybrid.manager import HybridFetch, HybridManager
+from lightcache.hybrid.opening import open_states
 from lightcache.hybrid.planning import HybridMatch
-from lightcache.hybrid.saving import (
-    DecodeSaves,
-    Drafts,
-    Features,
-    Grid,
-    HybridConfig,
-    RequestSlots,
-    Rest,
-    Saved,
-    SavePlan,
-    SavePolicy,
-    Saves,
-    Stretch,
-    decode_saves,
-)
-from lightcache.hybrid.sizing import (
-    Load,
-    Reuse,
-    Split,
-    Workload,
-    best_split,
-    check_split,
-    paths_of,
-    reuse_of,
-)
-from lightcache.hybrid.tables import (
-    Capacity,
-    StateBlocks,
-    StateTables,
-    capacity,
-    state_block_tables,
-)
+from lightcache.hybrid.saving import Drafts, Features, Grid, HybridConfig, RequestSlots, SavePolicy
+from lightcache.hybrid.tables import state_block_tables
 
 __all__ = [
-    "ArrayCopier",
-    "Capacity",
     "CheckpointStats",
     "Checkpoints",
-    "Copying",
-    "DecodeSaves",
     "Drafts",
     "Features",
     "Grid",
@@ -62,37 +19,11 @@ __all__ = [
     "HybridFetch",
     "HybridManager",
     "HybridMatch",
-    "Load",
     "RequestSlots",
-    "Rest",
-    "Restored",
-    "Reuse",
-    "SavePlan",
     "SavePolicy",
-    "Saved",
-    "Saves",
-    "Section",
-    "Split",
-    "StateBlocks",
-    "StateCopier",
-    "StateLayout",
     "StatePart",
-    "StateTables",
-    "States",
-    "Stretch",
-    "Tier",
-    "Workload",
-    "best_split",
-    "capacity",
-    "check_split",
-    "create_slots",
-    "decode_saves",
     "gated_delta_parts",
     "open_states",
-    "paths_of",
-    "reuse_of",
     "state_block_tables",
-    "state_bytes",
     "state_groups",
-    "state_layout",
 ]

@@ -260,7 +260,8 @@ def capacity(
         block_tokens: of a KV block.
         running_states: slots that requests need to run: for each one working and its alternating
             ones, and those of drafts. They are taken first.
-        tokens_per_state: of KV for each checkpoint beyond these; see `lightcache.hybrid.sizing`.
+        tokens_per_state: of KV for each checkpoint beyond these; `best_split` of the benchmarks'
+            package says how many.
 
     Raises:
         ConfigError: figures out of range, or no room for one block beside the running states.

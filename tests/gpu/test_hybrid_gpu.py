@@ -12,7 +12,8 @@ from gpu.hybrid_rig import Rig
 from gpu.place import place
 
 from lightcache.errors import OutOfPages
-from lightcache.hybrid import Saves, Tier
+from lightcache.hybrid.checkpoints import Tier
+from lightcache.hybrid.saving import Saves
 from lightcache.manager import WritePolicy
 
 pytest.importorskip("triton")

@@ -23,7 +23,8 @@ from support.hybrid_oracle import Oracle  # noqa: E402
 from support.hybrid_scores import ask, ids, same  # noqa: E402
 from support.tiny_models import answer, assert_same, prompt  # noqa: E402
 
-from lightcache.hybrid import Saves, Tier  # noqa: E402
+from lightcache.hybrid.checkpoints import Tier  # noqa: E402
+from lightcache.hybrid.saving import Saves  # noqa: E402
 from lightcache.manager import Wishes  # noqa: E402
 
 pytestmark = pytest.mark.models

@@ -15,14 +15,9 @@ from support.manager_case import open_cache, tokens  # noqa: E402
 from support.state_team import GEOMETRY, PARTS, StateTeam, open_host_states, state  # noqa: E402
 
 from lightcache.errors import ConfigError  # noqa: E402
-from lightcache.hybrid import (  # noqa: E402
-    Section,
-    StatePart,
-    Tier,
-    gated_delta_parts,
-    state_bytes,
-    state_groups,
-)
+from lightcache.hybrid import StatePart, gated_delta_parts, state_groups  # noqa: E402
+from lightcache.hybrid.checkpoints import Tier  # noqa: E402
+from lightcache.hybrid.copiers import Section, state_bytes  # noqa: E402
 from lightcache.kernels import PageGeometry  # noqa: E402
 
 SIZES = (2, 4, 1, 2, 8, 4)

@@ -10,7 +10,8 @@ from transformers import DynamicCache
 
 from lightcache.connectors.cache_layers import attention_layers, parts_of, set_parts, state_layers
 from lightcache.connectors.trial import computed, forward
-from lightcache.hybrid import Section, StatePart, state_groups
+from lightcache.hybrid import StatePart, state_groups
+from lightcache.hybrid.copiers import Section
 from lightcache.kernels import KVGroup, PageGeometry, Shard, layouts
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from support.hybrid_engine import HybridEngine, One
 
-from lightcache.hybrid import Drafts, decode_saves
+from lightcache.hybrid import Drafts
+from lightcache.hybrid.saving import decode_saves
 
 
 class Drafting:

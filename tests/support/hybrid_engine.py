@@ -20,16 +20,9 @@ from support.tiny_models import Answer
 
 from lightcache import Cache
 from lightcache.errors import OutOfPages
-from lightcache.hybrid import (
-    Checkpoints,
-    Grid,
-    HybridConfig,
-    HybridManager,
-    HybridMatch,
-    Saves,
-    create_slots,
-    decode_saves,
-)
+from lightcache.hybrid import Checkpoints, Grid, HybridConfig, HybridManager, HybridMatch
+from lightcache.hybrid.opening import create_slots
+from lightcache.hybrid.saving import Saves, decode_saves
 from lightcache.kernels import StateCopier
 from lightcache.manager import EngineMover, KVCacheManager, OwnedDevice, Prompt, Wishes
 

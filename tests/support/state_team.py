@@ -12,15 +12,9 @@ from support.layout_case import BF16, F32, Place
 from support.manager_case import SECRET
 
 from lightcache import Cache
-from lightcache.hybrid import (
-    Checkpoints,
-    Grid,
-    HybridManager,
-    Section,
-    StatePart,
-    create_slots,
-    state_groups,
-)
+from lightcache.hybrid import Checkpoints, Grid, HybridManager, StatePart, state_groups
+from lightcache.hybrid.copiers import Section
+from lightcache.hybrid.opening import create_slots
 from lightcache.kernels import PageGeometry, Shard, StateCopier, layouts
 from lightcache.manager import (
     Decisions,

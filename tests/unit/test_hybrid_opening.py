@@ -14,8 +14,9 @@ from support.keys import prompt  # noqa: E402
 
 from lightcache import Cache  # noqa: E402
 from lightcache.errors import ConfigError, InUse, LayoutMismatch  # noqa: E402
-from lightcache.hybrid import Checkpoints, States, Tier, open_states, state_layout  # noqa: E402
-from lightcache.hybrid.checkpoints import Path  # noqa: E402
+from lightcache.hybrid import Checkpoints, open_states  # noqa: E402
+from lightcache.hybrid.checkpoints import Path, Tier  # noqa: E402
+from lightcache.hybrid.opening import States, state_layout  # noqa: E402
 from lightcache.manager import WritePolicy  # noqa: E402
 from lightcache.namespaces import Namespace  # noqa: E402
 

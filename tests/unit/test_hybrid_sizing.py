@@ -13,7 +13,7 @@ from support.keys import prompt
 from lightcache.errors import ConfigError
 from lightcache.hybrid.copiers import StatePart, gated_delta_parts, state_bytes
 from lightcache.hybrid.saving import Grid
-from lightcache.hybrid.sizing import Workload, best_split, check_split, paths_of, reuse_of
+from lightcache_bench.hybrid_sizing import Workload, best_split, check_split, paths_of, reuse_of
 
 PAGE = 4  # tokens
 GRID = Grid(PAGE, PAGE, chunk=1)

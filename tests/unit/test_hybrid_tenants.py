@@ -8,7 +8,8 @@ import pytest
 from support.hybrid_case import HybridWorld, tokens
 
 from lightcache.errors import ConfigError
-from lightcache.hybrid import HybridConfig, HybridManager, Saves
+from lightcache.hybrid import HybridConfig, HybridManager
+from lightcache.hybrid.saving import Saves
 from lightcache.manager import Prompt
 
 NOTHING: dict[str, list[int]] = {"device": [], "host": []}
