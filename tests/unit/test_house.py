@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-CYCLES = [
+CYCLES: list[set[str]] = [
     {"hybrid.manager", "hybrid.planning"},
     {"leases", "page_index", "plans", "reservations", "transfers"},
     {"storage.service.asking", "storage.service.client", "storage.service.listening"},
@@ -24,7 +24,7 @@ CYCLES = [
 """Modules that import each other, in a circle; those for type checkers and late ones count."""
 PRIVATE_READS = 310
 """Reads of another object's private members."""
-WORDS = {"nobody": 338, "somebody": 148, "whoever": 164}
+WORDS = {"nobody": 338, "somebody": 148, "whoever": 162}
 """In code and documents: how often each says what a noun would say better."""
 MODULES = ("ctypes", "os", "sys", "self", "cls")
 
