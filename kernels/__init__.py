@@ -15,7 +15,6 @@ from lightcache.kernels.geometry import (
     PageGeometry,
     Plane,
     Rule,
-    Share,
     point,
     prefix,
     split,
@@ -23,23 +22,19 @@ from lightcache.kernels.geometry import (
 )
 from lightcache.kernels.layouts import Shard
 from lightcache.kernels.moves import Move, Transfer, slots_of_blocks
-from lightcache.kernels.pinned import HostPages
 from lightcache.kernels.planes import DevicePlane, DevicePlanes, join
-from lightcache.kernels.states import StateCopier, StateCopy
+from lightcache.kernels.states import StateCopier
 
 __all__ = [
     "DevicePlane",
     "DevicePlanes",
-    "HostPages",
     "KVGroup",
     "Move",
     "PageGeometry",
     "Plane",
     "Rule",
     "Shard",
-    "Share",
     "StateCopier",
-    "StateCopy",
     "Transfer",
     "join",
     "point",

@@ -17,10 +17,9 @@ from lightcache.pool import PoolObject
 from lightcache.shm import Kind, read_segment
 from lightcache.snapshot import CheckReport
 from lightcache.tools import facts, structures
-from lightcache.tools.attaching import guest
-from lightcache.tools.image import Image, read, require, unknown
+from lightcache.tools.facts import state_of
+from lightcache.tools.image import Image, guest, read, require, unknown
 from lightcache.tools.output import BROKEN, FAILED, OK, Command, emit, fail, json_option, printable
-from lightcache.tools.processes import state_of
 
 _BUSY = "it was never quiet for the time of a copy: this may be an artefact; wait longer (--wait)"
 

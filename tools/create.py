@@ -19,8 +19,7 @@ from lightcache.hashing import load_or_create_secret
 from lightcache.pool import HostPool, parse_numa
 from lightcache.shm import Segment, names, wanted
 from lightcache.shm.objects import OpenObject
-from lightcache.tools.output import Command, emit, json_option
-from lightcache.tools.progress import bar
+from lightcache.tools.output import Command, bar, emit, json_option
 
 
 @click.command(cls=Command)

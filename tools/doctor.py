@@ -2,35 +2,605 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import contextlib
+import ctypes
+import fcntl
+import json
+import mmap
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from enum import Enum
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
+import numpy as np
 
-from lightcache.errors import ConfigError
-from lightcache.tools.findings import Finding, Level
+from lightcache import layout as index_native
+from lightcache._arguments import format_size, parse_size
+from lightcache.cache import Cache
+from lightcache.costs import Costs
+from lightcache.errors import ConfigError, LightcacheError
+from lightcache.kernels import Move
+from lightcache.kernels.calibration import page_geometry, plane_shape, planes_at
+from lightcache.kernels.host_engine import HostEngine
+from lightcache.kernels.pinned import HostPages
+from lightcache.shm import _native as shm_native
+from lightcache.shm import layout, list_segments, memory
+from lightcache.shm.names import FOLDER
+from lightcache.tools.image import guest
 from lightcache.tools.output import (
     BROKEN,
     OK,
     Command,
+    bar,
     cell,
     check_writable,
     console,
     emit,
     json_option,
+    lines,
+    table,
 )
+
+if TYPE_CHECKING:
+    from lightcache.kernels.pinned import Driver
+
+
+# ---- One line of `doctor`.
+
+
+class Level(str, Enum):
+    """How bad it is."""
+
+    OK = "ok"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something looked at. A finding that is not ok has a remedy."""
+
+    name: str
+    level: Level
+    found: str
+    remedy: str = ""
+
+
+Probe = Callable[[], list[Finding]]
+
+
+def ok(name: str, found: str) -> Finding:
+    """Nothing to do."""
+    return Finding(name, Level.OK, found)
+
+
+def warning(name: str, found: str, remedy: str) -> Finding:
+    """It works, less well than it could."""
+    return Finding(name, Level.WARNING, found, remedy)
+
+
+def error(name: str, found: str, remedy: str) -> Finding:
+    """It does not work."""
+    return Finding(name, Level.ERROR, found, remedy)
+
+
+def text(path: str | Path) -> str:
+    """What a file of /proc or /sys says, stripped; empty where it cannot be read."""
+    try:
+        return Path(path).read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+# ---- What `doctor` says of the kernel and of the namespaces this process lives in.
+
+
+_MADV_WIPEONFORK = 18
+_MADV_POPULATE_WRITE = 23
+
+
+def kernel() -> list[Finding]:
+    """Machine and kernel."""
+    machine, release = platform.machine(), platform.release()
+    said = f"{platform.system()} {release}, {machine}"
+    if platform.system() != "Linux":
+        return [error("kernel", said, "lightcache needs Linux: its life locks are the kernel's")]
+    if machine not in ("x86_64", "aarch64"):
+        return [warning("kernel", said, "tested on x86_64 and aarch64 only: run the tests here")]
+    return [ok("kernel", said)]
+
+
+def namespaces() -> list[Finding]:
+    """The PID namespace, and whether /proc shows it."""
+    try:
+        seen = os.readlink("/proc/self")
+        inode = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        remedy = "mount -t proc proc /proc: without it a death is noticed later, never missed"
+        return [warning("PID namespace", "/proc is not mounted", remedy)]
+    if seen != str(os.getpid()):
+        remedy = "mount -t proc proc /proc inside the namespace: deaths are noticed sooner then"
+        return [warning("PID namespace", f"{inode}, and /proc shows another one", remedy)]
+    hidden = "hidepid" in next(
+        (line for line in text("/proc/mounts").splitlines() if line.split()[1:2] == ["/proc"]), ""
+    )
+    if hidden:
+        remedy = "where clients run as several users, mount /proc without hidepid"
+        return [warning("PID namespace", f"{inode}; /proc hides other users' processes", remedy)]
+    return [ok("PID namespace", f"{inode}, /proc shows it")]
+
+
+def byte_locks() -> list[Finding]:
+    """Open-file-description locks: how a client proves that it lives."""
+    if not hasattr(fcntl, "F_OFD_SETLK"):
+        return [error("OFD locks", "this Python does not know them", "use CPython for Linux")]
+    fd = os.memfd_create("lightcache-doctor")
+    try:
+        # struct flock: type, whence, start, length, pid
+        wanted = _Flock(fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, bytes(wanted))
+    except OSError as problem:
+        remedy = "the kernel must offer them (Linux 3.15); a sandbox may forbid them"
+        return [error("OFD locks", f"refused ({problem.strerror})", remedy)]
+    finally:
+        os.close(fd)
+    return [ok("OFD locks", "work")]
+
+
+class _Flock(ctypes.Structure):
+    _fields_ = [
+        ("l_type", ctypes.c_short),
+        ("l_whence", ctypes.c_short),
+        ("l_start", ctypes.c_int64),
+        ("l_len", ctypes.c_int64),
+        ("l_pid", ctypes.c_int),
+    ]
+
+
+def pidfd() -> list[Finding]:
+    """How the end of a dead client's device copies is seen."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (OSError, AttributeError):
+        remedy = "with Linux 5.3 quarantine of device pages ends as soon as the process is gone"
+        return [warning("pidfd", "not available", remedy)]
+    return [ok("pidfd", "works")]
+
+
+def advice() -> list[Finding]:
+    """Kinds of madvise that matter."""
+    found = []
+    if _advised(_MADV_WIPEONFORK):
+        found.append(ok("WIPEONFORK", "works"))
+    else:
+        remedy = "needs Linux 4.14: without it a forked child cannot be told from its parent"
+        found.append(error("WIPEONFORK", "refused", remedy))
+    if _advised(_MADV_POPULATE_WRITE):
+        found.append(ok("POPULATE_WRITE", "works"))
+    else:
+        remedy = "with Linux 5.14 a pool gets its memory in fewer system calls"
+        found.append(warning("POPULATE_WRITE", "refused", remedy))
+    return found
+
+
+def _advised(kind: int) -> bool:
+    with mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        with contextlib.suppress(OSError, ValueError):
+            memory.madvise(kind)
+            return True
+    return False
+
+
+SYSTEM_PROBES: tuple[Probe, ...] = (kernel, namespaces, byte_locks, pidfd, advice)
+
+
+# ---- What `doctor` says of shared memory, its limits, and the kinds of pages there are.
+
+
+_SMALL = 1 << 30  # containers come with 64 MiB of /dev/shm unless told otherwise
+
+
+def shared_memory() -> list[Finding]:
+    """Size and room of /dev/shm."""
+    name = str(FOLDER)
+    try:
+        found = os.statvfs(FOLDER)
+    except OSError as problem:
+        remedy = "mount a tmpfs there: mount -t tmpfs -o mode=1777 tmpfs /dev/shm"
+        return [error(name, f"missing ({problem.strerror})", remedy)]
+    if not os.access(FOLDER, os.W_OK | os.X_OK):
+        return [error(name, "not writable for this user", "make its mode 1777")]
+    size, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    said = f"{format_size(size)}, {format_size(free)} free"
+    if _kind_of(FOLDER) not in ("tmpfs", ""):
+        said += f", a {_kind_of(FOLDER)}"
+        return [warning(name, said, "mount a tmpfs there: anything else writes to a disk")]
+    remedy = "mount -o remount,size=... /dev/shm; in a container: --shm-size, or an emptyDir"
+    if size < _SMALL:
+        return [warning(name, said, f"too small for a pool: {remedy}")]
+    if free < size // 20:
+        return [warning(name, said, f"nearly full: `lightcache ls`, and `rm`; {remedy}")]
+    return [ok(name, said)]
+
+
+def _kind_of(folder: Path) -> str:
+    kind = ""
+    for line in text("/proc/mounts").splitlines():
+        fields = line.split()
+        if len(fields) > 2 and fields[1] == str(folder):
+            kind = fields[2]  # the last mount is the one that is seen
+    return kind
+
+
+def cgroup() -> list[Finding]:
+    """The tightest memory limit above us: past it the kernel kills."""
+    rooms = memory._cgroup_rooms(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
+    if not rooms:
+        return [ok("cgroup memory", "no limit that is visible here")]
+    room = min(rooms, key=lambda room: room.bytes)
+    said = f"{format_size(room.bytes)} {room.limit}"
+    found = os.statvfs(FOLDER) if FOLDER.exists() else None
+    if found and room.bytes < found.f_bavail * found.f_frsize:
+        remedy = "pages of /dev/shm count against it: raise it above the pools you create"
+        return [warning("cgroup memory", f"{said}, less than is free in {FOLDER}", remedy)]
+    return [ok("cgroup memory", said)]
+
+
+def leftovers() -> list[Finding]:
+    """Segments that are in nobody's way but their memory."""
+    found = list_segments()
+    bad = [info.name for info in found if info.problem and info.problem != "being created"]
+    if bad:
+        shown = ", ".join(bad[:5]) + (", ..." if len(bad) > 5 else "")
+        return [warning("segments", f"{len(bad)} of {len(found)} need a look: {shown}", _LEFT)]
+    return [ok("segments", f"{len(found)}, all in order" if found else "none")]
+
+
+_LEFT = "`lightcache ls` says what is wrong; `lightcache sweep` removes what the dead left"
+
+
+def memlock() -> list[Finding]:
+    """The limit on locked memory."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return [ok("locked memory", "unlimited")]
+    remedy = "for pools that an RDMA device registers: ulimit -l unlimited, LimitMEMLOCK=infinity"
+    return [warning("locked memory", f"at most {format_size(soft)}", remedy)]
+
+
+def huge_pages() -> list[Finding]:
+    """Transparent huge pages of shared memory, and reserved ones."""
+    setting = text("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    chosen = setting.partition("[")[2].partition("]")[0]
+    if not chosen:
+        first = ok("huge pages", "this kernel has none for shared memory")
+    elif chosen in ("never", "deny"):
+        path = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
+        remedy = f"for --huge-pages: echo advise > {path}"
+        first = warning("huge pages", f"shared memory gets none ({chosen})", remedy)
+    else:
+        first = ok("huge pages", f"shared memory gets transparent ones ({chosen})")
+    return [first, ok("hugetlb", _hugetlb())]
+
+
+def _hugetlb() -> str:
+    wanted = ("HugePages_Total", "HugePages_Free", "Hugepagesize")
+    lines = (line.partition(":") for line in text("/proc/meminfo").splitlines())
+    found = {name: value.strip() for name, _, value in lines if name in wanted}
+    if found.get("HugePages_Total", "0") == "0":
+        return "none reserved (none are needed)"
+    return f"{found['HugePages_Total']} reserved of {found['Hugepagesize']}; --pool-path uses them"
+
+
+def numa() -> list[Finding]:
+    """Memory nodes."""
+    nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
+    if nodes == 1:
+        return [ok("memory nodes", "1")]
+    choice = "--numa interleave, --numa gpu:0, or one cache for each node"
+    return [ok("memory nodes", f"{nodes}: consider {choice}")]
+
+
+MEMORY_PROBES: tuple[Probe, ...] = (
+    shared_memory,
+    cgroup,
+    leftovers,
+    memlock,
+    huge_pages,
+    numa,
+)
+
+
+# ---- What `doctor` says of versions, the C core, a compiler, and devices. Imports no torch.
+
+
+_NEEDED = ("numpy", "xxhash", "posix_ipc", "click", "rich")
+# package: (extra, what it is for)
+_WELCOME = {
+    "torch": ("kernels", "tensors and device transfers"),
+    "triton": ("kernels", "device kernels"),
+    "transformers": ("transformers", "models of Hugging Face transformers"),
+    "prometheus_client": ("metrics", "figures for Prometheus"),
+    "redis": ("redis", "storages redis: and valkey:"),
+    "obstore": ("s3", "storages s3:"),
+    "mooncake": ("mooncake", "storages mooncake:"),
+}
+_PACKAGES = {"mooncake": ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda")}
+"""Those that a name stands for, where it is none."""
+_PATIENCE = 10.0  # seconds: a driver that hangs must not hang us
+
+
+def versions() -> list[Finding]:
+    """Python and packages, by their metadata."""
+    found = [ok("Python", f"{platform.python_version()} ({platform.python_implementation()})")]
+    for package in ("lightcache", *_NEEDED):
+        version = _version(package)
+        if version is None:
+            found.append(error(package, "not installed", f"pip install {package}"))
+        else:
+            found.append(ok(package, version))
+    for package, (extra, use) in _WELCOME.items():
+        known = filter(None, map(_version, _PACKAGES.get(package, (package,))))
+        absent = f"not installed (only for {use}); pip install 'lightcache[{extra}]'"
+        found.append(ok(package, next(known, absent)))
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def core() -> list[Finding]:
+    """The two C libraries, and whether they are of this version."""
+    found = []
+    for name, load in (("C core, shm", shm_native.load), ("C core, index", index_native.load)):
+        try:
+            library = load()
+        except LightcacheError as problem:
+            found.append(error(name, "not usable", str(problem)))
+        else:
+            found.append(ok(name, f"layout {layout.ABI} as declared, {library.path}"))
+    return found
+
+
+def compiler() -> list[Finding]:
+    """Needed to install from source, and by Triton."""
+    for name in ("cc", "gcc", "clang"):
+        path = shutil.which(name)
+        if path:
+            return [ok("compiler", _first_line([path, "--version"]) or path)]
+    remedy = "only to install from source and for Triton: apt-get install gcc, or the like"
+    return [warning("compiler", "none", remedy)]
+
+
+def devices() -> list[Finding]:
+    """GPUs, as the driver's own tool lists them."""
+    nodes = sorted(Path("/dev").glob("nvidia[0-9]*"))
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        if nodes:
+            remedy = "make the driver's tools visible here (nvidia-smi), to see that it works"
+            return [warning("GPU", f"{len(nodes)} device nodes, no nvidia-smi", remedy)]
+        return [ok("GPU", "none (host caches need none)")]
+    query = [tool, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    listed = [line for line in _output(query).splitlines() if line.strip()]
+    if not listed:
+        remedy = "nvidia-smi lists none: look at its own message, at the driver and the container"
+        return [warning("GPU", f"{len(nodes)} device nodes, none that answers", remedy)]
+    return [ok("GPU", line.strip()) for line in listed]
+
+
+def _first_line(command: list[str]) -> str:
+    return _output(command).partition("\n")[0]
+
+
+def _output(command: list[str]) -> str:
+    """Standard output; empty when it fails or hangs."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_PATIENCE, check=False
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+SOFTWARE_PROBES: tuple[Probe, ...] = (versions, core, compiler, devices)
+
+
+# ---- `lightcache doctor --pin NAME`: how long registering a cache with the GPU driver takes here.
+
+
+def pinning(name: str, *, quiet: bool = False, driver: Driver | None = None) -> list[Finding]:
+    """Register all of an existing cache, as an engine's process does when it starts, and undo it.
+
+    Raises:
+        LightcacheError: there is no such cache, or not for us.
+    """
+    with guest(name), Cache.attach(name, role="doctor", grow=False) as cache:
+        pool = cache.pool
+        if pool.grown < pool.pages:
+            found = f"{pool.grown} of {pool.pages} pages of {name} have memory"
+            return [warning("pinning", found, "wait until it has grown, and measure again")]
+        try:
+            with bar(f"pinning {name}", pool.pages, quiet=quiet) as progress:
+                pinned = cache.pin(driver=driver, progress=progress)
+                pinned.wait()
+        except LightcacheError as problem:
+            return [error("pinning", f"{name} could not be pinned", str(problem))]
+        took = pinned.statistics
+        said = (
+            f"{format_size(took.nbytes)} of {name} in {took.seconds:.3f} s "
+            f"({took.nbytes / max(took.seconds, 1e-9) / 1e9:.1f} GB/s, {took.pieces} pieces), "
+            f"first pages after {took.first_seconds * 1e3:.1f} ms"
+        )
+        return [ok("pinning", said)]
+
+
+# ---- `lightcache doctor --calibrate`: how fast pages are loaded, and what each load costs beside.
+
+
+BATCHES = (1, 2, 4, 8, 16, 32)
+"""Pages of a transfer."""
+_MOST = 256 << 20  # bytes of a transfer
+_REPEATS = 7  # the fastest counts: what else the machine does only adds
+
+Measured = dict[str, Any]
+
+
+def calibrated(
+    page_bytes: str, device: str | None, page_tokens: int | None, prefill: float | None
+) -> Measured:
+    """Measure. Blocks for seconds; the device should be idle.
+
+    Raises:
+        ConfigError: a size that is none, or no multiple of 512 bytes; no such device.
+    """
+    each = parse_size(page_bytes, "page_bytes")
+    plane_shape(each, 1)
+    wanted = _first_device() if device is None else device
+    batches = [pages for pages in BATCHES if pages <= 2 or pages * each <= _MOST]
+    name, took = (_on_host if wanted == "cpu" else _on_gpu)(wanted, each, batches)
+    load, overhead = fitted([(pages * each, seconds[1]) for pages, seconds in took.items()])
+    offload, _ = fitted([(pages * each, seconds[0]) for pages, seconds in took.items()])
+    known = {"page_tokens": page_tokens, "prefill_tokens_per_s": prefill}
+    return {
+        "load_bytes_per_s": load,
+        "offload_bytes_per_s": offload,
+        "per_load_overhead_s": overhead,
+        "page_bytes": each,
+        "device": name,
+        "batches": [
+            {"pages": pages, "load_s": seconds[1], "offload_s": seconds[0]}
+            for pages, seconds in took.items()
+        ],
+        **{key: value for key, value in known.items() if value is not None},
+    }
+
+
+def fitted(points: list[tuple[int, float]]) -> tuple[float, float]:
+    """(bytes a second, seconds of each transfer beside) of (bytes, seconds): a straight line, on
+    which a point of twice the time weighs half. Where noise makes it fall, or cut the axis below 0,
+    there is no overhead, and the rate is that of the largest transfer."""
+    sizes, seconds = (np.array(column, float) for column in zip(*points, strict=True))
+    slope, overhead = np.polyfit(sizes, seconds, 1, w=1 / seconds)
+    if slope <= 0 or overhead < 0:
+        return float(sizes[-1] / seconds[-1]), 0.0
+    return float(1 / slope), float(overhead)
+
+
+def _first_device() -> str:
+    try:
+        torch: Any = import_module("torch")
+    except ImportError:
+        return "cpu"
+    return "cuda:0" if torch.cuda.is_available() else "cpu"
+
+
+def _on_host(device: str, page_bytes: int, batches: list[int]) -> tuple[str, dict[int, Any]]:
+    shape = plane_shape(page_bytes, batches[-1])
+    pool = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+    planes = planes_at([int(plane.ctypes.data) for plane in pool], shape, "cpu", pool)
+    memory = HostPages(np.zeros((batches[-1], page_bytes), np.uint8))
+    with HostEngine(page_geometry(page_bytes), planes, memory) as engine:
+        return "cpu", _times(engine, batches, shape[1])
+
+
+def _on_gpu(device: str, page_bytes: int, batches: list[int]) -> tuple[str, dict[int, Any]]:
+    from lightcache.kernels.calibration import TransferRig
+    from lightcache.kernels.device import CudaDevice
+
+    gpu = CudaDevice(device)
+    rig = TransferRig(gpu.name, page_bytes, batches[-1], contiguous=False)
+    engines: Any = import_module("lightcache.kernels.engine")
+    with engines.TransferEngine(rig.geometry, rig.planes, rig.memory) as engine:
+        engine.warm()
+        slots = plane_shape(page_bytes, batches[-1])[1]
+        return gpu.model, _times(engine, batches, slots)
+
+
+def _times(engine: Any, batches: list[int], slots: int) -> dict[int, tuple[float, float]]:
+    """Seconds of (offloading, loading) so many pages in one transfer, to slots all over."""
+    order = np.random.default_rng(0).permutation(slots)
+    found = {}
+    for pages in batches:
+        move = Move(np.arange(pages), order[: pages * slots // batches[-1]])
+        found[pages] = (
+            _fastest(lambda move=move: engine.offload(move).wait()),  # type: ignore[misc]
+            _fastest(lambda move=move: engine.load(move).wait()),  # type: ignore[misc]
+        )
+    return found
+
+
+def _fastest(call: Callable[[], object]) -> float:
+    times = []
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
+
+
+def show(measured: Measured, out: str | None, as_json: bool) -> None:
+    """Print it, and write it to a file: whole, or not at all.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    if out is not None:
+        path = Path(out)
+        draft = path.with_name(f"{path.name}.{os.getpid()}")
+        draft.write_text(json.dumps(measured, indent=1) + "\n")
+        draft.replace(path)
+    if as_json:
+        emit(measured)
+        return
+    screen = console()
+    facts: list[tuple[str, object]] = [
+        ("device", measured["device"]),
+        ("page", f"{measured['page_bytes']} bytes"),
+        ("load", f"{measured['load_bytes_per_s'] / 1e9:.2f} GB/s"),
+        ("offload", f"{measured['offload_bytes_per_s'] / 1e9:.2f} GB/s"),
+        ("each load", f"{measured['per_load_overhead_s'] * 1e6:.0f} us beside"),
+    ]
+    if {"page_tokens", "prefill_tokens_per_s"} <= measured.keys():
+        costs = Costs(**{name: measured[name] for name in Costs.__dataclass_fields__})
+        least = costs.break_even_pages()
+        facts.append(
+            ("worth loading", "never" if least is None else f"from {max(least, 1)} page(s) on")
+        )
+    screen.print(lines("calibration", facts))
+    rows = [
+        (batch["pages"], batch["load_s"] * 1e3, batch["offload_s"] * 1e3)
+        for batch in measured["batches"]
+    ]
+    screen.print(table("transfers", ("pages", "load ms", "offload ms"), rows))
+    if out is not None:
+        screen.print(cell(f"written to {out}"))
+
+
+# ---- `lightcache doctor`: what this machine offers, and what to change.
+
 
 _STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.ERROR: "red"}
 
 
 def examine() -> list[Finding]:
     """All findings, in the order in which people read them."""
-    from lightcache.tools import doctor_memory, doctor_software, doctor_system
-
-    found: list[Finding] = []
-    for module in (doctor_memory, doctor_system, doctor_software):
-        for probe in module.PROBES:
-            found += probe()
-    return found
+    probes = (*MEMORY_PROBES, *SYSTEM_PROBES, *SOFTWARE_PROBES)
+    return [finding for probe in probes for finding in probe()]
 
 
 @click.command(cls=Command)
@@ -59,14 +629,12 @@ def doctor(
     Each line is ok, a warning, or an error with the remedy. Exit status 1 if there is an error.
     """
     if calibrate:
-        from lightcache.tools import doctor_calibrate
-
         if pin is not None:
             raise ConfigError("doctor: --pin and --calibrate measure different things; give one")
         if out is not None:
             check_writable("--out", out)
-        measured = doctor_calibrate.calibrated(page_bytes, device, page_tokens, prefill)
-        doctor_calibrate.show(measured, out, as_json)
+        measured = calibrated(page_bytes, device, page_tokens, prefill)
+        show(measured, out, as_json)
         return
     for option, value in (
         ("--out", out),
@@ -76,12 +644,7 @@ def doctor(
     ):
         if value is not None:
             raise ConfigError(f"doctor: {option} is for what --calibrate measures; give both")
-    if pin is None:
-        found = examine()
-    else:
-        from lightcache.tools.doctor_pin import pinning
-
-        found = pinning(pin, quiet=as_json)
+    found = examine() if pin is None else pinning(pin, quiet=as_json)
     if as_json:
         emit([asdict(finding) for finding in found])
     else:
@@ -93,3 +656,6 @@ def doctor(
             if finding.remedy:
                 screen.print(cell(f"{'':8}{'':18} -> {finding.remedy}"), soft_wrap=True)
     ctx.exit(BROKEN if any(finding.level is Level.ERROR for finding in found) else OK)
+
+
+__all__ = ["BATCHES", "calibrated", "fitted", "show"]

@@ -3,12 +3,340 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import click
+from rich.console import Console, RenderableType
+from rich.text import Text
 
-from lightcache.tools import dump_view, facts, hints, page_facts, structures
+from lightcache._arguments import format_size
+from lightcache.shm import SegmentInfo, names
+from lightcache.tools import facts, hints, structures
 from lightcache.tools.image import Image, opened, read, undo
-from lightcache.tools.output import Command, emit, json_option
+from lightcache.tools.output import (
+    Command,
+    age,
+    cell,
+    console,
+    emit,
+    json_option,
+    lines,
+    percent,
+    printable,
+    table,
+)
+
+# ---- The tables of `dump`, made of the values of `facts`.
+
+
+Facts = dict[str, Any]
+
+
+def segment_facts(info: SegmentInfo) -> Facts:
+    """What is said of a segment that holds no index."""
+    return {
+        "name": info.name,
+        "kind": info.kind,
+        "state": "retired" if info.retired else "disabled" if info.disabled else "ready",
+        "lifetime": info.lifetime,
+        "idle_limit_s": info.idle_limit_s or None,
+        "unused_s": round(info.unused_s, 3),
+        "age_s": info.age_s,
+        "uuid": info.uuid,
+        "uid": info.uid,
+        "bytes": info.bytes,
+        "clients": info.clients,
+        "dead_clients": info.dead_clients,
+        "occupied": info.occupied,
+    }
+
+
+def _limit(info: Facts) -> str:
+    """Of a persistent one that may go for room."""
+    limit = info.get("idle_limit_s")
+    if not limit:
+        return ""
+    return f", idle limit {age(limit)}, last used {age(info['unused_s'])} ago"
+
+
+def show(found: Facts) -> None:
+    """Print what was found."""
+    out = console()
+    out.print(_segment(found["segment"]))
+    for name, view in _VIEWS.items():
+        if name in found:
+            out.print()
+            out.print(view(found[name]))
+    _hints(out, found["not_working"], found["hints"])
+
+
+def _segment(info: Facts) -> RenderableType:
+    pairs: list[tuple[str, object]] = [("state", _state(info["state"]))]
+    if "kind" in info:
+        pairs += [("holds", info["kind"]), ("size", format_size(info["bytes"]))]
+    else:
+        pairs += [("for", info["fingerprint"]), ("pages of", _page(info)), *_sizes(info)]
+    readers = ", and readers" if info["occupied"] and not info["clients"] else ""
+    pairs += [
+        ("clients", f"{info['clients']} living, {info['dead_clients']} dead{readers}"),
+        ("age", f"{age(info['age_s'])}, lifetime {info['lifetime']}{_limit(info)}"),
+    ]
+    return lines(printable(info["name"]), pairs)
+
+
+def _page(info: Facts) -> str | None:
+    size, tokens = info["page_bytes"], info["page_tokens"]
+    if not isinstance(size, int):
+        return None
+    if not isinstance(tokens, int):
+        return format_size(size)
+    return f"{format_size(size)}, {tokens} {'token' if tokens == 1 else 'tokens'}"
+
+
+def _sizes(info: Facts) -> list[tuple[str, object]]:
+    flat = ", flat: the page unused for longest goes first" if info["flat"] else ""
+    pairs: list[tuple[str, object]] = [("index", format_size(info["index_bytes"]) + flat)]
+    pool = info["pool_bytes"]
+    if pool:
+        said = f"{format_size(pool['length'])}, {format_size(pool['allocated'])} in memory"
+        folder = Path(info["pool"]).parent
+        pairs.append(("pool", said + (f", in {folder}" if folder != names.FOLDER else "")))
+    return pairs
+
+
+def _state(state: str) -> Text:
+    return Text(state, style={"ready": "green", "disabled": "yellow"}.get(state, "red"))
+
+
+def _totals(found: Facts) -> RenderableType:
+    holds = Text("holds", "green") if found["accounting_holds"] else Text("does not hold", "red")
+    looked = found["hit_pages"] + found["missed_pages"]
+    states = ("free", "writing", "ready", "evicting", "doomed", "held")
+    pairs: list[tuple[str, object]] = [
+        ("pages", f"{found['pages']:,}, {found['grown']:,} with memory"),
+        *((name, f"{found[name]:,}  {percent(found[name], found['pages'])}") for name in states),
+        ("available", f"{found['available']:,}  without evicting"),
+        ("accounting", holds),
+        ("evictable", found["evictable"]),
+        ("kept", found["kept"]),
+        ("outstanding", f"{found['reservations']} reservations, {found['tickets']} tickets"),
+        ("hit rate", f"{percent(found['hit_pages'], looked)} of {looked:,} pages looked up"),
+    ]
+    return lines("pages", pairs)
+
+
+def _lock(found: Facts) -> RenderableType:
+    pairs: list[tuple[str, object]] = []
+    holder = found["holder"]
+    if holder is None:
+        pairs.append(("holder", Text("nobody", style="green")))
+    else:
+        well = holder["alive"] and holder["process"] in ("running", "sleeping", "out of sight")
+        pairs += [
+            ("holder", f"client {holder['slot']} ({holder['role'] or 'no role'})"),
+            ("process", f"pid {holder['pid']}, thread {holder['tid'] or 'unknown'}"),
+            ("alive", Text(_life(holder), style="green" if well else "red")),
+            ("doing", _doing(holder)),
+            ("half done", f"{found['log_entries']} stores, to be undone if it dies"),
+        ]
+    taken = found["acquisitions"]
+    mean = found["hold_s"] / taken if taken else 0.0
+    pairs += [
+        ("taken", f"{taken:,} times, {found['contended']:,} waited"),
+        ("waited", f"{found['wait_s']:.6f} s in all"),
+        ("held", f"{mean * 1e6:.1f} us on average, {found['hold_max_s'] * 1e6:.1f} us at most"),
+        ("recoveries", f"{found['recoveries']}, {found['undone_words']} stores undone"),
+    ]
+    return lines("lock", pairs)
+
+
+def _doing(holder: Facts) -> str:
+    if holder["operation"] is None:
+        return "it has just taken the lock, and not said for what"
+    return f"{holder['operation']}, for {age(holder['held_s'])}"
+
+
+def _life(who: Facts) -> str:
+    return f"alive, {who['process']}" if who["alive"] else "dead"
+
+
+def _members(found: list[Facts]) -> RenderableType:
+    return table(
+        f"clients: {len(found)}",
+        ("slot", "role", "pid", "alive", "age"),
+        (
+            (
+                client["slot"],
+                client["role"] or None,
+                str(client["pid"]),
+                Text(_life(client), style="" if client["alive"] else "red"),
+                age(client["attached_s"]),
+            )
+            for client in found
+        ),
+        right="slot pid",
+    )
+
+
+def _content(found: Facts) -> RenderableType:
+    pairs: list[tuple[str, object]] = []
+    for name, value in found.items():
+        if name == "writer":
+            slot = f"client {value['slot']}, " if value["slot"] else ""
+            pairs.append((name, f"{slot}{value['state']}"))
+        elif name == "readers":
+            shown = [f"client {each['slot']}: {each['behind']:,} to read" for each in value]
+            pairs.append((name, "; ".join(shown) or None))
+        elif isinstance(value, dict):
+            shown = [f"{key}: {each:,}" for key, each in value.items() if isinstance(each, int)]
+            pairs.append((name.replace("_", " "), "; ".join(shown) or None))
+        else:
+            pairs.append((name.replace("_", " "), value if isinstance(value, int) else str(value)))
+    return lines("content", pairs)
+
+
+def _clients(found: list[Facts]) -> RenderableType:
+    if found and "pins" not in found[0]:
+        return _members(found)
+    columns = ("slot", "role", "pid", "alive", "pins", "pages", "lookups", "hit", "reserved", "age")
+    return table(
+        f"clients: {len(found)}",
+        columns,
+        (
+            (
+                client["slot"],
+                client["role"] or None,
+                str(client["pid"]),
+                Text(_life(client), style="" if client["alive"] else "red"),
+                client["pins"],
+                client["pinned_pages"],
+                client["lookups"],
+                None if client["hit_rate"] is None else f"{100 * client['hit_rate']:.1f} %",
+                client["reserved_pages"],
+                age(client["attached_s"]),
+            )
+            for client in found
+        ),
+        right="slot pid pins pages lookups hit reserved",
+    )
+
+
+def _owner(slot: int, alive: bool) -> Text:
+    return Text(f"{slot} {'alive' if alive else 'dead'}", style="" if alive else "red")
+
+
+def _reservations(found: list[Facts]) -> RenderableType:
+    return table(
+        f"reservations: {len(found)}",
+        ("reservation", "state", "owner", "pages", "shards left", "owed by slots", "namespace"),
+        (
+            (
+                entry["reservation"],
+                entry["state"],
+                _owner(entry["owner"], entry["owner_alive"]),
+                entry["pages"],
+                f"{entry['shards_left']} of {entry['shards']}",
+                _numbers(entry["pending_slots"]),
+                entry["namespace"],
+            )
+            for entry in found
+        ),
+        right="reservation pages namespace",
+    )
+
+
+def _tickets(found: list[Facts]) -> RenderableType:
+    return table(
+        f"tickets: {len(found)}",
+        ("ticket", "state", "giver", "pages", "held", "adopters", "adopted", "done", "deadline"),
+        (
+            (
+                entry["ticket"],
+                entry["state"],
+                _owner(entry["giver"], entry["giver_alive"]),
+                entry["pages"],
+                entry["pages_held"],
+                *(_numbers(entry[name]) for name in ("adopters", "adopted", "done")),
+                "passed" if entry["deadline_in_s"] < 0 else age(entry["deadline_in_s"]),
+            )
+            for entry in found
+        ),
+        right="ticket pages held",
+    )
+
+
+def _numbers(numbers: list[int]) -> str | None:
+    return " ".join(map(str, numbers)) or None
+
+
+def _namespaces(found: list[Facts]) -> RenderableType:
+    columns = ("namespace", "weights", "tenant", "state", "pages", "quota", "minimum")
+    return table(
+        f"namespaces: {len(found)}",
+        columns,
+        ([entry[column] for column in columns] for entry in found),
+        right="namespace pages quota minimum",
+    )
+
+
+def _pages(found: Facts) -> RenderableType:
+    part = "" if found["shown"] == found["in_use"] else f", the first {found['shown']:,} of them"
+    return table(
+        f"pages in use: {found['in_use']:,}{part}",
+        tuple(_PAGE_COLUMNS.values()),
+        ([_page_cell(entry, field) for field in _PAGE_COLUMNS] for entry in found["pages"]),
+        right="page ns gen tick hits parent children reservation",
+    )
+
+
+_PAGE_COLUMNS = {
+    "page": "page",
+    "state": "state",
+    "key": "key...",
+    "namespace": "ns",
+    "generation": "gen",
+    "pins": "pins by slot",
+    "tick": "tick",
+    "hits": "hits",
+    "parent": "parent",
+    "children": "children",
+    "reservation": "reservation",
+}
+
+
+def _page_cell(entry: Facts, column: str) -> Text:
+    if column != "pins":
+        return cell(entry[column])
+    return cell(" ".join(f"{slot}:{count}" for slot, count in entry["pins"].items()) or None)
+
+
+def _hints(out: Console, not_working: list[str], notes: list[str]) -> None:
+    out.print()
+    if not_working:
+        out.print(Text("not working now", style="red bold"))
+    else:
+        out.print(Text("not working now: nothing that can be seen from here", style="bold"))
+    for line in not_working:
+        out.print(Text("  - ", style="red bold") + cell(line), soft_wrap=True)
+    for line in notes:
+        out.print(Text("note: ", style="yellow bold") + cell(line), soft_wrap=True)
+
+
+_VIEWS: dict[str, Callable[[Any], RenderableType]] = {
+    "content": _content,
+    "totals": _totals,
+    "lock": _lock,
+    "clients": _clients,
+    "reservations": _reservations,
+    "tickets": _tickets,
+    "namespaces": _namespaces,
+    "pages": _pages,
+}
+
+
+# ---- `lightcache dump`, also `shm-dump`: what an operator asks at three in the morning.
+
 
 SECTIONS: dict[str, Callable[[Image], object]] = {
     "totals": facts.totals,
@@ -40,10 +368,10 @@ def dump(name: str, as_json: bool, pages: bool, limit: int, **chosen: bool) -> N
     if limit < 0:
         raise click.BadParameter("expected 0 (all) or more", param_hint="--limit")
     with opened(name) as (_, info):
-        plain = info.kind != "index"
-    if plain:
+        no_index = info.kind != "index"
+    if no_index:
         found: dict[str, object] = {
-            "segment": dump_view.plain(info),
+            "segment": segment_facts(info),
             **_chosen(structures.document(name), chosen),
         }
     else:
@@ -51,7 +379,7 @@ def dump(name: str, as_json: bool, pages: bool, limit: int, **chosen: bool) -> N
     if as_json:
         emit(found)
     else:
-        dump_view.show(found)
+        show(found)
 
 
 def document(image: Image, chosen: dict[str, bool], pages: bool, limit: int) -> dict[str, object]:
@@ -64,7 +392,7 @@ def document(image: Image, chosen: dict[str, bool], pages: bool, limit: int) -> 
         if everything or chosen.get(section):
             found[section] = lock if section == "lock" else make(image)
     if pages:
-        found["pages"] = page_facts.pages(image, limit)
+        found["pages"] = facts.pages(image, limit)
     return found | hints.sections(hints.of(image, lock, undone))
 
 

@@ -7,7 +7,10 @@ tickets without the words that adopting takes, and of the secret nothing at all.
 from __future__ import annotations
 
 import ctypes
+import functools
+import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +23,106 @@ from lightcache.pool import PoolObject
 from lightcache.shm import ClientInfo
 from lightcache.shm import layout as shm_layout
 from lightcache.tools.image import Copy, Image
-from lightcache.tools.processes import state_of
+
+# ---- The pages of a copy, one by one, for `dump --pages`.
+
+
+def pages(image: Image, limit: int) -> Facts:
+    """Pages that are not free, in order; at most `limit` of them (0: all)."""
+    found, pins = records(image), rows(image)
+    used = np.flatnonzero(found["word"] & layout.STATE_MASK)
+    shown = used[:limit] if limit else used
+    return {
+        "in_use": len(used),
+        "shown": len(shown),
+        "pages": [_page(found, pins, int(page)) for page in shown],
+    }
+
+
+def _page(found: npt.NDArray[Any], pins: npt.NDArray[np.uint16], page: int) -> Facts:
+    record = found[page]
+    word, used, parent = int(record["word"]), int(record["used"]), int(record["parent"])
+    valid = parent < len(found) and found[parent]["gen"] == record["parent_gen"]
+    reservation = word >> layout.RESERVATION_SHIFT
+    held = word & layout.STATE_MASK == PageState.HELD  # then its client stands there
+    return {
+        "page": page,
+        "state": name_of(PageState, word & layout.STATE_MASK),
+        "key": f"{int(record['hi']) >> 32:08x}",
+        "namespace": None if held else word >> layout.NAMESPACE_SHIFT & 0xFF,
+        "held_by": word >> layout.NAMESPACE_SHIFT & 0xFF if held else None,
+        "generation": int(record["gen"]),
+        "pins": {str(slot): int(pins[slot, page]) for slot in np.flatnonzero(pins[:, page])},
+        "tick": used >> 16,
+        "hits": used & 0xFFFF,
+        "parent": parent if valid else None,
+        "children": int(record["children"]),
+        "reservation": reservation - 1 if reservation else None,
+        "kept": bool(word & layout.KEPT),
+    }
+
+
+# ---- What /proc says of a client, where this process can see it.
+
+
+_STATES = {
+    "R": "running",
+    "S": "sleeping",
+    "D": "waiting for a device",
+    "I": "idle",
+    "T": "stopped",
+    "t": "traced",
+    "Z": "zombie",
+    "X": "dead",
+}
+
+
+@functools.cache
+def own_pid_namespace() -> int:
+    """The inode of our PID namespace; 0 where /proc is not mounted."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def state_of(client: ClientInfo, tid: int = 0) -> str:
+    """What a client's process (or one thread of it) is doing: "running", "stopped", "gone", or
+    "out of sight" when it lives in another PID namespace."""
+    if not client.pidns or client.pidns != own_pid_namespace():
+        return "out of sight"
+    main = _stat(Path(f"/proc/{client.pid}/stat"))
+    if main is None or int(main[19]) != client.start_ticks:
+        return "gone"
+    found = _stat(Path(f"/proc/{client.pid}/task/{tid}/stat")) if tid else main
+    return _STATES.get(found[0], found[0]) if found else "gone"
+
+
+def has_ended(client: ClientInfo) -> bool:
+    """Whether a client's process is certainly gone: of our PID namespace, and no process has its
+    number. What /proc hides still has it."""
+    if not client.pidns or client.pidns != own_pid_namespace():
+        return False
+    try:
+        os.kill(client.pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _stat(path: Path) -> list[str] | None:
+    """The fields from the third on: the second, the name, may hold blanks and parentheses."""
+    try:
+        fields = path.read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return [field.decode("ascii", "replace") for field in fields] if len(fields) > 19 else None
+
+
+# ---- What `dump` says, as plain values for JSON. Tables are made of the same values.
+
 
 Facts = dict[str, Any]
 _RESERVATION = {1: "active", 2: "doomed"}

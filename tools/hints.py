@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from lightcache.errors import LightcacheError
 from lightcache.shm import layout as shm_layout
 from lightcache.storage.service.board import LAYOUT, board_copy, board_name
-from lightcache.tools import facts, processes
+from lightcache.tools import facts
 from lightcache.tools.image import Copy, Image, read_any
 
 
@@ -186,7 +186,7 @@ def _records(seen: SeenCache) -> Iterator[Hint]:
 
 def _clients(seen: Seen) -> Iterator[Hint]:
     for client in seen.copy.clients:
-        if client.alive and processes.has_ended(client):
+        if client.alive and facts.has_ended(client):
             yield Hint(
                 f"client {client.slot} ({client.role or 'no role'}, pid {client.pid}) has ended, "
                 "but a process that was forked from it without its fork handlers (clone, _Fork) "

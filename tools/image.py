@@ -23,9 +23,38 @@ import numpy.typing as npt
 from lightcache import layout
 from lightcache.errors import CacheCorrupted, LightcacheError, NotReady
 from lightcache.page_index import MAX_PAGES, geometry
-from lightcache.shm import ClientInfo, Kind, SegmentInfo, clients, read_segment, wanted
+from lightcache.shm import ClientInfo, Kind, SegmentInfo, clients, ofd, read_segment, wanted
 from lightcache.shm import layout as shm_layout
 from lightcache.shm.objects import OpenObject
+
+# ---- Attaching for a moment, to do something and leave things as they were.
+
+
+group_option_help = "The segment's group, when somebody else of that group owns it."
+
+
+@contextlib.contextmanager
+def guest(name: str) -> Iterator[SegmentInfo]:
+    """Keep a segment in being while a tool attaches to it and leaves.
+
+    The last client to leave takes a cache of lifetime "attached" with it. That must not be a tool
+    that came to a cache whose clients were all killed: the next `open` would go on warm. So the
+    tool also lives in it as a reader does, and that life ends like a killed process's, unnoticed.
+
+    Raises:
+        NotReady: there is none of that name.
+    """
+    info = require(name)
+    opened = OpenObject.open(name, writable=False)
+    if opened is None:
+        raise unknown(name)
+    with contextlib.closing(opened):
+        ofd.try_lock(opened.fd, shm_layout.BYTE_READERS, exclusive=False)
+        yield info
+
+
+# ---- A copy of a segment, read with pread: nothing is mapped, locked or joined, no slot is taken.
+
 
 Bytes = npt.NDArray[np.uint8]
 TRIES = 3

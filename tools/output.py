@@ -7,17 +7,40 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 import click
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from lightcache.errors import ConfigError, LightcacheError
+
+# ---- A bar for what takes a while, where somebody looks at it.
+
+
+@contextlib.contextmanager
+def bar(
+    what: str, total: int, done: int = 0, *, quiet: bool = False
+) -> Iterator[Callable[[int, int], None] | None]:
+    """For the time of the body: what to call with (done, total), by any thread. None where nobody
+    looks: standard error is no terminal, or `quiet`."""
+    out = console(stderr=True)
+    if quiet or not out.is_terminal:
+        yield None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=out, transient=True) as progress:
+        task = progress.add_task(what, total=total, completed=done)
+        yield lambda done, _: progress.update(task, completed=done)
+
+
+# ---- How every command speaks: tables for people, JSON for scripts, errors in one line.
+
 
 OK = 0
 BROKEN = 1

@@ -23,8 +23,7 @@ from lightcache.storage.arguments import Deadline
 from lightcache.storage.service import ServiceStats, StorageService, service_stats
 from lightcache.storage.tiers import TierStats
 from lightcache.storage.urls import check_url
-from lightcache.tools.attaching import group_option_help, guest
-from lightcache.tools.image import require
+from lightcache.tools.image import group_option_help, guest, require
 from lightcache.tools.output import BROKEN, Command, age, console, emit, fail, json_option, lines
 
 _PAUSE = 0.5  # seconds between two looks at whether the service has ended by itself

@@ -12,9 +12,8 @@ import numpy as np
 from lightcache.errors import CacheCorrupted
 from lightcache.shm import Kind, SharedCounters, SharedLog, layout, logs, rings, structures
 from lightcache.tools import facts, hints
-from lightcache.tools.attaching import guest
 from lightcache.tools.facts import Facts
-from lightcache.tools.image import Copy, read_any
+from lightcache.tools.image import Copy, guest, read_any
 
 _UNNAMED: Mapping[int, str] = {0: "a change"}  # lists and dicts do not say which
 _OPERATIONS: Mapping[Kind, Mapping[int, str]] = {

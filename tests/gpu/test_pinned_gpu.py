@@ -189,7 +189,7 @@ def test_a_pool_in_a_folder_near_the_gpu(torch: Any, segment_name: str) -> None:
 
 
 def test_doctor_measures_it(torch: Any, segment_name: str) -> None:
-    from lightcache.tools.doctor_pin import pinning
+    from lightcache.tools.doctor import pinning
 
     with Cache.create(segment_name, **ARGUMENTS) as cache:
         (found,) = pinning(segment_name, quiet=True)

@@ -10,7 +10,7 @@ import pytest
 from lightcache.errors import ConfigError
 from lightcache.shm import memory
 from lightcache.shm.names import FOLDER
-from lightcache.tools import doctor_memory
+from lightcache.tools import doctor
 from lightcache.tools.demo.machine import BESIDE_POOL, preflight
 
 MIB = 1 << 20
@@ -47,7 +47,7 @@ def test_a_memory_limit_has_another_remedy(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(doctor_memory, "FOLDER", tmp_path / "none")
+    monkeypatch.setattr(doctor, "FOLDER", tmp_path / "none")
     with pytest.raises(ConfigError, match=r"none: missing .*mount a tmpfs"):
         preflight(MIB)
 

@@ -12,13 +12,13 @@ from click.testing import CliRunner
 
 from lightcache.costs import Costs
 from lightcache.kernels import calibration
-from lightcache.tools import cli, doctor_calibrate
-from lightcache.tools.doctor_calibrate import fitted
+from lightcache.tools import cli, doctor
+from lightcache.tools.doctor import fitted
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_calibrate, "BATCHES", (1, 2, 4))
+    monkeypatch.setattr(doctor, "BATCHES", (1, 2, 4))
 
 
 def run(*arguments: object, status: int = 0) -> Any:
@@ -46,8 +46,8 @@ def test_it_writes_what_costs_reads(tmp_path: Path) -> None:
 
 def test_each_direction_has_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     took = {pages: (2.0 * pages, 0.5 + pages) for pages in (1, 2, 4)}
-    monkeypatch.setattr(doctor_calibrate, "_on_host", lambda *_: ("cpu", took))
-    found = doctor_calibrate.calibrated("1KiB", "cpu", None, None)
+    monkeypatch.setattr(doctor, "_on_host", lambda *_: ("cpu", took))
+    found = doctor.calibrated("1KiB", "cpu", None, None)
     assert found["load_bytes_per_s"] == pytest.approx(1024)
     assert found["offload_bytes_per_s"] == pytest.approx(512)
     assert found["per_load_overhead_s"] == pytest.approx(0.5)
@@ -95,7 +95,7 @@ def test_a_file_that_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Which is said before anything is measured."""
-    monkeypatch.setattr(doctor_calibrate, "calibrated", lambda *options: pytest.fail("measured"))
+    monkeypatch.setattr(doctor, "calibrated", lambda *options: pytest.fail("measured"))
     path = tmp_path / name
     done = run("--calibrate", "--device", "cpu", "--out", path, status=2)
     assert f"--out: expected a file that can be written, found '{path}'" in done.stderr
@@ -129,9 +129,9 @@ def test_the_sides_of_the_measurement_move_every_byte() -> None:
     memory = np.zeros((4, 1024), np.uint8)
     planes = calibration.planes_at([one.ctypes.data for one in pool], shape, "cpu", pool)
     geometry = calibration.page_geometry(1024)
-    engine = doctor_calibrate.HostEngine(geometry, planes, doctor_calibrate.HostPages(memory))
+    engine = doctor.HostEngine(geometry, planes, doctor.HostPages(memory))
     with engine:
-        move = doctor_calibrate.Move(np.arange(4), np.arange(shape[1])[::-1])
+        move = doctor.Move(np.arange(4), np.arange(shape[1])[::-1])
         engine.offload(move).wait()
         assert sorted(memory.ravel()) == sorted(before.ravel())
         pool[:] = 0

@@ -6,8 +6,7 @@ from importlib import metadata
 
 import pytest
 
-from lightcache.tools.doctor_software import versions
-from lightcache.tools.findings import Level
+from lightcache.tools.doctor import Level, versions
 
 CLIENTS = {"redis": "redis: and valkey:", "obstore": "s3:", "mooncake": "mooncake:"}
 

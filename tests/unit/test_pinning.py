@@ -143,8 +143,7 @@ def test_a_cache_without_a_gpu_never_loads_a_driver(script: Any, segment_name: s
 
 
 def test_doctor_measures_pinning(segment_name: str) -> None:
-    from lightcache.tools.doctor_pin import pinning
-    from lightcache.tools.findings import Level
+    from lightcache.tools.doctor import Level, pinning
 
     driver = FakeDriver()
     with Cache.create(segment_name, **ARGUMENTS) as cache:
@@ -159,7 +158,7 @@ def test_doctor_measures_pinning(segment_name: str) -> None:
 
 
 def test_doctor_does_not_wait_for_memory(segment_name: str) -> None:
-    from lightcache.tools.doctor_pin import pinning
+    from lightcache.tools.doctor import pinning
 
     big = {**ARGUMENTS, "page_bytes": CHUNK_BYTES // 4, "grow": False}
     with Cache.create(segment_name, **big):

@@ -36,7 +36,7 @@ from lightcache import (
 from lightcache.shm import Segment
 from lightcache.storage import StorageSpec, TaskState
 from lightcache.storage.service import StorageClient, StorageService, service_stats
-from lightcache.tools.keep import _switch
+from lightcache.tools.maintenance import _switch
 
 FINISHED, FAILED = TaskState.FINISHED, TaskState.FAILED
 Wait = Callable[[Callable[[], bool], str], None]

@@ -20,7 +20,7 @@ from click.testing import CliRunner, Result
 import lightcache_bench as frame
 from lightcache import Cache, InUse, NotReady, PageIndex
 from lightcache.shm import Kind, Segment, list_segments, names, read_segment
-from lightcache.tools import cli, create, doctor, findings, keep
+from lightcache.tools import cli, create, doctor, maintenance
 
 Run = Callable[..., Result]
 Script = Callable[..., Any]
@@ -316,7 +316,7 @@ def test_reap_all(run: Run, made: str, script: Script, monkeypatch: pytest.Monke
     def only_ours() -> list[Any]:
         return [info for info in list_segments() if info.name.startswith(made)]
 
-    monkeypatch.setattr(keep, "list_segments", only_ours)
+    monkeypatch.setattr(maintenance, "list_segments", only_ours)
     script(CLIENT + DIES, made, "victim", status=-signal.SIGKILL)
     with Segment.create(f"{made}-plain", 1), Segment.create(f"{made}-list", 1, kind=Kind.LIST):
         result = run("reap", "--all", "--json")
@@ -389,10 +389,10 @@ def test_doctor(run: Run, script: Script) -> None:
 
 
 def test_doctor_fails_on_errors(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = [findings.ok("a", "fine"), findings.warning("b", "so so", "try")]
+    lines = [doctor.ok("a", "fine"), doctor.warning("b", "so so", "try")]
     monkeypatch.setattr(doctor, "examine", lambda: lines)
     assert "-> try" in run("doctor").stdout
-    lines.append(findings.error("c", "[bad]", "mend it"))
+    lines.append(doctor.error("c", "[bad]", "mend it"))
     assert "[bad]" in run("doctor", status=1).stdout
 
 

@@ -27,8 +27,8 @@ from lightcache.shm import layout as shm_layout
 from lightcache.tools import check as check_module
 from lightcache.tools import cli
 from lightcache.tools.dump import dump
+from lightcache.tools.facts import state_of
 from lightcache.tools.image import read
-from lightcache.tools.processes import state_of
 
 Run = Callable[..., Result]
 Wait = Callable[[Callable[[], bool], str], None]

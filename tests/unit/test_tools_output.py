@@ -20,7 +20,7 @@ from rich.console import Console
 from support.storing import make_cache
 
 from lightcache.shm import Segment, names, read_segment, sweep
-from lightcache.tools import cli, keep
+from lightcache.tools import cli, maintenance
 from lightcache.tools.output import lines, table
 
 LIGHTCACHE = Path(sys.executable).with_name("lightcache")
@@ -125,7 +125,7 @@ def left(segment_name: str, script: Any) -> str:
 
 def test_sweep_asks(left: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It lists what would go, why and how large; and removes it when it is told to."""
-    monkeypatch.setattr(keep, "_agreed", lambda count: asked.append(count) or answer)
+    monkeypatch.setattr(maintenance, "_agreed", lambda count: asked.append(count) or answer)
     asked: list[int] = []
     answer = False
     command = ["sweep", "--prefix", left]
@@ -172,7 +172,7 @@ def test_sweep_removes_what_it_listed_alone(left: str, monkeypatch: pytest.Monke
         opened.append(Segment.attach(f"{left}-a"))
         return True
 
-    monkeypatch.setattr(keep, "_agreed", agreed)
+    monkeypatch.setattr(maintenance, "_agreed", agreed)
     swept = CliRunner().invoke(cli.group, ["sweep", "--prefix", left])
     opened.pop().close()
     assert f"left /lightcache.{left}-a: it came to be used" in swept.stdout

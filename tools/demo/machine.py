@@ -6,8 +6,7 @@ from lightcache._arguments import format_size, parse_size
 from lightcache.errors import ConfigError
 from lightcache.shm import memory
 from lightcache.shm.names import FOLDER
-from lightcache.tools.doctor_memory import shared_memory
-from lightcache.tools.findings import Level
+from lightcache.tools.doctor import Level, shared_memory
 
 BESIDE_POOL = 16 << 20  # bytes for the index, the rings and what else is not the pool
 

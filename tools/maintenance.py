@@ -20,8 +20,7 @@ from lightcache.shm.objects import OpenObject
 from lightcache.shm.segment import free_dead_slots
 from lightcache.shm.sweep import Leftover, leftovers, sweep_dependent
 from lightcache.shm.sweep import sweep as sweep_all
-from lightcache.tools.attaching import group_option_help, guest
-from lightcache.tools.image import unknown
+from lightcache.tools.image import group_option_help, guest, unknown
 from lightcache.tools.output import FAILED, Command, emit, fail, json_option, printable
 
 group_option = click.option("--group", help=group_option_help)
