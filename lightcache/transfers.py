@@ -460,6 +460,8 @@ class Load(_InFlight[Lease]):
         """
         _check_kind(lease, (Lease,))
         move = Move(lease.pages, slots, first, skip)
+        self.tokens: int = len(lease) * engine.geometry.page_tokens
+        """Tokens of the lease's pages: so many of the prompt need not be computed."""
         self._begin(engine, lease, "load", move, how)
 
     def __enter__(self) -> Load:

@@ -8,6 +8,7 @@ from lightcache.manager.handover import HandOver, Received, hand_over, receive
 from lightcache.manager.leading import Leader, Ordered
 from lightcache.manager.manager import KVCacheManager
 from lightcache.manager.movers import EngineMover, Mover, Moving, NullMover, RankMover
+from lightcache.manager.opening import EngineKV, open_kv
 from lightcache.manager.orders import Decisions
 from lightcache.manager.requests import (
     Item,
@@ -25,6 +26,7 @@ from lightcache.manager.weights import WeightsState
 __all__ = [
     "AttachedDevice",
     "Decisions",
+    "EngineKV",
     "EngineMover",
     "Fetch",
     "Follower",
@@ -53,6 +55,7 @@ __all__ = [
     "Wishes",
     "WritePolicy",
     "hand_over",
+    "open_kv",
     "receive",
     "wait_for_ranks",
 ]

@@ -1,0 +1,246 @@
+"""`open_kv`: from an engine's KV tensors to a host cache and what moves pages to and from it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
+
+from lightcache._arguments import count
+from lightcache.cache import Cache
+from lightcache.errors import ConfigError
+from lightcache.hashing import Keys
+from lightcache.kernels import layouts
+from lightcache.kernels.geometry import PageGeometry
+from lightcache.kernels.groups import KVGroup
+from lightcache.kernels.moves import Engine, integers
+from lightcache.kernels.planes import DevicePlanes, View, check_axes, view
+from lightcache.manager.device import OwnedDevice
+from lightcache.manager.manager import KVCacheManager
+from lightcache.manager.movers import EngineMover
+from lightcache.shm.errors import leave
+from lightcache.transfers import Load, Offload
+
+if TYPE_CHECKING:
+    from lightcache.kernels.pinned import PinnedPages
+
+GROUP = "kv"
+"""Name of the one KV group of such a cache."""
+Slots = Sequence[int] | npt.NDArray[Any]
+
+
+class EngineKV:
+    """An engine's KV tensors, the host cache behind them, and what moves pages between the two. As
+    a context manager: leaving closes all of it, managers first."""
+
+    def __init__(self, cache: Cache, geometry: PageGeometry, planes: DevicePlanes) -> None:
+        """For `open_kv`. On a GPU the pool is registered with the driver, in the background."""
+        self.cache, self.geometry, self.planes = cache, geometry, planes
+        self.pinned: PinnedPages | None = None
+        """The pool as the GPU sees it, None on a CPU. Its first pages can be used after some
+        milliseconds; `pinned.wait()` waits for all."""
+        if planes.device != "cpu":
+            self.pinned = cache.pin(device=planes.device)
+        self.engine: Engine = cache.engine(geometry, planes, memory=self.pinned)
+        self.backend = EngineMover(self.engine)
+        """What a `KVCacheManager` moves pages with."""
+        self._closing = contextlib.ExitStack()
+        self._closing.callback(cache.close)
+        self._closing.callback(self.engine.close)
+
+    @property
+    def slots(self) -> int:
+        """Token slots of the device that every layer has."""
+        return min(plane.slots for plane in self.planes.planes.values())
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a device block; 1 where the tensors have no axis of blocks."""
+        return max(plane.block_units for plane in self.planes.planes.values())
+
+    def manager(self, index: str, *, block_tokens: int | None = None, **how: Any) -> KVCacheManager:
+        """A manager of all blocks of these tensors. Closed with this, or before.
+
+        Args:
+            index: name of the index of this device's blocks, one for each engine or data-parallel
+                rank of the node.
+            block_tokens: tokens of a device block; None: as the tensors have it.
+            how: as for `KVCacheManager`: storage, config, weights, costs.
+
+        Raises:
+            ConfigError: as `KVCacheManager` and `OwnedDevice`.
+            InUse: another process lives in an index of that name.
+        """
+        size = (
+            self.block_tokens
+            if block_tokens is None
+            else count(block_tokens, "block_tokens", 1, self.slots)
+        )
+        device = OwnedDevice(index, block_tokens=size, blocks=self.slots // size)
+        try:
+            manager = KVCacheManager(self.cache, device, self.backend, **how)
+        except BaseException:
+            device.close()
+            raise
+        self._closing.callback(device.close)
+        self._closing.callback(manager.close)
+        return manager
+
+    def offload(self, keys: Keys, slots: Slots) -> Offload:
+        """Copy pages from the device to the host, and publish them when that is done. Pages that
+        are there, or that another process writes now, are not copied. Returns at once.
+
+        Args:
+            keys: of a prompt's full pages, (n, 2) uint64.
+            slots: device slots of all their tokens, in order: n * page_tokens of int32 or int64.
+
+        Raises:
+            ConfigError: fewer slots, or none that the engine takes.
+            Otherwise as `Cache.reserve`.
+        """
+        self._check(keys, slots)
+        new = self.cache.reserve(keys)
+        try:
+            return Offload(self.engine, new, slots)
+        except BaseException:
+            new.release()
+            raise
+
+    def load(self, keys: Keys, slots: Slots) -> Load:
+        """Copy what the host has of a prompt to the device. Returns at once: `tokens` of the result
+        says how many tokens come, `transfer.wait_on()` makes the current stream wait for them.
+
+        Args:
+            keys: of the prompt's full pages, (n, 2) uint64.
+            slots: device slots for all their tokens, in order; those of tokens that the host does
+                not have are left alone.
+
+        Raises:
+            ConfigError: fewer slots, or none that the engine takes.
+            Otherwise as `Cache.match`.
+        """
+        self._check(keys, slots)
+        hit = self.cache.match(keys)
+        try:
+            return Load(self.engine, hit, slots[: hit.tokens])
+        except BaseException:
+            hit.release()
+            raise
+
+    def close(self) -> None:
+        """Close managers, wait for copies, leave the cache. The tensors stay.
+
+        Raises:
+            InUse: a lease or a view of the pool is held still.
+        """
+        self._closing.close()
+
+    def __enter__(self) -> EngineKV:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        leave(self.close, error)
+
+    def _check(self, keys: Keys, slots: Slots) -> None:
+        need, found = len(keys) * self.geometry.page_tokens, len(integers(slots, "slots"))
+        if found < need:
+            raise ConfigError(
+                f"slots: expected those of all tokens of {len(keys)} pages, {need}, found {found}"
+            )
+
+
+def open_kv(
+    name: str,
+    tensors: layouts.Tensors,
+    *,
+    model: str,
+    axes: str,
+    page_tokens: int = 64,
+    value_dim: int | None = None,
+    **options: Any,
+) -> EngineKV:
+    """A host cache for an engine's KV tensors, and what moves pages between the two: geometry, planes,
+    pinned pool and engine. For one process that has all heads, in CPU memory or on one GPU.
+
+        with open_kv("llama", kv_caches, model="llama-3-8b@5206a32", axes="kbnhc",
+                     size="64GiB") as kv:
+            manager = kv.manager("llama-gpu0")
+
+    Ranks that share pages, and models with several KV groups, describe their part themselves:
+    `PageGeometry`, `lightcache.kernels.layouts`, `Cache.engine`.
+
+    Args:
+        name: of the host cache, which all engines of the node share; made if there is none.
+        tensors: for each layer, or one of all layers: see `lightcache.kernels.layouts`.
+        model: what makes KV useless to another model: name, revision, quantisation.
+        axes: of a layer's tensor, a letter for each, such as "kbnhc" for vLLM's FlashAttention: see
+            `layouts.vllm`. Without `k` and with `h`, K and V are the two halves of `c`; without
+            both, a row is a latent.
+        page_tokens: of a host page, a multiple of the device's block or a divisor of it.
+        value_dim: elements of a value where they are not half of `c`.
+        options: for `Cache.open`: size or pages, lifetime, secret, numa and so on.
+
+    Raises:
+        ConfigError: axes that do not fit, tensors that differ, or options that the tensors decide.
+        LayoutMismatch: there is a cache of that name for other KV.
+        Otherwise as `Cache.open` and `Cache.pin`.
+    """
+    geometry, planes = describe(tensors, axes, page_tokens, value_dim)
+    decided: dict[str, Any] = {
+        "page_bytes": geometry.page_bytes,
+        "page_tokens": page_tokens,
+        "fingerprint": f"{model} {geometry.fingerprint()}",
+        "device": planes.device != "cpu",
+    }
+    if twice := sorted(decided.keys() & options.keys() - {"page_tokens"}):
+        raise ConfigError(f"open_kv: {', '.join(twice)} follow from the tensors; leave them out")
+    cache = Cache.open(name, **decided, **options)
+    try:
+        return EngineKV(cache, geometry, planes)
+    except BaseException:
+        cache.close()
+        raise
+
+
+def describe(
+    tensors: layouts.Tensors, axes: str, page_tokens: int, value_dim: int | None
+) -> tuple[PageGeometry, DevicePlanes]:
+    """The pages that one group of attention layers makes, and where the engine keeps them.
+
+    Raises:
+        ConfigError: see `open_kv`.
+    """
+    check_axes(axes, "open_kv")
+    if "l" in axes:
+        whole = view(tensors, axes, "open_kv")
+        layers, one = whole.axis("l").size, whole.take("l", 0)
+    else:
+        listed = list(tensors.values()) if isinstance(tensors, dict) else list(tensors)
+        if not listed:
+            raise ConfigError("open_kv: expected the tensors of at least one layer, found none")
+        layers, one = len(listed), view(listed[0], axes, "open_kv: the first layer")
+    geometry = PageGeometry([_group(one, layers, page_tokens, value_dim)])
+    return geometry, layouts.attention(layouts.Shard(geometry), GROUP, tensors, axes=axes)
+
+
+def _group(one: View, layers: int, page_tokens: int, value_dim: int | None) -> KVGroup:
+    """The group of layers that look like this one."""
+    width, heads = one.row_bytes // one.element_bytes, one.axis("h").size
+    shape: dict[str, Any] = {"layers": layers, "heads": heads, "page_tokens": page_tokens}
+    shape["dtype_bytes"] = one.element_bytes
+    if one.has("k"):
+        return KVGroup.attention(GROUP, head_dim=width, value_dim=value_dim, **shape)
+    if not one.has("h"):
+        return KVGroup.attention(GROUP, head_dim=width, content="single", **shape)
+    value = width // 2 if value_dim is None else value_dim
+    if not 0 < value < width or (value_dim is None and width % 2):
+        raise ConfigError(
+            f"open_kv: expected rows of a key and a value, found {width} elements and "
+            f"value_dim={value_dim!r}; a latent has no axis of heads"
+        )
+    return KVGroup.attention(GROUP, head_dim=width - value, value_dim=value, **shape)
+
+
+__all__ = ["EngineKV", "open_kv"]
