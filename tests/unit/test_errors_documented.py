@@ -55,6 +55,12 @@ def test_every_refusal_is_one_row() -> None:
             assert len(rows) == 1, refusal.documented
 
 
+def test_no_row_stands_outside_a_table() -> None:
+    lines = PAGE.read_text().splitlines()
+    starts = [i for i, line in enumerate(lines) if line.startswith("|") and not lines[i - 1]]
+    assert [lines[i] for i in starts if not lines[i + 1].startswith("|---")] == []
+
+
 def test_every_class_is_described() -> None:
     described = {row[0].strip("`") for row in tables() if len(row) == 3}
     assert described == CLASSES

@@ -342,8 +342,10 @@ def test_a_growth_that_ends_half_way(make: Make, monkeypatch: pytest.MonkeyPatch
 def test_pools_that_do_not_fit_together(
     make: Make, segment_name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    chunks = [3]  # of room
+    chunks, listed = [3], os.listdir  # chunks of room
     free = "free in this test"
+    # Pools of others in /dev/shm are none of this test's.
+    monkeypatch.setattr(os, "listdir", lambda at: [x for x in listed(at) if segment_name in x])
     monkeypatch.setattr(memory, "available", lambda: memory.Room(chunks[0] * CHUNK_BYTES, free))
     first = make(pages=12, page_bytes=CHUNK_BYTES // 4, grow=False)
     assert not caplog.records, "one fits"
