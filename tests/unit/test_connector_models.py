@@ -248,7 +248,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         with_its_own_cache,
         "LlamaForCausalLM cannot compute a token with a Dyn",
     ),
-    "a cache of fewer layers": (of_more_layers, "BartForCausalLM cannot compute a token with a Dyn"),
+    "a cache of fewer layers": (
+        of_more_layers,
+        "BartForCausalLM cannot compute a token with a Dyn",
+    ),
     "several shapes": (several_shapes, "expected layers of one shape, found"),
     "rotation that depends on the length": (
         lambda: model(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
