@@ -342,6 +342,13 @@ def test_a_growth_that_ends_half_way(make: Make, monkeypatch: pytest.MonkeyPatch
 def test_pools_that_do_not_fit_together(
     make: Make, segment_name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    listdir = os.listdir
+
+    def own(folder: Any) -> list[str]:
+        """Others have pools there, too."""
+        return [one for one in listdir(folder) if segment_name in one]
+
+    monkeypatch.setattr(os, "listdir", own)
     chunks = [3]  # of room
     free = "free in this test"
     monkeypatch.setattr(memory, "available", lambda: memory.Room(chunks[0] * CHUNK_BYTES, free))
