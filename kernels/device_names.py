@@ -18,7 +18,7 @@ def device_name(device: object) -> str:
         device: "cpu", "cuda" or "cuda:0", a torch.device, or the number of a GPU. A GPU without a
             number is the current one of this thread; GPU 0 where torch has not used any so far.
             Asking torch then would make a context, which a process must not have before it is
-            attached to a cache (docs/design.md, section 12).
+            attached to a cache (docs/design/index.md, section 12).
 
     Raises:
         ConfigError: something else.
