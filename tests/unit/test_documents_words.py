@@ -164,3 +164,36 @@ def test_benchmarks_that_readme_lists() -> None:
 
     (line,) = re.findall(r"^lightcache bench index .*also: (.*)$", text("README.md"), re.MULTILINE)
     assert {"index", *line.split(", ")} == set(bench.names())
+
+
+def test_sections_of_the_design_that_sources_name() -> None:
+    listed = subprocess.run(
+        ["git", "grep", "-hoE", r"design/[a-z]+\.md,? (section )?[0-9]+"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    if listed.returncode:
+        pytest.skip("not a clone")
+    for page, number in re.findall(r"(design/\w+\.md),? (?:section )?(\d+)", listed.stdout):
+        assert f"\n## {number}. " in text(f"docs/{page}"), (page, number)
+
+
+@pytest.mark.parametrize("document", [path for path in DOCUMENTS if "docs/design" in path])
+def test_sections_of_the_design_are_numbered_once_and_short(document: str) -> None:
+    page = text(document)
+    assert len(page.splitlines()) < 500
+    pages = [text(other) for other in DOCUMENTS if "docs/design" in other]
+    for number in re.findall(r"^## (\d+)\. ", page, re.MULTILINE):
+        assert sum(other.count(f"\n## {number}. ") for other in pages) == 1
+    numbers = {n for other in pages for n in re.findall(r"^## (\d+)\. ", other, re.MULTILINE)}
+    assert set(re.findall(r"\bsections? (\d+)", page)) <= numbers
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_lines_fit(document: str) -> None:
+    lines = text(document).splitlines()
+    long = [line for line in lines if len(line) > 118 and not line.startswith(("|", "!["))]
+    assert not long
