@@ -4,7 +4,7 @@ It says nothing of what a page is: a range of a host pool, a block of a device, 
 checkpoint of recurrent state. To make a tier of anything, give it as many pages as the medium has
 slots of one size, move bytes only to and from pages that you hold (`match`, `reserve`, `adopt`),
 and publish what you have written when the write is over. The protocol, with what a kill between
-any two stores leaves behind, is docs/design.md.
+any two stores leaves behind, is docs/design/index.md.
 """
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ def _state_of(found: layout.NamespaceRecord, entry: int) -> NamespaceState:
 # file, a checkpoint of recurrent state. To make a tier of anything, give it as many pages as the
 # medium has slots of one size, move bytes only to and from pages that you hold (`match`,
 # `reserve`, `adopt`), and publish what you have written when the write is over. The protocol,
-# with what a kill between any two stores leaves behind, is docs/design.md.
+# with what a kill between any two stores leaves behind, is docs/design/index.md.
 
 
 class Memory(Protocol):

@@ -2,7 +2,7 @@
 
 A scheduler looks at every waiting request in every step, long before it runs. What it counted on
 must still be there when the request's turn comes; so what a look has found stays pinned, under the
-request's name, and looking again costs next to nothing. docs/design.md, section 7.
+request's name, and looking again costs next to nothing. docs/design/index.md, section 7.
 """
 
 from __future__ import annotations
@@ -247,7 +247,8 @@ def seconds_of(timeout: Any) -> float:
 #
 # A scheduler looks at every waiting request in every step, long before it runs. What it counted
 # on must still be there when the request's turn comes; so what a look has found stays pinned,
-# under the request's name, and looking again costs next to nothing. docs/design.md, section 7.
+# under the request's name, and looking again costs next to nothing. docs/design/index.md,
+# section 7.
 
 TIMEOUT = 60.0
 """Seconds that a plan holds unless it is planned again: long for a queue, short for a leak."""

@@ -58,7 +58,8 @@ if TYPE_CHECKING:
 #
 # A GPU's node comes from its PCI address. Asking torch for that loads the driver, so it is asked
 # when the pool is made or mapped and not before: by then the process is attached, and what a
-# client's death means for its device's copies depends on that order (docs/design.md, section 12).
+# client's death means for its device's copies depends on that order (docs/design/index.md,
+# section 12).
 
 Numa = str | int | None
 _GPU = re.compile(r"gpu:([0-9]{1,4})", re.ASCII)

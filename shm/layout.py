@@ -22,7 +22,7 @@ LOG_OFFSET = LOCK_OFFSET + 4096
 PAYLOAD_OFFSET = LOG_OFFSET + LOG_ENTRIES * 8
 CONFIG_BYTES = 2048
 
-# Bytes of the object that are locked, far past any end; see "Life cycle" in docs/design.md.
+# Bytes of the object that are locked, far past any end; see docs/design/shm.md, section 2.
 BYTE_LIFE = 1 << 46
 BYTE_READERS = BYTE_LIFE + 1
 BYTE_GROW = BYTE_LIFE + 2

@@ -1,5 +1,5 @@
 /* Looking for dead clients, for a call that could use what they hold: one that evicts, or one that is
- * about to give less than it was asked for. design.md, section 12, says who looks, and when. */
+ * about to give less than it was asked for. design/index.md, section 12, says who looks, and when. */
 #include "event.h"
 #include "index.h"
 

@@ -1,5 +1,5 @@
 """A second opinion on the bytes of an index: every invariant of lightcache/native/index.h and of
-docs/design.md, derived in numpy from a copy of the segment, without calling the core.
+docs/design/index.md, derived in numpy from a copy of the segment, without calling the core.
 
 `check` returns all that is wrong, in words; an empty list means sound. A million pages take a few
 seconds.

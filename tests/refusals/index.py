@@ -247,7 +247,7 @@ ROWS = [
         "reserved pages of an index", NoSpace, "grow", lambda small: small.reserve(prompt(1, 3))
     ),
     Refusal(
-        "somebody holds the lock",
+        "another process holds the lock",
         LockTimeout,
         "has held the lock",
         lambda locked: locked.reserve(B),

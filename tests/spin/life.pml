@@ -1,4 +1,4 @@
-/* The whole life of a page, with deaths: docs/design.md, sections 4, 6 to 8, 10 and 12.
+/* The whole life of a page, with deaths: docs/design/, sections 4, 6 to 8, 10 and 12.
  *
  * One page, a reservation with two shards, a ticket. Client 1 reserves the page, gives a ticket to
  * client 2, writes its shard by a device whose copy may outlive it, and publishes it. Client 2 adopts

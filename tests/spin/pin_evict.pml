@@ -1,4 +1,4 @@
-/* Pinning against evicting (docs/design.md, section 7), on one page.
+/* Pinning against evicting (docs/design/index.md, section 7), on one page.
  *
  * order WALK_GEN: guess-gen walk-gen
  * order PIN_FENCE: pin-fence pin-present-fence

@@ -1,5 +1,5 @@
-"""What the documents show runs: their code blocks in order, with a small pool and a driver that is
-none, on the processor."""
+"""The code blocks of the documents run, in order, on the processor: with a small pool and a fake
+driver."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ BLOCK = re.compile(r"(<!-- (?:with a GPU|a program) -->\n)?```python\n(.*?)```",
 
 
 class Ready:
-    """A stream or an event whose work is over."""
+    """A stream or an event whose work has finished."""
 
     def synchronize(self) -> None:
         """Return."""
 
 
 class Loaded:
-    """An engine, and a transfer of it, for pages whose format does not matter."""
+    """An engine and its transfer, for pages whose format does not matter."""
 
     def load(self, move: Move) -> Loaded:
-        """Nothing."""
+        """Copy nothing."""
         assert isinstance(move, Move)
         return self
 
@@ -49,16 +49,16 @@ class Loaded:
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Any]]:
-    """Engines that a document makes; closed at the end, and then its caches."""
+def engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Any]]:
+    """The engines that a document makes; closed at the end, then its caches."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    engines: list[Any] = []
+    opened: list[Any] = []
     caches: list[Cache] = []
     engine, over = Cache.engine, Cache._over
 
     def keep_engine(*arguments: Any, **more: Any) -> Any:
-        engines.append(engine(*arguments, **more))
-        return engines[-1]
+        opened.append(engine(*arguments, **more))
+        return opened[-1]
 
     def keep_cache(*arguments: Any) -> Cache:
         caches.append(over(*arguments))
@@ -66,11 +66,11 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Any]]
 
     monkeypatch.setattr(Cache, "engine", keep_engine)
     monkeypatch.setattr(Cache, "_over", keep_cache)
-    yield engines
-    for one in (*engines, *caches):
-        one.close()
+    yield opened
+    for closeable in (*opened, *caches):
+        closeable.close()
     for cache in caches:
-        Segment.unlink(cache.name)  # those that are persistent
+        Segment.unlink(cache.name)  # persistent ones
 
 
 def run(
@@ -81,11 +81,12 @@ def run(
     instead: Mapping[str, str] | None = None,
     **more: Any,
 ) -> dict[str, Any]:
-    """Run the blocks of a document one after another; what is defined in the end.
+    """Run the blocks of a document one after another; returns the names that they define.
 
     Args:
-        begin, end: only what stands between these words.
-        instead: words that are read as others.
+        begin, end: run only the blocks between these words.
+        instead: words to replace, with their replacements.
+        more: names that the blocks use.
     """
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
@@ -108,50 +109,50 @@ def run(
         "stream": Ready(),
         "event": Ready(),
         "i": 0,
-        "send": lambda *message: space["on_message"](*message),  # scheduler and rank are one
+        "send": lambda *message: space["on_message"](*message),  # one process is both
         **more,
     }
     text = (ROOT / document).read_text()
     blocks = list(BLOCK.finditer(text))
     assert len(blocks) == text.count("```python")
     first, last = text.index(begin), text.index(end) if end else len(text)
-    for found in [each for each in blocks if first <= each.start() < last]:
-        source = found[2].replace('"llama', f'"{name}').replace('size="32GiB"', 'size="128MiB"')
+    for block in [block for block in blocks if first <= block.start() < last]:
+        source = block[2].replace('"llama', f'"{name}').replace('size="32GiB"', 'size="128MiB"')
         source = source.replace('"qwen3-next', f'"{name}').replace("8GiB", "16MiB")
-        for there, here in (instead or {}).items():
-            source = source.replace(there, here)
+        for word, replacement in (instead or {}).items():
+            source = source.replace(word, replacement)
         source = source.replace('pin(device="cuda:0")', "pin(driver=FakeDriver())")
-        lines = "\n" * text.count("\n", 0, found.start(2))  # so that errors name the document's
+        lines = "\n" * text.count("\n", 0, block.start(2))  # errors then name the document's lines
         code = compile(lines + source, str(ROOT / document), "exec")
-        if not found[1]:
+        if not block[1]:
             exec(code, space)
         if "cache" in space:
             space["clients"] = [space["cache"].client_id]
     return space
 
 
-def test_transfers(made: list[Any], segment_name: str) -> None:
+def test_transfers(engines: list[Any], segment_name: str) -> None:
     space = run("docs/kernels.md", segment_name)
-    assert len(made) == 2
+    assert len(engines) == 2
     assert space["offload"].ready
     assert space["cache"].peek(space["others"]) == len(space["others"]) == 4
 
 
-def test_readme(made: list[Any], segment_name: str, tmp_path: Path) -> None:
+def test_readme(engines: list[Any], segment_name: str, tmp_path: Path) -> None:
     disk = {"/mnt/nvme/cache?capacity=1TiB": f"{tmp_path}/cache?capacity=64MiB"}
     space = run("README.md", segment_name, instead=disk)
     assert next(tmp_path.glob("cache/lightcache-*/header.json"))
     space["manager"].close()
     space["device"].close()
-    assert len(made) == 2
+    assert len(engines) == 2
     assert space["offload"].ready
     assert space["past"].get_seq_length() >= 40
     assert space["load"].done()
 
 
 class Model:
-    """What a document's engine calls `forward`: on the device the KV of a token is a figure of all
-    tokens up to it, and all that is read must be right."""
+    """The engine's `forward` in docs/integration.md: the KV of a token is a figure of all tokens up
+    to it, and each KV that is read is checked."""
 
     def __init__(self, blocks: int = 64, block_tokens: int = 16) -> None:
         import torch
@@ -160,53 +161,55 @@ class Model:
         self.kv_caches = [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(32)]
         self._block_tokens = block_tokens
         self.passes: list[dict[str, tuple[int, int]]] = []
-        """Of each pass the tokens that each request had and has, by its name."""
+        """For each pass: by request, its computed tokens and all its tokens."""
 
     def forward(self, batch: Mapping[str, Any]) -> dict[str, int]:
-        """Tokens [computed, all) of each request; its next token."""
+        """Compute tokens [computed, all) of each request; returns its next token."""
         import torch
 
-        for one in batch.values():
-            tokens = torch.tensor(one.tokens)
+        for request in batch.values():
+            tokens = torch.tensor(request.tokens)
             kv = (torch.cumsum(tokens, 0) % 251).to(torch.bfloat16)[:, None, None]
-            at = torch.arange(len(tokens))
-            blocks = torch.tensor(one.table)[at // self._block_tokens].long()
-            places, known = at % self._block_tokens, one.computed
+            positions = torch.arange(len(tokens))
+            blocks = torch.tensor(request.table)[positions // self._block_tokens].long()
+            places, known = positions % self._block_tokens, request.computed
             for tensor in self.kv_caches:
-                found = tensor[:, blocks[:known], places[:known]]
-                assert (found == kv[:known]).all()
+                loaded = tensor[:, blocks[:known], places[:known]]
+                assert (loaded == kv[:known]).all()
                 tensor[:, blocks[known:], places[known:]] = kv[known:]
         self.passes.append({name: (b.computed, len(b.tokens)) for name, b in batch.items()})
-        return {name: len(one.tokens) % 97 for name, one in batch.items()}
+        return {name: len(request.tokens) % 97 for name, request in batch.items()}
 
 
 def engine_of_documents() -> dict[str, Any]:
-    """What docs/integration.md takes from its engine."""
+    """The names of an engine that docs/integration.md uses."""
     model = Model()
     return {
         "kv_caches": model.kv_caches,
         "forward": model.forward,
-        "finished": lambda one: len(one.tokens) >= 330,
+        "finished": lambda request: len(request.tokens) >= 330,
         "passes": model.passes,
     }
 
 
-def test_integration(made: list[Any], segment_name: str) -> None:
+def test_integration(engines: list[Any], segment_name: str) -> None:
     path, hybrid = "docs/integration.md", "## A hybrid model"
     space = run(path, segment_name, end=hybrid, **engine_of_documents())
-    assert len(made) == 1
-    # Two requests of 321 and 313 tokens decode side by side, and each from where it was.
+    assert len(engines) == 1
+    # Two requests of 321 and 313 tokens decode side by side, each from its own position.
     assert space["passes"][0] == {"request 1": (0, 321), "request 2": (0, 313)}
     assert space["passes"][1] == {"request 1": (321, 322), "request 2": (313, 314)}
     assert space["passes"][-1] == {"request 2": (328, 329)}
-    assert space["match"].host == 320  # what the first manager wrote, the second one loads
+    assert space["match"].host == 320  # the second manager loads the pages of the first
     assert space["fetch"].tokens == 320
 
 
 @pytest.mark.parametrize("blocks", [40, 41], ids=["waits", "is preempted"])
-def test_integration_without_room_for_two(made: list[Any], segment_name: str, blocks: int) -> None:
-    """The loop's second request waits for blocks until the first has ended; or has to give up its
-    own at token 321, and goes on from there when the first has ended."""
+def test_integration_without_room_for_two(
+    engines: list[Any], segment_name: str, blocks: int
+) -> None:
+    """The loop's second request waits for blocks until the first has ended; or is preempted at
+    token 321, and continues from there when the first has ended."""
     less = {"block_tokens=16, blocks=64": f"block_tokens=16, blocks={blocks}"}
     space = run(
         "docs/integration.md",
@@ -232,8 +235,8 @@ def test_integration_without_room_for_two(made: list[Any], segment_name: str, bl
 
 def programs(document: str) -> list[str]:
     """The whole programs of a document."""
-    found = BLOCK.finditer((ROOT / document).read_text())
-    return [each[2] for each in found if each[1] and "a program" in each[1]]
+    blocks = BLOCK.finditer((ROOT / document).read_text())
+    return [block[2] for block in blocks if block[1] and "a program" in block[1]]
 
 
 def test_integration_of_ranks(
@@ -259,7 +262,7 @@ def test_integration_of_ranks(
     ]
 
 
-def test_integration_hybrid(made: list[Any], segment_name: str) -> None:
+def test_integration_hybrid(engines: list[Any], segment_name: str) -> None:
     torch = pytest.importorskip("torch")
     conv = [torch.zeros((9, 24, 3), dtype=torch.bfloat16) for _ in range(3)]
     recurrent = [torch.zeros((9, 2, 16, 16)) for _ in range(3)]
@@ -274,14 +277,14 @@ def test_router(segment_name: str) -> None:
 
 
 @pytest.mark.models
-def test_transformers(made: list[Any], segment_name: str) -> None:
+def test_transformers(engines: list[Any], segment_name: str) -> None:
     pytest.importorskip("transformers")
     from support.tiny_models import model, prompt
 
     ids = prompt(40)
     path, hybrid = "docs/guides/transformers.md", "## Hybrid models"
     space = run(path, segment_name, end=hybrid, model=model(), input_ids=ids)
-    assert len(made) == 1
+    assert len(engines) == 1
     assert space["reused"] == 0
     assert space["cache"].peek(space["cache"].hash_pages(space["output"][0].tolist())) == 4
 
@@ -305,12 +308,12 @@ def test_transformers_hybrid(segment_name: str) -> None:
         rejected=True,
         lct=import_module("lightcache.connectors.transformers"),
     )
-    assert space["past"].held == 81 + 31 + 1  # the last token that was generated was not computed
+    assert space["past"].held == 81 + 31 + 1  # the KV of the last token was not computed
     assert Segment.unlink(segment_name)
     assert Segment.unlink(f"{segment_name}-states")
 
 
-def test_keys(made: list[Any], segment_name: str) -> None:
+def test_keys(engines: list[Any], segment_name: str) -> None:
     digests = {"adapter_digest": b"an adapter", "image_digest": b"an image"}
     with make_cache(segment_name) as cache:
         tokens = list(range(80))
@@ -319,14 +322,14 @@ def test_keys(made: list[Any], segment_name: str) -> None:
         assert not (space["keys"] == cache.hash_pages(tokens)).all(axis=1).any()
 
 
-def test_all_that_has_code_is_run() -> None:
+def test_every_document_with_code_is_run() -> None:
     mine = Path(__file__).read_text()
     for document in ["README.md", *DOCUMENTS]:
         if "```python" in (ROOT / document).read_text():
             assert re.search(rf'(run\(|path(, hybrid)? =)\s*"{document}"', mine), document
 
 
-def test_metrics(made: list[Any], segment_name: str) -> None:
+def test_metrics(engines: list[Any], segment_name: str) -> None:
     space = run("docs/guides/metrics.md", segment_name)
     with PageIndex.create(f"{segment_name}-slots", pages=2, flat=True) as slots:
         space["registry"].register(CheckpointMetrics(Checkpoints(slots, None)))
@@ -338,13 +341,13 @@ def test_metrics(made: list[Any], segment_name: str) -> None:
 
 
 def scraped(space: dict[str, Any]) -> str:
-    """What the guide's server serves, once."""
+    """One scrape of the guide's server."""
     try:
         port = space["server"].server_port
-        asked = HTTPConnection("127.0.0.1", port, timeout=60)
-        asked.request("GET", "/metrics")
-        served = asked.getresponse().read().decode()
-        asked.close()
+        connection = HTTPConnection("127.0.0.1", port, timeout=60)
+        connection.request("GET", "/metrics")
+        served = connection.getresponse().read().decode()
+        connection.close()
         return served
     finally:
         space["server"].shutdown()
@@ -353,7 +356,7 @@ def scraped(space: dict[str, Any]) -> str:
         space["counters"].close()
 
 
-def test_storage(made: list[Any], segment_name: str) -> None:
+def test_storage(engines: list[Any], segment_name: str) -> None:
     with make_cache(segment_name) as cache:
         keys = cache.hash_pages(list(range(1, 200)))
         fill(cache, keys)
@@ -363,21 +366,21 @@ def test_storage(made: list[Any], segment_name: str) -> None:
         space["test_my_storage"](space["CHECKS"][0])
 
 
-def test_hybrid(made: list[Any], segment_name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hybrid(engines: list[Any], segment_name: str, capsys: pytest.CaptureFixture[str]) -> None:
     space = run("docs/hybrid.md", segment_name)
     assert capsys.readouterr().out in (ROOT / "docs/hybrid.md").read_text()
-    assert len(made) == 1
-    assert space["fifth"].every == generated(space["turn"], 3)
+    assert len(engines) == 1
+    assert space["fifth"].tokens == generated(space["turn"], 3)
 
 
 def generated(tokens: list[int], count: int) -> list[int]:
-    """What the toy of docs/hybrid.md says behind these tokens, computed from the first one on."""
-    every, state = list(tokens), 0
-    for at in range(len(tokens) + count):
-        if at == len(every):
-            every.append(8 * state % 1000)  # the same in all eight floats
-        state = (31 * state + every[at]) % 65521
-    return every
+    """These tokens and `count` more of the toy model of docs/hybrid.md, computed from the first."""
+    sequence, state = list(tokens), 0
+    for position in range(len(tokens) + count):
+        if position == len(sequence):
+            sequence.append(8 * state % 1000)  # all eight floats are equal
+        state = (31 * state + sequence[position]) % 65521
+    return sequence
 
 
 @pytest.mark.parametrize("document", ["README.md", *sorted(DOCUMENTS)])
@@ -394,6 +397,6 @@ def test_links_lead_somewhere(document: str) -> None:
 
 
 def headings(page: Path) -> set[str]:
-    """Anchors of a page, as they are made of its headings."""
-    found = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in found}
+    """The anchors that GitHub makes of a page's headings."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}

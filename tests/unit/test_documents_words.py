@@ -1,5 +1,5 @@
-"""Commands, options, URLs and targets that the documents show are there, and can be typed as they
-stand. What their Python does is seen in test_documents."""
+"""Commands, options, URLs and make targets of the documents exist, and can be typed as they stand.
+test_documents runs the Python blocks."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ PLACEHOLDERS = {"NAME": "llama", "URL": "memory:", "FOLDER": ".", "DIR": ".", "N
 
 
 def text(document: str) -> str:
-    """All of it; in tables a bar is written with a stroke in front of it."""
+    """The text of a document, without the backslash that tables need before a bar."""
     return (ROOT / document).read_text().replace("\\|", "|")
 
 
 def blocks(document: str) -> Iterator[str]:
-    """What is to be typed into a shell, and what is of no language."""
+    """The shell blocks, and the blocks without a language."""
     for language, block in FENCED.findall(text(document)):
         if language in ("", "sh"):
             yield block.replace("\\\n", " ")
 
 
 def spans(document: str) -> list[str]:
-    """What stands between two backticks."""
+    """The inline code."""
     return re.findall(r"`([^`\n]+)`", FENCED.sub("", text(document)))
 
 
@@ -63,9 +63,9 @@ def test_commands_can_be_typed(document: str, line: str) -> None:
     name, arguments = words[1], [PLACEHOLDERS.get(word, word) for word in words[2:]]
     command = cli.group.get_command(click.Context(cli.group), name)
     assert command is not None, name
-    wanted = [each for each in command.params if isinstance(each, click.Argument)]
+    expected = [param for param in command.params if isinstance(param, click.Argument)]
     if not arguments or arguments[0].startswith("-"):  # as in `lightcache dump --json`
-        arguments = ["llama" for each in wanted if each.required] + arguments
+        arguments = ["llama" for argument in expected if argument.required] + arguments
     with contextlib.suppress(click.MissingParameter):  # it is about one option
         command.make_context(name, arguments)
 
@@ -75,12 +75,16 @@ def test_options_in_passing() -> None:
     for name in cli.COMMANDS:
         command = cli.group.get_command(click.Context(cli.group), name)
         assert command is not None
-        known |= {option for each in command.params for option in each.opts + each.secondary_opts}
-    for document in DOCUMENTS:
-        found = {
-            each for span in spans(document) for each in re.findall(r"(?<!\S)--[a-z-]+(?!\w)", span)
+        known |= {
+            option for param in command.params for option in param.opts + param.secondary_opts
         }
-        assert found - known == set(), document
+    for document in DOCUMENTS:
+        shown = {
+            option
+            for span in spans(document)
+            for option in re.findall(r"(?<!\S)--[a-z-]+(?!\w)", span)
+        }
+        assert shown - known == set(), document
 
 
 def test_urls() -> None:
@@ -112,8 +116,8 @@ def test_the_guide_has_all_options(scheme: str, examples: list[str]) -> None:
     for example in examples:
         with pytest.raises(ConfigError) as refused:
             check_url(example.format("nonesuch=1"))
-        (said,) = re.findall(r"expected (.*), found", str(refused.value))
-        known |= set(re.findall(r"\w+", said)) - {"and", "or"}
+        (options,) = re.findall(r"expected (.*), found", str(refused.value))
+        known |= set(re.findall(r"\w+", options)) - {"and", "or"}
     guide = text("docs/guides/storage.md")
     (table,) = re.findall(rf"^\| option of `{scheme}:.*?\n\n", guide, re.DOTALL | re.MULTILINE)
     rows = [row.split("` |")[0] for row in table.splitlines()[2:]]
@@ -130,9 +134,9 @@ def test_the_documents_have_all_schemes() -> None:
 
 def test_the_entry_point() -> None:
     (block,) = re.findall(r"```ini\n(.*?)```", text("docs/guides/storage.md"), re.DOTALL)
-    found = configparser.ConfigParser()
-    found.read_string(block)
-    assert re.fullmatch(r"mine = [\w.]+:\w+", found["options.entry_points"][GROUP].strip())
+    config = configparser.ConfigParser()
+    config.read_string(block)
+    assert re.fullmatch(r"mine = [\w.]+:\w+", config["options.entry_points"][GROUP].strip())
 
 
 def test_which_folder_has_which_index(tmp_path: Path) -> None:
@@ -148,7 +152,7 @@ def test_targets_of_make() -> None:
     for document in (*DOCUMENTS, "CONTRIBUTING.md"):
         shown = [
             *spans(document),
-            *(line for each in blocks(document) for line in each.splitlines()),
+            *(line for block in blocks(document) for line in block.splitlines()),
         ]
         for line in shown:
             for word in re.findall(r"^make ([a-z -]*)", line):
@@ -160,3 +164,36 @@ def test_benchmarks_that_readme_lists() -> None:
 
     (line,) = re.findall(r"^lightcache bench index .*also: (.*)$", text("README.md"), re.MULTILINE)
     assert {"index", *line.split(", ")} == set(bench.names())
+
+
+def test_sections_of_the_design_that_sources_name() -> None:
+    listed = subprocess.run(
+        ["git", "grep", "-hoE", r"design/[a-z]+\.md,? (section )?[0-9]+"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    if listed.returncode:
+        pytest.skip("not a clone")
+    for page, number in re.findall(r"(design/\w+\.md),? (?:section )?(\d+)", listed.stdout):
+        assert f"\n## {number}. " in text(f"docs/{page}"), (page, number)
+
+
+@pytest.mark.parametrize("document", [path for path in DOCUMENTS if "docs/design" in path])
+def test_sections_of_the_design_are_numbered_once_and_short(document: str) -> None:
+    page = text(document)
+    assert len(page.splitlines()) < 500
+    pages = [text(other) for other in DOCUMENTS if "docs/design" in other]
+    for number in re.findall(r"^## (\d+)\. ", page, re.MULTILINE):
+        assert sum(other.count(f"\n## {number}. ") for other in pages) == 1
+    numbers = {n for other in pages for n in re.findall(r"^## (\d+)\. ", other, re.MULTILINE)}
+    assert set(re.findall(r"\bsections? (\d+)", page)) <= numbers
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_lines_fit(document: str) -> None:
+    lines = text(document).splitlines()
+    long = [line for line in lines if len(line) > 118 and not line.startswith(("|", "!["))]
+    assert not long

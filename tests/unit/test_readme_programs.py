@@ -1,4 +1,4 @@
-"""README's programs as they stand, each run twice: the second run finds what the first one left."""
+"""README's programs as they stand, each run twice: the second run finds the pages of the first."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def program(heading: str, name: str, instead_of: str) -> str:
     """The code of a section, for a cache of another name."""
     section = README[README.index(f"\n## {heading}\n") + 1 :]
     section = section[: section.find("\n## ")]
-    found = "".join(re.findall(r"```python\n(.*?)```", section, re.DOTALL))
-    assert f'"{instead_of}"' in found
-    return found.replace(f'"{instead_of}"', f'"{name}"')
+    source = "".join(re.findall(r"```python\n(.*?)```", section, re.DOTALL))
+    assert f'"{instead_of}"' in source
+    return source.replace(f'"{instead_of}"', f'"{name}"')
 
 
 def test_ten_lines(
@@ -28,8 +28,8 @@ def test_ten_lines(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     source = program("In ten lines", segment_name, "llama")
-    said = [script(source).stdout for _ in range(2)]
-    assert said == [f"{found} of 300 tokens need not be computed\n" for found in (0, 256)]
+    output = [script(source).stdout for _ in range(2)]
+    assert output == [f"{reused} of 300 tokens need not be computed\n" for reused in (0, 256)]
     assert Segment.unlink(segment_name)
 
 
@@ -42,12 +42,12 @@ def test_five_lines_for_transformers(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("PYTHONWARNINGS", "default")
     source = program("With transformers, in five lines", segment_name, "llama-chat")
-    done = [script(source) for _ in range(2)]
-    assert [one.stdout for one in done] == [
-        f"{found} tokens were not computed\n" for found in (0, 96)
+    runs = [script(source) for _ in range(2)]
+    assert [run.stdout for run in runs] == [
+        f"{reused} tokens were not computed\n" for reused in (0, 96)
     ]
-    for one in done:
-        (line,) = [line for line in one.stderr.splitlines() if "stays in shared memory" in line]
+    for run in runs:
+        (line,) = [line for line in run.stderr.splitlines() if "stays in shared memory" in line]
         assert line.startswith(segment_name)
         assert "MiB" in line
         assert "after 24 h without use" in line

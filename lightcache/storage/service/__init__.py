@@ -1,6 +1,6 @@
 """A storage tier that processes share: `StorageService` carries out what each `StorageClient` asks.
 
-docs/design.md, "The storage service", says what lies in shared memory and what a kill leaves of it.
+docs/design/storage.md, section 24, says what lies in shared memory and what a kill leaves of it.
 """
 
 from lightcache.storage.service.client import StorageClient
