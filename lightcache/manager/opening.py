@@ -161,8 +161,8 @@ def open_kv(
     value_dim: int | None = None,
     **options: Any,
 ) -> EngineKV:
-    """A host cache for an engine's KV tensors, and what moves pages between the two: geometry, planes,
-    pinned pool and engine. For one process that has all heads, in CPU memory or on one GPU.
+    """A host cache for an engine's KV tensors, with geometry, planes, pinned pool and engine, for one
+    process that has all heads, in CPU memory or on one GPU.
 
         with open_kv("llama", kv_caches, model="llama-3-8b@5206a32", axes="kbnhc",
                      size="64GiB") as kv:
