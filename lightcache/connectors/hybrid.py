@@ -29,12 +29,12 @@ from lightcache.errors import Abandoned, ConfigError, LightcacheError, TransferF
 from lightcache.hybrid import Features, Grid, Saves
 from lightcache.hybrid.checkpoints import Path, Tier
 from lightcache.kernels.groups import whole
-from lightcache.manager.fetching import wait_on
+from lightcache.manager.load import wait_on
 from lightcache.namespaces import NamespaceState
 
 if TYPE_CHECKING:
     from lightcache.kernels.pinned import PinnedPages
-    from lightcache.manager.traffic import Movement
+    from lightcache.manager.transfers import Movement
 
 
 # ---- Checkpoints: states that were copied while a model computed, and the cache that keeps them.

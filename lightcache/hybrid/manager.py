@@ -34,11 +34,11 @@ from lightcache.hybrid.saving import (
     check_features,
 )
 from lightcache.leases import Lease
-from lightcache.manager.fetching import Fetch, wait_on
+from lightcache.manager.load import Fetch, wait_on
+from lightcache.manager.lookup import Asked, asked_many, asked_of
 from lightcache.manager.manager import KVCacheManager, waited
-from lightcache.manager.planning import Asked, asked_many, asked_of
-from lightcache.manager.requests import ANY, PrefixMatch, Prompt, Request, Space, Wishes
-from lightcache.manager.traffic import Ends, Movement, State
+from lightcache.manager.request import ANY, PrefixMatch, Prompt, Request, Space, Wishes
+from lightcache.manager.transfers import Ends, Movement, State
 from lightcache.plans import TIMEOUT
 
 # ---- What a hybrid manager knows of a running request.

@@ -13,10 +13,10 @@ import numpy as np
 from lightcache._arguments import Keys
 from lightcache.errors import LightcacheError
 from lightcache.hybrid.checkpoints import Path, StateSpace, Tier
-from lightcache.manager.device import peeked
-from lightcache.manager.foreign import Foreign
-from lightcache.manager.planning import Asked, AskedMany
-from lightcache.manager.requests import NO_KEYS, PrefixMatch, Prompt, Space, Wishes
+from lightcache.manager.blocks import peeked
+from lightcache.manager.limits import Foreign
+from lightcache.manager.lookup import Asked, AskedMany
+from lightcache.manager.request import NO_KEYS, PrefixMatch, Prompt, Space, Wishes
 
 if TYPE_CHECKING:
     from lightcache.hybrid.checkpoints import Found

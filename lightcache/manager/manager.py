@@ -30,11 +30,11 @@ from lightcache.errors import (
 from lightcache.hashing import Tokens
 from lightcache.layout import MAX_PAGES
 from lightcache.leases import Held, Lease
-from lightcache.manager.device import AttachedDevice, DeviceTier, OwnedDevice, room_of
-from lightcache.manager.fetching import Fetch, Leaving, begin_fetch, no_fetch
-from lightcache.manager.foreign import Guard, nothing, seconds_of
-from lightcache.manager.movers import Mover, NullMover
-from lightcache.manager.planning import (
+from lightcache.manager.backend import Mover, NullMover
+from lightcache.manager.blocks import AttachedDevice, DeviceTier, OwnedDevice, room_of
+from lightcache.manager.limits import Guard, nothing, seconds_of
+from lightcache.manager.load import Fetch, Leaving, begin_fetch, no_fetch
+from lightcache.manager.lookup import (
     Asked,
     AskedMany,
     Planned,
@@ -50,7 +50,8 @@ from lightcache.manager.planning import (
     peek,
     peek_behind,
 )
-from lightcache.manager.requests import (
+from lightcache.manager.offload import NOTHING, Demotion, Namer, Writer
+from lightcache.manager.request import (
     ANY,
     DEVICE_ALONE,
     HELD,
@@ -69,15 +70,14 @@ from lightcache.manager.requests import (
     WritePolicy,
 )
 from lightcache.manager.state import ManagerState
-from lightcache.manager.statistics import Figures, Gauges, ManagerStats
+from lightcache.manager.stats import Figures, Gauges, ManagerStats
 from lightcache.manager.weights import Look, WeightsState, open_keys
-from lightcache.manager.writing import NOTHING, Demotion, Namer, Writer
 from lightcache.shm.errors import leave
 from lightcache.shm.locking import Hurried
 
 if TYPE_CHECKING:
     from lightcache.costs import Costs
-    from lightcache.manager.statistics import NodeCounters
+    from lightcache.manager.stats import NodeCounters
     from lightcache.storage.tiers import BaseTier, StorageTask
 
 

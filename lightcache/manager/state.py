@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from lightcache.cache import Cache
 from lightcache.layout import Cause
-from lightcache.manager.device import DeviceTier
-from lightcache.manager.foreign import Guard, Pace
-from lightcache.manager.movers import Mover
-from lightcache.manager.requests import ManagerConfig, Request
-from lightcache.manager.statistics import Figures, Recent, Tasks
-from lightcache.manager.traffic import Traffic
+from lightcache.manager.backend import Mover
+from lightcache.manager.blocks import DeviceTier
+from lightcache.manager.limits import Guard, Pace
+from lightcache.manager.request import ManagerConfig, Request
+from lightcache.manager.stats import Figures, Recent, Tasks
+from lightcache.manager.transfers import Traffic
 from lightcache.manager.weights import Spaces, Weights
 
 if TYPE_CHECKING:

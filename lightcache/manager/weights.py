@@ -7,8 +7,8 @@ from enum import Enum
 
 from lightcache.cache import Cache
 from lightcache.errors import ConfigError, OutOfPages
-from lightcache.manager.device import DeviceTier
-from lightcache.manager.requests import Space
+from lightcache.manager.blocks import DeviceTier
+from lightcache.manager.request import Space
 from lightcache.namespaces import NamespaceState
 
 # ---- Which namespaces and keys a request's tokens get: by weights version and tenant, in every

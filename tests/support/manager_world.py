@@ -25,7 +25,7 @@ from lightcache.manager import (
     WritePolicy,
 )
 from lightcache.manager import Prompt as ManagerPrompt
-from lightcache.manager.requests import ANY
+from lightcache.manager.request import ANY
 
 
 @dataclass

@@ -13,7 +13,7 @@ from support.raising import raising
 
 from lightcache.errors import CacheCorrupted, TransferFailed
 from lightcache.manager import Prompt, WritePolicy
-from lightcache.manager.traffic import State
+from lightcache.manager.transfers import State
 
 PROMPT = Prompt(tokens(42))
 

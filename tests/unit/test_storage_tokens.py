@@ -11,7 +11,7 @@ from support.storing import KEYS, PAGE_TOKENS, Recorder, cache, fill, make_cache
 
 from lightcache import Cache, ConfigError
 from lightcache.manager import Prompt
-from lightcache.manager.requests import Wishes
+from lightcache.manager.request import Wishes
 from lightcache.storage import (
     Fault,
     FlakyStorage,

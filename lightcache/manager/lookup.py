@@ -16,8 +16,8 @@ from lightcache.cache import Cache
 from lightcache.errors import ConfigError, LeaseLost, LightcacheError
 from lightcache.hashing import Tokens, pack_tokens
 from lightcache.leases import Lease
-from lightcache.manager.device import DeviceTier, peeked, pinned, there
-from lightcache.manager.requests import (
+from lightcache.manager.blocks import DeviceTier, peeked, pinned, there
+from lightcache.manager.request import (
     ANY,
     NO_KEYS,
     ManagerConfig,

@@ -24,7 +24,7 @@ from lightcache._together import together
 from lightcache.errors import ConfigError, InUse, OutOfPages
 from lightcache.layout import MAX_PAGES, Cause, HeldProgress, KeyStatus
 from lightcache.leases import Held, Lease, Named
-from lightcache.manager.statistics import Room
+from lightcache.manager.stats import Room
 from lightcache.namespaces import Namespace
 from lightcache.page_index import PageIndex
 from lightcache.shm import Segment

@@ -28,12 +28,12 @@ from lightcache.errors import (
     TransferFailed,
 )
 from lightcache.leases import TICKET_BYTES, ClientId, Held, Lease
-from lightcache.manager.device import OwnedDevice
-from lightcache.manager.fetching import Fetch, wait_on
-from lightcache.manager.foreign import seconds_of
-from lightcache.manager.requests import Prompt, Request, Space, slots_of
-from lightcache.manager.statistics import moved_bytes
-from lightcache.manager.traffic import Movement, State
+from lightcache.manager.blocks import OwnedDevice
+from lightcache.manager.limits import seconds_of
+from lightcache.manager.load import Fetch, wait_on
+from lightcache.manager.request import Prompt, Request, Space, slots_of
+from lightcache.manager.stats import moved_bytes
+from lightcache.manager.transfers import Movement, State
 
 if TYPE_CHECKING:
     from lightcache.manager.manager import KVCacheManager
@@ -242,7 +242,7 @@ class _Saving:
                 self._held.free()
 
 
-# ---- The decode side of a hand-over: see `handover.py`.
+# ---- The decode side of a hand-over.
 
 
 class Received:

@@ -14,12 +14,12 @@ from lightcache._arguments import Keys, Pages, count
 from lightcache.errors import ConfigError
 from lightcache.hashing import KeySpec, PageHasher, Tokens
 from lightcache.leases import Lease
-from lightcache.manager.device import NO_KEYS, NONE
-from lightcache.manager.statistics import Figures
+from lightcache.manager.blocks import NO_KEYS, NONE
+from lightcache.manager.stats import Figures
 from lightcache.namespaces import Namespace
 
 if TYPE_CHECKING:
-    from lightcache.manager.traffic import Movement
+    from lightcache.manager.transfers import Movement
 
 
 # ---- Prompt: tokens and what else decides their KV, with keys for every tier's page size.

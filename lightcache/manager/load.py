@@ -19,13 +19,13 @@ from lightcache.errors import (
     WaitTimeout,
 )
 from lightcache.leases import Held, Lease
-from lightcache.manager.device import OwnedDevice
-from lightcache.manager.foreign import nothing, seconds_of
-from lightcache.manager.requests import HELD, PINNED, Request, slots_of
+from lightcache.manager.blocks import OwnedDevice
+from lightcache.manager.limits import nothing, seconds_of
+from lightcache.manager.offload import Namer, Writer
+from lightcache.manager.request import HELD, PINNED, Request, slots_of
 from lightcache.manager.state import ManagerState
-from lightcache.manager.statistics import moved_bytes
-from lightcache.manager.traffic import Movement, State
-from lightcache.manager.writing import Namer, Writer
+from lightcache.manager.stats import moved_bytes
+from lightcache.manager.transfers import Movement, State
 from lightcache.shm.locking import Hurried
 
 # ---- Leaving: requests that have ended, until no copy touches their blocks any more.

@@ -16,9 +16,9 @@ from lightcache._arguments import Keys, Pages
 from lightcache.errors import LightcacheError, LockTimeout
 from lightcache.layout import KeyStatus
 from lightcache.leases import Lease, Named
-from lightcache.manager.device import AttachedDevice, OwnedDevice
-from lightcache.manager.foreign import nothing
-from lightcache.manager.requests import (
+from lightcache.manager.blocks import AttachedDevice, OwnedDevice
+from lightcache.manager.limits import nothing
+from lightcache.manager.request import (
     HELD,
     PINNED,
     Owed,
@@ -28,8 +28,8 @@ from lightcache.manager.requests import (
     slots_of_blocks,
 )
 from lightcache.manager.state import ManagerState
-from lightcache.manager.statistics import moved_bytes
-from lightcache.manager.traffic import Movement, State
+from lightcache.manager.stats import moved_bytes
+from lightcache.manager.transfers import Movement, State
 from lightcache.reservations import Reservation, ReservationBatch
 
 if TYPE_CHECKING:

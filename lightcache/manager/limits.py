@@ -17,7 +17,7 @@ from lightcache.errors import (
     OutOfPages,
     WaitTimeout,
 )
-from lightcache.manager.statistics import Figures
+from lightcache.manager.stats import Figures
 from lightcache.shm.locking import Hurried
 
 if TYPE_CHECKING:
