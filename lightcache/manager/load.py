@@ -1,206 +1,21 @@
-"""Fetch: what was found on the host, on its way to the device."""
+"""Load: pages of the host on their way to the device."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from lightcache._together import together
-from lightcache.errors import (
-    ConfigError,
-    Detached,
-    LeaseLost,
-    LightcacheError,
-    TransferFailed,
-    WaitTimeout,
-)
-from lightcache.leases import Held, Lease
-from lightcache.manager.blocks import OwnedDevice
-from lightcache.manager.limits import nothing, seconds_of
-from lightcache.manager.offload import Namer, Writer
-from lightcache.manager.request import HELD, PINNED, Request, slots_of
+from lightcache.errors import ConfigError, TransferFailed
+from lightcache.manager.limits import seconds_of
+from lightcache.manager.request import Request, slots_of
 from lightcache.manager.state import ManagerState
-from lightcache.manager.stats import moved_bytes
 from lightcache.manager.transfers import Movement, State
-from lightcache.shm.locking import Hurried
-
-# ---- Leaving: requests that have ended, until no copy touches their blocks any more.
-
-
-class Leaving:
-    """Gives back what ended requests hold, as soon as may be."""
-
-    def __init__(self, state: ManagerState, writer: Writer, namer: Namer) -> None:
-        """Nobody leaves yet."""
-        self._state, self._writer, self._namer = state, writer, namer
-        self._going: list[Request] = []
-        self._goods: list[_Goods] = []
-        """What requests had that no copy touches any more. Those that stay are of blocks without a
-        key, for which the lock did not come."""
-
-    @property
-    def going(self) -> int:
-        """Requests that have ended and hold something still."""
-        return len(self._going) + sum([len(goods.requests) for goods in self._goods])
-
-    def __contains__(self, one: Request) -> bool:
-        """Whether it is one of these, and a copy may touch its blocks."""
-        return one in self._going
-
-    @property
-    def extend(self) -> Callable[[list[Request]], None]:
-        """Called, which is one C call: these requests have ended, `poll` sees to them. What was not
-        begun is not begun any more, but for what they publish."""
-        return self._going.extend
-
-    def poll(self, ended: Sequence[Request] = ()) -> None:
-        """Give back what no copy touches, and what could not be given back before.
-
-        Args:
-            ended: of these it is looked what copies do, if any goes on.
-        """
-        with self._state.lock, Hurried(self._state.config.time_limit):
-            self._namer.settle()
-            for goods in self._goods:
-                goods.give_back()
-            self._sort_out()
-            if not self._going:
-                return
-            for one in self._going:
-                for movement in one.movements:
-                    if movement is one.loading or not one.stored:
-                        movement.cancel()
-                one.let_go_of_host()
-            if any(not movement.over for one in ended for movement in one.movements):
-                self._state.traffic.poll()
-            self._part()
-
-    def _part(self) -> None:
-        """From requests whose copies are over."""
-        over: list[Request] = []
-        still: list[Request] = []
-        for one in self._going:
-            busy = one.movements and not all(each.over for each in one.movements)
-            (still if busy else over).append(one)
-        if not over:
-            return
-        goods, take = _Goods.of(self._state, self._writer, over)
-        together(partial(setattr, self, "_going", still), partial(self._goods.append, goods), *take)
-        goods.give_back()
-        self._sort_out()
-
-    def _sort_out(self) -> None:
-        if self._goods:
-            self._goods = [goods for goods in self._goods if not goods.over]
-
-    def wait(self, request: Hashable) -> None:
-        """Until no copy of a request that has ended goes on, and what it held is given back, unless
-        the lock does not come. Blocks, without the manager's lock.
-
-        Raises:
-            WaitTimeout: transfers are paused, and some of it waits for them.
-        """
-        movements = [
-            movement for one in self._going if one.id == request for movement in one.movements
-        ]
-        for movement in movements:
-            try:
-                movement.block(None)
-            except WaitTimeout:  # its mover has a limit of its own
-                continue
-        self._state.traffic.poll()
-        self.poll()
-        if any(movement.state is State.QUEUED for movement in movements):
-            raise WaitTimeout(
-                f"release {request!r}: transfers are paused, and what it publishes waits for them; "
-                "resume the manager"
-            )
-
-
-class _Goods:
-    """What some ended requests have. Each part is given back once, however often it is asked."""
-
-    def __init__(self, state: ManagerState, writer: Writer, requests: list[Request]) -> None:
-        """Nothing is taken from them yet."""
-        self._state, self._writer, self.requests = state, writer, requests
-        self._stored = False
-        self._pinned: Lease | None = None
-        self._held: Held | None = None
-
-    @classmethod
-    def of(
-        cls, state: ManagerState, writer: Writer, requests: list[Request]
-    ) -> tuple[_Goods, list[partial[None]]]:
-        """And the calls that take it from them, for `together`."""
-        made, take = cls(state, writer, requests), []
-        device = state.device
-        if isinstance(device, OwnedDevice) and device.index is not None:
-            tables = np.concatenate([one.table for one in requests])
-            kinds = np.frombuffer(b"".join([one.kind for one in requests]), np.uint8)
-            if len(pinned := tables[kinds == PINNED]):
-                made._pinned, call = Lease.attached_to(device.index, pinned)
-                take.append(call)
-            if len(held := tables[kinds == HELD]):
-                made._held, call = Held.attached_to(device.index, held)
-                take.append(call)
-        return made, take
-
-    @property
-    def over(self) -> bool:
-        """Whether nothing of it is left."""
-        return self._stored and (self._held is None or self._held._done)
-
-    def give_back(self) -> None:
-        """Whatever a storage raises, what the requests had is given back. Their blocks without a
-        key, at once or as soon as the lock comes."""
-        try:
-            if not self._stored and self._state.storage is not None:
-                for one in self.requests:
-                    self._store(one)
-        finally:  # an interrupt
-            self._let_go()
-
-    def _store(self, one: Request) -> None:
-        state = self._state
-        try:
-            state.guard.run(partial(self._writer.store, one), nothing)
-        except LightcacheError:
-            state.figures.add(errors=1)
-        except Exception as error:
-            state.traffic.foreign.note(error)
-
-    def _let_go(self) -> None:
-        try:
-            for one in self.requests:
-                if one.hit is not None:
-                    one.hit._let_go()
-            if self._pinned is not None:
-                self._pinned._let_go()
-            self._stored = True
-        finally:
-            self._free()
-
-    def _free(self) -> None:
-        held = self._held
-        if held is not None and not held._done:
-            try:
-                held._end()
-            except (LeaseLost, Detached):  # nobody can: a second time would say the same
-                held._done = True
-                raise
-            except LightcacheError:
-                return
-
-
-# ---- Fetch: what was found on the host, on its way to the device.
 
 
 class Fetch:
-    """The load of one request's prefix. Until it is over its blocks hold nothing that counts; if it
+    """The load of one request's prefix. The blocks are not valid before it has finished; if it
     fails, compute these tokens: `tokens` says from where."""
 
     def __init__(self, request: Request, movement: Movement | None, without: int) -> None:
@@ -209,24 +24,26 @@ class Fetch:
         Args:
             without: tokens that are usable if it fails.
         """
-        self._request, self._movement, self._without = request, movement, without
+        self._request, self._without = request, without
+        self.movement = movement
+        """The copy; None: there is none."""
         self._lost = movement is None and request.match.load > 0
 
     @property
     def tokens(self) -> int:
-        """Leading tokens that need not be computed, as far as is known: all usable ones while it
-        goes on or after it went well, those of the device if it failed."""
+        """Leading tokens that need not be computed, as far as is known: all usable ones, or those
+        of the device if it failed."""
         return self._request.match.usable if not self.failed else self._without
 
     @property
     def failed(self) -> bool:
-        """Whether it is over, and failed."""
-        if self._movement is None:
+        """Whether it has finished, and failed."""
+        if self.movement is None:
             return self._lost
-        return self._movement.state in (State.FAILED, State.CANCELLED)
+        return self.movement.state in (State.FAILED, State.CANCELLED)
 
     def done(self) -> bool:
-        """Whether it is over. Does not block.
+        """Whether it has finished. Does not block.
 
         Raises:
             TransferFailed: it failed, or the manager has disabled itself before it began; nothing
@@ -237,19 +54,19 @@ class Fetch:
                 f"fetch {self._request.id!r}: the manager has disabled itself, nothing was loaded; "
                 "compute these tokens instead"
             )
-        return self._movement is None or self._movement.done()
+        return self.movement is None or self.movement.done()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Until it is over. Blocks.
+        """Block until it has finished.
 
         Raises:
-            WaitTimeout: it goes on.
+            WaitTimeout: it is in flight.
             TransferFailed: as `done`.
             ConfigError: no number of seconds.
         """
         timeout = seconds_of(timeout)
-        if self._movement is not None:
-            self._movement.wait(timeout)
+        if self.movement is not None:
+            self.movement.wait(timeout)
         else:
             self.done()
 
@@ -258,23 +75,27 @@ class Fetch:
         engine of this process. See `Transfer.wait_on`.
 
         Raises:
-            TransferFailed: it is over already, and failed.
+            TransferFailed: it has finished already, and failed.
         """
-        if self._movement is not None:
-            wait_on(self._movement, stream)
+        if self.movement is not None:
+            wait_on(self.movement, stream)
         else:
             self.done()
 
     @property
     def number(self) -> int | None:
-        """Of a copy that ranks make: as `Decisions` call it. None: there is none."""
-        moving = None if self._movement is None else self._movement.moving
+        """The copy's number in `Decisions`, if ranks make it. None: they do not."""
+        moving = None if self.movement is None else self.movement.moving
         return getattr(moving, "number", None)
 
 
 def wait_on(movement: Movement, stream: Any) -> None:
-    """Let a stream of the device wait for a copy, or this thread where no engine of ours makes it.
-    TransferFailed: it is over already, and failed."""
+    """Let a stream of the device wait for a copy, or this thread where no engine of this process
+    makes it.
+
+    Raises:
+        TransferFailed: it has finished already, and failed.
+    """
     if movement.over:
         movement.done()
         return
@@ -285,30 +106,29 @@ def wait_on(movement: Movement, stream: Any) -> None:
         transfer.wait_on(stream)
 
 
-def begin_fetch(state: ManagerState, one: Request, without: int) -> Fetch:
+def begin_fetch(state: ManagerState, request: Request, without: int) -> Fetch:
     """See `KVCacheManager.fetch`."""
-    lease, match, tokens = one.host, one.match, state.page_tokens
-    if lease is None or match.load <= 0 or one.loading is not None:
-        one.let_go_of_host()
-        one.fetched = True
-        return Fetch(one, one.loading, without)
+    lease, match, tokens = request.host, request.match, state.page_tokens
+    if lease is None or match.load <= 0 or request.loading is not None:
+        return no_fetch(request, without)
     block = state.device.block_tokens
-    if len(one.table) * block < match.usable:
+    if len(request.table) * block < match.usable:
         raise ConfigError(
-            f"fetch {one.id!r}: expected blocks for {match.usable} tokens, found "
-            f"{len(one.table)} of {block}; allocate them first"
+            f"fetch {request.id!r}: expected blocks for {match.usable} tokens, found "
+            f"{len(request.table)} of {block}; allocate them first"
         )
-    begin, end = one.host_first * tokens, (one.host_first + len(lease)) * tokens
+    begin, end = request.host_first * tokens, (request.host_first + len(lease)) * tokens
     slots = np.full(end - begin, -1, np.int64)
     first = match.device
-    slots[first - begin : match.usable - begin] = slots_of(one.table, block, first, match.usable)
-    blocks = one.table[first // block : -(-match.usable // block)]
+    device_slots = slots_of(request.table, block, first, match.usable)
+    slots[first - begin : match.usable - begin] = device_slots
+    blocks = request.table[first // block : -(-match.usable // block)]
     pages = len(lease)
     figures, begun = state.figures, time.perf_counter_ns()
 
     def over(ok: bool, nbytes: int | None) -> None:
         if ok:
-            moved = moved_bytes(state.host, match.usable - first, nbytes)
+            moved = state.moved_bytes(match.usable - first, nbytes)
             taken = time.perf_counter_ns() - begun
             figures.add(loads=1, loaded_pages=pages, loaded_bytes=moved, load_ns=taken)
         else:
@@ -321,19 +141,19 @@ def begin_fetch(state: ManagerState, one: Request, without: int) -> Fetch:
         lease,
         slots,
         over,
-        of=one.movements,
-        into=(one, "loading"),
-        instead_of=(one, "host"),
+        of=request.movements,
+        into=(request, "loading"),
+        instead_of=(request, "host"),
     )
-    one.fetched = True
-    return Fetch(one, movement, without)
+    request.fetched = True
+    return Fetch(request, movement, without)
 
 
-def no_fetch(one: Request, without: int) -> Fetch:
-    """The cache is not asked: what was found there is not loaded."""
-    one.let_go_of_host()
-    one.fetched = True
-    return Fetch(one, one.loading, without)
+def no_fetch(request: Request, without: int) -> Fetch:
+    """`fetch` that loads nothing: there is nothing to load, or the manager is disabled."""
+    request.let_go_of_host()
+    request.fetched = True
+    return Fetch(request, request.loading, without)
 
 
-__all__ = ["Fetch", "Leaving", "begin_fetch", "no_fetch", "wait_on"]
+__all__ = ["Fetch", "begin_fetch", "no_fetch", "wait_on"]

@@ -1,4 +1,5 @@
-"""Writing: which pages go to the host, and when."""
+"""Offload: full blocks get their keys, and pages go to the host and to storage, as the write policy
+says."""
 
 from __future__ import annotations
 
@@ -28,23 +29,22 @@ from lightcache.manager.request import (
     slots_of_blocks,
 )
 from lightcache.manager.state import ManagerState
-from lightcache.manager.stats import moved_bytes
 from lightcache.manager.transfers import Movement, State
 from lightcache.reservations import Reservation, ReservationBatch
 
 if TYPE_CHECKING:
-    from lightcache.manager.weights import Look
+    from lightcache.manager.weights import CheckedSpaces
     from lightcache.page_index import PageIndex
 
 
-# ---- Naming: full blocks of running requests get their keys.
+# ---- Full blocks of running requests get their keys.
 
 NOTHING: Mapping[int, int] = {}
 """No block is to be exchanged."""
 _KINDS = bytes(
     PINNED if status in (KeyStatus.NEW, KeyStatus.PRESENT) else HELD for status in range(256)
 )
-"""What a block becomes, by what the index said of its key."""
+"""The kind of a block in its request's table, by the status that the index returned for its key."""
 Filled = tuple[Request, int, int]
 """A request, how many of its blocks have names, and how many are full."""
 
@@ -55,41 +55,41 @@ def _keys(packed: list[bytes]) -> Keys:
 
 
 @dataclass(frozen=True, eq=False)
-class Naming:
-    """Blocks of requests that the device's index is asked to name. It fills `named` in the same
-    call; an interrupt behind that leaves it to the manager's next call to tell the requests."""
+class _Naming:
+    """Blocks that the device's index is asked to name. It fills `named` in the same call. After an
+    interrupt, the manager's next call updates the requests."""
 
     members: list[Filled]
     ours: Pages
     named: Named
 
 
-class Namer:
+class FullBlocks:
     """Gives full blocks of running requests their keys. The manager's lock is around every call."""
 
-    def __init__(self, state: ManagerState, demotion: Demotion) -> None:
-        """Nothing is being named."""
-        self._state, self._demotion = state, demotion
-        self._naming: Naming | None = None
+    def __init__(self, state: ManagerState, write_back: WriteBack) -> None:
+        """No block is being named."""
+        self._state, self._write_back = state, write_back
+        self._naming: _Naming | None = None
         """For `settle`."""
 
-    def name(self, running: list[Request], look: Look) -> None:
-        """Name what is full and has no name yet, in one call for each space. Blocks of which others
-        hold the content already are exchanged, and `Request.owed` says so."""
+    def cache_blocks(self, running: list[Request], spaces: CheckedSpaces) -> None:
+        """Name full blocks that have no name yet, in one call for each space. A block whose content
+        another block holds already is exchanged for that, and `Request.owed` says so."""
         by_space: dict[Space, list[Filled]] = {}
         block = self._state.device.block_tokens
-        for one in running:
-            if one.total < (one.named + 1) * block or not one.on_device:
+        for request in running:
+            if request.total < (request.named + 1) * block or not request.on_device:
                 continue  # nearly always, while single tokens are generated
-            full = min(one.publishable() // block, len(one.table))
-            if full > one.named:
-                assert one.space is not None
-                members = by_space.get(one.space)
+            full = min(request.publishable() // block, len(request.table))
+            if full > request.named:
+                assert request.space is not None
+                members = by_space.get(request.space)
                 if members is None:
-                    members = by_space[one.space] = []
-                members.append((one, one.named, full))
+                    members = by_space[request.space] = []
+                members.append((request, request.named, full))
         for space, members in by_space.items():
-            if look.good(space):
+            if spaces.good(space):
                 self._name(space, members)
 
     def _name(self, space: Space, members: list[Filled]) -> None:
@@ -97,19 +97,17 @@ class Namer:
         packed: list[bytes] = []
         starts: list[int] = []
         offsets, count = [0], 0
-        for one, first, full in members:
-            begin = (
-                first - 1 if first else 0
-            )  # the key before the first new one: what that hangs on
-            blocks.append(one.table[first:full])
-            packed += one.device_chain.packed(begin, full)
+        for request, first, full in members:
+            begin = first - 1 if first else 0  # with the key before, the new ones' parent
+            blocks.append(request.table[first:full])
+            packed += request.device_chain.packed(begin, full)
             starts.append(first - begin)
             count += full - begin
             offsets.append(count)
         assert space.device is not None
         ours = np.concatenate(blocks)
         keys = _keys(packed)
-        naming = self._naming = Naming(members, ours, Named(len(ours)))
+        naming = self._naming = _Naming(members, ours, Named(len(ours)))
         try:
             self._state.device.name_many(
                 ours, keys, np.array(offsets), np.array(starts), space.device, naming.named
@@ -118,158 +116,157 @@ class Namer:
             self.settle()
 
     def settle(self) -> None:
-        """The requests learn what became of the blocks that were to be named last: which are
-        pinned, and which have been exchanged. Once more does no harm."""
+        """Update the requests whose blocks were named last: which of these are pinned, and which
+        were exchanged. May be called again."""
         naming = self._naming
         if naming is None:
             return
-        settled, at = naming.named.settled, 0
+        settled, offset = naming.named.settled, 0
         kinds = naming.named.status.tobytes().translate(_KINDS)
         owned, back = self._state.device.owned, self._state.config.write is WritePolicy.BACK
         if owned and settled:
             self._exchange(naming, settled)
-        for one, first, full in naming.members:
+        for request, first, full in naming.members:
             end = full
-            if settled < at + full - first:  # interrupted before its last block was named
-                end = first + max(0, settled - at)
+            if settled < offset + full - first:  # interrupted before its last block was named
+                end = first + max(0, settled - offset)
             if owned:
-                one.kind[first:end] = kinds[at : at + end - first]
+                request.kind[first:end] = kinds[offset : offset + end - first]
             if back and end > first:
-                self._demotion.note(one, first, end)
-            if end > one.named:
-                one.named = end
-            at += full - first
+                self._write_back.note(request, first, end)
+            if end > request.named:
+                request.named = end
+            offset += full - first
         self._naming = None
 
-    def _exchange(self, naming: Naming, settled: int) -> None:
-        """Where another block holds what ours did, it takes its place."""
+    def _exchange(self, naming: _Naming, settled: int) -> None:
+        """Put blocks that hold the same content already in the place of ours."""
         theirs, ours = naming.named.pages[:settled], naming.ours[:settled]
         if theirs.tobytes() == ours.tobytes():
             return
         exchanged = np.flatnonzero(theirs != ours)
-        at = 0
-        for one, first, full in naming.members:
-            mine = exchanged[(exchanged >= at) & (exchanged < at + full - first)]
+        offset = 0
+        for request, first, full in naming.members:
+            mine = exchanged[(exchanged >= offset) & (exchanged < offset + full - first)]
             if len(mine):
-                changed = dict(
-                    zip((mine - at + first).tolist(), theirs[mine].tolist(), strict=True)
-                )
-                before = {} if one.owed is None or one.owed.told else one.owed.changed
-                one.owed = Owed({**before, **changed})
+                positions = (mine - offset + first).tolist()
+                changed = dict(zip(positions, theirs[mine].tolist(), strict=True))
+                owed = request.owed
+                before = {} if owed is None or owed.told else owed.changed
+                request.owed = Owed({**before, **changed})
                 for position, block in changed.items():
-                    one.table[position] = block
-            at += full - first
+                    request.table[position] = block
+            offset += full - first
         self._state.figures.add(duplicates=len(exchanged))
 
 
-# ---- Write-back: blocks that the device needs for something else go to the host first.
+# ---- Write-back: blocks that the device needs for other requests go to the host first.
 #
-# A host page may be several blocks. When the last of them gets its name, here is noted of which
-# blocks and under which key the page would be written; nothing of it is needed for anything but
-# writing back.
+# A host page may be several blocks. When the last of them gets its name, `WriteBack` notes of which
+# blocks and under which key the page would be written. Only write-back needs that.
 
 
 @dataclass(frozen=True, eq=False)
-class Origin:
-    """A host page that could be written from the device."""
+class _Origin:
+    """A host page that can be written from the device."""
 
     space: Space
     device_key: bytes
-    """Of its last block: the block is still this one's."""
+    """Of its last block. While the block has this key, it holds the page."""
     host_keys: Keys
-    """Of its prompt's pages from the first on, its own the last. Those of one request share their
-    memory."""
+    """Of its prompt's pages from the first on; its own is the last. Arrays of one request share
+    their memory."""
     to_storage: bool
-    """Whether it goes there, too, once the host has it."""
+    """Whether it goes to storage after the host has it."""
     blocks: Pages
     offset: int
     """Where it begins, in tokens of the first of them."""
     lives: Any = None
-    """Attached devices: of each of the blocks, what says that it is the same still. Of an owned
-    one prefixes stay as long as what hangs on them, so the last block's key says it for all."""
+    """Attached devices: a number of each block that changes with its content. On an owned device a
+    block stays as long as its descendants, so the last block's key is enough."""
 
 
 @dataclass(frozen=True, eq=False)
-class Home:
-    """Where the host has a block's content, if it has it."""
+class _Home:
+    """Under which key the host has a block's content, if it has it."""
 
     space: Space
     device_key: Keys
-    """As long as this is the block's, shape (1, 2)."""
+    """Valid while the block has this key, shape (1, 2)."""
     host_key: Keys
     """Of the page in which the block ends, shape (1, 2)."""
 
 
 @dataclass(eq=False)
-class Group:
-    """Blocks on their way out, pinned until their copies are over."""
+class _Group:
+    """Blocks that are being written back, pinned until their copies have finished."""
 
     lease: Lease
     movements: list[Movement]
-    homes: dict[int, Home]
-    """Of those that lie in a page of the host, by their numbers."""
+    homes: dict[int, _Home]
+    """Of blocks that lie in a host page, by their numbers."""
     cause: str
     """"room", "low_water" or "demote"."""
     stay: bool
-    """The host did not answer: not all of it is written, so the blocks are not given up."""
-    written: list[Origin] = field(default_factory=list)
-    """What is on its way to the host, and goes to storage when it is there."""
+    """The host did not answer: not all blocks are written, so they are not given up."""
+    written: list[_Origin] = field(default_factory=list)
+    """Pages that are being written to the host, and go to storage afterwards."""
 
 
-class Demotion:
+class WriteBack:
     """The write-back of one manager. Its lock is around every call."""
 
-    def __init__(self, state: ManagerState, writer: Writer) -> None:
-        """Nothing is on its way."""
-        self._state, self._writer = state, writer
-        self._origins: dict[int, dict[bytes, Origin]] = {}
-        """By the last block of each, and the host page's key."""
-        self._homes: dict[int, Home] = {}
-        """Owned devices, by block. A stale one is known by its key."""
-        self._groups: list[Group] = []
-        self._evicting: list[tuple[list[Movement], list[Origin]]] = []
-        """Attached devices: copies of what the engine is going to evict, and what they write."""
+    def __init__(self, state: ManagerState, offloader: Offloader) -> None:
+        """No block is being written back."""
+        self._state, self._offloader = state, offloader
+        self._origins: dict[int, dict[bytes, _Origin]] = {}
+        """By the last block of each page, and the page's key."""
+        self._homes: dict[int, _Home] = {}
+        """Owned devices, by block. One whose block has another key by now is stale."""
+        self._groups: list[_Group] = []
+        self._evicting: list[tuple[list[Movement], list[_Origin]]] = []
+        """Attached devices: copies of blocks that the engine is going to evict, and their pages."""
 
     @property
-    def going(self) -> int:
-        """Blocks on their way out."""
+    def blocks(self) -> int:
+        """Number of blocks that are being written back."""
         return sum(len(group.lease) for group in self._groups)
 
-    def note(self, one: Request, begin: int, end: int) -> None:
+    def note(self, request: Request, begin: int, end: int) -> None:
         """Blocks [begin, end) of a request's table got their names."""
         tokens, block = self._state.page_tokens, self._state.device.block_tokens
-        assert one.space is not None
-        device, wishes = self._state.device, one.wishes
+        space, wishes, table = request.space, request.wishes, request.table
+        device = self._state.device
+        assert space is not None
         goes = "host" in wishes.tiers and wishes.priority >= 0
-        keys = one.host_chain.keys
+        keys = request.host_chain.keys
         for page in range(begin * block // tokens, end * block // tokens):
             # The page's last token lies in this block; a page may be a part of one.
             first, last = page * tokens // block, ((page + 1) * tokens - 1) // block
-            if not goes or (device.owned and HELD in one.kind[first : last + 1]):
-                # Without a name it is gone as soon as the request is. What was noted of this block
-                # may have begun in others.
-                self._origins.pop(int(one.table[last]), None)
+            if not goes or (device.owned and HELD in request.kind[first : last + 1]):
+                # A block without a name goes with its request. An earlier note of this block may be
+                # of a page that begins in other blocks.
+                self._origins.pop(int(table[last]), None)
                 continue
-            made = Origin(
-                one.space,
-                one.device_chain.keys[last].tobytes(),
+            origin = _Origin(
+                space,
+                request.device_chain.keys[last].tobytes(),
                 keys[: page + 1],
                 "storage" in wishes.tiers,
-                one.table[first : last + 1].copy(),
+                table[first : last + 1].copy(),
                 page * tokens % block,
-                self._lives(one.table[first : last + 1]),
+                self._lives(table[first : last + 1]),
             )
-            known = self._origins.setdefault(int(made.blocks[-1]), {})
-            if known and next(iter(known.values())).device_key != made.device_key:
+            known = self._origins.setdefault(int(origin.blocks[-1]), {})
+            if known and next(iter(known.values())).device_key != origin.device_key:
                 known.clear()
-            # The same key in the same block once more: what it hangs on may lie elsewhere by now.
-            known[made.host_keys[-1].tobytes()] = made
+            # The same key in the same block again: its parents may lie in other blocks by now.
+            known[origin.host_keys[-1].tobytes()] = origin
             if device.owned:
-                own = made.host_keys[-1:].copy()
-                for at in range(first, last + 1):
-                    key = one.device_chain.keys[at : at + 1].copy()
-                    home = Home(one.space, key, own)
-                    self._homes[int(one.table[at])] = home
+                host_key = origin.host_keys[-1:].copy()
+                for position in range(first, last + 1):
+                    device_key = request.device_chain.keys[position : position + 1].copy()
+                    self._homes[int(table[position])] = _Home(space, device_key, host_key)
 
     def _lives(self, blocks: Pages) -> Any:
         device = self._state.device
@@ -277,8 +274,7 @@ class Demotion:
 
     def demote(self, n: int, cause: str) -> int:
         """Begin to write back up to n blocks, those that eviction would take next. They are free
-        when that is over, but for those that somebody came for. Returns how many are on their
-        way.
+        when their copies have finished, unless a request came for them. Returns how many there are.
 
         Args:
             cause: under which they are counted: "room", "low_water" or "demote".
@@ -289,7 +285,7 @@ class Demotion:
         oldest = device.index.oldest(min(n, 4096))
         blocks = oldest.pages.copy()
         homes = self._homes_of(blocks, oldest.keys)
-        group = Group(oldest.lease, [], homes, cause, stay=True)
+        group = _Group(oldest.lease, [], homes, cause, stay=True)
         self._groups.append(group)
         group.stay = not self.write(blocks, oldest.keys, group.movements, group.written)
         self.poll()
@@ -298,41 +294,51 @@ class Demotion:
     def evicting(self, blocks: Pages, keys: Keys) -> int:
         """Attached devices: see `KVCacheManager.evicting`. Returns how many copies were begun."""
         begun: list[Movement] = []
-        written: list[Origin] = []
+        written: list[_Origin] = []
         self._evicting.append((begun, written))
         self.write(blocks, keys, begun, written)
         self.poll()
         return len(begun)
 
-    def make_room(self, wanted: int) -> None:
-        """Begin to write back what stands in the way of so many free blocks, if they can be had.
-        What is over was looked at just now."""
-        device = self._state.device
+    def make_room(self, wanted: int) -> int:
+        """Begin to write back the blocks that eviction would take next, until so many are free or
+        being written. None is begun where so many cannot be had at all. An error leaves the blocks
+        as they were. Returns how many are free now."""
+        device, state = self._state.device, self._state
         assert isinstance(device, OwnedDevice)
+        free = device.free
+        if free < wanted:
+            state.traffic.poll()  # also while the manager is disabled: copies in flight finish
+            self.poll()
+            state.guard.run(partial(self._make_room, device, wanted), nothing, proves=False)
+            free = device.free
+        return free
+
+    def _make_room(self, device: OwnedDevice, wanted: int) -> None:
         assert device.index is not None
-        made = device.free + self.going
-        while made < wanted and device.index.can_allocate(wanted - self.going):
-            self.demote(wanted - made, "room")
-            before, made = made, device.free + self.going
-            if made <= before:
-                return  # they stay, for whatever reason
+        coming = device.free + self.blocks
+        while coming < wanted and device.index.can_allocate(wanted - self.blocks):
+            self.demote(wanted - coming, "room")
+            before, coming = coming, device.free + self.blocks
+            if coming <= before:
+                return  # no other block can be written back now
 
     def running(self) -> Movement | None:
-        """A copy that blocks on their way out wait for, and that goes on; None: there is none."""
+        """A copy in flight that blocks being written back wait for; None: there is none."""
         movements = (each for group in self._groups for each in group.movements)
         return next((each for each in movements if each.state is State.RUNNING), None)
 
     def write(
-        self, blocks: Pages, keys: Keys, begun: list[Movement], written: list[Origin]
+        self, blocks: Pages, keys: Keys, begun: list[Movement], written: list[_Origin]
     ) -> bool:
-        """Begin to write the pages that end in these blocks. Whether all were begun that the host
-        had room for: the first error ends it, for each may be a long wait. What was noted stays:
-        the host may lose a page before the device does.
+        """Begin to write the pages that end in these blocks. Returns whether all were begun for
+        which the host had room: the first error ends it, since each may be a long wait. The notes
+        stay: the host may lose a page before the device does.
 
         Args:
-            keys: that the device has them under.
+            keys: of the blocks, on the device.
             begun: the copies are appended here.
-            written: what they write is appended here, for `store`.
+            written: their pages are appended here, for `_store`.
         """
         refused: set[bytes] = set()
         for i in range(len(blocks) - 1, -1, -1):  # prefixes first: host pages hang on each other
@@ -350,33 +356,33 @@ class Demotion:
 
     def _write(
         self,
-        origin: Origin,
+        origin: _Origin,
         begun: list[Movement],
-        written: list[Origin],
+        written: list[_Origin],
         refused: set[bytes],
     ) -> None:
         """Unless the host has it already, or no room for it.
 
         Args:
-            refused: keys of pages that there was no room for. What hangs on one of them would
-                never be found, and drive out what is.
+            refused: keys of pages for which there was no room. Their children would never be
+                found, and evict pages that are.
         """
-        state, hangs_on = self._state, origin.host_keys[-2:]
-        before = len(hangs_on) - 1
-        own = hangs_on[before].tobytes()
-        if before and hangs_on[0].tobytes() in refused:
+        state, keys = self._state, origin.host_keys[-2:]  # its own, with its parent's
+        before = len(keys) - 1
+        own = keys[before].tobytes()
+        if before and keys[0].tobytes() in refused:
             refused.add(own)
             state.figures.add(no_room_pages=1)
             return
         new = state.host.reserve(
-            hangs_on,
+            keys,
             before,
             shards=state.mover.shards,
             namespace=origin.space.host,
             timeout=state.config.time_limit,
         )
         if len(new.new):
-            self._writer.launch(new, self._slots(origin, before), origin.blocks, begun)
+            self._offloader.launch(new, self._slots(origin, before), origin.blocks, begun)
             written.append(origin)
             return
         if len(new.missing):
@@ -384,14 +390,14 @@ class Demotion:
         state.figures.add(no_room_pages=len(new.missing))
         new.release()
 
-    def _slots(self, origin: Origin, before: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    def _slots(self, origin: _Origin, before: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         tokens, block = self._state.page_tokens, self._state.device.block_tokens
         own = origin.blocks.astype(np.int64)[:, None] * block + np.arange(block)
         flat = own.reshape(-1)[origin.offset : origin.offset + tokens]
         return np.concatenate([np.full(before * tokens, -1, np.int64), flat])
 
     def poll(self) -> None:
-        """Give up blocks whose copies are over. They stay where an index does not answer."""
+        """Give up blocks whose copies have finished. They stay where an index does not answer."""
         if self._evicting:
             every, self._evicting = self._evicting, []
             for begun, written in every:
@@ -408,21 +414,21 @@ class Demotion:
             self._state.guard.run(give_up, group.lease._let_go, proves=False)
             self._guard_store(group.written)
 
-    def _guard_store(self, written: list[Origin]) -> None:
+    def _guard_store(self, written: list[_Origin]) -> None:
         self._state.guard.run(partial(self._store, written), nothing, proves=False)
 
-    def _store(self, written: list[Origin]) -> None:
-        """What demotion has written to the host goes to storage, each prompt as far as it was
-        written. Requests store what they computed when they end; this is what they could not."""
-        storage, deepest = self._state.storage, dict[bytes, Origin]()
+    def _store(self, written: list[_Origin]) -> None:
+        """Pages that were written back go from the host to storage, each prompt as far as it was
+        written. These are pages that the host did not have when their request ended."""
+        storage, last = self._state.storage, dict[bytes, _Origin]()
         if storage is None:
             return
         for origin in sorted(written, key=lambda each: len(each.host_keys)):
             if origin.to_storage and self._state.weights.good(origin.space):
                 if len(origin.host_keys) > 1:
-                    deepest.pop(origin.host_keys[-2].tobytes(), None)
-                deepest[origin.host_keys[-1].tobytes()] = origin
-        for origin in deepest.values():
+                    last.pop(origin.host_keys[-2].tobytes(), None)
+                last[origin.host_keys[-1].tobytes()] = origin
+        for origin in last.values():
             try:
                 task = storage.write(origin.host_keys, namespace=origin.space.host)
                 self._state.tasks.add(task)
@@ -431,7 +437,7 @@ class Demotion:
             except Exception as error:
                 self._state.traffic.foreign.note(error)
 
-    def _give_up(self, group: Group) -> None:
+    def _give_up(self, group: _Group) -> None:
         index, n = self._state.device.index, len(group.lease)
         if group.stay or index is None:
             group.lease._let_go()
@@ -446,18 +452,18 @@ class Demotion:
             **{f"device_evicted_{group.cause}": gone},
         )
 
-    def _homes_of(self, blocks: Pages, keys: Keys) -> dict[int, Home]:
-        """Of those of these blocks that lie in a page of the host."""
-        found = {}
+    def _homes_of(self, blocks: Pages, keys: Keys) -> dict[int, _Home]:
+        """Of the blocks that lie in a page of the host."""
+        homes = {}
         for block, key in zip(blocks.tolist(), keys, strict=True):
             home = self._homes.get(block)
             if home is not None and (home.device_key == key).all():
-                found[block] = home
-        return found
+                homes[block] = home
+        return homes
 
-    def _on_host(self, group: Group, index: PageIndex) -> int:
-        """Blocks of a group that the device has given up and the host has. It is asked, so that
-        what was there before counts, and what did not get there does not."""
+    def _on_host(self, group: _Group, index: PageIndex) -> int:
+        """Blocks of a group that the device has given up and the host has. The host is asked, so
+        that pages that were there before count, and pages whose copy failed do not."""
         there, host = 0, self._state.host
         for block, home in group.homes.items():
             if index.peek(home.device_key, namespace=home.space.device):
@@ -468,7 +474,7 @@ class Demotion:
         return there
 
     def close(self) -> None:
-        """Keep what is on its way where it is."""
+        """Stop: blocks that are being written back stay on the device."""
         for group in self._groups:
             group.lease.release()
         self._groups.clear()
@@ -477,131 +483,130 @@ class Demotion:
         self._homes.clear()
 
 
-# ---- Writing: which pages go to the host, and when.
+# ---- Which pages go to the host, and when.
 
 _SEEN = 1 << 16  # pages that SELECTIVE remembers
 Span = tuple[Request, int, int]
 """Pages [begin, end) of a request, by their numbers in its prompt: to be written."""
 
 
-class Writer:
-    """Writes what running requests have filled to the host."""
+class Offloader:
+    """Writes full pages of requests to the host. The manager's lock is around every call."""
 
     def __init__(self, state: ManagerState) -> None:
-        """Nothing is written yet."""
+        """No page is written yet."""
         self._state = state
         self._seen: OrderedDict[bytes, int] = OrderedDict()
         self._failed = 0
         """Copies of ours that failed, or never began."""
 
-    def due(self, running: list[Request], look: Look) -> None:
-        """After a commit: pages of those that have enough of them, or whose prompt is complete."""
+    def due(self, running: list[Request], spaces: CheckedSpaces) -> None:
+        """After a commit: write pages of requests that have enough, or whose prompt is complete."""
         if self._state.config.write is WritePolicy.BACK:
             return
         group, tokens = self._state.config.write_group, self._state.page_tokens
         due: list[Span] = []
-        for one in running:
-            if one.left_to_others and one.failed_then != self._failed:
-                self._take_over(one, look)
-            begin = one.written * tokens
-            if one.total < begin + tokens:
+        for request in running:
+            if request.left_to_others and request.failed_then != self._failed:
+                self._take_over(request, spaces)
+            begin = request.written * tokens
+            if request.total < begin + tokens:
                 continue
-            urgent = one.wishes.priority > 0
+            urgent = request.wishes.priority > 0
             # Few, and none of its prompt: nearly always, while tokens are generated.
-            few = one.total < begin + group * tokens and begin >= len(one.prompt)
+            few = request.total < begin + group * tokens and begin >= len(request.prompt)
             if few and not urgent:
                 continue
-            full = one.publishable() // tokens
-            if full <= one.written:
+            full = request.publishable() // tokens
+            if full <= request.written:
                 continue
-            prompt = len(one.prompt)
-            prompt_ends = one.total >= prompt and one.written < prompt // tokens
-            if full - one.written >= group or prompt_ends or urgent:
-                due += self._span(one, full, look)
+            prompt = len(request.prompt)
+            prompt_ends = request.total >= prompt and request.written < prompt // tokens
+            if full - request.written >= group or prompt_ends or urgent:
+                due += self._span(request, full, spaces)
         self._write(due)
 
-    def rest(self, ended: list[Request], look: Look) -> None:
-        """Requests end: what of them is not written yet. What the host has of them counts as used,
-        also where the device had it: else the host would let go of what the device will ask for."""
+    def rest(self, ended: list[Request], spaces: CheckedSpaces) -> None:
+        """Requests end: write their remaining pages. Their pages on the host count as used, also
+        where the device had them: else the host would evict pages that the device needs later."""
         used: dict[Space, list[bytes]] = {}
         due: list[Span] = []
-        for one in ended:
-            if one.left_to_others:  # who fails in another process does not say so
-                self._take_over(one, look)
-            full = one.publishable() // self._state.page_tokens
-            stored = self._for_storage(one, full, look)
+        for request in ended:
+            if request.left_to_others:  # failures of other processes are not seen here
+                self._take_over(request, spaces)
+            full = request.publishable() // self._state.page_tokens
+            stored = self._for_storage(request, full, spaces)
             if stored:
                 due += stored
-            elif self._state.config.write is not WritePolicy.BACK and full > one.written:
-                due += self._span(one, full, look)
-            elif one.space is not None and one.wishes.read and (full or one.written):
-                packed = one.host_chain.packed(0, max(full, one.written))
-                used.setdefault(one.space, []).extend(packed)
+            elif self._state.config.write is not WritePolicy.BACK and full > request.written:
+                due += self._span(request, full, spaces)
+            elif request.space is not None and request.wishes.read and (full or request.written):
+                packed = request.host_chain.packed(0, max(full, request.written))
+                used.setdefault(request.space, []).extend(packed)
         self._write(due)
         for space, parts in used.items():
-            if look.good(space):  # nothing is reserved: their order means nothing
+            if spaces.good(space):  # nothing is reserved: their order means nothing
                 keys = _keys(parts)
                 self._state.host.reserve(keys, len(keys), namespace=space.host).release()
 
-    def _take_over(self, one: Request, look: Look) -> None:
-        """Others were writing pages of this request, and may have failed: what is not there, and
-        nobody writes any more, is written now. Of n samples whose copies all fail each has tried
-        once."""
-        end, one.left_to_others = one.left_to_others, 0
-        if one.space is None or not look.good(one.space):
+    def _take_over(self, request: Request, spaces: CheckedSpaces) -> None:
+        """Other requests were writing pages of this one, and may have failed: write the pages that
+        are neither there nor being written. Of n samples whose copies all fail each tries once."""
+        end, request.left_to_others = request.left_to_others, 0
+        if request.space is None or not spaces.good(request.space):
             return
-        begin = self._state.host.peek(one.host_chain.keys[:end], namespace=one.space.host)
+        begin = self._state.host.peek(request.host_chain.keys[:end], namespace=request.space.host)
         if begin < end:
-            self.write(one, begin, end)
+            self.write(request, begin, end)
 
-    def write(self, one: Request, begin: int, end: int) -> None:
+    def write(self, request: Request, begin: int, end: int) -> None:
         """Begin to write these pages now, whatever the policy."""
-        self._write([(one, begin, end)])
+        self._write([(request, begin, end)])
 
-    def store(self, one: Request) -> None:
-        """A request has ended and its copies are over: what the host has of it goes to storage. The
-        tier has rules of its own for what is worth it."""
-        storage, wishes, space = self._state.storage, one.wishes, one.space
+    def store(self, request: Request) -> None:
+        """A request has ended and its copies have finished: its pages go from the host to storage.
+        The tier decides which are worth it."""
+        storage, wishes, space = self._state.storage, request.wishes, request.space
         if storage is None or space is None or not wishes.write or "storage" not in wishes.tiers:
             return
-        pages = one.publishable() // self._state.page_tokens
-        if pages and one.stored and self._state.weights.good(space):
-            keys = one.host_chain.keys[:pages]
-            ids = one.token_ids(pages * self._state.page_tokens)
-            state = self._state
-            state.tasks.add(
-                storage.write(keys, one.id, tokens=one.total, token_ids=ids, namespace=space.host)
+        pages = request.publishable() // self._state.page_tokens
+        if pages and request.stored and self._state.weights.good(space):
+            keys = request.host_chain.keys[:pages]
+            ids = request.token_ids(pages * self._state.page_tokens)
+            task = storage.write(
+                keys, request.id, tokens=request.total, token_ids=ids, namespace=space.host
             )
+            self._state.tasks.add(task)
 
-    def _for_storage(self, one: Request, full: int, look: Look) -> list[Span]:
-        """What of a request that ends goes to storage and is not on the host, whatever the policy:
-        storage is written from there."""
-        wishes, begin = one.wishes, one.written
-        if self._state.storage is None or one.space is None or not wishes.write:
+    def _for_storage(self, request: Request, full: int, spaces: CheckedSpaces) -> list[Span]:
+        """Pages of a request that ends which go to storage and are not on the host yet, whatever
+        the policy: storage is written from the host."""
+        wishes, begin, space = request.wishes, request.written, request.space
+        if self._state.storage is None or space is None or not wishes.write:
             return []
         if not {"host", "storage"} <= wishes.tiers or wishes.priority < 0:
             return []
-        if not full or not look.good(one.space):
+        if not full or not spaces.good(space):
             return []
-        one.written = max(begin, full)
+        request.written = max(begin, full)
         if self._state.config.write is WritePolicy.SELECTIVE:  # some were passed over
-            begin = self._state.host.peek(one.host_chain.keys[:full], namespace=one.space.host)
-        return [(one, begin, full)] if full > begin else []
+            begin = self._state.host.peek(request.host_chain.keys[:full], namespace=space.host)
+        return [(request, begin, full)] if full > begin else []
 
-    def _span(self, one: Request, full: int, look: Look) -> list[Span]:
-        """What of a request's next pages, up to `full`, is to be written: a span, or none."""
-        wishes = one.wishes
+    def _span(self, request: Request, full: int, spaces: CheckedSpaces) -> list[Span]:
+        """The span of a request's next pages, up to `full`, that is to be written, or none."""
+        wishes = request.wishes
         if not wishes.write or "host" not in wishes.tiers or wishes.priority < 0:
             return []
-        begin, end = one.written, full
+        begin, end = request.written, full
         if self._state.config.write is WritePolicy.SELECTIVE and wishes.priority <= 0:
-            end = begin + self._asked_for(one.host_chain.keys[begin:full])
-        one.written = full
-        wanted = end > begin and one.space is not None and look.good(one.space)
-        return [(one, begin, end)] if wanted else []
+            end = begin + self._asked_for(request.host_chain.keys[begin:full])
+        request.written = full
+        wanted = end > begin and request.space is not None and spaces.good(request.space)
+        return [(request, begin, end)] if wanted else []
 
     def _asked_for(self, keys: Keys) -> int:
-        """Leading pages that were to be written before. Remembers all of them."""
+        """How many leading pages were seen often enough before. Remembers all of them."""
         most, leading, counting = self._state.config.seen, 0, True
         for key in keys:
             digest = key.tobytes()
@@ -614,39 +619,40 @@ class Writer:
         return leading
 
     def _write(self, due: list[Span]) -> None:
-        """Begin to write what is due, with one call of the core for each space."""
+        """Begin to write these spans, with one call of the core for each space."""
         by_space: dict[Space, list[Span]] = {}
         tokens, block = self._state.page_tokens, self._state.device.block_tokens
-        for one, begin, end in due:
-            assert one.space is not None
-            if len(one.table) * block >= end * tokens:  # else the engine has let go of its blocks
-                by_space.setdefault(one.space, []).append((one, begin, end))
+        for request, begin, end in due:
+            assert request.space is not None
+            if len(request.table) * block >= end * tokens:  # else the engine has freed its blocks
+                by_space.setdefault(request.space, []).append((request, begin, end))
         for space, spans in by_space.items():
             try:
                 new = self._reserve(space, spans)
             except LockTimeout:
                 self._state.figures.add(errors=1)
-                for one, begin, _ in spans:  # a later commit, or its end, comes back to them
-                    one.written = min(one.written, begin)
+                for request, begin, _ in spans:  # a later commit, or its end, comes back to them
+                    request.written = min(request.written, begin)
                 continue
             except LightcacheError:
                 self._state.figures.add(failed_offloads=len(spans))
                 continue
-            with new:  # until each has its own, or all is over
+            with new:  # until each span has its own reservation
                 self._offload(new, spans)
 
     def _reserve(self, space: Space, spans: list[Span]) -> ReservationBatch:
-        """Pages for all of them. The keys are those from the root: all of them count as used."""
+        """Pages for all spans. The keys are those from the root: all of them count as used."""
         state = self._state
         packed: list[bytes] = []
-        offsets = [0]
-        for one, _, end in spans:
-            packed += one.host_chain.packed(0, end)
+        offsets, begins = [0], []
+        for request, begin, end in spans:
+            begins.append(begin)
+            packed += request.host_chain.packed(0, end)
             offsets.append(offsets[-1] + end)
         return state.host.index.reserve_batch(
             _keys(packed),
             np.array(offsets),
-            np.array([begin for _, begin, _ in spans]),
+            np.array(begins),
             shards=state.mover.shards,
             namespace=space.host,
             timeout=state.config.time_limit,
@@ -654,42 +660,42 @@ class Writer:
 
     def _offload(self, new: ReservationBatch, spans: list[Span]) -> None:
         slots = self._slots(spans)
-        for span, own, its in zip(spans, new.split(), slots, strict=True):
-            self._offload_one(span, own, its)
+        for span, part, part_slots in zip(spans, new.split(), slots, strict=True):
+            self._offload_span(span, part, part_slots)
 
-    def _offload_one(self, span: Span, new: Reservation, slots: npt.NDArray[np.int64]) -> None:
-        one, begin, end = span
+    def _offload_span(self, span: Span, new: Reservation, slots: npt.NDArray[np.int64]) -> None:
+        request, begin, end = span
         tokens, block = self._state.page_tokens, self._state.device.block_tokens
         if not new.all_new:
             if len(new.busy):
-                one.left_to_others, one.failed_then = int(new.busy[-1]) + 1, self._failed
+                request.left_to_others, request.failed_then = int(new.busy[-1]) + 1, self._failed
             self._state.figures.add(no_room_pages=len(new.missing))
             if not len(new.new):
                 new.release()
                 return
-        touched = one.table[begin * tokens // block : -(-end * tokens // block)]
-        if self.launch(new, slots, touched, one.movements).over:
-            one.movements.pop()  # what is over holds nothing up
+        touched = request.table[begin * tokens // block : -(-end * tokens // block)]
+        if self.launch(new, slots, touched, request.movements).over:
+            request.movements.pop()  # a finished copy delays nothing
 
     def _slots(self, spans: list[Span]) -> list[npt.NDArray[np.int64]]:
         """Of each span the device slots of all its request's tokens up to its end; -1 for those
         before it."""
         tokens, block = self._state.page_tokens, self._state.device.block_tokens
         blocks = [
-            one.table[begin * tokens // block : -(-end * tokens // block)]
-            for one, begin, end in spans
+            request.table[begin * tokens // block : -(-end * tokens // block)]
+            for request, begin, end in spans
         ]
         every = slots_of_blocks(np.concatenate(blocks), block)
         whole = np.full(tokens * sum([end for _, _, end in spans]), -1, np.int64)
-        found, base, at = [], 0, 0
-        for (_, begin, end), its in zip(spans, blocks, strict=True):
-            first = at + begin * tokens % block
+        parts, base, offset = [], 0, 0
+        for (_, begin, end), own in zip(spans, blocks, strict=True):
+            first = offset + begin * tokens % block
             slots = whole[base : base + end * tokens]
             slots[begin * tokens :] = every[first : first + (end - begin) * tokens]
-            found.append(slots)
+            parts.append(slots)
             base += end * tokens
-            at += len(its) * block
-        return found
+            offset += len(own) * block
+        return parts
 
     def launch(
         self,
@@ -698,18 +704,18 @@ class Writer:
         blocks: Pages,
         of: list[Movement],
     ) -> Movement:
-        """Begin to write a reservation's new pages. It is the movement's from now on.
+        """Begin to write a reservation's new pages. The movement owns it from now on.
 
         Args:
             slots: of all tokens of the keys that were reserved, from the first of these on.
             blocks: that are read.
-            of: movements of whoever holds them; this one is appended.
+            of: movements of the owner of these blocks; this one is appended.
         """
         state, pages, begun = self._state, len(new.pages), time.perf_counter_ns()
 
         def over(ok: bool, nbytes: int | None) -> None:
             if ok:
-                moved = moved_bytes(state.host, pages * state.page_tokens, nbytes)
+                moved = state.moved_bytes(pages * state.page_tokens, nbytes)
                 taken = time.perf_counter_ns() - begun
                 state.figures.add(
                     offloads=1, offloaded_pages=pages, offloaded_bytes=moved, offload_ns=taken
@@ -721,4 +727,4 @@ class Writer:
         return state.traffic.begin(blocks, state.mover, "offload", new, slots, over, of=of)
 
 
-__all__ = ["NOTHING", "Demotion", "Namer", "Writer"]
+__all__ = ["NOTHING", "FullBlocks", "Offloader", "WriteBack"]
