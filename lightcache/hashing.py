@@ -224,6 +224,11 @@ class PageHasher:
         return self._pages
 
     @property
+    def tail(self) -> bytes:
+        """Tokens after the last page that has a key, as `pack_tokens` has them."""
+        return self._tail
+
+    @property
     def tokens(self) -> int:
         """Tokens taken in so far, the incomplete page included."""
         return self._pages * self.spec.page_tokens + len(self._tail) // 4

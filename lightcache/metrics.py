@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from lightcache.cache import Cache
 from lightcache.errors import ConfigError, LightcacheError, NotInstalled
-from lightcache.manager.device import DeviceTier
-from lightcache.manager.statistics import ManagerStats
+from lightcache.manager.blocks import DeviceTier
+from lightcache.manager.stats import ManagerStats
 from lightcache.page_index import PageIndex
 from lightcache.shm import ClientInfo, ClientState
 from lightcache.shm.layout import LOCK_OFFSET, LockRecord

@@ -86,7 +86,7 @@ class World:
 
     def _prompt(self) -> Prompt:
         prompt = Prompt([*self.tokens.tolist(), *self.random.integers(0, 100_000, BEHIND).tolist()])
-        space = self.hybrid.inner.space_of("")
+        space = self.hybrid.inner.weights.space_of("")
         assert space is not None
         prompt.keys(space.device_spec)  # hashed when it came
         return prompt
@@ -100,7 +100,7 @@ class World:
         self.dense.release("first")
         if self.place == "all on the host":
             self.dense.can_allocate(self.device.blocks, evict=True)
-        space = self.hybrid.inner.space_of("")
+        space = self.hybrid.inner.weights.space_of("")
         assert space is not None
         states = self.hybrid.states_of(space)
         assert states is not None

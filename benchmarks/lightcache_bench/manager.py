@@ -152,7 +152,7 @@ class Ours(KVCacheManager):
 
     def hashed(self, prompt: Prompt) -> None:
         """See `Scheduler.pick`."""
-        space = self.state.spaces.of("")
+        space = self.state.weights.open_space("")
         prompt.keys(space.host_spec)
 
 

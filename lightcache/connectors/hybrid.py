@@ -30,12 +30,12 @@ from lightcache.hybrid import Features, Grid
 from lightcache.hybrid.checkpoints import Path, Tier
 from lightcache.hybrid.saving import Saves
 from lightcache.kernels.groups import whole
-from lightcache.manager.fetching import wait_on
+from lightcache.manager.load import wait_on
 from lightcache.namespaces import NamespaceState
 
 if TYPE_CHECKING:
     from lightcache.kernels.pinned import PinnedPages
-    from lightcache.manager.traffic import Movement
+    from lightcache.manager.transfers import Movement
 
 
 # ---- Checkpoints: states that were copied while a model computed, and the cache that keeps them.

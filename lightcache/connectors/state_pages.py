@@ -21,7 +21,7 @@ from lightcache.kernels import layouts
 from lightcache.kernels.geometry import KVGroup, PageGeometry, Plane
 from lightcache.kernels.planes import DevicePlanes, join
 from lightcache.leases import Held
-from lightcache.manager.movers import EngineMover, Moving, Slots
+from lightcache.manager.backend import EngineMover, Moving, Slots
 
 GROUP = "state"
 """Name of the only group of these geometries."""

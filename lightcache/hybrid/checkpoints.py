@@ -19,11 +19,11 @@ from lightcache.cache import Cache
 from lightcache.errors import ConfigError, LeaseLost, LightcacheError, OutOfPages
 from lightcache.layout import KeyStatus
 from lightcache.leases import Lease, Named
-from lightcache.manager.device import joined, room_of
-from lightcache.manager.movers import Mover
-from lightcache.manager.requests import WritePolicy
-from lightcache.manager.statistics import Room
-from lightcache.manager.traffic import Ends, Movement, Traffic, goes_on
+from lightcache.manager.backend import Mover
+from lightcache.manager.blocks import joined, room_of
+from lightcache.manager.request import WritePolicy
+from lightcache.manager.stats import Room
+from lightcache.manager.transfers import Ends, Movement, Traffic, goes_on
 from lightcache.namespaces import Namespace, NamespaceState
 from lightcache.page_index import PageIndex
 from lightcache.reservations import Positions, Reservation

@@ -34,11 +34,11 @@ from lightcache.hybrid.saving import (
     check_features,
 )
 from lightcache.leases import Lease
-from lightcache.manager.fetching import Fetch, wait_on
-from lightcache.manager.manager import KVCacheManager, waited
-from lightcache.manager.planning import Asked, asked_many, asked_of
-from lightcache.manager.requests import ANY, PrefixMatch, Prompt, Request, Space, Wishes
-from lightcache.manager.traffic import Ends, Movement, State
+from lightcache.manager.load import Fetch, wait_on
+from lightcache.manager.lookup import LookupRequest, wait_for_read
+from lightcache.manager.manager import KVCacheManager
+from lightcache.manager.request import ANY, PrefixMatch, Prompt, Request, Space, Wishes
+from lightcache.manager.transfers import Ends, Movement, State
 from lightcache.plans import TIMEOUT
 
 # ---- What a hybrid manager knows of a running request.
@@ -287,7 +287,7 @@ class Tails:
 
     def note(self, one: HybridRequest) -> None:
         """A request ends, and the manager does not know yet."""
-        owner, running = self._owner, self._owner.inner.running(one.id)
+        owner, running = self._owner, self._owner.inner.requests.get(one.id)
         if not owner.config.drop_tails or one.states is None or running is None:
             return
         if running.space is not None:
@@ -298,7 +298,7 @@ class Tails:
         """Evict what no copy touches any more."""
         still = []
         for tail in self._waiting:
-            if self._owner.inner.is_over(tail.running):
+            if self._owner.manager.has_ended(tail.running):
                 with contextlib.suppress(LightcacheError):  # then it goes in its turn
                     self._drop(tail)
             else:
@@ -308,7 +308,7 @@ class Tails:
     def _drop(self, tail: _Tail) -> None:
         owner, one = self._owner, tail.running
         manager, space = owner.manager, one.space
-        if space is None or not owner.inner.good(space):
+        if space is None or not owner.inner.weights.good(space):
             return
         found = owner.checkpoints.deepest(tail.path)
         begin = 0 if found is None else found[1] * owner.step
@@ -445,7 +445,7 @@ class Donor:
 
     def _path(self, one: HybridRequest, position: int) -> Path | None:
         """None: it may not be saved, or its keys are not known: its tokens were not reported."""
-        owner, running = self._owner, self._owner.inner.running(one.id)
+        owner, running = self._owner, self._owner.inner.requests.get(one.id)
         if one.states is None or running is None or running.space is None:
             return None
         every = running.device_chain if owner.by_blocks else running.host_chain
@@ -504,7 +504,7 @@ class Donor:
 
     def _last(self, one: HybridRequest, kept: int | None, at: int | None) -> list[Saved]:
         """The saved states that are donated: the newest, and before it the one to keep."""
-        running, slots = self._owner.inner.running(one.id), one.slots
+        running, slots = self._owner.inner.requests.get(one.id), one.slots
         if slots is None or running is None or one.states is None or not one.sound():
             return []
         most = running.publishable()
@@ -584,13 +584,14 @@ class HybridManager:
         self.by_blocks = grid.block_tokens <= grid.page_tokens
         """Whether keys are those of device blocks, not of host pages."""
         self._policy = SavePolicy(grid, self.config.saves, self.config.tail, self.config.between)
-        self.inner = manager.extension
+        self.inner = manager.state
+        """What the parts of the manager share."""
         self._lock = self.inner.lock
         self._planner = HybridPlanner(self)
         self._donor = Donor(self)
         # Of our own: calls of the manager within ours go well while states fail, and would prove to
         # a guard of both that the cache is well.
-        self._guard = self.inner.guard(self._planner.let_go, "HybridManager")
+        self._guard = self.inner.new_guard(self._planner.let_go, "HybridManager")
         self._requests: dict[Hashable, HybridRequest] = {}
 
     # ---- finding
@@ -607,8 +608,8 @@ class HybridManager:
         """The deepest position that both KV and a checkpoint reach, over all tiers, and both pinned
         tentatively that far. As `KVCacheManager.plan` otherwise: cheap when repeated."""
         with self._lock:
-            self.inner.may_plan(device_tokens)
-            asked = asked_of(request, prompt, wishes, limit, device_tokens)
+            batch = self.manager.lookup.single(request, prompt, wishes, limit, device_tokens)
+            asked = LookupRequest(prompt, batch.wishes[0], limit)
             return self._guard.run(
                 lambda: self._planner.plan_one(request, asked, device_tokens),
                 lambda: self._missed(request, asked),
@@ -625,14 +626,13 @@ class HybridManager:
     ) -> list[HybridMatch]:
         """`plan` for a whole queue in one call."""
         with self._lock:
-            self.inner.may_plan(device_tokens)
-            many = asked_many(requests, prompts, wishes, limits, device_tokens)
+            many = self.manager.lookup.batch(requests, prompts, wishes, limits, device_tokens)
             return self._guard.run(
                 lambda: self._planner.plan(many),
-                lambda: list(map(self._missed, requests, map(Asked, prompts, many.wishes))),
+                lambda: list(map(self._missed, requests, map(LookupRequest, prompts, many.wishes))),
             )
 
-    def _missed(self, request: Hashable, asked: Asked) -> HybridMatch:
+    def _missed(self, request: Hashable, asked: LookupRequest) -> HybridMatch:
         """Nothing is found: it runs without the cache."""
         self._planner.forget(request)
         with contextlib.suppress(LightcacheError):  # else its plan ends by itself
@@ -676,7 +676,7 @@ class HybridManager:
                     return self._begin(request)
             if not wait:
                 return None
-            broken = not waited(*reading)  # others go on meanwhile
+            broken = not wait_for_read(*reading)  # others go on meanwhile
 
     def _begin(self, request: Hashable) -> HybridMatch:
         """Begin a request with what there is now. What was pinned for it and let go, since the
@@ -689,7 +689,7 @@ class HybridManager:
                 raise
             wishes = plan.asked.wishes
             longer = replace(wishes, ttl=max(wishes.ttl or 0.0, TIMEOUT))
-            asked, given = plan.asked._replace(wishes=longer), plan.given
+            asked, given = LookupRequest(plan.asked.prompt, longer, plan.asked.limit), plan.given
             self._guard.run(
                 lambda: self._planner.plan_one(request, asked, given),
                 lambda: self._missed(request, asked),
@@ -707,7 +707,7 @@ class HybridManager:
                 found = self._guard.run(lambda: self.checkpoints.take(request), lambda: None)
             if found is None and plan is not None and position:  # it was cleared meanwhile
                 manager.plan(request, plan.asked.prompt, wishes=plan.asked.wishes, limit=0)
-            kv = self.inner.take(request)
+            kv = self.manager.begin(request)
             if kv.usable and (found is None or kv.usable != position):
                 kv = self._take_nothing(request)
             if found is not None and not kv.usable:
@@ -722,9 +722,9 @@ class HybridManager:
 
     def _take_nothing(self, request: Hashable) -> PrefixMatch:
         """A request that was taken begins anew, from its first token."""
-        one = self.inner.untake(request)
+        one = self.manager.untake(request)
         self.manager.plan(request, one.prompt, wishes=one.wishes, limit=0)
-        return self.inner.take(request)
+        return self.manager.begin(request)
 
     def _made(
         self, request: Hashable, plan: HybridPlan | None, kv: PrefixMatch, found: Taken | None
@@ -734,7 +734,7 @@ class HybridManager:
         if plan is not None:
             kv = plan.stored.attributed(kv, self.manager.page_tokens)
         match = HybridMatch(kv, deep, kv.usable, tier, self.grid.branching(deep, kv.usable))
-        one = self.inner.running(request)
+        one = self.inner.requests.get(request)
         assert one is not None
         states = None
         if one.space is not None and one.wishes.write and "device" in one.wishes.tiers:
@@ -838,7 +838,7 @@ class HybridManager:
         del self._requests[one.id]
         one.let_go()
         self.checkpoints.counts.subtract(one.counted)
-        self.inner.untake(one.id)
+        self.manager.untake(one.id)
         self.plan(one.id, one.prompt, wishes=one.wishes, limit=limit)
         self._begin(one.id)
 
@@ -992,7 +992,7 @@ class HybridManager:
             WaitTimeout: some go on still; all is paused.
         """
         with self._lock:
-            self.inner.pause()
+            self.inner.traffic.paused = True
             self.checkpoints.traffic.moves.paused = True
         self.manager.pause(timeout)
         self.checkpoints.pause(timeout)
@@ -1005,23 +1005,23 @@ class HybridManager:
     def begin_update(self, timeout: float | None = None, *, wait: bool = True) -> None:
         """As `KVCacheManager.begin_update`, for KV and states."""
         with self._lock:
-            version = self.inner.weights
+            version = self.inner.weights.version
             self.manager.begin_update(wait=False)
-            self.checkpoints.clear_weights(version, everywhere=self.inner.cleared_by_us)
+            self.checkpoints.clear_weights(version, everywhere=self.inner.weights.ours)
         if wait:
-            self.inner.wait(timeout)
+            self.inner.traffic.wait(None, timeout)
             self.checkpoints.traffic.moves.wait(None, timeout)
 
     def finish_update(self, version: str) -> None:
         """As `KVCacheManager.finish_update`."""
         with self._lock:
-            self.checkpoints.clear_weights(self.inner.weights, everywhere=False)
+            self.checkpoints.clear_weights(self.inner.weights.version, everywhere=False)
             self.manager.finish_update(version)
 
     def clear_tenant(self, tenant: str) -> bool:
         """As `KVCacheManager.clear_tenant`, for KV and states."""
         with self._lock:
-            weights = self.inner.weights
+            weights = self.inner.weights.version
             cleared = self.manager.clear_tenant(tenant)
             if cleared:
                 self.checkpoints.clear_tenant(weights, tenant)
@@ -1047,7 +1047,7 @@ class HybridManager:
     def states_of(self, space: Space) -> StateSpace | None:
         """Where the states of a space are; None: nowhere, for it was cleared."""
         spaces = self.checkpoints.spaces
-        return spaces.beside(space.host, lambda: self.inner.good(space))
+        return spaces.beside(space.host, lambda: self.inner.weights.good(space))
 
     def keys_of(self, prompt: Prompt, space: Space) -> Keys:
         """Of the positions of a prompt at which checkpoints are looked for."""

@@ -16,8 +16,8 @@ from lightcache.kernels import layouts
 from lightcache.kernels.geometry import KVGroup, PageGeometry, Plane
 from lightcache.kernels.planes import DevicePlanes, join
 from lightcache.kernels.states import StateCopier
-from lightcache.manager.device import remove_orphan
-from lightcache.manager.movers import EngineMover
+from lightcache.manager.backend import EngineMover
+from lightcache.manager.blocks import remove_orphan
 from lightcache.page_index import PageIndex
 from lightcache.shm.errors import leave
 

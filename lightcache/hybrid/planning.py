@@ -13,10 +13,10 @@ import numpy as np
 from lightcache._arguments import Keys
 from lightcache.errors import LightcacheError
 from lightcache.hybrid.checkpoints import Path, StateSpace, Tier
-from lightcache.manager.device import peeked
-from lightcache.manager.foreign import Foreign
-from lightcache.manager.planning import Asked, AskedMany
-from lightcache.manager.requests import NO_KEYS, PrefixMatch, Prompt, Space, Wishes
+from lightcache.manager.blocks import peeked
+from lightcache.manager.limits import Foreign
+from lightcache.manager.lookup import LookupBatch, LookupRequest
+from lightcache.manager.request import NO_KEYS, PrefixMatch, Prompt, Space, Wishes
 
 if TYPE_CHECKING:
     from lightcache.hybrid.checkpoints import Found
@@ -194,7 +194,7 @@ class Edge:
 class HybridPlan:
     """What is known of one request."""
 
-    asked: Asked
+    asked: LookupRequest
     most: int
     """Tokens that may be reused at most."""
     given: int | None
@@ -262,7 +262,7 @@ class Looker:
         """How deep KV goes, of a plan just made: as far as that, and then by looking."""
         found: PrefixMatch | None = plan.planned
         if not self._ends_there(plan):
-            found = self._owner.inner.behind(request, plan.asked.limit)
+            found = self._owner.manager.lookup.peek_beyond(request, plan.asked.limit)
         plan.kv = plan.planned if found is None else found
         self._looked(plan, found is not None)
 
@@ -387,7 +387,7 @@ class Looker:
 Where = tuple[Space | None, StateSpace | None]
 """Where a tenant's KV and states are; None: nowhere."""
 Asks = tuple[Prompt, Wishes, int | None]
-"""As an `Asked` is, which is made where it asks for something new."""
+"""As a `LookupRequest` is, which is made where it asks for something new."""
 
 
 class HybridPlanner:
@@ -400,11 +400,11 @@ class HybridPlanner:
         self._looker = Looker(owner)
         self._seeker = Seeker(owner)
 
-    def plan(self, many: AskedMany) -> list[HybridMatch]:
+    def plan(self, many: LookupBatch) -> list[HybridMatch]:
         """See `HybridManager.plan_many`."""
         spaces: dict[str, Where] = {}
         plans: list[HybridPlan] = []
-        given = [None] * len(many.requests) if many.given is None else many.given
+        given = [None] * len(many.requests) if many.device_tokens is None else many.device_tokens
         each = zip(many.prompts, many.wishes, many.limits, strict=True)
         for request, asks, tokens in zip(many.requests, each, given, strict=True):
             tenant = asks[0].tenant
@@ -416,7 +416,7 @@ class HybridPlanner:
             self._renew(request, plan, other, now)
         return [self._match(plan) for plan in plans]
 
-    def plan_one(self, request: Hashable, asked: Asked, given: int | None) -> HybridMatch:
+    def plan_one(self, request: Hashable, asked: LookupRequest, given: int | None) -> HybridMatch:
         """The same for one request alone.
 
         Args:
@@ -428,7 +428,7 @@ class HybridPlanner:
         return self._match(plan)
 
     def _where(self, tenant: str) -> Where:
-        space = self._owner.inner.space_of(tenant)
+        space = self._owner.inner.weights.space_of(tenant)
         return space, None if space is None else self._owner.states_of(space)
 
     def _known(self, request: Hashable, asks: Asks, given: int | None, where: Where) -> HybridPlan:
@@ -442,10 +442,10 @@ class HybridPlanner:
         ):
             known.given, known.looked = given, known.looked and given is None
             return known
-        asked = Asked._make(asks)
+        asked = LookupRequest(*asks)
         same = known is not None and known.asked.prompt == asked.prompt
         if known is not None and same:  # its keys are hashed
-            asked = Asked._make((known.asked.prompt, asked.wishes, asked.limit))
+            asked = LookupRequest(known.asked.prompt, asked.wishes, asked.limit)
         path = None
         if space is not None and states is not None and asked.wishes.read:
             path = Path(self._owner.keys_of(asked.prompt, space), states)
@@ -464,7 +464,7 @@ class HybridPlanner:
         """Look if something has changed, and pin what can be used; if nothing has, only where the
         pins may end before long. Those of the checkpoint and of KV were made at once."""
         if not changed:
-            if not self._owner.inner.holds(request, now):
+            if not self._owner.manager.lookup.holds(request, now):
                 self._agree(request, plan)
             return
         seen = self._looker.look(plan)
@@ -486,9 +486,11 @@ class HybridPlanner:
             else:
                 owner.checkpoints.cancel(request)
             position = self.position(plan)
-            plan.planned = kv = owner.inner.plan(
-                request, plan.asked.up_to(position), plan.space, plan.given
-            )
+            prompt, wishes, limit = plan.asked.up_to(position)
+            tokens = None if plan.given is None else (plan.given,)
+            batch = LookupBatch((request,), (prompt,), (wishes,), (limit,), tokens)
+            (kv,) = owner.manager.lookup.plan(batch, {prompt.tenant: plan.space})
+            plan.planned = kv
             if plan.found is None or kv.usable >= position:
                 return
             self._looker.choose(plan, min(plan.found[1] - 1, kv.usable // owner.step))
@@ -520,21 +522,22 @@ class HybridPlanner:
 
     def reading(self, request: Hashable, now: float) -> tuple[StorageTask, float] | None:
         """What brings pages from storage for a plan that is to be taken, and for how many seconds
-        that is waited for still: see `Planner.reading`. First the state, then the KV up to it,
+        that is waited for still: see `PrefixLookup.reading`. First the state, then the KV up to it,
         which is asked for here. What the plan has found stays pinned."""
-        plan, inner = self._plans.get(request), self._owner.inner
+        plan, lookup = self._plans.get(request), self._owner.manager.lookup
         if plan is None or plan.space is None:
             return None
-        if plan.stored.state is None and inner.reading(request, now) is None:
+        if plan.stored.state is None and lookup.reading(request, now) is None:
             return None
         changed = not plan.looked or self._looker.changed([plan])[0]
         self._renew(request, plan, changed, now)  # what has come may lead to more
-        going = [*plan.stored.going, inner.reading(request, now)]
-        task = next((task for task in going if task is not None), None)
+        read = lookup.reading(request, now)
+        going = [*plan.stored.going, *([] if read is None else read[:1])]
+        task = next(iter(going), None)
         if task is None:
             return None
         if plan.read_until is None:
-            plan.read_until = now + inner.seconds(plan.most - self.position(plan))
+            plan.read_until = now + self._owner.inner.pace.seconds(plan.most - self.position(plan))
         return None if now >= plan.read_until else (task, plan.read_until - now)
 
     def taken(self, request: Hashable) -> HybridPlan | None:

@@ -1,16 +1,17 @@
 """The manager: device, host and storage as one prefix cache for a scheduler. See
 `KVCacheManager`."""
 
-from lightcache.manager.device import AttachedDevice, OwnedDevice
-from lightcache.manager.fetching import Fetch
-from lightcache.manager.following import Follower
-from lightcache.manager.handover import HandOver, Received, hand_over, receive
-from lightcache.manager.leading import Leader, Ordered
+from lightcache.manager.backend import EngineMover, Mover, Moving, NullMover, RankMover
+from lightcache.manager.blocks import AttachedDevice, OwnedDevice
+from lightcache.manager.handoff import HandOver, Received, hand_over, receive
+from lightcache.manager.load import Fetch
 from lightcache.manager.manager import KVCacheManager
-from lightcache.manager.movers import EngineMover, Mover, Moving, NullMover, RankMover
 from lightcache.manager.opening import EngineKV, open_kv
-from lightcache.manager.orders import Decisions
-from lightcache.manager.requests import (
+from lightcache.manager.ranks.coordinator import Leader, Ordered
+from lightcache.manager.ranks.messages import Decisions
+from lightcache.manager.ranks.startup import RollCall, Stage, wait_for_ranks
+from lightcache.manager.ranks.worker import Follower
+from lightcache.manager.request import (
     Item,
     ManagerConfig,
     PrefixMatch,
@@ -19,8 +20,7 @@ from lightcache.manager.requests import (
     Wishes,
     WritePolicy,
 )
-from lightcache.manager.starting import RollCall, Stage, wait_for_ranks
-from lightcache.manager.statistics import Gauges, ManagerStats, NodeCounters, Room
+from lightcache.manager.stats import Gauges, ManagerStats, NodeCounters, Room
 from lightcache.manager.weights import WeightsState
 
 __all__ = [

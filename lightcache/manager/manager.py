@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
@@ -19,10 +19,8 @@ from lightcache.cache import Cache
 from lightcache.errors import (
     Abandoned,
     ConfigError,
-    Detached,
     InUse,
     LeaseLost,
-    LightcacheError,
     LockTimeout,
     OutOfPages,
     WaitTimeout,
@@ -30,27 +28,14 @@ from lightcache.errors import (
 from lightcache.hashing import Tokens
 from lightcache.layout import MAX_PAGES
 from lightcache.leases import Held, Lease
-from lightcache.manager.device import AttachedDevice, DeviceTier, OwnedDevice, room_of
-from lightcache.manager.fetching import Fetch, Leaving, begin_fetch, no_fetch
-from lightcache.manager.foreign import Guard, nothing, seconds_of
-from lightcache.manager.movers import Mover, NullMover
-from lightcache.manager.planning import (
-    Asked,
-    AskedMany,
-    Planned,
-    Planner,
-    asked_many,
-    asked_of,
-    check_blocks,
-    check_commits,
-    check_hashable,
-    check_parts,
-    check_table,
-    numbers_of,
-    peek,
-    peek_behind,
-)
-from lightcache.manager.requests import (
+from lightcache.manager.backend import Mover, NullMover
+from lightcache.manager.blocks import AttachedDevice, DeviceTier, OwnedDevice, numbers_of, room_of
+from lightcache.manager.frees import PendingFrees
+from lightcache.manager.limits import nothing, seconds_of
+from lightcache.manager.load import Fetch, begin_fetch, no_fetch
+from lightcache.manager.lookup import LookupBatch, PendingRequest, PrefixLookup, wait_for_read
+from lightcache.manager.offload import NOTHING, FullBlocks, Offloader, WriteBack
+from lightcache.manager.request import (
     ANY,
     DEVICE_ALONE,
     HELD,
@@ -63,416 +48,102 @@ from lightcache.manager.requests import (
     PrefixMatch,
     Prompt,
     Request,
-    Space,
     Why,
     Wishes,
     WritePolicy,
+    check_commits,
+    check_hashable,
+    check_table,
 )
 from lightcache.manager.state import ManagerState
-from lightcache.manager.statistics import Figures, Gauges, ManagerStats
-from lightcache.manager.weights import Look, WeightsState, open_keys
-from lightcache.manager.writing import NOTHING, Demotion, Namer, Writer
+from lightcache.manager.stats import Figures, Gauges, ManagerStats
+from lightcache.manager.weights import CheckedSpaces, WeightsState, open_keys
 from lightcache.shm.errors import leave
 from lightcache.shm.locking import Hurried
 
 if TYPE_CHECKING:
     from lightcache.costs import Costs
-    from lightcache.manager.statistics import NodeCounters
+    from lightcache.manager.stats import NodeCounters
     from lightcache.storage.tiers import BaseTier, StorageTask
 
-
-# ---- Beginning: what a plan becomes when its request is taken.
-
-
-def without_cache(request: Hashable, prompt: Prompt, miss: PrefixMatch) -> Request:
-    """A request of which nothing is found or published."""
-    nothing = NoChain()
-    return Request(request, prompt, ANY, None, miss, nothing, nothing, known=len(prompt))
-
-
-def begin_request(
-    manager: KVCacheManager,
-    request: Hashable,
-    planned: Planned,
-    match: PrefixMatch,
-    hit: Lease | None,
-    host: Lease | None,
-) -> Request:
-    """A request that holds what was planned for it: device blocks and host pages are its own."""
-    (prompt, wishes, _), space = planned.asked, planned.space
-    if space is None:
-        return without_cache(request, prompt, match)
-    device_chain = Chain(prompt, space.device_spec)
-    same = space.host_spec is space.device_spec
-    made = Request(
-        request,
-        prompt,
-        wishes,
-        space,
-        match,
-        device_chain,
-        device_chain if same else Chain(prompt, space.host_spec),
-        hit,
-        host,
-        planned.host_first,
-        known=len(prompt),
-    )
-    storage = manager._storage
-    if storage is not None and storage.wants_tokens:
-        stored = wishes.write and "storage" in wishes.tiers
-        made.said = bytearray() if stored else None
-    blocks = min(match.device, match.usable) // manager.device.block_tokens
-    if hit is not None:
-        made.table = hit.pages[:blocks].copy()
-        made.kind = bytearray([LEASED]) * blocks
-    made.named = blocks
-    if planned.host_first:  # else nothing of it need be hashed yet
-        before = made.host_chain.keys[: planned.host_first]
-        made.written = manager.host.peek(before, namespace=space.host)
-    if made.written == planned.host_first and host is not None:
-        made.written += len(host)
-    return made
-
-
-# ---- Hints without a request: keep, drop, prefetch. The manager's lock is around every call.
-
-
-def keep(manager: KVCacheManager, prompt: Prompt, kept: bool) -> dict[str, int]:
-    """Tokens of a prefix that are kept from now on, or no more, by tier."""
-    space = manager._weights.space_of(prompt.tenant)
-    if space is None:
-        return {"host": 0, "device": 0}
-    host, device = manager.host.index, manager.device
-    verb = host.keep if kept else host.unkeep
-    found = {"host": verb(prompt.keys(space.host_spec), namespace=space.host), "device": 0}
-    if device.owned and device.index is not None:
-        verb = device.index.keep if kept else device.index.unkeep
-        found["device"] = verb(prompt.keys(space.device_spec), namespace=space.device)
-    return _tokens(manager, found)
-
-
-def drop(manager: KVCacheManager, prompt: Prompt, start: int) -> dict[str, int]:
-    """Tokens behind `start` that were dropped, by tier: from the end upward, as far as nobody else
-    uses them."""
-    if start < 0:
-        raise ConfigError(f"start: expected a token's position, found {start}")
-    space = manager._weights.space_of(prompt.tenant)
-    if space is None:
-        return {"host": 0, "device": 0}
-    device = manager.device
-    first = -(-start // manager.page_tokens)
-    keys = prompt.keys(space.host_spec)
-    gone = {"host": 0, "device": 0}
-    if first < len(keys):
-        gone["host"] = manager.host.index.drop(keys, start=first, namespace=space.host)
-    first = -(-start // device.block_tokens)
-    keys = prompt.keys(space.device_spec)
-    if device.owned and device.index is not None and first < len(keys):
-        gone["device"] = device.index.drop(keys, start=first, namespace=space.device)
-    return _tokens(manager, gone)
-
-
-def prefetch(manager: KVCacheManager, prompt: Prompt, storage: BaseTier | None) -> StorageTask:
-    """Bring what storage has of a prompt to the host; its task."""
-    if storage is None:
-        raise ConfigError("prefetch: the manager has no storage; make it with storage=")
-    space = manager._weights.space_of(prompt.tenant)
-    if space is None:
-        raise Abandoned("prefetch: the weights are being changed; ask again behind finish_update")
-    keys = prompt.keys(space.host_spec)
-    there = manager.host.peek(keys, namespace=space.host)
-    return storage.prefetch(keys, there, namespace=space.host)
-
-
-def _tokens(manager: KVCacheManager, pages: dict[str, int]) -> dict[str, int]:
-    return {
-        "host": pages["host"] * manager.page_tokens,
-        "device": pages["device"] * manager.device.block_tokens,
-    }
-
-
-# ---- What a manager tells of itself: its figures, those of the node, and how things stand.
-
 TELL = 0.5
-"""Seconds between two times at which the node's counters are told of our figures."""
+"""Seconds between two times at which our figures are added to the node's counters."""
 
 
-def waited(task: StorageTask, seconds: float) -> bool:
-    """Wait for a read. False: it cannot be waited for; what it has brought is there, and counts."""
-    try:
-        task.wait(seconds)
-    except WaitTimeout:
-        return True
-    except LightcacheError:
-        return False
-    return True
+# ---- The parts that a manager is given.
 
 
-# ---- What a manager is given as its storage: a tier, or a URL of which it makes one.
+def check_parts(host: Any, device: Any, mover: Any, config: Any, storage: Any) -> None:
+    """Check the parts of a manager.
+
+    Raises:
+        ConfigError: a part of another type; a host cache without a mover; a storage without a host
+            cache.
+    """
+    for name, part, kinds in (
+        ("host", host, (Cache, NoneType)),
+        ("device", device, (DeviceTier,)),
+        ("config", config, (ManagerConfig,)),
+    ):
+        if not isinstance(part, kinds):
+            expected = " or ".join("None" if kind is NoneType else kind.__name__ for kind in kinds)
+            raise ConfigError(f"{name}: expected a {expected}, found {part!r}")
+    if host is not None and mover is None:
+        raise ConfigError(
+            "mover: expected one, such as EngineMover(engine), found None; only a manager "
+            "without a host cache moves nothing"
+        )
+    if host is None and storage is not None:
+        raise ConfigError(
+            f"storage: expected None without a host cache, found {storage!r}; storage is read into "
+            "and written from host pages, so give a host cache, of a few pages at least"
+        )
+
+
+def check_blocks(mover: Any, blocks: int, block_tokens: int) -> None:
+    """Check the number of device blocks, if their mover knows how many there can be.
+
+    Raises:
+        ConfigError: more than the device has room for.
+    """
+    slots = getattr(mover, "slots", None)
+    if slots is not None and blocks * block_tokens > slots:
+        raise ConfigError(
+            f"blocks: {blocks} blocks of {block_tokens} tokens are {blocks * block_tokens} slots, "
+            f"and the planes of the mover's engine hold {slots}; give at most "
+            f"{slots // block_tokens} blocks, or describe all of the device's memory"
+        )
 
 
 def storage_of(host: Cache, storage: BaseTier | str | Sequence[str] | None) -> BaseTier | None:
-    """The tier; made here, with a storage of its own, if it is a URL or several.
+    """The tier; opened here, with a storage of its own, if it is a URL or several.
 
     Raises:
-        ConfigError: something else, a tier of another cache, or no such URL.
+        ConfigError: neither, a tier of another cache, or no such URL.
         StorageError: the storage cannot be opened.
     """
     if storage is None:
         return None
-    from lightcache.storage.tiers import BaseTier  # who has no storage does not need its modules
+    from lightcache.storage.tiers import BaseTier  # not needed without a storage
     from lightcache.storage.worker import StorageTier
 
     if isinstance(storage, (str, list, tuple)):
         return StorageTier.open(host, storage)
-    found: Any = storage
-    if not isinstance(found, BaseTier):
+    tier: Any = storage
+    if not isinstance(tier, BaseTier):
         raise ConfigError(
             "storage: expected a StorageTier, a StorageClient, or a URL such as "
             f"'disk:/mnt/nvme/cache?capacity=1TiB', found {storage!r}"
         )
-    if found.cache.index.segment.uuid != host.index.segment.uuid:
+    if tier.cache.index.segment.uuid != host.index.segment.uuid:
         raise ConfigError(
             f"storage: expected a tier of the host cache {host.name!r}, found one of "
-            f"{found.cache.name!r}"
+            f"{tier.cache.name!r}"
         )
-    return found
+    return tier
 
 
-# ---- Extension: what a manager offers to what is built on it, as `lightcache.hybrid` is.
-
-
-class Extension:
-    """The inside of a `KVCacheManager`, as far as a manager of more than KV joins in its calls.
-
-    Its caller holds `lock` around each of its own calls, and around all of these.
-    """
-
-    def __init__(self, manager: KVCacheManager) -> None:
-        """Of one manager."""
-        self._manager = manager
-
-    @property
-    def lock(self) -> threading.RLock:
-        """What the manager's calls hold."""
-        return self._manager._lock
-
-    @property
-    def storage(self) -> BaseTier | None:
-        """Where KV is read from behind the host; None: nowhere."""
-        return self._manager._storage
-
-    def guard(self, let_go: Callable[[], None], of: str) -> Guard:
-        """Another one of the manager's kind: its errors are counted among the manager's, and as
-        many, one behind the other, disable it.
-
-        Args:
-            let_go: gives back what is not needed without the cache.
-            of: whose `enable` ends that.
-        """
-        config = self._manager.config
-        return Guard(config.failures, config.time_limit, self._manager._figures, let_go, of)
-
-    # ---- weights
-
-    @property
-    def weights(self) -> str:
-        """The version that is served."""
-        return self._manager.state.spaces.weights
-
-    @property
-    def cleared_by_us(self) -> bool:
-        """While an update goes on: whether the version was good when we began it. Else another
-        process has cleared it, and may serve others under its name by now."""
-        return self._manager._weights.ours
-
-    def space_of(self, tenant: str) -> Space | None:
-        """Where a tenant's tokens may be found and published; None: nowhere."""
-        return self._manager._weights.space_of(tenant)
-
-    def good(self, space: Space) -> bool:
-        """Whether anything of a space may be found or published still."""
-        return self._manager._weights.good(space)
-
-    # ---- plans
-
-    def may_plan(self, given: object) -> None:
-        """Refuse what `KVCacheManager.plan` does, apart from arguments of other types.
-
-        Args:
-            given: device tokens that an engine found itself, if any were said.
-
-        Raises:
-            ConfigError: the device is owned, and knows that itself.
-            Detached: the manager is closed.
-        """
-        self._manager._may_plan(given)
-
-    def plan(
-        self, request: Hashable, asked: Asked, space: Space | None, given: int | None
-    ) -> PrefixMatch:
-        """`KVCacheManager.plan`, of arguments that were checked.
-
-        Args:
-            space: of the prompt's tenant, as `space_of` had it in this call.
-            given: device tokens that an engine found itself; None: look.
-        """
-        planner = self._manager._planner
-        return self._manager._guard.run(
-            lambda: planner.plan_one(request, asked, space, given),
-            lambda: planner.missed(request, asked.prompt),
-        )
-
-    def behind(self, request: Hashable, limit: int | None) -> PrefixMatch | None:
-        """What is there for a request that was planned just now with a lower limit, found by
-        looking only at what lies behind that. Pins nothing. None: that plan has failed.
-
-        Args:
-            limit: most tokens; None: the whole prompt.
-        """
-        if self._manager._planner.failed(request):
-            return None
-        return peek_behind(self._manager._planner, request, limit)
-
-    def holds(self, request: Hashable, now: float) -> bool:
-        """Whether what was planned for a request stays pinned for a while, so that planning it
-        again would find no less.
-
-        Args:
-            now: `time.monotonic()`.
-        """
-        return self._manager._planner.holds(request, now)
-
-    def seconds(self, tokens: int) -> float:
-        """That a read of so many tokens is worth waiting for."""
-        return self._manager.state.pace.seconds(tokens)
-
-    def reading(self, request: Hashable, now: float) -> StorageTask | None:
-        """What brings pages from storage for a plan that is to be taken; None: nothing does, or it
-        was waited for long enough."""
-        found = self._manager._planner.reading(request, now)
-        return None if found is None else found[0]
-
-    # ---- requests
-
-    def take(self, request: Hashable) -> PrefixMatch:
-        """`KVCacheManager.take` with what there is now, whatever is being read."""
-        self._manager._may_take(request)
-        return self._manager._begin(request)
-
-    def running(self, request: Hashable) -> Request | None:
-        """A request between `take` and `release`; None: there is none of that id."""
-        return self._manager._requests.get(request)
-
-    def is_over(self, one: Request) -> bool:
-        """Whether a request has ended, and no copy touches its blocks any more."""
-        manager = self._manager
-        return manager._requests.get(one.id) is not one and one not in manager._leaving
-
-    def untake(self, request: Hashable) -> Request:
-        """As if a request had not been taken: its KV goes back, and it is not counted.
-
-        Raises:
-            LeaseLost: no such request.
-        """
-        manager = self._manager
-        one = manager.request(request)
-        manager.release(request, publish=False)
-        back = {name: -count for name, count in one.counted.items()}
-        manager._figures.update(back)
-        manager._recent.change(one.counted, **back)
-        return one
-
-    # ---- transfers
-
-    def pause(self) -> None:
-        """No copy begins until the manager resumes. Waits for none that goes on."""
-        self._manager._traffic.paused = True
-
-    def wait(self, timeout: float | None) -> None:
-        """Until no copy goes on. Blocks, and wants no lock held.
-
-        Raises:
-            WaitTimeout: some go on still.
-        """
-        self._manager._traffic.wait(None, timeout)
-
-
-# ---- Allocating blocks of an owned device: what has to make room is written back first.
-
-
-def allocate(
-    manager: KVCacheManager, request: Hashable, tokens: int, timeout: float | None
-) -> Pages:
-    """See `KVCacheManager.allocate`. The manager's lock is not held."""
-    limit = seconds_of(timeout)
-    end = None if limit is None else time.monotonic() + limit
-    while True:
-        with manager._lock:
-            try:
-                return _allocated(manager, request, tokens)
-            except OutOfPages:
-                going = manager._demotion.running()
-                left = None if end is None else end - time.monotonic()
-                if not going or (left is not None and left <= 0):
-                    raise
-        with contextlib.suppress(WaitTimeout):  # once more, then it is said
-            going.block(left)  # others go on meanwhile
-
-
-def _allocated(manager: KVCacheManager, request: Hashable, tokens: int) -> Pages:
-    device, one = manager._owned("allocate"), manager.request(request)
-    needed = -(-count(tokens, "tokens", 0, 1 << 62) // device.block_tokens)
-    missing = needed + manager.config.reserve_blocks - len(one.table)
-    if missing > 0:
-        try:
-            with Hurried(manager.config.time_limit):
-                fresh = _fresh(manager, device, missing)
-        except (OutOfPages, LockTimeout) as error:
-            if 0 < needed <= len(one.table):
-                return one.table  # this is what the reserve is for
-            if isinstance(error, LockTimeout):
-                raise OutOfPages(f"allocate: not now; ask in the next step: {error}") from error
-            raise
-        _append(one, fresh)
-    return one.table
-
-
-def _append(one: Request, fresh: Held) -> None:
-    """They are the request's; until then `fresh` gives them back."""
-    table = np.concatenate([one.table, fresh.pages])
-    kind = one.kind + bytes([HELD]) * len(fresh)
-    assign((one, one, fresh), ("table", "kind", "_done"), (table, kind, True))
-
-
-def _fresh(manager: KVCacheManager, device: OwnedDevice, missing: int) -> Held:
-    if manager.config.write is not WritePolicy.BACK or device.index is None:
-        return device.hold(missing)
-    free = make_room(manager, device, missing)
-    if free < missing and (going := manager._demotion.going):
-        raise OutOfPages(
-            f"allocate: {missing} blocks were asked for, {free} are free, and {going} are being "
-            "written to the host first; `poll`, and ask again"
-            + (", when transfers are resumed" if manager._traffic.paused else "")
-        )
-    return device.hold(missing)
-
-
-def make_room(manager: KVCacheManager, device: OwnedDevice, wanted: int) -> int:
-    """With write-back: begin to write what eviction would take next, until so many blocks are free
-    or on their way. Nothing is begun where so many cannot be had at all. Returns how many are free
-    now. What goes wrong is a miss: then the blocks are as they were."""
-    free = device.free
-    if free < wanted:
-        demotion = manager._demotion
-        manager._traffic.poll()  # also if the cache is not asked: what goes on comes to its end
-        demotion.poll()
-        manager._guard.run(lambda: demotion.make_room(wanted), lambda: None, proves=False)
-        free = device.free
-    return free
-
-
-# ---- KVCacheManager: device, host and storage as one prefix cache, for a scheduler.
+# ---- The manager.
 
 
 class KVCacheManager:
@@ -539,23 +210,21 @@ class KVCacheManager:
             NullMover() if mover is None else mover,
             self.config,
             self._storage,
+            self.tiers,
             weights,
             self._let_go,
         )
-        """What its parts work on; for them, and for what is built on a manager."""
+        """Shared by its parts; for them, and for a manager that is built on this one."""
+        self.lookup = PrefixLookup(state, costs)
+        """For a manager that is built on this one, as `offloader`."""
+        self.offloader = Offloader(state)
         self._lock, self._guard, self._traffic = state.lock, state.guard, state.traffic
         self._figures, self._recent = state.figures, state.recent
         self._weights, self._requests = state.weights, state.requests
         self._counters, self._told, self._tell_at = counters, Figures(), 0.0
-        self._planner = Planner(state, costs)
-        self.writer = Writer(state)
-        """For what is built on a manager, as `state`."""
-        self._demotion = Demotion(state, self.writer)
-        self._namer = Namer(state, self._demotion)
-        self._leaving = Leaving(state, self.writer, self._namer)
-        self._closed = False
-        self.extension = Extension(self)
-        """For what is built on a manager."""
+        self._write_back = WriteBack(state, self.offloader)
+        self._full_blocks = FullBlocks(state, self._write_back)
+        self._frees = PendingFrees(state, self.offloader, self._full_blocks)
 
     @property
     def mover(self) -> Mover:
@@ -588,20 +257,7 @@ class KVCacheManager:
             Detached: the manager is closed.
         """
         with self._lock:
-            self._may_plan(device_tokens)
-            asked = asked_of(request, prompt, wishes, limit, device_tokens)
-            if self.tiers is not TIERS:
-                asked = asked._replace(wishes=wishes.within(self.tiers))
-            planner, weights = self._planner, self._weights
-            begun = time.perf_counter_ns()
-            found = self._guard.run(
-                lambda: planner.plan_one(
-                    request, asked, weights.space_or_none(prompt.tenant), device_tokens
-                ),
-                lambda: planner.missed(request, prompt),
-            )
-            self._figures["plan_ns"] += time.perf_counter_ns() - begun
-            return found
+            return self._plan(self.lookup.single(request, prompt, wishes, limit, device_tokens))[0]
 
     def plan_many(
         self,
@@ -619,15 +275,13 @@ class KVCacheManager:
             Detached: the manager is closed.
         """
         with self._lock:
-            self._may_plan(device_tokens)
-            many = self._within(asked_many(requests, prompts, wishes, limits, device_tokens))
-            begun = time.perf_counter_ns()
-            found = self._guard.run(
-                lambda: self._planner.plan(many),
-                lambda: list(map(self._planner.missed, requests, prompts)),
-            )
-            self._figures["plan_ns"] += time.perf_counter_ns() - begun
-            return found
+            return self._plan(self.lookup.batch(requests, prompts, wishes, limits, device_tokens))
+
+    def _plan(self, batch: LookupBatch) -> list[PrefixMatch]:
+        begun = time.perf_counter_ns()
+        matches = self.lookup.plan(batch)
+        self._figures["plan_ns"] += time.perf_counter_ns() - begun
+        return matches
 
     def peek_many(
         self,
@@ -641,24 +295,13 @@ class KVCacheManager:
         used, or asked of storage: it may be gone when it is planned. Arguments and errors as there,
         but that it does not matter whether the manager is closed."""
         with self._lock:
-            many = asked_many(range(len(prompts)), prompts, wishes, limits, device_tokens)
-            many = self._within(many)
-            return self._guard.run(
-                lambda: peek(self._planner, many),
-                lambda: [PrefixMatch(len(prompt), why=Why.DISABLED) for prompt in prompts],
-            )
-
-    def _within(self, many: AskedMany) -> AskedMany:
-        """The same, of the tiers that this manager has."""
-        if self.tiers is TIERS:
-            return many
-        return many._replace(wishes=[one.within(self.tiers) for one in many.wishes])
+            return self.lookup.peek(prompts, wishes, limits, device_tokens)
 
     def cancel(self, request: Hashable) -> None:
-        """Nothing is wanted of a plan any more. Harmless if there is none."""
+        """Forget a plan. Harmless if there is none."""
         check_hashable([request], "cancel")
         with self._lock:
-            self._planner.cancel(request)
+            self.lookup.cancel(request)
 
     @overload
     def take(self, request: Hashable, *, wait: Literal[True]) -> PrefixMatch: ...
@@ -684,54 +327,96 @@ class KVCacheManager:
         broken = False
         while True:
             with self._lock:
-                self._may_take(request)
-                reading = None if broken else self._reading(request)
+                self._check_take(request)
+                look = partial(self.lookup.reading, request, time.monotonic())
+                reading = None if broken else self._guard.run(look, nothing, proves=False)
                 if reading is None:
                     return self._begin(request)
             if not wait:
                 return None
-            broken = not waited(*reading)  # others go on meanwhile
+            broken = not wait_for_read(*reading)  # other threads may call meanwhile
 
-    def _may_take(self, request: Hashable) -> None:
+    def begin(self, request: Hashable) -> PrefixMatch:
+        """`take` with what there is now, whatever is being read; for a manager that is built on
+        this one, under the lock. Raises as `take`."""
+        self._check_take(request)
+        return self._begin(request)
+
+    def _check_take(self, request: Hashable) -> None:
         check_hashable([request], "take")
         if request in self._requests:
             raise ConfigError(f"take: the request {request!r} runs already; release it first")
 
-    def _reading(self, request: Hashable) -> tuple[StorageTask, float] | None:
-        """See `Planner.reading`; None where the cache is not asked, too."""
-        planner, now = self._planner, time.monotonic()
-        return self._guard.run(lambda: planner.reading(request, now), lambda: None, proves=False)
-
     def _begin(self, request: Hashable) -> PrefixMatch:
-        """Begin a request with what there is now."""
-        if self._planner.failed(request):  # it was counted then
-            made = self._missed(request)
+        if self.lookup.failed(request):  # it was counted then
+            running = self._without_cache(request)
         else:
-            made = self._guard.run(lambda: self._taken(request), lambda: self._missed(request))
-        made.begun = time.monotonic()
-        self._requests[request] = made
-        made.counted = self._counted(made.match)
-        self._figures.add(**made.counted)
-        self._recent.add(made.counted)
-        return made.match
+            running = self._guard.run(
+                partial(self._taken, request), partial(self._without_cache, request)
+            )
+        running.begun = time.monotonic()
+        self._requests[request] = running
+        running.counted = self._counted(running.match)
+        self._figures.add(**running.counted)
+        self._recent.add(running.counted)
+        return running.match
 
-    def _missed(self, request: Hashable) -> Request:
-        """A request that the cache failed: it runs without."""
-        prompt = self._planner.prompt_of(request)
-        return without_cache(request, prompt, PrefixMatch(len(prompt), why=Why.DISABLED))
+    def _without_cache(self, request: Hashable) -> Request:
+        """A request whose plan failed: it runs without the cache."""
+        prompt = self.lookup.prompt_of(request)
+        match = PrefixMatch(len(prompt), why=Why.DISABLED)
+        return Request(request, prompt, ANY, None, match, NoChain(), NoChain(), known=len(prompt))
 
     def _taken(self, request: Hashable) -> Request:
-        planned, match, hit, host = self._planner.take(request)
+        plan, match, hit, host = self.lookup.take(request)
         try:
-            made = begin_request(self, request, planned, match, hit, host)
+            running = self._new_request(plan, match, hit, host)
         except BaseException:
             for lease in (hit, host):
                 if lease is not None:
                     lease._let_go()
-            self._planner.missed(request, planned.asked.prompt)  # it may still run, without
+            self.lookup.missed(request, plan.request.prompt)  # it may still run, without
             raise
-        self._planner.computes(made)
-        return made
+        self.lookup.computes(running)
+        return running
+
+    def _new_request(
+        self, plan: PendingRequest, match: PrefixMatch, hit: Lease | None, host: Lease | None
+    ) -> Request:
+        """A request that owns the device blocks and host pages that were planned for it."""
+        (prompt, wishes, _), space, first = plan.request, plan.space, plan.host_first
+        if space is None:
+            chain = NoChain()
+            return Request(plan.id, prompt, ANY, None, match, chain, chain, known=len(prompt))
+        device_chain = host_chain = Chain(prompt, space.device_spec)
+        if space.host_spec is not space.device_spec:
+            host_chain = Chain(prompt, space.host_spec)
+        running = Request(
+            plan.id,
+            prompt,
+            wishes,
+            space,
+            match,
+            device_chain,
+            host_chain,
+            hit,
+            host,
+            first,
+            known=len(prompt),
+        )
+        if self._storage is not None and self._storage.wants_tokens:
+            stored = wishes.write and "storage" in wishes.tiers
+            running.generated = bytearray() if stored else None
+        blocks = min(match.device, match.usable) // self.device.block_tokens
+        if hit is not None:
+            running.table = hit.pages[:blocks].copy()
+            running.kind = bytearray([LEASED]) * blocks
+        running.named = blocks
+        if first:  # else none of it need be hashed yet
+            running.written = self.host.peek(host_chain.keys[:first], namespace=space.host)
+        if running.written == first and host is not None:
+            running.written += len(host)
+        return running
 
     def _counted(self, match: PrefixMatch) -> Figures:
         from_host = min(max(0, match.usable - match.device), match.host)
@@ -745,19 +430,6 @@ class KVCacheManager:
             below_break_even=match.host if match.why is Why.BREAK_EVEN else 0,
             cut_items=int(match.why is Why.ITEM),
         )
-
-    # ---- for the parts
-
-    def _may_plan(self, given: object) -> None:
-        """`given`: what is said of the device's tokens."""
-        if self._closed:
-            self._open("plan")
-        if given is not None and self.device.owned:
-            raise ConfigError("device_tokens: an owned device knows what it has; leave it out")
-
-    def _open(self, what: str) -> None:
-        if self._closed:
-            raise Detached(f"{what}: the manager is closed; make another one")
 
     # ---- running
 
@@ -778,7 +450,52 @@ class KVCacheManager:
             ConfigError: no number of tokens, or of seconds.
             LeaseLost: no such request.
         """
-        return allocate(self, request, tokens, timeout)
+        limit = seconds_of(timeout)
+        end = None if limit is None else time.monotonic() + limit
+        while True:
+            with self._lock:
+                try:
+                    return self._allocated(request, tokens)
+                except OutOfPages:
+                    copy = self._write_back.running()
+                    left = None if end is None else end - time.monotonic()
+                    if not copy or (left is not None and left <= 0):
+                        raise
+            with contextlib.suppress(WaitTimeout):  # tried once more, which raises
+                copy.block(left)  # other threads may call meanwhile
+
+    def _allocated(self, request: Hashable, tokens: int) -> Pages:
+        device, running = self._owned("allocate"), self.request(request)
+        needed = -(-count(tokens, "tokens", 0, 1 << 62) // device.block_tokens)
+        missing = needed + self.config.reserve_blocks - len(running.table)
+        if missing <= 0:
+            return running.table
+        try:
+            with Hurried(self.config.time_limit):
+                fresh = self._fresh_blocks(device, missing)
+        except (OutOfPages, LockTimeout) as error:
+            if 0 < needed <= len(running.table):
+                return running.table  # within the reserve
+            if isinstance(error, LockTimeout):
+                raise OutOfPages(f"allocate: not now; ask in the next step: {error}") from error
+            raise
+        table = np.concatenate([running.table, fresh.pages])
+        kind = running.kind + bytes([HELD]) * len(fresh)
+        # They are the request's from here on; until then `fresh` gives them back.
+        assign((running, running, fresh), ("table", "kind", "_done"), (table, kind, True))
+        return running.table
+
+    def _fresh_blocks(self, device: OwnedDevice, missing: int) -> Held:
+        if self.config.write is not WritePolicy.BACK or device.index is None:
+            return device.hold(missing)
+        free = self._write_back.make_room(missing)
+        if free < missing and (leaving := self._write_back.blocks):
+            raise OutOfPages(
+                f"allocate: {missing} blocks were asked for, {free} are free, and {leaving} are "
+                "being written to the host first; `poll`, and ask again"
+                + (", when transfers are resumed" if self._traffic.paused else "")
+            )
+        return device.hold(missing)
 
     def can_allocate(self, blocks: int, *, evict: bool = False) -> bool:
         """Owned devices: whether so many blocks could be had now. Advisory unless `evict`.
@@ -791,8 +508,8 @@ class KVCacheManager:
             device = self._owned("can_allocate")
             back = self.config.write is WritePolicy.BACK and device.index is not None
             if evict and back and device.can_allocate(blocks):
-                free = make_room(self, device, blocks)
-                if free < blocks and self._demotion.going:
+                free = self._write_back.make_room(blocks)
+                if free < blocks and self._write_back.blocks:
                     return False
             try:
                 with Hurried(self.config.time_limit):
@@ -809,19 +526,19 @@ class KVCacheManager:
             LeaseLost: no such request.
         """
         with self._lock:
-            one = self.request(request)
-            if one.fetched or one.loading is not None:
+            running = self.request(request)
+            if running.fetched or running.loading is not None:
                 raise ConfigError(f"forgo {request!r}: it was fetched already; release it instead")
-            one.let_go_of_host()
-            usable = self._planner.without_host(one.prompt, one.match)
-            if usable == one.match.usable:
-                return one.match
-            one.match = replace(one.match, usable=usable, why=Why.FORGONE)
-            found = self._counted(one.match)
-            found.subtract(one.counted)
-            self._figures.update(found)
-            self._recent.change(one.counted, **found)
-            return one.match
+            running.let_go_of_host()
+            usable = self.lookup.usable.without_host(running.prompt, running.match)
+            if usable == running.match.usable:
+                return running.match
+            running.match = replace(running.match, usable=usable, why=Why.FORGONE)
+            change = self._counted(running.match)
+            change.subtract(running.counted)
+            self._figures.update(change)
+            self._recent.change(running.counted, **change)
+            return running.match
 
     def fetch(self, request: Hashable, table: Pages | None = None) -> Fetch:
         """Bring what was found on the host to the device. Returns at once.
@@ -834,17 +551,18 @@ class KVCacheManager:
             LeaseLost: no such request.
         """
         with self._lock:
-            one = self.request(request)
-            before = one.table
+            running = self.request(request)
+            before = running.table
             if table is not None:
-                one.table = check_table(self.device, one, table, one.match.usable)
+                running.table = check_table(self.device, running, table, running.match.usable)
             try:
-                without = self._planner.without_host(one.prompt, one.match)
+                without = self.lookup.usable.without_host(running.prompt, running.match)
                 return self._guard.run(
-                    lambda: begin_fetch(self.state, one, without), lambda: no_fetch(one, without)
+                    partial(begin_fetch, self.state, running, without),
+                    partial(no_fetch, running, without),
                 )
             except ConfigError:
-                one.table = before
+                running.table = before
                 raise
 
     def commit(
@@ -899,43 +617,44 @@ class KVCacheManager:
         tables: Sequence[Pages] | None,
         delivery: Delivery,
     ) -> list[Mapping[int, int]]:
-        """See `commit_many`. What was exchanged is told again unless the delivery is done."""
+        """See `commit_many`. Exchanged blocks are returned again unless the delivery is done."""
         with self._lock:
-            self._namer.settle()
+            self._full_blocks.settle()
             known = self._requests
             try:
                 running = [known.get(request) or self.request(request) for request in requests]
             except TypeError:
                 check_hashable(requests, "commit")
                 raise
-            for one in running:
-                if one.loading is not None and one.is_loading:
+            for each in running:
+                if each.loading is not None and each.is_loading:
                     self._traffic.poll()
                     break
             packed, tables = check_commits(self.device, running, totals, new_tokens, tables)
-            for one, total, fresh in zip(running, totals, packed, strict=True):
-                one.note(total, fresh)
-                if one.begun and total >= len(one.prompt):
-                    self._computed(one)
+            for each, total, fresh in zip(running, totals, packed, strict=True):
+                each.note(total, fresh)
+                if each.begun and total >= len(each.prompt):
+                    self._prompt_computed(each)
             if tables is not None:
-                for one, table in zip(running, tables, strict=True):
-                    one.table = table
-            self._guard.run(lambda: self._committed(running), nothing)
+                for each, table in zip(running, tables, strict=True):
+                    each.table = table
+            self._guard.run(partial(self._publish, running), nothing)
             # Also what was exchanged before an error, or in a call that an interrupt has ended.
-            if not [one for one in running if one.owed is not None]:  # nearly always
+            if not [each for each in running if each.owed is not None]:  # nearly always
                 return [NOTHING] * len(running)
-            return [_owed_to(one, delivery) for one in running]
+            return [NOTHING if each.owed is None else each.owed.by(delivery) for each in running]
 
-    def _computed(self, one: Request) -> None:
-        """A prompt is complete: how long that took, unless some of it was loaded."""
-        begun, one.begun = one.begun, 0.0
-        if one.match.load <= 0:
-            self.state.pace.note(len(one.prompt) - one.match.usable, time.monotonic() - begun)
+    def _prompt_computed(self, running: Request) -> None:
+        """Note how long computing the prompt took, unless some of it was loaded."""
+        begun, running.begun = running.begun, 0.0
+        if running.match.load <= 0:
+            computed = len(running.prompt) - running.match.usable
+            self.state.pace.note(computed, time.monotonic() - begun)
 
-    def _committed(self, running: list[Request]) -> None:
-        look = Look(self._weights)
-        self._namer.name(running, look)
-        self.writer.due(running, look)
+    def _publish(self, running: list[Request]) -> None:
+        spaces = CheckedSpaces(self._weights)
+        self._full_blocks.cache_blocks(running, spaces)
+        self.offloader.due(running, spaces)
 
     def release(self, request: Hashable, *, publish: bool = True, wait: bool = False) -> None:
         """End a request. Its blocks are free when no copy touches them any more; named ones stay to
@@ -947,43 +666,86 @@ class KVCacheManager:
         """
         self.release_many([request], publish=publish)
         if wait:
-            self._leaving.wait(request)
+            self._frees.wait(request)
 
     def release_many(self, requests: Sequence[Hashable], *, publish: bool = True) -> None:
         """`release` for several."""
         with self._lock:
             check_hashable(requests, "release")
-            self._namer.settle()
-            ended = self._ended(requests, publish)
+            self._full_blocks.settle()
+            ended = self._end(requests, publish)
             try:
                 if publish and ended:
                     self._guard.run(partial(self._publish_rest, ended), nothing)
             finally:
-                self._leaving.poll(ended)
+                self._frees.poll(ended)
 
-    def _ended(self, requests: Sequence[Hashable], publish: bool) -> list[Request]:
-        """Of these the ones that run; they are leaving from now on, all or, after an interrupt,
+    def _end(self, requests: Sequence[Hashable], publish: bool) -> list[Request]:
+        """Move those of these requests that run to the pending frees: all or, after an interrupt,
         none."""
         running = self._requests
         ended = [running[each] for each in dict.fromkeys(requests) if each in running]
-        for one in ended:
-            self._planner.computed(one)
-            one.stored = publish
+        for each in ended:
+            self.lookup.computed(each)
+            each.stored = publish
         together(
-            partial(self._leaving.extend, ended),
-            partial(deque, map(running.pop, [one.id for one in ended]), 0),
+            partial(self._frees.extend, ended),
+            partial(deque, map(running.pop, [each.id for each in ended]), 0),
         )
         for request in requests:
-            self._planner.cancel(request)
+            self.lookup.cancel(request)
         return ended
 
     def _publish_rest(self, ended: list[Request]) -> None:
-        look = Look(self._weights)
-        late = [one for one in ended if one.loading is not None or one.sound is not None]
-        if late:  # perhaps it was going on at the last commit
+        spaces = CheckedSpaces(self._weights)
+        late = [each for each in ended if each.loading is not None or each.sound is not None]
+        if late:  # perhaps a load was in flight at the last commit
             self._traffic.poll()
-            self._namer.name(late, look)
-        self.writer.rest(ended, look)
+            self._full_blocks.cache_blocks(late, spaces)
+        self.offloader.rest(ended, spaces)
+
+    # ---- for a manager that is built on this one, under the lock
+
+    def request(self, request: Hashable) -> Request:
+        """A request between `take` and `release`.
+
+        Raises:
+            LeaseLost: no such request.
+        """
+        self._full_blocks.settle()
+        try:
+            running = self._requests.get(request)
+        except TypeError:
+            check_hashable([request], "request")
+            raise
+        if running is None:
+            raise LeaseLost(f"there is no running request {request!r}; plan and take it first")
+        return running
+
+    def has_ended(self, running: Request) -> bool:
+        """Whether a request has ended, and no copy touches its blocks any more."""
+        return self._requests.get(running.id) is not running and running not in self._frees
+
+    def untake(self, request: Hashable) -> Request:
+        """As if a request had not been taken: its KV goes back, and it is not counted.
+
+        Raises:
+            LeaseLost: no such request.
+        """
+        running = self.request(request)
+        self.release(request, publish=False)
+        back = {name: -count for name, count in running.counted.items()}
+        self._figures.update(back)
+        self._recent.change(running.counted, **back)
+        return running
+
+    def needs_host(self, call: str) -> None:
+        """Raises ConfigError where there is no host cache."""
+        if self._own_host is not None:
+            raise ConfigError(
+                f"{call}: expected a manager with a host cache, found one of a device alone; pages "
+                "travel through the host"
+            )
 
     # ---- the end
 
@@ -998,16 +760,16 @@ class KVCacheManager:
         """
         timeout = seconds_of(timeout)
         with self._lock:
-            self._closed = True
+            self.state.closed = True
             self.release_many(list(self._requests), publish=False)
-            self._planner.close()
-            self._demotion.close()
+            self.lookup.close()
+            self._write_back.close()
             self._traffic.paused = False
             self._traffic.poll()
         self._traffic.wait(None, timeout)
-        self._leaving.poll()
+        self._frees.poll()
         with self._lock:
-            self._demotion.poll()
+            self._write_back.poll()
             self._tell()
         if self._own_storage is not None:  # what ended requests have to be written is written
             self._own_storage.close()
@@ -1024,41 +786,15 @@ class KVCacheManager:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         leave(self.close, error)
 
-    # ---- for the parts
-
-    def needs_host(self, call: str) -> None:
-        """Raises ConfigError where there is no host cache."""
-        if self._own_host is not None:
-            raise ConfigError(
-                f"{call}: expected a manager with a host cache, found one of a device alone; pages "
-                "travel through the host"
-            )
-
-    def request(self, request: Hashable) -> Request:
-        """A request between `take` and `release`; for what is built on a manager, under the lock.
-
-        Raises:
-            LeaseLost: no such request.
-        """
-        self._namer.settle()
-        try:
-            found = self._requests.get(request)
-        except TypeError:
-            check_hashable([request], "request")
-            raise
-        if found is None:
-            raise LeaseLost(f"there is no running request {request!r}; plan and take it first")
-        return found
-
     def _let_go(self) -> None:
-        """We are disabled: what is pinned and not needed goes."""
-        self._planner.let_go()
-        for one in self._requests.values():
-            one.let_go_of_host()
+        """The manager has disabled itself: pins that are not needed go."""
+        self.lookup.let_go()
+        for running in self._requests.values():
+            running.let_go_of_host()
 
-    def _owned(self, what: str) -> OwnedDevice:
+    def _owned(self, call: str) -> OwnedDevice:
         if not isinstance(self.device, OwnedDevice):
-            raise ConfigError(f"{what}: the engine owns the blocks of an attached device")
+            raise ConfigError(f"{call}: the engine owns the blocks of an attached device")
         return self.device
 
     # ---- keeping order
@@ -1074,8 +810,8 @@ class KVCacheManager:
         """
         with self._lock:
             going = self._traffic.poll()
-            self._leaving.poll()
-            self._demotion.poll()
+            self._frees.poll()
+            self._write_back.poll()
             self._keep_low_water()
             if self._counters is not None and time.monotonic() >= self._tell_at:
                 self._tell()
@@ -1086,9 +822,9 @@ class KVCacheManager:
         device = self.device
         if self.config.kept_free and isinstance(device, OwnedDevice) and device.index is not None:
             wanted = int(self.config.kept_free * device.blocks)
-            missing = wanted - device.free - self._demotion.going
+            missing = wanted - device.free - self._write_back.blocks
             if missing > 0:
-                demote = partial(self._demotion.demote, missing, "low_water")
+                demote = partial(self._write_back.demote, missing, "low_water")
                 self._guard.run(demote, lambda: 0, proves=False)
 
     def in_flight(self, blocks: Pages | Sequence[int] | None = None) -> Any:
@@ -1115,7 +851,7 @@ class KVCacheManager:
             ConfigError: no number of seconds, or no block numbers.
         """
         self._traffic.wait(None if blocks is None else numbers_of(blocks).reshape(-1), timeout)
-        self._leaving.poll()
+        self._frees.poll()
 
     def evicted(self, blocks: Pages | Sequence[int]) -> int:
         """Attached devices: the engine has evicted these blocks, or is about to overwrite them.
@@ -1134,7 +870,7 @@ class KVCacheManager:
             if index is None or not isinstance(self.device, AttachedDevice):
                 return 0
             named = self.device.named(numbers_of(blocks))
-            return self._demotion.evicting(named, index.keys_of(named))
+            return self._write_back.evicting(named, index.keys_of(named))
 
     def set_blocks(self, blocks: int) -> None:
         """The engine has found out how many device blocks fit, or has changed it: the device's
@@ -1146,50 +882,84 @@ class KVCacheManager:
         """
         with self._lock:
             self._traffic.poll()
-            self._leaving.poll()
-            self._demotion.poll()
+            self._frees.poll()
+            self._write_back.poll()
             copies = self._traffic.in_flight + self._traffic.queued
-            if self._requests or self._leaving.going or copies:
+            if self._requests or len(self._frees) or copies:
                 raise InUse(
                     f"set_blocks: {len(self._requests)} requests run, and {copies} copies go on "
                     "or wait; release, resume, and wait for them first"
                 )
             count(blocks, "blocks", 1, MAX_PAGES)  # before anything is forgotten
             check_blocks(self.mover, blocks, self.device.block_tokens)
-            self._planner.close()
-            self._demotion.close()
+            self.lookup.close()
+            self._write_back.close()
             self.device.set_blocks(blocks)
 
     # ---- prefixes, whoever runs
 
     def keep(self, prompt: Prompt) -> Mapping[str, int]:
-        """Never evict what there is of a prompt, on the host and on an owned device, until
-        `unkeep`, or until its weights go. Returns the tokens kept, by tier."""
+        """Protect every cached page and block of a prompt, on the host and on an owned device, from
+        eviction until `unkeep` or a weights update. Returns the tokens kept, by tier."""
         with self._lock:
-            self._open("keep")
-            return keep(self, prompt, True)
+            self.state.check_open("keep")
+            return self._set_kept(prompt, True)
 
     def unkeep(self, prompt: Prompt) -> Mapping[str, int]:
         """Undo `keep`."""
         with self._lock:
-            return keep(self, prompt, False)
+            return self._set_kept(prompt, False)
+
+    def _set_kept(self, prompt: Prompt, kept: bool) -> dict[str, int]:
+        space = self._weights.space_of(prompt.tenant)
+        if space is None:
+            return {"host": 0, "device": 0}
+        host, device = self.host.index, self.device
+        verb, blocks = host.keep if kept else host.unkeep, 0
+        pages = verb(prompt.keys(space.host_spec), namespace=space.host)
+        if device.owned and device.index is not None:
+            verb = device.index.keep if kept else device.index.unkeep
+            blocks = verb(prompt.keys(space.device_spec), namespace=space.device)
+        return {"host": pages * self.page_tokens, "device": blocks * device.block_tokens}
 
     def drop(self, prompt: Prompt, start: int = 0) -> Mapping[str, int]:
-        """Evict a branch now, from its end up to token `start`, as far as nobody else uses it.
+        """Evict a branch now, from its end up to token `start`, as far as no other request uses it.
         Returns the tokens dropped, by tier."""
         with self._lock:
-            return drop(self, prompt, start)
+            if start < 0:
+                raise ConfigError(f"start: expected a token's position, found {start}")
+            space = self._weights.space_of(prompt.tenant)
+            if space is None:
+                return {"host": 0, "device": 0}
+            device, pages, blocks = self.device, 0, 0
+            first, keys = -(-start // self.page_tokens), prompt.keys(space.host_spec)
+            if first < len(keys):
+                pages = self.host.index.drop(keys, start=first, namespace=space.host)
+            first, keys = -(-start // device.block_tokens), prompt.keys(space.device_spec)
+            if device.owned and device.index is not None and first < len(keys):
+                blocks = device.index.drop(keys, start=first, namespace=space.device)
+            return {"host": pages * self.page_tokens, "device": blocks * device.block_tokens}
 
     def prefetch(self, prompt: Prompt) -> StorageTask:
-        """Bring what storage has of a prompt to the host, before anybody asks. Returns its task."""
+        """Begin to bring a prompt's pages from storage to the host, before a request needs them.
+        Returns the task."""
         with self._lock:
-            return prefetch(self, prompt, self._storage)
+            if self._storage is None:
+                raise ConfigError("prefetch: the manager has no storage; make it with storage=")
+            space = self._weights.space_of(prompt.tenant)
+            if space is None:
+                raise Abandoned(
+                    "prefetch: the weights are being changed; ask again behind finish_update"
+                )
+            keys = prompt.keys(space.host_spec)
+            first = self.host.peek(keys, namespace=space.host)
+            return self._storage.prefetch(keys, first, namespace=space.host)
 
     def demote(self, blocks: int) -> int:
         """Owned devices: begin to write back so many blocks, those unused for longest, and free
         them. Returns how many are on their way."""
         with self._lock:
-            return self._demotion.demote(count(blocks, "blocks", -(1 << 62), 1 << 62), "demote")
+            return self._write_back.demote(count(blocks, "blocks", -(1 << 62), 1 << 62), "demote")
 
     # ---- weights
 
@@ -1313,7 +1083,7 @@ class KVCacheManager:
                 device=self.device.room(),
                 host=room_of(self.host.index),
                 running=len(self._requests),
-                leaving=self._leaving.going,
+                leaving=len(self._frees),
                 transfers=self._traffic.in_flight,
                 queued=self._traffic.queued,
             )
@@ -1329,24 +1099,4 @@ class KVCacheManager:
             self._guard.run(partial(self._counters.add, **more), nothing)
 
 
-def _owed_to(one: Request, delivery: Delivery) -> Mapping[int, int]:
-    """What a request's caller has not been told of its blocks; this delivery will tell it."""
-    if one.owed is None or one.owed.told:
-        return NOTHING
-    one.owed.delivery = delivery
-    return one.owed.changed
-
-
-__all__ = [
-    "Extension",
-    "KVCacheManager",
-    "allocate",
-    "begin_request",
-    "drop",
-    "keep",
-    "make_room",
-    "prefetch",
-    "storage_of",
-    "waited",
-    "without_cache",
-]
+__all__ = ["KVCacheManager"]

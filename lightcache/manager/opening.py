@@ -17,9 +17,9 @@ from lightcache.kernels.geometry import PageGeometry
 from lightcache.kernels.groups import KVGroup
 from lightcache.kernels.moves import Engine, integers
 from lightcache.kernels.planes import DevicePlanes, View, check_axes, view
-from lightcache.manager.device import OwnedDevice
+from lightcache.manager.blocks import OwnedDevice
 from lightcache.manager.manager import KVCacheManager
-from lightcache.manager.movers import EngineMover
+from lightcache.manager.backend import EngineMover
 from lightcache.shm.errors import leave
 from lightcache.transfers import Load, Offload
 

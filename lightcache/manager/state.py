@@ -7,14 +7,15 @@ from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
 from lightcache.cache import Cache
+from lightcache.errors import Detached
 from lightcache.layout import Cause
-from lightcache.manager.device import DeviceTier
-from lightcache.manager.foreign import Guard, Pace
-from lightcache.manager.movers import Mover
-from lightcache.manager.requests import ManagerConfig, Request
-from lightcache.manager.statistics import Figures, Recent, Tasks
-from lightcache.manager.traffic import Traffic
-from lightcache.manager.weights import Spaces, Weights
+from lightcache.manager.backend import Mover
+from lightcache.manager.blocks import DeviceTier
+from lightcache.manager.limits import Guard, Pace
+from lightcache.manager.request import ManagerConfig, Request
+from lightcache.manager.stats import Figures, Recent, Tasks
+from lightcache.manager.transfers import Traffic
+from lightcache.manager.weights import Weights
 
 if TYPE_CHECKING:
     from lightcache.storage.tiers import BaseTier
@@ -36,8 +37,9 @@ _STORAGE = {
 
 
 class ManagerState:
-    """The tiers of one manager, what runs and moves, and what was counted. `lock` is held around
-    every use, but for what says that it blocks."""
+    """The tiers of one manager, its requests and copies, and its counts: for its parts, and for a
+    manager that is built on it, as `lightcache.hybrid` is. `lock` is held around every use, except
+    where a method says that it blocks."""
 
     def __init__(
         self,
@@ -46,42 +48,64 @@ class ManagerState:
         mover: Mover,
         config: ManagerConfig,
         storage: BaseTier | None,
+        tiers: frozenset[str],
         weights: str,
         let_go: Callable[[], None],
     ) -> None:
-        """Nothing runs yet.
+        """No request runs yet.
 
         Args:
+            tiers: where requests may be read from and written to at most.
             weights: version of the weights that are being served.
             let_go: see `Guard`.
         """
         self.host, self.device, self.mover = host, device, mover
-        self.config, self.storage = config, storage
-        self.page_tokens = host.index.page_tokens
+        self.config, self.storage, self.tiers = config, storage, tiers
+        self.page_tokens, self.page_bytes = host.index.page_tokens, host.page_bytes
         self.lock = threading.RLock()
+        self.closed = False
         self.figures = Figures()
         self.recent = Recent(config.window)
         self.pace = Pace()
-        self.guard = Guard(config.failures, config.time_limit, self.figures, let_go)
+        self.guard = self.new_guard(let_go, "KVCacheManager")
         self.traffic = Traffic(self.lock, config.time_limit)
-        self.spaces = Spaces(host, device, weights)
-        self.weights = Weights(host, device, self.spaces)
+        self.weights = Weights(host, device, weights)
         self.tasks = Tasks(self.figures)
         self.requests: dict[Hashable, Request] = {}
         """Those between `take` and `release`."""
 
+    def new_guard(self, let_go: Callable[[], None], of: str) -> Guard:
+        """A guard with this manager's limits. Its errors are counted among the manager's.
+
+        Args:
+            let_go: gives back what is not needed without the cache.
+            of: the class whose `enable` makes calls again.
+        """
+        config = self.config
+        return Guard(config.failures, config.time_limit, self.figures, let_go, of)
+
+    def check_open(self, call: str) -> None:
+        """Raises Detached: the manager is closed."""
+        if self.closed:
+            raise Detached(f"{call}: the manager is closed; make another one")
+
+    def moved_bytes(self, tokens: int, known: int | None) -> int:
+        """Bytes of a copy: as its mover counted them, else the part of the pages that so many
+        tokens fill."""
+        return tokens * self.page_bytes // self.page_tokens if known is None else known
+
     def gather(self) -> None:
         """Add to the figures what others have counted since the last time: the indices, an attached
-        device, the storage tier. No lock of the cache, none of a storage.
+        device, the storage tier. Takes no lock of the cache or of a storage.
 
-        Whoever counts gives each figure away once. So managers of one process that share a cache,
-        or a storage tier, have in their sum what happened; which of them has it says nothing."""
+        Each figure is given away once. So managers of one process that share a cache, or a storage
+        tier, have the right sum together; which of them has a figure means nothing."""
         figures = self.figures
         for name, blocks in self.device.take_evicted().items():
             figures.add(**{f"device_evicted_{name}": blocks})
-        for which, pages in self.host.index._take_evicted().items():
+        for cause, pages in self.host.index._take_evicted().items():
             if pages:
-                figures.add(**{f"host_evicted_{_HOST[which]}": pages})
+                figures.add(**{f"host_evicted_{_HOST[cause]}": pages})
         if self.storage is not None:
             self.tasks.settle()
             counted = self.storage._take_figures()

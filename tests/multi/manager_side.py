@@ -207,7 +207,7 @@ class Side:
         engine.manager.poll()
         life.check()
         engine.mover.finish()
-        engine.manager._planner.close()
+        engine.manager.lookup.close()
         index = engine.device.index
         assert index is not None
         found = index.stats()

@@ -29,7 +29,7 @@ import json, signal, sys
 import numpy as np
 from lightcache import ClientId
 from lightcache.manager import Decisions, Leader
-from lightcache.manager.orders import Kind, Order, encode, parts_of
+from lightcache.manager.ranks.messages import Kind, Order, encode, parts_of
 from lightcache.shm import SharedLog
 from support.crew import PAGE
 from support.keys import prompt

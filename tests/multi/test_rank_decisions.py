@@ -206,7 +206,7 @@ def host_pages_are_whole(scheduler: Scheduler, ranks: int) -> int:
     pages = 0
     for seed in range(6):
         prompt = conversation(seed)
-        space = scheduler.manager.state.spaces.of("")
+        space = scheduler.manager.state.weights.open_space("")
         with scheduler.cache.match(prompt.keys(space.host_spec), namespace=space.host) as lease:
             for i, page in enumerate(lease.pages.tolist()):
                 found = np.frombuffer(bytes(memoryview(scheduler.cache.pool[page])), np.uint64)
@@ -222,7 +222,7 @@ def keep_one_conversation(scheduler: Scheduler) -> None:
     whole = conversation(0)
     scheduler.hear(scheduler.step([whole]))
     scheduler.settle()
-    space = scheduler.manager.state.spaces.of("")
+    space = scheduler.manager.state.weights.open_space("")
     kept = scheduler.cache.index.keep(whole.keys(space.host_spec), namespace=space.host)
     assert kept == len(whole) // PAGE
     scheduler.device.index.evict(BLOCKS)
@@ -316,7 +316,7 @@ def test_a_rank_is_killed_and_another_takes_its_place(made: Any, kind: str, stag
 
 
 def spec(scheduler: Scheduler) -> Any:
-    return scheduler.manager.state.spaces.of("").host_spec
+    return scheduler.manager.state.weights.open_space("").host_spec
 
 
 WRITES = """

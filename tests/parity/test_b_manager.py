@@ -88,7 +88,7 @@ def test_b2_keys_chain_over_prompt_and_output(worlds: Any) -> None:
     assert world.manager.plan("e", Prompt(every, salt="x")).found == 0
     assert world.manager.plan("f", Prompt(every, lora=b"x")).found == 0
     assert world.manager.plan("g", Prompt(every, tenant="x")).found == 0
-    world.manager._planner.close()
+    world.manager.lookup.close()
     world.nothing_left()
 
 

@@ -82,7 +82,7 @@ def test_a6_a_page_is_ready_when_the_last_rank_has_written_it(
     for each in crew.ranks:
         each.mover.at_once = False
     compute(crew, manager, "a")
-    keys = TOKENS.keys(manager.state.spaces.of("").host_spec)
+    keys = TOKENS.keys(manager.state.weights.open_space("").host_spec)
     for each in crew.ranks:
         assert crew.cache.peek(keys) == 0
         assert manager.in_flight() == 1  # the request has left, its blocks are not free

@@ -24,7 +24,7 @@ def test_b14_every_process_sees_the_states(worlds: Any) -> None:
     for world in (one, two, neighbour):
         world.run("a", prompt)
         assert world.manager.weights_state is WeightsState.NORMAL
-    old = one.manager.state.spaces.of("").host
+    old = one.manager.state.weights.open_space("").host
     one.manager.begin_update()
     assert one.manager.weights_state is WeightsState.UPDATING
     assert two.manager.weights_state is WeightsState.CLEARED
@@ -147,13 +147,13 @@ def test_b14_a_tenant_that_comes_in_the_middle_of_the_beginning(worlds: Any) -> 
 def test_b14_a_tenant_that_is_opened_right_behind_the_beginning(worlds: Any) -> None:
     one = worlds()
     two = worlds(cache=one.cache)
-    opened = two.manager.state.spaces.of
+    opened = two.manager.state.weights.open_space
 
     def late(tenant: str) -> Any:  # it has seen that the version is good
         one.manager.begin_update()
         return opened(tenant)
 
-    two.manager.state.spaces.of = late
+    two.manager.state.weights.open_space = late
     assert two.run("a", Prompt(tokens(18), tenant="new")).why is Why.WEIGHTS
     assert one.cache.stats().ready == 0
     assert [each.tenant for each in one.cache.index.namespaces()] == [""]

@@ -28,7 +28,7 @@ def test_c1_a_checkpoint_has_the_key_of_kv_and_outlives_it(hybrids: Any) -> None
     world = hybrids()
     prompt = Prompt(tokens(42))
     world.run("a", prompt)
-    space = world.manager.state.spaces.of("")
+    space = world.manager.state.weights.open_space("")
     key = prompt.keys(space.device_spec)[9]  # of 40 tokens
     assert (world.path(prompt).key(10)[0] == key).all()
     world.world.index.evict(64)

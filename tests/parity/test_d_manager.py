@@ -371,8 +371,7 @@ def test_d14_kv_that_no_checkpoint_can_use(hybrids: Any, policy: bool) -> None:
     world.settle()
     kv = world.manager.peek_many([Prompt([*prompt.tokens, 1])])[0]
     assert kv.found == (32 if policy else 44)
-    assert world.manager.host.peek(prompt.keys(world.manager.state.spaces.of("").host_spec)) == (
-        8 if policy else 11
-    )
+    spec = world.manager.state.weights.open_space("").host_spec
+    assert world.manager.host.peek(prompt.keys(spec)) == (8 if policy else 11)
     assert world.look(prompt).usable == 32
     world.nothing_left()

@@ -12,7 +12,7 @@ import numpy as np
 
 import lightcache
 from lightcache.manager import AttachedDevice, KVCacheManager, ManagerStats, NullMover, Prompt
-from lightcache.manager.movers import Moving
+from lightcache.manager.backend import Moving
 from lightcache.tools.demo.messages import Answer, Hello, Lost, Mailbox, Recovered, Request, Served
 from lightcache.tools.demo.models import ModelChoice
 from lightcache.tools.demo.router import Router

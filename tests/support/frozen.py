@@ -127,8 +127,8 @@ def _hashes() -> Iterator[tuple[str, bytes]]:
 
 def _messages() -> Iterator[tuple[str, bytes]]:
     from lightcache.leases import TICKET_BYTES
-    from lightcache.manager.handover import HandOver
-    from lightcache.manager.orders import Decisions, Kind, Order, encode
+    from lightcache.manager.handoff import HandOver
+    from lightcache.manager.ranks.messages import Decisions, Kind, Order, encode
     from lightcache.namespaces import Namespace
     from lightcache.storage import TaskState
     from lightcache.storage.service.bodies import Ask, Publish

@@ -169,7 +169,7 @@ def open_cache(name: str, pages: int, page: int) -> Cache:
 
 def on_host(world: World, prompt: Prompt) -> int:
     """Host pages of a prompt's prefix, every one with its stamps."""
-    space = world.manager.state.spaces.of(prompt.tenant)
+    space = world.manager.state.weights.open_space(prompt.tenant)
     wanted, size = stamps_of(prompt.tokens), world.cache.index.page_tokens
     with world.cache.match(prompt.keys(space.host_spec), namespace=space.host) as lease:
         for i, page in enumerate(lease.pages.tolist()):
@@ -180,7 +180,7 @@ def on_host(world: World, prompt: Prompt) -> int:
 
 def on_device(world: World, prompt: Prompt) -> int:
     """Device tokens of its prefix."""
-    space = world.manager.state.spaces.of(prompt.tenant)
+    space = world.manager.state.weights.open_space(prompt.tenant)
     peeked: int = world.index.peek(prompt.keys(space.device_spec), namespace=space.device)
     return peeked * world.device.block_tokens
 

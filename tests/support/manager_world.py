@@ -25,7 +25,7 @@ from lightcache.manager import (
     WritePolicy,
 )
 from lightcache.manager import Prompt as ManagerPrompt
-from lightcache.manager.requests import ANY
+from lightcache.manager.request import ANY
 
 
 @dataclass
@@ -249,7 +249,7 @@ class Engine:
     def check_host(self, prompt: ManagerPrompt) -> int:
         """Every page of the prefix that the host has holds its tokens' stamps. Returns its
         pages."""
-        space = self.manager.state.spaces.of(prompt.tenant)
+        space = self.manager.state.weights.open_space(prompt.tenant)
         wanted = self.stamps(prompt)
         tokens = self.cache.index.page_tokens
         with self.cache.match(prompt.keys(space.host_spec), namespace=space.host) as lease:
@@ -260,7 +260,7 @@ class Engine:
 
     def check_device(self, prompt: ManagerPrompt) -> int:
         """The same of the device's blocks; owned devices, whose blocks can be pinned."""
-        index, space = self.device.index, self.manager.state.spaces.of(prompt.tenant)
+        index, space = self.device.index, self.manager.state.weights.open_space(prompt.tenant)
         if self.blocks is not None or index is None:
             return 0
         wanted = self.stamps(prompt)
@@ -274,7 +274,7 @@ class Engine:
         self.manager.resume()
         for request in list(self.running):
             self.end(request, publish=True)
-        self.manager._planner.close()
+        self.manager.lookup.close()
         self.mover.finish()
         self.manager.poll()
         assert self.manager.in_flight() == 0

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from lightcache import Cache, shm
-from lightcache.manager.statistics import ManagerStats, NodeCounters
+from lightcache.manager.stats import ManagerStats, NodeCounters
 from lightcache.shm import layout
 from lightcache.tools.cli import group
 

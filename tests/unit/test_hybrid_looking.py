@@ -46,7 +46,7 @@ def test_what_is_behind_a_plan_is_what_a_look_from_the_beginning_finds(
             if limit is not None and limit < low:
                 limit = low
             manager.plan("a", prompt, wishes=wishes, limit=low)
-            found = manager.extension.behind("a", limit)
+            found = manager.lookup.peek_beyond("a", limit)
             assert found == manager.peek_many([prompt], wishes=[wishes], limits=[limit])[0]
             manager.cancel("a")
     world.nothing_left()
@@ -102,10 +102,8 @@ def test_one_without_a_checkpoint_is_not_planned_again(
     first = world.plan(prompt)
     assert (first.usable, first.branching) == (0, 40)
     calls = []
-    plan = world.manager.extension.plan
-    monkeypatch.setattr(
-        world.manager.extension, "plan", lambda *what: calls.append(1) or plan(*what)
-    )
+    plan = world.manager.lookup.plan
+    monkeypatch.setattr(world.manager.lookup, "plan", lambda *what: calls.append(1) or plan(*what))
     assert world.plan(prompt) is first
     assert not calls
 
@@ -122,7 +120,7 @@ def test_a_plan_is_not_believed_that_was_let_go(
     world.save(prompt, 32)
     assert world.plan(prompt).usable == 32
     with monkeypatch.context() as patch:
-        patch.setattr(world.manager._planner, "plan_one", broken)
+        patch.setattr(world.manager.lookup, "find", broken)
         while not world.manager.disabled:
             world.manager.plan("nobody", Prompt(tokens(3)))
     assert world.plan(prompt).usable == 0

@@ -610,7 +610,7 @@ def test_without_the_kv_nothing_is_usable_either(hybrids: Any) -> None:
         raise NoSpace("arranged")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(world.manager._planner, "plan_one", broken)
+        patch.setattr(world.manager.lookup, "find", broken)
         world.manager.plan("nobody", prompt)
     assert world.manager.disabled
     assert world.hybrid.disabled

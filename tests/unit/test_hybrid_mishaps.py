@@ -13,7 +13,7 @@ from support.raising import raising
 
 from lightcache.errors import CacheCorrupted, TransferFailed
 from lightcache.manager import Prompt, WritePolicy
-from lightcache.manager.traffic import State
+from lightcache.manager.transfers import State
 
 PROMPT = Prompt(tokens(42))
 
@@ -213,7 +213,7 @@ def test_a_reading_that_breaks(hybrids: Any, which: str) -> None:
     world.hybrid.plan("b", longer)
     if which == "storage":  # nobody has asked for KV, as no state was found
         space = world.manager._weights.space_of(longer.tenant)
-        plan = world.manager._planner._plans["b"]
+        plan = world.manager.lookup._plans["b"]
         plan.reading = world.manager._storage.prefetch(longer.keys(space.host_spec))
     assert world.hybrid.take("b", wait=True).usable == 0
     world.hybrid.release("b")

@@ -26,7 +26,7 @@ from support.tiny_models import answer, model, prompt  # noqa: E402
 from lightcache import Cache, ConfigError, Detached, LayoutMismatch  # noqa: E402
 from lightcache.connectors import hybrid as hybrid_file  # noqa: E402
 from lightcache.connectors import transformers as lct  # noqa: E402
-from lightcache.manager import movers  # noqa: E402
+from lightcache.manager import backend  # noqa: E402
 
 pytestmark = pytest.mark.models
 
@@ -270,9 +270,9 @@ def test_an_exception_saves_nothing(connector: lct.Connector, qwen: Any) -> None
 
 
 BREAK: dict[str, tuple[Any, str]] = {
-    "loading": (movers.EngineMover, "load"),
+    "loading": (backend.EngineMover, "load"),
     "preparing": (hybrid_file, "prepare"),
-    "saving": (movers.EngineMover, "offload"),
+    "saving": (backend.EngineMover, "offload"),
     "looking": (lct.HybridPrefixCache, "look"),
 }
 

@@ -24,7 +24,7 @@ from lightcache.manager import (
     Why,
     Wishes,
 )
-from lightcache.manager.requests import slots_of
+from lightcache.manager.request import slots_of
 
 
 def test_a_second_request_finds_the_first_ones_blocks(worlds: Any) -> None:

@@ -20,7 +20,7 @@ def broken(*_: Any, **__: Any) -> Any:
 def disable(world: World) -> None:
     """By failures at a place that holds nothing."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(world.manager._planner, "plan_one", broken)
+        patch.setattr(world.manager.lookup, "find", broken)
         while not world.manager.disabled:
             world.manager.plan("nobody", Prompt(tokens(3)))
     world.manager.cancel("nobody")
@@ -62,7 +62,7 @@ def test_taking_one_that_could_not_be_let_go_then(
     world = worlds()
     prompt = halved(world)
     world.manager.plan("a", prompt)
-    monkeypatch.setattr(world.manager._planner, "let_go", lambda: None)
+    monkeypatch.setattr(world.manager.lookup, "let_go", lambda: None)
     disable(world)
     assert pins(world) != (0, 0)
     assert world.manager.take("a").usable == 0

@@ -17,7 +17,7 @@ SPEC = KeySpec("model", 4, b"a secret of these tests")
 
 
 def is_hashed(world: World, prompt: Prompt) -> bool:
-    space = world.manager.state.spaces.of("")
+    space = world.manager.state.weights.open_space("")
     return prompt.is_hashed(space.device_spec) or prompt.is_hashed(space.host_spec)
 
 
@@ -169,7 +169,7 @@ def test_slots_of_each_are_its_own(worlds: Any) -> None:
     one, two = (
         type("R", (), {"table": np.array(table, np.int32)})() for table in ([5, 3], [7, 9, 2])
     )
-    first, second = world.manager.writer._slots([(one, 5, 8), (two, 3, 10)])
+    first, second = world.manager.offloader._slots([(one, 5, 8), (two, 3, 10)])
     expected = np.full(32, -1)
     expected[20:] = 3 * 16 + np.arange(4, 16)
     assert first.tolist() == expected.tolist()

@@ -46,7 +46,7 @@ def test_an_index_that_is_disabled_while_blocks_are_written_back(worlds: Any, wh
     for _ in range(3):
         assert world.manager.poll() == 0
     switch_off(index, 0)
-    assert world.manager._demotion.going == 0
+    assert world.manager._write_back.blocks == 0
     figures = world.manager.stats()
     assert (figures.errors, figures.demotions, figures.demotions_lost) == (1, 0, 4)
     assert world.device.free == 4
@@ -58,7 +58,7 @@ def test_a_device_that_is_closed_while_blocks_are_written_back(worlds: Any) -> N
     world.device.close()
     world.mover.finish()
     assert world.manager.poll() == 0
-    assert world.manager._demotion.going == 0
+    assert world.manager._write_back.blocks == 0
 
 
 @pytest.mark.timeout(30)
@@ -145,7 +145,7 @@ def test_blocks_to_exchange_are_told_though_writing_breaks(
         world.store.write(table, 0, stamps_of(PROMPT.tokens))
     world.manager.commit("a", 18)
     with monkeypatch.context() as patch:
-        patch.setattr(world.manager.writer, "due", raising(CacheCorrupted))
+        patch.setattr(world.manager.offloader, "due", raising(CacheCorrupted))
         changed = world.manager.commit("b", 18)
     assert list(changed.values()) == world.manager.request("a").table[:4].tolist()
     assert world.manager.stats().errors == 1
@@ -185,7 +185,7 @@ def test_what_failed_to_be_planned_cannot_be_taken_when_all_is_closed(
     world = worlds(failures=1)
     world.manager.plan("a", PROMPT)
     with monkeypatch.context() as patch:
-        patch.setattr(world.manager._planner, "plan_one", raising(CacheCorrupted))
+        patch.setattr(world.manager.lookup, "find", raising(CacheCorrupted))
         assert world.manager.plan("b", PROMPT).why is Why.DISABLED
     world.manager.close()
     with pytest.raises(LeaseLost, match="not planned"):

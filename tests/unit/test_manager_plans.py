@@ -44,7 +44,7 @@ def test_what_is_pinned_is_not_looked_at_before_half_of_its_time(
     world.run("a", tokens(18))
     prompt = Prompt([*tokens(18), *range(8)])
     now = [100.0]
-    monkeypatch.setattr("lightcache.manager.planning.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("lightcache.manager.lookup.time.monotonic", lambda: now[0])
     calls = counted(monkeypatch, world.device.index)
     looked = []
     for seconds in (0, 3.9, 0.2, 3.7, 0.4):

@@ -25,7 +25,7 @@ def picture(world: World) -> Any:
         manager.stats(),
         world.index.check().pins if world.device.owned else 0,
         world.cache.check().pins,
-        {one: plan.asked for one, plan in manager._planner._plans.items()},
+        {one: plan.request for one, plan in manager.lookup._plans.items()},
         {
             one.id: (one.total, one.known, one.table.tolist(), len(one.device_chain.keys))
             for one in manager._requests.values()

@@ -16,7 +16,7 @@ from lightcache import Cache
 from lightcache.errors import ConfigError, WaitTimeout
 from lightcache.kernels.geometry import KVGroup, PageGeometry
 from lightcache.manager import EngineMover, Fetch, KVCacheManager, OwnedDevice, Prompt, WritePolicy
-from lightcache.manager.handover import Received
+from lightcache.manager.handoff import Received
 
 PROMPT = Prompt(tokens(18))
 GROUP = KVGroup.attention("kv", layers=1, heads=1, head_dim=3, dtype_bytes=1, page_tokens=4)

@@ -10,8 +10,8 @@ from support.keys import keys
 
 from lightcache import Cache, ConfigError, PageIndex
 from lightcache.hybrid import Checkpoints, CheckpointStats
-from lightcache.manager.device import DeviceTier
-from lightcache.manager.statistics import ManagerStats, NodeCounters
+from lightcache.manager.blocks import DeviceTier
+from lightcache.manager.stats import ManagerStats, NodeCounters
 from lightcache.metrics import CacheMetrics, CheckpointMetrics
 from lightcache.shm.layout import LOCK_OFFSET, LockRecord
 

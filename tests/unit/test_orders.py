@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from lightcache.errors import CacheCorrupted, ConfigError, LayoutMismatch
 from lightcache.manager import Decisions
-from lightcache.manager.orders import Joiner, Kind, Order, check_entries, decode, encode, parts_of
+from lightcache.manager.ranks.messages import (
+    Joiner,
+    Kind,
+    Order,
+    check_entries,
+    decode,
+    encode,
+    parts_of,
+)
 from lightcache.shm import SharedLog
 
 slots = st.lists(

@@ -11,7 +11,7 @@ from support.storing import KEYS, PAGE_TOKENS, Recorder, cache, fill, make_cache
 
 from lightcache import Cache, ConfigError
 from lightcache.manager import Prompt
-from lightcache.manager.requests import Wishes
+from lightcache.manager.request import Wishes
 from lightcache.storage import (
     Fault,
     FlakyStorage,
@@ -233,8 +233,8 @@ def test_a_manager_gives_those_of_prompt_and_output(worlds: Any) -> None:
 def test_a_manager_keeps_none_that_nobody_wants(worlds: Any) -> None:
     seen: list[Any] = []
     world = worlds(storage=over(Recorder))
-    note = world.manager.writer.store
-    world.manager.writer.store = lambda one: (seen.append(one.said), note(one))
+    note = world.manager.offloader.store
+    world.manager.offloader.store = lambda one: (seen.append(one.generated), note(one))
     storage = stored_by(world, np.asarray(tokens(10), np.uint32), np.arange(500, 511))
     assert seen == [None]
     assert storage.stats().pages == 5
@@ -243,5 +243,5 @@ def test_a_manager_keeps_none_that_nobody_wants(worlds: Any) -> None:
 def test_a_manager_keeps_none_of_a_request_that_is_not_stored(worlds: Any) -> None:
     world = worlds(storage=over(keeping))
     world.start("a", tokens(10), wishes=Wishes(tiers=frozenset({"device", "host"})))
-    assert world.manager.request("a").said is None
+    assert world.manager.request("a").generated is None
     world.manager.release("a")

@@ -20,7 +20,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from lightcache import Cache, PageIndex, layout
-from lightcache.manager.statistics import NodeCounters
+from lightcache.manager.stats import NodeCounters
 from lightcache.page_index import geometry
 from lightcache.shm import Segment, names
 from lightcache.shm import layout as shm_layout

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from lightcache import Held, Lease, Load, Offload, Reservation
 from lightcache.connectors.transformers import Connector
 from lightcache.errors import ConfigError
-from lightcache.manager.movers import Slots
+from lightcache.manager.backend import Slots
 
 
 class CacheMover:

@@ -11,8 +11,16 @@ from lightcache.cache import Cache
 from lightcache.errors import Abandoned, LightcacheError, LockTimeout, WaitTimeout
 from lightcache.kernels.moves import Engine
 from lightcache.leases import Lease
-from lightcache.manager.movers import EngineMover, Moving, RankMover
-from lightcache.manager.orders import Decisions, Joiner, Kind, Message, Order, check_entries, decode
+from lightcache.manager.backend import EngineMover, Moving, RankMover
+from lightcache.manager.ranks.messages import (
+    Decisions,
+    Joiner,
+    Kind,
+    Message,
+    Order,
+    check_entries,
+    decode,
+)
 from lightcache.reservations import Shard
 from lightcache.shm import SharedLog
 

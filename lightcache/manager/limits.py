@@ -1,4 +1,5 @@
-"""Exceptions that are none of ours: what a mover raises, a copy that it has begun, or a storage."""
+"""Limits: how long a call may wait, how many errors disable a manager, and how far exceptions of
+movers and storages get."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from lightcache.errors import (
     OutOfPages,
     WaitTimeout,
 )
-from lightcache.manager.statistics import Figures
+from lightcache.manager.stats import Figures
 from lightcache.shm.locking import Hurried
 
 if TYPE_CHECKING:
@@ -27,16 +28,16 @@ if TYPE_CHECKING:
 # ---- Time limits: of calls that wait for a copy, and of reads that a request waits for.
 
 UNKNOWN = 1.0
-"""Seconds that a read is waited for while nobody knows what computing takes."""
+"""Seconds that a read is waited for while it is not known what computing takes."""
 _LEAST = 256
-"""Tokens of a prefill that says how fast computing is: fewer take as long as a pass takes."""
+"""Tokens of a prefill whose time says how fast computing is: fewer take as long as a pass."""
 _KEPT = 0.9
-"""Of what an older prefill counts, with each newer one: the last ten make two thirds."""
+"""Factor of the weight of older prefills, with each newer one: the last ten make two thirds."""
 
 
 def seconds_of(timeout: Any) -> float | None:
-    """Seconds that a call may wait, as anything can wait that a mover is made of: at least 0, and
-    at most `threading.TIMEOUT_MAX`, which is 292 years. None: no limit.
+    """Seconds that a call may wait, limited to values that every kind of wait takes: at least 0,
+    and at most `threading.TIMEOUT_MAX`, which is 292 years. None: no limit.
 
     Raises:
         ConfigError: no number of seconds.
@@ -45,17 +46,17 @@ def seconds_of(timeout: Any) -> float | None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, Real) or timeout != timeout:
         raise ConfigError(f"timeout: expected seconds, or None for no limit, found {timeout!r}")
-    found: Any = timeout
-    return float(min(max(found, 0), threading.TIMEOUT_MAX))
+    seconds: Any = timeout
+    return float(min(max(seconds, 0), threading.TIMEOUT_MAX))
 
 
 class Pace:
-    """How fast prompts are computed, by what commits have told: tokens a second of requests that
-    ran, from `take` to the commit that completes the prompt, others beside them included. That is
-    what computing costs a request now. The manager's lock is around every call."""
+    """How fast prompts are computed, in tokens a second of a request, from its `take` to the commit
+    that completes its prompt. Requests that run beside it slow it down: that is the cost of
+    computing now. The manager's lock is around every call."""
 
     def __init__(self) -> None:
-        """Nothing was computed yet."""
+        """No prompt was computed yet."""
         self._tokens = self._seconds = 0.0
 
     @property
@@ -70,23 +71,23 @@ class Pace:
             self._seconds = self._seconds * _KEPT + seconds
 
     def seconds(self, tokens: int) -> float:
-        """That a read of so many tokens is worth waiting for: what computing them takes."""
+        """How long a read of so many tokens is worth waiting for: as long as computing them."""
         return tokens / self.tokens_per_s if self._seconds else UNKNOWN
 
 
-# ---- Fail open: what goes wrong in the cache is a miss to the engine, and after a few misses
-# silence.
+# ---- Fail open: an error of the cache is a miss to the engine, and after a few of them the cache
+# is not asked any more.
 
 T = TypeVar("T")
 _log = logging.getLogger("lightcache.manager")
 _CALLERS = (ConfigError, LeaseLost, OutOfPages, WaitTimeout)
-"""What the caller did, or has to know: never a failure of ours."""
+"""Errors of the caller, or that it has to know: never a failure of the cache."""
 
 
 class Guard:
-    """Turns our errors into misses; disables the manager after so many, one behind the other. A
-    lock that does not come soon is a miss and no more: who holds it may be stopped, and what was to
-    be done is done later."""
+    """Turns our errors into misses, and disables the manager after so many in a row. A lock that
+    does not come soon is only a miss: the process that holds it may be stopped, and a later call
+    does the work."""
 
     def __init__(
         self,
@@ -101,7 +102,7 @@ class Guard:
         Args:
             time_limit: seconds that a call waits for a lock: see `Hurried`.
             let_go: gives back what is not needed without the cache; called when it is disabled.
-            of: whose `enable` ends that.
+            of: the class whose `enable` makes calls again.
         """
         self._figures, self._let_go = figures, let_go
         self._time_limit = time_limit
@@ -117,21 +118,21 @@ class Guard:
 
     @property
     def disabled(self) -> bool:
-        """Nothing is asked of the cache any more. `enable` ends it."""
+        """Whether the cache is not asked any more, until `enable`."""
         return self._breaker.shut
 
     def run(self, call: Callable[[], T], miss: Callable[[], T], *, proves: bool = True) -> T:
         """The result of a call, or of `miss` when it failed or is not made any more.
 
         Args:
-            proves: whether the cache is well if this call went well: errors before do not count
-                any more then.
+            proves: whether success of this call proves that the cache works: then earlier errors do
+                not count any more.
         """
-        if self.disabled:
+        if self._breaker.shut:
             return miss()
         try:
             with Hurried(self._time_limit):
-                found = call()
+                result = call()
         except _CALLERS:
             raise
         except LightcacheError as error:
@@ -139,7 +140,7 @@ class Guard:
             return miss()
         if proves and self._breaker.failing:
             self._breaker.success()
-        return found
+        return result
 
     def enable(self) -> None:
         """Ask the cache again."""
@@ -154,22 +155,22 @@ class Guard:
 
 
 def nothing() -> None:
-    """The miss of a call whose result nobody needs."""
+    """The miss of a call without a result."""
 
 
-# ---- Exceptions that are none of ours: what a mover raises, a copy that it has begun, or a
-# storage.
+# ---- Exceptions that are none of our errors: of a mover, a copy that it has begun, or a storage.
 
 
 class Foreign:
-    """What was raised in the middle of our own work, until somebody can be told: whoever polls."""
+    """Exceptions that came in the middle of our own work. They are kept for the next `poll`."""
 
     def __init__(self) -> None:
         """Nothing was raised."""
         self._first: Exception | None = None
 
     def note(self, error: Exception | None) -> None:
-        """Something has failed for this reason. Ours are told by what has failed, and not here."""
+        """Work has failed for this reason. Our own errors are raised by the failed object, not
+        here."""
         if error is None or isinstance(error, LightcacheError):
             return
         if self._first is None:
@@ -178,14 +179,14 @@ class Foreign:
             _log.warning("beside the exception that poll raises there was another: %r", error)
 
     def cancel(self, task: StorageTask) -> None:
-        """Nothing is wanted of a task any more, whatever its storage raises."""
+        """Cancel a task, whatever its storage raises."""
         try:
             task.cancel()
         except Exception as error:
             self.note(error)
 
     def tell(self) -> None:
-        """Raise the first of them, once; those behind it were logged."""
+        """Raise the first of them, once; later ones were logged."""
         error, self._first = self._first, None
         if error is not None:
             raise error

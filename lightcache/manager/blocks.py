@@ -24,7 +24,7 @@ from lightcache._together import together
 from lightcache.errors import ConfigError, InUse, OutOfPages
 from lightcache.layout import MAX_PAGES, Cause, HeldProgress, KeyStatus
 from lightcache.leases import Held, Lease, Named
-from lightcache.manager.statistics import Room
+from lightcache.manager.stats import Room
 from lightcache.namespaces import Namespace
 from lightcache.page_index import PageIndex
 from lightcache.shm import Segment
@@ -156,10 +156,6 @@ class DeviceTier:
         """Blocks of the longest prefix of each request, which asks for one part of the keys."""
         raise NotImplementedError
 
-    def plan(self, request: Hashable, keys: Keys, space: Namespace, ttl: float) -> int:
-        """The same for one request."""
-        raise NotImplementedError
-
     def take(self, request: Hashable) -> Lease | None:
         """What was planned; None: nothing is pinned for requests here."""
         raise NotImplementedError
@@ -180,6 +176,21 @@ class DeviceTier:
         """Say that blocks hold the KV of these keys; see `PageIndex.name_many`. What has become of
         them is in `into`, also after an error or an interrupt."""
         raise NotImplementedError
+
+
+def numbers_of(blocks: Any) -> Pages:
+    """Block numbers from whatever sequence; negative ones are let through.
+
+    Raises:
+        ConfigError: no integers.
+    """
+    try:
+        found = np.asarray(blocks)
+    except ValueError as error:
+        raise ConfigError(f"blocks: expected block numbers: {error}") from None
+    if found.size and found.dtype.kind not in "iu":
+        raise ConfigError(f"blocks: expected block numbers, found {found.dtype} {found.shape}")
+    return np.ascontiguousarray(found, np.int32)
 
 
 def remove_orphan(name: str) -> None:
@@ -336,12 +347,6 @@ class AttachedDevice(DeviceTier):
         del ids, ttl
         assert self.index is not None
         return peeked(self.index, parts, space)
-
-    def plan(self, request: Hashable, keys: Keys, space: Namespace, ttl: float) -> int:
-        """Looks only, as `plan_many`."""
-        del request, ttl
-        assert self.index is not None
-        return self.index.peek(keys, namespace=space)
 
     def take(self, request: Hashable) -> None:
         """Nothing is pinned here for requests."""
@@ -540,11 +545,6 @@ class OwnedDevice(DeviceTier):
         assert self.index is not None
         return pinned(self.index, ids, parts, space, ttl)
 
-    def plan(self, request: Hashable, keys: Keys, space: Namespace, ttl: float) -> int:
-        """See `DeviceTier`."""
-        assert self.index is not None
-        return self.index.plan(request, keys, namespace=space, timeout=ttl, frozen=True)
-
     def take(self, request: Hashable) -> Lease | None:
         """See `DeviceTier`."""
         assert self.index is not None
@@ -624,6 +624,7 @@ __all__ = [
     "DeviceTier",
     "OwnedDevice",
     "joined",
+    "numbers_of",
     "peeked",
     "pinned",
     "remove_orphan",

@@ -28,12 +28,11 @@ from lightcache.errors import (
     TransferFailed,
 )
 from lightcache.leases import TICKET_BYTES, ClientId, Held, Lease
-from lightcache.manager.device import OwnedDevice
-from lightcache.manager.fetching import Fetch, wait_on
-from lightcache.manager.foreign import seconds_of
-from lightcache.manager.requests import Prompt, Request, Space, slots_of
-from lightcache.manager.statistics import moved_bytes
-from lightcache.manager.traffic import Movement, State
+from lightcache.manager.blocks import OwnedDevice
+from lightcache.manager.limits import seconds_of
+from lightcache.manager.load import Fetch, wait_on
+from lightcache.manager.request import Prompt, Request, Space, slots_of
+from lightcache.manager.transfers import Movement, State
 
 if TYPE_CHECKING:
     from lightcache.manager.manager import KVCacheManager
@@ -122,7 +121,7 @@ def hand_over(
         page = manager.page_tokens
         full = one.total // page
         _publish(manager, one, space, full)
-        tail = _tail(one, full * page)
+        tail = one.unfilled(full * page)
         saving = _Saving.begin(manager, one, full * page, len(tail)) if len(tail) else None
     made = HandOver(full * page)
     if saving is None:
@@ -138,19 +137,8 @@ def _publish(manager: KVCacheManager, one: Request, space: Space, full: int) -> 
     """What of the full pages the host has not, and nobody writes, is written now."""
     there = manager.host.peek(one.host_chain.keys[:full], namespace=space.host)
     if there < full:
-        manager.writer.write(one, there, full)
+        manager.offloader.write(one, there, full)
     one.written = max(one.written, full)
-
-
-def _tail(one: Request, begin: int) -> Any:
-    """Ids of the computed tokens from `begin` on, less than a page; none if they are not known
-    any more."""
-    if one.total <= len(one.prompt):
-        return one.prompt.tokens[begin : one.total]
-    hasher = one.host_chain._hasher
-    if hasher is None or hasher.pages * hasher.spec.page_tokens != begin:
-        return one.prompt.tokens[:0]
-    return np.frombuffer(hasher._tail, "<u4")[: one.total - begin]
 
 
 def mark_of(prompt: Prompt, space: Space, keys: Keys, tail: Any) -> bytes:
@@ -159,7 +147,7 @@ def mark_of(prompt: Prompt, space: Space, keys: Keys, tail: Any) -> bytes:
     salt = prompt.salt.encode() if isinstance(prompt.salt, str) else prompt.salt
     parts = [space.weights.encode(), space.tenant.encode(), salt, prompt.lora]
     parts.append(keys[-1].tobytes() if len(keys) else b"")
-    parts.append(prompt._extra(page).get(len(keys), b""))
+    parts.append(prompt.item_marks(page).get(len(keys), b""))
     parts.append(np.ascontiguousarray(tail, "<u4").tobytes())
     digest = hashlib.blake2b(digest_size=_MARK_BYTES)
     for part in parts:
@@ -225,7 +213,7 @@ class _Saving:
     def _over(self, ok: bool, nbytes: int | None) -> None:
         figures = self._manager.state.figures
         if ok:
-            moved = moved_bytes(self._manager.host, self._tokens, nbytes)
+            moved = self._manager.state.moved_bytes(self._tokens, nbytes)
             figures.add(offloads=1, offloaded_pages=1, offloaded_bytes=moved)
         else:
             figures.add(failed_offloads=1)
@@ -242,7 +230,7 @@ class _Saving:
                 self._held.free()
 
 
-# ---- The decode side of a hand-over: see `handover.py`.
+# ---- The decode side of a hand-over.
 
 
 class Received:
@@ -306,7 +294,7 @@ class Received:
             wait_on(movement, stream)
 
     def _movements(self) -> list[Movement]:
-        both = (self._fetch._movement, self._movement)
+        both = (self._fetch.movement, self._movement)
         return [movement for movement in both if movement is not None]
 
     @staticmethod
@@ -353,7 +341,7 @@ def receive(
         _wait_for_pages(manager, prompt, given, timeout)
         manager.plan(request, prompt, device_tokens=device_tokens)
         with manager.state.lock:
-            manager.extension.take(request)
+            manager.begin(request)
         began = True
         if table is None and isinstance(manager.device, OwnedDevice):
             manager.allocate(request, len(prompt))
@@ -374,7 +362,7 @@ def _wait_for_pages(
     manager: KVCacheManager, prompt: Prompt, given: HandOver, timeout: float
 ) -> None:
     with manager.state.lock:
-        space = manager.state.spaces.of(prompt.tenant)
+        space = manager.state.weights.open_space(prompt.tenant)
     keys = prompt.keys(space.host_spec)[: given.tokens // manager.page_tokens]
     # What is not there by then is computed; errors of the cache are misses, as everywhere.
     with contextlib.suppress(LightcacheError):
@@ -417,7 +405,7 @@ class _Adopted:
 
         def over(ok: bool, nbytes: int | None) -> None:
             if ok:
-                moved = moved_bytes(manager.host, n, nbytes)
+                moved = manager.state.moved_bytes(n, nbytes)
                 manager.state.figures.add(loads=1, loaded_pages=1, loaded_bytes=moved)
             else:
                 manager.state.figures.add(failed_loads=1)

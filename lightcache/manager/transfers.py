@@ -24,8 +24,8 @@ from lightcache._arguments import Pages
 from lightcache._together import append_to, keep_result, together
 from lightcache.errors import LightcacheError, TransferFailed, WaitTimeout
 from lightcache.leases import Borrowed
-from lightcache.manager.foreign import Foreign, seconds_of
-from lightcache.manager.movers import Mover, Moving
+from lightcache.manager.backend import Mover, Moving
+from lightcache.manager.limits import Foreign, seconds_of
 from lightcache.shm.locking import Hurried
 
 

@@ -1,4 +1,5 @@
-"""What a manager knows of a request that was planned or runs."""
+"""Requests: the prompt, what its caller wishes, the match that was found, and its state while it
+runs."""
 
 from __future__ import annotations
 
@@ -10,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from lightcache._arguments import Keys, Pages, count
+from lightcache._arguments import Keys, Pages, count, pages
 from lightcache.errors import ConfigError
-from lightcache.hashing import KeySpec, PageHasher, Tokens
+from lightcache.hashing import KeySpec, PageHasher, Tokens, pack_tokens
 from lightcache.leases import Lease
-from lightcache.manager.device import NO_KEYS, NONE
-from lightcache.manager.statistics import Figures
+from lightcache.manager.blocks import NO_KEYS, NONE, DeviceTier
+from lightcache.manager.stats import Figures
 from lightcache.namespaces import Namespace
 
 if TYPE_CHECKING:
-    from lightcache.manager.traffic import Movement
+    from lightcache.manager.transfers import Movement
 
 
 # ---- Prompt: tokens and what else decides their KV, with keys for every tier's page size.
@@ -80,14 +81,14 @@ class Prompt:
             )
         if array.size and (int(array.min()) < 0 or int(array.max()) >= (1 << 32) - 1):
             raise ConfigError("tokens: expected ids of 0 to 2**32 - 2")
-        for what, given, kinds in (
+        for name, value, kinds in (
             ("salt", salt, (str, bytes)),
             ("lora", lora, (bytes,)),
             ("tenant", tenant, (str,)),
         ):
-            if not isinstance(given, kinds):
+            if not isinstance(value, kinds):
                 wanted = " or ".join(kind.__name__ for kind in kinds)
-                raise ConfigError(f"{what}: expected {wanted}, found {given!r}")
+                raise ConfigError(f"{name}: expected {wanted}, found {value!r}")
         self.tokens: TokenIds = array.astype(np.uint32)  # our own: keys must not change later
         self.tokens.flags.writeable = False
         self.salt, self.lora, self.items, self.tenant = salt, lora, tuple(items), tenant
@@ -104,29 +105,33 @@ class Prompt:
             return True
         if not isinstance(other, Prompt):
             return NotImplemented
-        return self._named() == other._named() and np.array_equal(self.tokens, other.tokens)
+        return self.identity() == other.identity() and np.array_equal(self.tokens, other.tokens)
 
     def __hash__(self) -> int:
-        return hash((self._named(), self.tokens[-64:].tobytes()))
+        return hash((self.identity(), self.tokens[-64:].tobytes()))
 
-    def _named(self) -> tuple[object, ...]:
-        """What decides its keys beside the tokens, and how many these are."""
+    def identity(self) -> tuple[object, ...]:
+        """All that decides its keys, with the number of tokens instead of the tokens."""
         return len(self.tokens), self.tenant, self.salt, self.lora, self.items
 
     def keys(self, spec: KeySpec) -> Keys:
         """Keys of all its complete pages, uint64 of shape (n, 2). Hashed at the first call."""
-        return self._hashed(spec)[2]
+        for known in self._keys:
+            if known[0] is spec:
+                return known[2]
+        return self._hash(spec)[2]
 
     def hasher(self, spec: KeySpec) -> PageHasher:
         """A hasher that has taken in the whole prompt, to go on with what is generated."""
-        return self._hashed(spec)[1].copy()
+        self.keys(spec)
+        return next(hasher for known, hasher, _ in self._keys if known is spec).copy()
 
     def is_hashed(self, spec: KeySpec) -> bool:
         """Whether `keys` costs nothing more."""
-        found = False
+        hashed = False
         for known in self._keys:  # two at most; `any` takes four times as long
-            found |= known[0] is spec
-        return found
+            hashed |= known[0] is spec
+        return hashed
 
     def first_key(self, spec: KeySpec) -> bytes:
         """The key of its first page, as it lies in an array of keys; empty if it fills none. No
@@ -144,18 +149,16 @@ class Prompt:
 
     def _hash_first(self, hasher: PageHasher) -> bytes:
         size = hasher.spec.page_tokens
-        mark = self._extra(size).get(0) if self.items else None
+        mark = self.item_marks(size).get(0) if self.items else None
         if mark is None:
             return hasher.append(self.tokens[:size].tolist())[0]
         return bytes(hasher.update(self.tokens[:size], extra={0: mark}))
 
-    def _hashed(self, spec: KeySpec) -> tuple[KeySpec, PageHasher, Keys]:
-        for known in self._keys:
-            if known[0] is spec:
-                return known
-        made = PageHasher(spec, salt=self.salt, lora=self.lora)
-        keys = made.update(self.tokens, extra=self._extra(spec.page_tokens))
-        self._keys.append((spec, made, keys))
+    def _hash(self, spec: KeySpec) -> tuple[KeySpec, PageHasher, Keys]:
+        hasher = PageHasher(spec, salt=self.salt, lora=self.lora)
+        marks = self.item_marks(spec.page_tokens) if self.items else None
+        keys = hasher.update(self.tokens, extra=marks)
+        self._keys.append((spec, hasher, keys))
         return self._keys[-1]
 
     def cut_item(self, tokens: int) -> Item | None:
@@ -165,17 +168,17 @@ class Prompt:
                 return item
         return None
 
-    def _extra(self, page_tokens: int) -> dict[int, bytes]:
-        """For each page the digests of the items that touch it, with where they begin in it: the
+    def item_marks(self, page_tokens: int) -> dict[int, bytes]:
+        """By page, the digests of the items that touch it, and the offsets at which they begin: the
         same image one token later is another content."""
-        found: dict[int, bytes] = {}
+        marks: dict[int, bytes] = {}
         for item in self.items:
             for page in range(item.start // page_tokens, (item.end - 1) // page_tokens + 1):
-                at = item.start - page * page_tokens
-                mark = at.to_bytes(8, "little", signed=True)
+                offset = item.start - page * page_tokens
+                mark = offset.to_bytes(8, "little", signed=True)
                 size = len(item.digest).to_bytes(8, "little")
-                found[page] = found.get(page, b"") + mark + size + item.digest
-        return found
+                marks[page] = marks.get(page, b"") + mark + size + item.digest
+        return marks
 
     def _check_items(self) -> None:
         end = 0
@@ -228,7 +231,7 @@ class PrefixMatch:
     """That the request need not compute if it takes and fetches: never more than the sum, never
     all of the prompt."""
     why: Why = Why.NOTHING
-    """Why it is less than the sum."""
+    """Why `usable` is less than the sum."""
     cut: Item | None = None
     """The item that would have been cut."""
     pending: bool = False
@@ -428,6 +431,14 @@ class Chain:
         """Append what was generated, as `pack_tokens` has it. Hashed when a key is asked for."""
         self._late += tokens
 
+    def unfilled(self, page: int) -> bytes:
+        """Tokens after the last complete page, packed, if that is page number `page`; empty if the
+        chain has hashed another number of pages: then they are not known any more."""
+        hasher = self._hasher
+        if hasher is None or hasher.pages != page:
+            return b""
+        return hasher.tail
+
     def _hash_late(self) -> None:
         if self._hasher is None:
             self._hasher = self._prompt.hasher(self._spec)
@@ -472,6 +483,13 @@ class Owed:
     def told(self) -> bool:
         """Whether the caller knows."""
         return self.delivery is not None and self.delivery.done
+
+    def by(self, delivery: Delivery) -> Mapping[int, int]:
+        """The blocks, for a call that tells its caller with this delivery; none if it knows."""
+        if self.told:
+            return {}
+        self.delivery = delivery
+        return self.changed
 
 
 @dataclass(eq=False)
@@ -518,9 +536,9 @@ class Request:
     """`fetch` was called."""
     counted: Figures = field(default_factory=Figures)
     """What it adds to the manager's figures."""
-    said: bytearray | None = None
-    """Ids of the tokens that were generated, as `pack_tokens` has them; None: storage does not want
-    to know them."""
+    generated: bytearray | None = None
+    """Ids of the tokens that were generated, as `pack_tokens` has them; None: the storage does not
+    want them."""
     stored: bool = True
     """Whether it goes to storage when it ends: not if it was aborted."""
     owed: Owed | None = None
@@ -557,8 +575,8 @@ class Request:
         """
         if new_tokens:
             self.known += len(new_tokens) // 4
-            if self.said is not None:
-                self.said += new_tokens
+            if self.generated is not None:
+                self.generated += new_tokens
             self.device_chain.extend(new_tokens)
             if self.host_chain is not self.device_chain:
                 self.host_chain.extend(new_tokens)
@@ -566,10 +584,10 @@ class Request:
 
     def token_ids(self, count: int) -> npt.NDArray[np.uint32] | None:
         """Of its first tokens; None where they are not kept."""
-        if self.said is None:
+        if self.generated is None:
             return None
-        said = np.frombuffer(bytes(self.said), "<u4").astype(np.uint32, copy=False)
-        return np.concatenate((self.prompt.tokens, said))[:count]
+        generated = np.frombuffer(bytes(self.generated), "<u4").astype(np.uint32, copy=False)
+        return np.concatenate((self.prompt.tokens, generated))[:count]
 
     def let_go_of_host(self) -> None:
         """What was found on the host and is not on its way is not wanted. Harmless twice, and if
@@ -578,6 +596,15 @@ class Request:
         if lease is not None:
             lease._let_go()
             self.host = None  # last: an interrupt before lets go of it once more
+
+    def unfilled(self, begin: int) -> TokenIds:
+        """Ids of the computed tokens from `begin` on, where the last full host page ends; empty if
+        they are not known any more."""
+        assert self.space is not None
+        if self.total <= len(self.prompt):
+            return self.prompt.tokens[begin : self.total]
+        packed = self.host_chain.unfilled(begin // self.space.host_spec.page_tokens)
+        return np.frombuffer(packed, "<u4")[: self.total - begin]
 
     @property
     def is_loading(self) -> bool:
@@ -608,6 +635,102 @@ def slots_of_blocks(blocks: Pages, block_tokens: int) -> npt.NDArray[np.int64]:
     return slots
 
 
+# ---- Arguments of calls for requests, checked before anything is done: a refused call changes
+# nothing.
+
+
+def check_ids(requests: Sequence[Hashable], call: str) -> None:
+    """Ids of the requests of one call.
+
+    Raises:
+        ConfigError: one is named twice, or cannot be looked up.
+    """
+    if check_hashable(requests, call) != len(requests):
+        raise ConfigError(f"{call}: one of the requests is named twice; name each once")
+
+
+def check_hashable(requests: Sequence[Hashable], call: str) -> int:
+    """Ids of requests; how many different ones.
+
+    Raises:
+        ConfigError: one cannot be looked up.
+    """
+    try:
+        return len(set(requests))
+    except TypeError as error:
+        raise ConfigError(f"{call}: a request's id has to be hashable: {error}") from None
+
+
+def check_commits(
+    device: DeviceTier,
+    running: list[Request],
+    totals: Sequence[int],
+    new_tokens: Sequence[Tokens | None] | None,
+    tables: Sequence[Pages] | None,
+) -> tuple[list[bytes], Sequence[Pages] | None]:
+    """What is to be committed; returns new tokens, packed, and tables as they can be used.
+
+    Raises:
+        ConfigError: says which request's arguments are wrong, and why.
+    """
+    n = len(running)
+    if len(set(map(id, running))) != n:
+        raise ConfigError("commit: one of the requests is named twice; name each once")
+    for what, given in (("totals", totals), ("new_tokens", new_tokens), ("tables", tables)):
+        if given is not None and len(given) != n:
+            raise ConfigError(f"{what}: expected one for each of {n} requests, found {len(given)}")
+    packed = [b""] * n
+    if new_tokens is not None:
+        packed = [_packed(one, each) for one, each in zip(running, new_tokens, strict=True)]
+    for one, total, fresh in zip(running, totals, packed, strict=True):
+        if type(total) is not int or not one.total <= total <= one.known + len(fresh) // 4:
+            one.check(total, len(fresh) // 4)  # which says what is wrong, if anything is
+    if tables is not None:
+        return packed, [
+            check_table(device, one, table, total)
+            for one, table, total in zip(running, tables, totals, strict=True)
+        ]
+    if not device.owned and device.index is not None:
+        for one, total in zip(running, totals, strict=True):
+            if total and not len(one.table):
+                raise ConfigError(
+                    f"commit {one.id!r}: the engine owns the blocks; give the request's as table="
+                )
+    return packed, None
+
+
+def _packed(one: Request, tokens: Tokens | None) -> bytes:
+    if tokens is None:
+        return b""
+    try:
+        return pack_tokens(tokens)
+    except ConfigError as error:
+        raise ConfigError(f"commit {one.id!r}: new_tokens: {error}") from None
+
+
+def check_table(device: DeviceTier, one: Request, table: Any, total: int) -> Pages:
+    """A request's blocks, of an attached device. Those that are of no use now are not looked at.
+
+    Raises:
+        ConfigError: no row of block numbers, or of an owned device, which knows them.
+    """
+    if device.owned:
+        raise ConfigError(
+            f"table of {one.id!r}: blocks of an owned device are those that `allocate` returned; "
+            "leave the table out"
+        )
+    found = pages(table)
+    fresh = found[one.named : total // device.block_tokens]
+    if device.index is not None and len(fresh):  # seldom, while single tokens are generated
+        least, most = int(fresh.min()), int(fresh.max())
+        if not 0 <= least <= most < device.blocks:
+            raise ConfigError(
+                f"table of {one.id!r}: expected blocks of 0 to {device.blocks - 1}, found {least} "
+                f"to {most}"
+            )
+    return found
+
+
 __all__ = [
     "ANY",
     "DEVICE_ALONE",
@@ -628,6 +751,10 @@ __all__ = [
     "Why",
     "Wishes",
     "WritePolicy",
+    "check_commits",
+    "check_hashable",
+    "check_ids",
+    "check_table",
     "slots_of",
     "slots_of_blocks",
 ]

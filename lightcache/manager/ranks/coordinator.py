@@ -20,8 +20,8 @@ from lightcache.errors import (
     WaitTimeout,
 )
 from lightcache.leases import Borrowed, ClientId, Held, Lease, Ticket, TicketStatus
-from lightcache.manager.movers import Slots
-from lightcache.manager.orders import Decisions, Kind, Order, append, check_entries
+from lightcache.manager.backend import Slots
+from lightcache.manager.ranks.messages import Decisions, Kind, Order, append, check_entries
 from lightcache.page_index import PageIndex
 from lightcache.reservations import Reservation
 from lightcache.shm import Event, SharedLog

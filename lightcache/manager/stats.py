@@ -363,13 +363,6 @@ class Tasks:
                 self._figures.add(**{f"storage_{cause}_pages": pages})
 
 
-def moved_bytes(cache: Cache, tokens: int, said: int | None) -> int:
-    """Bytes of a copy: those that its mover says, else so many tokens' part of their pages."""
-    if said is not None:
-        return said
-    return tokens * cache.page_bytes // cache.index.page_tokens
-
-
 __all__ = [
     "Figures",
     "Gauges",
@@ -378,5 +371,4 @@ __all__ = [
     "Recent",
     "Room",
     "Tasks",
-    "moved_bytes",
 ]

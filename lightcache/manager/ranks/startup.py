@@ -16,7 +16,7 @@ from enum import Enum
 from lightcache.cache import Cache
 from lightcache.errors import Abandoned, ConfigError, WaitTimeout
 from lightcache.leases import ClientId
-from lightcache.manager.orders import append, check_entries
+from lightcache.manager.ranks.messages import append, check_entries
 from lightcache.shm import ClientInfo, SharedLog
 
 _NAP = 0.01  # seconds between two looks

@@ -1,0 +1,194 @@
+"""Pending frees: blocks and pages of requests that have ended, until no copy touches them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+
+import numpy as np
+
+from lightcache._together import together
+from lightcache.errors import Detached, LeaseLost, LightcacheError, WaitTimeout
+from lightcache.leases import Held, Lease
+from lightcache.manager.blocks import OwnedDevice
+from lightcache.manager.limits import nothing
+from lightcache.manager.offload import FullBlocks, Offloader
+from lightcache.manager.request import HELD, PINNED, Request
+from lightcache.manager.state import ManagerState
+from lightcache.manager.transfers import State
+from lightcache.shm.locking import Hurried
+
+
+class PendingFrees:
+    """Requests that have ended, until no copy touches their blocks: then these are given back. The
+    manager's lock is around every call, unless it says that it blocks."""
+
+    def __init__(self, state: ManagerState, offloader: Offloader, full_blocks: FullBlocks) -> None:
+        """No request has ended."""
+        self._state, self._offloader, self._full_blocks = state, offloader, full_blocks
+        self._waiting: list[Request] = []
+        self._holdings: list[_Holdings] = []
+        """Blocks and pages that no copy touches any more. Those that stay here are blocks without
+        a key that could not be freed, since the lock did not come."""
+
+    def __len__(self) -> int:
+        """Requests that have ended and hold blocks still."""
+        return len(self._waiting) + sum([len(holdings.requests) for holdings in self._holdings])
+
+    def __contains__(self, request: Request) -> bool:
+        """Whether it is one of these, and a copy may touch its blocks."""
+        return request in self._waiting
+
+    @property
+    def extend(self) -> Callable[[list[Request]], None]:
+        """A C function that adds requests that have ended; `poll` gives their blocks back. Copies
+        that were not begun are not begun any more, except those that publish."""
+        return self._waiting.extend
+
+    def poll(self, ended: Sequence[Request] = ()) -> None:
+        """Give back blocks and pages that no copy touches, and those that could not be given back
+        before.
+
+        Args:
+            ended: requests that have ended just now: copies are polled if one of theirs is in
+                flight.
+        """
+        with self._state.lock, Hurried(self._state.config.time_limit):
+            self._full_blocks.settle()
+            for holdings in self._holdings:
+                holdings.give_back()
+            self._sort_out()
+            if not self._waiting:
+                return
+            for request in self._waiting:
+                for movement in request.movements:
+                    if movement is request.loading or not request.stored:
+                        movement.cancel()
+                request.let_go_of_host()
+            if any(not movement.over for request in ended for movement in request.movements):
+                self._state.traffic.poll()
+            self._part()
+
+    def _part(self) -> None:
+        """Take the blocks and pages of requests whose copies have finished."""
+        finished: list[Request] = []
+        busy: list[Request] = []
+        for request in self._waiting:
+            copied = request.movements and not all(each.over for each in request.movements)
+            (busy if copied else finished).append(request)
+        if not finished:
+            return
+        holdings, take = _Holdings.of(self._state, self._offloader, finished)
+        together(
+            partial(setattr, self, "_waiting", busy),
+            partial(self._holdings.append, holdings),
+            *take,
+        )
+        holdings.give_back()
+        self._sort_out()
+
+    def _sort_out(self) -> None:
+        if self._holdings:
+            self._holdings = [holdings for holdings in self._holdings if not holdings.over]
+
+    def wait(self, request: Hashable) -> None:
+        """Block, without the manager's lock, until no copy of an ended request is in flight. Its
+        blocks are given back then, unless the lock does not come.
+
+        Raises:
+            WaitTimeout: transfers are paused, and one of its copies waits for them.
+        """
+        movements = [
+            movement for each in self._waiting if each.id == request for movement in each.movements
+        ]
+        for movement in movements:
+            try:
+                movement.block(None)
+            except WaitTimeout:  # its mover has a limit of its own
+                continue
+        self._state.traffic.poll()
+        self.poll()
+        if any(movement.state is State.QUEUED for movement in movements):
+            raise WaitTimeout(
+                f"release {request!r}: transfers are paused, and what it publishes waits for them; "
+                "resume the manager"
+            )
+
+
+class _Holdings:
+    """Blocks and pages of ended requests. Each part is given back once, also if `give_back` is
+    called again after an interrupt."""
+
+    def __init__(self, state: ManagerState, offloader: Offloader, requests: list[Request]) -> None:
+        """They still have all."""
+        self._state, self._offloader, self.requests = state, offloader, requests
+        self._stored = False
+        self._pinned: Lease | None = None
+        self._held: Held | None = None
+
+    @classmethod
+    def of(
+        cls, state: ManagerState, offloader: Offloader, requests: list[Request]
+    ) -> tuple[_Holdings, list[partial[None]]]:
+        """And the calls that take them from the requests, for `together`."""
+        holdings, take = cls(state, offloader, requests), []
+        device = state.device
+        if isinstance(device, OwnedDevice) and device.index is not None:
+            tables = np.concatenate([each.table for each in requests])
+            kinds = np.frombuffer(b"".join([each.kind for each in requests]), np.uint8)
+            if len(pinned := tables[kinds == PINNED]):
+                holdings._pinned, call = Lease.attached_to(device.index, pinned)
+                take.append(call)
+            if len(held := tables[kinds == HELD]):
+                holdings._held, call = Held.attached_to(device.index, held)
+                take.append(call)
+        return holdings, take
+
+    @property
+    def over(self) -> bool:
+        """Whether all parts were given back."""
+        return self._stored and (self._held is None or self._held._done)
+
+    def give_back(self) -> None:
+        """Give all parts back, whatever a storage raises; blocks without a key as soon as the lock
+        comes."""
+        try:
+            if not self._stored and self._state.storage is not None:
+                for request in self.requests:
+                    self._store(request)
+        finally:  # an interrupt
+            self._let_go()
+
+    def _store(self, request: Request) -> None:
+        state = self._state
+        try:
+            state.guard.run(partial(self._offloader.store, request), nothing)
+        except LightcacheError:
+            state.figures.add(errors=1)
+        except Exception as error:
+            state.traffic.foreign.note(error)
+
+    def _let_go(self) -> None:
+        try:
+            for request in self.requests:
+                if request.hit is not None:
+                    request.hit._let_go()
+            if self._pinned is not None:
+                self._pinned._let_go()
+            self._stored = True
+        finally:
+            self._free()
+
+    def _free(self) -> None:
+        held = self._held
+        if held is not None and not held._done:
+            try:
+                held._end()
+            except (LeaseLost, Detached):  # a second call would raise the same
+                held._done = True
+                raise
+            except LightcacheError:
+                return
+
+
+__all__ = ["PendingFrees"]

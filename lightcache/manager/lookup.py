@@ -1,0 +1,892 @@
+"""Lookup: how much of a prompt is on the device, on the host and in storage.
+
+`plan` of one request, `plan_many` of a queue and `peek_many` are one code, of a batch. A plan pins
+what it finds, a peek does not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Hashable, ItemsView, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from lightcache._arguments import Keys
+from lightcache.errors import ConfigError, LeaseLost, LightcacheError, WaitTimeout
+from lightcache.leases import Lease
+from lightcache.manager.blocks import NO_KEYS, peeked, pinned, there
+from lightcache.manager.request import (
+    ANY,
+    TIERS,
+    Item,
+    PrefixMatch,
+    Prompt,
+    Request,
+    Space,
+    Why,
+    Wishes,
+    check_ids,
+)
+from lightcache.manager.state import ManagerState
+from lightcache.plans import TIMEOUT
+
+if TYPE_CHECKING:
+    from lightcache.costs import Costs
+    from lightcache.storage.tiers import StorageTask
+
+
+# ---- Arguments of a lookup, checked.
+
+# Named tuples: one is made for each call, and a frozen dataclass takes a microsecond longer.
+
+
+class LookupRequest(NamedTuple):
+    """The arguments of one request. Equal arguments have equal results."""
+
+    prompt: Prompt
+    wishes: Wishes = ANY
+    limit: int | None = None
+    """Most tokens to reuse; None: no limit."""
+
+    @property
+    def most(self) -> int:
+        """Tokens that may be reused at most: the limit, and one is left to compute."""
+        most = max(0, len(self.prompt) - 1)
+        return most if self.limit is None else min(most, self.limit)
+
+    def up_to(self, limit: int | None) -> LookupRequest:
+        """The same with another limit."""
+        return LookupRequest(self.prompt, self.wishes, limit)
+
+
+class LookupBatch(NamedTuple):
+    """The arguments of many requests; sequences of one length."""
+
+    requests: Sequence[Hashable]
+    prompts: Sequence[Prompt]
+    wishes: Sequence[Wishes]
+    limits: Sequence[int | None]
+    device_tokens: Sequence[int] | None
+    """Tokens of each that an engine has found on its device itself; None: look there."""
+
+
+def lookup_batch(
+    requests: Sequence[Hashable],
+    prompts: Sequence[Prompt],
+    wishes: Sequence[Wishes] | None,
+    limits: Sequence[int | None] | None,
+    device_tokens: Sequence[int] | None,
+) -> LookupBatch:
+    """Check the arguments of a lookup. About 0.1 us a request: a queue is planned in every step.
+
+    Raises:
+        ConfigError: says which of the arguments is wrong, and why.
+    """
+    n = len(requests)
+    check_ids(requests, "plan")
+    for name, values in (
+        ("prompts", prompts),
+        ("wishes", wishes),
+        ("limits", limits),
+        ("device_tokens", device_tokens),
+    ):
+        if values is not None and len(values) != n:
+            raise ConfigError(f"{name}: expected one for each of {n} requests, found {len(values)}")
+    _check_all(prompts, Prompt, "prompts: expected a Prompt for each request")
+    _check_all(wishes or (), Wishes, "wishes: expected Wishes for each request")
+    _check_numbers("limit", limits, or_none=True)
+    _check_numbers("device_tokens", device_tokens)
+    return LookupBatch(
+        requests,
+        prompts,
+        [ANY] * n if wishes is None else wishes,
+        [None] * n if limits is None else limits,
+        device_tokens,
+    )
+
+
+def _check_numbers(name: str, numbers: Any, *, or_none: bool = False) -> None:
+    for number in () if numbers is None else numbers:
+        if number is None and or_none:
+            continue
+        if not isinstance(number, (int, np.integer)) or number < 0:
+            raise ConfigError(f"{name}: expected tokens >= 0, found {number!r}")
+
+
+def _check_all(values: Sequence[Any], kind: type, expected: str) -> None:
+    if set(map(type, values)) <= {kind}:
+        return
+    for value in values:
+        if not isinstance(value, kind):
+            raise ConfigError(f"{expected}, found {type(value).__name__} {value!r}"[:200])
+
+
+# ---- A request that waits.
+
+
+@dataclass(eq=False, slots=True)
+class PendingRequest:
+    """One request that was looked up: its arguments, and what was found."""
+
+    id: Hashable
+    request: LookupRequest
+    space: Space | None
+    """None: the weights are being changed."""
+    most: int
+    """Tokens that may be reused at most."""
+    ttl: float
+    """Seconds for which what was found stays pinned."""
+    since: float
+    """When it was first planned."""
+    blocks: int
+    """Device blocks that may be reused."""
+    pages: int
+    """Host pages that may be reused, those that the device has included."""
+    first_block: int = 0
+    """Where the lookup on the device begins: earlier blocks are known to be there."""
+    first_page: int = 0
+    """Where the lookup on the host begins, unless the device has more."""
+    device: int = 0
+    """Tokens found on the device."""
+    host_first: int = 0
+    """Number of the first host page after those that the device has."""
+    host_pages: int = 0
+    """Pages found on the host from there on."""
+    absent: int = 0
+    """Host pages that were looked for and not there."""
+    on_host: bool = False
+    """Whether the host was asked."""
+    pinned: bool = False
+    """Whether it was ever entered where its pages are pinned."""
+    nowhere: bool = False
+    """Its first page was in no tier: nothing is pinned, and no more of it was hashed."""
+    reading: StorageTask | None = None
+    """The task that brings pages from storage, if one was begun."""
+    read_until: float | None = None
+    """Until when `take` waits for it; None: `take` was not called yet."""
+    asked_at: float = 0.0
+    """When `take` was first called."""
+    match: PrefixMatch | None = None
+    """The last result, and the tokens and pages that it was made of."""
+    matched: tuple[int, int] = (0, 0)
+    waited: bool = False
+    """Whether it was told to wait for another request."""
+    settled: float = 0.0
+    """Until when what was found stays pinned for certain, so that only more can be found."""
+    next_device: bytes = b""
+    """The key of the first block that was not there; empty: all were."""
+    next_host: bytes = b""
+    """The same of the host's pages."""
+
+    @property
+    def device_keys(self) -> Keys:
+        """Of the blocks that may be reused. Hashed at the first call."""
+        if self.space is None or not self.blocks:
+            return NO_KEYS
+        return self.request.prompt.keys(self.space.device_spec)[: self.blocks]
+
+    @property
+    def host_keys(self) -> Keys:
+        """Of the host's pages that may be reused. Hashed at the first call."""
+        if self.space is None or not self.pages:
+            return NO_KEYS
+        return self.request.prompt.keys(self.space.host_spec)[: self.pages]
+
+    def first_block_key(self) -> bytes:
+        """The key of the first block; empty if there is none. Hashes no more."""
+        if self.space is None or not self.blocks:
+            return b""
+        return self.request.prompt.first_key(self.space.device_spec)
+
+    def first_page_key(self) -> bytes:
+        """The same of the host's pages."""
+        if self.space is None or not self.pages:
+            return b""
+        return self.request.prompt.first_key(self.space.host_spec)
+
+
+def by_space(plans: list[PendingRequest]) -> ItemsView[Space, list[PendingRequest]]:
+    """Requests that may reuse tokens, by their space: nearly always there is one."""
+    groups: dict[Space, list[PendingRequest]] = {}
+    for plan in plans:
+        if plan.most and plan.space is not None:
+            members = groups.get(plan.space)
+            if members is None:
+                members = groups[plan.space] = []
+            members.append(plan)
+    return groups.items()
+
+
+# ---- How much of what was found a request can use.
+
+
+class Usable:
+    """What the costs say is worth loading, and no item cut in two."""
+
+    def __init__(self, state: ManagerState, costs: Costs | None) -> None:
+        """`costs`: None: everything is worth it."""
+        self._state, self._costs = state, costs
+
+    def of(self, plan: PendingRequest, device: int, found: int) -> tuple[int, Why, Item | None]:
+        """How many of the found tokens are usable, of which `device` are on the device; why they
+        are fewer, and the item that would have been cut."""
+        prompt, wishes, _ = plan.request
+        if not wishes.read:
+            return 0, Why.WISHES, None
+        if plan.space is None:
+            return 0, Why.WEIGHTS, None
+        usable, why = found, Why.NOTHING
+        if usable > device and not self._worth_loading(usable - device):
+            usable, why = device, Why.BREAK_EVEN
+        cut = prompt.cut_item(usable) if prompt.items else None
+        if cut is None:
+            return usable, why, None
+        usable = self._uncut(prompt, usable, device)
+        if device < usable and not self._worth_loading(usable - device):
+            usable = self._uncut(prompt, device, device)
+        return usable, Why.ITEM, cut
+
+    def without_host(self, prompt: Prompt, match: PrefixMatch) -> int:
+        """Tokens that are usable of a match if nothing is loaded."""
+        return self._uncut(prompt, min(match.usable, match.device), match.device)
+
+    def _uncut(self, prompt: Prompt, usable: int, device: int) -> int:
+        """The last boundary that cuts no item. The one before an item may lie in another."""
+        while (cut := prompt.cut_item(usable)) is not None:
+            usable = self._before(cut.start, device)
+        return usable
+
+    def _before(self, position: int, device: int) -> int:
+        """The last boundary not beyond a position: of a block on the device, of a page on the
+        host."""
+        block, tokens = self._state.device.block_tokens, self._state.page_tokens
+        on_device = min(position, device) // block * block
+        if position <= device:
+            return on_device
+        return max(on_device, position // tokens * tokens)
+
+    def _worth_loading(self, tokens: int) -> bool:
+        least = self._state.config.min_load_tokens
+        if least is not None:
+            return tokens >= least
+        pages = -(-tokens // self._state.page_tokens)
+        return self._costs is None or bool(self._costs.worth_loading(pages))
+
+
+# ---- The lookup.
+
+
+class PrefixLookup:
+    """The plans of one manager. Its lock is around every call."""
+
+    def __init__(self, state: ManagerState, costs: Costs | None) -> None:
+        """Nothing is planned yet.
+
+        Args:
+            costs: as of `KVCacheManager`.
+        """
+        self._state, self._storage = state, state.storage
+        self.usable = Usable(state, costs)
+        self._plans: dict[Hashable, PendingRequest] = {}
+        self._failed: dict[Hashable, Prompt] = {}
+        """Prompts of requests whose last plan failed."""
+        self._computing: dict[bytes, Hashable] = {}
+        """Keys of blocks that running requests will have computed; with "wait" only."""
+        self._index = state.device.index
+        """The index in which the device's blocks are pinned: another one has none of these pins."""
+
+    # ---- arguments
+
+    def single(
+        self,
+        request: Hashable,
+        prompt: Prompt,
+        wishes: Wishes,
+        limit: int | None,
+        device_tokens: int | None,
+    ) -> LookupBatch:
+        """A batch of one request to be planned; raises as `batch`. Half a microsecond for usual
+        arguments."""
+        state = self._state
+        usual = type(prompt) is Prompt and type(wishes) is Wishes and type(request) in (int, str)
+        if not usual or device_tokens is not None or state.closed or state.tiers is not TIERS:
+            tokens = None if device_tokens is None else [device_tokens]
+            return self.batch([request], [prompt], [wishes], [limit], tokens)
+        if limit is not None:
+            _check_numbers("limit", (limit,))
+        return LookupBatch((request,), (prompt,), (wishes,), (limit,), None)
+
+    def batch(
+        self,
+        requests: Sequence[Hashable],
+        prompts: Sequence[Prompt],
+        wishes: Sequence[Wishes] | None,
+        limits: Sequence[int | None] | None,
+        device_tokens: Sequence[int] | None,
+    ) -> LookupBatch:
+        """Requests to be planned.
+
+        Raises:
+            ConfigError: says which of the arguments is wrong, and why.
+            Detached: the manager is closed.
+        """
+        self._state.check_open("plan")
+        if device_tokens is not None and self._state.device.owned:
+            raise ConfigError("device_tokens: an owned device knows what it has; leave it out")
+        return self._within_tiers(lookup_batch(requests, prompts, wishes, limits, device_tokens))
+
+    def _within_tiers(self, batch: LookupBatch) -> LookupBatch:
+        """The same, limited to the tiers that this manager has."""
+        tiers = self._state.tiers
+        if tiers is TIERS:
+            return batch
+        requests, prompts, wishes, limits, device_tokens = batch
+        wishes = [each.within(tiers) for each in wishes]
+        return LookupBatch(requests, prompts, wishes, limits, device_tokens)
+
+    # ---- plans and peeks
+
+    def plan(
+        self, batch: LookupBatch, spaces: Mapping[str, Space | None] | None = None
+    ) -> list[PrefixMatch]:
+        """See `KVCacheManager.plan_many`. An error of the cache is a miss.
+
+        Args:
+            spaces: of the prompts' tenants, if they were looked up in this call.
+        """
+        return self._state.guard.run(
+            partial(self.find, batch, spaces),
+            lambda: list(map(self.missed, batch.requests, batch.prompts)),
+        )
+
+    def find(
+        self, batch: LookupBatch, spaces: Mapping[str, Space | None] | None = None
+    ) -> list[PrefixMatch]:
+        """`plan`, without the guard."""
+        now, device_tokens = time.monotonic(), batch.device_tokens
+        plans = self._plans_of(batch, spaces, now)
+        if self._failed:
+            for request in batch.requests:
+                self._failed.pop(request, None)
+        due = plans if device_tokens is not None else self._due(plans, now)
+        if due:
+            self._look(due, device_tokens, now, pin=True)
+        absent = 0
+        for plan in plans:
+            absent += plan.absent
+        if absent:
+            self._state.figures.add(absent_pages=absent)
+        return [self._match(plan, plan.device, plan.host_pages) for plan in plans]
+
+    def peek(
+        self,
+        prompts: Sequence[Prompt],
+        wishes: Sequence[Wishes] | None,
+        limits: Sequence[int | None] | None,
+        device_tokens: Sequence[int] | None,
+    ) -> list[PrefixMatch]:
+        """See `KVCacheManager.peek_many`."""
+        ids = range(len(prompts))
+        batch = self._within_tiers(lookup_batch(ids, prompts, wishes, limits, device_tokens))
+        return self._state.guard.run(
+            partial(self._peeked, batch),
+            lambda: [PrefixMatch(len(prompt), why=Why.DISABLED) for prompt in prompts],
+        )
+
+    def _peeked(self, batch: LookupBatch) -> list[PrefixMatch]:
+        now, spaces = time.monotonic(), self._spaces_of(batch.prompts)
+        plans = []
+        arguments = zip(batch.prompts, batch.wishes, batch.limits, strict=True)
+        for request, own in zip(batch.requests, arguments, strict=True):
+            space = spaces[own[0].tenant]
+            plans.append(self._new(request, LookupRequest(*own), space, now))
+        self._look(plans, batch.device_tokens, now, pin=False)
+        return [self._match(plan, plan.device, plan.host_pages, waits=False) for plan in plans]
+
+    def peek_beyond(self, request: Hashable, limit: int | None) -> PrefixMatch | None:
+        """What is there for a request that was planned just now with a lower limit, found by
+        looking only at the part after that. Pins nothing. Not for an engine that has found its
+        device tokens itself.
+
+        Args:
+            limit: most tokens; None: the whole prompt.
+
+        Returns:
+            None: that plan has failed.
+        """
+        if request in self._failed:
+            return None
+        state, known = self._state, self._plans[request]
+        plan = self._new(request, known.request.up_to(limit), known.space, known.since)
+        plan.device = known.device
+        plan.first_block = known.device // state.device.block_tokens
+        plan.first_page = known.host_first + known.host_pages if known.host_pages else 0
+        self._look([plan], None, known.since, pin=False)
+        if known.match is not None and known.matched == (plan.device, plan.host_pages):
+            return known.match
+        return self._match(plan, plan.device, plan.host_pages, waits=False)
+
+    def _spaces_of(self, prompts: Sequence[Prompt]) -> Mapping[str, Space | None]:
+        spaces: dict[str, Space | None] = {}
+        for prompt in prompts:
+            if prompt.tenant not in spaces:
+                spaces[prompt.tenant] = self._state.weights.space_or_none(prompt.tenant)
+        return spaces
+
+    def _plans_of(
+        self, batch: LookupBatch, spaces: Mapping[str, Space | None] | None, now: float
+    ) -> list[PendingRequest]:
+        """The plan of each request: the one that it has, if its arguments are as before."""
+        if self._index is not self._state.device.index:
+            self._index = self._state.device.index
+            for plan in self._plans.values():
+                plan.settled = 0.0  # its pins were in the other index
+        if spaces is None:  # all of them, before a plan is renewed
+            spaces = self._spaces_of(batch.prompts)
+        plans = []
+        arguments = zip(batch.prompts, batch.wishes, batch.limits, strict=True)
+        for request, own in zip(batch.requests, arguments, strict=True):
+            space, known = spaces[own[0].tenant], self._plans.get(request)
+            if known is None or known.request != own or known.space is not space:
+                known = self._renewed(request, LookupRequest(*own), space, known, now)
+            plans.append(known)
+        return plans
+
+    def _new(
+        self, request: Hashable, arguments: LookupRequest, space: Space | None, now: float
+    ) -> PendingRequest:
+        """A request that was not looked up yet."""
+        state, wishes = self._state, arguments.wishes
+        most, tiers = arguments.most if wishes.read and space is not None else 0, wishes.tiers
+        blocks = most // state.device.block_tokens if "device" in tiers else 0
+        pages = most // state.page_tokens if "host" in tiers else 0
+        ttl = wishes.ttl or state.config.plan_ttl
+        return PendingRequest(request, arguments, space, most, ttl, now, blocks, pages)
+
+    def _renewed(
+        self,
+        request: Hashable,
+        arguments: LookupRequest,
+        space: Space | None,
+        before: PendingRequest | None,
+        now: float,
+    ) -> PendingRequest:
+        """A plan of other arguments, in the place of the one before."""
+        same = before is not None and before.request.prompt == arguments.prompt
+        if before is not None and same:  # its keys are hashed
+            arguments = LookupRequest(before.request.prompt, arguments.wishes, arguments.limit)
+        plan = self._new(request, arguments, space, now)
+        if before is not None:
+            plan.on_host, plan.pinned = before.on_host, before.pinned
+            if same and before.space is space:
+                plan.reading, plan.since = before.reading, before.since
+                plan.read_until, plan.asked_at = before.read_until, before.asked_at
+            else:
+                self._stop_reading(before)
+        if not plan.most:
+            self._let_go(request)  # what was planned before
+            plan.on_host = plan.pinned = False
+        self._plans[request] = plan
+        return plan
+
+    # ---- looking, tier by tier
+
+    def _due(self, plans: list[PendingRequest], now: float) -> list[PendingRequest]:
+        """Those that have to be looked up again. What a plan has found is pinned, so before half of
+        its time has passed only more can be found: and then the next key is there. What another
+        process does to the weights is seen when a space is looked up."""
+        settled = [plan for plan in plans if plan.settled > now]
+        if not settled:
+            return plans
+        host, device = self._state.host.index, self._state.device.index
+        host.peek(NO_KEYS)  # raises if it was closed, or disabled by an operator
+        for space, members in by_space(settled):
+            assert space.device is not None
+            assert device is not None
+            for i in there(device, [plan.next_device for plan in members], space.device):
+                members[i].settled = 0.0
+            for i in there(host, [plan.next_host for plan in members], space.host):
+                members[i].settled = 0.0
+        return [plan for plan in plans if plan.settled <= now]
+
+    def _look(
+        self,
+        plans: list[PendingRequest],
+        device_tokens: Sequence[int] | None,
+        now: float,
+        *,
+        pin: bool,
+    ) -> None:
+        """Look in every tier. Where a prompt's first page is in none, the rest is not hashed.
+
+        Args:
+            device_tokens: that the engine itself found on the device; None: look there.
+            pin: whether what is found is pinned, and the rest read from storage.
+        """
+        if device_tokens is not None:
+            block = self._state.device.block_tokens
+            for plan, tokens in zip(plans, device_tokens, strict=True):
+                plan.device = min(tokens, plan.most) // block * block
+                plan.settled = 0.0  # nothing is pinned
+        for space, members in by_space(plans):
+            begun = self._with_first_page(space, members, device_tokens is not None)
+            if begun and device_tokens is None and space.device is not None:
+                self._on_device(space, begun, pin=pin)
+            if begun:
+                self._on_host(space, begun, pin=pin)
+        if pin and device_tokens is None:
+            for plan in plans:
+                self._settle(plan, now)
+
+    def _with_first_page(
+        self, space: Space, members: list[PendingRequest], device_known: bool
+    ) -> list[PendingRequest]:
+        """Without those whose first page is in no tier, as of most prompts that are new."""
+        fresh = []
+        for plan in members:
+            plan.nowhere = False
+            if (
+                not (plan.pinned or plan.device)
+                and not (self._storage is not None and "storage" in plan.request.wishes.tiers)
+                and not plan.request.prompt.is_hashed(space.device_spec)
+            ):
+                fresh.append(plan)
+        if not fresh:
+            return members
+        device, host = self._state.device.index, self._state.host.index
+        begun: set[PendingRequest] = set()
+        if not device_known and device is not None and space.device is not None:
+            keys = [plan.first_block_key() for plan in fresh]
+            begun.update(fresh[i] for i in there(device, keys, space.device))
+        rest = [plan for plan in fresh if plan not in begun]
+        keys = [plan.first_page_key() for plan in rest]
+        begun.update(rest[i] for i in there(host, keys, space.host))
+        for plan in fresh:
+            if plan not in begun:  # as a lookup of all its keys would have left it
+                plan.nowhere = True
+                plan.host_first = plan.host_pages = 0
+                plan.absent, plan.on_host = plan.pages, False
+        return [plan for plan in members if not plan.nowhere]
+
+    def _on_device(self, space: Space, members: list[PendingRequest], *, pin: bool) -> None:
+        device, ttl = self._state.device, 0.0
+        ids, parts = [], []
+        for plan in members:
+            ids.append(plan.id)
+            parts.append(plan.device_keys[plan.first_block :])
+            ttl = max(ttl, plan.ttl)
+        assert space.device is not None
+        assert device.index is not None
+        if pin:
+            counts = device.plan_many(ids, parts, space.device, ttl)
+        else:
+            counts = peeked(device.index, parts, space.device)
+        for plan, blocks in zip(members, counts, strict=True):
+            plan.device = (plan.first_block + blocks) * device.block_tokens
+            plan.pinned = pin
+
+    def _on_host(self, space: Space, members: list[PendingRequest], *, pin: bool) -> None:
+        """Pages after those that the device has."""
+        index, tokens, ttl = self._state.host.index, self._state.page_tokens, 0.0
+        asking, ids, parts = [], [], []
+        for plan in members:
+            first = plan.host_first = plan.device // tokens
+            plan.host_pages = plan.absent = 0
+            ttl = max(ttl, plan.ttl)
+            asks = plan.pages > first
+            if plan.on_host and not asks:
+                index.cancel(plan.id)
+            plan.on_host = asks
+            if asks:
+                asking.append(plan)
+                ids.append(plan.id)
+                parts.append(plan.host_keys[max(first, plan.first_page) :])
+        if not asking:
+            return
+        if pin:
+            counts = pinned(index, ids, parts, space.host, ttl)
+        else:
+            counts = peeked(index, parts, space.host)
+        for plan, pages in zip(asking, counts, strict=True):
+            plan.host_pages = max(0, plan.first_page - plan.host_first) + pages
+            plan.absent = plan.pages - plan.host_first - plan.host_pages
+            if pin:
+                plan.pinned = True
+                if plan.absent and self._storage is not None:
+                    self._read(plan, space)
+
+    def _read(self, plan: PendingRequest, space: Space) -> None:
+        """Begin to read the following pages from storage, once for each request."""
+        if plan.reading is not None or "storage" not in plan.request.wishes.tiers:
+            return
+        assert self._storage is not None
+        first = plan.host_first + plan.host_pages
+        plan.reading = self._storage.prefetch(plan.host_keys, first, namespace=space.host)
+        self._state.tasks.add(plan.reading)
+
+    def _settle(self, plan: PendingRequest, now: float) -> None:
+        """Note which keys have to appear before more of a plan can be found."""
+        device, space = self._state.device, plan.space
+        plan.settled = 0.0
+        if space is None or space.device is None or not plan.most or not device.owned:
+            return  # nothing was looked for; or an engine may evict what was found
+        if plan.nowhere:
+            plan.next_device, plan.next_host = plan.first_block_key(), plan.first_page_key()
+        else:
+            block, page = plan.device // device.block_tokens, plan.host_first + plan.host_pages
+            plan.next_device = plan.next_host = b""
+            if block < plan.blocks:
+                plan.next_device = plan.device_keys[block].tobytes()
+            if plan.absent:
+                plan.next_host = plan.host_keys[page].tobytes()
+        plan.settled = now + plan.ttl / 2
+
+    # ---- the match
+
+    def _match(
+        self, plan: PendingRequest, device: int, pages: int, *, waits: bool = True
+    ) -> PrefixMatch:
+        """The match of so many tokens on the device and pages on the host.
+
+        Args:
+            waits: whether it says which running request to wait for.
+        """
+        computing, reading = self._computing, plan.reading
+        if plan.match is not None and plan.matched == (device, pages) and not computing:
+            return plan.match
+        tokens = self._state.page_tokens
+        end = (plan.host_first + pages) * tokens if pages else 0
+        host = max(0, end - device)
+        from_storage, pending = 0, False
+        if reading is not None:
+            from_storage = min(host, int(reading.pages_done) * tokens)
+            pending = not reading.over
+        usable, why, cut = self.usable.of(plan, device, device + host)
+        waits_for = self._other(plan, usable) if computing and waits else None
+        match = PrefixMatch(
+            len(plan.request.prompt),
+            device,
+            host - from_storage,
+            from_storage,
+            usable,
+            why,
+            cut,
+            pending,
+            waits_for,
+        )
+        if reading is None and not computing:
+            plan.match, plan.matched = match, (device, pages)
+        return match
+
+    def _other(self, plan: PendingRequest, usable: int) -> Hashable | None:
+        """The request that computes the block that this one would compute first."""
+        if plan.space is None:
+            return None
+        block = usable // self._state.device.block_tokens
+        if block >= plan.blocks:
+            return None
+        key = plan.device_keys[block].tobytes() if block else plan.first_block_key()
+        other = self._computing.get(key)
+        late = time.monotonic() - plan.since >= self._state.config.wait_limit
+        if other is None or other == plan.id or late:
+            return None
+        if not plan.waited:
+            plan.waited = True
+            self._state.figures.add(waits=1)
+        return other
+
+    def computes(self, running: Request) -> None:
+        """A request begins to compute the blocks that were not found."""
+        if self._state.config.same_prefix == "wait" and running.wishes.write:
+            for key in running.device_chain.keys[running.named :]:
+                self._computing.setdefault(key.tobytes(), running.id)
+
+    def computed(self, running: Request) -> None:
+        """A request has ended: it will compute no more blocks."""
+        if self._computing:
+            for key in running.device_chain.keys:
+                if self._computing.get(digest := key.tobytes()) == running.id:
+                    del self._computing[digest]
+
+    # ---- plans that failed
+
+    def failed(self, request: Hashable) -> bool:
+        """Whether the last plan of a request failed, or was let go of."""
+        return request in self._failed
+
+    def missed(self, request: Hashable, prompt: Prompt) -> PrefixMatch:
+        """Nothing is found; `prompt_of` knows the prompt."""
+        self._failed[request] = prompt
+        return PrefixMatch(len(prompt), why=Why.DISABLED)
+
+    def prompt_of(self, request: Hashable) -> Prompt:
+        """The prompt of a request whose plan failed, or cannot be taken. The plan goes.
+
+        Raises:
+            LeaseLost: it was not planned.
+        """
+        plan, failed = self._plans.get(request), self._failed.pop(request, None)
+        if plan is None and failed is None:
+            raise LeaseLost(f"take: the request {request!r} was not planned; plan it first")
+        self.cancel(request)
+        return failed if failed is not None else plan.request.prompt  # type: ignore[union-attr]
+
+    def holds(self, request: Hashable, now: float) -> bool:
+        """Whether what was planned is pinned for at least half of its time still, so that planning
+        it again would find no less. Never where an engine may evict it, or others are waited for.
+
+        Args:
+            now: `time.monotonic()`.
+        """
+        plan = self._plans.get(request)
+        if plan is None or plan.reading is not None:
+            return False
+        if self._state.config.same_prefix == "wait":
+            return False
+        return plan.settled > now or not plan.most
+
+    # ---- taking
+
+    def reading(self, request: Hashable, now: float) -> tuple[StorageTask, float] | None:
+        """The task that reads from storage for a plan that is to be taken, and for how many seconds
+        it is waited for still: in all, from the first call on, as long as computing the absent
+        tokens takes. None: it has ended, or this time is up. What the plan has found stays pinned.
+        """
+        plan = self._plans.get(request)
+        if plan is None or plan.space is None or plan.reading is None or plan.reading.over:
+            return None
+        if plan.read_until is None:
+            absent = plan.absent * self._state.page_tokens
+            plan.asked_at, plan.read_until = now, now + self._state.pace.seconds(absent)
+        if now >= plan.read_until:
+            return None
+        if plan.settled <= now:
+            self._look_again(plan)
+        return plan.reading, plan.read_until - now
+
+    def take(
+        self, request: Hashable
+    ) -> tuple[PendingRequest, PrefixMatch, Lease | None, Lease | None]:
+        """The plan, its usable match, and its pins on the device and the host. What was let go,
+        since the plan's time was up, is looked up once more. A read in flight continues, for later
+        requests.
+
+        Raises:
+            LeaseLost: there is none.
+        """
+        plan = self._plans.get(request)
+        if plan is None:
+            raise LeaseLost(f"take: the request {request!r} was not planned; plan it first")
+        state = self._state
+        if plan.space is None or not state.weights.good(plan.space):
+            self.cancel(request)
+            plan.space = plan.reading = None  # it runs without the cache
+            return plan, self._match(plan, 0, 0), None, None
+        try:
+            if plan.nowhere:
+                self._look_again(plan)
+            try:
+                hit, host = self._leases_of(plan)
+            except LeaseLost:
+                plan.ttl = max(plan.ttl, TIMEOUT)
+                self._look_again(plan)
+                hit, host = self._leases_of(plan)
+        except BaseException:
+            self.cancel(request)
+            self._failed[request] = plan.request.prompt  # it may still run, without the cache
+            raise
+        del self._plans[request]
+        if plan.read_until is not None:
+            waited = int((time.monotonic() - plan.asked_at) * 1e9)
+            state.figures.add(storage_wait_ns=max(0, waited))
+        device = len(hit) * state.device.block_tokens if hit is not None else plan.device
+        match = self._match(plan, device, len(host) if host is not None else 0)
+        return plan, match, hit, host
+
+    def _look_again(self, plan: PendingRequest) -> None:
+        """Look once more for a plan that is to be taken."""
+        # An engine that owns its blocks has said how many tokens it has.
+        device_tokens = None if self._state.device.owned else [plan.device]
+        self._look([plan], device_tokens, time.monotonic(), pin=True)
+
+    def _leases_of(self, plan: PendingRequest) -> tuple[Lease | None, Lease | None]:
+        """The pages that are pinned for a plan, on the device and the host.
+
+        Raises:
+            LeaseLost: they were let go, since the plan's time was up.
+        """
+        state, hit, host = self._state, None, None
+        try:
+            if state.device.index is not None and plan.blocks and not plan.nowhere:
+                hit = state.device.take(plan.id)
+            if plan.on_host:
+                host = state.host.index.take(plan.id)
+        except BaseException:
+            if hit is not None:
+                hit.release()
+            raise
+        return hit, host
+
+    # ---- forgetting
+
+    def _let_go(self, request: Hashable) -> None:
+        for tier in (self._state.device, self._state.host.index):
+            # Closed: nothing is pinned any more. Else its pins go at the plan's time limit.
+            with contextlib.suppress(LightcacheError):
+                tier.cancel(request)
+
+    def _stop_reading(self, plan: PendingRequest) -> None:
+        if plan.reading is not None:
+            self._state.traffic.foreign.cancel(plan.reading)
+
+    def cancel(self, request: Hashable) -> None:
+        """Forget a plan."""
+        self._failed.pop(request, None)
+        plan = self._plans.get(request)
+        if plan is None:
+            return
+        self._stop_reading(plan)
+        plan.settled = 0.0
+        self._let_go(request)
+        self._plans.pop(request, None)  # last: an interrupt before leaves what is cancelled again
+
+    def let_go(self) -> None:
+        """The manager has disabled itself: nothing stays pinned. Requests that were planned may
+        begin, and find nothing."""
+        for request, plan in list(self._plans.items()):
+            self.cancel(request)
+            self._failed[request] = plan.request.prompt
+
+    def close(self) -> None:
+        """Forget all of them."""
+        for request in list(self._plans):
+            self.cancel(request)
+        self._failed.clear()
+
+
+def wait_for_read(task: StorageTask, seconds: float) -> bool:
+    """Wait for a read from storage. False: it cannot be waited for; what it has brought is there,
+    and counts."""
+    try:
+        task.wait(seconds)
+    except WaitTimeout:
+        return True
+    except LightcacheError:
+        return False
+    return True
+
+
+__all__ = [
+    "LookupBatch",
+    "LookupRequest",
+    "PendingRequest",
+    "PrefixLookup",
+    "Usable",
+    "by_space",
+    "lookup_batch",
+    "wait_for_read",
+]

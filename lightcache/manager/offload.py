@@ -1,0 +1,730 @@
+"""Offload: full blocks get their keys, and pages go to the host and to storage, as the write policy
+says."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lightcache._arguments import Keys, Pages
+from lightcache.errors import LightcacheError, LockTimeout
+from lightcache.layout import KeyStatus
+from lightcache.leases import Lease, Named
+from lightcache.manager.blocks import AttachedDevice, OwnedDevice
+from lightcache.manager.limits import nothing
+from lightcache.manager.request import (
+    HELD,
+    PINNED,
+    Owed,
+    Request,
+    Space,
+    WritePolicy,
+    slots_of_blocks,
+)
+from lightcache.manager.state import ManagerState
+from lightcache.manager.transfers import Movement, State
+from lightcache.reservations import Reservation, ReservationBatch
+
+if TYPE_CHECKING:
+    from lightcache.manager.weights import CheckedSpaces
+    from lightcache.page_index import PageIndex
+
+
+# ---- Full blocks of running requests get their keys.
+
+NOTHING: Mapping[int, int] = {}
+"""No block is to be exchanged."""
+_KINDS = bytes(
+    PINNED if status in (KeyStatus.NEW, KeyStatus.PRESENT) else HELD for status in range(256)
+)
+"""The kind of a block in its request's table, by the status that the index returned for its key."""
+Filled = tuple[Request, int, int]
+"""A request, how many of its blocks have names, and how many are full."""
+
+
+def _keys(packed: list[bytes]) -> Keys:
+    """Of `Chain.packed`."""
+    return np.frombuffer(bytearray().join(packed), np.uint64).reshape(-1, 2)
+
+
+@dataclass(frozen=True, eq=False)
+class _Naming:
+    """Blocks that the device's index is asked to name. It fills `named` in the same call. After an
+    interrupt, the manager's next call updates the requests."""
+
+    members: list[Filled]
+    ours: Pages
+    named: Named
+
+
+class FullBlocks:
+    """Gives full blocks of running requests their keys. The manager's lock is around every call."""
+
+    def __init__(self, state: ManagerState, write_back: WriteBack) -> None:
+        """No block is being named."""
+        self._state, self._write_back = state, write_back
+        self._naming: _Naming | None = None
+        """For `settle`."""
+
+    def cache_blocks(self, running: list[Request], spaces: CheckedSpaces) -> None:
+        """Name full blocks that have no name yet, in one call for each space. A block whose content
+        another block holds already is exchanged for that, and `Request.owed` says so."""
+        by_space: dict[Space, list[Filled]] = {}
+        block = self._state.device.block_tokens
+        for request in running:
+            if request.total < (request.named + 1) * block or not request.on_device:
+                continue  # nearly always, while single tokens are generated
+            full = min(request.publishable() // block, len(request.table))
+            if full > request.named:
+                assert request.space is not None
+                members = by_space.get(request.space)
+                if members is None:
+                    members = by_space[request.space] = []
+                members.append((request, request.named, full))
+        for space, members in by_space.items():
+            if spaces.good(space):
+                self._name(space, members)
+
+    def _name(self, space: Space, members: list[Filled]) -> None:
+        blocks: list[Pages] = []
+        packed: list[bytes] = []
+        starts: list[int] = []
+        offsets, count = [0], 0
+        for request, first, full in members:
+            begin = first - 1 if first else 0  # with the key before, the new ones' parent
+            blocks.append(request.table[first:full])
+            packed += request.device_chain.packed(begin, full)
+            starts.append(first - begin)
+            count += full - begin
+            offsets.append(count)
+        assert space.device is not None
+        ours = np.concatenate(blocks)
+        keys = _keys(packed)
+        naming = self._naming = _Naming(members, ours, Named(len(ours)))
+        try:
+            self._state.device.name_many(
+                ours, keys, np.array(offsets), np.array(starts), space.device, naming.named
+            )
+        finally:
+            self.settle()
+
+    def settle(self) -> None:
+        """Update the requests whose blocks were named last: which of these are pinned, and which
+        were exchanged. May be called again."""
+        naming = self._naming
+        if naming is None:
+            return
+        settled, offset = naming.named.settled, 0
+        kinds = naming.named.status.tobytes().translate(_KINDS)
+        owned, back = self._state.device.owned, self._state.config.write is WritePolicy.BACK
+        if owned and settled:
+            self._exchange(naming, settled)
+        for request, first, full in naming.members:
+            end = full
+            if settled < offset + full - first:  # interrupted before its last block was named
+                end = first + max(0, settled - offset)
+            if owned:
+                request.kind[first:end] = kinds[offset : offset + end - first]
+            if back and end > first:
+                self._write_back.note(request, first, end)
+            if end > request.named:
+                request.named = end
+            offset += full - first
+        self._naming = None
+
+    def _exchange(self, naming: _Naming, settled: int) -> None:
+        """Put blocks that hold the same content already in the place of ours."""
+        theirs, ours = naming.named.pages[:settled], naming.ours[:settled]
+        if theirs.tobytes() == ours.tobytes():
+            return
+        exchanged = np.flatnonzero(theirs != ours)
+        offset = 0
+        for request, first, full in naming.members:
+            mine = exchanged[(exchanged >= offset) & (exchanged < offset + full - first)]
+            if len(mine):
+                positions = (mine - offset + first).tolist()
+                changed = dict(zip(positions, theirs[mine].tolist(), strict=True))
+                owed = request.owed
+                before = {} if owed is None or owed.told else owed.changed
+                request.owed = Owed({**before, **changed})
+                for position, block in changed.items():
+                    request.table[position] = block
+            offset += full - first
+        self._state.figures.add(duplicates=len(exchanged))
+
+
+# ---- Write-back: blocks that the device needs for other requests go to the host first.
+#
+# A host page may be several blocks. When the last of them gets its name, `WriteBack` notes of which
+# blocks and under which key the page would be written. Only write-back needs that.
+
+
+@dataclass(frozen=True, eq=False)
+class _Origin:
+    """A host page that can be written from the device."""
+
+    space: Space
+    device_key: bytes
+    """Of its last block. While the block has this key, it holds the page."""
+    host_keys: Keys
+    """Of its prompt's pages from the first on; its own is the last. Arrays of one request share
+    their memory."""
+    to_storage: bool
+    """Whether it goes to storage after the host has it."""
+    blocks: Pages
+    offset: int
+    """Where it begins, in tokens of the first of them."""
+    lives: Any = None
+    """Attached devices: a number of each block that changes with its content. On an owned device a
+    block stays as long as its descendants, so the last block's key is enough."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Home:
+    """Under which key the host has a block's content, if it has it."""
+
+    space: Space
+    device_key: Keys
+    """Valid while the block has this key, shape (1, 2)."""
+    host_key: Keys
+    """Of the page in which the block ends, shape (1, 2)."""
+
+
+@dataclass(eq=False)
+class _Group:
+    """Blocks that are being written back, pinned until their copies have finished."""
+
+    lease: Lease
+    movements: list[Movement]
+    homes: dict[int, _Home]
+    """Of blocks that lie in a host page, by their numbers."""
+    cause: str
+    """"room", "low_water" or "demote"."""
+    stay: bool
+    """The host did not answer: not all blocks are written, so they are not given up."""
+    written: list[_Origin] = field(default_factory=list)
+    """Pages that are being written to the host, and go to storage afterwards."""
+
+
+class WriteBack:
+    """The write-back of one manager. Its lock is around every call."""
+
+    def __init__(self, state: ManagerState, offloader: Offloader) -> None:
+        """No block is being written back."""
+        self._state, self._offloader = state, offloader
+        self._origins: dict[int, dict[bytes, _Origin]] = {}
+        """By the last block of each page, and the page's key."""
+        self._homes: dict[int, _Home] = {}
+        """Owned devices, by block. One whose block has another key by now is stale."""
+        self._groups: list[_Group] = []
+        self._evicting: list[tuple[list[Movement], list[_Origin]]] = []
+        """Attached devices: copies of blocks that the engine is going to evict, and their pages."""
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks that are being written back."""
+        return sum(len(group.lease) for group in self._groups)
+
+    def note(self, request: Request, begin: int, end: int) -> None:
+        """Blocks [begin, end) of a request's table got their names."""
+        tokens, block = self._state.page_tokens, self._state.device.block_tokens
+        space, wishes, table = request.space, request.wishes, request.table
+        device = self._state.device
+        assert space is not None
+        goes = "host" in wishes.tiers and wishes.priority >= 0
+        keys = request.host_chain.keys
+        for page in range(begin * block // tokens, end * block // tokens):
+            # The page's last token lies in this block; a page may be a part of one.
+            first, last = page * tokens // block, ((page + 1) * tokens - 1) // block
+            if not goes or (device.owned and HELD in request.kind[first : last + 1]):
+                # A block without a name goes with its request. An earlier note of this block may be
+                # of a page that begins in other blocks.
+                self._origins.pop(int(table[last]), None)
+                continue
+            origin = _Origin(
+                space,
+                request.device_chain.keys[last].tobytes(),
+                keys[: page + 1],
+                "storage" in wishes.tiers,
+                table[first : last + 1].copy(),
+                page * tokens % block,
+                self._lives(table[first : last + 1]),
+            )
+            known = self._origins.setdefault(int(origin.blocks[-1]), {})
+            if known and next(iter(known.values())).device_key != origin.device_key:
+                known.clear()
+            # The same key in the same block again: its parents may lie in other blocks by now.
+            known[origin.host_keys[-1].tobytes()] = origin
+            if device.owned:
+                host_key = origin.host_keys[-1:].copy()
+                for position in range(first, last + 1):
+                    device_key = request.device_chain.keys[position : position + 1].copy()
+                    self._homes[int(table[position])] = _Home(space, device_key, host_key)
+
+    def _lives(self, blocks: Pages) -> Any:
+        device = self._state.device
+        return device.lives(blocks) if isinstance(device, AttachedDevice) else None
+
+    def demote(self, n: int, cause: str) -> int:
+        """Begin to write back up to n blocks, those that eviction would take next. They are free
+        when their copies have finished, unless a request came for them. Returns how many there are.
+
+        Args:
+            cause: under which they are counted: "room", "low_water" or "demote".
+        """
+        device = self._state.device
+        if not isinstance(device, OwnedDevice) or device.index is None or n < 1:
+            return 0
+        oldest = device.index.oldest(min(n, 4096))
+        blocks = oldest.pages.copy()
+        homes = self._homes_of(blocks, oldest.keys)
+        group = _Group(oldest.lease, [], homes, cause, stay=True)
+        self._groups.append(group)
+        group.stay = not self.write(blocks, oldest.keys, group.movements, group.written)
+        self.poll()
+        return len(blocks)
+
+    def evicting(self, blocks: Pages, keys: Keys) -> int:
+        """Attached devices: see `KVCacheManager.evicting`. Returns how many copies were begun."""
+        begun: list[Movement] = []
+        written: list[_Origin] = []
+        self._evicting.append((begun, written))
+        self.write(blocks, keys, begun, written)
+        self.poll()
+        return len(begun)
+
+    def make_room(self, wanted: int) -> int:
+        """Begin to write back the blocks that eviction would take next, until so many are free or
+        being written. None is begun where so many cannot be had at all. An error leaves the blocks
+        as they were. Returns how many are free now."""
+        device, state = self._state.device, self._state
+        assert isinstance(device, OwnedDevice)
+        free = device.free
+        if free < wanted:
+            state.traffic.poll()  # also while the manager is disabled: copies in flight finish
+            self.poll()
+            state.guard.run(partial(self._make_room, device, wanted), nothing, proves=False)
+            free = device.free
+        return free
+
+    def _make_room(self, device: OwnedDevice, wanted: int) -> None:
+        assert device.index is not None
+        coming = device.free + self.blocks
+        while coming < wanted and device.index.can_allocate(wanted - self.blocks):
+            self.demote(wanted - coming, "room")
+            before, coming = coming, device.free + self.blocks
+            if coming <= before:
+                return  # no other block can be written back now
+
+    def running(self) -> Movement | None:
+        """A copy in flight that blocks being written back wait for; None: there is none."""
+        movements = (each for group in self._groups for each in group.movements)
+        return next((each for each in movements if each.state is State.RUNNING), None)
+
+    def write(
+        self, blocks: Pages, keys: Keys, begun: list[Movement], written: list[_Origin]
+    ) -> bool:
+        """Begin to write the pages that end in these blocks. Returns whether all were begun for
+        which the host had room: the first error ends it, since each may be a long wait. The notes
+        stay: the host may lose a page before the device does.
+
+        Args:
+            keys: of the blocks, on the device.
+            begun: the copies are appended here.
+            written: their pages are appended here, for `_store`.
+        """
+        refused: set[bytes] = set()
+        for i in range(len(blocks) - 1, -1, -1):  # prefixes first: host pages hang on each other
+            for origin in self._origins.get(int(blocks[i]), {}).values():
+                lives = self._lives(origin.blocks)
+                same = lives is None or (lives == origin.lives).all()
+                if not same or origin.device_key != keys[i].tobytes():
+                    continue
+                try:
+                    self._write(origin, begun, written, refused)
+                except LightcacheError:
+                    self._state.figures.add(failed_offloads=1)
+                    return False
+        return True
+
+    def _write(
+        self,
+        origin: _Origin,
+        begun: list[Movement],
+        written: list[_Origin],
+        refused: set[bytes],
+    ) -> None:
+        """Unless the host has it already, or no room for it.
+
+        Args:
+            refused: keys of pages for which there was no room. Their children would never be
+                found, and evict pages that are.
+        """
+        state, keys = self._state, origin.host_keys[-2:]  # its own, with its parent's
+        before = len(keys) - 1
+        own = keys[before].tobytes()
+        if before and keys[0].tobytes() in refused:
+            refused.add(own)
+            state.figures.add(no_room_pages=1)
+            return
+        new = state.host.reserve(
+            keys,
+            before,
+            shards=state.mover.shards,
+            namespace=origin.space.host,
+            timeout=state.config.time_limit,
+        )
+        if len(new.new):
+            self._offloader.launch(new, self._slots(origin, before), origin.blocks, begun)
+            written.append(origin)
+            return
+        if len(new.missing):
+            refused.add(own)
+        state.figures.add(no_room_pages=len(new.missing))
+        new.release()
+
+    def _slots(self, origin: _Origin, before: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        tokens, block = self._state.page_tokens, self._state.device.block_tokens
+        own = origin.blocks.astype(np.int64)[:, None] * block + np.arange(block)
+        flat = own.reshape(-1)[origin.offset : origin.offset + tokens]
+        return np.concatenate([np.full(before * tokens, -1, np.int64), flat])
+
+    def poll(self) -> None:
+        """Give up blocks whose copies have finished. They stay where an index does not answer."""
+        if self._evicting:
+            every, self._evicting = self._evicting, []
+            for begun, written in every:
+                if all(each.over for each in begun):
+                    self._guard_store(written)
+                else:
+                    self._evicting.append((begun, written))
+        over = [group for group in self._groups if all(each.over for each in group.movements)]
+        if not over:
+            return
+        self._groups = [group for group in self._groups if group not in over]
+        for group in over:
+            give_up = partial(self._give_up, group)
+            self._state.guard.run(give_up, group.lease._let_go, proves=False)
+            self._guard_store(group.written)
+
+    def _guard_store(self, written: list[_Origin]) -> None:
+        self._state.guard.run(partial(self._store, written), nothing, proves=False)
+
+    def _store(self, written: list[_Origin]) -> None:
+        """Pages that were written back go from the host to storage, each prompt as far as it was
+        written. These are pages that the host did not have when their request ended."""
+        storage, last = self._state.storage, dict[bytes, _Origin]()
+        if storage is None:
+            return
+        for origin in sorted(written, key=lambda each: len(each.host_keys)):
+            if origin.to_storage and self._state.weights.good(origin.space):
+                if len(origin.host_keys) > 1:
+                    last.pop(origin.host_keys[-2].tobytes(), None)
+                last[origin.host_keys[-1].tobytes()] = origin
+        for origin in last.values():
+            try:
+                task = storage.write(origin.host_keys, namespace=origin.space.host)
+                self._state.tasks.add(task)
+            except LightcacheError:
+                self._state.figures.add(errors=1)
+            except Exception as error:
+                self._state.traffic.foreign.note(error)
+
+    def _give_up(self, group: _Group) -> None:
+        index, n = self._state.device.index, len(group.lease)
+        if group.stay or index is None:
+            group.lease._let_go()
+            return
+        gone = index.discard(group.lease)
+        ask = partial(self._on_host, group, index)
+        there = min(gone, self._state.guard.run(ask, lambda: 0, proves=False))
+        self._state.figures.add(
+            demotions=there,
+            demotions_lost=gone - there,
+            kept_by_match=n - gone,
+            **{f"device_evicted_{group.cause}": gone},
+        )
+
+    def _homes_of(self, blocks: Pages, keys: Keys) -> dict[int, _Home]:
+        """Of the blocks that lie in a page of the host."""
+        homes = {}
+        for block, key in zip(blocks.tolist(), keys, strict=True):
+            home = self._homes.get(block)
+            if home is not None and (home.device_key == key).all():
+                homes[block] = home
+        return homes
+
+    def _on_host(self, group: _Group, index: PageIndex) -> int:
+        """Blocks of a group that the device has given up and the host has. The host is asked, so
+        that pages that were there before count, and pages whose copy failed do not."""
+        there, host = 0, self._state.host
+        for block, home in group.homes.items():
+            if index.peek(home.device_key, namespace=home.space.device):
+                continue  # it stayed
+            if self._homes.get(block) is home:
+                del self._homes[block]
+            there += host.peek(home.host_key, namespace=home.space.host)
+        return there
+
+    def close(self) -> None:
+        """Stop: blocks that are being written back stay on the device."""
+        for group in self._groups:
+            group.lease.release()
+        self._groups.clear()
+        self._evicting.clear()
+        self._origins.clear()
+        self._homes.clear()
+
+
+# ---- Which pages go to the host, and when.
+
+_SEEN = 1 << 16  # pages that SELECTIVE remembers
+Span = tuple[Request, int, int]
+"""Pages [begin, end) of a request, by their numbers in its prompt: to be written."""
+
+
+class Offloader:
+    """Writes full pages of requests to the host. The manager's lock is around every call."""
+
+    def __init__(self, state: ManagerState) -> None:
+        """No page is written yet."""
+        self._state = state
+        self._seen: OrderedDict[bytes, int] = OrderedDict()
+        self._failed = 0
+        """Copies of ours that failed, or never began."""
+
+    def due(self, running: list[Request], spaces: CheckedSpaces) -> None:
+        """After a commit: write pages of requests that have enough, or whose prompt is complete."""
+        if self._state.config.write is WritePolicy.BACK:
+            return
+        group, tokens = self._state.config.write_group, self._state.page_tokens
+        due: list[Span] = []
+        for request in running:
+            if request.left_to_others and request.failed_then != self._failed:
+                self._take_over(request, spaces)
+            begin = request.written * tokens
+            if request.total < begin + tokens:
+                continue
+            urgent = request.wishes.priority > 0
+            # Few, and none of its prompt: nearly always, while tokens are generated.
+            few = request.total < begin + group * tokens and begin >= len(request.prompt)
+            if few and not urgent:
+                continue
+            full = request.publishable() // tokens
+            if full <= request.written:
+                continue
+            prompt = len(request.prompt)
+            prompt_ends = request.total >= prompt and request.written < prompt // tokens
+            if full - request.written >= group or prompt_ends or urgent:
+                due += self._span(request, full, spaces)
+        self._write(due)
+
+    def rest(self, ended: list[Request], spaces: CheckedSpaces) -> None:
+        """Requests end: write their remaining pages. Their pages on the host count as used, also
+        where the device had them: else the host would evict pages that the device needs later."""
+        used: dict[Space, list[bytes]] = {}
+        due: list[Span] = []
+        for request in ended:
+            if request.left_to_others:  # failures of other processes are not seen here
+                self._take_over(request, spaces)
+            full = request.publishable() // self._state.page_tokens
+            stored = self._for_storage(request, full, spaces)
+            if stored:
+                due += stored
+            elif self._state.config.write is not WritePolicy.BACK and full > request.written:
+                due += self._span(request, full, spaces)
+            elif request.space is not None and request.wishes.read and (full or request.written):
+                packed = request.host_chain.packed(0, max(full, request.written))
+                used.setdefault(request.space, []).extend(packed)
+        self._write(due)
+        for space, parts in used.items():
+            if spaces.good(space):  # nothing is reserved: their order means nothing
+                keys = _keys(parts)
+                self._state.host.reserve(keys, len(keys), namespace=space.host).release()
+
+    def _take_over(self, request: Request, spaces: CheckedSpaces) -> None:
+        """Other requests were writing pages of this one, and may have failed: write the pages that
+        are neither there nor being written. Of n samples whose copies all fail each tries once."""
+        end, request.left_to_others = request.left_to_others, 0
+        if request.space is None or not spaces.good(request.space):
+            return
+        begin = self._state.host.peek(request.host_chain.keys[:end], namespace=request.space.host)
+        if begin < end:
+            self.write(request, begin, end)
+
+    def write(self, request: Request, begin: int, end: int) -> None:
+        """Begin to write these pages now, whatever the policy."""
+        self._write([(request, begin, end)])
+
+    def store(self, request: Request) -> None:
+        """A request has ended and its copies have finished: its pages go from the host to storage.
+        The tier decides which are worth it."""
+        storage, wishes, space = self._state.storage, request.wishes, request.space
+        if storage is None or space is None or not wishes.write or "storage" not in wishes.tiers:
+            return
+        pages = request.publishable() // self._state.page_tokens
+        if pages and request.stored and self._state.weights.good(space):
+            keys = request.host_chain.keys[:pages]
+            ids = request.token_ids(pages * self._state.page_tokens)
+            task = storage.write(
+                keys, request.id, tokens=request.total, token_ids=ids, namespace=space.host
+            )
+            self._state.tasks.add(task)
+
+    def _for_storage(self, request: Request, full: int, spaces: CheckedSpaces) -> list[Span]:
+        """Pages of a request that ends which go to storage and are not on the host yet, whatever
+        the policy: storage is written from the host."""
+        wishes, begin, space = request.wishes, request.written, request.space
+        if self._state.storage is None or space is None or not wishes.write:
+            return []
+        if not {"host", "storage"} <= wishes.tiers or wishes.priority < 0:
+            return []
+        if not full or not spaces.good(space):
+            return []
+        request.written = max(begin, full)
+        if self._state.config.write is WritePolicy.SELECTIVE:  # some were passed over
+            begin = self._state.host.peek(request.host_chain.keys[:full], namespace=space.host)
+        return [(request, begin, full)] if full > begin else []
+
+    def _span(self, request: Request, full: int, spaces: CheckedSpaces) -> list[Span]:
+        """The span of a request's next pages, up to `full`, that is to be written, or none."""
+        wishes = request.wishes
+        if not wishes.write or "host" not in wishes.tiers or wishes.priority < 0:
+            return []
+        begin, end = request.written, full
+        if self._state.config.write is WritePolicy.SELECTIVE and wishes.priority <= 0:
+            end = begin + self._asked_for(request.host_chain.keys[begin:full])
+        request.written = full
+        wanted = end > begin and request.space is not None and spaces.good(request.space)
+        return [(request, begin, end)] if wanted else []
+
+    def _asked_for(self, keys: Keys) -> int:
+        """How many leading pages were seen often enough before. Remembers all of them."""
+        most, leading, counting = self._state.config.seen, 0, True
+        for key in keys:
+            digest = key.tobytes()
+            times = self._seen.pop(digest, 0) + 1
+            self._seen[digest] = times
+            counting &= times >= most
+            leading += counting
+        while len(self._seen) > _SEEN:
+            self._seen.popitem(last=False)
+        return leading
+
+    def _write(self, due: list[Span]) -> None:
+        """Begin to write these spans, with one call of the core for each space."""
+        by_space: dict[Space, list[Span]] = {}
+        tokens, block = self._state.page_tokens, self._state.device.block_tokens
+        for request, begin, end in due:
+            assert request.space is not None
+            if len(request.table) * block >= end * tokens:  # else the engine has freed its blocks
+                by_space.setdefault(request.space, []).append((request, begin, end))
+        for space, spans in by_space.items():
+            try:
+                new = self._reserve(space, spans)
+            except LockTimeout:
+                self._state.figures.add(errors=1)
+                for request, begin, _ in spans:  # a later commit, or its end, comes back to them
+                    request.written = min(request.written, begin)
+                continue
+            except LightcacheError:
+                self._state.figures.add(failed_offloads=len(spans))
+                continue
+            with new:  # until each span has its own reservation
+                self._offload(new, spans)
+
+    def _reserve(self, space: Space, spans: list[Span]) -> ReservationBatch:
+        """Pages for all spans. The keys are those from the root: all of them count as used."""
+        state = self._state
+        packed: list[bytes] = []
+        offsets, begins = [0], []
+        for request, begin, end in spans:
+            begins.append(begin)
+            packed += request.host_chain.packed(0, end)
+            offsets.append(offsets[-1] + end)
+        return state.host.index.reserve_batch(
+            _keys(packed),
+            np.array(offsets),
+            np.array(begins),
+            shards=state.mover.shards,
+            namespace=space.host,
+            timeout=state.config.time_limit,
+        )
+
+    def _offload(self, new: ReservationBatch, spans: list[Span]) -> None:
+        slots = self._slots(spans)
+        for span, part, part_slots in zip(spans, new.split(), slots, strict=True):
+            self._offload_span(span, part, part_slots)
+
+    def _offload_span(self, span: Span, new: Reservation, slots: npt.NDArray[np.int64]) -> None:
+        request, begin, end = span
+        tokens, block = self._state.page_tokens, self._state.device.block_tokens
+        if not new.all_new:
+            if len(new.busy):
+                request.left_to_others, request.failed_then = int(new.busy[-1]) + 1, self._failed
+            self._state.figures.add(no_room_pages=len(new.missing))
+            if not len(new.new):
+                new.release()
+                return
+        touched = request.table[begin * tokens // block : -(-end * tokens // block)]
+        if self.launch(new, slots, touched, request.movements).over:
+            request.movements.pop()  # a finished copy delays nothing
+
+    def _slots(self, spans: list[Span]) -> list[npt.NDArray[np.int64]]:
+        """Of each span the device slots of all its request's tokens up to its end; -1 for those
+        before it."""
+        tokens, block = self._state.page_tokens, self._state.device.block_tokens
+        blocks = [
+            request.table[begin * tokens // block : -(-end * tokens // block)]
+            for request, begin, end in spans
+        ]
+        every = slots_of_blocks(np.concatenate(blocks), block)
+        whole = np.full(tokens * sum([end for _, _, end in spans]), -1, np.int64)
+        parts, base, offset = [], 0, 0
+        for (_, begin, end), own in zip(spans, blocks, strict=True):
+            first = offset + begin * tokens % block
+            slots = whole[base : base + end * tokens]
+            slots[begin * tokens :] = every[first : first + (end - begin) * tokens]
+            parts.append(slots)
+            base += end * tokens
+            offset += len(own) * block
+        return parts
+
+    def launch(
+        self,
+        new: Reservation,
+        slots: npt.NDArray[np.int64],
+        blocks: Pages,
+        of: list[Movement],
+    ) -> Movement:
+        """Begin to write a reservation's new pages. The movement owns it from now on.
+
+        Args:
+            slots: of all tokens of the keys that were reserved, from the first of these on.
+            blocks: that are read.
+            of: movements of the owner of these blocks; this one is appended.
+        """
+        state, pages, begun = self._state, len(new.pages), time.perf_counter_ns()
+
+        def over(ok: bool, nbytes: int | None) -> None:
+            if ok:
+                moved = state.moved_bytes(pages * state.page_tokens, nbytes)
+                taken = time.perf_counter_ns() - begun
+                state.figures.add(
+                    offloads=1, offloaded_pages=pages, offloaded_bytes=moved, offload_ns=taken
+                )
+            else:
+                self._failed += 1
+                state.figures.add(failed_offloads=1)
+
+        return state.traffic.begin(blocks, state.mover, "offload", new, slots, over, of=of)
+
+
+__all__ = ["NOTHING", "FullBlocks", "Offloader", "WriteBack"]
