@@ -18,7 +18,7 @@ from lightcache.errors import (
     TransferFailed,
     WaitTimeout,
 )
-from lightcache.leases import Held, Lease
+from lightcache.leases import Allocation, Lease
 from lightcache.manager.device import OwnedDevice
 from lightcache.manager.foreign import nothing, seconds_of
 from lightcache.manager.requests import HELD, PINNED, Request, slots_of
@@ -129,7 +129,7 @@ class _Goods:
         self._state, self._writer, self.requests = state, writer, requests
         self._stored = False
         self._pinned: Lease | None = None
-        self._held: Held | None = None
+        self._held: Allocation | None = None
 
     @classmethod
     def of(
@@ -142,17 +142,17 @@ class _Goods:
             tables = np.concatenate([one.table for one in requests])
             kinds = np.frombuffer(b"".join([one.kind for one in requests]), np.uint8)
             if len(pinned := tables[kinds == PINNED]):
-                made._pinned, call = Lease.attached_to(device.index, pinned)
+                made._pinned, call = Lease.attached_to(device.index.core, pinned)
                 take.append(call)
             if len(held := tables[kinds == HELD]):
-                made._held, call = Held.attached_to(device.index, held)
+                made._held, call = Allocation.attached_to(device.index.core, held)
                 take.append(call)
         return made, take
 
     @property
     def over(self) -> bool:
         """Whether nothing of it is left."""
-        return self._stored and (self._held is None or self._held._done)
+        return self._stored and (self._held is None or self._held.ended)
 
     def give_back(self) -> None:
         """Whatever a storage raises, what the requests had is given back. Their blocks without a
@@ -177,20 +177,20 @@ class _Goods:
         try:
             for one in self.requests:
                 if one.hit is not None:
-                    one.hit._let_go()
+                    one.hit.close()
             if self._pinned is not None:
-                self._pinned._let_go()
+                self._pinned.close()
             self._stored = True
         finally:
             self._free()
 
     def _free(self) -> None:
         held = self._held
-        if held is not None and not held._done:
+        if held is not None and not held.ended:
             try:
-                held._end()
+                held.close()
             except (LeaseLost, Detached):  # nobody can: a second time would say the same
-                held._done = True
+                held.ended = True
                 raise
             except LightcacheError:
                 return

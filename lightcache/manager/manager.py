@@ -29,7 +29,7 @@ from lightcache.errors import (
 )
 from lightcache.hashing import Tokens
 from lightcache.layout import MAX_PAGES
-from lightcache.leases import Held, Lease
+from lightcache.leases import Allocation, Lease
 from lightcache.manager.device import AttachedDevice, DeviceTier, OwnedDevice, room_of
 from lightcache.manager.fetching import Fetch, Leaving, begin_fetch, no_fetch
 from lightcache.manager.foreign import Guard, nothing, seconds_of
@@ -438,14 +438,14 @@ def _allocated(manager: KVCacheManager, request: Hashable, tokens: int) -> Pages
     return one.table
 
 
-def _append(one: Request, fresh: Held) -> None:
+def _append(one: Request, fresh: Allocation) -> None:
     """They are the request's; until then `fresh` gives them back."""
     table = np.concatenate([one.table, fresh.pages])
     kind = one.kind + bytes([HELD]) * len(fresh)
-    assign((one, one, fresh), ("table", "kind", "_done"), (table, kind, True))
+    assign((one, one, fresh), ("table", "kind", "ended"), (table, kind, True))
 
 
-def _fresh(manager: KVCacheManager, device: OwnedDevice, missing: int) -> Held:
+def _fresh(manager: KVCacheManager, device: OwnedDevice, missing: int) -> Allocation:
     if manager.config.write is not WritePolicy.BACK or device.index is None:
         return device.hold(missing)
     free = make_room(manager, device, missing)
@@ -727,7 +727,7 @@ class KVCacheManager:
         except BaseException:
             for lease in (hit, host):
                 if lease is not None:
-                    lease._let_go()
+                    lease.close()
             self._planner.missed(request, planned.asked.prompt)  # it may still run, without
             raise
         self._planner.computes(made)
