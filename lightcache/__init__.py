@@ -29,12 +29,20 @@ from lightcache.errors import (
 )
 from lightcache.hashing import KeySpec, PageHasher, hash_pages, matchable_pages
 from lightcache.layout import KeyStatus
-from lightcache.leases import ClientId, Held, Lease, LeaseBatch, Named, Ticket, TicketStatus
+from lightcache.leases import (
+    Allocation,
+    ClientId,
+    Lease,
+    LeaseBatch,
+    NamingResult,
+    Ticket,
+    TicketStatus,
+)
 from lightcache.namespaces import Namespace
 from lightcache.page_index import Oldest, PageIndex
 from lightcache.plans import Plans
 from lightcache.pool import HostPool
-from lightcache.reservations import Reservation, Shard
+from lightcache.reservations import Reservation, ReservationShard
 from lightcache.router import Choice, Router, RouterPolicy, RouterStats
 from lightcache.snapshot import CheckReport, IndexStats
 from lightcache.transfers import Load, Offload
@@ -43,6 +51,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Abandoned",
+    "Allocation",
     "Cache",
     "CacheCorrupted",
     "CheckReport",
@@ -50,7 +59,6 @@ __all__ = [
     "ClientId",
     "ConfigError",
     "Detached",
-    "Held",
     "HostPool",
     "InUse",
     "IndexStats",
@@ -63,8 +71,8 @@ __all__ = [
     "LightcacheError",
     "Load",
     "LockTimeout",
-    "Named",
     "Namespace",
+    "NamingResult",
     "NoSpace",
     "NotInstalled",
     "NotReady",
@@ -76,10 +84,10 @@ __all__ = [
     "PermissionDenied",
     "Plans",
     "Reservation",
+    "ReservationShard",
     "Router",
     "RouterPolicy",
     "RouterStats",
-    "Shard",
     "StorageError",
     "Ticket",
     "TicketStatus",

@@ -1,19 +1,64 @@
-"""One attached handle of the page index's core."""
+"""One handle on the C core of a page index, shared by the index and all that was taken from it.
+
+`PageIndex` makes it. Leases, allocations, reservations, tickets and plans are given it, so that
+none of these modules knows the others.
+"""
 
 from __future__ import annotations
 
-from lightcache import layout
-from lightcache.errors import CacheCorrupted
+import contextlib
+import ctypes
+import weakref
+from typing import Protocol
+
+import numpy as np
+
+from lightcache import _arguments, layout
+from lightcache.errors import (
+    CacheCorrupted,
+    ConfigError,
+    Detached,
+    LeaseLost,
+    LightcacheError,
+    NoSpace,
+)
+from lightcache.layout import MAX_PAGES
 from lightcache.shm import Segment
 from lightcache.shm import layout as shm_layout
-from lightcache.shm.codes import check
+from lightcache.shm.codes import Code, check
 from lightcache.shm.locking import LockedCalls
 
 _OPERATIONS = {operation.value: operation.name.lower() for operation in layout.Operation}
+_LEAVING_SECONDS = 1.0  # for the lock, at the interpreter's end: then the rest is for a reaper
 
 
-class Core(LockedCalls):
-    """The library and a handle on one segment."""
+class Memory(Protocol):
+    """Memory for the pages of a medium that grows: see `PageIndex.grows_by`."""
+
+    def need(self, pages: int) -> bool:
+        """Give memory to so many pages more, or at least to some. Returns False if there is
+        none."""
+        ...
+
+    def could(self, pages: int) -> bool:
+        """Whether memory for so many pages could be had now. Does not wait."""
+        ...
+
+
+def geometry(pages: int) -> layout.Geometry:
+    """Offsets of the tables in the segment of an index of so many pages.
+
+    Raises:
+        ConfigError: not 1 to 40 million pages.
+    """
+    _arguments.count(pages, "pages", 1, MAX_PAGES)
+    offsets = layout.Geometry()
+    check(layout.load().quick.lci_geometry_of(pages, ctypes.byref(offsets)), "pages")
+    return offsets
+
+
+class CoreCalls(LockedCalls):
+    """The library, and an open handle on one segment."""
 
     def __init__(self, segment: Segment, pages: int, lock_timeout: float) -> None:
         """Open a handle on an attached segment of an index with this many pages.
@@ -38,13 +83,139 @@ class Core(LockedCalls):
         self.quick.lci_close(handle)
 
 
+class Core:
+    """What a `PageIndex` and everything taken from it call the C core with.
+
+    The handle lives as long as the last of them. Calls without a lock go through `quick`, calls
+    that take the segment's lock through `locked`; both take `handle` first.
+    """
+
+    def __init__(self, segment: Segment, pages: int, lock_timeout: float) -> None:
+        """Open a handle, and join nothing: a segment that is attached for writing was joined.
+
+        Raises:
+            CacheCorrupted: as `CoreCalls`.
+        """
+        self._calls = calls = CoreCalls(segment, pages, lock_timeout)
+        self.segment = segment
+        self.pages = pages
+        self.places = geometry(pages)
+        self.quick, self.slow = calls.quick, calls.slow
+        self.locked = calls.locked
+        self.handle = calls.handle
+        self.match1, self.release = calls.quick.lci_match1, calls.quick.lci_release
+        self.memory: Memory | None = None
+        """Asked for memory when pages are left that have none: see `PageIndex.grows_by`."""
+        # Not at the interpreter's end: what is destroyed later may still call the core with it.
+        weakref.finalize(self, calls.free).atexit = False
+        if not segment.readonly:  # made last, so it runs first: before the handle goes, or the slot
+            weakref.finalize(self, _leave_quietly, calls, self.places)
+
+    def unusable(self) -> bool:
+        """Whether it is closed or inherited by a fork, so that what was taken was given back or is
+        not ours. A freed handle is garbage, together with the object that asks."""
+        if self._calls.handle is None:
+            return True
+        try:
+            self.segment.check_usable()
+        except Detached:
+            return not self.segment.retired
+        return False
+
+    def check_usable(self, what: str) -> None:
+        """Raise Detached when closed, replaced, or in a forked child: as `Segment.check_usable`, in
+        half the time."""
+        code = self.quick.lci_peek1(self.handle, None, 0, 0)
+        if code < 0:
+            check(code, what)
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of a page, if the configuration says so (`page_tokens`).
+
+        Raises:
+            ConfigError: it does not.
+        """
+        tokens = self.segment.config.get("page_tokens")
+        if not isinstance(tokens, int):
+            raise ConfigError("tokens: this index was created without page_tokens")
+        return tokens
+
+    def need_memory(self, wanted: int) -> bool:
+        """Whether memory was found for pages that have none. Otherwise the call makes do with the
+        pages that have some: it evicts.
+
+        Raises:
+            NoSpace: nothing gives memory to this index.
+        """
+        if self.memory is not None:
+            return self.memory.need(wanted)
+        raise NoSpace(
+            f"no memory: {wanted} more pages are needed, and the medium has not grown so far; "
+            "call grow() when it has"
+        )
+
+    def could_grow(self, wanted: int) -> bool | None:
+        """What `need_memory` would return now; None: it would raise."""
+        return None if self.memory is None else self.memory.could(wanted)
+
+    def abandon(self, rid: int, gen: int) -> None:
+        """Abandon a reservation. Takes the lock.
+
+        Raises:
+            LeaseLost: it has ended before.
+            LockTimeout, Detached.
+        """
+        code = self.locked("lci_abandon", rid, gen, what="abandon")
+        if code == Code.STALE:
+            raise LeaseLost("abandon: this reservation has ended before")
+        if code != Code.RETIRED:
+            check(code, "abandon")
+
+    def reap(self) -> int:
+        """See `PageIndex.reap`."""
+        dead, what = 0, "take back from the dead"
+        for slot in range(1, shm_layout.SLOTS):
+            code = self.locked("lci_reap_slot", slot, what=what)
+            dead += check(code, what)
+        return dead
+
+    def take_evicted(self) -> dict[layout.Cause, int]:
+        """Pages that calls of this handle have evicted since the last call of this, by cause: no
+        page is counted twice, however many ask. No lock; also when closed."""
+        pages = (ctypes.c_uint64 * len(layout.Cause))()
+        self.quick.lci_take_evicted(self.handle, pages)
+        return dict(zip(layout.Cause, pages, strict=True))
+
+
+def _leave_quietly(calls: CoreCalls, places: layout.Geometry) -> None:
+    """Leave for an index that was dropped, or that the interpreter's end meets, without `close`.
+
+    A client that holds nothing leaves in order, and is not found dead. One that holds a page does
+    not leave: a thread or a device may still be copying from it or to it, so the page stays pinned
+    until the process has ended."""
+    segment = calls.segment
+    if segment.closed or calls.handle is None or segment.client is None:
+        return
+    with contextlib.suppress(LightcacheError, OSError):
+        segment.check_usable()
+        row = ctypes.c_uint16 * calls.pages
+        offset = places.rows + 2 * places.row_stride * segment.client.slot
+        pins = memoryview(row.from_address(segment.address + offset)).cast("B")
+        if np.frombuffer(pins, np.uint16).any():
+            return
+        code = calls.locked("lci_leave", what="leave", timeout=_LEAVING_SECONDS, leaving=True)
+        if code == Code.OK:
+            segment.free_slot_on_close()
+
+
 def reap_unjoined(segment: Segment, pages: int) -> None:
     """Free slots of dead clients for a process that has none yet. The reaper of `Segment.join`."""
-    core = Core(segment, pages, lock_timeout=10.0)
+    calls = CoreCalls(segment, pages, lock_timeout=10.0)
     try:
         for slot in range(1, shm_layout.SLOTS):
-            code = core.locked("lci_reap_unjoined", slot, what="take back from the dead")
+            code = calls.locked("lci_reap_unjoined", slot, what="take back from the dead")
             if code < 0:
                 check(code, "take back what a dead client held")
     finally:
-        core.free()
+        calls.free()

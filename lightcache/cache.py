@@ -41,7 +41,7 @@ from lightcache.pool import (
     lacking_room,
     make_object,
 )
-from lightcache.reservations import Reservation, Shard
+from lightcache.reservations import Reservation, ReservationShard
 from lightcache.shm import ClientInfo, Segment
 from lightcache.shm.codes import Code, check
 from lightcache.shm.errors import leave, require
@@ -535,7 +535,7 @@ class Cache:
                 For views of the array of the pinned pages themselves: those pages were closed.
             Detached: in a forked child.
         """
-        if not self.index._unusable():
+        if not self.index.core.unusable():
             self._pin.close()
             self.pool.check_closable()
             if self._grower:
@@ -553,7 +553,7 @@ class Cache:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if not self.index._unusable():
+        if not self.index.core.unusable():
             leave(self.close, error)
 
     def __repr__(self) -> str:
@@ -720,7 +720,7 @@ class Cache:
 
     def adopt(
         self, ticket: bytes, *, shard: int | None = None, timeout: float | None = None
-    ) -> Lease | Shard:
+    ) -> Lease | ReservationShard:
         """See `PageIndex.adopt`."""
         return self.index.adopt(ticket, shard=shard, timeout=timeout)
 

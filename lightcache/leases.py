@@ -1,61 +1,95 @@
-"""Leases: pages that this client pins. While one is held, its pages keep their bytes."""
+"""Leases, allocations and tickets: pages that this client pins. While one is held, its pages keep
+their bytes."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from lightcache import _arguments, layout
-from lightcache.errors import LeaseLost
+from lightcache._core import Core
+from lightcache.errors import ConfigError, LeaseLost, OutOfPages
 from lightcache.layout import KeyStatus
+from lightcache.shm import layout as shm_layout
 from lightcache.shm.codes import Code, check
 from lightcache.shm.errors import leave
+from lightcache.shm.locking import deadline_ns
 
 if TYPE_CHECKING:
-    from weakref import ReferenceType
-
     from typing_extensions import Self
 
     from lightcache._arguments import Pages
-    from lightcache.page_index import PageIndex
-    from lightcache.transfers import Keeper, Saving
 
 
 # ---- What is taken from an index and given back: once, by name, by leaving a `with`, or with the
 # last reference to it.
 
 
-class Borrowed:
-    """Base of `Lease`, `Held`, `Reservation` and `Shard`: how they end.
+@dataclass(frozen=True)
+class Hold:
+    """How pages are given back by a copy, or a call, that takes them over. Internal: see
+    `lightcache.transfers`. All calls may be repeated after an interrupt."""
 
-    An object is made before the call that takes, and holds what the core wrote into its arrays. In
-    `__init__` `_done` is to be True, or not there, until there is something to give back; in `_end`
-    it is to become True behind the call that gives back, which may be made again. So an interrupt
-    at any point leaks nothing, and gives nothing back that is another's.
+    core: Core
+    give_back: Callable[[], None]
+    """Abandon what is not published, and unpin everything."""
+    give_up: Callable[[], None] | None = None
+    """Abandon what is not published, and keep the pins. None: nothing is written."""
+    publish: Callable[[], bool] | None = None
+    """Publish every page. Returns whether they are ready now. None: nothing is written."""
+    note_published: Callable[[], None] | None = None
+    """Note that others have published every page. None: nothing is written."""
+    buffer: Any = None
+    """What the core wrote a lease into."""
+    hits: Pages | None = None
+    """Hits of each page when `PageIndex.oldest` listed it."""
+
+
+class Releasable:
+    """Base of `Lease`, `Allocation`, `Reservation` and `ReservationShard`: how they end.
+
+    An object is made before the call that takes pages, over the arrays that the core writes them
+    into. `ended` is to be True, or missing, until there is something to give back, and to become
+    True after the call that gives back, which may be repeated. So an interrupt at any point leaks
+    nothing, and never gives back what is another's.
     """
 
-    __slots__ = ()
+    __slots__ = ("_core", "ended")
 
-    _index: PageIndex
-    _done: bool
-    """Given back, or never taken."""
-    _keeper: ReferenceType[Keeper | Saving]
-    """Who has taken it over for a copy, once somebody has."""
+    _core: Core
+    ended: bool
+    """Whether nothing is held here: given back, detached, taken over by a copy, or never taken.
+    The code that takes the pages over sets it."""
 
-    def _end(self) -> None:
-        """Give it back. May be called again after an interrupt anywhere in it."""
+    def close(self) -> None:
+        """Give everything back, as leaving the `with` does. A second call does nothing.
+
+        Raises:
+            LockTimeout: a reservation or an allocation could not be given back yet; call again.
+        """
+        if not self.ended:
+            self._give_back()
+
+    def hold(self) -> Hold:
+        """For code of lightcache that takes the pages over."""
         raise NotImplementedError
 
-    def _let_go(self) -> None:
-        """Give it back without a word when there is nothing left to give back: closed, forked."""
-        if not self._index._unusable():
+    def _end(self) -> None:
+        """Give it back. May be repeated after an interrupt anywhere in it."""
+        raise NotImplementedError
+
+    def _give_back(self) -> None:
+        """Give it back, unless there is nothing left to give back: closed, or a forked child."""
+        if self._core.unusable():
+            self.ended = True
+        else:
             self._end()
 
     def __enter__(self) -> Self:
@@ -67,66 +101,62 @@ class Borrowed:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if not self._done:
+        if not self.ended:
             if error is None:
-                self._let_go()
+                self._give_back()
             else:
-                leave(self._let_go, error)
+                leave(self._give_back, error)
 
     def __del__(self) -> None:
         # getattr: an interrupt may come before __init__ has set it.
-        if not getattr(self, "_done", True) and not self._index._unusable():
-            self._let_go()
+        if not getattr(self, "ended", True) and not self._core.unusable():
+            self._give_back()
 
 
-# ---- Pages without a key, in the hands of this client; and what became of those that were named.
+# ---- Pages without a key, held by this client; and the result of naming them.
 
 Positions = npt.NDArray[np.int64]
 Statuses = npt.NDArray[np.uint8]
 
 
-class Held(Borrowed):
-    """Pages that this client has allocated: no lookup finds them, nobody evicts them.
+class Allocation(Releasable):
+    """Pages that this client has allocated: no lookup finds them, and they are never evicted.
 
     Leaving its `with`, or dropping the last reference, frees those that have not been named since:
-    a page that `PageIndex.name_pages` gave a key is the caller's to `unpin`. `detach` it to keep
-    numbers instead of this object.
+    a page that `PageIndex.name_pages` gave a key is the caller's to `unpin`. Call `detach` to keep
+    the page numbers instead of this object.
 
-    It is made before the call that allocates, and holds what the core wrote into its arrays: an
+    It is made before the call that allocates, over the arrays that the core writes into: an
     interrupt at any point leaks nothing.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_done",
-        "_freed",
-        "_gens",
-        "_index",
-        "_keeper",
-        "_pages",
-        "_progress",
-    )
+    __slots__ = ("__weakref__", "_freed", "_gens", "_pages", "_progress")
 
-    def __init__(self, index: PageIndex, n: int) -> None:
-        """For PageIndex: nothing is held yet."""
-        self._done = True  # an interrupt before the last line: nothing to give back
-        self._index = index
-        self._pages: Pages = np.empty(n, np.int32)
-        self._gens: npt.NDArray[np.uint32] | None = np.empty(n, np.uint32)
-        """None: all of them are to be freed."""
-        self._progress = layout.HeldProgress()
+    def __init__(
+        self,
+        core: Core,
+        pages: Pages,
+        gens: npt.NDArray[np.uint32] | None,
+        progress: layout.HeldProgress,
+        *,
+        ended: bool = False,
+    ) -> None:
+        """For PageIndex: nothing is held yet. `gens` None: all of the pages are to be freed."""
+        self.ended = True  # an interrupt before the last line: nothing to give back
+        self._core = core
+        self._pages = pages
+        self._gens = gens
+        self._progress = progress
         self._freed = layout.HeldProgress()
-        self._done = False
+        self.ended = ended
 
     @classmethod
-    def attached_to(cls, index: PageIndex, pages: Pages) -> tuple[Held, partial[None]]:
-        """The other way round than `detach`, for pages of which none has been named: as
+    def attached_to(cls, core: Core, pages: Pages) -> tuple[Allocation, partial[None]]:
+        """The reverse of `detach`, for pages of which none has been named: as
         `Lease.attached_to`."""
-        made = cls(index, 0)
-        made._done = True
-        made._pages, made._gens = pages, None
-        made._progress.done = len(pages)
-        return made, partial(setattr, made, "_done", False)
+        progress = layout.HeldProgress(done=len(pages))
+        allocation = cls(core, pages, None, progress, ended=True)
+        return allocation, partial(setattr, allocation, "ended", False)
 
     @property
     def pages(self) -> Pages:
@@ -135,46 +165,47 @@ class Held(Borrowed):
         Raises:
             LeaseLost: freed or detached already.
         """
-        if self._done:
+        if self.ended:
             raise LeaseLost(
-                "pages: these were freed or detached, and may be somebody else's by now"
+                "pages: these were freed or detached, and another client may have them by now"
             )
         return self._pages
 
     def __len__(self) -> int:
         """Number of pages; 0 after `free` and `detach`."""
-        return 0 if self._done else len(self._pages)
+        return 0 if self.ended else len(self._pages)
 
     def detach(self) -> Pages:
-        """The pages, for a caller who keeps their numbers: it `free`s what it does not name, and
-        leaving the `with` does nothing any more.
+        """The pages, for a caller that keeps their numbers, and calls `PageIndex.free` for those
+        that it does not name. Leaving the `with` then does nothing.
 
         Raises:
             LeaseLost: freed or detached already.
         """
         pages = self.pages
-        self._done = True
+        self.ended = True
         return pages
 
     def free(self) -> None:
-        """Give back the pages that have not been named since they were allocated. What others pin
-        (through a ticket) goes when they have released it. Takes the lock; once is enough.
+        """Give back the pages that have not been named since they were allocated. A page that
+        others pin (through a ticket) is free when they have released it. Takes the lock; once is
+        enough.
 
         Raises:
             LeaseLost: freed or detached already.
             LockTimeout: the lock's holder did not give it back in time; call again.
             Detached: closed, or a forked child.
         """
-        if self._done:
+        if self.ended:
             raise LeaseLost("free: these pages were freed or detached before")
         check(self._free(), "free pages")
-        self._done = True
+        self.ended = True
 
     def ticket(self, adopters: list[ClientId], *, timeout: float = 60.0) -> Ticket:
-        """Pin the same pages for others, who `adopt` the ticket's 16 bytes. See `Ticket`.
+        """Pin the same pages for others, which `adopt` the ticket's 16 bytes. See `Ticket`.
 
         Args:
-            adopters: who may adopt, each once; see `PageIndex.client_id`.
+            adopters: clients that may adopt, each once; see `PageIndex.client_id`.
             timeout: seconds until adopting ends.
 
         Raises:
@@ -183,11 +214,15 @@ class Held(Borrowed):
             OutOfPages: too many tickets are outstanding.
             LockTimeout, Detached.
         """
-        return self._index.ticket(self.pages, adopters, timeout=timeout)
+        return give_ticket(self._core, self.pages, None, adopters, timeout)
+
+    def hold(self) -> Hold:
+        """For code of lightcache that takes the pages over."""
+        return Hold(self._core, self._give_back)
 
     def _free(self) -> int:
-        """May be called again after an interrupt: goes on where it was."""
-        code: int = self._index._locked(
+        """May be repeated after an interrupt: it continues where it was."""
+        code: int = self._core.locked(
             "lci_free_held",
             ctypes.byref(self._freed),
             _arguments.address(self._pages),
@@ -199,38 +234,38 @@ class Held(Borrowed):
 
     def _end(self) -> None:
         code = self._free()
-        self._done = True
+        self.ended = True
         if code not in (Code.OK, Code.FORKED, Code.CLOSED, Code.RETIRED):
             check(code, "free pages")
 
     def __repr__(self) -> str:
-        return f"<Held {'over' if self._done else f'{len(self)} pages'}>"
+        return f"<Allocation {'ended' if self.ended else f'{len(self)} pages'}>"
 
 
-class Named:
-    """What became of pages that were to be named. Entry i is
+class NamingResult:
+    """The result of naming pages. Entry i is
 
-    - NEW: our page, which stands under its key now
-    - PRESENT: another page stands there, which we pin from now on; ours is free when merging
+    - NEW: our page, which is found by its key now
+    - PRESENT: another page has this key; we pin that page from now on. Merging frees ours
     - BUSY: another client is writing that key; our page is held as before
     - NO_ROOM: the namespace is at its quota, too many keys share a bucket, or another namespace has
       this key; our page is held as before
-    - UNKNOWN: the call ended with an error before it came so far
+    - UNKNOWN: the call ended with an error before it reached this page
 
-    One pin of each page in `pages` is the caller's, who `unpin`s, `unname`s or `free`s it.
+    One pin of each page in `pages` is the caller's, to be given up by `unpin`, `unname` or `free`.
     """
 
-    __slots__ = ("_progress", "pages", "status")
+    __slots__ = ("pages", "progress", "status")
 
     def __init__(self, n: int) -> None:
-        """An empty one, for `PageIndex.name_pages`. Made by the caller and given as `into=`, it
-        says after an error how far the call had come."""
+        """An empty one, for `PageIndex.name_pages`. Made by the caller and passed as `into=`, it
+        shows after an error how far the call had come."""
         self.pages: Pages = np.full(n, -1, np.int32)
-        """The page that stands for each key, int32; where there is no room, or another client is
-        writing, our own."""
+        """The page of each key, int32; for NO_ROOM and BUSY our own."""
         self.status: Statuses = np.zeros(n, np.uint8)
         """`KeyStatus` of each, uint8."""
-        self._progress = layout.HeldProgress()
+        self.progress = layout.HeldProgress()
+        """The core's record of the call."""
 
     def __len__(self) -> int:
         """Number of pages that were to be named."""
@@ -242,13 +277,13 @@ class Named:
 
     @property
     def settled(self) -> int:
-        """How many have been looked at: all, unless the call raised."""
-        return int(self._progress.done)
+        """How many pages have been looked at: all, unless the call raised."""
+        return int(self.progress.done)
 
     def __repr__(self) -> str:
         count = np.bincount(self.status, minlength=5)
         return (
-            f"<Named {count[KeyStatus.NEW]} new, {count[KeyStatus.PRESENT]} present, "
+            f"<NamingResult {count[KeyStatus.NEW]} new, {count[KeyStatus.PRESENT]} present, "
             f"{count[KeyStatus.BUSY]} busy, {count[KeyStatus.NO_ROOM]} without room>"
         )
 
@@ -268,15 +303,15 @@ class ClientId(NamedTuple):
 
 @dataclass(frozen=True)
 class TicketStatus:
-    """Where a ticket stands. Sets of client slots."""
+    """The state of a ticket. Sets of client slots."""
 
     adopters: frozenset[int]
     adopted: frozenset[int]
     done: frozenset[int]
     failed: frozenset[int]
-    """Said so, died, or (once the deadline has passed) never adopted."""
+    """Told so, died, or (after the deadline) never adopted."""
     late: bool
-    """The deadline has passed: nobody adopts any more."""
+    """The deadline has passed: it can no longer be adopted."""
 
     @property
     def verdict(self) -> bool | None:
@@ -292,47 +327,48 @@ def slots(mask: int) -> frozenset[int]:
 
 
 class Ticket:
-    """Held by its giver. Its pages stay pinned until every adopter has adopted or died or the
+    """Allocation by its giver. Its pages stay pinned until every adopter has adopted or died or the
     deadline has passed, whether the giver lives or not. Drop it when its verdict is known."""
 
-    def __init__(self, index: PageIndex, ref: layout.TicketRef) -> None:
-        """For `Lease.ticket` and `Reservation.ticket`."""
-        self._dropped = True  # as in Reservation
-        self._index = index
+    def __init__(self, core: Core, ref: layout.TicketRef) -> None:
+        """For `give_ticket`, before the call that fills `ref`."""
+        self.ended = True  # an interrupt before the last line: nothing to give back
+        self._core = core
         self._ref = ref
-        self._dropped = False
+        self.ended = False
+        """Whether it was dropped or revoked."""
 
     def __bytes__(self) -> bytes:
         """The 16 bytes that travel."""
         return bytes(self._ref)
 
     def poll(self) -> TicketStatus:
-        """Where it stands. No lock, does not block.
+        """Its state. No lock, does not block.
 
         Raises:
             LeaseLost: dropped before.
             Detached: closed, or a forked child.
         """
-        if self._dropped:
+        if self.ended:
             raise LeaseLost("poll: this ticket was dropped")
-        found = layout.TicketStatusRecord()
-        code = self._index._quick.lci_ticket_poll(
-            self._index._handle, ctypes.byref(self._ref), ctypes.byref(found)
+        record = layout.TicketStatusRecord()
+        code = self._core.quick.lci_ticket_poll(
+            self._core.handle, ctypes.byref(self._ref), ctypes.byref(record)
         )
         check(code, "poll a ticket")
-        failed = found.failed
-        if found.late:
-            failed |= found.adopters & ~found.adopted
+        failed = record.failed
+        if record.late:
+            failed |= record.adopters & ~record.adopted
         return TicketStatus(
-            adopters=slots(found.adopters),
-            adopted=slots(found.adopted),
-            done=slots(found.done),
+            adopters=slots(record.adopters),
+            adopted=slots(record.adopted),
+            done=slots(record.done),
             failed=slots(failed),
-            late=bool(found.late),
+            late=bool(record.late),
         )
 
     def drop(self) -> None:
-        """The giver needs it no more; who has adopted goes on. Takes the lock; once.
+        """End it for its giver; clients that have adopted keep their pins. Takes the lock; once.
 
         Raises:
             LeaseLost: dropped before.
@@ -340,8 +376,8 @@ class Ticket:
         self._drop("lci_ticket_drop")
 
     def revoke(self) -> None:
-        """Drop it, and let nobody adopt it from this instant on: what it pins is free as soon as
-        those have let go who did. For a ticket that was never sent, or whose purpose has failed.
+        """Drop it, and refuse every later adoption: its pages are free as soon as the clients that
+        adopted have released them. For a ticket that was never sent, or whose purpose has failed.
         Takes the lock; once.
 
         Raises:
@@ -350,24 +386,81 @@ class Ticket:
         self._drop("lci_ticket_revoke")
 
     def _drop(self, call: str) -> None:
-        if self._dropped:
+        if self.ended:
             raise LeaseLost("drop: this ticket was dropped before")
-        code = self._index._locked(call, ctypes.byref(self._ref), what="drop a ticket")
+        code = self._core.locked(call, ctypes.byref(self._ref), what="drop a ticket")
         if code not in (Code.OWNER, Code.STALE):  # an interrupt came after the drop: it is done
             check(code, "drop a ticket")
-        self._dropped = True
+        self.ended = True
 
     def __enter__(self) -> Ticket:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if not self._dropped and not self._index._unusable():
+        if not self.ended and not self._core.unusable():
             leave(self.drop, error)
 
     def __del__(self) -> None:
-        """Nobody can ask for its verdict any more. Adopters go on, and pins last as promised."""
-        if not getattr(self, "_dropped", True) and self._ref.gen and not self._index._unusable():
+        """Its verdict can no longer be asked for. Adopters continue, and pins last as promised."""
+        if not getattr(self, "ended", True) and self._ref.gen and not self._core.unusable():
             self.drop()
+
+
+def give_ticket(
+    core: Core,
+    pages: Pages,
+    progress: layout.ReserveProgress | None,
+    adopters: list[ClientId],
+    timeout: float,
+) -> Ticket:
+    """A ticket of pages that we pin; see `PageIndex.ticket`.
+
+    Args:
+        progress: of the reservation that the pages are of; None: none, adopters get a lease.
+    """
+    ref = layout.TicketRef()
+    ticket = Ticket(core, ref)  # before the call: an interrupt after it drops the ticket
+    code = core.locked(
+        "lci_ticket_give",
+        _arguments.address(pages),
+        len(pages),
+        progress.rid if progress else layout.NIL,
+        progress.gen if progress else 0,
+        _adopter_mask(core, adopters),
+        deadline_ns(timeout),
+        ctypes.byref(ref),
+        what="give a ticket",
+    )
+    if code < 0:
+        ticket.ended = True
+    if code == Code.OWNER:
+        raise LeaseLost("ticket: this client does not pin all of these pages; pin them first")
+    if code == Code.FULL:
+        raise OutOfPages("ticket: too many tickets are outstanding; drop some")
+    check(code, "give a ticket")
+    return ticket
+
+
+def _adopter_mask(core: Core, adopters: list[ClientId]) -> int:
+    living = {(client.slot, client.epoch) for client in core.segment.clients() if client.alive}
+    mask = 0
+    for slot, epoch in adopters:
+        if not 0 < slot < shm_layout.SLOTS:
+            raise ConfigError(
+                f"adopters: expected slots from 1 to {shm_layout.SLOTS - 1}, found {slot}; "
+                "take them from `client_id` or `clients()`"
+            )
+        if (slot, epoch) not in living:
+            raise LeaseLost(
+                f"adopters: client {slot} of epoch {epoch} has left or died; call `clients()` "
+                "again, and give the ticket to clients that are attached"
+            )
+        if mask >> slot & 1:
+            raise ConfigError(f"adopters: client {slot} is named twice")
+        mask |= 1 << slot
+    if not mask:
+        raise ConfigError("adopters: name at least one client")
+    return mask
 
 
 def parse(ticket: bytes) -> layout.TicketRef:
@@ -386,41 +479,55 @@ REFUSALS = {
 }
 
 
+def ticket_done_code(core: Core, ticket: bytes, ok: bool) -> int:
+    """Give our verdict on a ticket that we adopted. Returns the core's code."""
+    ref = parse(ticket)
+    code: int = core.quick.lci_ticket_done(core.handle, ctypes.byref(ref), ok)
+    return code
+
+
 # ---- Leases: pages that this client pins. While one is held, its pages keep their bytes.
 
 HEADER_BYTES = ctypes.sizeof(layout.LeaseHeader)
 
-# A lease's buffer: held, capacity, pages, generations. Few types, as ctypes keeps each. The first
-# that is large enough for `capacity` stands at the number of bits of `capacity - 1`.
-_BUFFERS = tuple(ctypes.c_uint32 * (2 + (2 << bits)) for bits in range(32))
+BUFFERS = tuple(ctypes.c_uint32 * (2 + (2 << bits)) for bits in range(32))
+"""Types of a lease's buffer, which has the number of pages held, the capacity, the pages and their
+generations. Few, as ctypes keeps each. The first that is large enough for `capacity` pages is at
+the number of bits of `capacity - 1`."""
 
 
-class Lease(Borrowed):
+def buffer_for(capacity: int) -> Any:
+    """An empty buffer of a lease of up to so many pages."""
+    return BUFFERS[(capacity - 1).bit_length()]()
+
+
+class Lease(Releasable):
     """Pinned pages, in the order of the keys that were asked for. Leave its `with`, or release it.
 
-    The object is made before the call that pins, and holds what the core wrote into its buffer: an
+    The object is made before the call that pins, over the buffer that the core writes into: an
     interrupt at any point leaks nothing, and dropping the last reference releases too.
     """
 
-    __slots__ = ("__weakref__", "_buffer", "_done", "_index", "_keeper", "_pages")
+    __slots__ = ("__weakref__", "_buffer", "_pages")
 
-    def __init__(self, index: PageIndex, capacity: int) -> None:
-        """For PageIndex: an empty lease with room for `capacity` pages and their generations."""
-        self._index = index
-        self._buffer = _BUFFERS[(capacity - 1).bit_length()]()
+    def __init__(self, core: Core, buffer: Any) -> None:
+        """For PageIndex: a lease of what the core writes into `buffer` (one of `BUFFERS`)."""
+        self._core = core
+        self._buffer = buffer
         self._pages: Pages | None = None
-        self._done = False  # last: an interrupt before it leaves nothing to release
+        self.ended = False  # last: an interrupt before it leaves nothing to release
 
     @classmethod
-    def attached_to(cls, index: PageIndex, pages: Pages) -> tuple[Lease, partial[None]]:
-        """The other way round than `detach`: a lease of pages of which one pin each is the
-        caller's. It is empty until the call that is returned with it is made: `together` with
-        whatever says that the pins are the caller's no more."""
-        made = cls(index, len(pages))
-        words = np.frombuffer(memoryview(made._buffer).cast("B"), np.int32)
+    def attached_to(cls, core: Core, pages: Pages) -> tuple[Lease, partial[None]]:
+        """The reverse of `detach`: a lease of pages of which one pin each is the caller's. It is
+        empty until the call that is returned with it is made: `together` with the calls after which
+        the pins are no longer the caller's."""
+        buffer = buffer_for(len(pages))
+        lease = cls(core, buffer)
+        words = np.frombuffer(memoryview(buffer).cast("B"), np.int32)
         words[2 : 2 + len(pages)] = pages
         words[1] = len(pages)
-        return made, partial(made._buffer.__setitem__, 0, len(pages))
+        return lease, partial(buffer.__setitem__, 0, len(pages))
 
     @property
     def pages(self) -> Pages:
@@ -429,7 +536,7 @@ class Lease(Borrowed):
         Raises:
             LeaseLost: released already.
         """
-        if self._done:
+        if self.ended:
             raise LeaseLost("this lease was released, its pages may hold something else by now")
         if self._pages is None:
             pages = np.frombuffer(
@@ -448,9 +555,9 @@ class Lease(Borrowed):
         """Tokens in these pages.
 
         Raises:
-            ConfigError: the cache was not told its `page_tokens`.
+            ConfigError: the cache was created without `page_tokens`.
         """
-        return len(self) * self._index.page_tokens
+        return len(self) * self._core.page_tokens
 
     def release(self) -> None:
         """Unpin. Does not block, takes no lock; 1 to 2 ns a page.
@@ -459,60 +566,67 @@ class Lease(Borrowed):
             LeaseLost: released already.
             Detached: closed, or a forked child.
         """
-        if self._done:
+        if self.ended:
             raise LeaseLost("this lease was released before; release it once")
         # In this order an interrupt in between costs nothing: releasing again releases nothing.
-        code = self._index._release(self._index._handle, self._buffer)
-        self._done = True
+        core = self._core
+        code = core.release(core.handle, self._buffer)
+        self.ended = True
         if code != 0:
             check(code, "release a lease")
 
     def detach(self) -> Pages:
         """The pages, int32, whose pins are the caller's from now on: `PageIndex.unpin` gives them
-        up, `PageIndex.unname` takes their names. This object has nothing left to release.
+        up, `PageIndex.unname` takes their keys away. This object has nothing left to release.
 
         Raises:
             LeaseLost: released already.
         """
-        if self._done:
+        if self.ended:
             raise LeaseLost("this lease was released before; there is nothing to detach")
         pages: Pages = self.pages.copy()
-        self._done = True
+        self.ended = True
         self._buffer[0] = 0
         return pages
 
     def ticket(self, adopters: list[ClientId], *, timeout: float = 60.0) -> Ticket:
-        """Pin the same pages for others, who `adopt` the ticket's 16 bytes. See `Ticket`.
+        """Pin the same pages for others, which `adopt` the ticket's 16 bytes. See `Ticket`.
 
         Args:
-            adopters: who may adopt, each once; see `PageIndex.client_id`.
+            adopters: clients that may adopt, each once; see `PageIndex.client_id`.
             timeout: seconds until adopting ends.
         """
-        return self._index._give_ticket(self.pages, None, adopters, timeout)
+        return give_ticket(self._core, self.pages, None, adopters, timeout)
 
-    def _let_go(self) -> None:
-        """As `Borrowed`, in one call: the core says whether there is anything left to release."""
-        code = self._index._release(self._index._handle, self._buffer)
-        self._done = True
+    def hold(self) -> Hold:
+        """For code of lightcache that takes the pages over."""
+        return Hold(self._core, self._give_back, buffer=self._buffer)
+
+    def _give_back(self) -> None:
+        """As `Releasable`, in one call: the core tells whether anything is left to release."""
+        code = self._core.release(self._core.handle, self._buffer)
+        self.ended = True
         if code not in (Code.OK, Code.FORKED, Code.CLOSED):
             check(code, "release a lease")
 
     def __repr__(self) -> str:
-        return f"<Lease {'released' if self._done else f'{len(self)} pages'}>"
+        return f"<Lease {'released' if self.ended else f'{len(self)} pages'}>"
 
 
 class LeaseBatch:
     """The leases of many requests, matched in one call. Released together, or split."""
 
-    def __init__(self, lease: Lease, counts: Pages) -> None:
-        """For PageIndex."""
-        self._lease = lease
+    def __init__(self, core: Core, buffer: Any, counts: Pages) -> None:
+        """For PageIndex, before the call that pins and fills `counts`."""
+        self._core = core
+        self._buffer = buffer
+        self._lease = Lease(core, buffer)
         self.counts = counts
         """Pages of each request, int32 of shape (requests,)."""
 
     @property
     def pages(self) -> Pages:
-        """All pages, one request behind the other."""
+        """All pages, one request after the other."""
         return self._lease.pages
 
     def __len__(self) -> int:
@@ -533,18 +647,18 @@ class LeaseBatch:
         Raises:
             LeaseLost: released already.
         """
-        if self._lease._done:
+        if self._lease.ended:
             raise LeaseLost("split: this batch was released or split before")
-        index = self._lease._index
-        parts = [Lease(index, int(count)) for count in self.counts]
-        places = (ctypes.c_void_p * len(parts))(*(ctypes.addressof(p._buffer) for p in parts))
-        # All pins change hands in one call: before it the batch holds them, after it the parts do.
-        code = index._quick.lci_split(
-            self._lease._buffer, places, _arguments.address(self.counts), len(parts)
+        buffers = [buffer_for(int(count)) for count in self.counts]
+        leases = [Lease(self._core, buffer) for buffer in buffers]
+        places = (ctypes.c_void_p * len(buffers))(*map(ctypes.addressof, buffers))
+        # All pins change hands in one call: before it the batch holds them, after it the leases do.
+        code = self._core.quick.lci_split(
+            self._buffer, places, _arguments.address(self.counts), len(buffers)
         )
         check(code, "split a batch")
-        self._lease._done = True
-        return parts
+        self._lease.ended = True
+        return leases
 
     def release(self) -> None:
         """Release all of them. Raises LeaseLost when that was done before."""
@@ -557,4 +671,4 @@ class LeaseBatch:
         self._lease.__exit__(None, error, None)
 
 
-__all__ = ["Borrowed", "Held", "Lease", "LeaseBatch", "Named"]
+__all__ = ["Allocation", "Lease", "LeaseBatch", "NamingResult", "Releasable"]

@@ -9,42 +9,44 @@ any two stores leaves behind, is docs/design/index.md.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import weakref
+import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from lightcache import _arguments, layout, leases, namespaces, snapshot
+from lightcache import _arguments, layout, leases, namespaces, reservations, snapshot
 from lightcache._arguments import Keys, Offsets, Pages
-from lightcache._core import Core, reap_unjoined
+from lightcache._core import Core, Memory, geometry, reap_unjoined
 from lightcache.errors import (
     CacheCorrupted,
     ConfigError,
-    Detached,
     InUse,
     LayoutMismatch,
     LeaseLost,
-    LightcacheError,
-    NoSpace,
     OutOfPages,
     WaitTimeout,
 )
 from lightcache.layout import MAX_PAGES
-from lightcache.leases import HEADER_BYTES, ClientId, Held, Lease, LeaseBatch, Named, Ticket
+from lightcache.leases import (
+    BUFFERS,
+    HEADER_BYTES,
+    Allocation,
+    ClientId,
+    Hold,
+    Lease,
+    LeaseBatch,
+    NamingResult,
+    Ticket,
+    buffer_for,
+    give_ticket,
+    ticket_done_code,
+)
 from lightcache.namespaces import Namespace, NamespaceState
 from lightcache.plans import TIMEOUT, Plan, PlanBook, Plans, Queue, gathered, queue_of, seconds_of
-from lightcache.reservations import (
-    Reservation,
-    ReservationBatch,
-    Shard,
-    empty_reservation,
-    reserve_arguments,
-    reserve_batch,
-)
+from lightcache.reservations import Reservation, ReservationBatch, ReservationShard
 from lightcache.shm import Client, ClientInfo, Kind, Segment
 from lightcache.shm import layout as shm_layout
 from lightcache.shm.codes import Code, check
@@ -56,18 +58,6 @@ from lightcache.snapshot import CheckReport, IndexStats
 
 T = TypeVar("T", bound="PageIndex")
 Hook = Callable[[Segment], None]
-
-
-def geometry(pages: int) -> layout.Geometry:
-    """Where an index of so many pages keeps what.
-
-    Raises:
-        ConfigError: not 1 to 40 million pages.
-    """
-    _arguments.count(pages, "pages", 1, MAX_PAGES)
-    found = layout.Geometry()
-    check(layout.load().quick.lci_geometry_of(pages, ctypes.byref(found)), "pages")
-    return found
 
 
 def _facts() -> str:
@@ -88,28 +78,6 @@ def _arranged(
         "config": {**(config or {}), "pages": pages, **({"flat": True} if flat else {})},
         "layout_facts": _facts(),
     }
-
-
-_LEAVING_SECONDS = 1.0  # for the lock, at the interpreter's end: then the rest is for a reaper
-
-
-def _leave_quietly(core: Core, places: layout.Geometry) -> None:
-    """Whoever attached was dropped, or the interpreter ends, without `close`. Who holds nothing
-    leaves in order, and is not found dead. Who holds a page does not: a thread or a device may be
-    copying from it or to it still, so it stays pinned until the process has ended."""
-    segment = core.segment
-    if segment.closed or core.handle is None or segment.client is None:
-        return
-    with contextlib.suppress(LightcacheError, OSError):
-        segment.check_usable()
-        row = ctypes.c_uint16 * core.pages
-        at = places.rows + 2 * places.row_stride * segment.client.slot
-        pins = memoryview(row.from_address(segment.address + at)).cast("B")
-        if np.frombuffer(pins, np.uint16).any():
-            return
-        code = core.locked("lci_leave", what="leave", timeout=_LEAVING_SECONDS, leaving=True)
-        if code == Code.OK:
-            segment.free_slot_on_close()
 
 
 def _reaper(segment: Segment) -> None:
@@ -150,12 +118,11 @@ class ColdLease(Lease):
 
     __slots__ = ()
 
-    @property
-    def _hits(self) -> Pages:
-        """Hits of each page when it was listed."""
+    def hold(self) -> Hold:
+        """As `Lease.hold`, with the hits of each page when it was listed."""
         words = np.frombuffer(memoryview(self._buffer).cast("B"), np.int32)
         start = HEADER_BYTES // 4 + int(self._buffer[1])
-        return words[start : start + len(self)]
+        return dataclasses.replace(super().hold(), hits=words[start : start + len(self)].copy())
 
 
 class Oldest:
@@ -218,21 +185,21 @@ def _positions(pages: Pages, parents: Pages) -> Pages:
 
 
 class _Discarding:
-    """Pins on their way out: whatever ends the call gives back what is left of them."""
+    """Pins that a call of `discard` has taken: however it ends, what is left is given back."""
 
-    def __init__(self, index: PageIndex, pages: Pages) -> None:
-        self._index = index
+    def __init__(self, core: Core, pages: Pages) -> None:
+        self.core = core
         self.pages = pages
         self.done = np.zeros(len(pages), np.uint8)
         self.order = np.argsort(pages).astype(np.uint32)
         self.progress = layout.DiscardProgress()
 
     def end(self) -> None:
-        """May be called again after an interrupt anywhere in it."""
-        if self._index._unusable():
+        """May be repeated after an interrupt anywhere in it."""
+        if self.core.unusable():
             return
-        code = self._index._quick.lci_discard_end(
-            self._index._handle,
+        code = self.core.quick.lci_discard_end(
+            self.core.handle,
             ctypes.byref(self.progress),
             _arguments.address(self.pages),
             _arguments.address(self.done),
@@ -286,18 +253,6 @@ def _state_of(found: layout.NamespaceRecord, entry: int) -> NamespaceState:
 # with what a kill between any two stores leaves behind, is docs/design/index.md.
 
 
-class Memory(Protocol):
-    """Memory for the pages of a medium that grows: see `PageIndex.grows_by`."""
-
-    def need(self, pages: int) -> bool:
-        """Give memory to so many pages more, or at least to some; False: there is none."""
-        ...
-
-    def could(self, pages: int) -> bool:
-        """Whether memory for so many pages could be had now. Does not wait."""
-        ...
-
-
 class PageIndex:
     """An attach of this process to an index. Make it with `create`, `attach` or `open`.
 
@@ -329,22 +284,15 @@ class PageIndex:
         """Pages of the medium."""
         self.flat: bool = segment.config.get("flat", False) is True
         """Whether a page may go while others hang on it."""
-        self._places = geometry(pages)
         if not segment.readonly:
             segment.join(role, device=device)
-        self._core = Core(segment, pages, lock_timeout)
-        self._quick = self._core.quick
-        self._locked = self._core.locked
-        self._handle = self._core.handle
+        self.core = Core(segment, pages, lock_timeout)
+        """For the parts of lightcache: what leases, reservations and plans call."""
+        # For calls of a microsecond.
+        self._handle = self.core.handle
+        self._match1, self._peek1 = self.core.match1, self.core.quick.lci_peek1
         self._closed = False
-        # Not at the interpreter's end: what is destroyed later may still call the core with it.
-        weakref.finalize(self, self._core.free).atexit = False
-        if not segment.readonly:  # made last, so it runs first: before the handle goes, or the slot
-            weakref.finalize(self, _leave_quietly, self._core, self._places)
-        self._match1 = self._quick.lci_match1
-        self._release = self._quick.lci_release
         self._book = PlanBook()
-        self._memory: Memory | None = None
         self.use(self._find_default())
 
     # ---- making one
@@ -539,23 +487,9 @@ class PageIndex:
         Raises:
             ConfigError: it does not.
         """
-        tokens = self._segment.config.get("page_tokens")
-        if not isinstance(tokens, int):
-            raise ConfigError("tokens: this index was created without page_tokens")
-        return tokens
+        return self.core.page_tokens
 
     # ---- the end
-
-    def _unusable(self) -> bool:
-        """Closed or inherited by a fork: what is held here was given back, or is not ours. Freed:
-        we are garbage together with what asks."""
-        if self._core.handle is None:
-            return True
-        try:
-            self._segment.check_usable()
-        except Detached:
-            return not self._segment.retired
-        return False
 
     def close(self) -> None:
         """Leave. Leases and reservations still held are given back; their pages are lost to us.
@@ -570,7 +504,7 @@ class PageIndex:
             return
         if not self._segment.readonly and not self._segment.closed:
             self._segment.check_closable()  # before anything is given back
-            code = self._locked("lci_leave", what="leave", leaving=True)
+            code = self.core.locked("lci_leave", what="leave", leaving=True)
             if code == Code.FORKED:
                 check(code, "close")
             if code == Code.OK:
@@ -587,7 +521,7 @@ class PageIndex:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if not self._unusable():
+        if not self.core.unusable():
             leave(self.close, error)
 
     def __repr__(self) -> str:
@@ -606,10 +540,10 @@ class PageIndex:
         """
         where, n = _arguments.keys(keys)
         ref = self._namespace if namespace is None else self._ref(namespace)
-        found: int = self._quick.lci_peek1(self._handle, where, n, ref)
-        if found < 0:
-            check(found, "peek")
-        return found
+        pages: int = self._peek1(self._handle, where, n, ref)
+        if pages < 0:
+            check(pages, "peek")
+        return pages
 
     def peek_many(
         self, keys: Keys, offsets: Offsets, *, namespace: Namespace | None = None
@@ -618,8 +552,8 @@ class PageIndex:
         where, n = _arguments.keys(keys)
         bounds = _arguments.offsets(offsets, n)
         counts = np.zeros(len(bounds) - 1, np.int32)
-        code = self._quick.lci_peek(
-            self._handle,
+        code = self.core.quick.lci_peek(
+            self.core.handle,
             where,
             _arguments.address(bounds),
             len(counts),
@@ -640,11 +574,12 @@ class PageIndex:
             Detached: closed, replaced, or a forked child.
         """
         where, n = _arguments.keys(keys)
-        lease = Lease(self, n)
+        buffer = BUFFERS[(n - 1).bit_length()]()
+        lease = Lease(self.core, buffer)
         ref = self._namespace if namespace is None else self._ref(namespace)
-        held = self._match1(self._handle, where, n, ref, lease._buffer)
-        if held < 0:
-            check(held, "match")
+        pinned = self._match1(self._handle, where, n, ref, buffer)
+        if pinned < 0:
+            check(pinned, "match")
         return lease
 
     def match_many(
@@ -655,19 +590,20 @@ class PageIndex:
         where, n = _arguments.keys(keys)
         bounds = _arguments.offsets(offsets, n)
         counts = np.zeros(len(bounds) - 1, np.int32)
-        lease = Lease(self, n)
-        code = self._quick.lci_match(
-            self._handle,
+        buffer = buffer_for(n)
+        batch = LeaseBatch(self.core, buffer, counts)
+        code = self.core.quick.lci_match(
+            self.core.handle,
             where,
             _arguments.address(bounds),
             len(counts),
             self._ref(namespace),
-            lease._buffer,
+            buffer,
             _arguments.address(counts),
         )
         if code < 0:
             check(code, "match")
-        return LeaseBatch(lease, counts)
+        return batch
 
     # ---- writing
 
@@ -701,22 +637,8 @@ class PageIndex:
             NoSpace: in an index without a pool, pages have no memory behind them yet; `grow`.
             PermissionDenied, Detached.
         """
-        where, n = _arguments.keys(keys)
-        _arguments.count(start, "start", 0, n)
-        _arguments.count(shards, "shards", 1, layout.SHARDS)
-        reservation = empty_reservation(self, n, start, shards, self._ref(namespace))
-        arguments = reserve_arguments(reservation, where, n)
-        progress = reservation._progress
-        try:
-            code = self._locked("lci_reserve", *arguments, what="reserve", timeout=timeout)
-            while code == Code.GROW:
-                progress.no_memory = not self._need_memory(int(progress.wanted))
-                code = self._locked("lci_reserve", *arguments, what="reserve", timeout=timeout)
-            check(min(code, 0), "reserve")
-        except BaseException:
-            reservation.__exit__(None, None, None)
-            raise
-        return reservation
+        ref = self._ref(namespace)
+        return reservations.reserve(self.core, keys, start, shards, ref, timeout)
 
     def reserve_batch(
         self,
@@ -736,7 +658,7 @@ class PageIndex:
             As `reserve`; ConfigError also for offsets or starts that do not fit the keys.
         """
         ref = self._ref(namespace)
-        return reserve_batch(self, keys, offsets, starts, shards, ref, timeout)
+        return reservations.reserve_batch(self.core, keys, offsets, starts, shards, ref, timeout)
 
     def reserve_many(
         self,
@@ -774,7 +696,7 @@ class PageIndex:
         limit = deadline_ns(timeout)
         with self._segment.busy():
             while True:
-                code = self._core.slow.lci_wait(self._handle, where, n, limit)
+                code = self.core.slow.lci_wait(self.core.handle, where, n, limit)
                 if code == Code.BUSY and not self._segment.readonly:
                     self.reap()
                 elif code == Code.TIMEOUT:
@@ -803,15 +725,8 @@ class PageIndex:
         namespace was promised. Returns how many."""
         _arguments.count(n, "n", 0, MAX_PAGES)
         freed = ctypes.c_uint32()
-        check(self._locked("lci_evict_pages", n, ctypes.byref(freed), what="evict"), "evict")
+        check(self.core.locked("lci_evict_pages", n, ctypes.byref(freed), what="evict"), "evict")
         return freed.value
-
-    def _take_evicted(self) -> dict[layout.Cause, int]:
-        """Pages that went by calls of this handle since this was asked last, by cause: so nothing
-        is counted twice, whoever asks. No lock; also when closed."""
-        pages = (ctypes.c_uint64 * len(layout.Cause))()
-        self._quick.lci_take_evicted(self._handle, pages)
-        return dict(zip(layout.Cause, pages, strict=True))
 
     # ---- keeping order
 
@@ -822,18 +737,12 @@ class PageIndex:
         What needs pages does this by itself: `reserve`, `allocate`, `can_allocate` and tickets
         before they give less than was asked for, evicting once a second, `wait` after 20 ms. About
         0.2 us a slot that is taken, plus 1 ms per million pages for each dead client."""
-        dead = 0
-        for slot in range(1, shm_layout.SLOTS):
-            code = self._locked("lci_reap_slot", slot, what="take back from the dead")
-            if code < 0:
-                check(code, "take back from the dead")
-            dead += code
-        return dead
+        return self.core.reap()
 
     def grow(self, pages: int) -> None:
         """Say that memory stands behind the first `pages` pages of the medium."""
         _arguments.count(pages, "pages", 0, self.pages)
-        check(self._locked("lci_grow", pages, what="grow"), "grow")
+        check(self.core.locked("lci_grow", pages, what="grow"), "grow")
 
     def no_memory(self, seconds: float) -> None:
         """Say that the medium finds no memory for more pages: for so long (60 s at most) calls of
@@ -846,25 +755,11 @@ class PageIndex:
         given: object = seconds
         if not isinstance(given, int | float) or not 0 <= given < 1e9:
             raise ConfigError(f"seconds: expected a number, at least 0, found {given!r}")
-        check(self._quick.lci_no_memory(self._handle, int(given * 1e9)), "no_memory")
+        check(self.core.quick.lci_no_memory(self.core.handle, int(given * 1e9)), "no_memory")
 
     def grows_by(self, memory: Memory) -> None:
         """Ask this for memory, instead of raising NoSpace, when pages are left that have none."""
-        self._memory = memory
-
-    def _need_memory(self, wanted: int) -> bool:
-        """Whether memory was found for pages that have none. Otherwise the call makes do with the
-        pages that have some: it evicts."""
-        if self._memory is not None:
-            return self._memory.need(wanted)
-        raise NoSpace(
-            f"no memory: {wanted} more pages are needed, and the medium has not grown so far; "
-            "call grow() when it has"
-        )
-
-    def _could_grow(self, wanted: int) -> bool | None:
-        """What `_need_memory` would say now; None: it would raise."""
-        return None if self._memory is None else self._memory.could(wanted)
+        self.core.memory = memory
 
     def check(self) -> CheckReport:
         """Derive every invariant again and name the first that is broken. Works on a copy; only
@@ -873,25 +768,18 @@ class PageIndex:
         Raises:
             LockTimeout, Detached.
         """
-        return snapshot.check_attached(self._core, self.pages)
+        return snapshot.check_attached(self.core, self.pages)
 
     def repair(self) -> None:
         """Rebuild everything derived from the page, reservation and ticket records. Allocations
         wait meanwhile (about 0.3 s for a million pages), lookups do not."""
-        check(self._locked("lci_repair", what="repair", timeout=60.0), "repair")
+        check(self.core.locked("lci_repair", what="repair", timeout=60.0), "repair")
 
     def stats(self) -> IndexStats:
         """Totals. Each figure is read once, all at slightly different instants. No lock."""
         counts = layout.Counts()
-        check(self._quick.lci_count(self._handle, ctypes.byref(counts)), "stats")
+        check(self.core.quick.lci_count(self.core.handle, ctypes.byref(counts)), "stats")
         return snapshot.stats_of(counts)
-
-    def _abandon(self, rid: int, gen: int) -> None:
-        code = self._locked("lci_abandon", rid, gen, what="abandon")
-        if code == Code.STALE:
-            raise LeaseLost("abandon: this reservation has ended before")
-        if code != Code.RETIRED:
-            check(code, "abandon")
 
     @property
     def plans(self) -> Plans:
@@ -900,7 +788,7 @@ class PageIndex:
         Raises:
             Detached: closed, replaced, or a forked child.
         """
-        self._check_usable()
+        self.core.check_usable("plan")
         with self._book.lock:
             self._book.expire()
             return self._book.totals()
@@ -948,7 +836,7 @@ class PageIndex:
         seconds = seconds_of(timeout)
         space = self.default_namespace if namespace is None else namespace
         asked = count, keys[-1].tobytes() if count else b"", self._ref_of(space)
-        self._check_usable()
+        self.core.check_usable("plan")
         book = self._book
         with book.lock:
             deadline = book.expire() + seconds
@@ -989,7 +877,7 @@ class PageIndex:
         space = self.default_namespace if namespace is None else namespace
         queue = queue_of(ids, keys, offsets, limit, self._ref_of(space))
         seconds = seconds_of(timeout)
-        self._check_usable()
+        self.core.check_usable("plan")
         book = self._book
         with book.lock:
             deadline = book.expire() + seconds
@@ -1037,7 +925,7 @@ class PageIndex:
             NoSpace: as `plan`. The plan is still there.
             Detached: closed, replaced, or a forked child.
         """
-        self._check_usable()
+        self.core.check_usable("plan")
         book = self._book
         with book.lock:
             book.expire()
@@ -1058,7 +946,7 @@ class PageIndex:
             ConfigError: an id that cannot be hashed.
             Detached: closed, or a forked child.
         """
-        if self._unusable():
+        if self.core.unusable():
             self._segment.check_usable()
         book = self._book
         with book.lock:
@@ -1077,13 +965,6 @@ class PageIndex:
         if not isinstance(space, Namespace):
             raise ConfigError(f"namespace: expected a Namespace, found {space!r}")
         return space.ref
-
-    def _check_usable(self) -> None:
-        """Before the book's lock is taken: in a forked child nobody might ever give it back. As
-        `Segment.check_usable`, which costs twice as much."""
-        code = self._quick.lci_peek1(self._handle, None, 0, 0)
-        if code < 0:
-            check(code, "plan")
 
     def _look_again(self, plan: Plan) -> None:
         """Pin more if the prefix has grown, nothing if its namespace is gone. As long as nothing
@@ -1117,7 +998,7 @@ class PageIndex:
         """Whether it has not been cleared; of the name there may be a successor."""
         found = ctypes.c_uint32()
         names = (namespaces.encoded(name, "namespace") for name in (space.weights, space.tenant))
-        code = self._quick.lci_namespace_find(self._handle, *names, ctypes.byref(found))
+        code = self.core.quick.lci_namespace_find(self.core.handle, *names, ctypes.byref(found))
         if code == Code.MISSING:
             return False
         check(code, "plan")
@@ -1140,7 +1021,7 @@ class PageIndex:
         keys, bounds = queue.part(which)
         return self.match_many(keys, bounds, namespace=space).split()
 
-    def allocate(self, n: int, *, timeout: float | None = None) -> Held:
+    def allocate(self, n: int, *, timeout: float | None = None) -> Allocation:
         """n pages without a key: all, or none. Evicts, and takes back from the dead, as `reserve`
         does. Takes the lock, for at
         most 256 pages at a time; 0.1 us a page that is free. `allocate(index.pages)` of a fresh
@@ -1160,25 +1041,29 @@ class PageIndex:
             PermissionDenied, Detached.
         """
         _arguments.count(n, "n", 0, self.pages)
-        held = Held(self, n)
+        pages, gens = np.empty(n, np.int32), np.empty(n, np.uint32)
+        progress = layout.HeldProgress()
+        allocation = Allocation(self.core, pages, gens, progress)
         arguments = (
-            ctypes.byref(held._progress),
-            _arguments.address(held._pages),
-            _arguments.address(held._gens),
+            ctypes.byref(progress),
+            _arguments.address(pages),
+            _arguments.address(gens),
             n,
         )
         try:
-            code = self._locked("lci_allocate", *arguments, what="allocate", timeout=timeout)
+            code = self.core.locked("lci_allocate", *arguments, what="allocate", timeout=timeout)
             while code == Code.GROW:
-                held._progress.no_memory = not self._need_memory(int(held._progress.wanted))
-                code = self._locked("lci_allocate", *arguments, what="allocate", timeout=timeout)
+                progress.no_memory = not self.core.need_memory(int(progress.wanted))
+                code = self.core.locked(
+                    "lci_allocate", *arguments, what="allocate", timeout=timeout
+                )
             if code == Code.FULL:
                 raise OutOfPages(self._too_many(n))
             check(code, "allocate")
         except BaseException:
-            held.__exit__(None, None, None)
+            allocation.__exit__(None, None, None)
             raise
-        return held
+        return allocation
 
     def _too_many(self, n: int) -> str:
         now = self.stats()
@@ -1202,20 +1087,21 @@ class PageIndex:
         """
         _arguments.count(n, "n", 0, layout.NIL)
         look, what = layout.LookProgress(), "take back from the dead"
-        while not (found := self._might_allocate(n)) and not self._segment.readonly:
-            if not check(self._locked("lci_look_for_dead", ctypes.byref(look), what=what), what):
+        while not (possible := self._might_allocate(n)) and not self._segment.readonly:
+            code = self.core.locked("lci_look_for_dead", ctypes.byref(look), what=what)
+            if not check(code, what):
                 break
-        return found
+        return possible
 
     def _might_allocate(self, n: int) -> bool:
-        ask = self._quick.lci_may_allocate
-        code: int = ask(self._handle, n, layout.MayGrow.ASK)
+        ask = self.core.quick.lci_may_allocate
+        code: int = ask(self.core.handle, n, layout.MayGrow.ASK)
         if code == Code.GROW:
             now = self.stats()
-            grows = self._could_grow(min(n - now.free, now.pages - now.grown))
+            grows = self.core.could_grow(min(n - now.free, now.pages - now.grown))
             if grows is None:
                 return False
-            code = ask(self._handle, n, layout.MayGrow.ALL if grows else layout.MayGrow.NONE)
+            code = ask(self.core.handle, n, layout.MayGrow.ALL if grows else layout.MayGrow.NONE)
         return bool(check(code, "can_allocate"))
 
     # ---- names
@@ -1228,9 +1114,9 @@ class PageIndex:
         *,
         merge: bool = True,
         namespace: Namespace | None = None,
-        into: Named | None = None,
+        into: NamingResult | None = None,
         timeout: float | None = None,
-    ) -> Named:
+    ) -> NamingResult:
         """Give pages that we hold their keys: pages[i] holds what keys[start + i] stands for. From
         then on lookups find them; our pin of each stays until `unpin`. Their content must be
         complete before.
@@ -1240,8 +1126,8 @@ class PageIndex:
             keys: of the whole chain from its root: the page of the key before is the parent.
             start: first key to be given.
             merge: where another page stands under a key already, free ours.
-            into: an empty `Named(len(pages))`, which after an error says how far this came; the
-                same call with it goes on there.
+            into: an empty `NamingResult(len(pages))`, which after an error says how far this came;
+                the same call with it goes on there.
             timeout: seconds to wait for the lock; None: the handle's `lock_timeout`.
 
         Raises:
@@ -1273,9 +1159,9 @@ class PageIndex:
         *,
         merge: bool = True,
         namespace: Namespace | None = None,
-        into: Named | None = None,
+        into: NamingResult | None = None,
         timeout: float | None = None,
-    ) -> Named:
+    ) -> NamingResult:
         """`name_pages` for many requests in one call. Request i has the keys
         [offsets[i], offsets[i+1]), and names its pages by those from `starts[i]` on, counted from
         its first; `pages` are those of one request behind another. About 0.1 us a page."""
@@ -1290,13 +1176,13 @@ class PageIndex:
                 f"name: expected starts within each request, and a page for each key behind them "
                 f"({wanted}), found {len(held)} pages"
             )
-        named = Named(wanted) if into is None else into
+        named = NamingResult(wanted) if into is None else into
         if len(named) != wanted:
             raise ConfigError(f"into: expected room for {wanted} pages, found {len(named)}")
-        progress = named._progress
+        progress = named.progress
         progress.ns = self._ref(namespace)
         progress.flags = MERGE if merge else 0
-        code = self._locked(
+        code = self.core.locked(
             "lci_name",
             ctypes.byref(progress),
             where,
@@ -1337,7 +1223,7 @@ class PageIndex:
         """
         held = _arguments.pages(pages)
         progress = layout.HeldProgress() if into is None else into
-        code = self._locked(
+        code = self.core.locked(
             "lci_unname",
             ctypes.byref(progress),
             _arguments.address(held),
@@ -1365,7 +1251,7 @@ class PageIndex:
         """
         held = _arguments.pages(pages)
         progress = layout.HeldProgress()
-        code = self._locked(
+        code = self.core.locked(
             "lci_free_held",
             ctypes.byref(progress),
             _arguments.address(held),
@@ -1387,8 +1273,8 @@ class PageIndex:
         """
         held = _arguments.pages(pages)
         refused = ctypes.c_uint32()
-        code = self._quick.lci_unpin(
-            self._handle, _arguments.address(held), len(held), ctypes.byref(refused)
+        code = self.core.quick.lci_unpin(
+            self.core.handle, _arguments.address(held), len(held), ctypes.byref(refused)
         )
         if code == Code.OWNER:
             raise LeaseLost(
@@ -1410,7 +1296,7 @@ class PageIndex:
             OutOfPages: too many tickets are outstanding.
             ConfigError, LockTimeout, PermissionDenied, Detached.
         """
-        return self._give_ticket(_arguments.pages(pages), None, adopters, timeout)
+        return give_ticket(self.core, _arguments.pages(pages), None, adopters, timeout)
 
     def _check_pages(
         self, code: int, what: str, pages: Pages, progress: layout.HeldProgress, why: str
@@ -1449,7 +1335,7 @@ class PageIndex:
         names = namespaces.encoded(weights, "weights"), namespaces.encoded(tenant, "tenant")
         found = ctypes.c_uint32()
         if self._segment.readonly:
-            code = self._quick.lci_namespace_find(self._handle, *names, ctypes.byref(found))
+            code = self.core.quick.lci_namespace_find(self.core.handle, *names, ctypes.byref(found))
             if code == Code.MISSING:
                 raise LeaseLost(f"namespace: there is none of weights {weights!r}, {tenant!r}")
         else:
@@ -1457,7 +1343,7 @@ class PageIndex:
                 quota=_limit(quota, "quota"), minimum=_limit(minimum, "minimum")
             )
             asked = ctypes.byref(limits)
-            code = self._locked(
+            code = self.core.locked(
                 "lci_namespace_limits", *names, asked, ctypes.byref(found), what="open a namespace"
             )
             if code == Code.FULL:
@@ -1482,7 +1368,7 @@ class PageIndex:
         of the new weights. Takes the lock, in pieces; about 10 ns a page of the pool.
         """
         cleared = self.default_namespace if namespace is None else namespace
-        check(self._locked("lci_clear", self._ref(namespace), what="clear"), "clear")
+        check(self.core.locked("lci_clear", self._ref(namespace), what="clear"), "clear")
         if cleared.ref == self._namespace:
             self.use(self.namespace(cleared.weights, cleared.tenant))
 
@@ -1494,7 +1380,7 @@ class PageIndex:
             Detached: closed, replaced, or a forked child.
         """
         ref = self._ref(namespace)
-        if check(self._quick.lci_namespace_good(self._handle, ref), "namespace_state"):
+        if check(self.core.quick.lci_namespace_good(self.core.handle, ref), "namespace_state"):
             return NamespaceState.NORMAL
         found = self._namespace_record(ref & 0xFF)
         if found.epoch & 0xFFFFFF != ref >> 8:
@@ -1528,7 +1414,7 @@ class PageIndex:
 
     def _namespace_record(self, entry: int) -> layout.NamespaceRecord:
         with self._segment.busy():
-            at = self._segment.address + self._places.namespaces + entry * _RECORD
+            at = self._segment.address + self.core.places.namespaces + entry * _RECORD
             return layout.NamespaceRecord.from_buffer_copy(ctypes.string_at(at, _RECORD))
 
     def use(self, namespace: Namespace) -> None:
@@ -1538,7 +1424,7 @@ class PageIndex:
 
     def _find_default(self) -> Namespace:
         found = ctypes.c_uint32()
-        code = self._quick.lci_namespace_find(self._handle, b"", b"", ctypes.byref(found))
+        code = self.core.quick.lci_namespace_find(self.core.handle, b"", b"", ctypes.byref(found))
         if code == Code.MISSING and not self._segment.readonly:
             return self.namespace()
         return Namespace("", "", found.value)
@@ -1576,7 +1462,7 @@ class PageIndex:
         where, n = _arguments.keys(keys)
         progress = layout.WalkProgress()
         ref, what = self._ref(namespace), "keep" if keep else "unkeep"
-        code = self._locked("lci_keep", where, n, ref, keep, ctypes.byref(progress), what=what)
+        code = self.core.locked("lci_keep", where, n, ref, keep, ctypes.byref(progress), what=what)
         check(code, what)
         return progress
 
@@ -1597,8 +1483,8 @@ class PageIndex:
         where, n = _arguments.keys(keys)
         _arguments.count(start, "start", 0, n)
         progress = layout.WalkProgress()
-        ref = self._ref(namespace)
-        code = self._locked("lci_drop", where, n, start, ref, ctypes.byref(progress), what="drop")
+        ref, told = self._ref(namespace), ctypes.byref(progress)
+        code = self.core.locked("lci_drop", where, n, start, ref, told, what="drop")
         check(code, "drop")
         return int(progress.pages)
 
@@ -1623,14 +1509,15 @@ class PageIndex:
             PermissionDenied, Detached.
         """
         _arguments.count(n, "n", 0, MAX_OLDEST)
-        lease = ColdLease(self, n)
+        buffer = buffer_for(n)
+        lease = ColdLease(self.core, buffer)
         keys, parents = np.zeros((n, 2), np.uint64), np.zeros(n, np.int32)
         progress = layout.OldestProgress(want=n, keep_order=bool(keep_order))
         try:
-            code = self._locked(
+            code = self.core.locked(
                 "lci_oldest",
                 ctypes.byref(progress),
-                lease._buffer,
+                buffer,
                 _arguments.address(keys),
                 _arguments.address(parents),
                 what="list the oldest",
@@ -1660,33 +1547,34 @@ class PageIndex:
             LockTimeout: our pins are given up; some may have gone.
             PermissionDenied, Detached.
         """
-        lease = pages.lease if isinstance(pages, Oldest) else pages
-        held = lease if isinstance(lease, Lease) else None
-        if held is not None and held._index is not self:
+        chosen = pages.lease if isinstance(pages, Oldest) else pages
+        lease = chosen if isinstance(chosen, Lease) else None
+        hold = None if lease is None else lease.hold()
+        if hold is not None and hold.core is not self.core:
             raise ConfigError("discard: this lease is of another index")
-        numbers = _numbers(held.pages if held is not None else pages, "discard")
+        numbers = _numbers(chosen if lease is None else lease.pages, "discard")
         if len(np.unique(numbers)) != len(numbers):
             raise ConfigError("discard: a page is named twice; name each once")
-        hits = held._hits.copy() if isinstance(held, ColdLease) else None
-        going = _Discarding(self, numbers)
+        hits = None if hold is None else hold.hits
+        discarding = _Discarding(self.core, numbers)
         try:
-            code = self._locked(
+            code = self.core.locked(
                 "lci_discard",
-                ctypes.byref(going.progress),
-                held._buffer if held is not None else None,
+                ctypes.byref(discarding.progress),
+                None if hold is None else hold.buffer,
                 _arguments.address(numbers),
                 None if hits is None else _arguments.address(hits),
-                _arguments.address(going.order),
-                _arguments.address(going.done),
+                _arguments.address(discarding.order),
+                _arguments.address(discarding.done),
                 len(numbers),
                 what="discard",
             )
         finally:
-            going.end()
-            if held is not None and going.progress.taken:
-                held._done = True
+            discarding.end()
+            if lease is not None and discarding.progress.taken:
+                lease.ended = True
         self._refuse_pages(code, numbers, "discard", -1)
-        return int(going.progress.freed)
+        return int(discarding.progress.freed)
 
     def keys_of(self, pages: Pages) -> Keys:
         """The keys of ready pages that we pin, uint64 of shape (n, 2). No lock; about 20 ns a page.
@@ -1700,8 +1588,8 @@ class PageIndex:
         """
         numbers = _numbers(pages, "keys_of")
         keys, bad = np.zeros((len(numbers), 2), np.uint64), ctypes.c_uint32()
-        code = self._quick.lci_keys_of(
-            self._handle,
+        code = self.core.quick.lci_keys_of(
+            self.core.handle,
             _arguments.address(numbers),
             len(numbers),
             _arguments.address(keys),
@@ -1736,7 +1624,7 @@ class PageIndex:
         """
         where, n = _arguments.keys(keys)
         ref = self._ref(namespace)
-        found: int = self._quick.lci_deepest1(self._handle, where, n, ref)
+        found: int = self.core.quick.lci_deepest1(self.core.handle, where, n, ref)
         if found < 0:
             check(found, "deepest")
         return found
@@ -1748,8 +1636,8 @@ class PageIndex:
         where, n = _arguments.keys(keys)
         bounds = _arguments.offsets(offsets, n)
         counts = np.zeros(len(bounds) - 1, np.int32)
-        code = self._quick.lci_deepest(
-            self._handle,
+        code = self.core.quick.lci_deepest(
+            self.core.handle,
             where,
             _arguments.address(bounds),
             len(counts),
@@ -1771,8 +1659,8 @@ class PageIndex:
         """
         where, n = _arguments.keys(keys)
         counts = np.zeros(n, np.int32)
-        ref = self._ref(namespace)
-        code = self._quick.lci_children(self._handle, where, n, ref, _arguments.address(counts))
+        ref, core = self._ref(namespace), self.core
+        code = core.quick.lci_children(core.handle, where, n, ref, _arguments.address(counts))
         check(code, "children")
         return counts
 
@@ -1791,44 +1679,16 @@ class PageIndex:
 
     def adopt(
         self, ticket: bytes, *, shard: int | None = None, timeout: float | None = None
-    ) -> Lease | Shard:
+    ) -> Lease | ReservationShard:
         """Pin a ticket's pages in our own name. A lease's ticket gives a `Lease` (then tell its
-        giver with `done`), a reservation's a `Shard` to write; say which.
+        giver with `done`), a reservation's a `ReservationShard` to write; say which.
 
         Raises:
             LeaseLost: of another cache, ended, past its deadline, not for us, adopted before.
             ConfigError: no such shard.
             LockTimeout, PermissionDenied, Detached.
         """
-        ref = leases.parse(ticket)
-        number = layout.SHARDS if shard is None else shard
-        _arguments.count(number, "shard", 0, layout.SHARDS)
-        size = self._quick.lci_ticket_size(self._handle, ctypes.byref(ref))
-        if size < 0:
-            self._refuse(size)
-        lease = Lease(self, size)
-        adopted = Shard(self, lease, number, bytes(ticket))
-        at = ctypes.addressof(lease._buffer)
-        code = self._locked(
-            "lci_adopt",
-            ctypes.byref(ref),
-            number,
-            ctypes.c_void_p(at),
-            ctypes.c_void_p(at + HEADER_BYTES),
-            size,
-            ctypes.byref(adopted._rid),
-            ctypes.byref(adopted._gen),
-            what="adopt a ticket",
-            timeout=timeout,
-        )
-        if code == Code.RANGE and shard is None:
-            raise ConfigError("adopt: this is a reservation's ticket; say which shard you write")
-        if code < 0:
-            self._refuse(code)
-        if adopted._rid.value != layout.NIL:
-            return adopted
-        adopted._done = True  # the lease alone is held
-        return lease
+        return reservations.adopt(self.core, ticket, shard, timeout)
 
     def done(self, ticket: bytes, ok: bool = True) -> None:
         """Our verdict on a lease's ticket that we adopted: its giver sees it in `poll`. No lock.
@@ -1836,7 +1696,12 @@ class PageIndex:
         Raises:
             LeaseLost: told before, or not ours to tell.
         """
-        self._ticket_done(ticket, ok)
+        code = ticket_done_code(self.core, ticket, ok)
+        if code == Code.TWICE:
+            raise LeaseLost("done: this client gave its verdict before")
+        if code in leases.REFUSALS:
+            raise LeaseLost(f"done: {leases.REFUSALS[Code(code)]}")
+        check(code, "done")
 
     def refuse_orphans(self) -> int:
         """Adopt nothing any more of what dead clients have given: for whoever has read all that
@@ -1850,80 +1715,12 @@ class PageIndex:
         refused = 0
         dead = [(one.slot, one.epoch) for one in self._segment.clients() if not one.alive]
         for slot, epoch in dead or [(0, 0)]:  # with each also what of the reaped is left
-            code = self._locked(
+            code = self.core.locked(
                 "lci_ticket_refuse_orphans", slot, epoch, what="refuse orphaned tickets"
             )
             check(code, "refuse orphaned tickets")
             refused += code
         return refused
-
-    def _refuse(self, code: int) -> None:
-        if code in leases.REFUSALS:
-            raise LeaseLost(f"adopt: {leases.REFUSALS[Code(code)]}")
-        check(code, "adopt a ticket")
-
-    def _ticket_done(self, ticket: bytes, ok: bool) -> None:
-        code = self._ticket_done_code(ticket, ok)
-        if code == Code.TWICE:
-            raise LeaseLost("done: this client gave its verdict before")
-        if code in leases.REFUSALS:
-            raise LeaseLost(f"done: {leases.REFUSALS[Code(code)]}")
-        check(code, "done")
-
-    def _ticket_done_code(self, ticket: bytes, ok: bool) -> int:
-        ref = leases.parse(ticket)
-        code: int = self._quick.lci_ticket_done(self._handle, ctypes.byref(ref), ok)
-        return code
-
-    def _give_ticket(
-        self,
-        pages: Pages,
-        progress: layout.ReserveProgress | None,
-        adopters: list[ClientId],
-        timeout: float,
-    ) -> Ticket:
-        ref = layout.TicketRef()
-        ticket = Ticket(self, ref)  # before the call: an interrupt after it drops the ticket
-        code = self._locked(
-            "lci_ticket_give",
-            _arguments.address(pages),
-            len(pages),
-            progress.rid if progress else layout.NIL,
-            progress.gen if progress else 0,
-            self._adopters(adopters),
-            deadline_ns(timeout),
-            ctypes.byref(ref),
-            what="give a ticket",
-        )
-        if code < 0:
-            ticket._dropped = True
-        if code == Code.OWNER:
-            raise LeaseLost("ticket: this client does not pin all of these pages; pin them first")
-        if code == Code.FULL:
-            raise OutOfPages("ticket: too many tickets are outstanding; drop some")
-        check(code, "give a ticket")
-        return ticket
-
-    def _adopters(self, adopters: list[ClientId]) -> int:
-        living = {(c.slot, c.epoch) for c in self._segment.clients() if c.alive}
-        mask = 0
-        for slot, epoch in adopters:
-            if not 0 < slot < shm_layout.SLOTS:
-                raise ConfigError(
-                    f"adopters: expected slots from 1 to {shm_layout.SLOTS - 1}, found {slot}; "
-                    "take them from `client_id` or `clients()`"
-                )
-            if (slot, epoch) not in living:
-                raise LeaseLost(
-                    f"adopters: client {slot} of epoch {epoch} has left or died; ask `clients()` "
-                    "again, and give the ticket to those who are there"
-                )
-            if mask >> slot & 1:
-                raise ConfigError(f"adopters: client {slot} is named twice")
-            mask |= 1 << slot
-        if not mask:
-            raise ConfigError("adopters: name at least one client")
-        return mask
 
 
 __all__ = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -11,16 +12,29 @@ import numpy as np
 import numpy.typing as npt
 
 from lightcache import _arguments, layout
+from lightcache._core import Core
 from lightcache.errors import Abandoned, ConfigError, LeaseLost, LightcacheError
 from lightcache.layout import KeyStatus
-from lightcache.leases import Borrowed
+from lightcache.leases import (
+    HEADER_BYTES,
+    REFUSALS,
+    Hold,
+    Lease,
+    Positions,
+    Releasable,
+    Ticket,
+    buffer_for,
+    give_ticket,
+    parse,
+    ticket_done_code,
+)
 from lightcache.shm.codes import Code, check, error
 from lightcache.shm.errors import leave
 
 if TYPE_CHECKING:
     from lightcache._arguments import Keys, Offsets, Pages
-    from lightcache.leases import ClientId, Lease, Ticket
-    from lightcache.page_index import PageIndex
+    from lightcache.leases import ClientId
+
 NOT_ADOPTED = layout.NIL - 1  # a shard's reservation before the core has named it
 _WHY = {
     0: "",
@@ -32,10 +46,9 @@ _WHY = {
     5: "there is no memory for more pages, and each that has some is pinned, kept, being written, "
     "guaranteed to another namespace, or a prefix of such a page",
 }
-Positions = npt.NDArray[np.int64]
 
 
-class Reservation(Borrowed):
+class Reservation(Releasable):
     """What became of `keys[start:]`. Every key is one of
 
     - new: a page to be written, pinned; `pages` has them in order, `new` their positions in keys
@@ -50,15 +63,15 @@ class Reservation(Borrowed):
 
     def __init__(
         self,
-        index: PageIndex,
+        core: Core,
         start: int,
         page: Pages,
         status: npt.NDArray[np.uint8],
         progress: layout.ReserveProgress,
     ) -> None:
         """For PageIndex, and for a batch that is split: what the core has filled, or will."""
-        self._done = True  # an interrupt before the last line: nothing to give back
-        self._index = index
+        self.ended = True  # an interrupt before the last line: nothing to give back
+        self._core = core
         self._start = start
         self._page = page
         self._status = status
@@ -66,7 +79,7 @@ class Reservation(Borrowed):
         self._published: set[int] = set()
         self._ready = False
         self._held: Pages | None = None
-        self._done = False
+        self.ended = False
 
     def _where(self, status: KeyStatus) -> Positions:
         return np.flatnonzero(self._status == int(status)) + self._start
@@ -142,7 +155,7 @@ class Reservation(Borrowed):
             ConfigError: no such shard.
             Detached: closed, or a forked child.
         """
-        if self._done:
+        if self.ended:
             raise Abandoned("publish: this reservation has ended; reserve again and write again")
         if shard is not None:
             shard = _arguments.count(shard, "shard", 0, self.shards - 1)
@@ -156,13 +169,13 @@ class Reservation(Borrowed):
         return self._ready
 
     def _publish_one(self, shard: int, pages: Pages) -> bool:
-        """False: it belongs to somebody else."""
+        """Returns False if the shard belongs to another client."""
         if self._progress.gen == 0:  # nothing was new
             self._published.add(shard)
             self._ready = True
             return True
-        code = self._index._quick.lci_publish(
-            self._index._handle,
+        code = self._core.quick.lci_publish(
+            self._core.handle,
             self._progress.rid,
             self._progress.gen,
             shard,
@@ -190,7 +203,7 @@ class Reservation(Borrowed):
         """
         if not len(self.new):
             raise ConfigError("ticket: this reservation has no new pages, so nothing to hand out")
-        return self._index._give_ticket(self.pages, self._progress, adopters, timeout)
+        return give_ticket(self._core, self.pages, self._progress, adopters, timeout)
 
     def abandon(self) -> None:
         """Give up what is not published: its keys are gone from every lookup when this returns,
@@ -200,13 +213,13 @@ class Reservation(Borrowed):
             LeaseLost: ended already.
             LockTimeout: the lock's holder did not give it back in time.
         """
-        if self._done:
+        if self.ended:
             raise LeaseLost("abandon: this reservation has ended before")
         self._end()
 
     def release(self) -> None:
         """The same as leaving the `with`: abandon what is not published, unpin everything."""
-        if self._done:
+        if self.ended:
             raise LeaseLost("release: this reservation has ended before; release it once")
         self._end()
 
@@ -214,23 +227,34 @@ class Reservation(Borrowed):
         """Abandon first, while our pins keep the pages ours, then unpin; may be called again
         after an interrupt anywhere in between."""
         self._give_up()
-        code = self._index._quick.lci_unreserve(
-            self._index._handle,
+        code = self._core.quick.lci_unreserve(
+            self._core.handle,
             ctypes.byref(self._progress),
             _arguments.address(self._page),
             _arguments.address(self._status),
             len(self._page),
         )
-        self._done = True
+        self.ended = True
         if code not in (Code.OK, Code.FORKED, Code.CLOSED):
             check(code, "unpin a reservation")
 
+    def hold(self) -> Hold:
+        """For code of lightcache that takes the pages over."""
+        note = partial(setattr, self, "_ready", True)
+        return Hold(self._core, self._give_back, self._give_up, self._publish_all, note)
+
+    def _publish_all(self) -> bool:
+        """For a copy that has taken over a reservation of one shard."""
+        if not self._publish_one(0, self.pages):
+            raise LeaseLost("publish: the reservation's shard was adopted by another client")
+        return self._ready
+
     def _give_up(self) -> None:
-        """Abandon what is not published, and keep the pins: nobody gets the pages yet."""
+        """Abandon what is not published, and keep the pins: the pages are not given out yet."""
         if self._progress.gen and not self._ready:
             # LeaseLost: a shard's owner died or the namespace was cleared, it ended without us
             with contextlib.suppress(LeaseLost):
-                self._index._abandon(self._progress.rid, self._progress.gen)
+                self._core.abandon(self._progress.rid, self._progress.gen)
 
     def __repr__(self) -> str:
         return (
@@ -239,22 +263,30 @@ class Reservation(Borrowed):
         )
 
 
-class Shard(Borrowed):
-    """One shard of somebody's reservation, adopted from a ticket: pages to write, pinned in our
-    own name. `publish` it, or leave the `with`: then nobody can publish it any more, so the whole
-    reservation is abandoned, and the giver told that it failed."""
+class ReservationShard(Releasable):
+    """One shard of another client's reservation, adopted from a ticket: pages to write, pinned in
+    our own name. `publish` it, or leave the `with`: then it can no longer be published, so the
+    whole reservation is abandoned, and its giver is told that it failed."""
 
-    def __init__(self, index: PageIndex, lease: Lease, shard: int, ticket: bytes) -> None:
-        """For PageIndex.adopt, before anything is adopted."""
-        self._done = True  # as in Reservation
-        self._index = index
+    def __init__(
+        self,
+        core: Core,
+        lease: Lease,
+        shard: int,
+        ticket: bytes,
+        rid: ctypes.c_uint32,
+        gen: ctypes.c_uint32,
+    ) -> None:
+        """For `adopt`, before the call that adopts and names the reservation in `rid` and `gen`."""
+        self.ended = True  # as in Reservation
+        self._core = core
         self._lease = lease
         self.shard = shard
-        self._rid = ctypes.c_uint32(NOT_ADOPTED)
-        self._gen = ctypes.c_uint32()
         self._ticket = ticket
+        self._rid = rid
+        self._gen = gen
         self._told = False
-        self._done = False
+        self.ended = False
 
     @property
     def pages(self) -> Pages:
@@ -266,7 +298,7 @@ class Shard(Borrowed):
         return self._lease.pages
 
     def publish(self) -> bool:
-        """Say that our shard of all pages is written; also gives the ticket's verdict.
+        """Publish our shard of all pages, which is written; also gives the ticket's verdict.
 
         Returns:
             Whether the pages are ready now: this was the last shard.
@@ -274,13 +306,13 @@ class Shard(Borrowed):
         Raises:
             As `Reservation.publish`.
         """
-        if self._done:
+        if self.ended:
             raise Abandoned("publish: this shard was released before")
         return self._publish()
 
     def _publish(self) -> bool:
-        code = self._index._quick.lci_publish(
-            self._index._handle,
+        code = self._core.quick.lci_publish(
+            self._core.handle,
             self._rid.value,
             self._gen.value,
             self.shard,
@@ -292,7 +324,7 @@ class Shard(Borrowed):
         check(code, f"publish shard {self.shard}")
         self._told = True
         # It is published, whatever became of the ticket: revoked, late, or its giver died.
-        self._index._ticket_done_code(self._ticket, True)
+        ticket_done_code(self._core, self._ticket, True)
         return bool(code)
 
     def release(self) -> None:
@@ -301,46 +333,105 @@ class Shard(Borrowed):
         Raises:
             LeaseLost: released already.
         """
-        if self._done:
+        if self.ended:
             raise LeaseLost("release: this shard was released before; release it once")
         self._end()
 
+    def hold(self) -> Hold:
+        """For code of lightcache that takes the pages over."""
+        return Hold(self._core, self._give_back, self._give_up, self._publish)
+
     def _end(self) -> None:
-        """May be called again after an interrupt anywhere in between."""
+        """May be repeated after an interrupt anywhere in between."""
         self._give_up()
-        self._lease._let_go()
-        self._done = True
+        if self._rid.value != layout.NIL:  # else the lease is held alone
+            self._lease.close()
+        self.ended = True
 
     def _give_up(self) -> None:
-        """Abandon if it is not published, and keep the pins: nobody gets the pages yet."""
-        if not self._told and self._rid.value != NOT_ADOPTED:
-            code = self._index._ticket_done_code(self._ticket, False)
+        """Abandon if it is not published, and keep the pins: the pages are not given out yet."""
+        if not self._told and self._rid.value not in (NOT_ADOPTED, layout.NIL):
+            code = ticket_done_code(self._core, self._ticket, False)
             if code not in (Code.OK, Code.STALE, Code.TWICE, Code.FORKED, Code.CLOSED):
                 check(code, "tell that a shard failed")
-            if self._rid.value != layout.NIL and not self._index._unusable():
+            if not self._core.unusable():
                 with contextlib.suppress(LeaseLost):  # it has ended in another way
-                    self._index._abandon(self._rid.value, self._gen.value)
+                    self._core.abandon(self._rid.value, self._gen.value)
 
 
-def empty_reservation(
-    index: PageIndex, n: int, start: int, shards: int, namespace: int
+def adopt(
+    core: Core, ticket: bytes, shard: int | None, timeout: float | None
+) -> Lease | ReservationShard:
+    """See `PageIndex.adopt`."""
+    ref = parse(ticket)
+    number = layout.SHARDS if shard is None else shard
+    _arguments.count(number, "shard", 0, layout.SHARDS)
+    size = core.quick.lci_ticket_size(core.handle, ctypes.byref(ref))
+    if size < 0:
+        _refuse(size)
+    buffer = buffer_for(size)
+    rid, gen = ctypes.c_uint32(NOT_ADOPTED), ctypes.c_uint32()
+    lease = Lease(core, buffer)
+    adopted = ReservationShard(core, lease, number, bytes(ticket), rid, gen)
+    where = ctypes.addressof(buffer)
+    code = core.locked(
+        "lci_adopt",
+        ctypes.byref(ref),
+        number,
+        ctypes.c_void_p(where),
+        ctypes.c_void_p(where + HEADER_BYTES),
+        size,
+        ctypes.byref(rid),
+        ctypes.byref(gen),
+        what="adopt a ticket",
+        timeout=timeout,
+    )
+    if code == Code.RANGE and shard is None:
+        raise ConfigError("adopt: this is a reservation's ticket; say which shard you write")
+    if code < 0:
+        _refuse(code)
+    return lease if rid.value == layout.NIL else adopted
+
+
+def _refuse(code: int) -> None:
+    if code in REFUSALS:
+        raise LeaseLost(f"adopt: {REFUSALS[Code(code)]}")
+    check(code, "adopt a ticket")
+
+
+def reserve(
+    core: Core,
+    keys: Keys,
+    start: int,
+    shards: int,
+    namespace: int,
+    timeout: float | None,
 ) -> Reservation:
-    """Of keys [start, n), before anything is reserved."""
+    """See `PageIndex.reserve`."""
+    where, n = _arguments.keys(keys)
+    _arguments.count(start, "start", 0, n)
+    _arguments.count(shards, "shards", 1, layout.SHARDS)
     page, status = np.full(n - start, -1, np.int32), np.zeros(n - start, np.uint8)
     progress = layout.ReserveProgress(shards=shards, ns=namespace)
-    return Reservation(index, start, page, status, progress)
-
-
-def reserve_arguments(reservation: Reservation, where: Any, n: int) -> tuple[object, ...]:
-    """What lci_reserve takes between the handle and (wait, deadline); `where` are the n keys."""
-    return (
-        ctypes.byref(reservation._progress),
+    reservation = Reservation(core, start, page, status, progress)
+    arguments = (
+        ctypes.byref(progress),
         where,
         n,
-        reservation._start,
-        _arguments.address(reservation._page),
-        _arguments.address(reservation._status),
+        start,
+        _arguments.address(page),
+        _arguments.address(status),
     )
+    try:
+        code = core.locked("lci_reserve", *arguments, what="reserve", timeout=timeout)
+        while code == Code.GROW:
+            progress.no_memory = not core.need_memory(int(progress.wanted))
+            code = core.locked("lci_reserve", *arguments, what="reserve", timeout=timeout)
+        check(min(code, 0), "reserve")
+    except BaseException:
+        reservation.__exit__(None, None, None)
+        raise
+    return reservation
 
 
 # ---- ReservationBatch: reservations of several requests, made by one call of the core.
@@ -354,21 +445,24 @@ class ReservationBatch:
     split. Each is one of its own: others may see some of them and not the rest."""
 
     def __init__(
-        self, index: PageIndex, bounds: Offsets, starts: Offsets, shards: int, namespace: int
+        self,
+        core: Core,
+        bounds: Offsets,
+        starts: Offsets,
+        page: Pages,
+        status: npt.NDArray[np.uint8],
+        records: bytearray,
     ) -> None:
-        """For PageIndex: nothing is reserved yet. The arguments are sound."""
-        self._done = True  # an interrupt before the last line: nothing to give back
-        self._index, self._bounds, self._starts = index, bounds, starts
+        """For `reserve_batch`: nothing is reserved yet. `records` is a `ReserveProgress` for each
+        request; the core writes into it, `page` and `status`."""
+        self.ended = True  # an interrupt before the last line: nothing to give back
+        self._core, self._bounds, self._starts = core, bounds, starts
         self._sizes = bounds[1:] - bounds[:-1] - starts
-        total = int(self._sizes.sum())
-        self._page = np.full(total, -1, np.int32)
-        self._status = np.zeros(total, np.uint8)
-        self._records = bytearray(len(starts) * _PROGRESS.itemsize)
-        self._progress = np.frombuffer(self._records, _PROGRESS)
-        self._progress["shards"] = shards
-        self._progress["ns"] = namespace
+        self._page, self._status = page, status
+        self._records = records
+        self._progress = np.frombuffer(records, _PROGRESS)
         self._published: list[LightcacheError | None] = []
-        self._done = False
+        self.ended = False
 
     def __len__(self) -> int:
         """Number of requests."""
@@ -397,14 +491,14 @@ class ReservationBatch:
             LeaseLost: published before.
             Detached: closed, or a forked child.
         """
-        if self._done:
+        if self.ended:
             raise Abandoned("publish: this batch has ended; reserve again and write again")
         if self._published:
             raise LeaseLost("publish: this batch was published before; do it once")
-        self._index._segment.check_usable()
+        self._core.segment.check_usable()
         pages, codes = self.pages, np.zeros(len(self), np.int32)
-        code = self._index._quick.lci_publish_many(
-            self._index._handle,
+        code = self._core.quick.lci_publish_many(
+            self._core.handle,
             _arguments.address(self._progress),
             len(self),
             _arguments.address(pages),
@@ -421,15 +515,15 @@ class ReservationBatch:
         Raises:
             LeaseLost: released, split or published before.
         """
-        if self._done or self._published:
+        if self.ended or self._published:
             raise LeaseLost("split: this batch was released, split or published before")
         parts, at = [], 0
         for i, size in enumerate(self._sizes.tolist()):
             progress = layout.ReserveProgress.from_buffer(self._records, i * _PROGRESS.itemsize)
             page, status = self._page[at : at + size], self._status[at : at + size]
-            parts.append(Reservation(self._index, int(self._starts[i]), page, status, progress))
+            parts.append(Reservation(self._core, int(self._starts[i]), page, status, progress))
             at += size
-        self._done = True  # an interrupt before: both give back, and the core does it once
+        self.ended = True  # an interrupt before: both give back, and the core does it once
         return parts
 
     def release(self) -> None:
@@ -438,7 +532,7 @@ class ReservationBatch:
         Raises:
             LeaseLost: released or split before.
         """
-        if self._done:
+        if self.ended:
             raise LeaseLost("release: this batch was released or split before; release it once")
         self._end()
 
@@ -447,9 +541,9 @@ class ReservationBatch:
         for i, failed in enumerate(self._published or [_NEVER] * len(self)):
             if failed is not None and (gen := int(self._progress["gen"][i])):
                 with contextlib.suppress(LeaseLost):  # it has ended in another way
-                    self._index._abandon(int(self._progress["rid"][i]), gen)
-        code = self._index._quick.lci_unreserve_many(
-            self._index._handle,
+                    self._core.abandon(int(self._progress["rid"][i]), gen)
+        code = self._core.quick.lci_unreserve_many(
+            self._core.handle,
             _arguments.address(self._progress),
             _arguments.address(self._bounds),
             _arguments.address(self._starts),
@@ -457,7 +551,7 @@ class ReservationBatch:
             _arguments.address(self._page),
             _arguments.address(self._status),
         )
-        self._done = True
+        self.ended = True
         if code not in (Code.OK, Code.FORKED, Code.CLOSED):
             check(code, "unpin a batch of reservations")
 
@@ -470,18 +564,12 @@ class ReservationBatch:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if not self._done and not self._index._unusable():
+        if not self.ended and not self._core.unusable():
             leave(self._end, error)
 
     def __del__(self) -> None:
-        if not getattr(self, "_done", True) and not self._index._unusable():
+        if not getattr(self, "ended", True) and not self._core.unusable():
             self._end()
-
-    def _wanted(self) -> int:
-        """Pages without memory that the first request that is not through wants."""
-        at = self._progress
-        through = (at["pinned"] != 0) & ((at["stopped"] != 0) | (at["cursor"] >= self._sizes))
-        return int(at["wanted"][int(np.argmin(through))])
 
 
 _NEVER = LightcacheError("not published")
@@ -494,7 +582,7 @@ def _refused(code: int) -> LightcacheError:
 
 
 def reserve_batch(
-    index: PageIndex,
+    core: Core,
     keys: Keys,
     offsets: Offsets,
     starts: object,
@@ -507,26 +595,41 @@ def reserve_batch(
     bounds = _arguments.offsets(offsets, n)
     begins = _starts(starts, bounds)
     _arguments.count(shards, "shards", 1, layout.SHARDS)
-    batch = ReservationBatch(index, bounds, begins, shards, namespace)
+    sizes = bounds[1:] - bounds[:-1] - begins
+    page = np.full(int(sizes.sum()), -1, np.int32)
+    status = np.zeros(len(page), np.uint8)
+    records = bytearray(len(begins) * _PROGRESS.itemsize)
+    progress = np.frombuffer(records, _PROGRESS)
+    progress["shards"] = shards
+    progress["ns"] = namespace
+    batch = ReservationBatch(core, bounds, begins, page, status, records)
     arguments = (
-        _arguments.address(batch._progress),
+        _arguments.address(progress),
         where,
         _arguments.address(bounds),
         _arguments.address(begins),
-        len(batch),
-        _arguments.address(batch._page),
-        _arguments.address(batch._status),
+        len(begins),
+        _arguments.address(page),
+        _arguments.address(status),
     )
     try:
-        code = index._locked("lci_reserve_many", *arguments, what="reserve", timeout=timeout)
+        code = core.locked("lci_reserve_many", *arguments, what="reserve", timeout=timeout)
         while code == Code.GROW:
-            batch._progress["no_memory"] = not index._need_memory(batch._wanted())
-            code = index._locked("lci_reserve_many", *arguments, what="reserve", timeout=timeout)
+            progress["no_memory"] = not core.need_memory(_pages_wanted(progress, sizes))
+            code = core.locked("lci_reserve_many", *arguments, what="reserve", timeout=timeout)
         check(code, "reserve")
     except BaseException:
         batch.__exit__(None, None, None)
         raise
     return batch
+
+
+def _pages_wanted(progress: Any, sizes: Offsets) -> int:
+    """Pages without memory that the first unfinished request wants."""
+    finished = (progress["pinned"] != 0) & (
+        (progress["stopped"] != 0) | (progress["cursor"] >= sizes)
+    )
+    return int(progress["wanted"][int(np.argmin(finished))])
 
 
 def _starts(starts: object, bounds: Offsets) -> npt.NDArray[np.int64]:

@@ -225,8 +225,8 @@ class Source:
         if wanted not in self._refs:
             found = ctypes.c_uint32()
             encoded = namespaces.encoded(weights, "weights"), namespaces.encoded(tenant, "tenant")
-            code = self._index._quick.lci_namespace_find(
-                self._index._handle, *encoded, ctypes.byref(found)
+            code = self._index.core.quick.lci_namespace_find(
+                self._index.core.handle, *encoded, ctypes.byref(found)
             )
             if code != Code.MISSING:
                 check(code, "look for a namespace")

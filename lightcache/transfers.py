@@ -1,30 +1,30 @@
-"""Offload and Load: a copy, and the pages that it may touch until it is over.
+"""Offload and Load: copies, and the pages that each may touch until it has finished.
 
-A page must not be given to anybody else while a copy may still read or write it. Reservations,
-shards and leases hold pages by pins; a copy goes on whatever becomes of the objects of the one who
-began it. So the pins belong to the copy, and this is why they are kept exactly as long:
+A page must not be given to another client while a copy may still read or write it. Reservations,
+shards and leases hold pages by pins; a copy continues whatever becomes of the objects of the code
+that started it. So the pins belong to the copy, which keeps them exactly as long as it runs:
 
-1. Taking over. `Offload` and `Load` take their reservation, shard or lease before the copy begins.
-   To its first owner it has ended: leaving its `with`, releasing or dropping it does nothing more.
+1. Taking over. `Offload` and `Load` take their reservation, shard or lease before the copy starts.
+   For its first owner it has ended: leaving its `with`, releasing or dropping it does nothing more.
    Bad input is refused before anything is copied, and then it is the caller's as before.
-2. Holding. A `_Keeper` owns the pins. The transfer holds it (`when_done`), and whoever runs a
-   transfer holds that until the copy is over: a thread of the host engine, the device engine's own
-   list. So nothing that happens to `Offload` or `Load`, garbage collection included, ends the pins
-   before the copy.
-3. Ending. The keeper is told from `done` and `wait`, and from the engine's `poll` and `close`; an
-   engine that is polled each step needs no more. It publishes if the copy succeeded and nobody gave
-   up, abandons otherwise, and then unpins; each may be done twice, so an interrupt in between is
-   mended by the next call. If the call itself is lost to an interrupt, the keeper is garbage now,
-   with the copy over, and unpins as it goes.
-4. Giving up. `abort`, an exception that leaves the `with`, or dropping an `Offload` whose copy goes
-   on: the keys are abandoned at once, so nobody waits for them; the pages stay pinned, doomed and
-   without a key, until the copy is over. What was dropped is not published although its copy may
-   succeed, because nobody said that its source was left alone. If the process is killed meanwhile,
-   such pages are quarantined like those still being written.
-5. Interrupts. The engine is given the keeper with the call that begins the copy, and has it before
+2. Holding. A `Keeper` owns the pins. The transfer holds it (`when_done`), and the runner of a
+   transfer holds that until the copy has finished: a thread of the host engine, the device engine's
+   own list. So nothing that happens to `Offload` or `Load`, garbage collection included, ends the
+   pins before the copy.
+3. Ending. The keeper is told by `done` and `wait`, and by the engine's `poll` and `close`; an
+   engine that is polled each step needs no more. It publishes if the copy succeeded and was not
+   aborted, abandons otherwise, and then unpins; each may be done twice, so an interrupt in between
+   is mended by the next call. If the call itself is lost to an interrupt, the keeper is garbage
+   now, with the copy finished, and unpins as it is collected.
+4. Giving up. `abort`, an exception that leaves the `with`, or dropping an `Offload` whose copy is
+   in flight: the keys are abandoned at once, so no client waits for them; the pages stay pinned,
+   doomed and without a key, until the copy has finished. What was dropped is not published although
+   its copy may succeed, because its source may have been changed. If the process is killed
+   meanwhile, such pages are quarantined like those still being written.
+5. Interrupts. The engine is given the keeper with the call that starts the copy, and has it before
    anything is copied. So if an interrupt, or an error of the device, comes out of that call, the
-   engine says whether a copy goes on (`will_tell`): the pages are the keeper's until that is over,
-   and are not published, or they are the caller's again.
+   engine knows whether a copy is in flight (`will_tell`): the pages are the keeper's until that has
+   finished, and are not published, or they are the caller's again.
 
 Close engines before caches: closing a cache gives back everything that it holds, and it refuses
 (InUse) while an engine keeps views of its pool.
@@ -37,7 +37,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -51,11 +51,11 @@ from lightcache.errors import (
     WaitTimeout,
 )
 from lightcache.kernels.moves import Engine, Move, Transfer, integers
-from lightcache.leases import Borrowed, Lease
-from lightcache.reservations import Reservation, Shard
+from lightcache.leases import Lease, Releasable
+from lightcache.reservations import Reservation, ReservationShard
 from lightcache.shm.errors import leave
 
-# ---- Who holds the pages of a copy: see `lightcache.transfers`, which says why.
+# ---- The owner of the pages of a copy.
 
 _NAP = 1e-3  # seconds between two looks at a copy that was interrupted
 
@@ -64,86 +64,102 @@ class Keeper:
     """Owns a reservation, shard or lease for as long as a copy may touch its pages. Any thread may
     call it."""
 
-    def __init__(self, held: Reservation | Shard | Lease) -> None:
-        """Owns nothing yet."""
-        self._owns = False
-        self._ended = False
-        self._held = held
-        self._writes = not isinstance(held, Lease)
+    def __init__(self, source: Releasable) -> None:
+        """Owns nothing yet. `source` is a reservation, a shard or a lease."""
+        self.owns = False
+        """Whether the pages are a copy's, so that they are given back here."""
+        self.ended = False
+        """Whether they were given back."""
+        self.engine: Engine | None = None
+        """Of the copy; None: none of ours."""
+        self.given_up = False
+        """Whether nothing of it is to be published."""
+        self._source = source
+        self._hold = source.hold()
         # Re-entrant: a garbage collection inside of `over` may drop the Offload, which aborts.
         self._lock = threading.RLock()
-        self._engine: Engine | None = None
         self._begun = False
         self._told: bool | None = None
-        self._given_up = False
         self._publishing = False
         self._error: LightcacheError | None = None
         self.ready: bool | None = None
         """See `Offload.ready`."""
 
     def begin(self, engine: Engine, call: Callable[..., Transfer]) -> Transfer:
-        """Take the pages over and begin the copy; give them back if nothing of it has begun.
+        """Take the pages over and start the copy; give them back if nothing of it has started.
 
         Args:
-            call: begins it; is given `when_done=`, for the engine.
+            call: starts it; is given `when_done=`, for the engine.
         """
-        self._take(engine)
+        self.take(engine)
         try:
             transfer = call(when_done=self.over)
         except BaseException:
-            self._given_up = True  # nothing of it is published
+            self.given_up = True  # nothing of it is published
             if self._told is not None:
                 self.over(False)
             elif not self.goes_on():
-                self._hand_back()
+                self.hand_back()
             raise
         self._begun = True
         if self._told is not None:  # before this, by another thread
             self.over(self._told)
         return transfer
 
-    def goes_on(self) -> bool:
-        """Whether its engine has a copy of it that is not over, or of which we were not told."""
-        return self._engine is not None and self._engine.will_tell(self.over)
+    @property
+    def writes(self) -> bool:
+        """Whether the copy writes pages that are to be published."""
+        return self._hold.publish is not None
 
-    # In both of these an interrupt in the middle leaves two owners, of whom the second to end it
+    def goes_on(self) -> bool:
+        """Whether its engine has a copy of it in flight, or one whose end it has not told us."""
+        return self.engine is not None and self.engine.will_tell(self.over)
+
+    # In both of these an interrupt in the middle leaves two owners, of which the second to end it
     # finds nothing left to end; never none.
 
-    def _take(self, engine: Engine | None = None) -> None:
-        self._owns, self._engine = True, engine
-        self._held._keeper = weakref.ref(self)
-        self._held._done = True
+    def take(self, engine: Engine | None = None) -> None:
+        """Own the pages from now on: the caller's object has ended."""
+        self.owns, self.engine = True, engine
+        remember(self._source, self)
+        self._source.ended = True
 
-    def _hand_back(self) -> None:
-        self._held._done = False
-        self._owns = False
+    def hand_back(self) -> None:
+        """Give the pages back to the caller's object: nothing is copied."""
+        self._source.ended = False
+        self.owns = False
 
-    def over(self, ok: bool) -> None:
-        """The copy is over: publish or abandon, and unpin. More than once is once. While the call
-        that begins it has not returned it is noted; if an interrupt came out of that, nothing is
-        published.
+    def over(self, ok: bool, *, published: bool = False) -> None:
+        """The copy has finished: publish or abandon, and unpin. More than once is once. Before the
+        call that starts it has returned it is only noted; if an interrupt came out of that call,
+        nothing is published.
+
+        Args:
+            published: others have made the pages ready; there is nothing to publish or to abandon.
 
         Raises:
             LockTimeout: could not abandon yet; call again.
         """
         with self._lock:
-            if self._ended or not self._owns:
+            if self.ended or not self.owns:
                 return
-            if not self._begun and self._engine is not None and not self._given_up:
+            if not self._begun and self.engine is not None and not self.given_up:
                 self._told = ok
                 return
-            if self._held._index._unusable():  # closed: given back there, or a forked child
+            if self._hold.core.unusable():  # closed: given back there, or a forked child
                 self._error = self._error or Abandoned("the cache was closed before the copy ended")
             else:
-                if self._writes:
-                    self._publish(ok)
-                self._end()
+                if published and self._hold.note_published is not None:
+                    self._hold.note_published()
+                elif ok:
+                    self._publish()
+                self._hold.give_back()
             if self.ready is None:
                 self.ready = False
-            self._ended = True
+            self.ended = True
 
-    def _publish(self, ok: bool) -> None:
-        if self._given_up or not ok:
+    def _publish(self) -> None:
+        if self.given_up or self._hold.publish is None:
             return
         if self._publishing:
             self._error = self._error or Abandoned(
@@ -152,142 +168,105 @@ class Keeper:
             return
         self._publishing = True
         try:
-            self.ready = self._publish_held()
+            self.ready = self._hold.publish()
         except LightcacheError as error:
             self._error = error
 
-    def _publish_held(self) -> bool:
-        held = self._held
-        if isinstance(held, Shard):
-            return held._publish()
-        assert isinstance(held, Reservation)
-        if not held._publish_one(0, held.pages):
-            raise LeaseLost("publish: the reservation's shard was adopted by another client")
-        return held._ready
-
-    def _end(self) -> None:
-        if isinstance(self._held, Lease):
-            self._held._let_go()
-        else:
-            self._held._end()
-
     def abort(self) -> None:
-        """Abandon now what is not published; unpin when the copy is over."""
+        """Abandon now what is not published; unpin when the copy has finished."""
         with self._lock:
-            if self._ended or not self._owns or self._held._index._unusable():
+            if self.ended or not self.owns or self._hold.core.unusable():
                 return
-            self._given_up = True
-            if not isinstance(self._held, Lease):
-                self._held._give_up()
+            self.given_up = True
+            if self._hold.give_up is not None:
+                self._hold.give_up()
 
     def check(self) -> None:
-        """Raise what went wrong when it was over."""
+        """Raise what went wrong when it finished."""
         if self._error is not None:
             raise self._error
 
     def __del__(self) -> None:
-        """The copy is over, and the call that would have said so was lost to an interrupt."""
-        if getattr(self, "_owns", False) and not self._ended:
-            self._given_up = True
+        """The copy has finished, and the call that would have told so was lost to an interrupt."""
+        if getattr(self, "owns", False) and not self.ended:
+            self.given_up = True
             self.over(False)
 
 
 class Saving:
     """A copy of pages that stay the caller's, as an engine knows it."""
 
-    _owns, _ended = True, False
+    owns, ended = True, False
 
     def __init__(self, engine: Engine) -> None:
-        """Not begun."""
-        self._engine = engine
-        self._given_up = False
+        """Not started."""
+        self.engine = engine
+        self.given_up = False
 
     def over(self, ok: bool) -> None:
-        """The copy is over; nothing is to be given back."""
+        """The copy has finished; there is nothing to give back."""
 
     def goes_on(self) -> bool:
         """As `Keeper.goes_on`."""
-        return self._engine.will_tell(self.over)
+        return self.engine.will_tell(self.over)
 
 
 class Interrupted:
-    """A copy whose call has raised, with an engine that has begun it all the same. See `Moving`."""
+    """A copy that an engine has started although the call that starts it has raised. See
+    `Moving`."""
 
     def __init__(self, keeper: Keeper | Saving) -> None:
         """Nothing of it will be published."""
         self._keeper = keeper
-        keeper._given_up = True
+        keeper.given_up = True
 
     def done(self) -> bool:
         """See `Moving`.
 
         Raises:
-            TransferFailed: it is over. What it has moved does not count.
+            TransferFailed: it has finished. What it has moved does not count.
         """
-        keeper, engine = self._keeper, self._keeper._engine
-        if engine is not None:
-            engine.poll()
-        if keeper.goes_on():
+        if self._keeper.engine is not None:
+            self._keeper.engine.poll()
+        if self._keeper.goes_on():
             return False
-        keeper.over(False)
-        raise TransferFailed("it was interrupted while it was begun; it does not count")
+        self._keeper.over(False)
+        raise TransferFailed("it was interrupted while it was started; it does not count")
 
     def wait(self, timeout: float | None = None) -> None:
         """See `Moving`."""
         end = None if timeout is None else time.monotonic() + timeout
         while not self.done():
             if end is not None and time.monotonic() >= end:
-                raise WaitTimeout(f"a copy goes on after {timeout} s; wait again")
+                raise WaitTimeout(f"a copy is in flight after {timeout} s; wait again")
             time.sleep(_NAP)
 
 
-def begun_with(held: Borrowed) -> Interrupted | None:
-    """What an engine has begun with these pages, though the call that begins it has raised. None:
-    nothing, or it is over."""
-    reference = getattr(held, "_keeper", None)
+_KEEPERS: weakref.WeakKeyDictionary[Releasable, weakref.ReferenceType[Keeper | Saving]]
+_KEEPERS = weakref.WeakKeyDictionary()
+
+
+def remember(source: Releasable, keeper: Keeper | Saving) -> None:
+    """Let `begun_with` find the copy that has these pages, as long as it lasts."""
+    _KEEPERS[source] = weakref.ref(keeper)
+
+
+def begun_with(source: Releasable) -> Interrupted | None:
+    """The copy of these pages that an engine has started, though the call that starts it has
+    raised. None: there is none, or it has finished."""
+    reference = _KEEPERS.get(source)
     keeper = None if reference is None else reference()
-    if keeper is None or not keeper._owns or keeper._ended:
+    if keeper is None or not keeper.owns or keeper.ended:
         return None
     return Interrupted(keeper)
 
 
-# ---- Offload and Load: a copy, and the pages that it may touch until it is over.
-#
-# A page must not be given to anybody else while a copy may still read or write it. Reservations,
-# shards and leases hold pages by pins; a copy goes on whatever becomes of the objects of the one
-# who began it. So the pins belong to the copy, and this is why they are kept exactly as long:
-#
-# 1. Taking over. `Offload` and `Load` take their reservation, shard or lease before the copy
-#    begins. To its first owner it has ended: leaving its `with`, releasing or dropping it does
-#    nothing more. Bad input is refused before anything is copied, and then it is the caller's as
-#    before.
-# 2. Holding. A `_Keeper` owns the pins. The transfer holds it (`when_done`), and whoever runs a
-#    transfer holds that until the copy is over: a thread of the host engine, the device engine's
-#    own list. So nothing that happens to `Offload` or `Load`, garbage collection included, ends
-#    the pins before the copy.
-# 3. Ending. The keeper is told from `done` and `wait`, and from the engine's `poll` and `close`;
-#    an engine that is polled each step needs no more. It publishes if the copy succeeded and
-#    nobody gave up, abandons otherwise, and then unpins; each may be done twice, so an interrupt
-#    in between is mended by the next call. If the call itself is lost to an interrupt, the keeper
-#    is garbage now, with the copy over, and unpins as it goes.
-# 4. Giving up. `abort`, an exception that leaves the `with`, or dropping an `Offload` whose copy
-#    goes on: the keys are abandoned at once, so nobody waits for them; the pages stay pinned,
-#    doomed and without a key, until the copy is over. What was dropped is not published although
-#    its copy may succeed, because nobody said that its source was left alone. If the process is
-#    killed meanwhile, such pages are quarantined like those still being written.
-# 5. Interrupts. The engine is given the keeper with the call that begins the copy, and has it
-#    before anything is copied. So if an interrupt, or an error of the device, comes out of that
-#    call, the engine says whether a copy goes on (`will_tell`): the pages are the keeper's until
-#    that is over, and are not published, or they are the caller's again.
-#
-# Close engines before caches: closing a cache gives back everything that it holds, and it refuses
-# (InUse) while an engine keeps views of its pool.
+# ---- Offload and Load.
 
 Slots = Sequence[int] | npt.NDArray[Any]
-Held = TypeVar("Held", Reservation | Shard, Lease)
 
 
-class _InFlight(Generic[Held]):
+class _InFlight:
     """What Offload and Load have in common."""
 
     transfer: Transfer
@@ -298,8 +277,8 @@ class _InFlight(Generic[Held]):
         """Bytes that it moves: of the engine's share, and of the tokens that are not left out."""
         return self.transfer.nbytes
 
-    def _begin(self, engine: Engine, held: Held, verb: str, move: Move, how: Any) -> None:
-        self._keeper = Keeper(held)
+    def _begin(self, engine: Engine, source: Releasable, verb: str, move: Move, how: Any) -> None:
+        self._keeper = Keeper(source)
         self.transfer = self._keeper.begin(engine, partial(getattr(engine, verb), move, **how))
 
     def done(self) -> bool:
@@ -340,7 +319,7 @@ class _InFlight(Generic[Held]):
         self._keeper.check()
 
 
-class Offload(_InFlight["Reservation | Shard"]):
+class Offload(_InFlight):
     """Copies the new pages of a reservation from the device, and publishes them when that is done.
 
         offload = Offload(engine, cache.reserve(keys, len(hit)), slots)
@@ -354,7 +333,7 @@ class Offload(_InFlight["Reservation | Shard"]):
     def __init__(
         self,
         engine: Engine,
-        held: Reservation | Shard,
+        held: Reservation | ReservationShard,
         slots: Slots,
         *,
         positions: Sequence[int] | npt.NDArray[np.int64] | None = None,
@@ -380,8 +359,8 @@ class Offload(_InFlight["Reservation | Shard"]):
             LeaseLost: `held` has ended before.
         """
         tokens = _page_tokens(engine, page_tokens)
-        _check_kind(held, (Reservation, Shard))
-        if held._done:
+        _check_kind(held, (Reservation, ReservationShard))
+        if held.ended:
             raise LeaseLost("offload: this reservation has ended before; reserve again")
         if isinstance(held, Reservation) and held.shards != 1:
             raise ConfigError(
@@ -425,7 +404,7 @@ class Offload(_InFlight["Reservation | Shard"]):
             keeper.abort()
 
 
-class Load(_InFlight[Lease]):
+class Load(_InFlight):
     """Copies the pages of a lease to the device, and holds the lease until that is done.
 
         load = Load(engine, cache.match(keys), slots, after=[event])

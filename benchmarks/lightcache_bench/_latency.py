@@ -88,7 +88,7 @@ def one_page(index: PageIndex, quick: bool) -> Iterator[Row]:
         return
     keys = keys_of(1000, PROMPT)[:1].copy()
     room = np.zeros(4, np.uint32)
-    handle, at, to = index._handle, keys.ctypes.data, room.ctypes.data
+    handle, at, to = index.core.handle, keys.ctypes.data, room.ctypes.data
     calls = 50  # in one sample: the clock costs as much as a call
 
     def nothing(_: int) -> None:

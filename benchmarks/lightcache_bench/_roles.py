@@ -39,12 +39,12 @@ def hold(name: str, stop: bool, touched: int = 0) -> None:
     """Touch some memory, take the lock and keep it; stopped, if asked for."""
     with PageIndex.attach(name, role="bench: holder") as index:
         memory = np.ones(touched, np.uint8)
-        index._core.locked("lci_hold", what="hold the lock")
+        index.core.locked("lci_hold", what="hold the lock")
         tell("ready")
         if stop:
             os.kill(os.getpid(), signal.SIGSTOP)
         sys.stdin.read()
-        index._quick.lci_let_go(index._handle)
+        index.core.quick.lci_let_go(index.core.handle)
         del memory
 
 
@@ -52,7 +52,7 @@ def fill_log(name: str, touched: int, pins: int) -> None:
     """Take the lock and note as many stores as the log holds, of words all over the index; then
     wait to be killed. What undoing them stores is what stands there already."""
     with PageIndex.attach(name, role="bench: victim") as index:
-        index._core.locked("lci_hold", what="hold the lock")
+        index.core.locked("lci_hold", what="hold the lock")
         base, count = index.segment.address, shm_layout.LOG_ENTRIES
         size, pages = ctypes.sizeof(layout.PageRecord), geometry(index.pages).page
         chosen = np.random.default_rng(os.getpid()).integers(0, index.pages, count)

@@ -20,7 +20,7 @@ from lightcache.errors import ConfigError
 from lightcache.kernels import layouts
 from lightcache.kernels.geometry import KVGroup, PageGeometry, Plane
 from lightcache.kernels.planes import DevicePlanes, join
-from lightcache.leases import Held
+from lightcache.leases import Allocation
 from lightcache.manager.backend import EngineMover, Moving, Slots
 
 GROUP = "state"
@@ -235,7 +235,7 @@ class StateMover:
             new.release()  # also behind what is no error of ours, when nobody else does
             raise
 
-    def save(self, held: Held, slots: Slots) -> Moving:
+    def save(self, held: Allocation, slots: Slots) -> Moving:
         """See `Mover`."""
         self._pool.wait_for(held.pages)
         return self._engine(slots).save(held, _places(slots))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from lightcache import Cache, Lease, Load, Offload, Reservation, Shard
+from lightcache import Cache, Lease, Load, Offload, Reservation, ReservationShard
 from lightcache.connectors.hybrid import HybridPrefixes
 from lightcache.connectors.model_pages import ModelPages
 from lightcache.connectors.model_watch import ModelWatch
@@ -130,7 +130,7 @@ class Transfers:
     def offload(
         self,
         past: Any,
-        held: Reservation | Shard,
+        held: Reservation | ReservationShard,
         *,
         positions: Sequence[int] | npt.NDArray[np.int64] | None = None,
     ) -> Offload:
@@ -155,8 +155,10 @@ class Transfers:
         """
         self._check_open()
         self.engine.poll()
-        if not isinstance(held, (Reservation, Shard)):
-            raise ConfigError(f"held: expected a Reservation or Shard, found {type(held).__name__}")
+        if not isinstance(held, (Reservation, ReservationShard)):
+            raise ConfigError(
+                f"held: expected a Reservation or ReservationShard, found {type(held).__name__}"
+            )
         self._check_ours(held)
         if isinstance(past, PrefixCache):
             past.check_sound()
@@ -176,12 +178,13 @@ class Transfers:
         """
         return planes_of(self.pages, past)
 
-    def _check_ours(self, held: Reservation | Shard | Lease) -> None:
+    def _check_ours(self, held: Reservation | ReservationShard | Lease) -> None:
         """Page numbers of another cache would be taken for our own."""
-        if held._index is not self.cache.index:
+        core = held.hold().core
+        if core is not self.cache.index.core:
             raise ConfigError(
                 f"expected pages of the cache {self.cache.name!r} as this connector's cache object "
-                f"gave them, found those of {held._index.name!r} from another; use that object"
+                f"gave them, found those of {core.segment.name!r} from another; use that object"
             )
 
     def _check_open(self) -> None:

@@ -18,7 +18,7 @@ from lightcache._arguments import Keys, Pages
 from lightcache.cache import Cache
 from lightcache.errors import ConfigError, LeaseLost, LightcacheError, OutOfPages
 from lightcache.layout import KeyStatus
-from lightcache.leases import Lease, Named
+from lightcache.leases import Lease, NamingResult, Positions
 from lightcache.manager.backend import Mover
 from lightcache.manager.blocks import joined, room_of
 from lightcache.manager.request import WritePolicy
@@ -26,7 +26,7 @@ from lightcache.manager.stats import Room
 from lightcache.manager.transfers import Ends, Movement, Traffic, goes_on
 from lightcache.namespaces import Namespace, NamespaceState
 from lightcache.page_index import PageIndex
-from lightcache.reservations import Positions, Reservation
+from lightcache.reservations import Reservation
 
 if TYPE_CHECKING:
     from lightcache.hybrid.copiers import Copying, StateCopier
@@ -262,7 +262,7 @@ class StateTraffic:
 
         def let_go(ok: bool) -> None:
             if pins is not None:
-                pins._let_go()
+                pins.close()
             if ends is not None:
                 ends(ok)
 
@@ -384,7 +384,7 @@ class StateTraffic:
                 with contextlib.suppress(LightcacheError):  # who does not answer keeps what it has
                     self._give_up(group)
             finally:
-                group.lease._let_go()
+                group.lease.close()
 
     def _give_up(self, group: _Group) -> None:
         """The slots of a group, but for those that should be on the host and are not: these are
@@ -852,7 +852,7 @@ class Checkpoints:
             movement = None
             if host:
                 self.traffic.note(pinned, path, count)
-            pins, take = Lease.attached_to(self.slots, np.array([pinned], np.int32))
+            pins, take = Lease.attached_to(self.slots.core, np.array([pinned], np.int32))
             take()
             at_once = self.write is WritePolicy.THROUGH or self.storage is not None
             if host and at_once and self.host is not None:
@@ -865,7 +865,7 @@ class Checkpoints:
     def _name(self, slot: int, path: Path, count: int) -> int | None:
         """The slot that stands under the key, pinned once; None: ours could not, and is held."""
         assert self.slots is not None
-        space, named = path.space.device, Named(1)
+        space, named = path.space.device, NamingResult(1)
         try:
             chain = self.chain(Tier.DEVICE, path, count)
             if len(chain) > 1:  # what it hangs on counts as used, and before it

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from lightcache.kernels.moves import Engine, Move
-from lightcache.leases import Borrowed, Held, Lease
-from lightcache.reservations import Reservation, Shard
-from lightcache.transfers import Load, Offload, Saving, begun_with
+from lightcache.leases import Allocation, Lease, Releasable
+from lightcache.reservations import Reservation, ReservationShard
+from lightcache.transfers import Load, Offload, Saving, begun_with, remember
 
 Slots = npt.NDArray[np.int64]
 
@@ -57,7 +56,7 @@ class Mover(Protocol):
         """Device to host: publishes the reservation's new pages when they are written. `slots` are
         those of all tokens of the keys that were reserved, from the first of these on."""
 
-    def save(self, held: Held, slots: Slots) -> Moving:
+    def save(self, held: Allocation, slots: Slots) -> Moving:
         """Device to pages without a key, which stay the caller's and must be held until it is
         over: `slots[i]` is the place of their token i. There may be fewer than the pages hold."""
 
@@ -69,7 +68,7 @@ class RankMover(Protocol):
     def load(self, lease: Lease, slots: Slots, first: int) -> Moving:
         """As `Mover.load`."""
 
-    def offload(self, new: Shard, slots: Slots) -> Moving:
+    def offload(self, new: ReservationShard, slots: Slots) -> Moving:
         """Device to host: publishes the shard when it is written, and releases it if that fails.
         `slots` are those of its pages alone, one behind the other."""
 
@@ -96,18 +95,18 @@ class EngineMover:
         """See `Mover`. Waits for nothing; the stream that computes has to: `Fetch.wait_on`."""
         return Load(self.engine, lease, slots, first=first, **self._how)
 
-    def offload(self, new: Reservation | Shard, slots: Slots) -> Moving:
+    def offload(self, new: Reservation | ReservationShard, slots: Slots) -> Moving:
         """See `Mover`, and `RankMover`."""
         return Offload(self.engine, new, slots, **self._how)
 
-    def save(self, held: Held | Lease, slots: Slots) -> Moving:
+    def save(self, held: Allocation | Lease, slots: Slots) -> Moving:
         """See `Mover`."""
         saving = Saving(self.engine)
-        held._keeper = weakref.ref(saving)
+        remember(held, saving)
         move = Move(held.pages, slots)
         return self.engine.offload(move, when_done=saving.over, **self._how)
 
-    def begun(self, held: Borrowed) -> Moving | None:
+    def begun(self, held: Releasable) -> Moving | None:
         """See `Mover`."""
         return begun_with(held)
 
@@ -140,7 +139,7 @@ class NullMover:
             new.publish()
         return _Over()
 
-    def save(self, held: Held, slots: Slots) -> Moving:
+    def save(self, held: Allocation, slots: Slots) -> Moving:
         """See `Mover`."""
         del held, slots
         return _Over()

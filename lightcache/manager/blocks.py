@@ -23,7 +23,7 @@ from lightcache._arguments import Keys, Offsets, Pages
 from lightcache._together import together
 from lightcache.errors import ConfigError, InUse, OutOfPages
 from lightcache.layout import MAX_PAGES, Cause, HeldProgress, KeyStatus
-from lightcache.leases import Held, Lease, Named
+from lightcache.leases import Allocation, Lease, NamingResult
 from lightcache.manager.stats import Room
 from lightcache.namespaces import Namespace
 from lightcache.page_index import PageIndex
@@ -171,7 +171,7 @@ class DeviceTier:
         offsets: Offsets,
         starts: Any,
         space: Namespace,
-        into: Named,
+        into: NamingResult,
     ) -> None:
         """Say that blocks hold the KV of these keys; see `PageIndex.name_many`. What has become of
         them is in `into`, also after an error or an interrupt."""
@@ -279,7 +279,7 @@ Chain = tuple[Keys, Offsets, Any]
 class _Naming:
     """Blocks that the index is asked to name. It fills `named` in the same call."""
 
-    named: Named
+    named: NamingResult
     blocks: Pages
     own: Keys
     space: Namespace
@@ -361,7 +361,7 @@ class AttachedDevice(DeviceTier):
         offsets: Offsets,
         starts: Any,
         space: Namespace,
-        into: Named,
+        into: NamingResult,
     ) -> None:
         """See `DeviceTier`. A block that had a name loses it."""
         self._check(blocks)
@@ -369,7 +369,12 @@ class AttachedDevice(DeviceTier):
         self._name(blocks, keys[_positions(offsets, starts)], (keys, offsets, starts), space, into)
 
     def _name(
-        self, blocks: Pages, own: Keys, chain: Chain, space: Namespace, into: Named | None = None
+        self,
+        blocks: Pages,
+        own: Keys,
+        chain: Chain,
+        space: Namespace,
+        into: NamingResult | None = None,
     ) -> None:
         """Args:
         own: the key of each block.
@@ -377,7 +382,7 @@ class AttachedDevice(DeviceTier):
         """
         assert self.index is not None
         keys, offsets, starts = chain
-        named = Named(len(blocks)) if into is None else into
+        named = NamingResult(len(blocks)) if into is None else into
         self._naming = _Naming(named, blocks, own, space)  # before the index knows of it
         try:
             self.index.name_many(
@@ -439,10 +444,10 @@ class AttachedDevice(DeviceTier):
         if not len(present):
             return
         if naming.pins is None:  # the bearers of these names were pinned once more by that call
-            pins, take = Lease.attached_to(self.index, naming.named.pages[present])
+            pins, take = Lease.attached_to(self.index.core, naming.named.pages[present])
             together(partial(setattr, naming, "pins", pins), take)
         assert naming.pins is not None
-        naming.pins._let_go()
+        naming.pins.close()
         for at in present.tolist():
             entry = naming.own[at].tobytes(), naming.space
             self._heirs.setdefault(entry, {})[int(blocks[at])] = None
@@ -524,7 +529,7 @@ class OwnedDevice(DeviceTier):
     def _count_evicted(self) -> None:
         if self.index is None:
             return
-        for cause, blocks in self.index._take_evicted().items():
+        for cause, blocks in self.index.core.take_evicted().items():
             if blocks and cause in _EVICTED:
                 self._evicted[_EVICTED[cause]] += blocks
 
@@ -559,7 +564,7 @@ class OwnedDevice(DeviceTier):
         """n blocks without a key, evicting if need be. Raises as `hold`."""
         return self.hold(n).detach() if n else NONE
 
-    def hold(self, n: int) -> Held:
+    def hold(self, n: int) -> Allocation:
         """The same, as an object that gives them back unless they become somebody's.
 
         Raises:
@@ -609,7 +614,7 @@ class OwnedDevice(DeviceTier):
         offsets: Offsets,
         starts: Any,
         space: Namespace,
-        into: Named,
+        into: NamingResult,
     ) -> None:
         """See `DeviceTier`. Where another block holds the same already that one is in `into`, and
         ours given back."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from lightcache._together import together
 from lightcache.errors import Detached, LeaseLost, LightcacheError, WaitTimeout
-from lightcache.leases import Held, Lease
+from lightcache.leases import Allocation, Lease
 from lightcache.manager.blocks import OwnedDevice
 from lightcache.manager.limits import nothing
 from lightcache.manager.offload import FullBlocks, Offloader
@@ -124,7 +124,7 @@ class _Holdings:
         self._state, self._offloader, self.requests = state, offloader, requests
         self._stored = False
         self._pinned: Lease | None = None
-        self._held: Held | None = None
+        self._held: Allocation | None = None
 
     @classmethod
     def of(
@@ -137,17 +137,17 @@ class _Holdings:
             tables = np.concatenate([each.table for each in requests])
             kinds = np.frombuffer(b"".join([each.kind for each in requests]), np.uint8)
             if len(pinned := tables[kinds == PINNED]):
-                holdings._pinned, call = Lease.attached_to(device.index, pinned)
+                holdings._pinned, call = Lease.attached_to(device.index.core, pinned)
                 take.append(call)
             if len(held := tables[kinds == HELD]):
-                holdings._held, call = Held.attached_to(device.index, held)
+                holdings._held, call = Allocation.attached_to(device.index.core, held)
                 take.append(call)
         return holdings, take
 
     @property
     def over(self) -> bool:
         """Whether all parts were given back."""
-        return self._stored and (self._held is None or self._held._done)
+        return self._stored and (self._held is None or self._held.ended)
 
     def give_back(self) -> None:
         """Give all parts back, whatever a storage raises; blocks without a key as soon as the lock
@@ -172,20 +172,20 @@ class _Holdings:
         try:
             for request in self.requests:
                 if request.hit is not None:
-                    request.hit._let_go()
+                    request.hit.close()
             if self._pinned is not None:
-                self._pinned._let_go()
+                self._pinned.close()
             self._stored = True
         finally:
             self._free()
 
     def _free(self) -> None:
         held = self._held
-        if held is not None and not held._done:
+        if held is not None and not held.ended:
             try:
-                held._end()
+                held.close()
             except (LeaseLost, Detached):  # a second call would raise the same
-                held._done = True
+                held.ended = True
                 raise
             except LightcacheError:
                 return

@@ -27,7 +27,7 @@ from lightcache.errors import (
     OutOfPages,
     TransferFailed,
 )
-from lightcache.leases import TICKET_BYTES, ClientId, Held, Lease
+from lightcache.leases import TICKET_BYTES, Allocation, ClientId, Lease
 from lightcache.manager.blocks import OwnedDevice
 from lightcache.manager.limits import seconds_of
 from lightcache.manager.load import Fetch, wait_on
@@ -158,7 +158,7 @@ def mark_of(prompt: Prompt, space: Space, keys: Keys, tail: Any) -> bytes:
 class _Saving:
     """The copy of a partly filled page into one without a key, and that page."""
 
-    def __init__(self, manager: KVCacheManager, held: Held, tokens: int) -> None:
+    def __init__(self, manager: KVCacheManager, held: Allocation, tokens: int) -> None:
         self._manager, self._held, self._tokens = manager, held, tokens
         self._given_up = False
         self._movement: Movement | None = None
@@ -442,7 +442,7 @@ class _Adopted:
         lease = self._lease
         if lease is not None:
             self._tell(False)
-            lease._let_go()
+            lease.close()
             self._lease = None
         elif self._in_doubt:
             self._tell(False)

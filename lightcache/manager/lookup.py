@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 # ---- Arguments of a lookup, checked.
 
-# Named tuples: one is made for each call, and a frozen dataclass takes a microsecond longer.
+# NamingResult tuples: one is made for each call, and a frozen dataclass takes a microsecond longer.
 
 
 class LookupRequest(NamedTuple):

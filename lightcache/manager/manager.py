@@ -27,7 +27,7 @@ from lightcache.errors import (
 )
 from lightcache.hashing import Tokens
 from lightcache.layout import MAX_PAGES
-from lightcache.leases import Held, Lease
+from lightcache.leases import Allocation, Lease
 from lightcache.manager.backend import Mover, NullMover
 from lightcache.manager.blocks import AttachedDevice, DeviceTier, OwnedDevice, numbers_of, room_of
 from lightcache.manager.frees import PendingFrees
@@ -374,7 +374,7 @@ class KVCacheManager:
         except BaseException:
             for lease in (hit, host):
                 if lease is not None:
-                    lease._let_go()
+                    lease.close()
             self.lookup.missed(request, plan.request.prompt)  # it may still run, without
             raise
         self.lookup.computes(running)
@@ -485,7 +485,7 @@ class KVCacheManager:
         assign((running, running, fresh), ("table", "kind", "_done"), (table, kind, True))
         return running.table
 
-    def _fresh_blocks(self, device: OwnedDevice, missing: int) -> Held:
+    def _fresh_blocks(self, device: OwnedDevice, missing: int) -> Allocation:
         if self.config.write is not WritePolicy.BACK or device.index is None:
             return device.hold(missing)
         free = self._write_back.make_room(missing)

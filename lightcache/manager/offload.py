@@ -16,7 +16,7 @@ import numpy.typing as npt
 from lightcache._arguments import Keys, Pages
 from lightcache.errors import LightcacheError, LockTimeout
 from lightcache.layout import KeyStatus
-from lightcache.leases import Lease, Named
+from lightcache.leases import Lease, NamingResult
 from lightcache.manager.blocks import AttachedDevice, OwnedDevice
 from lightcache.manager.limits import nothing
 from lightcache.manager.request import (
@@ -61,7 +61,7 @@ class _Naming:
 
     members: list[Filled]
     ours: Pages
-    named: Named
+    named: NamingResult
 
 
 class FullBlocks:
@@ -107,7 +107,7 @@ class FullBlocks:
         assert space.device is not None
         ours = np.concatenate(blocks)
         keys = _keys(packed)
-        naming = self._naming = _Naming(members, ours, Named(len(ours)))
+        naming = self._naming = _Naming(members, ours, NamingResult(len(ours)))
         try:
             self._state.device.name_many(
                 ours, keys, np.array(offsets), np.array(starts), space.device, naming.named
@@ -411,7 +411,7 @@ class WriteBack:
         self._groups = [group for group in self._groups if group not in over]
         for group in over:
             give_up = partial(self._give_up, group)
-            self._state.guard.run(give_up, group.lease._let_go, proves=False)
+            self._state.guard.run(give_up, group.lease.close, proves=False)
             self._guard_store(group.written)
 
     def _guard_store(self, written: list[_Origin]) -> None:
@@ -440,7 +440,7 @@ class WriteBack:
     def _give_up(self, group: _Group) -> None:
         index, n = self._state.device.index, len(group.lease)
         if group.stay or index is None:
-            group.lease._let_go()
+            group.lease.close()
             return
         gone = index.discard(group.lease)
         ask = partial(self._on_host, group, index)

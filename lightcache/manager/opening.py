@@ -17,9 +17,9 @@ from lightcache.kernels.geometry import PageGeometry
 from lightcache.kernels.groups import KVGroup
 from lightcache.kernels.moves import Engine, integers
 from lightcache.kernels.planes import DevicePlanes, View, check_axes, view
+from lightcache.manager.backend import EngineMover
 from lightcache.manager.blocks import OwnedDevice
 from lightcache.manager.manager import KVCacheManager
-from lightcache.manager.backend import EngineMover
 from lightcache.shm.errors import leave
 from lightcache.transfers import Load, Offload
 
@@ -161,7 +161,7 @@ def open_kv(
     value_dim: int | None = None,
     **options: Any,
 ) -> EngineKV:
-    """A host cache for an engine's KV tensors, with geometry, planes, pinned pool and engine, for one
+    """A host cache for an engine's KV tensors, geometry, planes, pinned pool and engine, for one
     process that has all heads, in CPU memory or on one GPU.
 
         with open_kv("llama", kv_caches, model="llama-3-8b@5206a32", axes="kbnhc",

@@ -594,7 +594,7 @@ class Request:
         the cache was closed."""
         lease = self.host
         if lease is not None:
-            lease._let_go()
+            lease.close()
             self.host = None  # last: an interrupt before lets go of it once more
 
     def unfilled(self, begin: int) -> TokenIds:

@@ -103,7 +103,7 @@ class ManagerState:
         figures = self.figures
         for name, blocks in self.device.take_evicted().items():
             figures.add(**{f"device_evicted_{name}": blocks})
-        for cause, pages in self.host.index._take_evicted().items():
+        for cause, pages in self.host.index.core.take_evicted().items():
             if pages:
                 figures.add(**{f"host_evicted_{_HOST[cause]}": pages})
         if self.storage is not None:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from lightcache._arguments import Pages
 from lightcache._together import append_to, keep_result, together
 from lightcache.errors import LightcacheError, TransferFailed, WaitTimeout
-from lightcache.leases import Borrowed
+from lightcache.leases import Releasable
 from lightcache.manager.backend import Mover, Moving
 from lightcache.manager.limits import Foreign, seconds_of
 from lightcache.shm.locking import Hurried
@@ -58,7 +58,7 @@ class Movement:
     """One copy, asked for. Its blocks are in flight until it is over, whatever becomes of the
     request: nothing cuts a copy off."""
 
-    _asked: Iterator[Borrowed]
+    _asked: Iterator[Releasable]
     """Has an element as long as the mover was not asked."""
     _result: tuple[bool, int | None] | None = None
     """Whether its copy, which is over, went well, and how many bytes it moved."""
@@ -74,7 +74,7 @@ class Movement:
         blocks: Pages,
         mover: Mover,
         verb: str,
-        held: Borrowed,
+        held: Releasable,
         slots: Any,
         over: Over,
         ends: Ends | None,
@@ -236,15 +236,14 @@ class Movement:
         if not ok:
             # A lock that is held for too long: the pages go with the last reference to them.
             with contextlib.suppress(LightcacheError):
-                if not self._held._done:
-                    self._held._let_go()
+                self._held.close()
         if self._ends is not None:
             with contextlib.suppress(LightcacheError):
                 self._ends(ok)
         self.state = state
 
 
-def begun_of(mover: Mover, held: Borrowed) -> Moving | None:
+def begun_of(mover: Mover, held: Releasable) -> Moving | None:
     """What a mover has begun with these pages, though its call has raised. None: nothing, or it
     does not say, and then what raises moves nothing."""
     begun = getattr(mover, "begun", None)
@@ -316,7 +315,7 @@ class Traffic:
         blocks: Pages,
         mover: Mover,
         verb: str,
-        held: Borrowed,
+        held: Releasable,
         slots: Any,
         over: Over,
         *,

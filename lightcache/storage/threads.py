@@ -21,9 +21,9 @@ import numpy as np
 from lightcache import _arguments
 from lightcache.breaker import Breaker
 from lightcache.errors import ConfigError, LightcacheError, StorageError, WaitTimeout
-from lightcache.leases import Lease
+from lightcache.leases import Lease, Positions
 from lightcache.namespaces import Namespace
-from lightcache.reservations import Positions, Reservation
+from lightcache.reservations import Reservation
 from lightcache.storage.arguments import Clock, Deadline
 from lightcache.storage.breaker import log
 from lightcache.storage.executor import READ, WRITE, Executor, Exhausted, Late, Work

@@ -19,10 +19,9 @@ import torch
 from gpu.place import DEADLINE, place
 from support.keys import prompt
 
-from lightcache import Cache, LightcacheError, Load, Offload, Shard
+from lightcache import Cache, LightcacheError, Load, Offload, ReservationShard
 from lightcache.kernels.geometry import KVGroup, PageGeometry
-from lightcache.kernels.layouts import Shard as Held
-from lightcache.kernels.layouts import sglang
+from lightcache.kernels.layouts import Shard, sglang
 from lightcache.kernels.moves import Move
 
 LAYERS, HEADS, DIM, TOKENS = 3, 4, 16, 16
@@ -99,7 +98,7 @@ class Model:
             ]
             for _ in "kv"
         ]
-        planes = sglang(Held(geometry, rank, ranks), "kv", *self.tensors)
+        planes = sglang(Shard(geometry, rank, ranks), "kv", *self.tensors)
         self.memory = where.pin(cache, **pin) if memory is None else memory
         share = geometry.share(rank, ranks, writing=writing)
         self.engine = where.engine(cache, geometry, planes, self.memory, share=share, mode=mode)
@@ -183,7 +182,7 @@ class Rank:
         """Have computed a prompt, and adopt a shard of its pages."""
         self.model.compute(order["prompt"], order["slots"])
         self.shard = self.cache.adopt(bytes.fromhex(order["ticket"]), shard=order["shard"])
-        assert isinstance(self.shard, Shard)
+        assert isinstance(self.shard, ReservationShard)
         return self.shard.pages.tolist()
 
     def offload(self, order: dict[str, Any]) -> Any:

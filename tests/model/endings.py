@@ -15,7 +15,7 @@ from lightcache import (
     Lease,
     LeaseLost,
     Reservation,
-    Shard,
+    ReservationShard,
 )
 
 
@@ -59,10 +59,10 @@ class EndingRules(MachineBase):
             self.model.end_writing(held.writing)
         self.model.unpin(held.client.slot, held.pages)
 
-    @precondition(lambda self: self.of(Shard))
+    @precondition(lambda self: self.of(ReservationShard))
     @rule(number=pick, how=st.sampled_from(["release", "with", "forget"]))
     def end_shard(self, number: int, how: str) -> None:
-        held = self.choose(self.of(Shard), number)
+        held = self.choose(self.of(ReservationShard), number)
         assert held.writing is not None
         assert held.ticket is not None
         self.held.remove(held)

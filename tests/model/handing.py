@@ -20,7 +20,7 @@ from lightcache import (
     Lease,
     LeaseLost,
     Reservation,
-    Shard,
+    ReservationShard,
 )
 
 
@@ -91,7 +91,7 @@ class TicketRules(MachineBase):
             self.expect_lost(lambda: client.index.adopt(given.data, shard=shard), *kinds)
             return
         got = client.index.adopt(given.data, shard=shard)
-        assert isinstance(got, Shard if writing else Lease)
+        assert isinstance(got, ReservationShard if writing else Lease)
         assert got.pages.tolist() == ticket.pages
         self.model.pin(client.slot, ticket.pages)
         ticket.adopted.add(client.slot)

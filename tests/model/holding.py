@@ -14,7 +14,7 @@ from model.index_model import BATCH, TICKETS, Page, Space
 from model.machine import IndexMachine
 from support import keys as make
 
-from lightcache import Abandoned, ConfigError, InUse, KeyStatus, LeaseLost, Named, OutOfPages
+from lightcache import Abandoned, ConfigError, InUse, KeyStatus, LeaseLost, NamingResult, OutOfPages
 
 
 class HoldingMachine(IndexMachine):
@@ -126,7 +126,7 @@ class HoldingMachine(IndexMachine):
         chain, tick = make.array(keys), self.view.clock + 1
         numbers = np.array(pages, np.int32)
 
-        def call() -> Named:
+        def call() -> NamingResult:
             return client.index.name_pages(numbers, chain, start, merge=merge, namespace=real)
 
         if pages and not space.open:

@@ -31,7 +31,7 @@ from lightcache import (
     ConfigError,
     LeaseLost,
     Reservation,
-    Shard,
+    ReservationShard,
 )
 from lightcache.layout import PageState
 
@@ -291,10 +291,10 @@ class WritingRules(MachineBase):
                 last = self.model.publish(writing, each)
             assert ready == last
 
-    @precondition(lambda self: self.of(Shard))
+    @precondition(lambda self: self.of(ReservationShard))
     @rule(number=pick)
     def publish_shard(self, number: int) -> None:
-        held = self.choose(self.of(Shard), number)
+        held = self.choose(self.of(ReservationShard), number)
         writing = held.writing
         assert writing is not None
         assert held.ticket is not None

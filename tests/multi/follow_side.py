@@ -20,7 +20,7 @@ from support.crew import PAGE
 from support.shard_mover import SECRET, ShardMover
 from support.stamped import StampedDevice, stamps_of
 
-from lightcache import Cache, Shard
+from lightcache import Cache, ReservationShard
 from lightcache.manager import Decisions, Follower
 from lightcache.shm import SharedLog
 
@@ -43,7 +43,7 @@ class DoomedMover(ShardMover):
     kind = stage = ""
 
     def _stops(self, moving: Any, stage: str) -> bool:
-        kind = "offload" if isinstance(moving.held, Shard) else "load"
+        kind = "offload" if isinstance(moving.held, ReservationShard) else "load"
         return (kind, stage) == (self.kind, self.stage)
 
     def finish(self, count: int | None = None) -> None:

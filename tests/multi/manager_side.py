@@ -22,7 +22,7 @@ from support.manager_life import Life
 from support.manager_world import Engine
 from support.stamped import StampedMoving
 
-from lightcache.leases import Held
+from lightcache.leases import Allocation
 from lightcache.manager import Prompt, WeightsState, WritePolicy
 
 BLOCK, PAGE, BLOCKS, PAGES = 2, 4, 40, 48
@@ -162,7 +162,7 @@ class Side:
         self.engine.manager.cancel(-2)
         self.engine.begin(-3, Prompt(list(range(300, 331))))
         self.engine.compute(-3, 31, [])
-        Held._end = lambda _: stop()  # type: ignore[method-assign]
+        Allocation._end = lambda _: stop()  # type: ignore[method-assign]
         self.engine.manager.release(-3)
 
     def stage_update(self, stage: str) -> None:

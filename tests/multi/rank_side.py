@@ -17,7 +17,7 @@ import numpy.typing as npt
 from support.device_sides import Device
 from support.keys import prompt
 
-from lightcache import Cache, Lease, LightcacheError, Load, Offload, Shard
+from lightcache import Cache, Lease, LightcacheError, Load, Offload, ReservationShard
 from lightcache.kernels.geometry import KVGroup, PageGeometry, Plane, Share
 
 TOKENS = 4
@@ -114,7 +114,7 @@ class Rank:
             share=writing if order.get("writing") else share,
             threads=2,
         )
-        self.shard: Shard | None = None
+        self.shard: ReservationShard | None = None
 
     def client(self, order: dict[str, Any]) -> Any:
         """Our id, for the scheduler."""
@@ -128,7 +128,7 @@ class Rank:
     def adopt(self, order: dict[str, Any]) -> Any:
         """Adopt a shard."""
         found = self.cache.adopt(bytes.fromhex(order["ticket"]), shard=order["shard"])
-        assert isinstance(found, Shard)
+        assert isinstance(found, ReservationShard)
         self.shard = found
         return found.pages.tolist()
 

@@ -36,7 +36,7 @@ from lightcache import (
     LockTimeout,
     Namespace,
     OutOfPages,
-    Shard,
+    ReservationShard,
 )
 from lightcache.errors import WaitTimeout
 
@@ -531,7 +531,7 @@ class Worker:
             self.hold(pages, keys, adopted.release, "adopted")
             self.cache.done(ticket, self.chance.random() < 0.9)
             return
-        assert isinstance(adopted, Shard)
+        assert isinstance(adopted, ReservationShard)
         assert shards in (2, 4)
         self.write(pages, keys, slice(shard, SLICES, shards), "adopted shard")
         if self.chance.random() < 0.9:
@@ -540,7 +540,7 @@ class Worker:
                 self.count("shards")
                 if ready:
                     self.read(pages, keys, "last shard")
-        if not adopted._done:
+        if not adopted.ended:
             adopted.release()
 
     def look_after(self) -> None:

@@ -178,8 +178,8 @@ def test_a2_a_batch_is_one_call_of_the_core(
     for name in range(3):
         put(index, name, 3)
     keys = np.concatenate([prompt(name, 3) for name in range(3)])
-    counted = Counted(index._quick)
-    monkeypatch.setattr(index, "_quick", counted)
+    counted = Counted(index.core.quick)
+    monkeypatch.setattr(index.core, "quick", counted)
     before = takings(index)
     assert index.peek_many(keys, np.array([0, 3, 6, 9])).tolist() == [3, 3, 3]
     assert counted.calls == 1

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from support.stamped import TOKEN_BYTES, StampedDevice, StampedMover, StampedMoving, Stamps
 
-from lightcache import Cache, Shard
+from lightcache import Cache, ReservationShard
 from lightcache.errors import LightcacheError
 
 SECRET = b"a secret of tests"
@@ -41,7 +41,7 @@ class ShardMover(StampedMover):
 
     def _offload(self, moving: StampedMoving) -> None:
         shard = moving.held
-        assert isinstance(shard, Shard)
+        assert isinstance(shard, ReservationShard)
         assert shard.shard == self.rank
         tokens = self.cache.index.page_tokens
         with shard:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightcache import Cache, Held, Lease, Reservation
+from lightcache import Allocation, Cache, Lease, Reservation
 from lightcache.errors import TransferFailed, WaitTimeout
 
 Stamps = npt.NDArray[np.uint64]
@@ -49,7 +49,9 @@ class StampedDevice:
 class StampedMoving:
     """One copy. It reads and writes when it is finished, the latest moment at which it may."""
 
-    def __init__(self, mover: StampedMover, held: Lease | Reservation | Held, slots: Any) -> None:
+    def __init__(
+        self, mover: StampedMover, held: Lease | Reservation | Allocation, slots: Any
+    ) -> None:
         self.mover, self.held, self.slots = mover, held, np.asarray(slots)
         self.over = self.failed = self.saves = False
 

@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 from support.connecting import held, save, small_cache  # noqa: E402
 from support.tiny_models import answer, assert_same, kept, model, prompt  # noqa: E402
 
-from lightcache import Cache, ConfigError, LeaseLost, Shard, TransferFailed  # noqa: E402
+from lightcache import Cache, ConfigError, LeaseLost, ReservationShard, TransferFailed  # noqa: E402
 from lightcache.connectors import transformers as lct  # noqa: E402
 
 pytestmark = pytest.mark.models
@@ -89,7 +89,7 @@ def test_a_worker_adopts_what_a_scheduler_gives(
             assert past.reused == 32
             assert_same(answer(llama, ids, past), answer(llama, ids))
             shard = cache.adopt(bytes(writing), shard=0)
-            assert isinstance(shard, Shard)
+            assert isinstance(shard, ReservationShard)
             with pytest.raises(ConfigError, match="give positions="):
                 connector.offload(past, shard)
             connector.offload(past, shard, positions=new.new).wait()
@@ -201,7 +201,7 @@ def test_restored_pages_are_held_until_they_are_copied(
     lease, found = cache.match(keys_of(cache, ids)), []
     reader = threading.Thread(target=lambda: found.append(connector.restore(lease)))
     reader.start()
-    while not lease._done:
+    while not lease.ended:
         assert reader.is_alive()
     assert held(cache)[0] == 2
     assert cache.evict(8) == 0
@@ -240,7 +240,7 @@ def test_what_has_ended_or_is_none(cache: Cache, connector: lct.Connector, llama
     past = computed(llama, ids)
     with pytest.raises(ConfigError, match="lease: expected a Lease, found NoneType"):
         connector.restore(None)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="held: expected a Reservation or Shard, found Lease"):
+    with pytest.raises(ConfigError, match="held: expected a Reservation or ReservationShard"):
         connector.offload(past, cache.match(keys_of(cache, ids)))  # type: ignore[arg-type]
     lease, new = cache.match(keys_of(cache, ids)), cache.reserve(keys_of(cache, ids))
     lease.release()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support.keys import prompt
 
-from lightcache import Abandoned, Cache, InUse, PageIndex, PermissionDenied, Shard
+from lightcache import Abandoned, Cache, InUse, PageIndex, PermissionDenied, ReservationShard
 from lightcache.errors import LightcacheError, NotInstalled
 from lightcache.shm import (
     RobustLock,
@@ -133,7 +133,7 @@ def test_a_shard_that_was_published_does_not_raise(segment_name: str, end: str) 
         new = giver.reserve(prompt(1, 2))
         ticket = new.ticket([rank.client_id])
         shard = rank.adopt(bytes(ticket), shard=0)
-        assert isinstance(shard, Shard)
+        assert isinstance(shard, ReservationShard)
         if end == "revoke":
             ticket.revoke()
             rank.done(bytes(ticket), ok=False)
@@ -157,7 +157,7 @@ def test_a_shard_that_was_not_published_does(segment_name: str) -> None:
         new = giver.reserve(prompt(1, 2))
         with new.ticket([rank.client_id]) as ticket:
             shard = rank.adopt(bytes(ticket), shard=0)
-            assert isinstance(shard, Shard)
+            assert isinstance(shard, ReservationShard)
             new.release()
             with pytest.raises(Abandoned):
                 shard.publish()

@@ -101,7 +101,7 @@ def test_a_stopped_holder_of_the_lock_does_not_hold_up_the_end(
         "import sys\n"
         "from lightcache import PageIndex\n"
         "index = PageIndex.attach(sys.argv[1])\n"
-        "index._core.locked('lci_hold', what='test')\n"
+        "index.core.locked('lci_hold', what='test')\n"
         "print('held', flush=True)\n"
         "sys.stdin.read()\n"
     )

@@ -17,7 +17,7 @@ from lightcache import (
     InUse,
     KeyStatus,
     LeaseLost,
-    Named,
+    NamingResult,
     NoSpace,
     OutOfPages,
     PageIndex,
@@ -46,7 +46,7 @@ def put(index: PageIndex, name: int, pages: int) -> None:
         new.publish()
 
 
-def named(index: PageIndex, name: int, pages: int) -> Named:
+def named(index: PageIndex, name: int, pages: int) -> NamingResult:
     """So many pages of ours under a prompt's keys."""
     return index.name_pages(index.allocate(pages).detach(), prompt(name, pages))
 
@@ -156,7 +156,7 @@ def test_memory_that_is_not_there_yet(segment_name: str) -> None:
             index.grow(8)
             return True
 
-        index._need_memory = grow  # type: ignore[method-assign]
+        index.core.need_memory = grow  # type: ignore[method-assign]
         assert len(index.allocate(8)) == 8
         assert asked == [6]
 
@@ -303,7 +303,7 @@ def test_only_pages_of_ours_are_named(index: PageIndex, other: PageIndex) -> Non
 def test_after_an_error_the_same_call_goes_on(segment_name: str) -> None:
     with PageIndex.create(segment_name, pages=100) as index:
         pages = index.allocate(50).detach()
-        so_far = Named(50)
+        so_far = NamingResult(50)
         twice = pages.copy()
         twice[40] = twice[39]
         with pytest.raises(LeaseLost, match=r"number 40 of 50.*the first 32 were done"):
@@ -471,7 +471,7 @@ def test_more_arguments(index: PageIndex) -> None:
     with pytest.raises(ConfigError, match="start"):
         index.name_pages(np.empty(0, np.int32), prompt(1, 2), 3)
     with pytest.raises(ConfigError, match="into: expected room for 0"):
-        index.name_pages(np.empty(0, np.int32), prompt(1, 2), 2, into=Named(1))
+        index.name_pages(np.empty(0, np.int32), prompt(1, 2), 2, into=NamingResult(1))
     assert len(index.name_pages(np.empty(0, np.int32), prompt(1, 2), 2)) == 0
     assert len(index.allocate(0)) == 0
 

@@ -277,7 +277,7 @@ def test_a_rank_that_has_left_is_named_and_replaced(crews: Any) -> None:
     lease = crew.cache.match(prompt(1, 2))
     with pytest.raises(TransferFailed, match=re.escape("[1]")):
         crew.leader.load(lease, SLOTS, 0)
-    assert not lease._done
+    assert not lease.ended
     crew.ranks[1] = Rank(crew.name, crew.log_name, 1)
     crew.leader.replace(1, crew.ranks[1].cache.client_id)
     made = crew.leader.load(lease, SLOTS, 0)

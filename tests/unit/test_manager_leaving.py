@@ -8,7 +8,7 @@ import pytest
 from support.manager_case import tokens
 from support.raising import raising
 
-from lightcache import Held, Lease
+from lightcache import Allocation, Lease
 from lightcache.errors import CacheCorrupted, InUse, LockTimeout
 from lightcache.manager import Prompt
 
@@ -28,7 +28,7 @@ def test_blocks_for_which_the_lock_does_not_come(
         world.mover.at_once = False
         world.compute("a", [*PROMPT.tokens, *tokens(8, 3)], 18, 26)
     with monkeypatch.context() as patch:
-        patch.setattr(Held, "_free", raising(LockTimeout))
+        patch.setattr(Allocation, "_free", raising(LockTimeout))
         manager.release_many("ab")
         world.mover.finish()
         if how == "close":
@@ -55,7 +55,7 @@ def test_blocks_without_a_key_go_though_those_with_one_do_not(
     world.manager.allocate("a", 18)
     world.manager.commit("a", 18)
     with monkeypatch.context() as patch:
-        patch.setattr(Lease, "_let_go", raising(CacheCorrupted))
+        patch.setattr(Lease, "_give_back", raising(CacheCorrupted))
         with pytest.raises(CacheCorrupted):
             world.manager.release("a")
     assert world.index.stats().held == 0

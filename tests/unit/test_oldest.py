@@ -228,7 +228,7 @@ def test_discard_of_a_lease_and_of_numbers_in_any_order(
         pages = np.ascontiguousarray(pages[::order])
         pages[[2, 7]] = pages[[7, 2]]
         assert index.discard(pages) == 10
-        lease._done = True  # its pins were given up by number
+        lease.ended = True  # its pins were given up by number
     assert index.peek(keys(*range(1, 11))) == 0
 
 
@@ -266,12 +266,12 @@ def test_a_lock_that_is_held(index: PageIndex, segment_name: str) -> None:
     put(index, 1, 3)
     lease = index.match(prompt(1, 3))
     with PageIndex.attach(segment_name) as other:
-        assert other._core.quick.lci_hold(other._handle, 1, 1 << 62) == 0
+        assert other.core.quick.lci_hold(other.core.handle, 1, 1 << 62) == 0
         with pytest.raises(LockTimeout):
             index.oldest(3)
         with pytest.raises(LockTimeout):
             index.discard(lease)
-        assert other._core.quick.lci_let_go(other._handle) == 0
+        assert other.core.quick.lci_let_go(other.core.handle) == 0
     assert index.peek(prompt(1, 3)) == 3
     assert len(lease) == 0
 

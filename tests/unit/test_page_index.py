@@ -148,14 +148,14 @@ def test_check_names_what_is_broken_and_repair_mends_it(index: PageIndex) -> Non
 
 def test_a_reader_cannot_check_while_the_lock_is_held(index: PageIndex, second: PageIndex) -> None:
     fill(index, 1, 2)
-    assert second._core.locked("lci_hold", what="test") == 0
+    assert second.core.locked("lci_hold", what="test") == 0
     try:
         with PageIndex.attach(index.name, readonly=True) as reader:
             with pytest.raises(LockTimeout, match="never quiet") as error:
                 reader.check()
         assert error.value.__traceback__, "which keeps no view of the segment"
     finally:
-        second._quick.lci_let_go(second._handle)
+        second.core.quick.lci_let_go(second.core.handle)
     assert index.check().quiet
 
 
@@ -166,9 +166,9 @@ def test_a_reader_cannot_check_while_the_lock_is_held(index: PageIndex, second: 
 def held_lock(index: PageIndex, second: PageIndex) -> Iterator[PageIndex]:
     """The first client holds the lock; gives the second, which waits 10 ms for it."""
     fill(index, 1, 2)
-    assert index._core.locked("lci_hold", what="test") == 0
+    assert index.core.locked("lci_hold", what="test") == 0
     yield second
-    index._quick.lci_let_go(index._handle)
+    index.core.quick.lci_let_go(index.core.handle)
     report = index.check()
     assert report.clean
     assert report.pins == 0
@@ -237,10 +237,10 @@ def test_an_interrupt_ends_a_wait(index: PageIndex) -> None:
 
 def test_an_interrupt_ends_waiting_for_the_lock(index: PageIndex, second: PageIndex) -> None:
     fill(index, 1, 2)
-    assert index._core.locked("lci_hold", what="test") == 0
+    assert index.core.locked("lci_hold", what="test") == 0
     with alarm_in(0.05), pytest.raises(KeyboardInterrupt):
         second.reserve(prompt(1, 4), timeout=60)
-    index._quick.lci_let_go(index._handle)
+    index.core.quick.lci_let_go(index.core.handle)
     second.segment.check_closable()
     assert index.check().pins == 0
 

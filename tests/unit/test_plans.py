@@ -100,14 +100,14 @@ def test_other_keys_replace_a_plan_and_common_pages_are_never_let_go(
     fill(index, 1, 4)
     fill(index, 2, 2)
     index.plan("a", prompt(1, 2))
-    release = Lease._let_go
+    release = Lease._give_back
     seen = []
 
     def watched(lease: Lease) -> None:
         seen.append(pins(index))
         release(lease)
 
-    monkeypatch.setattr(Lease, "_let_go", watched)
+    monkeypatch.setattr(Lease, "_give_back", watched)
     assert index.plan("a", prompt(1, 4)) == 4
     assert seen == [2 + 4], "the new is pinned before the old is let go"
     assert index.plan("a", prompt(2, 2)) == 2

@@ -42,9 +42,9 @@ def small(segment_name: str) -> Iterator[PageIndex]:
 @pytest.fixture
 def locked(index: PageIndex, other: PageIndex) -> Iterator[PageIndex]:
     """A client that waits 10 ms for the lock, which another one holds."""
-    assert index._core.locked("lci_hold", what="test") == 0
+    assert index.core.locked("lci_hold", what="test") == 0
     yield other
-    index._quick.lci_let_go(index._handle)
+    index.core.quick.lci_let_go(index.core.handle)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.documented)

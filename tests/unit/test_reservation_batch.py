@@ -78,7 +78,7 @@ def test_one_that_has_ended_holds_up_no_other(index: PageIndex) -> None:
     space = index.namespace("w")
     with index.reserve_batch(two(), TWO, namespace=space) as batch:
         gone = batch._progress[0]
-        index._abandon(int(gone["rid"]), int(gone["gen"]))
+        index.core.abandon(int(gone["rid"]), int(gone["gen"]))
         failed, fine = batch.publish()
         assert isinstance(failed, Abandoned)
         assert fine is None
@@ -145,10 +145,10 @@ def test_on_an_error_all_is_given_back(index: PageIndex) -> None:
 
 def test_a_lock_that_somebody_has(index: PageIndex, segment_name: str) -> None:
     with PageIndex.attach(segment_name, role="holder") as other:
-        other._locked("lci_hold", what="hold")
+        other.core.locked("lci_hold", what="hold")
         with pytest.raises(LockTimeout, match="holder"):
             index.reserve_batch(two(), TWO, timeout=0.01)
-        other._quick.lci_let_go(other._handle)
+        other.core.quick.lci_let_go(other.core.handle)
     with index.reserve_batch(two(), TWO) as batch:
         assert batch.all_new
 
@@ -165,7 +165,7 @@ def test_memory_that_is_not_there_yet(segment_name: str, monkeypatch: pytest.Mon
             index.grow(32)
             return True
 
-        monkeypatch.setattr(index, "_need_memory", grow)
+        monkeypatch.setattr(index.core, "need_memory", grow)
         with index.reserve_batch(two(), TWO) as batch:
             assert batch.all_new
         assert len(asked) == 1

@@ -20,7 +20,7 @@ from lightcache import (
     OutOfPages,
     PageIndex,
     PermissionDenied,
-    Shard,
+    ReservationShard,
     Ticket,
 )
 
@@ -267,14 +267,14 @@ def test_a_reservation_is_written_by_others(
         new.ticket([taker.client_id, third.client_id]) as ticket,
     ):
         left = taker.adopt(bytes(ticket), shard=0)
-        assert isinstance(left, Shard)
+        assert isinstance(left, ReservationShard)
         assert left.pages.tolist() == new.pages.tolist()
         with pytest.raises(LeaseLost, match="adopted by another"):
             third.adopt(bytes(ticket), shard=0)
         with pytest.raises(LeaseLost, match="before"):
             taker.adopt(bytes(ticket), shard=1)
         right = third.adopt(bytes(ticket), shard=1)
-        assert isinstance(right, Shard)
+        assert isinstance(right, ReservationShard)
         assert not left.publish()
         assert right.publish()
         assert ticket.poll().verdict is True

@@ -82,7 +82,7 @@ HOLDER = """
 import sys
 from lightcache import PageIndex
 index = PageIndex.attach(sys.argv[1], role="holder")
-index._core.locked("lci_hold", what="test")
+index.core.locked("lci_hold", what="test")
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -461,7 +461,7 @@ def test_a_cache_that_is_never_quiet(run: Run, made: str, monkeypatch: pytest.Mo
 def test_pins_in_motion(run: Run, made: str, tmp_path: Path, wait_until: Wait) -> None:
     """A count without its bit is what a client leaves in the middle of pinning."""
     place = geometry(PAGES)
-    idle = HOLDER.replace("index._core.locked", "(lambda *_, **__: 0)")
+    idle = HOLDER.replace("index.core.locked", "(lambda *_, **__: 0)")
     command = [sys.executable, "-c", idle, made]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=tmp_path) as child:

@@ -28,7 +28,7 @@ from lightcache import (
     LeaseLost,
     Load,
     Offload,
-    Shard,
+    ReservationShard,
     TransferFailed,
     WaitTimeout,
 )
@@ -355,7 +355,7 @@ def test_what_has_ended_or_has_shards_is_refused(world: World) -> None:
     with world.cache.reserve(prompt(1, 2), shards=2) as new:
         with pytest.raises(ConfigError, match="2 shards"):
             Offload(world.engine, new, world.slots(2))
-    with pytest.raises(ConfigError, match="expected a Reservation or Shard"):
+    with pytest.raises(ConfigError, match="expected a Reservation or ReservationShard"):
         Offload(world.engine, None, world.slots(2))  # type: ignore[arg-type]
     new = world.cache.reserve(prompt(1, 2))
     offload = Offload(world.engine, new, world.slots(2), after=[world.gate])
@@ -369,9 +369,9 @@ def test_what_has_ended_or_has_shards_is_refused(world: World) -> None:
     offload.wait(60)
 
 
-def adopted(world: World, shard: int, ticket: Any) -> Shard:
+def adopted(world: World, shard: int, ticket: Any) -> ReservationShard:
     found = world.cache.adopt(bytes(ticket), shard=shard)
-    assert isinstance(found, Shard)
+    assert isinstance(found, ReservationShard)
     return found
 
 

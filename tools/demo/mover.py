@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from lightcache import Held, Lease, Load, Offload, Reservation
+from lightcache import Allocation, Lease, Load, Offload, Reservation
 from lightcache.connectors.transformers import Connector
 from lightcache.errors import ConfigError
 from lightcache.manager.backend import Slots
@@ -39,7 +39,7 @@ class CacheMover:
             self.hold(new)
         return self._connector.offload(self.past, new)
 
-    def save(self, held: Held, slots: Slots) -> NoReturn:
+    def save(self, held: Allocation, slots: Slots) -> NoReturn:
         """See `Mover`: a demo hands nothing over."""
         del held, slots
         raise ConfigError("save: a cache of transformers is not handed over; its pages are")

@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from lightcache import layout
+from lightcache._core import Core
 from lightcache.errors import (
     ConfigError,
     LeaseLost,
@@ -19,10 +20,9 @@ from lightcache.errors import (
     TransferFailed,
     WaitTimeout,
 )
-from lightcache.leases import Borrowed, ClientId, Held, Lease, Ticket, TicketStatus
+from lightcache.leases import Allocation, ClientId, Lease, Releasable, Ticket, TicketStatus
 from lightcache.manager.backend import Slots
 from lightcache.manager.ranks.messages import Decisions, Kind, Order, append, check_entries
-from lightcache.page_index import PageIndex
 from lightcache.reservations import Reservation
 from lightcache.shm import Event, SharedLog
 from lightcache.transfers import Keeper
@@ -35,10 +35,10 @@ class Ordered:
     given its verdict or is dead; until then any of them may read or write its blocks."""
 
     def __init__(
-        self, leader: Leader, number: int, held: Lease | Reservation | Held, ticket: Ticket
+        self, leader: Leader, number: int, held: Lease | Reservation | Allocation, ticket: Ticket
     ) -> None:
         """For `Leader`."""
-        self._leader, self._index, self._ticket = leader, held._index, ticket
+        self._leader, self._core, self._ticket = leader, held.hold().core, ticket
         self.held = held
         """What it moves."""
         self._ranks = leader.ranks
@@ -73,7 +73,7 @@ class Ordered:
         """
         if not self._look():
             # Every verdict notifies the index's event; a death does not, hence its looking again.
-            event = Event(self._index.segment, layout.RootRecord.event.offset)
+            event = Event(self._core.segment, layout.RootRecord.event.offset)
             try:
                 event.wait_for(self._look, timeout)
             except WaitTimeout:
@@ -99,7 +99,7 @@ class Ordered:
             try:
                 status = self._settled()
                 if status is None:
-                    self._leader._look_for_the_dead(self._index)
+                    self._leader._look_for_the_dead(self._core)
                     return False
                 return self._end(self._judged(status))
             except LockTimeout:
@@ -126,14 +126,14 @@ class Ordered:
 
     @property
     def _writes(self) -> bool:
-        return self._keeper is not None and isinstance(self._keeper._held, Reservation)
+        return self._keeper is not None and self._keeper.writes
 
     def _judged(self, status: TicketStatus) -> str:
         """Why it failed; empty: it went well."""
         bad = [rank for rank, one in enumerate(self._ranks) if one.slot in status.failed]
         if not bad:
             return ""
-        alive = living(self._index)
+        alive = living(self._core)
         said = [
             f"rank {rank} (client slot {self._ranks[rank].slot}) "
             + self._what_it_did(self._ranks[rank], status, alive)
@@ -149,21 +149,20 @@ class Ordered:
 
     def _end(self, why: str) -> bool:
         """Give everything back. LockTimeout: call again."""
-        if not self._ticket._dropped and not self._index._unusable():
+        if not self._ticket.ended and not self._core.unusable():
             self._ticket.revoke()  # of those who have not adopted, nobody comes any more
         keeper = self._keeper
         if keeper is not None:
-            if not why and isinstance(keeper._held, Reservation):
-                keeper._held._ready = True  # the last rank's publishing made it so
-            keeper.over(False)  # we publish nothing ourselves
+            # We publish nothing ourselves: the last rank's publishing has made the pages ready.
+            keeper.over(False, published=not why)
         self._why, self._over = why, True
         self._leader._ended(self)
         return True
 
 
-def living(index: PageIndex) -> set[ClientId]:
+def living(core: Core) -> set[ClientId]:
     """Who is attached and lives. About 60 us, no lock."""
-    return {ClientId(one.slot, one.epoch) for one in index.clients() if one.alive}
+    return {ClientId(one.slot, one.epoch) for one in core.segment.clients() if one.alive}
 
 
 # ---- Leader: the scheduler's side of ranks that copy and compute but decide nothing.
@@ -273,7 +272,7 @@ class Leader:
                 f"offload: expected a reservation of {self.shards} shards, one for each rank, "
                 f"found {new.shards}"
             )
-        tokens = new._index.page_tokens
+        tokens = new.hold().core.page_tokens
         rows = np.ascontiguousarray(slots, np.int64)
         of_new = rows[: len(rows) // tokens * tokens].reshape(-1, tokens)[new.new].reshape(-1)
         return self._order(
@@ -283,7 +282,7 @@ class Leader:
             (Kind.OFFLOAD, of_new, 0),
         )
 
-    def save(self, held: Held, slots: Slots) -> Ordered:
+    def save(self, held: Allocation, slots: Slots) -> Ordered:
         """See `Mover`: every rank writes its share of pages without a key, which stay the
         caller's. Raises as `load`."""
         return self._order(
@@ -293,21 +292,21 @@ class Leader:
             (Kind.SAVE, slots, 0),
         )
 
-    def begun(self, held: Borrowed) -> Ordered | None:
+    def begun(self, held: Releasable) -> Ordered | None:
         """See `Mover`."""
         with self._lock:
             return next((one for one in self._going.values() if one.held is held), None)
 
     def _order(
         self,
-        held: Lease | Reservation | Held,
+        held: Lease | Reservation | Allocation,
         give: Give,
         keeper: Keeper | None,
         what: tuple[Kind, Slots, int],
     ) -> Ordered:
         kind, slots, first = what
         with self._lock:
-            ticket = self._ticket(held._index, give)
+            ticket = self._ticket(held.hold().core, give)
             self._number += 1
             made = Ordered(self, self._number, held, ticket)
             order = Order(kind, made.number, bytes(ticket), slots, first)
@@ -315,7 +314,7 @@ class Leader:
             # pages, and `poll` sees to it.
             self._going[made.number] = made
             if keeper is not None:
-                keeper._take()
+                keeper.take()
                 made._keeper = keeper
             try:
                 append(self.log, order, self._append_timeout)
@@ -323,16 +322,16 @@ class Leader:
                 del self._going[made.number]
                 if keeper is not None:
                     made._keeper = None
-                    keeper._hand_back()
+                    keeper.hand_back()
                 ticket.revoke()
                 raise TransferFailed(f"copy {made.number}: was not ordered: {error}") from error
             return made
 
-    def _ticket(self, index: PageIndex, give: Give) -> Ticket:
+    def _ticket(self, core: Core, give: Give) -> Ticket:
         try:
             return give(list(self.ranks))
         except (ConfigError, LeaseLost) as error:
-            alive = living(index)
+            alive = living(core)
             gone = [rank for rank, one in enumerate(self.ranks) if one not in alive]
             if not gone:
                 raise
@@ -389,7 +388,7 @@ class Leader:
         self._going.pop(one.number, None)
         (self._failed if one._why else self._completed).append(one.number)
 
-    def _look_for_the_dead(self, index: PageIndex) -> None:
+    def _look_for_the_dead(self, core: Core) -> None:
         """Reap when a rank that is waited for has died: nobody else might. About 60 us, so not at
         every look."""
         now = self._clock()
@@ -397,8 +396,8 @@ class Leader:
             return
         self._looked = now
         waited_for = {client for one in self._going.values() for client in one._ranks}
-        if not waited_for <= living(index):
-            index.reap()
+        if not waited_for <= living(core):
+            core.reap()
 
 
 __all__ = ["Leader", "Ordered", "living"]

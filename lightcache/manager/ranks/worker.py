@@ -21,7 +21,7 @@ from lightcache.manager.ranks.messages import (
     check_entries,
     decode,
 )
-from lightcache.reservations import Shard
+from lightcache.reservations import ReservationShard
 from lightcache.shm import SharedLog
 
 _NAP = 0.001  # seconds that a read waits while copies go on, whose verdicts others wait for
@@ -207,15 +207,13 @@ class Follower:
             self._going.append(self._moving(order, held))
         except Exception as error:  # whatever a driver may raise: the leader has to be told
             self._failed(error)
+            held.close()  # a shard tells as well
             if isinstance(held, Lease):
-                held._let_go()
                 self._tell(order, False)
-            else:
-                held._end()  # tells as well
         return True
 
-    def _moving(self, order: Order, held: Lease | Shard) -> _Copy:
-        if isinstance(held, Shard):
+    def _moving(self, order: Order, held: Lease | ReservationShard) -> _Copy:
+        if isinstance(held, ReservationShard):
             return _Copy(order, None, self._mover.offload(held, order.slots))
         if order.kind is Kind.SAVE:
             return _Copy(order, held, self._mover.save(held, order.slots))
@@ -235,7 +233,7 @@ class Follower:
         if ok:
             self._count(copy)
         if copy.held is not None:
-            copy.held._let_go()
+            copy.held.close()
         if copy.order.kind is not Kind.OFFLOAD:  # a shard gives its verdict when it is published
             self._tell(copy.order, ok)
 

@@ -311,7 +311,7 @@ class DiskStorage(Owned):
 
     def stats(self) -> StorageStats:
         """See `Storage.stats`: pages are those of all processes."""
-        causes = self._index._take_evicted()
+        causes = self._index.core.take_evicted()
         self._counters.evicted(causes[Cause.ROOM] + causes[Cause.QUOTA])
         try:
             pages = self._index.stats().ready
