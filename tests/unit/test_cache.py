@@ -17,7 +17,6 @@ from lightcache import (
     Detached,
     InUse,
     LayoutMismatch,
-    NoSpace,
     NotReady,
     PageIndex,
     PermissionDenied,
@@ -140,11 +139,6 @@ def test_arguments_that_are_refused(segment_name: str, changed: dict[str, Any], 
     for call in (Cache.create, Cache.open):
         with pytest.raises(ConfigError, match=what):
             call(segment_name, **{**GOOD, **changed})
-
-
-def test_a_pool_larger_than_there_is_room(segment_name: str) -> None:
-    with pytest.raises(NoSpace, match="pool needs"):
-        Cache.create(segment_name, **{**GOOD, "page_bytes": "1TiB"})
 
 
 def test_capacity_as_size(segment_name: str) -> None:
