@@ -346,12 +346,20 @@ ROWS = [
         "named twice",
         lambda index: ticket_for(index, index.client_id, index.client_id),
     ),
-    Refusal(NAMED, ConfigError, "found 64", lambda index: ticket_for(index, ClientId(64, 1))),
-    Refusal(
-        "named an adopter that has left",
-        LeaseLost,
-        "has left or died",
-        lambda index: ticket_for(index, ClientId(63, 1)),
+    *(
+        Refusal(
+            NAMED, ConfigError, f"found {n}", lambda index, n=n: ticket_for(index, ClientId(n, 1))
+        )
+        for n in (0, 64)
+    ),
+    *(
+        Refusal("named an adopter that has left", LeaseLost, "has left or died", call)
+        for call in (
+            lambda index: ticket_for(index, ClientId(63, 1)),
+            lambda index, other: ticket_for(
+                index, ClientId(other.client_id.slot, other.client_id.epoch + 1)
+            ),
+        )
     ),
     Refusal("made a ticket of a reservation", ConfigError, "no new pages", ticket_of_nothing),
     Refusal("held too many tickets", OutOfPages, "ticket", too_many_tickets),

@@ -19,7 +19,6 @@ from lightcache import (
     LayoutMismatch,
     NotReady,
     PageIndex,
-    PermissionDenied,
 )
 
 SECRET = b"a secret of tests"
@@ -275,22 +274,3 @@ with Cache.create(sys.argv[1], **{GOOD!r}) as cache:
         segment_name,
     )
     assert done.stderr == ""
-
-
-def test_a_router_cannot_write(cache: Cache, segment_name: str) -> None:
-    with Cache.attach(segment_name, readonly=True, secret=SECRET) as router:
-        keys = router.hash_pages(TOKENS)
-        for call in (
-            lambda: router.match(keys),
-            lambda: router.reserve(keys),
-            lambda: router.evict(1),
-            lambda: router.clear(),
-            router.reap,
-            lambda: router.pool.grow(1),
-        ):
-            with pytest.raises(PermissionDenied):
-                call()
-        page = router.pool[0]
-        with pytest.raises(ValueError, match="read-only"):
-            page[:] = 1
-        del page

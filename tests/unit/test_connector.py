@@ -109,16 +109,6 @@ def test_restored_bytes_are_those_saved(segment_name: str, dtype: torch.dtype) -
     assert all(torch.equal(a, b) for a, b in zip(saved, restored, strict=True))
 
 
-def test_a_forward_pass_by_hand(connector: lct.Connector, llama: Any) -> None:
-    ids = prompt(40)
-    save(connector, llama, ids)
-    with torch.no_grad(), connector.prefix(ids) as past:
-        assert past.reused == 32
-        found = llama(ids[:, 32:], past_key_values=past).logits
-        expected = llama(ids).logits[:, 32:]
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
-
-
 OTHER_PROCESS = """
 import sys
 from support.tiny_models import answer, model, prompt

@@ -19,7 +19,6 @@ from lightcache import (
     LeaseLost,
     NoSpace,
     PageIndex,
-    PermissionDenied,
 )
 
 Script = Callable[..., Any]
@@ -214,36 +213,6 @@ def test_a_replaced_cache_is_detached(segment_name: str) -> None:
     index.close()
     assert other.peek(have) == 0
     other.close()
-
-
-def test_a_read_only_attach_refuses_what_writes(segment_name: str) -> None:
-    index = PageIndex.create(segment_name, pages=4)
-    have = fill(index, 1, 2)
-    with PageIndex.attach(segment_name, readonly=True) as reader:
-        assert reader.readonly
-        assert reader.peek(have) == 2
-        assert reader.wait(have, timeout=0) == 2
-        assert reader.stats().free == 2
-        assert reader.check().clean
-        assert len(reader.clients()) == 1
-        for call in (
-            lambda: reader.match(have),
-            lambda: reader.match_many(have, np.array([0, 2])),
-            lambda: reader.reserve(have),
-            lambda: reader.evict(1),
-            lambda: reader.clear(),
-            lambda: reader.reap(),
-            lambda: reader.grow(4),
-            lambda: reader.repair(),
-            lambda: reader.adopt(bytes(16)),
-            lambda: reader.client_id,
-        ):
-            with pytest.raises((PermissionDenied, LeaseLost)) as error:
-                call()
-            if "ticket" not in str(error.value):
-                assert isinstance(error.value, PermissionDenied)
-    assert pins(index) == 0
-    index.close()
 
 
 # ---------------------------------------------------------------- nothing is lost

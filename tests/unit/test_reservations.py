@@ -20,7 +20,6 @@ from lightcache import (
     LeaseLost,
     NoSpace,
     PageIndex,
-    WaitTimeout,
 )
 from lightcache.layout import PageState, ReservationRecord
 from lightcache.page_index import geometry
@@ -170,23 +169,6 @@ def test_shards_are_published_one_by_one(index: PageIndex) -> None:
     assert index.peek(prompt(1, 2)) == 2
 
 
-def test_publishing_what_has_ended(index: PageIndex) -> None:
-    got = index.reserve(prompt(1, 2))
-    got.abandon()
-    with pytest.raises(Abandoned):
-        got.publish()
-    for call in (got.abandon, got.release):
-        with pytest.raises(LeaseLost):
-            call()
-    got = index.reserve(prompt(1, 2))
-    got.publish()
-    got.release()
-    with pytest.raises(Abandoned):
-        got.publish(0)
-    assert index.peek(prompt(1, 2)) == 2
-    assert pins(index) == 0
-
-
 def test_publishing_what_was_cleared(index: PageIndex) -> None:
     space = index.namespace("w1")
     got = index.reserve(prompt(1, 2), namespace=space)
@@ -221,12 +203,6 @@ def test_shards_of_others(index: PageIndex, second: PageIndex) -> None:
     got.release()
     ticket.drop()
     assert pins(index) == 0
-
-
-def test_waiting_ends_with_a_time_limit(index: PageIndex) -> None:
-    with index.reserve(prompt(1, 2)), pytest.raises(WaitTimeout, match="2 keys"):
-        index.wait(prompt(1, 2), timeout=0)
-    assert index.wait(prompt(1, 2), timeout=0) == 0
 
 
 # ---------------------------------------------------------------- limits

@@ -13,12 +13,10 @@ from support.keys import prompt
 
 from lightcache import (
     ClientId,
-    ConfigError,
     LeaseLost,
     NoSpace,
     OutOfPages,
     PageIndex,
-    PermissionDenied,
     Shard,
     Ticket,
 )
@@ -88,26 +86,6 @@ def test_a_forgotten_ticket_holds_no_record(giver: PageIndex, taker: PageIndex) 
     assert giver.stats().tickets == 0
 
 
-def test_who_may_be_an_adopter(giver: PageIndex, taker: PageIndex) -> None:
-    mine = taker.client_id
-    with giver.match(prompt(1, 2)) as lease:
-        for wrong, why in (
-            ([], "at least one"),
-            ([mine, mine], "twice"),
-            ([ClientId(0, 1)], "slots from 1 to 63, found 0"),
-            ([ClientId(64, 1)], "slots from 1 to 63, found 64"),
-        ):
-            with pytest.raises(ConfigError, match=why):
-                lease.ticket(wrong)
-        for gone in (ClientId(mine.slot, mine.epoch + 1), ClientId(63, 1)):
-            with pytest.raises(LeaseLost, match="has left or died"):
-                lease.ticket([mine, gone])
-        assert len(lease.pages) == 2  # the lease is the caller's still
-    assert giver.stats().tickets == 0
-    with pytest.raises(LeaseLost):
-        lease.ticket([mine])
-
-
 def test_an_adopter_that_dies_before_the_ticket_is_given(
     segment_name: str, giver: PageIndex, script: Script
 ) -> None:
@@ -167,16 +145,3 @@ def test_a_reservation_is_written_by_others(
         right.release()
     assert giver.peek(prompt(2, 3)) == 3
     assert pins(giver) == 0
-
-
-def test_a_reader_neither_gives_nor_adopts(segment_name: str, giver: PageIndex) -> None:
-    data: Any = bytes(give(giver, giver))
-    with PageIndex.attach(segment_name, readonly=True) as reader:
-        with pytest.raises(PermissionDenied):
-            reader.adopt(data)
-        with pytest.raises(PermissionDenied):
-            _ = reader.client_id
-        with pytest.raises(LeaseLost, match="adopters"):
-            reader.done(data)
-    giver.adopt(data).release()
-    giver.done(data)
