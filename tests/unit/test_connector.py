@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,33 +12,25 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from support.connecting import SECRET, ready, save, small_cache  # noqa: E402
+from support.connecting import (  # noqa: E402
+    SECRET,
+    cache,
+    connector,
+    llama,
+    ready,
+    save,
+)
 from support.scripts import with_support  # noqa: E402
 from support.tiny_models import answer, assert_same, kept, model, prompt  # noqa: E402
 
 from lightcache import Cache, ConfigError  # noqa: E402
 from lightcache.connectors import transformers as lct  # noqa: E402
 
+__all__ = ["cache", "connector", "llama"]
+
 pytestmark = pytest.mark.models
 
 PAGE = 16
-
-
-@pytest.fixture(scope="module")
-def llama() -> Any:
-    return model()
-
-
-@pytest.fixture
-def cache(segment_name: str, llama: Any) -> Iterator[Cache]:
-    with small_cache(segment_name, llama) as made:
-        yield made
-
-
-@pytest.fixture
-def connector(cache: Cache, llama: Any) -> Iterator[lct.Connector]:
-    with lct.Connector(cache, llama) as made:
-        yield made
 
 
 # ---- answers
