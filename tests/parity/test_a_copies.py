@@ -1,5 +1,5 @@
-"""Parity with CPU caches beside an engine, rows A6, A8, A12 and A14: moving pages, and their
-memory. Devices are CPU memory here, and drivers none; tests/gpu does the like on GPUs."""
+"""Parity with CPU caches beside an engine, rows A8 and A12: moving pages, and their memory.
+Devices are CPU memory here, and drivers none; tests/gpu does the like on GPUs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightcache.shm import _native
 
 SECRET = bytes(16)
 PAGES = 16
-TOKENS = 16  # of a page of the pool, in A14
+TOKENS = 16  # of a page of the pool
 FINE = PageGeometry(
     [KVGroup.attention("kv", layers=2, heads=2, head_dim=4, dtype_bytes=2, page_tokens=TOKENS)]
 )

@@ -1,4 +1,4 @@
-"""Rows D1, D2, D5 to D8, D12 and D14, of a scheduler's view: requests of a hybrid model, one
+"""Rows D1, D2, D5 to D7 and D12, of a scheduler's view: requests of a hybrid model, one
 behind the other and beside each other."""
 
 from __future__ import annotations

@@ -205,12 +205,7 @@ ROWS = [
     ),
     Refusal("pinned a page more than 65,535", NoSpace, "65,535", pinned_too_often),
     Refusal("asked for `tokens`", ConfigError, "page_tokens", lambda index: index.match(A).tokens),
-    Refusal(
-        "waited longer than `timeout`",
-        WaitTimeout,
-        "2 keys",
-        wait_for_written,
-    ),
+    Refusal("waited longer than `timeout`", WaitTimeout, "2 keys", wait_for_written),
     Refusal(READONLY, PermissionDenied, "read-only", lambda reader: reader.match(A)),
     Refusal(READONLY, PermissionDenied, "read-only", lambda reader: reader.reserve(B)),
     Refusal(READONLY, PermissionDenied, "read-only", lambda reader: reader.evict(1)),
@@ -293,12 +288,7 @@ ROWS = [
         "another cache",
         lambda index, small: small.adopt(given(index, index)),
     ),
-    Refusal(
-        "adopted past its deadline",
-        LeaseLost,
-        "deadline",
-        late,
-    ),
+    Refusal("adopted past its deadline", LeaseLost, "deadline", late),
     Refusal(
         "adopted twice from one client",
         LeaseLost,
@@ -307,12 +297,7 @@ ROWS = [
     ),
     Refusal(OTHERS, LeaseLost, "adopters", lambda index, other: index.adopt(given(index, other))),
     Refusal(OTHERS, LeaseLost, "adopters", lambda index, other: index.done(given(index, other))),
-    Refusal(
-        "adopted or finished a ticket",
-        LeaseLost,
-        "ended",
-        adopt_ended,
-    ),
+    Refusal("adopted or finished a ticket", LeaseLost, "ended", adopt_ended),
     *(
         Refusal("gave bytes that are no ticket", LeaseLost, words, call)
         for one, words in (
