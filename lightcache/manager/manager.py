@@ -482,7 +482,7 @@ class KVCacheManager:
         table = np.concatenate([running.table, fresh.pages])
         kind = running.kind + bytes([HELD]) * len(fresh)
         # They are the request's from here on; until then `fresh` gives them back.
-        assign((running, running, fresh), ("table", "kind", "_done"), (table, kind, True))
+        assign((running, running, fresh), ("table", "kind", "ended"), (table, kind, True))
         return running.table
 
     def _fresh_blocks(self, device: OwnedDevice, missing: int) -> Allocation:

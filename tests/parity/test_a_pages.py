@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -196,23 +195,6 @@ def test_a2_a_batch_is_one_call_of_the_core(
 # ---------------------------------------------------------------- A3
 
 
-@pytest.mark.parametrize(("tokens", "pages"), [(0, 0), (1, 0), (16, 0), (17, 1), (48, 2), (49, 3)])
-def test_a3_chained_keys_leave_a_token(segment_name: str, tokens: int, pages: int) -> None:
-    with create(segment_name, geometry_of(16), pages=4) as cache:
-        assert len(cache.hash_pages(np.arange(tokens), leave_one=True)) == pages
-        assert hashing.matchable_pages(tokens, 16) == pages
-
-
-def test_a3_a_key_names_its_whole_prefix(segment_name: str) -> None:
-    with create(segment_name, geometry_of(16), pages=4) as cache:
-        tokens = np.arange(64)
-        keys = cache.hash_pages(tokens)
-        assert (cache.hash_pages(tokens[:40]) == keys[:2]).all()
-        tokens[20] += 1
-        other = cache.hash_pages(tokens)
-        assert (other == keys).all(axis=1).tolist() == [True, False, False, False]
-
-
 def test_a3_one_conversion_one_pass(segment_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens become an array once, and each of them is hashed once, whatever the length."""
     converted: list[int] = []
@@ -235,94 +217,7 @@ def test_a3_one_conversion_one_pass(segment_name: str, monkeypatch: pytest.Monke
     assert hashed == [62 * 16 * 4], "the 62 full pages, four bytes a token"
 
 
-# ---------------------------------------------------------------- A4
-
-
-def test_a4_a_query_takes_a_reference_and_marks_use(index: PageIndex) -> None:
-    older, newer = put(index, 1, 6), put(index, 2, 6)
-    with index.match(older) as hit:
-        assert len(hit) == 6
-        assert index.check().pins == 6
-        assert index.evict(12) == 6, "what is referenced stays"
-        assert (index.peek(older), index.peek(newer)) == (6, 0)
-    assert index.check().pins == 0
-    newer = put(index, 2, 6)
-    index.match(older).release()
-    with index.reserve(prompt(3, 3)) as new:
-        assert len(new.new) == 3
-        assert (index.peek(older), index.peek(newer)) == (6, 3), "use was marked"
-
-
-def test_a4_only_complete_pages_are_reported(index: PageIndex) -> None:
-    keys = prompt(1, 5)
-    with index.reserve(keys[:2]) as first:
-        first.publish()
-    with index.reserve(keys, shards=2) as rest:
-        rest.publish(0)
-        assert (index.peek(keys), len(index.match(keys))) == (2, 2)
-        rest.publish(1)
-        assert (index.peek(keys), len(index.match(keys))) == (5, 5)
-
-
-def test_a4_pins_die_with_their_client(index: PageIndex, script: Script) -> None:
-    keys = put(index, 1, 5)
-    script(
-        with_support(
-            """
-import os, signal
-from lightcache import PageIndex
-from support.keys import prompt
-index = PageIndex.attach(sys.argv[1])
-leases = [index.match(prompt(1, 5)) for _ in range(3)]
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-        ),
-        index.name,
-        status=-signal.SIGKILL,
-    )
-    assert index.check().pins == 15
-    assert index.evict(12) == 5  # a call that needs pages takes back what the dead held
-    assert index.check().pins == 0
-    assert index.reap() == 0
-    assert index.peek(keys) == 0
-
-
 # ---------------------------------------------------------------- A5
-
-
-def test_a5_what_is_there_is_reused_and_what_is_being_written_is_recognised(
-    index: PageIndex,
-) -> None:
-    keys = prompt(1, 6)
-    with index.reserve(keys[:2]) as first:
-        first.publish()
-        ready = first.pages.tolist()
-    with PageIndex.attach(index.name) as other, other.reserve(keys[:4]) as writing:
-        assert writing.present_pages.tolist() == ready
-        with index.reserve(keys) as ours:
-            assert ours.present.tolist() == [0, 1]
-            assert ours.present_pages.tolist() == ready
-            assert ours.busy.tolist() == [2, 3]
-            assert ours.new.tolist() == [4, 5]
-            assert not set(ours.pages.tolist()) & {*ready, *writing.pages.tolist()}
-
-
-def test_a5_the_rest_evicts_the_least_recently_used(index: PageIndex) -> None:
-    oldest, middle, newest = (put(index, name, 4) for name in (1, 2, 3))
-    index.match(oldest).release()
-    with index.reserve(prompt(4, 6)) as new:
-        assert len(new.new) == 6
-        assert [index.peek(keys) for keys in (middle, newest, oldest)] == [0, 2, 4]
-
-
-def test_a5_partial_success(index: PageIndex) -> None:
-    held, free = put(index, 1, 5), put(index, 2, 4)
-    with index.match(held), index.reserve(prompt(3, 9)) as new:
-        assert new.new.tolist() == list(range(7)), "three never used, four evicted"
-        assert new.missing.tolist() == [7, 8]
-        assert "pinned" in new.why
-        new.publish()
-    assert (index.peek(prompt(3, 9)), index.peek(held), index.peek(free)) == (7, 5, 0)
 
 
 def test_a5_a_prefix_is_never_evicted_before_its_suffix(index: PageIndex) -> None:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from support.storing import (
     PAGE_TOKENS,
-    Recorder,
     cache,
     empty,
     fill,
@@ -21,12 +20,10 @@ from support.storing import (
     stored,
 )
 
-from lightcache import Cache, ConfigError, WaitTimeout
+from lightcache import Cache
 from lightcache.storage import (
     Fault,
     FlakyStorage,
-    MemoryStorage,
-    StorageSpec,
     StorageTier,
     TaskState,
 )
@@ -36,67 +33,7 @@ TOKENS = np.arange(1, 12 * PAGE_TOKENS + 1)
 __all__ = ["cache"]
 
 
-# ---------------------------------------------------------------- A9
-
-
-def test_a9_pages_are_offloaded_in_groups_of_one_request(cache: Cache) -> None:
-    prompts = {name: cache.hash_pages(TOKENS, salt=name) for name in ("a", "b")}
-    for keys in prompts.values():
-        fill(cache, keys)
-    storage = Recorder(StorageSpec.of(cache))
-    with StorageTier(cache, storage, group=5) as tier:
-        for name, keys in prompts.items():
-            tier.write(keys, name)
-    writes = [
-        batch
-        for (what, _), batch in zip(storage.calls, storage.batches, strict=True)
-        if what == "write"
-    ]
-    assert sorted(len(batch) for batch in writes) == [2, 2, 5, 5, 5, 5]
-    whose = {tuple(row): name for name, keys in prompts.items() for row in keys.tolist()}
-    for batch in writes:
-        assert len({whose[tuple(row)] for row in batch.tolist()}) == 1
-
-
-def test_a9_short_prompts_are_not_written(cache: Cache) -> None:
-    storage = empty(cache)
-    with StorageTier(cache, storage, min_tokens=6 * PAGE_TOKENS) as tier:
-        short, long = TOKENS[: 6 * PAGE_TOKENS - 1], TOKENS[: 6 * PAGE_TOKENS]
-        fill(cache, cache.hash_pages(long))
-        assert tier.write_tokens(short).wait(60.0).skipped == 5
-        assert storage.stats().pages == 0
-        assert tier.write_tokens(long).wait(60.0).stored == 6
-
-
 # ---------------------------------------------------------------- A10
-
-
-def test_a10_a_prefix_that_goes_on_in_storage_is_matched_as_one(cache: Cache) -> None:
-    keys = cache.hash_pages(TOKENS)
-    storage = stored(cache, keys)
-    fill(cache, keys[:5])
-    with StorageTier(cache, storage, group=3) as tier, cache.match(keys) as hit:
-        assert len(hit) == 5
-        task = tier.prefetch(keys, len(hit))
-        assert task.wait(60.0).loaded == 7
-        assert task.tokens == 7 * PAGE_TOKENS
-    assert sound(cache, keys) == 12
-
-
-@pytest.mark.parametrize("kind", ["fail", "corrupt", "truncate", "die"])
-def test_a10_a_failed_read_gives_its_pages_back_and_keeps_the_good_prefix(
-    cache: Cache, kind: Any
-) -> None:
-    keys = cache.hash_pages(TOKENS)
-    flaky = FlakyStorage(stored(cache, keys), script={"read": [None, Fault(kind, at=2)]})
-    with StorageTier(cache, flaky, group=4) as tier:
-        result = tier.prefetch(keys).wait(60.0)
-        good = 4 if kind == "die" else 6
-        assert (result.prefix, result.loaded) == (good, good)
-        assert sound(cache, keys) == good
-        assert cache.check().writing == cache.check().pins == 0
-        with cache.reserve(keys, good) as rest:  # the request computes them
-            assert len(rest.pages) == 12 - good
 
 
 def test_a10_the_checksum_is_verified(cache: Cache) -> None:
@@ -113,23 +50,6 @@ def test_a10_the_checksum_is_verified(cache: Cache) -> None:
 
 
 # ---------------------------------------------------------------- A11
-
-
-def test_a11_task_states(cache: Cache) -> None:
-    keys = cache.hash_pages(TOKENS)
-    flaky = FlakyStorage(stored(cache, keys), script={"read": [Fault("hang", at=1)]})
-    with StorageTier(cache, flaky, threads=1) as tier:
-        first, second = tier.prefetch(keys), tier.prefetch(keys)
-        assert flaky.wait_hanging()
-        assert first.state is TaskState.RUNNING
-        assert second.state is TaskState.NOT_STARTED
-        with pytest.raises(WaitTimeout):
-            first.wait(0.0)
-        second.cancel()
-        assert second.state is TaskState.FAILED
-        flaky.let_go()
-        first.wait(60.0)
-        assert first.state is TaskState.FINISHED
 
 
 @pytest.mark.parametrize("operation", ["contains", "read", "write"])
@@ -183,21 +103,6 @@ def test_b7_the_shortest_success_of_the_ranks_counts(ranks: list[Cache]) -> None
         assert tier.close()
 
 
-def test_b7_a_rank_that_has_nothing_ends_it_for_all(ranks: list[Cache]) -> None:
-    keys = ranks[0].hash_pages(TOKENS)
-    storages = [stored(ranks[0], keys), MemoryStorage(StorageSpec.of(ranks[1]))]
-    tiers = [StorageTier(*pair) for pair in zip(ranks[:2], storages, strict=True)]
-    tasks = [tier.prefetch(keys, hold=True) for tier in tiers]
-    shortest = min(task.wait(60.0).prefix for task in tasks)
-    assert shortest == 0
-    for task, rank in zip(tasks, ranks[:2], strict=True):
-        task.publish(shortest)
-        assert rank.stats().ready == 0
-        assert rank.check().pins == 0
-    for tier in tiers:
-        assert tier.close()
-
-
 # ---------------------------------------------------------------- B13
 
 
@@ -247,11 +152,3 @@ def test_b13_salts_tenants_and_weights_stay_apart_in_storage(cache: Cache) -> No
             assert tier.prefetch(keys, **space).wait(60.0).loaded == 12
             assert sound(cache, keys, **space) == 12
             cache.evict(96)
-
-
-def test_b13_more_pages_than_keys_are_a_mistake(cache: Cache) -> None:
-    keys = cache.hash_pages(TOKENS)
-    fill(cache, keys)
-    with StorageTier(cache, empty(cache)) as tier:
-        with cache.match(keys) as lease, pytest.raises(ConfigError, match="lease"):
-            tier.write(keys[:3], lease=lease)

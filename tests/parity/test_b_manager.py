@@ -9,7 +9,7 @@ import pytest
 from support.manager_case import Shelf, on_device, on_host, tokens
 from support.stamped import stamps_of
 
-from lightcache.errors import ConfigError, LeaseLost, OutOfPages
+from lightcache.errors import ConfigError, LeaseLost, OutOfPages, TransferFailed
 from lightcache.manager import Item, Prompt, Why, WritePolicy
 
 # ---- B1
@@ -173,6 +173,9 @@ def test_b3_a_failed_load_leaves_no_item_cut(worlds: Any) -> None:
     fetch = world.manager.fetch("b")
     assert fetch.failed
     assert fetch.tokens == 4
+    with pytest.raises(TransferFailed):
+        fetch.done()
+    assert world.manager.stats().failed_loads == 1
     world.manager.release("b")
     world.nothing_left()
 

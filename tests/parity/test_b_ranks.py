@@ -126,29 +126,6 @@ def test_b7_the_ranks_that_came_least_far_count(crew: Crew, manager: KVCacheMana
     assert crew.step().failed == (fetch.number,)
 
 
-def test_b7_pages_that_one_rank_did_not_write_go_back(crew: Crew, manager: KVCacheManager) -> None:
-    crew.ranks[2].mover.fail_next = 1
-    compute(crew, manager, "a")
-    assert manager.stats().failed_offloads == 1
-    crew.settled()
-    assert crew.cache.stats().free == crew.cache.pages
-
-
-# ---------------------------------------------------------------- B8
-
-
-def test_b8_duplicates_are_recycled_with_ranks_too(crew: Crew, manager: KVCacheManager) -> None:
-    for request in "ab":
-        run(crew, manager, request)
-    assert manager.commit("a", 2 * PAGE) == {}
-    assert sorted(manager.commit("b", 2 * PAGE)) == [0, 1]
-    crew.step()
-    assert crew.ranks[0].mover.offloads == 1
-    for request in "ab":
-        manager.release(request)
-    manager.poll()
-
-
 # ---------------------------------------------------------------- B15
 
 

@@ -9,7 +9,6 @@ import pytest
 from support.hybrid_case import tokens
 from support.manager_case import Shelf
 
-from lightcache.errors import OutOfPages
 from lightcache.hashing import PageHasher
 from lightcache.hybrid.checkpoints import Tier
 from lightcache.manager import Prompt
@@ -43,32 +42,6 @@ def test_c1_a_checkpoint_has_the_key_of_kv_and_outlives_it(hybrids: Any) -> None
 
 
 # ---- C2
-
-
-def test_c2_the_longest_within_kv_and_a_limit(hybrids: Any) -> None:
-    world = hybrids(states={"most": None})
-    prompt = Prompt(tokens(42))
-    world.save(prompt, 8, 16, 32, 40)
-    world.compute(Prompt(prompt.tokens[:30]))
-    assert world.look(prompt).usable == 16
-    assert world.look(prompt, limit=15).usable == 8
-    world.compute(prompt)
-    world.world.index.evict(64)  # only the host has KV
-    assert world.look(prompt).usable == 40
-    assert world.look(prompt, limit=39).usable == 32
-
-
-def test_c2_a_match_marks_use(hybrids: Any) -> None:
-    world = hybrids(slots=4, state_pages=None)
-    prompts = [Prompt(tokens(18, seed)) for seed in range(4)]
-    for prompt in prompts:
-        world.compute(prompt)
-        world.save(prompt, 16)
-    assert world.look(prompts[0]).usable == 16
-    for left in ([0, 2, 3], [0, 3], [0], []):
-        world.slots.evict(1)
-        there = [i for i, each in enumerate(prompts) if world.there(each)["device"]]
-        assert there == left
 
 
 def test_c2_kv_that_storage_supplies(hybrids: Any) -> None:
@@ -195,43 +168,6 @@ def test_c6_tokens_are_converted_once(
     assert given.conversions == 1
     assert sorted(size for size, _ in hashed) == sorted({block, page})
     assert all(ids is prompt.tokens for _, ids in hashed)
-
-
-# ---- C7
-
-
-def test_c7_states_are_evicted_on_their_own(hybrids: Any) -> None:
-    world = hybrids(slots=4, state_pages=None)
-    prompts = [Prompt(tokens(18, seed)) for seed in range(4)]
-    for prompt in prompts:
-        world.compute(prompt)
-        world.save(prompt, 16)
-    ready = world.world.index.stats().ready
-    assert world.plan(prompts[0], "a").usable == 16
-    world.hybrid.take("a")
-    world.hybrid.restore(["a"])  # takes a slot of the oldest, which is not the one in use
-    world.checkpoints.free(world.checkpoints.acquire(1))
-    there = [i for i, each in enumerate(prompts) if world.there(each)["device"]]
-    assert 0 in there
-    assert world.world.index.stats().ready == ready
-    world.hybrid.release("a", at=16)
-    world.nothing_left()
-
-
-def test_c7_never_one_in_use(hybrids: Any) -> None:
-    world = hybrids(slots=2, state_pages=None)
-    prompt = Prompt(tokens(18))
-    world.compute(prompt)
-    world.save(prompt, 16)
-    world.plan(prompt, "a")
-    world.hybrid.take("a")
-    held = world.checkpoints.acquire(1)
-    with pytest.raises(OutOfPages):
-        world.checkpoints.acquire(1)
-    assert world.there(prompt)["device"] == [16]
-    world.checkpoints.free(held)
-    world.hybrid.release("a")
-    world.nothing_left()
 
 
 # ---- C8

@@ -93,19 +93,6 @@ def test_d11_as_generate_itself(engines: Any, qwen: Any, ahead: bool) -> None:
 
 
 @AHEAD
-@pytest.mark.parametrize("saves", Saves, ids=lambda each: each.value)
-@pytest.mark.parametrize("budget", [1 << 20, 21])
-def test_d11_branches_down_a_shared_prefix(
-    engines: Any, ahead: bool, saves: Saves, budget: int
-) -> None:
-    """The first leaves no state where they part; the second saves one there; the others hit."""
-    engine = engines(ahead=ahead, saves=saves, budget=budget)
-    stem = ids(71)
-    hits = [ask(engine, [*stem, *ids(25, seed)])[0] for seed in range(1, 5)]
-    assert hits == [0, 0, 64, 64]
-
-
-@AHEAD
 def test_d11_branches_that_run_together(engines: Any, ahead: bool) -> None:
     """Five at once down a prefix of which three were served: all hit, share what they read, and
     change nothing of it."""
@@ -120,34 +107,15 @@ def test_d11_branches_that_run_together(engines: Any, ahead: bool) -> None:
 
 
 @AHEAD
-def test_d11_decode_hits(engines: Any, ahead: bool) -> None:
-    engine = engines(**FINE, ahead=ahead)
-    hit, every = ask(engine, ids(20), 31)
-    assert hit == 0
-    assert len(every) - 1 == 50  # computed: 16 in the prompt, 32 and 48 behind it
-    assert ask(engine, [*every, *ids(5, 1)])[0] == 48
-    assert ask(engine, [*every[:40], *ids(5, 2)])[0] == 16  # only the last of an answer stays
-
-
-@AHEAD
-def test_d11_several_turns(engines: Any, ahead: bool) -> None:
-    engine = engines(**FINE, ahead=ahead)
-    every, hits, ends = ids(21), [], []
-    for turn in range(5):
-        ends.append(len(every))
-        hit, every = ask(engine, every, 8)
-        hits.append(hit)
-        every = [*every, *ids(6 + turn, turn + 1)]
-    assert ends == [21, 35, 50, 66, 83]
-    # The last multiple of 16 within the prompt before, or of what was computed behind it.
-    assert hits == [0, 16, 32, 48, 64]
-
-
-@AHEAD
 @pytest.mark.parametrize("saves", Saves, ids=lambda each: each.value)
-def test_d11_a_tree_of_random_requests(engines: Any, ahead: bool, saves: Saves) -> None:
-    """Against an oracle that knows for each prefix what must be usable."""
-    engine = engines(**FINE, ahead=ahead, saves=saves, blocks=400, slots=80, states=80)
+@pytest.mark.parametrize("budget", [1 << 20, 21])
+def test_d11_a_tree_of_random_requests(
+    engines: Any, ahead: bool, saves: Saves, budget: int
+) -> None:
+    """Branches and turns, of which prompts or answers are hit, against an oracle that knows for
+    each prefix what must be usable."""
+    how = {"ahead": ahead, "saves": saves, "budget": budget}
+    engine = engines(**FINE, **how, blocks=400, slots=80, states=80)
     oracle, chance = Oracle(engine.grid, ahead=ahead), random.Random(7)
     known, hits = [ids(30)], 0
     for number in range(12):
@@ -205,18 +173,6 @@ def test_d11_round_trips_to_the_host(engines: Any, ahead: bool) -> None:
         tiers.append((one.match.tier, one.match.usable, one.match.kv.load))
         every = [*one.answer().tokens[0].tolist(), *ids(13, turn + 1)]
     assert tiers == [(None, 0, 0), (Tier.HOST, 80, 80), (Tier.HOST, 96, 96)]
-
-
-@AHEAD
-@pytest.mark.parametrize(("states", "hits"), [(None, 1), (2, 2), (12, 4)])
-def test_d11_an_undersized_state_pool(
-    engines: Any, ahead: bool, states: int | None, hits: int
-) -> None:
-    """Slots for one request: what it leaves goes when the next one comes, or to the host."""
-    engine = engines(ahead=ahead, slots=3 if ahead else 2, states=states)
-    prompts = [ids(40, seed) for seed in range(4)]
-    assert [ask(engine, each)[0] for each in prompts] == [0] * 4
-    assert [ask(engine, each)[0] for each in prompts[::-1]] == [32] * hits + [0] * (4 - hits)
 
 
 @AHEAD

@@ -1,4 +1,4 @@
-"""Rows D1, D2, D5 to D8, D12 and D14, of a scheduler's view: requests of a hybrid model, one
+"""Rows D1, D2, D5 to D7 and D12, of a scheduler's view: requests of a hybrid model, one
 behind the other and beside each other."""
 
 from __future__ import annotations
@@ -98,21 +98,6 @@ def test_d5_only_what_was_confirmed(hybrids: Any) -> None:
     world.nothing_left()
 
 
-def test_d5_donating_copies_nothing(hybrids: Any) -> None:
-    world = hybrids()
-    prompt = Prompt(tokens(42))
-    world.begin("a", prompt)
-    world.step("a", 40, save=False)
-    launches = world.copier.launches
-    slot = world.hybrid._request("a").slots.working
-    assert world.hybrid.release("a", at=40) == 40
-    assert world.copier.launches == launches
-    path = world.path(prompt)
-    with world.slots.match(path.key(10), namespace=path.space.device) as lease:
-        assert lease.pages.tolist() == [slot]
-    world.nothing_left()
-
-
 def test_d5_in_mid_prefill_only_for_another_slot(hybrids: Any) -> None:
     world = hybrids(slots=3, config={"alternating": True})
     prompt = Prompt(tokens(42))
@@ -159,24 +144,6 @@ def test_d6_the_matched_one_never_changes(hybrids: Any) -> None:
         assert slot != world.hybrid._request(i).slots.working
     for i in (0, 1):
         world.end(i)
-    world.nothing_left()
-
-
-def test_d6_it_is_pinned_until_the_copy_was_executed(hybrids: Any) -> None:
-    world = hybrids(slots=3, state_pages=None)
-    prompt = Prompt(tokens(42))
-    world.run("a", prompt)
-    world.copier.at_once = False
-    world.plan(prompt, "b")
-    world.hybrid.take("b")
-    restored = world.hybrid.restore(["b"])
-    assert len(restored.sources) == 1
-    world.hybrid.poll()
-    assert world.slots.check().pins > world.slots.stats().held
-    world.settle()
-    assert world.slots.check().pins == world.slots.stats().held
-    assert world.store.slots[restored.working[0]] == stamps_of(prompt.tokens)[39]
-    world.hybrid.release("b", at=40)
     world.nothing_left()
 
 
@@ -246,43 +213,6 @@ def test_d7_only_the_one_that_was_used_is_refreshed(hybrids: Any) -> None:
     for left in ([16, 24, 32], [16, 32], [16]):
         world.slots.evict(1)
         assert world.there(prompt)["device"] == left
-
-
-# ---- D8
-
-
-def test_d8_a_bound_on_a_path(hybrids: Any) -> None:
-    world = hybrids(slots=30, state_pages=40, blocks=80, pages=80, states={"most": 2})
-    stem = tokens(24)
-    one, other = branch(stem, 1), branch(stem, 2)
-    world.run("a", one)
-    assert world.there(one)["device"] == [44]
-    world.run("b", other)  # saves where prompts part
-    assert world.there(other) == {"device": [24, 44], "host": [24, 44]}
-    longer = one
-    for turn in range(3):
-        longer = Prompt([*longer.tokens, *tokens(12, 10 + turn)])
-        world.run(turn, longer)
-    there = world.there(longer)["device"]
-    assert there == [24, len(longer) // 4 * 4]  # the fork, and the last
-    assert world.there(other) == {"device": [24, 44], "host": [24, 44]}
-    assert world.checkpoints.stats().bounded == 6
-    world.nothing_left()
-
-
-def test_d8_one_in_use_stays(hybrids: Any) -> None:
-    """The next shallowest goes in its place; and the tail never."""
-    world = hybrids(slots=30, state_pages=None, states={"most": 2})
-    prompt = Prompt(tokens(42))
-    world.compute(prompt)
-    world.save(prompt, 8)
-    assert world.plan(prompt, "a", limit=9).usable == 8
-    world.save(prompt, 16, 24, 32)
-    assert world.there(prompt)["device"] == [8, 32]
-    world.hybrid.cancel("a")
-    world.save(prompt, 40)
-    assert world.there(prompt)["device"] == [32, 40]
-    world.nothing_left()
 
 
 # ---- D12
@@ -357,21 +287,4 @@ def test_d12_running_requests_before_checkpoints(hybrids: Any) -> None:
         world.step(request, 46)
         world.end(request)
     world.hybrid.release("c")
-    world.nothing_left()
-
-
-# ---- D14
-
-
-@pytest.mark.parametrize("policy", [True, False])
-def test_d14_kv_that_no_checkpoint_can_use(hybrids: Any, policy: bool) -> None:
-    world = hybrids(chunk=16, config={"drop_tails": policy})
-    prompt = Prompt(tokens(46))
-    world.run("a", prompt)
-    world.settle()
-    kv = world.manager.peek_many([Prompt([*prompt.tokens, 1])])[0]
-    assert kv.found == (32 if policy else 44)
-    spec = world.manager.state.weights.open_space("").host_spec
-    assert world.manager.host.peek(prompt.keys(spec)) == (8 if policy else 11)
-    assert world.look(prompt).usable == 32
     world.nothing_left()

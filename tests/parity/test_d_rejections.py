@@ -129,13 +129,16 @@ def test_d11_bfloat16_is_as_near_as_computing_in_pieces(engines: Any, ahead: boo
 # ---- D11: the test fails on a wrong checkpoint
 
 
-WRONG = ["a chunk short", "a token short", "a token long", "of another prompt", "zero"]
+WHOLE = ["a chunk short", "a token short", "a token long", "of another prompt", "zero"]
+PARTS = ["conv", "recurrent", "one layer"]
+WRONG = [*WHOLE, *PARTS]
 
 
 @pytest.mark.parametrize("kind", [*WRONG, "right"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_d11_fails_on_a_stale_checkpoint(engines: Any, dtype: Any, kind: str) -> None:
-    """By the comparisons above. The state that is found is overwritten in its slot."""
+    """By the comparisons above. The state that is found is overwritten in its slot: all of it, or a
+    part or a layer with that of another prompt."""
     model = hybrid(dtype=dtype, **FEW_EXPERTS)
     engine = engines(model, spare=1, states=None)
     tokens = ids(80)
@@ -144,13 +147,21 @@ def test_d11_fails_on_a_stale_checkpoint(engines: Any, dtype: Any, kind: str) ->
     position = {"a chunk short": 32, "a token short": 63, "a token long": 65}.get(kind, 64)
     store.put(spare, {key: one * 0 for key, one in store.copy_of(spare).items()})
     if kind != "zero":
-        source = ids(80, 1) if kind == "of another prompt" else tokens
+        source = ids(80, 1) if kind in ("of another prompt", *PARTS) else tokens
         wrong = engines(model)  # computed beside, where nobody's KV is touched
         wrong.store.put(0, store.copy_of(spare))
         wrong.store.run(source[:position], table, 0, 0, 0)
         store.put(spare, wrong.store.copy_of(0))
+    state = store.copy_of(spare)
+    if kind in PARTS:
+        layer = sorted(at for at, _ in state)[1]
+        state = {
+            key: one
+            for key, one in state.items()
+            if kind in key or (kind == "one layer" and key[0] == layer)
+        }
     with engine.slots.oldest(1) as found:
-        store.put(int(found.pages[0]), store.copy_of(spare))
+        store.put(int(found.pages[0]), state)
     (one,) = engine.serve([tokens], 1 if dtype == torch.bfloat16 else 3)
     assert one.match.usable == 64
     if dtype == torch.float32:

@@ -205,12 +205,7 @@ ROWS = [
     ),
     Refusal("pinned a page more than 65,535", NoSpace, "65,535", pinned_too_often),
     Refusal("asked for `tokens`", ConfigError, "page_tokens", lambda index: index.match(A).tokens),
-    Refusal(
-        "waited longer than `timeout`",
-        WaitTimeout,
-        "2 keys",
-        wait_for_written,
-    ),
+    Refusal("waited longer than `timeout`", WaitTimeout, "2 keys", wait_for_written),
     Refusal(READONLY, PermissionDenied, "read-only", lambda reader: reader.match(A)),
     Refusal(READONLY, PermissionDenied, "read-only", lambda reader: reader.reserve(B)),
     Refusal(READONLY, PermissionDenied, "read-only", lambda reader: reader.evict(1)),
@@ -293,12 +288,7 @@ ROWS = [
         "another cache",
         lambda index, small: small.adopt(given(index, index)),
     ),
-    Refusal(
-        "adopted past its deadline",
-        LeaseLost,
-        "deadline",
-        late,
-    ),
+    Refusal("adopted past its deadline", LeaseLost, "deadline", late),
     Refusal(
         "adopted twice from one client",
         LeaseLost,
@@ -307,12 +297,7 @@ ROWS = [
     ),
     Refusal(OTHERS, LeaseLost, "adopters", lambda index, other: index.adopt(given(index, other))),
     Refusal(OTHERS, LeaseLost, "adopters", lambda index, other: index.done(given(index, other))),
-    Refusal(
-        "adopted or finished a ticket",
-        LeaseLost,
-        "ended",
-        adopt_ended,
-    ),
+    Refusal("adopted or finished a ticket", LeaseLost, "ended", adopt_ended),
     *(
         Refusal("gave bytes that are no ticket", LeaseLost, words, call)
         for one, words in (
@@ -346,12 +331,20 @@ ROWS = [
         "named twice",
         lambda index: ticket_for(index, index.client_id, index.client_id),
     ),
-    Refusal(NAMED, ConfigError, "found 64", lambda index: ticket_for(index, ClientId(64, 1))),
-    Refusal(
-        "named an adopter that has left",
-        LeaseLost,
-        "has left or died",
-        lambda index: ticket_for(index, ClientId(63, 1)),
+    *(
+        Refusal(
+            NAMED, ConfigError, f"found {n}", lambda index, n=n: ticket_for(index, ClientId(n, 1))
+        )
+        for n in (0, 64)
+    ),
+    *(
+        Refusal("named an adopter that has left", LeaseLost, "has left or died", call)
+        for call in (
+            lambda index: ticket_for(index, ClientId(63, 1)),
+            lambda index, other: ticket_for(
+                index, ClientId(other.client_id.slot, other.client_id.epoch + 1)
+            ),
+        )
     ),
     Refusal("made a ticket of a reservation", ConfigError, "no new pages", ticket_of_nothing),
     Refusal("held too many tickets", OutOfPages, "ticket", too_many_tickets),

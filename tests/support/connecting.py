@@ -7,12 +7,33 @@ import gc
 from collections.abc import Iterator
 from typing import Any
 
-from support.tiny_models import answer
+import pytest
+from support.tiny_models import answer, model
 
 from lightcache import Cache
 from lightcache.connectors import transformers as lct
 
 SECRET = bytes(16)
+
+
+# Fixtures: a test file imports those that it uses, and may have a `llama` of its own.
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return model()
+
+
+@pytest.fixture
+def cache(segment_name: str, llama: Any) -> Iterator[Cache]:
+    with small_cache(segment_name, llama) as made:
+        yield made
+
+
+@pytest.fixture
+def connector(cache: Cache, llama: Any) -> Iterator[lct.Connector]:
+    with lct.Connector(cache, llama) as made:
+        yield made
 
 
 @contextlib.contextmanager

@@ -84,15 +84,6 @@ def saved(connector: lct.Connector, ids: Any, *, page: int = 16) -> list[int]:
     return [(at + 1) * page for at in range(len(keys)) if states.peek(keys[at : at + 1])]
 
 
-def keep(connector: lct.Connector, ids: Any, found: lct.Checkpoint, *, page: int = 16) -> None:
-    """Save a state of a prompt by hand."""
-    assert connector.hybrid is not None
-    checkpoints = connector.hybrid.checkpoints
-    path = checkpoints.path(connector.cache.hash_pages(ids.reshape(-1).tolist()))
-    assert path is not None
-    checkpoints.save(path, found.tokens // page, found)
-
-
 def together(*parts: Any) -> Any:
     """Ids one behind the other."""
     return torch.cat(parts, dim=1)

@@ -17,10 +17,8 @@ from lightcache import (
     Detached,
     InUse,
     LayoutMismatch,
-    NoSpace,
     NotReady,
     PageIndex,
-    PermissionDenied,
 )
 
 SECRET = b"a secret of tests"
@@ -140,11 +138,6 @@ def test_arguments_that_are_refused(segment_name: str, changed: dict[str, Any], 
     for call in (Cache.create, Cache.open):
         with pytest.raises(ConfigError, match=what):
             call(segment_name, **{**GOOD, **changed})
-
-
-def test_a_pool_larger_than_there_is_room(segment_name: str) -> None:
-    with pytest.raises(NoSpace, match="pool needs"):
-        Cache.create(segment_name, **{**GOOD, "page_bytes": "1TiB"})
 
 
 def test_capacity_as_size(segment_name: str) -> None:
@@ -281,22 +274,3 @@ with Cache.create(sys.argv[1], **{GOOD!r}) as cache:
         segment_name,
     )
     assert done.stderr == ""
-
-
-def test_a_router_cannot_write(cache: Cache, segment_name: str) -> None:
-    with Cache.attach(segment_name, readonly=True, secret=SECRET) as router:
-        keys = router.hash_pages(TOKENS)
-        for call in (
-            lambda: router.match(keys),
-            lambda: router.reserve(keys),
-            lambda: router.evict(1),
-            lambda: router.clear(),
-            router.reap,
-            lambda: router.pool.grow(1),
-        ):
-            with pytest.raises(PermissionDenied):
-                call()
-        page = router.pool[0]
-        with pytest.raises(ValueError, match="read-only"):
-            page[:] = 1
-        del page

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,33 +12,25 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from support.connecting import SECRET, ready, save, small_cache  # noqa: E402
+from support.connecting import (  # noqa: E402
+    SECRET,
+    cache,
+    connector,
+    llama,
+    ready,
+    save,
+)
 from support.scripts import with_support  # noqa: E402
 from support.tiny_models import answer, assert_same, kept, model, prompt  # noqa: E402
 
 from lightcache import Cache, ConfigError  # noqa: E402
 from lightcache.connectors import transformers as lct  # noqa: E402
 
+__all__ = ["cache", "connector", "llama"]
+
 pytestmark = pytest.mark.models
 
 PAGE = 16
-
-
-@pytest.fixture(scope="module")
-def llama() -> Any:
-    return model()
-
-
-@pytest.fixture
-def cache(segment_name: str, llama: Any) -> Iterator[Cache]:
-    with small_cache(segment_name, llama) as made:
-        yield made
-
-
-@pytest.fixture
-def connector(cache: Cache, llama: Any) -> Iterator[lct.Connector]:
-    with lct.Connector(cache, llama) as made:
-        yield made
 
 
 # ---- answers
@@ -107,16 +99,6 @@ def test_restored_bytes_are_those_saved(segment_name: str, dtype: torch.dtype) -
                 restored = kept(past, 48)
     assert [one.dtype for one in restored] == [dtype] * 4
     assert all(torch.equal(a, b) for a, b in zip(saved, restored, strict=True))
-
-
-def test_a_forward_pass_by_hand(connector: lct.Connector, llama: Any) -> None:
-    ids = prompt(40)
-    save(connector, llama, ids)
-    with torch.no_grad(), connector.prefix(ids) as past:
-        assert past.reused == 32
-        found = llama(ids[:, 32:], past_key_values=past).logits
-        expected = llama(ids).logits[:, 32:]
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
 OTHER_PROCESS = """

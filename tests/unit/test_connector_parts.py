@@ -13,32 +13,24 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from support.connecting import held, save, small_cache  # noqa: E402
+from support.connecting import (  # noqa: E402
+    cache,
+    connector,
+    held,
+    llama,
+    save,
+    small_cache,
+)
 from support.tiny_models import answer, assert_same, kept, model, prompt  # noqa: E402
 
 from lightcache import Cache, ConfigError, LeaseLost, ReservationShard, TransferFailed  # noqa: E402
 from lightcache.connectors import transformers as lct  # noqa: E402
 
+__all__ = ["cache", "connector", "llama"]
+
 pytestmark = pytest.mark.models
 
 PAGE = 16
-
-
-@pytest.fixture(scope="module")
-def llama() -> Any:
-    return model()
-
-
-@pytest.fixture
-def cache(segment_name: str, llama: Any) -> Iterator[Cache]:
-    with small_cache(segment_name, llama) as made:
-        yield made
-
-
-@pytest.fixture
-def connector(cache: Cache, llama: Any) -> Iterator[lct.Connector]:
-    with lct.Connector(cache, llama) as made:
-        yield made
 
 
 def keys_of(cache: Cache, ids: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,34 +12,27 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from support.connecting import SECRET, held, ready, save, small_cache  # noqa: E402
-from support.tiny_models import answer, assert_same, kept, model, prompt  # noqa: E402
+from support.connecting import (  # noqa: E402
+    SECRET,
+    cache,
+    connector,
+    held,
+    llama,
+    ready,
+    save,
+)
+from support.tiny_models import answer, assert_same, kept, prompt  # noqa: E402
 
 from lightcache import Cache, ConfigError, Detached, InUse  # noqa: E402
 from lightcache.connectors import transfers  # noqa: E402
 from lightcache.connectors import transformers as lct  # noqa: E402
 from lightcache.shm import Segment, read_segment  # noqa: E402
 
+__all__ = ["cache", "connector", "llama"]
+
 pytestmark = pytest.mark.models
 
 PAGE = 16
-
-
-@pytest.fixture(scope="module")
-def llama() -> Any:
-    return model()
-
-
-@pytest.fixture
-def cache(segment_name: str, llama: Any) -> Iterator[Cache]:
-    with small_cache(segment_name, llama) as made:
-        yield made
-
-
-@pytest.fixture
-def connector(cache: Cache, llama: Any) -> Iterator[lct.Connector]:
-    with lct.Connector(cache, llama) as made:
-        yield made
 
 
 # ---- what is saved

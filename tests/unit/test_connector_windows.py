@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,11 +9,18 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from support.connecting import held, save, small_cache  # noqa: E402
+from support.connecting import (  # noqa: E402
+    cache,
+    connector,
+    held,
+    save,
+)
 from support.tiny_models import answer, assert_same, kept, model, prompt  # noqa: E402
 
 from lightcache import Cache, ConfigError, TransferFailed  # noqa: E402
 from lightcache.connectors import transformers as lct  # noqa: E402
+
+__all__ = ["cache", "connector"]
 
 pytestmark = pytest.mark.models
 
@@ -24,18 +30,6 @@ LAYERS = 4
 @pytest.fixture(scope="module")
 def llama() -> Any:
     return model(num_hidden_layers=LAYERS)
-
-
-@pytest.fixture
-def cache(segment_name: str, llama: Any) -> Iterator[Cache]:
-    with small_cache(segment_name, llama) as made:
-        yield made
-
-
-@pytest.fixture
-def connector(cache: Cache, llama: Any) -> Iterator[lct.Connector]:
-    with lct.Connector(cache, llama) as made:
-        yield made
 
 
 def lease_of(cache: Cache, ids: Any) -> Any:

@@ -53,110 +53,7 @@ def put_all(index: PageIndex, path: Keys) -> None:
         put(index, path, i)
 
 
-def use(index: PageIndex, key: Keys) -> None:
-    with index.match(key) as lease:
-        assert len(lease) == 1
-
-
-def there(index: PageIndex, path: Keys) -> list[bool]:
-    return [index.peek(path[i : i + 1]) == 1 for i in range(len(path))]
-
-
 # ---- what goes
-
-
-def test_the_oldest_goes_whatever_hangs_on_it(index: PageIndex) -> None:
-    path = prompt(1, 4)
-    put_all(index, path)
-    assert index.evict(1) == 1
-    assert there(index, path) == [False, True, True, True]
-    use(index, path[1:2])
-    assert index.evict(2) == 2
-    assert there(index, path) == [False, True, False, False]
-
-
-def test_making_room_keeps_what_the_new_one_hangs_on(index: PageIndex) -> None:
-    path = prompt(1, PAGES)
-    put_all(index, path)
-    longer = np.concatenate([path[:1], keys(77)])
-    with index.reserve(longer, 1) as new:
-        new.publish()
-    assert there(index, path) == [True, False] + [True] * (PAGES - 2)
-    assert index.children(path[:1]).tolist() == [1]
-
-
-def test_a_parent_does_not_go_with_its_child(index: PageIndex) -> None:
-    path = prompt(1, 3)
-    with index.reserve(path) as new:
-        new.publish()  # one call, one tick
-    use(index, path[2:])
-    assert index.evict(2) == 2
-    assert index.deepest(path) == 3
-    assert index.stats().evictable == 1
-
-
-def test_in_another_index_prefixes_outlive_what_hangs_on_them(segment_name: str) -> None:
-    with PageIndex.create(segment_name, pages=PAGES) as index:
-        assert not index.flat
-        assert "flat" not in index.segment.config
-        path = prompt(1, 4)
-        put_all(index, path)
-        assert index.evict(1) == 1
-        assert index.stats().evictable == 1
-        assert there(index, path) == [True, True, True, False]
-
-
-def test_what_lost_its_parent_does_not_find_it_again(index: PageIndex) -> None:
-    path = prompt(1, 3)
-    put_all(index, path)
-    assert index.drop(path[:1]) == 1
-    for name in range(10, 10 + PAGES - 2):  # every other page is used, the lost one's too
-        put(index, prompt(name, 1), 0)
-    assert there(index, path) == [False, True, True]
-    put(index, path, 0)
-    assert index.children(path[[0]]).tolist() == [0]
-
-
-def test_drop_takes_one_from_the_middle(index: PageIndex) -> None:
-    path = prompt(1, 5)
-    put_all(index, path)
-    assert index.drop(path[:3], start=2) == 1
-    assert there(index, path) == [True, True, False, True, True]
-    with index.match(path[3:4]):
-        assert index.drop(path) == 1, "up to one that is pinned"
-    assert index.children(path).tolist() == [1, 0, -1, 0, -1]
-
-
-def test_the_oldest_are_listed_in_order_and_go(index: PageIndex) -> None:
-    path = prompt(1, 5)
-    put_all(index, path)
-    found = index.oldest(3)
-    assert (found.keys == path[:3]).all()
-    assert found.parent.tolist() == [-1, 0, 1]
-    use(index, path[1:2])
-    assert index.discard(found) == 2, "the second was matched since"
-    assert there(index, path) == [False, True, False, True, True]
-    rest = index.oldest(PAGES)
-    assert (rest.keys == path[[3, 4, 1]]).all()
-    rest.release()
-
-
-def test_a_kept_page_stays_and_its_parent_goes(index: PageIndex) -> None:
-    path = prompt(1, 3)
-    put_all(index, path)
-    assert index.keep(path[1:2]) == 1
-    assert index.evict(PAGES) == 2
-    assert there(index, path) == [False, True, False]
-
-
-def test_what_is_abandoned_leaves_its_parent_where_it_was(index: PageIndex) -> None:
-    path = prompt(1, 2)
-    put(index, path, 0)
-    with index.reserve(path, 1):
-        assert index.children(path).tolist() == [1, -1]
-    assert index.evict(0) == 0
-    assert index.children(path).tolist() == [0, -1]
-    assert index.stats().evictable == 1
 
 
 def test_repair_makes_the_queue_anew(index: PageIndex) -> None:
@@ -189,22 +86,6 @@ def test_deepest(index: PageIndex) -> None:
     found = index.deepest_many(every, [0, 40, 42, 42, 79])
     assert found.tolist() == [3, 1, 0, 0]
     assert found.dtype == np.int32
-
-
-def test_deepest_finds_what_is_ready_of_its_namespace(index: PageIndex) -> None:
-    mine, path = index.namespace("w"), prompt(1, 3)
-    put(index, path, 0, mine)
-    assert index.deepest(path) == 0
-    assert index.deepest(path, namespace=mine) == 1
-    assert index.children(path, namespace=mine).tolist() == [0, -1, -1]
-    with index.reserve(path[:2], 1, namespace=mine) as new:
-        assert index.deepest(path, namespace=mine) == 1
-        assert index.children(path, namespace=mine).tolist() == [1, -1, -1], "it will hang there"
-        new.publish()
-        assert index.deepest_many(path, [0, 3], namespace=mine).tolist() == [2]
-    index.clear(mine)
-    assert index.deepest(path, namespace=mine) == 0
-    assert index.children(path, namespace=mine).tolist() == [-1, -1, -1]
 
 
 def test_children_tell_where_prompts_part(index: PageIndex) -> None:

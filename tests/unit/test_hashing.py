@@ -137,13 +137,6 @@ def test_any_split_gives_the_same_keys(tokens, cuts, algorithm, extra):
     assert hasher.tokens == len(tokens)
 
 
-def test_token_by_token():
-    hasher = PageHasher(spec())
-    parts = [hasher.update([token]) for token in range(21)]
-    assert [len(part) for part in parts] == [0, 0, 0, 1] * 5 + [0]
-    np.testing.assert_array_equal(np.concatenate(parts), every_page(spec(), range(21)))
-
-
 @pytest.mark.parametrize("algorithm", ["xxh3_128", "blake2b", "sha256"])
 def test_appended_tokens_get_the_keys_of_the_whole_as_bytes(algorithm):
     one = spec(algorithm=algorithm)
@@ -226,20 +219,6 @@ def test_every_input_counts(algorithm):
     assert len(set(keys)) == len(keys)
 
 
-def test_algorithm_and_page_size_count():
-    keys = {rows(every_page(spec(algorithm=name), range(8)))[-1] for name in ALGORITHMS}
-    keys |= {rows(every_page(spec(page_tokens=size), range(8)))[-1] for size in (1, 2, 8)}
-    assert len(keys) == 6
-
-
-def test_an_extra_counts_from_its_page_on():
-    plain = every_page(spec(), range(40))
-    marked = every_page(spec(), range(40), extra={6: b"image"})
-    assert (plain == marked).all(axis=1).tolist() == [True] * 6 + [False] * 4
-    moved = every_page(spec(), range(40), extra={7: b"image"})
-    assert not set(rows(moved)) & set(rows(marked)[6:])
-
-
 def test_an_extra_cannot_be_written_as_tokens():
     # mark, length 4 and four bytes, then page 1, against a page that would spell the same
     tokens = [*range(4), *range(4)]
@@ -247,12 +226,6 @@ def test_an_extra_cannot_be_written_as_tokens():
     with pytest.raises(ConfigError, match="token 4 is 4294967295"):
         every_page(spec(), [0, 1, 2, 3, 2**32 - 1, 4, 0, 9])
     assert len(with_extra) == 2
-
-
-def test_an_extra_of_a_page_without_key_has_no_effect():
-    np.testing.assert_array_equal(
-        hash_pages(spec(), range(6), extra={1: b"image"}), hash_pages(spec(), range(6))
-    )
 
 
 def test_salt_as_text_is_its_utf8():
@@ -311,10 +284,6 @@ def test_what_is_no_token_is_refused(tokens):
         with pytest.raises(ConfigError, match="token"):
             call()
     np.testing.assert_array_equal(hasher.update([3]), every_page(spec(), range(4)))
-
-
-def test_the_largest_token():
-    assert len(every_page(spec(), [2**32 - 2] * 4)) == 1
 
 
 @pytest.mark.parametrize("extra", [{0: b"late"}, {-1: b""}, {2: 5}, {2: None}, {"2": b""}])

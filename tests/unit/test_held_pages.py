@@ -7,14 +7,11 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from support.index_view import IndexView
 from support.keys import prompt
 
 from lightcache import (
-    Abandoned,
     ConfigError,
     Detached,
-    InUse,
     KeyStatus,
     LeaseLost,
     NamingResult,
@@ -23,7 +20,6 @@ from lightcache import (
     PageIndex,
     PermissionDenied,
 )
-from lightcache.layout import PageState
 
 PAGES = 12
 
@@ -96,11 +92,6 @@ def test_detached_pages_are_the_callers(index: PageIndex) -> None:
     assert totals(index) == (PAGES, 0, 0, 0)
 
 
-def test_all_pages_of_a_fresh_index_come_in_order(segment_name: str) -> None:
-    with PageIndex.create(segment_name, pages=1000) as index:
-        assert index.allocate(1000).detach().tolist() == list(range(1000))
-
-
 def test_all_or_nothing(index: PageIndex) -> None:
     put(index, 1, 4)
     with index.match(prompt(1, 4)):
@@ -124,25 +115,6 @@ def test_too_many_of_many_steps_are_given_back(segment_name: str) -> None:
             assert totals(index) == (700, 300, 0, 0)
 
 
-def test_allocating_evicts_what_is_oldest(index: PageIndex) -> None:
-    put(index, 1, 4)
-    put(index, 2, 4)
-    index.match(prompt(1, 4)).release()
-    with index.allocate(6):
-        assert index.peek(prompt(1, 4)) == 4
-        assert index.peek(prompt(2, 4)) == 2
-        with index.allocate(6):
-            assert totals(index) == (0, 0, PAGES, 0)
-
-
-def test_allocating_collects_what_is_doomed(index: PageIndex) -> None:
-    with index.reserve(prompt(1, PAGES)):
-        assert not index.can_allocate(1)
-    assert index.can_allocate(PAGES)
-    with index.allocate(PAGES):
-        assert totals(index) == (0, 0, PAGES, 0)
-
-
 def test_memory_that_is_not_there_yet(segment_name: str) -> None:
     with PageIndex.create(segment_name, pages=8, grown=2) as index:
         assert not index.can_allocate(8), "as allocate says"
@@ -159,36 +131,6 @@ def test_memory_that_is_not_there_yet(segment_name: str) -> None:
         index.core.need_memory = grow  # type: ignore[method-assign]
         assert len(index.allocate(8)) == 8
         assert asked == [6]
-
-
-def test_named_pages_are_found(index: PageIndex, other: PageIndex) -> None:
-    held = index.allocate(3)
-    got = index.name_pages(held.pages, prompt(1, 3))
-    assert got.status.tolist() == [KeyStatus.NEW] * 3
-    assert got.pages.tolist() == held.pages.tolist()
-    assert got.settled == 3
-    assert got.where(KeyStatus.NEW).tolist() == [0, 1, 2]
-    with other.match(prompt(1, 3)) as lease:
-        assert lease.pages.tolist() == held.pages.tolist()
-    held.free()
-    assert other.peek(prompt(1, 3)) == 3, "a named page is not the object's to free"
-    assert totals(index) == (PAGES - 3, 3, 0, 0)
-    assert index.evict(PAGES) == 0, "our pins stay"
-    index.unpin(got.pages)
-    assert index.evict(PAGES) == 3
-
-
-def test_names_hang_on_each_other(index: PageIndex) -> None:
-    keys = prompt(1, 4)
-    first = index.name_pages(index.allocate(2).detach(), keys[:2])
-    second = index.name_pages(index.allocate(2).detach(), keys, 2)
-    pages = [*first.pages.tolist(), *second.pages.tolist()]
-    view = IndexView(index)
-    assert [view.pages()[page].children for page in pages] == [1, 1, 1, 0]
-    assert [view.pages()[page].parent for page in pages[1:]] == pages[:3]
-    index.unpin(np.array(pages))
-    assert index.evict(1) == 1
-    assert index.peek(keys) == 3, "from the end"
 
 
 def test_many_requests_at_once(index: PageIndex) -> None:
@@ -215,72 +157,6 @@ def test_more_than_one_step(segment_name: str) -> None:
         assert totals(index) == (1300, 0, 700, 0)
         index.free(got.pages)
         assert totals(index) == (2000, 0, 0, 0)
-
-
-def test_a_key_that_is_there_is_merged(index: PageIndex) -> None:
-    put(index, 1, 2)
-    with index.allocate(3) as held:
-        got = index.name_pages(held.pages, prompt(1, 3))
-        assert got.status.tolist() == [KeyStatus.PRESENT, KeyStatus.PRESENT, KeyStatus.NEW]
-        with index.match(prompt(1, 3)) as lease:
-            assert got.pages.tolist() == lease.pages.tolist()
-        assert totals(index) == (PAGES - 3, 3, 0, 0)
-    assert index.evict(PAGES) == 0
-    index.unpin(got.pages)
-    assert index.evict(PAGES) == 3
-
-
-def test_or_stays_ours_without_merging(index: PageIndex) -> None:
-    put(index, 1, 2)
-    pages = index.allocate(2).detach()
-    got = index.name_pages(pages, prompt(1, 2), merge=False)
-    assert got.status.tolist() == [KeyStatus.PRESENT] * 2
-    assert set(got.pages.tolist()).isdisjoint(pages.tolist())
-    assert totals(index) == (PAGES - 4, 2, 2, 0)
-    index.free(pages)
-    index.unpin(got.pages)
-    assert index.evict(PAGES) == 2
-
-
-def test_the_same_key_twice_in_a_call(index: PageIndex) -> None:
-    keys = np.concatenate([prompt(1, 1), prompt(1, 1)])
-    got = index.name_many(index.allocate(2).detach(), keys, np.array([0, 1, 2]))
-    assert got.status.tolist() == [KeyStatus.NEW, KeyStatus.PRESENT]
-    assert len(set(got.pages.tolist())) == 1
-    assert totals(index) == (PAGES - 1, 1, 0, 0)
-    index.unpin(got.pages)
-    assert index.evict(PAGES) == 1
-
-
-def test_a_key_that_another_writes(index: PageIndex, other: PageIndex) -> None:
-    with other.reserve(prompt(1, 1)), index.allocate(2) as held:
-        got = index.name_pages(held.pages, prompt(1, 2))
-        assert got.status.tolist() == [KeyStatus.BUSY, KeyStatus.NEW]
-        assert got.pages.tolist() == held.pages.tolist()
-        assert totals(index)[2] == 1
-
-
-def test_no_room_in_a_namespace(index: PageIndex) -> None:
-    small = index.namespace("w", quota=2)
-    with index.allocate(3) as held:
-        got = index.name_pages(held.pages, prompt(1, 3), namespace=small)
-        assert got.status.tolist() == [KeyStatus.NEW, KeyStatus.NEW, KeyStatus.NO_ROOM]
-        assert totals(index) == (PAGES - 3, 2, 1, 0)
-    index.unpin(got.pages[:2])
-    more = index.name_pages(index.allocate(1).detach(), prompt(2, 1), namespace=small)
-    assert more.status.tolist() == [KeyStatus.NEW], "its own oldest has gone"
-    assert index.peek(prompt(1, 3), namespace=small) == 1
-
-
-def test_the_key_of_another_namespace(index: PageIndex) -> None:
-    put(index, 1, 1)
-    other = index.namespace("w")
-    with index.allocate(1) as held:
-        got = index.name_pages(held.pages, prompt(1, 1), namespace=other)
-        assert got.status.tolist() == [KeyStatus.NO_ROOM]
-    index.clear(other)
-    with index.allocate(1) as held, pytest.raises(Abandoned, match="cleared"):
-        index.name_pages(held.pages, prompt(2, 1), namespace=other)
 
 
 def test_only_pages_of_ours_are_named(index: PageIndex, other: PageIndex) -> None:
@@ -313,55 +189,6 @@ def test_after_an_error_the_same_call_goes_on(segment_name: str) -> None:
         assert index.name_pages(pages, prompt(1, 50), into=so_far) is so_far
         assert so_far.settled == 50
         assert index.peek(prompt(1, 50)) == 50
-
-
-def test_unnaming(index: PageIndex) -> None:
-    got = named(index, 1, 3)
-    index.unname(got.pages[1:2])
-    assert index.peek(prompt(1, 3)) == 1
-    assert totals(index) == (PAGES - 3, 2, 1, 0)
-    view = IndexView(index)
-    assert view.pages()[got.pages[0]].children == 0
-    assert view.pages()[got.pages[1]].state == PageState.HELD
-    assert index.evict(PAGES) == 0
-    again = index.name_pages(got.pages[1:2], prompt(2, 1))
-    assert again.status.tolist() == [KeyStatus.NEW]
-    assert index.peek(prompt(2, 1)) == 1
-    assert view.pages()[got.pages[1]].children == 0, "what hung on it does not come back"
-    index.unpin(got.pages)
-    assert index.evict(PAGES) == 3
-
-
-def test_unnaming_a_page_that_others_use(index: PageIndex, other: PageIndex) -> None:
-    got = named(index, 1, 2)
-    with other.match(prompt(1, 1)), pytest.raises(InUse, match=f"page {got.pages[0]} "):
-        index.unname(got.pages[::-1])
-    assert index.peek(prompt(1, 2)) == 2, "none of them"
-    with (
-        index.ticket(got.pages[1:], [other.client_id]),
-        pytest.raises(InUse, match=f"page {got.pages[1]} "),
-    ):
-        index.unname(got.pages)
-    with index.reserve(prompt(2, 1)) as new:
-        for wrong in (new.pages, [PAGES], [PAGES - 1]):
-            with pytest.raises(LeaseLost, match=r"number 0 of 1\) is not ready, or not pinned"):
-                index.unname(np.array(wrong))
-    with pytest.raises(LeaseLost, match="stands twice"):
-        index.unname(got.pages[[0, 0]])
-    assert index.peek(prompt(1, 2)) == 2
-
-
-def test_a_published_page_may_be_unnamed(index: PageIndex) -> None:
-    with index.reserve(prompt(1, 2)) as new:
-        new.publish()
-        got = index.name_pages(index.allocate(2).detach(), prompt(1, 2))
-        assert got.pages.tolist() == new.pages.tolist()
-        index.unname(got.pages)
-        assert totals(index) == (PAGES - 2, 0, 2, 0)
-        index.free(got.pages)
-        assert totals(index) == (PAGES - 2, 0, 0, 2), "the reservation pins them"
-    with index.allocate(PAGES):
-        assert totals(index) == (0, 0, PAGES, 0)
 
 
 def test_unpinning_asks_whose_it_is(index: PageIndex, other: PageIndex) -> None:
@@ -400,31 +227,6 @@ def test_a_ticket_only_of_what_we_pin(index: PageIndex, other: PageIndex) -> Non
     assert index.stats().tickets == 0
 
 
-def test_pages_come_back_when_their_client_leaves(index: PageIndex, segment_name: str) -> None:
-    leaving = PageIndex.attach(segment_name)
-    held = leaving.allocate(3)
-    numbers = leaving.allocate(2).detach()
-    leaving.name_pages(numbers, prompt(1, 2))
-    leaving.close()
-    assert index.peek(prompt(1, 2)) == 2
-    with index.allocate(PAGES):
-        assert totals(index) == (0, 0, PAGES, 0)
-    with pytest.raises(Detached):
-        held.free()
-    del held
-
-
-def test_an_adopter_that_leaves_takes_nothing_along(index: PageIndex, segment_name: str) -> None:
-    held = index.allocate(2)
-    with PageIndex.attach(segment_name) as adopter:
-        ticket = held.ticket([adopter.client_id])
-        lease = adopter.adopt(bytes(ticket))
-        assert len(lease) == 2
-        ticket.drop()
-    assert totals(index) == (PAGES - 2, 0, 2, 0), "they are the giver's as before"
-    assert index.name_pages(held.pages, prompt(1, 2)).status.tolist() == [KeyStatus.NEW] * 2
-
-
 def test_repair_leaves_pages_to_their_client(index: PageIndex) -> None:
     pages = index.allocate(3).detach()
     named(index, 1, 2)
@@ -432,17 +234,6 @@ def test_repair_leaves_pages_to_their_client(index: PageIndex) -> None:
     assert totals(index) == (PAGES - 5, 2, 3, 0)
     index.name_pages(pages, prompt(2, 3))
     assert index.peek(prompt(2, 3)) == 3
-
-
-def test_clearing_does_not_touch_them(index: PageIndex) -> None:
-    with index.allocate(2) as held:
-        got = named(index, 1, 2)
-        index.clear()
-        assert totals(index) == (PAGES - 4, 0, 2, 2)
-        with pytest.raises(LeaseLost, match="not ready"):
-            index.unname(got.pages)
-        index.unpin(got.pages)
-        assert index.name_pages(held.pages, prompt(1, 2)).status.tolist() == [KeyStatus.NEW] * 2
 
 
 @pytest.mark.parametrize(

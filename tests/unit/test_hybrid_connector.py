@@ -121,15 +121,6 @@ def test_the_third_down_a_shared_prefix_hits(
         assert hits == [0, 0, at, at, at]
 
 
-def test_branches_of_branches(connector: lct.Connector, qwen: Any) -> None:
-    root, left = prompt(70), prompt(70, 1)
-    tails = [prompt(40, seed) for seed in range(2, 8)]
-    hits = [ask(connector, qwen, together(root, tail))[0] for tail in tails[:3]]
-    hits += [ask(connector, qwen, together(root, left, tail))[0] for tail in tails[3:]]
-    # root: 64; root and left: 140 tokens, of which 128 are whole pages and on the grid
-    assert hits == [0, 0, 64, 64, 64, 128]
-
-
 # ---- turns
 
 
@@ -159,18 +150,6 @@ def test_a_decode_hit_at_what_is_kept(connector: lct.Connector, qwen: Any) -> No
     _, first = ask(connector, qwen, prompt(40), steps=80, keep=50)
     assert saved(connector, first) == [32, 64]
     assert ask(connector, qwen, together(first[:, :90], prompt(7, 1)))[0] == 64
-
-
-def test_a_conversation(connector: lct.Connector, qwen: Any) -> None:
-    ids = prompt(50)
-    hits = []
-    for turn in range(5):
-        reused, ids = ask(connector, qwen, ids, steps=11)
-        hits.append(reused)
-        ids = together(ids, prompt(20 + turn, seed=9 + turn))
-    # prompts of 50, 81, 113, 146, 180; each finds the last multiple of 32 of the one before, or of
-    # its answer where one lies in it
-    assert hits == [0, 32, 64, 96, 128]
 
 
 def test_a_conversation_in_one_past(connector: lct.Connector, qwen: Any) -> None:

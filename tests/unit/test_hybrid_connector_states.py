@@ -25,34 +25,12 @@ from lightcache.connectors import transformers as lct  # noqa: E402
 pytestmark = pytest.mark.models
 
 
-def children(connector: lct.Connector, ids: Any, tokens: int) -> int:
-    """How many states hang on that behind so many tokens."""
-    keys = connector.cache.hash_pages(ids.reshape(-1).tolist())
-    at = tokens // 16
-    return int(states_of(connector).index.children(keys[at - 1 : at])[0])
-
-
 def turns(connector: lct.Connector, model: Any, ids: Any, count: int) -> Any:
     """A conversation: each turn 32 tokens longer, and so a state deeper."""
     for seed in range(count):
         ask(connector, model, ids, steps=1)
         ids = together(ids, prompt(32, seed=20 + seed))
     return ids
-
-
-def test_a_state_hangs_on_the_deepest_before_it(connector: lct.Connector, qwen: Any) -> None:
-    ids = turns(connector, qwen, prompt(40), 3)
-    assert saved(connector, ids) == [32, 64, 96]
-    assert [children(connector, ids, at) for at in (32, 64, 96)] == [1, 1, 0]
-    ask(connector, qwen, together(ids[:, :70], prompt(40, 1)), steps=1)
-    assert [children(connector, ids, at) for at in (32, 64, 96)] == [1, 2, 0], "a fork at 64"
-
-
-def test_of_a_path_the_shallowest_go(segment_name: str, qwen: Any) -> None:
-    with joined(segment_name, qwen, chunk=32, every=32, path_limit=2) as connector:
-        ids = turns(connector, qwen, prompt(40), 4)
-        assert saved(connector, ids) == [96, 128]
-        assert ask(connector, qwen, ids)[0] == 128, "the deepest is the one that is asked for"
 
 
 def test_where_prompts_part_a_state_stays(segment_name: str, qwen: Any) -> None:
@@ -63,16 +41,6 @@ def test_where_prompts_part_a_state_stays(segment_name: str, qwen: Any) -> None:
         ids = turns(connector, qwen, together(common, prompt(30, 2)), 4)
         assert saved(connector, ids) == [32, 160]
         assert ask(connector, qwen, together(common, prompt(40, 3)), steps=1)[0] == 32
-
-
-def test_a_state_in_use_stays(segment_name: str, qwen: Any) -> None:
-    with joined(segment_name, qwen, chunk=32, every=32, path_limit=2) as connector:
-        ids = turns(connector, qwen, prompt(40), 2)
-        keys = connector.cache.hash_pages(ids[0].tolist())
-        with states_of(connector).match(keys[1:2]) as lease:
-            assert len(lease.pages) == 1
-            ids = turns(connector, qwen, ids, 1)
-            assert saved(connector, ids) == [32, 96]
 
 
 # ---- whose

@@ -10,11 +10,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from support.hybrid_connecting import ask, joined, keep, saved, together  # noqa: E402
+from support.hybrid_connecting import ask, joined, saved, together  # noqa: E402
 from support.hybrid_models import hybrid  # noqa: E402
 from support.hybrid_scores import divergence, in_pieces, scores  # noqa: E402
-from support.tiny_models import answer, assert_same, prompt  # noqa: E402
-from transformers import DynamicCache  # noqa: E402
+from support.tiny_models import answer, prompt  # noqa: E402
 
 from lightcache.connectors import transformers as lct  # noqa: E402
 
@@ -41,81 +40,6 @@ def test_bfloat16_is_as_near_as_computing_in_pieces(segment_name: str, kind: str
                 found = divergence(scores(made, ids, past), whole)
             assert found <= 0.003
             assert found <= 2 * noise + 1e-7
-
-
-# ---- wrong states
-
-
-def at(model: Any, ids: Any, tokens: int) -> Any:
-    """The state behind so many tokens, by layer and part."""
-    past = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(ids[:, :tokens], past_key_values=past)
-    return {
-        number: {
-            "conv": past.layers[number].conv_states[0].clone(),
-            "recurrent": past.layers[number].recurrent_states[0].clone(),
-        }
-        for number in (0, 1, 2)
-    }
-
-
-def stale(model: Any, kind: str) -> Any:
-    """A state for 128 tokens that is wrong in one way."""
-    right, other = at(model, prompt(LENGTH), SAVED), at(model, prompt(LENGTH, 1), SAVED)
-    if kind == "a chunk short":
-        return at(model, prompt(LENGTH), SAVED - 32)
-    if kind == "a token short":
-        return at(model, prompt(LENGTH), SAVED - 1)
-    if kind == "a token long":
-        return at(model, prompt(LENGTH), SAVED + 1)
-    if kind == "zero":
-        return {n: {name: one * 0 for name, one in of.items()} for n, of in right.items()}
-    if kind == "one layer of another prompt":
-        return right | {1: other[1]}
-    return {number: parts | {kind: other[number][kind]} for number, parts in right.items()}
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "a chunk short",
-        "a token short",
-        "a token long",
-        "zero",
-        "one layer of another prompt",
-        "conv",
-        "recurrent",
-    ],
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_wrong_state_is_noticed(segment_name: str, dtype: Any, kind: str) -> None:
-    """By the very comparisons of these tests. `conv` and `recurrent`: of another prompt."""
-    made = hybrid(dtype=dtype)
-    ids = prompt(SAVED + 12)
-    with joined(segment_name, made) as connector:
-        with connector.prefix(ids) as past:
-            answer(made, ids, past, steps=1)
-        assert saved(connector, ids) == []
-        keep(connector, ids, lct.Checkpoint(SAVED, stale(made, kind)))
-        with connector.prefix(ids) as past:
-            assert past.reused == SAVED
-            if dtype == torch.float32:
-                found = answer(made, ids, past)
-                with pytest.raises(AssertionError):
-                    assert_same(found, answer(made, ids))
-            else:
-                assert divergence(scores(made, ids, past), scores(made, ids)[SAVED:]) > 0.003
-
-
-def test_the_right_state_is_not(segment_name: str, qwen: Any) -> None:
-    """Saved by hand in the same way, so that the test above fails for the right reason."""
-    ids = prompt(SAVED + 12)
-    with joined(segment_name, qwen) as connector:
-        with connector.prefix(ids) as past:
-            answer(qwen, ids, past, steps=1)
-        keep(connector, ids, lct.Checkpoint(SAVED, at(qwen, ids, SAVED)))
-        assert ask(connector, qwen, ids)[0] == SAVED
 
 
 # ---- speculation

@@ -53,13 +53,6 @@ def test_of_what_was_generated_the_newest_saved_state_stays(hybrids: Any) -> Non
     world.nothing_left()
 
 
-def test_running_ahead_keeps_the_one_before(hybrids: Any) -> None:
-    world = hybrids(every=8, config={"ahead": True})
-    every = world.run("b", tokens(22), more=20, at=False, kept=39)
-    assert world.there(Prompt([*every, 0]))["device"] == [20, 32]
-    world.nothing_left()
-
-
 def test_a_host_checkpoint_is_loaded_into_the_working_slot(hybrids: Any) -> None:
     world = hybrids()
     prompt = Prompt(tokens(42))

@@ -13,60 +13,21 @@ import pytest
 # A package may import itself and what stands here; nothing else of ours. These two belong to all.
 ERRORS = "lightcache.shm.errors"
 WAITING = "lightcache.shm.waiting"
+BOTH = [ERRORS, WAITING]
+PAGES = ["lightcache", "lightcache.shm", "lightcache.kernels", *BOTH]
+MODELS = ["lightcache.hybrid", "lightcache.manager", "lightcache.storage", *PAGES]
 BELOW = {
-    "lightcache.shm": [ERRORS, WAITING],
+    "lightcache.shm": BOTH,
     ERRORS: [],
     WAITING: [],
-    "lightcache.kernels": [ERRORS, WAITING],
-    "lightcache": ["lightcache.shm", "lightcache.kernels", ERRORS, WAITING],
-    "lightcache.storage": ["lightcache", "lightcache.shm", ERRORS, WAITING],
-    "lightcache.manager": [
-        "lightcache.storage",
-        "lightcache",
-        "lightcache.shm",
-        "lightcache.kernels",
-        ERRORS,
-        WAITING,
-    ],
-    "lightcache.hybrid": [
-        "lightcache.manager",
-        "lightcache.storage",
-        "lightcache",
-        "lightcache.shm",
-        "lightcache.kernels",
-        ERRORS,
-        WAITING,
-    ],
-    "lightcache.metrics": [
-        "lightcache.hybrid",
-        "lightcache.manager",
-        "lightcache",
-        "lightcache.shm",
-        ERRORS,
-        WAITING,
-    ],
-    "lightcache.connectors": [
-        "lightcache.hybrid",
-        "lightcache.manager",
-        "lightcache.storage",
-        "lightcache",
-        "lightcache.shm",
-        "lightcache.kernels",
-        ERRORS,
-        WAITING,
-    ],
-    "lightcache.tools": [
-        "lightcache.connectors",
-        "lightcache.hybrid",
-        "lightcache.metrics",
-        "lightcache.manager",
-        "lightcache.storage",
-        "lightcache",
-        "lightcache.shm",
-        "lightcache.kernels",
-        ERRORS,
-        WAITING,
-    ],
+    "lightcache.kernels": BOTH,
+    "lightcache": PAGES[1:],
+    "lightcache.storage": ["lightcache", "lightcache.shm", *BOTH],
+    "lightcache.manager": ["lightcache.storage", *PAGES],
+    "lightcache.hybrid": MODELS[1:],
+    "lightcache.metrics": [*MODELS[:2], "lightcache", "lightcache.shm", *BOTH],
+    "lightcache.connectors": MODELS,
+    "lightcache.tools": ["lightcache.connectors", "lightcache.metrics", *MODELS],
 }
 
 

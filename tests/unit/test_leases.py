@@ -19,7 +19,6 @@ from lightcache import (
     LeaseLost,
     NoSpace,
     PageIndex,
-    PermissionDenied,
 )
 
 Script = Callable[..., Any]
@@ -56,36 +55,12 @@ def test_a_match_pins_the_longest_ready_prefix(index: PageIndex) -> None:
     assert "released" in repr(lease)
 
 
-def test_a_match_of_nothing_is_an_empty_lease(index: PageIndex) -> None:
-    with index.match(prompt(1, 3)) as lease:
-        assert len(lease) == 0
-        assert lease.pages.tolist() == []
-    with index.match(keys()) as lease:
-        assert len(lease) == 0
-
-
 def test_pinned_pages_are_not_evicted(index: PageIndex) -> None:
     have = fill(index, 1, 16)
     with index.match(have[:4]):
         assert index.evict(16) == 12
         assert index.peek(have) == 4
     assert index.evict(16) == 4
-
-
-def test_many_requests_in_one_call(index: PageIndex) -> None:
-    first, second = fill(index, 1, 2), fill(index, 2, 3)
-    asked = np.concatenate([first, prompt(9, 2), second])
-    offsets = np.array([0, 2, 4, 4, 7])
-    assert index.peek_many(asked, offsets).tolist() == [2, 0, 0, 3]
-    with index.match_many(asked, offsets) as batch:
-        assert batch.counts.tolist() == [2, 0, 0, 3]
-        assert len(batch) == 4
-        assert [p.tolist() for p in batch] == [
-            index.match(first).pages.tolist(), [], [], index.match(second).pages.tolist(),
-        ]  # fmt: skip
-        assert pins(index) == 5
-    assert pins(index) == 0
-    assert index.peek_many(keys(), np.array([0])).tolist() == []
 
 
 def test_what_is_detached_is_unpinned_by_its_pages(index: PageIndex) -> None:
@@ -159,17 +134,6 @@ def test_releasing_twice(index: PageIndex) -> None:
     with pytest.raises(LeaseLost):
         batch.release()
     assert pins(index) == 0
-
-
-def test_releasing_twice_does_not_take_the_pin_of_another_lease(index: PageIndex) -> None:
-    have = fill(index, 1, 2)
-    mine, other = index.match(have), index.match(have)
-    mine.release()
-    with pytest.raises(LeaseLost):
-        mine.release()
-    assert pins(index) == 2
-    assert index.evict(2) == 0
-    other.release()
 
 
 def test_more_pins_than_a_row_counts(index: PageIndex) -> None:
@@ -249,36 +213,6 @@ def test_a_replaced_cache_is_detached(segment_name: str) -> None:
     index.close()
     assert other.peek(have) == 0
     other.close()
-
-
-def test_a_read_only_attach_refuses_what_writes(segment_name: str) -> None:
-    index = PageIndex.create(segment_name, pages=4)
-    have = fill(index, 1, 2)
-    with PageIndex.attach(segment_name, readonly=True) as reader:
-        assert reader.readonly
-        assert reader.peek(have) == 2
-        assert reader.wait(have, timeout=0) == 2
-        assert reader.stats().free == 2
-        assert reader.check().clean
-        assert len(reader.clients()) == 1
-        for call in (
-            lambda: reader.match(have),
-            lambda: reader.match_many(have, np.array([0, 2])),
-            lambda: reader.reserve(have),
-            lambda: reader.evict(1),
-            lambda: reader.clear(),
-            lambda: reader.reap(),
-            lambda: reader.grow(4),
-            lambda: reader.repair(),
-            lambda: reader.adopt(bytes(16)),
-            lambda: reader.client_id,
-        ):
-            with pytest.raises((PermissionDenied, LeaseLost)) as error:
-                call()
-            if "ticket" not in str(error.value):
-                assert isinstance(error.value, PermissionDenied)
-    assert pins(index) == 0
-    index.close()
 
 
 # ---------------------------------------------------------------- nothing is lost

@@ -114,47 +114,6 @@ def test_log_equals_a_list(segment_name, capacity):
     run()
 
 
-def test_any_bytes_and_none(log, reader):
-    for data in (b"", bytes(BYTES), bytearray(b"\0\xff\0"), memoryview(b"abcdef")[::2]):
-        log.append(data, timeout=0)
-        assert reader.read(timeout=0) == bytes(data)
-
-
-@pytest.mark.parametrize("bad", ["text", 3, None, [1], bytes(BYTES + 1), bytearray(BYTES + 1)])
-def test_bad_entries_are_refused_and_nothing_is_appended(log, bad):
-    with pytest.raises(shm.ConfigError, match="entry: expected"):
-        log.append(bad)
-    assert log.appended == 0
-
-
-@pytest.mark.parametrize("bad", [0, -1, 1 << 40, 1.5, True])
-def test_sizes_are_checked(segment_name, reader, bad):
-    for make in (shm.SharedLog.create, shm.SharedLog.open):
-        with pytest.raises(shm.ConfigError, match="capacity"):
-            make(segment_name + "-2", capacity=bad, message_bytes=1)
-        with pytest.raises(shm.ConfigError, match="message_bytes"):
-            make(segment_name + "-2", capacity=1, message_bytes=bad)
-    with pytest.raises(shm.ConfigError, match="limit"):
-        reader.read_many(bad)
-
-
-def test_a_segment_too_short_for_what_it_says(segment_name):
-    config = {"capacity": 1000, "message_bytes": 1000}
-    with shm.Segment.create(segment_name, 4096, kind=shm.Kind.LOG, config=config) as segment:
-        with pytest.raises(shm.ConfigError, match="too short for 1000 entries"):
-            shm.SharedLog.attach(segment_name)
-        with pytest.raises(shm.ConfigError, match="too short"):
-            shm.SharedLog.attach(segment_name, readonly=True)
-        assert segment.clients() == []
-
-
-def test_a_segment_that_says_what_no_log_has(segment_name):
-    config = {"capacity": 0, "message_bytes": 1000}
-    with shm.Segment.create(segment_name, 4096, kind=shm.Kind.LOG, config=config):
-        with pytest.raises(shm.CacheCorrupted, match="capacity"):
-            shm.SharedLog.attach(segment_name)
-
-
 def test_one_call_reads_as_much_as_it_may(segment_name):
     many, large = layout.LOG_BATCH, layout.LOG_MESSAGE
     sizes = {"capacity": 2 * many, "message_bytes": large}
@@ -324,27 +283,6 @@ def test_closing_while_a_view_lives_changes_nothing(log, reader):
     del view
 
 
-def test_a_forked_child_is_told_to_attach(log, reader):
-    def child():
-        for call in (lambda: log.append(b"x"), reader.read, lambda: len(log), reader.close):
-            with pytest.raises(shm.Detached):
-                call()
-        with log, shm.SharedLog.attach(log.segment.name) as mine:
-            assert mine.position == 0
-
-    assert os.waitstatus_to_exitcode(os.waitpid(in_child(child), 0)[1]) == 0
-    log.append(b"one")
-    assert reader.read(timeout=0) == b"one"
-
-
-def test_other_kinds_are_told_apart(segment_name, log):
-    with pytest.raises(shm.LayoutMismatch):
-        shm.SharedRing.attach(log.segment.name)
-    with pytest.raises(shm.ConfigError, match="uses its lock itself"):
-        shm.RobustLock(log.segment)
-    assert [info.kind for info in shm.list_segments() if info.name == segment_name] == ["log"]
-
-
 def test_read_waits_for_an_append_of_another_process(segment_name):
     with shm.SharedLog.open(segment_name, **SIZES) as reader:
         held, hold = os.pipe()
@@ -403,44 +341,6 @@ def test_a_waiting_reader_is_told_of_its_writers_death(segment_name, wait_until)
         os.waitpid(pid, 0)
         thread.join(60)
         assert told
-
-
-def waiting(log, reader, verb):
-    """Something that waits, what ends it, and the event it sleeps on."""
-    if verb == "read":
-        return reader.read, lambda: log.append(b"new"), reader._news
-    for _ in range(CAPACITY):
-        log.append(b"old", timeout=0)
-    return lambda: log.append(b"new"), reader.read, log._room
-
-
-@pytest.mark.parametrize("verb", ["append", "read", "leave"])
-def test_who_waits_is_woken_and_does_not_only_look_again(
-    log, reader, verb, monkeypatch, wait_until
-):
-    """Looking again every 50 ms would hide a notification that never comes."""
-    monkeypatch.setattr("lightcache.shm.sync._LOOK_AGAIN", 3600.0)
-    wait, end, event = waiting(log, reader, verb)
-    waiter = threading.Thread(target=wait, daemon=True)
-    waiter.start()
-    word = ctypes.c_uint32.from_address(log.segment.address + event._at)
-    wait_until(lambda: word.value & 1 == 1, "the waiter to ask to be woken")
-    reader.close() if verb == "leave" else end()
-    waiter.join(60)
-    assert not waiter.is_alive()
-
-
-@pytest.mark.parametrize("verb", ["append", "read"])
-def test_ctrl_c_ends_a_wait_at_once(log, reader, verb):
-    wait, _, _ = waiting(log, reader, verb)
-    previous = signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
-        with pytest.raises(KeyboardInterrupt):
-            wait()
-    finally:
-        signal.signal(signal.SIGALRM, previous)
-    log.check()
 
 
 @pytest.mark.parametrize("writer", [False, True])
@@ -505,23 +405,6 @@ def test_threads_share_a_writer(log, reader):
         thread.join(60)
     for who in range(2):
         assert [i for one, i in found if one == who] == list(range(each))
-
-
-def test_the_lock_tells_who_holds_it_and_in_what(log):
-    lock = layout.LockRecord.from_address(log.segment.address + layout.LOCK_OFFSET)
-    lock.word = log.segment.client.slot | log.segment.client.epoch << layout.LOCK_EPOCH_SHIFT
-    lock.operation = 1
-    lock.sequence = lock.holder >> 32
-    segment = shm.Segment.attach(log.segment.name)
-    with pytest.raises(
-        shm.LockTimeout, match=r"become the writer of .*client 1 \(log writer, pid .* in lead"
-    ):
-        shm.SharedLog(segment, writer=True, lock_timeout=0.05)
-    segment.close()
-    with shm.SharedLog.attach(log.segment.name) as reader:  # these take no lock
-        log.append(b"x")
-        assert reader.read(timeout=0) == b"x"
-    lock.word = 0
 
 
 ROOT = ctypes.sizeof(layout.LogRoot)

@@ -78,28 +78,6 @@ def test_absent_pages_are_counted_by_every_plan(worlds: Any) -> None:
     assert world.manager.stats().absent_pages == 6 * 4
 
 
-def test_a_request_whose_plan_was_not_taken_gives_it_back(
-    worlds: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from lightcache.errors import CacheCorrupted
-
-    world = worlds(failures=1)
-    world.run("a", tokens(18))
-    world.manager.plan("b", Prompt(tokens(18)))
-
-    def broken(*_: Any, **__: Any) -> Any:
-        raise CacheCorrupted("arranged")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(world.cache.index, "peek", broken)
-        world.manager.plan("c", Prompt(tokens(18, 1)))
-    assert world.manager.disabled
-    assert world.manager.take("b").usable == 0
-    assert world.device.index.plans.pages == 0
-    world.manager.release("b")
-    assert world.device.index.plans.pages == 0
-
-
 def test_a_plan_of_pinned_blocks_hears_of_the_end(worlds: Any, segment_name: str) -> None:
     world = worlds()
     other = World(f"{segment_name}.other", cache=world.cache)
@@ -134,16 +112,6 @@ def test_a_plan_of_pinned_blocks_hears_of_another_device(worlds: Any) -> None:
     world.device.set_blocks(16)
     match = world.manager.plan("b", prompt)
     assert (match.device, match.host) == (0, 16)
-
-
-def test_waiting_for_whom_computes_the_same(worlds: Any) -> None:
-    world = worlds(same_prefix="wait")
-    manager, prompt = world.manager, Prompt(tokens(18))
-    manager.plan("a", prompt)
-    manager.take("a")
-    assert manager.plan("b", prompt).waits_for == "a"
-    manager.release("a")
-    assert manager.plan("b", prompt).waits_for is None
 
 
 def test_fail_open(worlds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,6 +152,7 @@ def test_a_plan_of_before_learns_who_computes_the_same(worlds: Any) -> None:
     assert manager.plan("b", prompt).waits_for == "a"
     assert manager.stats().waits == 1
     manager.release("a")
+    assert manager.plan("b", prompt).waits_for is None
 
 
 def test_no_namespace_is_left_for_a_tenant(worlds: Any) -> None:

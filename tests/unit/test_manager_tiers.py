@@ -28,31 +28,6 @@ from lightcache.manager import (
 from lightcache.storage import StorageSpec, StorageTier, open_storage
 
 
-def test_write_back(worlds: Any) -> None:
-    world = worlds(write=WritePolicy.BACK)
-    prompt = Prompt(tokens(18))
-    world.run("a", prompt)
-    assert world.mover.offloads == 0
-    assert world.manager.demote(4) == 4
-    assert world.device.free == 32
-    match = world.run("b", prompt)
-    assert (match.device, match.host) == (0, 16)
-
-
-def test_a_block_on_its_way_out_that_is_matched_stays(worlds: Any) -> None:
-    world = worlds(write=WritePolicy.BACK)
-    prompt = Prompt(tokens(18))
-    world.run("a", prompt)
-    world.mover.at_once = False
-    world.manager.demote(4)
-    assert world.manager.plan("b", prompt).device == 16
-    world.mover.finish()
-    world.manager.poll()
-    assert world.manager.take("b").device == 16
-    assert world.manager.stats().kept_by_match == 4
-    world.manager.release("b")
-
-
 def test_selective_writes_what_was_asked_for_before(worlds: Any) -> None:
     world = worlds(write=WritePolicy.SELECTIVE)
     world.run("a", tokens(18))

@@ -30,43 +30,6 @@ def test_the_same_name_is_the_same_namespace(index: PageIndex, segment_name: str
         assert other.namespace("w1", "t") == mine
 
 
-def test_equal_keys_of_two_namespaces_are_not_shared(index: PageIndex) -> None:
-    mine = index.namespace("w1")
-    put(index, 1, 2, mine)
-    assert index.peek(prompt(1, 2)) == 0
-    assert index.peek(prompt(1, 2), namespace=mine) == 2
-    with index.reserve(prompt(1, 2)) as got:
-        assert got.missing.tolist() == [0, 1]
-        assert "another namespace" in got.why
-
-
-def test_clearing_forgets_what_is_there_and_in_flight(index: PageIndex) -> None:
-    mine = index.namespace("w1")
-    put(index, 1, 2, mine)
-    put(index, 3, 2)
-    held = index.match(prompt(1, 2), namespace=mine)
-    writing = index.reserve(prompt(2, 2), namespace=mine)
-    index.clear(mine)
-    index.clear(mine)
-    assert index.peek(prompt(1, 2), namespace=mine) == 0
-    assert len(index.match(prompt(1, 2), namespace=mine)) == 0
-    assert index.peek(prompt(3, 2)) == 2, "others keep theirs"
-    with pytest.raises(Abandoned, match="cleared"):
-        index.reserve(prompt(1, 1), namespace=mine)
-    with pytest.raises(Abandoned, match="cleared"):
-        writing.publish()
-    again = index.namespace("w1")
-    assert again != mine
-    assert index.peek(prompt(1, 2), namespace=again) == 0
-    with index.reserve(prompt(4, 8)) as got:
-        assert not set(got.pages.tolist()) & set(held.pages.tolist())
-    held.release()
-    writing.release()
-    report = index.check()
-    assert report.clean, report.message
-    assert report.pins == 0
-
-
 def test_clearing_the_default_one_reopens_it(index: PageIndex, segment_name: str) -> None:
     put(index, 1, 2)
     with PageIndex.attach(segment_name) as other:

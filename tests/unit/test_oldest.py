@@ -48,18 +48,6 @@ def names(found: Oldest, *paths: tuple[int, ...]) -> list[tuple[int, ...]]:
     return [known[key.tobytes()] for key in found.keys]
 
 
-def test_leaves_in_the_order_in_which_they_would_go(index: PageIndex) -> None:
-    for name in range(1, 6):
-        put(index, name, 1)
-    index.match(prompt(1, 1)).release()
-    with index.oldest(4) as found:
-        assert names(found, *[(n,) for n in range(1, 6)]) == [(2,), (3,), (4,), (5,)]
-        assert found.parent.tolist() == [-1] * 4
-        assert len(found) == 4
-        assert "4 pages" in repr(found)
-    assert [index.evict(1) for _ in range(5)] == [1] * 5
-
-
 def test_a_whole_cold_branch_is_listed(index: PageIndex) -> None:
     path(index, 1, 2, 3, 4)
     path(index, 9, 8)
@@ -69,88 +57,6 @@ def test_a_whole_cold_branch_is_listed(index: PageIndex) -> None:
         assert found.parent.tolist() == [1, 2, 3, -1, -1]
         assert found.keys.dtype == np.uint64
         assert found.pages.dtype == np.int32
-
-
-def test_the_parent_of_two_is_listed_behind_both(index: PageIndex) -> None:
-    path(index, 1, 2, 3)
-    path(index, 1, 2, 4, start=2)
-    steps = [(1,), (1, 2), (1, 2, 3), (1, 2, 4)]
-    with index.oldest(PAGES) as found:
-        assert names(found, *steps) == [(1, 2, 3), (1, 2, 4), (1, 2), (1,)]
-        assert found.parent.tolist() == [2, 2, 3, -1]
-
-
-def test_the_parent_of_one_that_is_pinned_is_not_listed(
-    index: PageIndex, segment_name: str
-) -> None:
-    path(index, 1, 2, 3)
-    path(index, 1, 2, 4, start=2)
-    with PageIndex.attach(segment_name) as other, other.reserve(keys(1, 2, 4), 2):
-        index.match(keys(1, 2, 3)).release()
-        with index.oldest(PAGES) as found:
-            assert names(found, (1,), (1, 2), (1, 2, 3)) == [(1, 2, 3)]
-
-
-def test_a_parent_that_was_used_later_waits(index: PageIndex) -> None:
-    path(index, 1, 2)
-    index.match(keys(1)).release()
-    with index.oldest(PAGES) as found:
-        assert names(found, (1,), (1, 2)) == [(1, 2)]
-        assert index.discard(found) == 1
-    with index.oldest(PAGES) as found:
-        assert names(found, (1,), (1, 2)) == [(1,)]
-
-
-@pytest.mark.parametrize("keep_order", [True, False])
-def test_what_stays_keeps_its_place_or_not(index: PageIndex, keep_order: bool) -> None:
-    for name in range(1, 5):
-        put(index, name, 1)
-    index.oldest(2, keep_order=keep_order).release()
-    assert index.evict(2) == 2
-    left = [name for name in range(1, 5) if index.peek(prompt(name, 1))]
-    assert left == ([3, 4] if keep_order else [1, 2])
-
-
-def test_the_order_of_a_whole_queue_is_kept(index: PageIndex) -> None:
-    for name in range(1, PAGES + 1):
-        put(index, name, 1)
-    index.oldest(PAGES).release()
-    index.oldest(7).release()
-    for name in range(1, PAGES + 1):
-        assert index.evict(1) == 1
-        assert index.peek(prompt(name, 1)) == 0
-        assert name == PAGES or index.peek(prompt(name + 1, 1)) == 1
-
-
-def test_pinned_and_kept_pages_are_not_listed(index: PageIndex) -> None:
-    for name in range(1, 6):
-        put(index, name, 1)
-    index.keep(prompt(1, 1))
-    with index.match(prompt(2, 1)), index.oldest(PAGES) as found:
-        assert names(found, *[(n,) for n in range(1, 6)]) == [(3,), (4,), (5,)]
-        with index.oldest(PAGES) as second:
-            assert len(second) == 0, "the first call has them"
-            assert second.keys.shape == (0, 2)
-        assert index.evict(PAGES) == 0
-
-
-def test_published_pages_are_taken_in_first(index: PageIndex) -> None:
-    with index.reserve(prompt(1, 3)) as new:
-        new.publish()
-    with index.oldest(PAGES) as found:
-        assert len(found) == 3
-
-
-def test_what_its_writer_pins_is_not_listed(index: PageIndex, segment_name: str) -> None:
-    with index.reserve(prompt(1, 3)) as new:
-        new.publish()
-        assert len(index.oldest(PAGES)) == 0
-    with index.oldest(PAGES) as found:
-        assert len(found) == 3, "our own pins change no tick"
-    with PageIndex.attach(segment_name) as other, other.match(prompt(1, 3)):
-        assert len(index.oldest(PAGES)) == 0
-    with index.oldest(PAGES) as found:
-        assert len(found) == 1, "the end counts as used later than the rest"
 
 
 def test_discard_takes_exactly_these(index: PageIndex) -> None:
@@ -168,53 +74,6 @@ def test_discard_takes_exactly_these(index: PageIndex) -> None:
     found.__exit__(None, None, None)
 
 
-def test_what_somebody_came_for_stays(index: PageIndex) -> None:
-    for name in range(1, 5):
-        put(index, name, 1)
-    found = index.oldest(4)
-    index.match(prompt(2, 1)).release()
-    with index.match(prompt(3, 1)):
-        assert index.discard(found) == 2
-    assert [index.peek(prompt(name, 1)) for name in range(1, 5)] == [0, 1, 1, 0]
-
-
-def test_what_another_eviction_met_still_goes(index: PageIndex) -> None:
-    for name in range(1, 4):
-        put(index, name, 1)
-    found = index.oldest(2)
-    assert index.evict(3) == 1, "the pinned ones count as just used"
-    assert index.discard(found) == 2
-
-
-def test_a_prefix_of_what_stays_stays(index: PageIndex) -> None:
-    path(index, 1, 2, 3)
-    found = index.oldest(3)
-    index.match(keys(1, 2, 3)[:3]).release()
-    assert index.discard(found) == 0
-    found = index.oldest(3)
-    path(index, 1, 2, 5, start=2)
-    assert index.discard(found) == 1
-    assert index.peek(keys(1, 2, 5)) == 3
-
-
-def test_kept_meanwhile(index: PageIndex) -> None:
-    path(index, 1, 2)
-    found = index.oldest(2)
-    index.keep(keys(1))
-    assert index.discard(found) == 1
-    index.unkeep(keys(1))
-    assert index.evict(1) == 1
-
-
-def test_cleared_meanwhile(index: PageIndex) -> None:
-    path(index, 1, 2)
-    found = index.oldest(2)
-    index.clear()
-    assert index.discard(found) == 0
-    assert index.evict(1) == 0
-    assert index.stats().free + index.stats().doomed == PAGES
-
-
 @pytest.mark.parametrize("order", [1, -1, None])
 def test_discard_of_a_lease_and_of_numbers_in_any_order(
     index: PageIndex, order: int | None
@@ -230,14 +89,6 @@ def test_discard_of_a_lease_and_of_numbers_in_any_order(
         assert index.discard(pages) == 10
         lease.ended = True  # its pins were given up by number
     assert index.peek(keys(*range(1, 11))) == 0
-
-
-def test_one_pin_of_several_is_given_up(index: PageIndex) -> None:
-    put(index, 1, 1)
-    with index.match(prompt(1, 1)):
-        assert index.discard(index.match(prompt(1, 1))) == 0
-        assert index.check().pins == 1
-    assert index.peek(prompt(1, 1)) == 1
 
 
 def test_discard_refuses_and_does_nothing(index: PageIndex, segment_name: str) -> None:

@@ -115,15 +115,6 @@ def test_reserving_evicts_the_least_recently_used(index: PageIndex) -> None:
         assert [index.peek(c) for c in chains] == [4, 0, 3, 4]
 
 
-def test_writing_pages_and_their_prefixes_stay(index: PageIndex) -> None:
-    have = fill(index, 1, 4)
-    with index.reserve(prompt(1, 6), 4) as new:
-        assert index.evict(16) == 0
-        new.publish()
-    assert index.evict(16) == 6
-    assert index.peek(have) == 0
-
-
 # ---------------------------------------------------------------- check and repair
 
 

@@ -20,7 +20,6 @@ from lightcache import (
     LeaseLost,
     NoSpace,
     PageIndex,
-    WaitTimeout,
 )
 from lightcache.layout import PageState, ReservationRecord
 from lightcache.page_index import geometry
@@ -135,30 +134,6 @@ def test_a_full_chain_has_no_room(segment_name: str) -> None:
             each.release()
 
 
-def test_a_quota_evicts_its_own(segment_name: str) -> None:
-    with PageIndex.create(segment_name, pages=16) as index:
-        space = index.namespace("w", "t", quota=4)
-        index.reserve(prompt(9, 4)).publish()
-        with index.reserve(prompt(1, 3), namespace=space) as got:
-            got.publish()
-        with index.reserve(prompt(2, 4), namespace=space) as got:
-            # All three of the old prompt must go, from its end, although none is a leaf but one.
-            assert len(got.new) == 4
-            got.publish()
-        assert index.peek(prompt(9, 4)) == 4, "others pay nothing"
-        with (
-            index.match(prompt(2, 4), namespace=space),
-            index.reserve(prompt(3, 2), namespace=space) as got,
-        ):
-            assert len(got.missing) == 2
-            assert "quota" in got.why
-        with index.reserve(prompt(4, 6), namespace=space) as got:
-            assert (len(got.new), len(got.missing)) == (4, 2)
-        index.namespace("w", "t", quota=0)
-        with index.reserve(prompt(5, 6), namespace=space) as got:
-            assert len(got.new) == 6
-
-
 # ---------------------------------------------------------------- arguments
 
 
@@ -192,23 +167,6 @@ def test_shards_are_published_one_by_one(index: PageIndex) -> None:
         with pytest.raises(LeaseLost):
             got.publish()
     assert index.peek(prompt(1, 2)) == 2
-
-
-def test_publishing_what_has_ended(index: PageIndex) -> None:
-    got = index.reserve(prompt(1, 2))
-    got.abandon()
-    with pytest.raises(Abandoned):
-        got.publish()
-    for call in (got.abandon, got.release):
-        with pytest.raises(LeaseLost):
-            call()
-    got = index.reserve(prompt(1, 2))
-    got.publish()
-    got.release()
-    with pytest.raises(Abandoned):
-        got.publish(0)
-    assert index.peek(prompt(1, 2)) == 2
-    assert pins(index) == 0
 
 
 def test_publishing_what_was_cleared(index: PageIndex) -> None:
@@ -245,53 +203,6 @@ def test_shards_of_others(index: PageIndex, second: PageIndex) -> None:
     got.release()
     ticket.drop()
     assert pins(index) == 0
-
-
-def test_a_shard_given_up_abandons_all(index: PageIndex, second: PageIndex) -> None:
-    # Nobody else can publish an adopted shard, so waiting for it would never end.
-    got = index.reserve(prompt(1, 2), shards=2)
-    ticket = got.ticket([second.client_id])
-    got.publish(0)
-    with second.adopt(bytes(ticket), shard=1):
-        with pytest.raises(WaitTimeout):
-            index.wait(prompt(1, 2), timeout=0)
-    assert index.wait(prompt(1, 2), timeout=0) == 0
-    assert ticket.poll().verdict is False
-    got.release()
-    ticket.drop()
-    assert pins(index) == 0
-
-
-def test_a_shard_outlives_its_owner(segment_name: str, second: PageIndex) -> None:
-    owner = PageIndex.attach(segment_name)
-    got = owner.reserve(prompt(1, 2), shards=2)
-    ticket = got.ticket([second.client_id])
-    shard = second.adopt(bytes(ticket), shard=1)
-    got.publish(0)
-    owner.close()
-    assert shard.publish()
-    shard.release()
-    assert second.peek(prompt(1, 2)) == 2
-    assert pins(second) == 0
-
-
-def test_publish_of_a_shard_whose_owner_gave_up(index: PageIndex, second: PageIndex) -> None:
-    got = index.reserve(prompt(1, 2), shards=2)
-    ticket = got.ticket([second.client_id])
-    shard = second.adopt(bytes(ticket), shard=0)
-    got.abandon()
-    with pytest.raises(Abandoned):
-        shard.publish()
-    assert pins(index) == 2, "the shard's writer may still be writing"
-    shard.release()
-    ticket.drop()
-    assert pins(index) == 0
-
-
-def test_waiting_ends_with_a_time_limit(index: PageIndex) -> None:
-    with index.reserve(prompt(1, 2)), pytest.raises(WaitTimeout, match="2 keys"):
-        index.wait(prompt(1, 2), timeout=0)
-    assert index.wait(prompt(1, 2), timeout=0) == 0
 
 
 # ---------------------------------------------------------------- limits

@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import signal
 import threading
 from collections import deque
 
@@ -86,45 +85,6 @@ def test_messages_outlive_their_producer(segment_name):
     shm.Segment.unlink(segment_name)
 
 
-def test_any_bytes_and_none(ring):
-    for data in (b"", bytes(BYTES), bytearray(b"\0\xff\0"), memoryview(b"abcdef")[::2]):
-        ring.push(data, timeout=0)
-        assert ring.pop(timeout=0) == bytes(data)
-
-
-@pytest.mark.parametrize("bad", ["text", 3, None, [1], bytes(BYTES + 1), bytearray(BYTES + 1)])
-def test_bad_messages_are_refused_and_nothing_is_pushed(ring, bad):
-    with pytest.raises(shm.ConfigError, match="message: expected"):
-        ring.push(bad)
-    with pytest.raises(shm.ConfigError, match="message: expected"):
-        ring.push_many([b"good", bad])
-    assert len(ring) == 0
-
-
-@pytest.mark.parametrize("bad", [0, -1, 1 << 40, 1.5, True])
-def test_sizes_are_checked(segment_name, ring, bad):
-    with pytest.raises(shm.ConfigError, match="capacity"):
-        shm.SharedRing.create(segment_name + "-2", capacity=bad, message_bytes=1)
-    with pytest.raises(shm.ConfigError, match="message_bytes"):
-        shm.SharedRing.create(segment_name + "-2", capacity=1, message_bytes=bad)
-    with pytest.raises(shm.ConfigError, match="limit"):
-        ring.pop_many(bad)
-
-
-def test_a_segment_too_short_for_what_it_says(segment_name):
-    config = {"capacity": 1000, "message_bytes": 1000}
-    with shm.Segment.create(segment_name, 4096, kind=shm.Kind.RING, config=config):
-        with pytest.raises(shm.ConfigError, match="too short for 1000 messages"):
-            shm.SharedRing.attach(segment_name)
-
-
-def test_a_segment_that_says_what_no_ring_has(segment_name):
-    config = {"capacity": 0, "message_bytes": 1000}
-    with shm.Segment.create(segment_name, 4096, kind=shm.Kind.RING, config=config):
-        with pytest.raises(shm.CacheCorrupted, match="capacity"):
-            shm.SharedRing.attach(segment_name)
-
-
 def test_one_step_moves_as_much_as_one_hold_may(segment_name):
     many, large = layout.RING_BATCH, layout.RING_MESSAGE
     with shm.SharedRing.create(segment_name, capacity=1000, message_bytes=large) as ring:
@@ -140,56 +100,6 @@ def test_one_step_moves_as_much_as_one_hold_may(segment_name):
         assert ring.push_many([bytes(large)] * 9) == four
         assert ring.pop_many(9) == [bytes(large)] * four
         ring.check()
-
-
-def test_readers_look_and_cannot_change(ring):
-    ring.push(b"one")
-    with shm.SharedRing.attach(ring.segment.name, readonly=True) as reader:
-        assert len(reader) == 1
-        assert (reader.capacity, reader.message_bytes) == (CAPACITY, BYTES)
-        for change in (
-            lambda: reader.push(b"two"),
-            lambda: reader.push_many([b"two"]),
-            reader.pop,
-            lambda: reader.pop_many(1),
-        ):
-            with pytest.raises(shm.PermissionDenied):
-                change()
-    assert ring.pop(timeout=0) == b"one"
-
-
-def test_closed_rings_say_so(segment_name):
-    ring = shm.SharedRing.create(segment_name, capacity=4, message_bytes=4)
-    ring.close()
-    for call in (lambda: ring.push(b""), ring.pop, lambda: ring.pop_many(1), lambda: len(ring)):
-        with pytest.raises(shm.Detached, match="close"):
-            call()
-
-
-def test_a_forked_child_is_told_to_attach(ring):
-    ring.push(b"one")
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            for call in (lambda: ring.push(b"two"), ring.pop, lambda: len(ring)):
-                with pytest.raises(shm.Detached):
-                    call()
-            with shm.SharedRing.attach(ring.segment.name) as mine:
-                mine.push(b"two")
-            status = 0
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert drain(ring) == [b"one", b"two"]
-
-
-def test_other_kinds_are_told_apart(segment_name, ring):
-    with pytest.raises(shm.LayoutMismatch):
-        shm.SharedDict.attach(ring.segment.name)
-    with pytest.raises(shm.ConfigError, match="uses its lock itself"):
-        shm.RobustLock(ring.segment)
-    assert [info.kind for info in shm.list_segments() if info.name == segment_name] == ["ring"]
 
 
 def other_end(name, act):
@@ -219,36 +129,6 @@ def test_push_waits_for_a_pop_of_another_process(ring):
     assert drain(ring) == [b"1", b"2", b"3", b"4", b"late"]
 
 
-@pytest.mark.parametrize("verb", ["push", "pop"])
-def test_who_waits_is_woken_and_does_not_only_look_again(ring, verb, monkeypatch, wait_until):
-    """Looking again every 50 ms would hide a notification that never comes."""
-    monkeypatch.setattr("lightcache.shm.sync._LOOK_AGAIN", 3600.0)
-    while verb == "push" and len(ring) < CAPACITY:
-        ring.push(b"old")
-    wait = {"push": lambda: ring.push(b"new"), "pop": ring.pop}[verb]
-    waiter = threading.Thread(target=wait, daemon=True)
-    waiter.start()
-    event = ring._drained if verb == "push" else ring._filled
-    word = ctypes.c_uint32.from_address(ring.segment.address + event._at)
-    wait_until(lambda: word.value & 1 == 1, "the waiter to ask to be woken")
-    ring.pop() if verb == "push" else ring.push(b"new")
-    waiter.join(60)
-    assert not waiter.is_alive()
-
-
-@pytest.mark.parametrize("verb", ["push", "pop"])
-def test_ctrl_c_ends_a_wait_at_once(ring, verb):
-    while verb == "push" and len(ring) < CAPACITY:
-        ring.push(b"old")
-    previous = signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
-        with pytest.raises(KeyboardInterrupt):
-            ring.push(b"new", timeout=100) if verb == "push" else ring.pop(timeout=100)
-    finally:
-        signal.signal(signal.SIGALRM, previous)
-
-
 def test_threads_share_a_ring(ring):
     """Two threads push, two pop: nothing is lost, and each producer's messages keep their order."""
     each, found = 300, [[], []]
@@ -276,22 +156,6 @@ def test_threads_share_a_ring(ring):
         for who in range(2):
             order = [i for producer, i in one if producer == who]
             assert order == sorted(order)
-
-
-def test_the_lock_tells_who_holds_it_and_in_what(segment_name):
-    with shm.SharedRing.create(segment_name, capacity=4, message_bytes=8) as ring:
-        slow = shm.SharedRing.attach(segment_name, lock_timeout=0.05)
-        assert slow._calls.lock_timeout == 0.05
-        lock = layout.LockRecord.from_address(ring.segment.address + layout.LOCK_OFFSET)
-        lock.word = ring.segment.client.slot | ring.segment.client.epoch << layout.LOCK_EPOCH_SHIFT
-        lock.operation = 2
-        lock.sequence = lock.holder >> 32
-        with pytest.raises(shm.LockTimeout, match=r"push in .*client 1 \(ring, pid .* in pop"):
-            slow.push(b"x")
-        lock.word = 0
-        slow.push(b"x")
-        slow.close()
-        assert ring.pop() == b"x"
 
 
 ROOT, SLOT = ctypes.sizeof(layout.RingRoot), 8 + 16  # a slot of 12 bytes takes 16

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 from support.mooncake_server import Cluster, own_cluster
 from support.servers import hold
-from support.storing import KEYS as CACHED
-from support.storing import cache, fill, sound
+from support.storing import cache
 
-from lightcache import Cache, Detached, StorageError
-from lightcache.storage import ReadStatus, StorageSpec, StorageTier, WriteStatus, open_storage
+from lightcache import Detached, StorageError
+from lightcache.storage import ReadStatus, StorageSpec, WriteStatus, open_storage
 from lightcache.storage.conformance import PAGE_BYTES, make_keys, pages_of
 from lightcache.storage.remote.mooncake import backend
 
@@ -253,36 +252,3 @@ def test_close_while_a_call_hangs(
     storage.close()
     with pytest.raises(Detached):
         storage.contains(KEYS, timeout=TIMEOUT)
-
-
-def test_a_tier_stops_using_a_dead_cluster_and_tries_it_again(
-    own_cluster: Cluster, cache: Cache, wait_until: Any
-) -> None:
-    now = [0.0]
-    how: Any = {"failures": 2, "retry": 5.0, "threads": 1, "clock": lambda: now[0]}
-    with open_storage(own_cluster.url, spec=StorageSpec.of(cache)) as storage:
-        with StorageTier(cache, storage, **how) as tier:
-            assert tier.prefetch(CACHED).wait(TIMEOUT).prefix == 0
-            assert tier.stats().state == "closed"  # absent is not failed
-            own_cluster.master.kill()
-            own_cluster.master.wait()
-            for _ in range(2):
-                assert tier.prefetch(CACHED).wait(TIMEOUT).prefix == 0
-            assert tier.stats().state == "open"
-            own_cluster.start_master()
-
-            def again() -> bool:
-                try:
-                    pages = list(pages_of(CACHED))
-                    return bool(storage.write(CACHED, pages, timeout=TIMEOUT).prefix == 20)
-                except StorageError:
-                    return False
-
-            wait_until(again, "the new master")
-            now[0] = 5.0
-            tier.poll()
-            wait_until(lambda: tier.stats().state == "closed", "the probe")
-            assert tier.prefetch(CACHED).wait(TIMEOUT).prefix == 20
-            assert tier.stats().state == "closed"
-            assert sound(cache, CACHED) == 20
-        fill(cache, CACHED)

@@ -146,12 +146,6 @@ def test_a_value_of_another_kind_is_dropped(storage: RedisStorage, client: Any) 
     assert write(storage).count(WriteStatus.STORED) == 12
 
 
-def test_a_page_under_another_key_is_corrupt(storage: RedisStorage, client: Any) -> None:
-    write(storage)
-    client.copy(name_of(storage, 1), name_of(storage, 2), replace=True)
-    assert read(storage).statuses[2] is ReadStatus.CORRUPT
-
-
 # ---- time to live, room, removing
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support.proxy import Proxy
 from support.redis_server import Server, redis_server, redis_url
-from support.remote_pages import KEYS, PAGES, read, write
+from support.remote_pages import KEYS, read, write
 from support.storing import cache, fill, sound
 
 from lightcache import Cache, StorageError
@@ -347,20 +347,4 @@ def test_a_tier_stops_using_it_and_starts_again(own: Server, cache: Cache, wait_
         assert (result.failed, result.absent) == (0, 4)
         assert tier.stats().state == "closed"
         assert tier.write(keys[:4].copy()).wait(60.0).stored == 4  # it has forgotten them
-    storage.close()
-
-
-def test_behind_flaky(redis_url: str, cache: Cache) -> None:
-    url = f"flaky:read_fail=0.3,corrupt=0.2,seed=5:{redis_url}"
-    storage = open_storage(url, spec=StorageSpec.of(cache))
-    with StorageTier(cache, storage, group=2, failures=1000) as tier:
-        assert storage.write(KEYS, PAGES, timeout=60.0).prefix == 12
-        at, turns = 0, 0
-        while at < 12:
-            at += tier.prefetch(KEYS, at).wait(60.0).prefix
-            turns += 1
-            storage.write(KEYS, PAGES, timeout=60.0)  # what was corrupt was dropped
-            assert turns < 200
-        assert turns > 1
-        assert sound(cache, KEYS) == 12
     storage.close()

@@ -16,11 +16,9 @@ from obstore.store import S3Store
 from support.disks import ABSENT, CORRUPT, FAILED, KEYS, OK, PRESENT, STORED, found, got, put
 from support.s3_server import BUCKET, Server, opened, s3_credentials, s3_server, s3_url
 from support.s3_server import KEYS as KEYS_OF_TESTS
-from support.storing import KEYS as MORE
-from support.storing import fill, make_cache, nothing_is_held, sound
 
 from lightcache import ConfigError, Detached, StorageError
-from lightcache.storage import ReadStatus, StorageSpec, StorageTier, open_storage
+from lightcache.storage import ReadStatus, StorageSpec, open_storage
 from lightcache.storage.conformance import CHECKS, PAGE_BYTES, SPEC, make_keys, pages_of
 from lightcache.storage.remote import s3, trailer
 from lightcache.storage.remote.s3 import S3Storage
@@ -116,13 +114,6 @@ def test_what_another_client_changed_is_corrupt_and_stored_anew(
     assert got(storage, KEYS[:3]) == [OK] * 3
 
 
-def test_a_page_of_another_key_is_corrupt(storage: S3Storage) -> None:
-    put(storage, KEYS[:2])
-    bucket = Bucket(storage)
-    bucket.put(KEYS[0], bucket.get(KEYS[1]))
-    assert got(storage, KEYS[:2]) == [CORRUPT, OK]
-
-
 def test_who_was_faster_is_present(storage: S3Storage, monkeypatch: Any) -> None:
     put(storage, KEYS[:2])
     monkeypatch.setattr(storage, "_exists", lambda names, deadline: [False] * len(names))
@@ -167,24 +158,6 @@ def test_more_than_a_thousand_pages_are_listed_and_removed(s3_server: Server) ->
         assert storage.write(keys, pages, timeout=60.0).prefix == len(keys)
         assert storage.clear(timeout=60.0) == len(keys)
         assert Bucket(storage).names() == []
-
-
-# ---- a cache in front of it
-
-
-def test_a_second_cache_finds_what_the_first_wrote(s3_url: str, segment_name: str) -> None:
-    for turn, name in enumerate((segment_name, f"{segment_name}-b")):
-        with make_cache(name) as cache:
-            with open_storage(s3_url, spec=StorageSpec.of(cache)) as storage:
-                with StorageTier(cache, storage, group=4) as tier:
-                    if turn == 0:
-                        fill(cache, MORE)
-                        assert tier.write(MORE).wait(60.0).stored == len(MORE)
-                    else:
-                        assert tier.prefetch(MORE).wait(60.0).prefix == len(MORE)
-                        assert sound(cache, MORE) == len(MORE)
-                        assert storage.clear(timeout=60.0) == len(MORE)
-            nothing_is_held(cache)
 
 
 # ---- the server

@@ -24,11 +24,9 @@ from support.failing_s3 import (
 )
 from support.proxy import Proxy
 from support.s3_server import Server, opened, s3_credentials, s3_server, s3_url
-from support.storing import KEYS as MORE
-from support.storing import fill, make_cache, nothing_is_held, sound
 
 from lightcache import StorageError
-from lightcache.storage import ReadStatus, StorageSpec, StorageTier, WriteStatus, open_storage
+from lightcache.storage import ReadStatus, StorageSpec, WriteStatus
 from lightcache.storage.conformance import PAGE_BYTES, SPEC, pages_of
 from lightcache.storage.remote.s3 import S3Storage
 
@@ -324,32 +322,3 @@ def test_requests_are_bounded_over_all_calls(server: FailingS3, storage: S3Stora
 
 
 # ---- behind a tier
-
-
-def test_a_tier_stops_asking_and_finds_out_when_the_store_is_back(
-    segment_name: str, s3_server: Server, wait_until: Any
-) -> None:
-    now = [0.0]
-    with Proxy(s3_server.port) as proxy, make_cache(segment_name) as cache:
-        url = s3_server.url(port=proxy.port, retries=0)
-        with open_storage(f"flaky::{url}", spec=StorageSpec.of(cache)) as storage:
-            with StorageTier(
-                cache, storage, failures=2, retry=30.0, timeout=5.0, clock=lambda: now[0]
-            ) as tier:
-                fill(cache, MORE[:8])
-                assert tier.write(MORE[:8]).wait(60.0).stored == 8
-                assert tier.prefetch(MORE[8:]).wait(60.0).prefix == 0
-                assert tier.stats().tasks_failed == 0  # absent is no failure
-                proxy.refuse()
-                proxy.cut()
-                for _ in range(2):
-                    assert tier.prefetch(MORE[8:]).wait(60.0).prefix == 0
-                assert tier.stats().state == "open"
-                assert tier.stats().tasks_failed == 2
-                proxy.listen()
-                now[0] = 31.0
-                tier.poll()
-                wait_until(lambda: tier.stats().state == "closed", "the probe")
-                storage.clear(timeout=60.0)
-        assert sound(cache, MORE[:8]) == 8
-        nothing_is_held(cache)

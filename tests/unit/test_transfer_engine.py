@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.inline_device import InlineDevice
-from support.transfer_cases import CASES, TOKENS, blocks_nhd, flat, states, whole_blocks
+from support.transfer_cases import CASES, TOKENS, flat, states, whole_blocks
 
 from lightcache.kernels.engine import TransferEngine
 from lightcache.kernels.moves import Move
@@ -80,27 +80,6 @@ def check_loaded(case, before, slots):
 
 
 @pytest.mark.parametrize("mode", ["auto", "staged", "direct"])
-def test_partial_pages_touch_only_their_own_rows(mode):
-    case = flat("cpu")
-    engine, memory, _ = engine_of(case, mode)
-    slots = some_slots(case, 3)
-    with engine:
-        engine.offload(Move([4, 0, 5], slots)).wait()
-        whole = memory.array[[4, 0, 5]].copy()
-        memory.array[:] = 0xCD
-        engine.offload(Move([4, 0, 5], slots[5:40], first=5)).wait()
-    found = memory.array[[4, 0, 5]].reshape(3, 2, 3, 2, 16, 2 * 16)
-    expected = whole.reshape(found.shape)
-    tokens = np.arange(48).reshape(3, 16)
-    mine = (tokens >= 5) & (tokens < 40)
-    for page in range(3):
-        np.testing.assert_array_equal(
-            found[page][:, :, :, mine[page]], expected[page][:, :, :, mine[page]]
-        )
-        assert (found[page][:, :, :, ~mine[page]] == 0xCD).all()
-
-
-@pytest.mark.parametrize("mode", ["auto", "staged", "direct"])
 def test_negative_slots_and_skipped_pages_are_left_out(mode):
     case = flat("cpu")
     engine, _, _ = engine_of(case, mode)
@@ -114,21 +93,6 @@ def test_negative_slots_and_skipped_pages_are_left_out(mode):
         engine.load(Move([1, 2, 3], holes, skip=np.array([False, True, False]))).wait()
     kept = np.r_[1:16, 32:47]
     check_loaded(case, before, slots[kept])
-
-
-@pytest.mark.parametrize("mode", ["auto", "staged", "direct"])
-def test_many_requests_in_one_call(mode):
-    case = blocks_nhd("cpu")
-    engine, memory, _ = engine_of(case, mode)
-    slots = some_slots(case, 4)
-    moves = [Move([3], slots[:16]), Move([0, 5], slots[16:48]), Move([1], slots[48:64])]
-    with engine:
-        transfer = engine.offload(moves)
-        transfer.wait()
-        assert transfer.nbytes == 4 * case.geometry.used_bytes
-    for number, page in enumerate([3, 0, 5, 1]):
-        expected = case.page(slots[number * 16 : (number + 1) * 16])
-        np.testing.assert_array_equal(memory.array[page], expected)
 
 
 @pytest.mark.parametrize("mode", ["auto", "staged", "direct"])
@@ -149,17 +113,6 @@ def test_nothing_to_move_is_over_at_once():
         assert engine.load(Move([2], np.zeros(0, np.int64))).done()
         assert engine.load(Move([2], np.full(16, 3), skip=np.array([True]))).done()
     assert not [entry for entry in device.log if entry[0] == "copy"]
-
-
-def test_int32_slots_lists_and_int64_pages_are_alike():
-    case = flat("cpu")
-    engine, memory, _ = engine_of(case)
-    slots = some_slots(case, 1)
-    with engine:
-        for page, given in enumerate([slots, slots.astype(np.int32), slots.tolist()]):
-            engine.offload(Move([page], given)).wait()
-    assert (memory.array[0] == memory.array[1]).all()
-    assert (memory.array[0] == memory.array[2]).all()
 
 
 # ---- copies without a kernel

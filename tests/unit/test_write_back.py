@@ -10,7 +10,7 @@ import pytest
 from support.manager_case import World, made_worlds, on_host, tokens
 
 from lightcache.errors import CacheCorrupted, ConfigError, OutOfPages
-from lightcache.manager import ManagerConfig, Prompt, Wishes, WritePolicy
+from lightcache.manager import ManagerConfig, Prompt, WritePolicy
 
 FIRST, SECOND = Prompt(tokens(18)), Prompt(tokens(30, 1))
 
@@ -192,14 +192,4 @@ def test_a_block_that_stayed_is_written_again_if_the_host_lost_its_page(worlds: 
     world.mover.at_once = True
     world.manager.demote(4)
     assert on_host(world, FIRST) == 4
-    world.nothing_left()
-
-
-@pytest.mark.parametrize("wishes", [Wishes(tiers=frozenset({"device"})), Wishes(priority=-1)])
-def test_wishes_not_to_be_written(worlds: Any, wishes: Wishes) -> None:
-    world = worlds()
-    world.run("first", FIRST, wishes=wishes)
-    world.manager.demote(4)
-    assert world.mover.offloads == 0
-    assert world.device.free == 8
     world.nothing_left()
