@@ -506,7 +506,8 @@ class PrefixLookup:
         """Those that have to be looked up again. What a plan has found is pinned, so before half of
         its time has passed only more can be found: and then the next key is there. What another
         process does to the weights is seen when a space is looked up."""
-        settled, due = [], []
+        settled: list[PendingRequest] = []
+        due: list[PendingRequest] = []
         for plan in plans:
             (settled if plan.settled > now else due).append(plan)
         if not settled:

@@ -16,15 +16,9 @@ from lightcache.errors import (
     TransferFailed,
     WaitTimeout,
 )
-from lightcache.manager import (
-    Item,
-    NodeCounters,
-    Prompt,
-    WeightsState,
-    Why,
-    Wishes,
-)
+from lightcache.manager import Item, Prompt, WeightsState, Why, Wishes
 from lightcache.manager.request import slots_of
+from lightcache.manager.stats import NodeCounters
 
 
 def test_a_second_request_finds_the_first_ones_blocks(worlds: Any) -> None:
