@@ -228,9 +228,9 @@ def room_of(index: PageIndex | None) -> Room:
 
 def there(index: PageIndex, packed: list[bytes], space: Namespace) -> list[int]:
     """Which of these keys, each for itself, are there; an empty one is not."""
-    asked = [i for i, key in enumerate(packed) if key]
-    if not asked:
+    if not any(packed):
         return []
+    asked = [i for i, key in enumerate(packed) if key]
     keys = np.frombuffer(bytearray().join(packed), np.uint64).reshape(-1, 2)
     if len(asked) == 1:
         return asked if index.peek(keys, namespace=space) else []

@@ -123,8 +123,8 @@ class _Holdings:
         """They still have all."""
         self._state, self._offloader, self.requests = state, offloader, requests
         self._stored = False
-        self._pinned: Lease | None = None
-        self._held: Allocation | None = None
+        self.pinned: Lease | None = None
+        self.held: Allocation | None = None
 
     @classmethod
     def of(
@@ -137,17 +137,17 @@ class _Holdings:
             tables = np.concatenate([each.table for each in requests])
             kinds = np.frombuffer(b"".join([each.kind for each in requests]), np.uint8)
             if len(pinned := tables[kinds == PINNED]):
-                holdings._pinned, call = Lease.attached_to(device.index.core, pinned)
+                holdings.pinned, call = Lease.attached_to(device.index.core, pinned)
                 take.append(call)
             if len(held := tables[kinds == HELD]):
-                holdings._held, call = Allocation.attached_to(device.index.core, held)
+                holdings.held, call = Allocation.attached_to(device.index.core, held)
                 take.append(call)
         return holdings, take
 
     @property
     def over(self) -> bool:
         """Whether all parts were given back."""
-        return self._stored and (self._held is None or self._held.ended)
+        return self._stored and (self.held is None or self.held.ended)
 
     def give_back(self) -> None:
         """Give all parts back, whatever a storage raises; blocks without a key as soon as the lock
@@ -173,14 +173,14 @@ class _Holdings:
             for request in self.requests:
                 if request.hit is not None:
                     request.hit.close()
-            if self._pinned is not None:
-                self._pinned.close()
+            if self.pinned is not None:
+                self.pinned.close()
             self._stored = True
         finally:
             self._free()
 
     def _free(self) -> None:
-        held = self._held
+        held = self.held
         if held is not None and not held.ended:
             try:
                 held.close()

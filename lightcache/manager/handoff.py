@@ -183,9 +183,9 @@ class _Saving:
             "save",
             held,
             slots,
-            made._over,
+            made.over,
             of=one.movements,
-            ends=made._ended,
+            ends=made.ended,
             into=(made, "_movement"),
         )
         return made
@@ -210,7 +210,7 @@ class _Saving:
                     self._free()
         return found
 
-    def _over(self, ok: bool, nbytes: int | None) -> None:
+    def over(self, ok: bool, nbytes: int | None) -> None:
         figures = self._manager.state.figures
         if ok:
             moved = self._manager.state.moved_bytes(self._tokens, nbytes)
@@ -218,7 +218,7 @@ class _Saving:
         else:
             figures.add(failed_offloads=1)
 
-    def _ended(self, ok: bool) -> None:
+    def ended(self, ok: bool) -> None:
         del ok
         if self._given_up:
             self._free()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Hashable, ItemsView, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -128,7 +128,7 @@ def _check_all(values: Sequence[Any], kind: type, expected: str) -> None:
 # ---- A request that waits.
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)  # with defaults of the class: one is made for each new request of a step
 class PendingRequest:
     """One request that was looked up: its arguments, and what was found."""
 
@@ -146,40 +146,40 @@ class PendingRequest:
     """Device blocks that may be reused."""
     pages: int
     """Host pages that may be reused, those that the device has included."""
-    first_block: int = 0
+    first_block: int = field(default=0, init=False)
     """Where the lookup on the device begins: earlier blocks are known to be there."""
-    first_page: int = 0
+    first_page: int = field(default=0, init=False)
     """Where the lookup on the host begins, unless the device has more."""
-    device: int = 0
+    device: int = field(default=0, init=False)
     """Tokens found on the device."""
-    host_first: int = 0
+    host_first: int = field(default=0, init=False)
     """Number of the first host page after those that the device has."""
-    host_pages: int = 0
+    host_pages: int = field(default=0, init=False)
     """Pages found on the host from there on."""
-    absent: int = 0
+    absent: int = field(default=0, init=False)
     """Host pages that were looked for and not there."""
-    on_host: bool = False
+    on_host: bool = field(default=False, init=False)
     """Whether the host was asked."""
-    pinned: bool = False
+    pinned: bool = field(default=False, init=False)
     """Whether it was ever entered where its pages are pinned."""
-    nowhere: bool = False
+    nowhere: bool = field(default=False, init=False)
     """Its first page was in no tier: nothing is pinned, and no more of it was hashed."""
-    reading: StorageTask | None = None
+    reading: StorageTask | None = field(default=None, init=False)
     """The task that brings pages from storage, if one was begun."""
-    read_until: float | None = None
+    read_until: float | None = field(default=None, init=False)
     """Until when `take` waits for it; None: `take` was not called yet."""
-    asked_at: float = 0.0
+    asked_at: float = field(default=0.0, init=False)
     """When `take` was first called."""
-    match: PrefixMatch | None = None
+    match: PrefixMatch | None = field(default=None, init=False)
     """The last result, and the tokens and pages that it was made of."""
-    matched: tuple[int, int] = (0, 0)
-    waited: bool = False
+    matched: tuple[int, int] = field(default=(0, 0), init=False)
+    waited: bool = field(default=False, init=False)
     """Whether it was told to wait for another request."""
-    settled: float = 0.0
+    settled: float = field(default=0.0, init=False)
     """Until when what was found stays pinned for certain, so that only more can be found."""
-    next_device: bytes = b""
+    next_device: bytes = field(default=b"", init=False)
     """The key of the first block that was not there; empty: all were."""
-    next_host: bytes = b""
+    next_host: bytes = field(default=b"", init=False)
     """The same of the host's pages."""
 
     @property
@@ -212,6 +212,11 @@ class PendingRequest:
 def by_space(plans: list[PendingRequest]) -> ItemsView[Space, list[PendingRequest]]:
     """Requests that may reuse tokens, by their space: nearly always there is one."""
     groups: dict[Space, list[PendingRequest]] = {}
+    if len(plans) == 1:
+        (plan,) = plans
+        if plan.most and plan.space is not None:
+            groups[plan.space] = plans
+        return groups.items()
     for plan in plans:
         if plan.most and plan.space is not None:
             members = groups.get(plan.space)
@@ -375,12 +380,13 @@ class PrefixLookup:
         due = plans if device_tokens is not None else self._due(plans, now)
         if due:
             self._look(due, device_tokens, now, pin=True)
-        absent = 0
+        absent, matches = 0, []
         for plan in plans:
             absent += plan.absent
+            matches.append(self._match(plan, plan.device, plan.host_pages))
         if absent:
             self._state.figures.add(absent_pages=absent)
-        return [self._match(plan, plan.device, plan.host_pages) for plan in plans]
+        return matches
 
     def peek(
         self,
@@ -433,8 +439,9 @@ class PrefixLookup:
     def _spaces_of(self, prompts: Sequence[Prompt]) -> Mapping[str, Space | None]:
         spaces: dict[str, Space | None] = {}
         for prompt in prompts:
-            if prompt.tenant not in spaces:
-                spaces[prompt.tenant] = self._state.weights.space_or_none(prompt.tenant)
+            tenant = prompt.tenant
+            if tenant not in spaces:
+                spaces[tenant] = self._state.weights.space_or_none(tenant)
         return spaces
 
     def _plans_of(
@@ -499,19 +506,27 @@ class PrefixLookup:
         """Those that have to be looked up again. What a plan has found is pinned, so before half of
         its time has passed only more can be found: and then the next key is there. What another
         process does to the weights is seen when a space is looked up."""
-        settled = [plan for plan in plans if plan.settled > now]
+        settled: list[PendingRequest] = []
+        due: list[PendingRequest] = []
+        for plan in plans:
+            (settled if plan.settled > now else due).append(plan)
         if not settled:
             return plans
         host, device = self._state.host.index, self._state.device.index
         host.peek(NO_KEYS)  # raises if it was closed, or disabled by an operator
         for space, members in by_space(settled):
+            next_device, next_host = [], []
+            for plan in members:
+                next_device.append(plan.next_device)
+                next_host.append(plan.next_host)
             assert space.device is not None
             assert device is not None
-            for i in there(device, [plan.next_device for plan in members], space.device):
+            changed = {*there(device, next_device, space.device)}
+            changed.update(there(host, next_host, space.host))
+            for i in changed:
                 members[i].settled = 0.0
-            for i in there(host, [plan.next_host for plan in members], space.host):
-                members[i].settled = 0.0
-        return [plan for plan in plans if plan.settled <= now]
+                due.append(members[i])
+        return due
 
     def _look(
         self,
@@ -533,30 +548,32 @@ class PrefixLookup:
                 plan.device = min(tokens, plan.most) // block * block
                 plan.settled = 0.0  # nothing is pinned
         for space, members in by_space(plans):
-            begun = self._with_first_page(space, members, device_tokens is not None)
-            if begun and device_tokens is None and space.device is not None:
-                self._on_device(space, begun, pin=pin)
-            if begun:
-                self._on_host(space, begun, pin=pin)
+            fresh = []
+            for plan in members:
+                plan.nowhere = False
+                if not (plan.pinned or plan.device) and self._is_unhashed(plan, space):
+                    fresh.append(plan)
+            if fresh:
+                self._look_for_first_pages(space, fresh, device_tokens is not None)
+                members = [plan for plan in members if not plan.nowhere]
+            if members and device_tokens is None and space.device is not None:
+                self._on_device(space, members, pin=pin)
+            if members:
+                self._on_host(space, members, pin=pin)
         if pin and device_tokens is None:
             for plan in plans:
                 self._settle(plan, now)
 
-    def _with_first_page(
-        self, space: Space, members: list[PendingRequest], device_known: bool
-    ) -> list[PendingRequest]:
-        """Without those whose first page is in no tier, as of most prompts that are new."""
-        fresh = []
-        for plan in members:
-            plan.nowhere = False
-            if (
-                not (plan.pinned or plan.device)
-                and not (self._storage is not None and "storage" in plan.request.wishes.tiers)
-                and not plan.request.prompt.is_hashed(space.device_spec)
-            ):
-                fresh.append(plan)
-        if not fresh:
-            return members
+    def _is_unhashed(self, plan: PendingRequest, space: Space) -> bool:
+        """Whether its prompt was not hashed yet, and need not be if its first page is nowhere."""
+        if self._storage is not None and "storage" in plan.request.wishes.tiers:
+            return False  # storage is asked for pages that follow
+        return not plan.request.prompt.is_hashed(space.device_spec)
+
+    def _look_for_first_pages(
+        self, space: Space, fresh: list[PendingRequest], device_known: bool
+    ) -> None:
+        """Note which of these prompts have their first page in no tier, as most that are new."""
         device, host = self._state.device.index, self._state.host.index
         begun: set[PendingRequest] = set()
         if not device_known and device is not None and space.device is not None:
@@ -570,7 +587,6 @@ class PrefixLookup:
                 plan.nowhere = True
                 plan.host_first = plan.host_pages = 0
                 plan.absent, plan.on_host = plan.pages, False
-        return [plan for plan in members if not plan.nowhere]
 
     def _on_device(self, space: Space, members: list[PendingRequest], *, pin: bool) -> None:
         device, ttl = self._state.device, 0.0

@@ -33,7 +33,7 @@ from lightcache.manager.blocks import AttachedDevice, DeviceTier, OwnedDevice, n
 from lightcache.manager.frees import PendingFrees
 from lightcache.manager.limits import nothing, seconds_of
 from lightcache.manager.load import Fetch, begin_fetch, no_fetch
-from lightcache.manager.lookup import LookupBatch, PendingRequest, PrefixLookup, wait_for_read
+from lightcache.manager.lookup import PendingRequest, PrefixLookup, wait_for_read
 from lightcache.manager.offload import NOTHING, FullBlocks, Offloader, WriteBack
 from lightcache.manager.request import (
     ANY,
@@ -257,7 +257,11 @@ class KVCacheManager:
             Detached: the manager is closed.
         """
         with self._lock:
-            return self._plan(self.lookup.single(request, prompt, wishes, limit, device_tokens))[0]
+            batch = self.lookup.single(request, prompt, wishes, limit, device_tokens)
+            begun = time.perf_counter_ns()
+            (match,) = self.lookup.plan(batch)
+            self._figures["plan_ns"] += time.perf_counter_ns() - begun
+            return match
 
     def plan_many(
         self,
@@ -275,13 +279,11 @@ class KVCacheManager:
             Detached: the manager is closed.
         """
         with self._lock:
-            return self._plan(self.lookup.batch(requests, prompts, wishes, limits, device_tokens))
-
-    def _plan(self, batch: LookupBatch) -> list[PrefixMatch]:
-        begun = time.perf_counter_ns()
-        matches = self.lookup.plan(batch)
-        self._figures["plan_ns"] += time.perf_counter_ns() - begun
-        return matches
+            batch = self.lookup.batch(requests, prompts, wishes, limits, device_tokens)
+            begun = time.perf_counter_ns()
+            matches = self.lookup.plan(batch)
+            self._figures["plan_ns"] += time.perf_counter_ns() - begun
+            return matches
 
     def peek_many(
         self,

@@ -21,7 +21,8 @@ from support.shard_mover import SECRET, ShardMover
 from support.stamped import StampedDevice, stamps_of
 
 from lightcache import Cache, ReservationShard
-from lightcache.manager import Decisions, Follower
+from lightcache.manager.ranks.messages import Decisions
+from lightcache.manager.ranks.worker import Follower
 from lightcache.shm import SharedLog
 
 

@@ -14,7 +14,8 @@ import numpy as np
 from support.manager_world import Engine, open_cache
 
 from lightcache import ClientId
-from lightcache.manager import Prompt, WritePolicy, hand_over, receive
+from lightcache.manager import Prompt, WritePolicy
+from lightcache.manager.handoff import hand_over, receive
 
 PROMPT = Prompt(np.arange(21))
 LONGER = Prompt(np.arange(22))

@@ -17,7 +17,7 @@ from multi.hand_over_side import LONGER, PAGE, PAGES, PROMPT, engine_of
 from support.manager_world import Engine, open_cache
 
 from lightcache import Cache
-from lightcache.manager import HandOver, hand_over, receive
+from lightcache.manager.handoff import HandOver, hand_over, receive
 from lightcache.shm import Segment
 
 TESTS = Path(__file__).parent.parent

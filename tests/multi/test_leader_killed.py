@@ -18,7 +18,8 @@ from support.shard_mover import open_sharded
 from support.stamped import stamps_of
 
 from lightcache.errors import Abandoned
-from lightcache.manager import Decisions, Leader
+from lightcache.manager.ranks.coordinator import Leader
+from lightcache.manager.ranks.messages import Decisions
 from lightcache.shm import SharedLog
 
 TESTS = Path(__file__).parent.parent
@@ -28,7 +29,8 @@ LEADS = """
 import json, signal, sys
 import numpy as np
 from lightcache import ClientId
-from lightcache.manager import Decisions, Leader
+from lightcache.manager.ranks.coordinator import Leader
+from lightcache.manager.ranks.messages import Decisions
 from lightcache.manager.ranks.messages import Kind, Order, encode, parts_of
 from lightcache.shm import SharedLog
 from support.crew import PAGE

@@ -22,16 +22,10 @@ from support.shard_mover import open_sharded
 from support.stamped import stamps_of
 
 from lightcache.errors import TransferFailed
-from lightcache.manager import (
-    Decisions,
-    Fetch,
-    KVCacheManager,
-    Leader,
-    ManagerConfig,
-    OwnedDevice,
-    Prompt,
-    wait_for_ranks,
-)
+from lightcache.manager import Fetch, KVCacheManager, ManagerConfig, OwnedDevice, Prompt
+from lightcache.manager.ranks.coordinator import Leader
+from lightcache.manager.ranks.messages import Decisions
+from lightcache.manager.ranks.startup import wait_for_ranks
 from lightcache.shm import SharedLog
 
 TESTS = Path(__file__).parent.parent

@@ -17,17 +17,10 @@ from support.scripts import with_support
 from support.shard_mover import open_sharded
 
 from lightcache.errors import Abandoned, TransferFailed, WaitTimeout
-from lightcache.manager import (
-    KVCacheManager,
-    Leader,
-    ManagerConfig,
-    OwnedDevice,
-    Prompt,
-    WritePolicy,
-    hand_over,
-    receive,
-    wait_for_ranks,
-)
+from lightcache.manager import KVCacheManager, ManagerConfig, OwnedDevice, Prompt, WritePolicy
+from lightcache.manager.handoff import hand_over, receive
+from lightcache.manager.ranks.coordinator import Leader
+from lightcache.manager.ranks.startup import wait_for_ranks
 from lightcache.shm import SharedLog
 
 TOKENS = Prompt(np.arange(4 * PAGE + 1))

@@ -11,7 +11,9 @@ from support.shard_mover import SECRET, ShardMover, open_sharded
 from support.stamped import StampedDevice, Stamps, stamps_of
 
 from lightcache import Cache, Reservation
-from lightcache.manager import Decisions, Follower, Leader, Ordered
+from lightcache.manager.ranks.coordinator import Leader, Ordered
+from lightcache.manager.ranks.messages import Decisions
+from lightcache.manager.ranks.worker import Follower
 from lightcache.shm import SharedLog
 
 PAGE = 4

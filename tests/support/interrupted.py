@@ -28,9 +28,8 @@ from lightcache.manager import (
     OwnedDevice,
     Prompt,
     WritePolicy,
-    hand_over,
-    receive,
 )
+from lightcache.manager.handoff import hand_over, receive
 
 REQUESTS = ("a", "b", "c", "d")
 PROMPT = Prompt(tokens(18))

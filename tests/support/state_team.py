@@ -16,15 +16,10 @@ from lightcache.hybrid import Checkpoints, Grid, HybridManager, StatePart, state
 from lightcache.hybrid.copiers import Section
 from lightcache.hybrid.opening import create_slots
 from lightcache.kernels import PageGeometry, Shard, StateCopier, layouts
-from lightcache.manager import (
-    Decisions,
-    Follower,
-    KVCacheManager,
-    Leader,
-    NullMover,
-    OwnedDevice,
-    Prompt,
-)
+from lightcache.manager import KVCacheManager, NullMover, OwnedDevice, Prompt
+from lightcache.manager.ranks.coordinator import Leader
+from lightcache.manager.ranks.messages import Decisions
+from lightcache.manager.ranks.worker import Follower
 from lightcache.shm import SharedLog
 
 LAYERS = (0, 1, 3)

@@ -19,7 +19,8 @@ from lightcache.errors import (
     TransferFailed,
     WaitTimeout,
 )
-from lightcache.manager import HandOver, Item, Prompt, Wishes, WritePolicy, hand_over, receive
+from lightcache.manager import Item, Prompt, Wishes, WritePolicy
+from lightcache.manager.handoff import HandOver, hand_over, receive
 
 PAGE = 8
 

@@ -21,7 +21,8 @@ from lightcache.errors import (
     TransferFailed,
     WaitTimeout,
 )
-from lightcache.manager import Decisions, Leader
+from lightcache.manager.ranks.coordinator import Leader
+from lightcache.manager.ranks.messages import Decisions
 from lightcache.shm import SharedLog
 
 TOKENS = np.arange(2 * PAGE)

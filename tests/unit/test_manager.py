@@ -10,14 +10,12 @@ from support.manager_case import tokens
 
 from lightcache.errors import (
     ConfigError,
+    LeaseLost,
     WaitTimeout,
 )
-from lightcache.manager import (
-    NodeCounters,
-    Prompt,
-    Wishes,
-)
+from lightcache.manager import Prompt, Wishes
 from lightcache.manager.request import slots_of
+from lightcache.manager.stats import NodeCounters
 
 
 def test_one_token_is_left_to_compute(worlds: Any) -> None:
@@ -111,3 +109,24 @@ def test_figures_of_the_node(worlds: Any, segment_name: str) -> None:
         first.manager._counters = second.manager._counters = None
     with pytest.raises(ConfigError, match="counters"):
         first.manager.node_stats()
+
+
+def test_what_is_built_on_a_manager_begins_a_request_and_takes_that_back(worlds: Any) -> None:
+    world = worlds()
+    prompt = Prompt(tokens(18))
+    world.run("first", prompt)
+    before = world.manager.stats()
+    world.manager.plan("a", prompt)
+    with world.manager.state.lock:
+        assert world.manager.begin("a").usable == 16
+        running = world.manager.request("a")
+        assert not world.manager.has_ended(running)
+        with pytest.raises(ConfigError, match="runs already"):
+            world.manager.begin("a")
+        assert world.manager.untake("a") is running
+        assert world.manager.has_ended(running)
+        with pytest.raises(LeaseLost):
+            world.manager.untake("a")
+    after = world.manager.stats()
+    assert (after.requests, after.device_tokens) == (before.requests, before.device_tokens)
+    world.nothing_left()

@@ -21,9 +21,8 @@ from lightcache.manager import (
     Prompt,
     Wishes,
     WritePolicy,
-    hand_over,
-    receive,
 )
+from lightcache.manager.handoff import hand_over, receive
 
 
 @pytest.fixture

@@ -24,12 +24,12 @@ from lightcache.manager import (
     EngineMover,
     KVCacheManager,
     ManagerStats,
-    NodeCounters,
     OwnedDevice,
     Prompt,
     Wishes,
     WritePolicy,
 )
+from lightcache.manager.stats import NodeCounters
 from lightcache.storage import (
     FlakyStorage,
     MemoryStorage,

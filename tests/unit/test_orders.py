@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightcache.errors import CacheCorrupted, ConfigError, LayoutMismatch
-from lightcache.manager import Decisions
 from lightcache.manager.ranks.messages import (
+    Decisions,
     Joiner,
     Kind,
     Order,

@@ -16,8 +16,9 @@ from support.shard_mover import open_sharded
 
 from lightcache import Cache
 from lightcache.errors import Abandoned, ConfigError, WaitTimeout
-from lightcache.manager import Decisions, Leader, RollCall, Stage, wait_for_ranks
-from lightcache.manager.ranks.messages import append
+from lightcache.manager.ranks.coordinator import Leader
+from lightcache.manager.ranks.messages import Decisions, append
+from lightcache.manager.ranks.startup import RollCall, Stage, wait_for_ranks
 from lightcache.shm import SharedLog
 
 NAMES = ["rank 0", "rank 1"]
