@@ -21,7 +21,7 @@ from lightcache.shm import ClientInfo
 from lightcache.storage import StorageSpec, open_storage
 from lightcache.storage.arguments import Deadline
 from lightcache.storage.service import ServiceStats, StorageService, service_stats
-from lightcache.storage.tiers import TierStats
+from lightcache.storage.tasks import TierStats
 from lightcache.storage.urls import check_url
 from lightcache.tools.attaching import group_option_help, guest
 from lightcache.tools.image import require

@@ -21,7 +21,7 @@ from lightcache.manager.requests import NO_KEYS, PrefixMatch, Prompt, Space, Wis
 if TYPE_CHECKING:
     from lightcache.hybrid.checkpoints import Found
     from lightcache.hybrid.manager import HybridManager
-    from lightcache.storage.tiers import StorageTask
+    from lightcache.storage.tasks import StorageTask
 
 
 # ---- What a match of a hybrid model's prompt found.

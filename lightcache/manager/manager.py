@@ -78,7 +78,8 @@ from lightcache.shm.locking import Hurried
 if TYPE_CHECKING:
     from lightcache.costs import Costs
     from lightcache.manager.statistics import NodeCounters
-    from lightcache.storage.tiers import BaseTier, StorageTask
+    from lightcache.storage.tasks import StorageTask
+    from lightcache.storage.tier import BaseTier
 
 
 # ---- Beginning: what a plan becomes when its request is taken.
@@ -220,8 +221,10 @@ def storage_of(host: Cache, storage: BaseTier | str | Sequence[str] | None) -> B
     """
     if storage is None:
         return None
-    from lightcache.storage.tiers import BaseTier  # who has no storage does not need its modules
-    from lightcache.storage.worker import StorageTier
+    from lightcache.storage.tier import (
+        BaseTier,  # who has no storage does not need its modules
+        StorageTier,
+    )
 
     if isinstance(storage, (str, list, tuple)):
         return StorageTier.open(host, storage)

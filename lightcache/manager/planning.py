@@ -33,7 +33,7 @@ from lightcache.plans import TIMEOUT
 
 if TYPE_CHECKING:
     from lightcache.costs import Costs
-    from lightcache.storage.tiers import StorageTask
+    from lightcache.storage.tasks import StorageTask
 
 
 # ---- What is asked of a plan: the arguments of `KVCacheManager.plan` and `plan_many`, checked,

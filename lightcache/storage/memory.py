@@ -15,6 +15,7 @@ from lightcache.errors import ConfigError, StorageError
 from lightcache.storage.arguments import (
     Counters,
     Deadline,
+    Options,
     check_batch,
     check_keys,
     check_parent,
@@ -22,7 +23,6 @@ from lightcache.storage.arguments import (
     checksum,
 )
 from lightcache.storage.calls import Calls, Owned
-from lightcache.storage.options import Options
 from lightcache.storage.protocol import (
     Buffer,
     Keys,

@@ -170,7 +170,7 @@ class StorageSpec:
 
 
 class Storage(ABC):
-    """A backend. Subclass it; `lightcache.storage.conformance` tests what stands here.
+    """A backend. Subclass it; `lightcache.storage.testing.conformance` tests what stands here.
 
     Every call takes a batch, blocks, and may be made from several threads at once. `timeout` is in
     seconds and for the whole batch: what is not done by then is FAILED with a reason that begins

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 import threading
 import time
 from collections import deque
@@ -22,6 +21,7 @@ from lightcache.storage.arguments import (
     Clock,
     Counters,
     Deadline,
+    Options,
     check_batch,
     check_keys,
     check_parent,
@@ -29,10 +29,18 @@ from lightcache.storage.arguments import (
     timed_out,
     write_to,
 )
-from lightcache.storage.breaker import log, storage_breaker, unread, unwritten
-from lightcache.storage.calls import Calls, Owned
+from lightcache.storage.calls import (
+    Calls,
+    Owned,
+    checked_contains,
+    checked_statuses,
+    log,
+    own_memory,
+    storage_breaker,
+    unread,
+    unwritten,
+)
 from lightcache.storage.executor import Call, Executor, Late
-from lightcache.storage.options import Options
 from lightcache.storage.protocol import (
     Buffer,
     Keys,
@@ -45,7 +53,6 @@ from lightcache.storage.protocol import (
     WriteResult,
     WriteStatus,
 )
-from lightcache.storage.threads import checked_contains, checked_statuses
 
 # ---- One storage of a stack: when it is asked, for how long, and what becomes of a call that
 # hangs.
@@ -300,23 +307,6 @@ class Level:
         """Close the storage, whatever calls of it hang."""
         self._executor.close(0.0)
         self.storage.close()
-
-
-def own_memory(pages: int, page_bytes: int) -> Pages:
-    """Memory of ours for so many pages. It begins at a page of the machine, as direct I/O wants;
-    huge ones where there are some, since touching new memory for the first time is what costs most:
-    for 32 MiB 13 ms instead of 42, while copying them takes 9.
-
-    Raises:
-        StorageError: there is not so much.
-    """
-    try:
-        made = mmap.mmap(-1, pages * page_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, MemoryError) as error:
-        raise StorageError(f"no memory for {pages} pages of {page_bytes} bytes: {error}") from error
-    with contextlib.suppress(OSError):  # a kernel that has no huge ones
-        made.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(made, np.uint8).reshape(pages, page_bytes)
 
 
 # ---- Writing what was found far away to the storages nearer by, in the background.
@@ -1115,7 +1105,6 @@ __all__ = [
     "StackedStorage",
     "Writing",
     "open_stack",
-    "own_memory",
     "parse",
     "pieces",
     "share",

@@ -22,14 +22,8 @@ from support.storing import (
 )
 
 from lightcache import Cache, ConfigError, WaitTimeout
-from lightcache.storage import (
-    Fault,
-    FlakyStorage,
-    MemoryStorage,
-    StorageSpec,
-    StorageTier,
-    TaskState,
-)
+from lightcache.storage import MemoryStorage, StorageSpec, StorageTier, TaskState
+from lightcache.storage.testing import Fault, FlakyStorage
 
 TOKENS = np.arange(1, 12 * PAGE_TOKENS + 1)
 

@@ -32,9 +32,9 @@ from support.scripts import with_support
 from lightcache import ConfigError, InUse, LayoutMismatch, StorageError
 from lightcache.shm import ofd
 from lightcache.storage import StorageSpec, open_storage
-from lightcache.storage.conformance import SPEC, make_keys
 from lightcache.storage.disk import DiskStorage
 from lightcache.storage.disk.slots import read_header, write_header
+from lightcache.storage.testing.conformance import SPEC, make_keys
 from lightcache.storage.urls import check_url
 
 __all__ = ["where"]

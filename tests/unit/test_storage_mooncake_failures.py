@@ -15,9 +15,10 @@ from support.storing import KEYS as CACHED
 from support.storing import cache, fill, sound
 
 from lightcache import Cache, Detached, StorageError
-from lightcache.storage import ReadStatus, StorageSpec, StorageTier, WriteStatus, open_storage
-from lightcache.storage.conformance import PAGE_BYTES, make_keys, pages_of
+from lightcache.storage import StorageSpec, StorageTier, open_storage
+from lightcache.storage.protocol import ReadStatus, WriteStatus
 from lightcache.storage.remote.mooncake import backend
+from lightcache.storage.testing.conformance import PAGE_BYTES, make_keys, pages_of
 
 pytestmark = pytest.mark.servers
 

@@ -28,9 +28,10 @@ from support.storing import KEYS as MORE
 from support.storing import fill, make_cache, nothing_is_held, sound
 
 from lightcache import StorageError
-from lightcache.storage import ReadStatus, StorageSpec, StorageTier, WriteStatus, open_storage
-from lightcache.storage.conformance import PAGE_BYTES, SPEC, pages_of
+from lightcache.storage import StorageSpec, StorageTier, open_storage
+from lightcache.storage.protocol import ReadStatus, WriteStatus
 from lightcache.storage.remote.s3 import S3Storage
+from lightcache.storage.testing.conformance import PAGE_BYTES, SPEC, pages_of
 
 pytestmark = pytest.mark.servers
 

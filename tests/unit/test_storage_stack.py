@@ -15,18 +15,11 @@ from support.disks import disk, where
 from support.stacks import ALL, KEYS, Noting, flaky, get, has, noting, put
 
 from lightcache import ConfigError, Detached, StorageError
-from lightcache.storage import (
-    FlakyStorage,
-    MemoryStorage,
-    ReadStatus,
-    StackedStorage,
-    StorageSpec,
-    WriteStatus,
-    open_storage,
-    stacked,
-)
-from lightcache.storage.conformance import CHECKS, MOST_PAGES, PAGE_BYTES, SPEC
+from lightcache.storage import MemoryStorage, StackedStorage, StorageSpec, open_storage, stacked
+from lightcache.storage.protocol import ReadStatus, WriteStatus
 from lightcache.storage.stacked import Promoter, Promotion
+from lightcache.storage.testing import FlakyStorage
+from lightcache.storage.testing.conformance import CHECKS, MOST_PAGES, PAGE_BYTES, SPEC
 from lightcache.storage.urls import check_url
 
 __all__ = ["where"]

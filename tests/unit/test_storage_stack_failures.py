@@ -14,19 +14,17 @@ from support.storing import cache, fill, sound
 from lightcache import Cache, StorageError
 from lightcache.breaker import Breaker
 from lightcache.storage import (
-    Fault,
-    FlakyStorage,
     MemoryStorage,
-    ReadStatus,
     StackedStorage,
     StorageSpec,
     StorageTier,
     TaskState,
-    WriteStatus,
     stacked,
 )
-from lightcache.storage.conformance import SPEC
 from lightcache.storage.executor import Executor
+from lightcache.storage.protocol import ReadStatus, WriteStatus
+from lightcache.storage.testing import Fault, FlakyStorage
+from lightcache.storage.testing.conformance import SPEC
 
 __all__ = ["cache"]
 

@@ -13,8 +13,6 @@ from lightcache import Cache, ConfigError
 from lightcache.manager import Prompt
 from lightcache.manager.requests import Wishes
 from lightcache.storage import (
-    Fault,
-    FlakyStorage,
     MemoryStorage,
     StackedStorage,
     Storage,
@@ -23,7 +21,8 @@ from lightcache.storage import (
     TaskState,
     open_storage,
 )
-from lightcache.storage.conformance import CHECKS, SPEC, check_tokens, make_keys, pages_of
+from lightcache.storage.testing import Fault, FlakyStorage
+from lightcache.storage.testing.conformance import CHECKS, SPEC, check_tokens, make_keys, pages_of
 
 __all__ = ["cache"]
 
@@ -215,7 +214,7 @@ def stored_by(world: World, prompt: Any, generated: Any, **how: Any) -> Storage:
     world.manager.release("a", wait=True)
     tier = world.manager._storage
     assert tier is not None
-    assert tier._crew.wait_idle(60.0)
+    assert tier._executor.wait_idle(60.0)
     return tier.storage
 
 

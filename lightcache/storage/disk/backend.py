@@ -17,14 +17,12 @@ from lightcache._arguments import Pages, parse_size
 from lightcache.breaker import Breaker
 from lightcache.errors import ConfigError, Detached, InUse, LeaseLost, LightcacheError, StorageError
 from lightcache.layout import Cause
-from lightcache.storage.arguments import Clock, Counters, Deadline, check_batch, check_spec
-from lightcache.storage.breaker import log
-from lightcache.storage.calls import CLOSING, Calls, Owned
+from lightcache.storage.arguments import Clock, Counters, Deadline, Options, check_batch, check_spec
+from lightcache.storage.calls import CLOSING, Calls, Owned, log
 from lightcache.storage.disk.folder import Folder, How, Rebuilt, Wanted, remove_folder
 from lightcache.storage.disk.reading import Writer, read_pages
 from lightcache.storage.disk.slots import MAX_FILES
 from lightcache.storage.executor import Executor
-from lightcache.storage.options import Options
 from lightcache.storage.protocol import (
     Buffer,
     Keys,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import struct
 import weakref
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from lightcache.storage.arguments import (
     check_batch,
     check_keys,
     check_parent,
+    checksum,
     timed_out,
 )
 from lightcache.storage.calls import Calls, Owned
@@ -78,6 +80,36 @@ class Claims:
         return its is None or its() is None
 
 
+# ---- The trailer beside a page in a store that others can write to: proof that it is the page.
+
+MAGIC = b"lcp1"
+_TRAILER = struct.Struct("<4sIQQ")  # magic, zero, bytes of the page, xxh3-64 of key and page
+TRAILER_BYTES = _TRAILER.size
+
+
+def make_trailer(key: bytes, page: memoryview | bytes) -> bytes:
+    """The trailer of a page, 24 bytes."""
+    return _TRAILER.pack(MAGIC, 0, len(page), checksum(key, page))
+
+
+def judge_page(key: bytes, page: memoryview | bytes, trailer: bytes) -> tuple[ReadStatus, str]:
+    """Whether a page that was fetched is the one of this key: OK or CORRUPT, and why."""
+    what = f"corrupt: page {key.hex()}"
+    if len(trailer) != TRAILER_BYTES:
+        return (
+            ReadStatus.CORRUPT,
+            f"{what} has a trailer of {len(trailer)} bytes, not {TRAILER_BYTES}",
+        )
+    magic, zero, length, expected = _TRAILER.unpack(trailer)
+    if magic != MAGIC or zero:
+        return ReadStatus.CORRUPT, f"{what} was stored by something else: {trailer[:8]!r}"
+    if length != len(page):
+        return ReadStatus.CORRUPT, f"{what} was stored with {length} bytes"
+    if checksum(key, page) != expected:
+        return ReadStatus.CORRUPT, f"{what} has another checksum than was stored with it"
+    return ReadStatus.OK, ""
+
+
 # ---- What storages beyond one machine have in common. A backend is left with moving values by
 # name.
 
@@ -90,8 +122,8 @@ Wrote = tuple[WriteStatus, str]
 class RemoteStorage(Owned):
     """Pages as values of a store that many machines share.
 
-    A value's name is the spec's name and the key; beside the page stands a trailer (`trailer`), by
-    which every read is verified. How long the store keeps what is its own affair.
+    A value's name is the spec's name and the key. A trailer (`make_trailer`) is stored with the
+    page, and verifies every read. The store decides how long it keeps a value.
 
     What a subclass implements takes keys as 16 bytes each, blocks no longer than `deadline`, and
     touches the views no more when it has returned. Any exception becomes a StorageError. `_fetch`
@@ -334,4 +366,13 @@ class RemoteStorage(Owned):
         self._calls.end(self._disconnect)
 
 
-__all__ = ["Claims", "Owner", "Read", "RemoteStorage", "Wrote"]
+__all__ = [
+    "TRAILER_BYTES",
+    "Claims",
+    "Owner",
+    "Read",
+    "RemoteStorage",
+    "Wrote",
+    "judge_page",
+    "make_trailer",
+]

@@ -14,8 +14,47 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightcache.errors import ConfigError, StorageError
-from lightcache.storage.options import Options
-from lightcache.storage.remote.mooncake.codes import meaning
+from lightcache.storage.arguments import Options
+
+# ---- Error codes of the client: those of 0.3.13 that occur here.
+
+SMALLER = -600  # the value is longer than the buffer
+NO_ROOM = -200
+NOT_READY = -703
+ABSENT = -704
+LEASE_OVER = -707
+FAILED = -800
+_GONE = (-710, -712)  # of a copy that the master knew of
+
+_MEANINGS = {
+    -1: "the client failed inside",
+    -101: "nobody lends memory; start mooncake_client somewhere, or open with segment=",
+    NO_ROOM: "no room; lend more memory (mooncake_client, or segment=)",
+    SMALLER: "parameters that do not fit",
+    NOT_READY: "it is being written",
+    ABSENT: "not there",
+    -706: "it is being read",
+    LEASE_OVER: "the read took longer than the master's lease (default_kv_lease_ttl)",
+    FAILED: "the process that holds it did not answer, or the way to it is closed",
+    -900: "the master does not answer; see whether it runs",
+    -901: "the master did not answer in time; see whether it is overloaded or stopped",
+}
+
+
+def absent(code: int) -> bool:
+    """Whether it says that there is no such value (yet, or any more)."""
+    return code in (ABSENT, NOT_READY, *_GONE)
+
+
+def no_room(code: int) -> bool:
+    """Whether it says that the cluster has no memory for a value."""
+    return code in (NO_ROOM, -101)
+
+
+def meaning(code: int) -> str:
+    """For people."""
+    return f"{_MEANINGS.get(code, 'see the error codes of Mooncake Store')} ({code})"
+
 
 # ---- What a URL such as `mooncake://host:50051?segment=64GiB` says.
 
@@ -303,4 +342,19 @@ def _settings() -> Iterator[None]:
                 os.environ.pop(name, None)
 
 
-__all__ = ["ANSWERING", "BATCH", "PORT", "SEGMENT", "Client", "MooncakeOptions", "parse"]
+__all__ = [
+    "ANSWERING",
+    "BATCH",
+    "FAILED",
+    "LEASE_OVER",
+    "NOT_READY",
+    "PORT",
+    "SEGMENT",
+    "SMALLER",
+    "Client",
+    "MooncakeOptions",
+    "absent",
+    "meaning",
+    "no_room",
+    "parse",
+]

@@ -21,9 +21,8 @@ from typing import Any
 from urllib.parse import unquote
 
 from lightcache.errors import ConfigError, StorageError
-from lightcache.storage.arguments import Deadline
-from lightcache.storage.options import Options
-from lightcache.storage.remote import trailer
+from lightcache.storage.arguments import Deadline, Options
+from lightcache.storage.remote.base import TRAILER_BYTES
 
 # ---- What a URL such as `redis://user:password@host:6379/0?ttl=3600` says.
 #
@@ -394,9 +393,9 @@ class Wire:
         if length < 0:
             return None
         beside = b""
-        if length == len(view) + trailer.BYTES:
+        if length == len(view) + TRAILER_BYTES:
             self._fill(view)
-            beside = self._take(trailer.BYTES)
+            beside = self._take(TRAILER_BYTES)
         else:
             self._skip(length)
         self._end_of_value()

@@ -27,11 +27,16 @@ import numpy as np
 import numpy.typing as npt
 
 from lightcache.errors import ConfigError, StorageError
-from lightcache.storage.arguments import Deadline
-from lightcache.storage.options import Options
+from lightcache.storage.arguments import Deadline, Options
 from lightcache.storage.protocol import ReadStatus, StorageSpec, WriteStatus
-from lightcache.storage.remote import trailer
-from lightcache.storage.remote.base import Read, RemoteStorage, Wrote
+from lightcache.storage.remote.base import (
+    TRAILER_BYTES,
+    Read,
+    RemoteStorage,
+    Wrote,
+    judge_page,
+    make_trailer,
+)
 
 # ---- What an S3-compatible store or its client says, in words for people.
 #
@@ -461,7 +466,7 @@ class _Call:
 # One thing a store does not say: whether a name that it removed was there. `delete` asks before.
 
 _opened_by: int | None = None  # the process that opened one first: its threads are in no child
-MOST = (5 << 30) - trailer.BYTES  # of a page: what S3 takes in one request
+MOST = (5 << 30) - TRAILER_BYTES  # of a page: what S3 takes in one request
 
 
 class S3Storage(RemoteStorage):
@@ -482,7 +487,7 @@ class S3Storage(RemoteStorage):
         super().__init__(spec)
         self.place = place
         self.asking = place.requests
-        self._body = spec.page_bytes + trailer.BYTES
+        self._body = spec.page_bytes + TRAILER_BYTES
         # Bodies that were sent. Fresh memory is what costs: 1.5 ms for a page of 2 MiB and its
         # checksum, which alone takes 0.15.
         self._spare: list[npt.NDArray[np.uint8]] = []
@@ -598,7 +603,7 @@ class S3Storage(RemoteStorage):
             return ReadStatus.CORRUPT, f"{what}, not {self._body}"
         body = np.frombuffer(result, np.uint8)
         np.copyto(np.frombuffer(view, np.uint8), body[: len(view)])
-        return trailer.judge(name, view, body[len(view) :].tobytes())
+        return judge_page(name, view, body[len(view) :].tobytes())
 
     def _put(
         self, names: Sequence[bytes], views: Sequence[memoryview], deadline: Deadline
@@ -631,7 +636,7 @@ class S3Storage(RemoteStorage):
         except IndexError:
             body = np.empty(self._body, np.uint8)
         np.copyto(body[: len(view)], np.frombuffer(view, np.uint8))
-        beside = trailer.make(name, body.data[: len(view)])
+        beside = make_trailer(name, body.data[: len(view)])
         body[len(view) :] = np.frombuffer(beside, np.uint8)
         return body
 

@@ -17,6 +17,7 @@ from lightcache.storage.arguments import (
     Clock,
     Counters,
     Deadline,
+    Options,
     check_batch,
     check_keys,
     check_parent,
@@ -25,7 +26,6 @@ from lightcache.storage.arguments import (
     write_to,
 )
 from lightcache.storage.calls import Calls, Owned
-from lightcache.storage.options import Options
 from lightcache.storage.protocol import (
     Buffer,
     Keys,
