@@ -36,7 +36,7 @@ _PAUSE = 0.5  # seconds between two looks at whether the service has ended by it
     "--url",
     "urls",
     multiple=True,
-    help="Of the storage, as disk:/mnt/x?capacity=1TiB. Several: one behind the other.",
+    help="Of the storage, as disk:/mnt/x?capacity=1TiB. Twice: the nearer first.",
 )
 @click.option("--threads", type=int, default=2, show_default=True, help="That call the storage.")
 @click.option(

@@ -56,7 +56,7 @@ def open_storage(
         url: `disk:/mnt/nvme/cache?capacity=1TiB`, `redis://host:6379/0`, `s3://bucket/prefix`,
             `mooncake://host:50051`, `memory:`, `memory:?capacity=1GiB`,
             `flaky:read_fail=0.1,corrupt=0.01,seed=3:memory:`, or of a scheme of somebody else's.
-            Several, in a list or as `stack:URL|URL`: a `StackedStorage`, the nearest first.
+            Two, in a list or as `stack:URL|URL`: a `StackedStorage`, the nearer first.
         page_bytes: of a page; or
         spec: whose pages they are: `StorageSpec.of(cache)`.
 
