@@ -21,13 +21,11 @@ from lightcache.storage.protocol import (
     Buffer,
     Keys,
     ReadResult,
-    ReadStatus,
     Storage,
     StorageSpec,
     StorageStats,
     TokenRows,
     WriteResult,
-    WriteStatus,
 )
 
 KEY_BYTES = 16
@@ -218,16 +216,16 @@ class Counters:
     def read(self, result: ReadResult, *, timed_out: bool = False) -> ReadResult:
         """Count a result; returns it."""
         with self._lock:
-            for status in ReadStatus:
-                self._counts[f"reads_{status.name.lower()}"] += result.count(status)
+            for status, keys in Counter(result.statuses).items():
+                self._counts[f"reads_{status.name.lower()}"] += keys
             self._counts["timeouts"] += timed_out
         return result
 
     def write(self, result: WriteResult, *, timed_out: bool = False) -> WriteResult:
         """Count a result; returns it."""
         with self._lock:
-            for status in WriteStatus:
-                self._counts[f"writes_{status.name.lower()}"] += result.count(status)
+            for status, keys in Counter(result.statuses).items():
+                self._counts[f"writes_{status.name.lower()}"] += keys
             self._counts["timeouts"] += timed_out
         return result
 

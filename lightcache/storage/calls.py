@@ -1,4 +1,4 @@
-"""Who is in a backend just now: it is closed when nobody is, and is of no use in a forked child.
+"""Calls of a backend: it is closed when none is in flight, and refuses them in a forked child.
 
 A forked child has the memory of a backend and none of its threads; its locks as they were held, and
 its sockets and files together with its parent. So there is one rule: what was opened before is the
@@ -29,7 +29,7 @@ CLOSING = 10.0  # seconds that `close` waits for calls
 
 
 class Calls:
-    """Counts the calls that are under way."""
+    """Counts the calls in flight."""
 
     def __init__(self) -> None:
         """Open, of this process."""
@@ -60,7 +60,7 @@ class Calls:
         """
         self.check()  # before the lock: it may have been held at a fork, or be held by `end`
         entered = 0
-        try:  # around the count as well: an interrupt may come behind any line
+        try:  # around the count as well: an interrupt may come after any line
             with self._state:
                 self.check()
                 self._under_way, entered = self._under_way + 1, 1
@@ -78,8 +78,8 @@ class Calls:
                 raise interrupt
 
     def end(self, release: Callable[[], None]) -> None:
-        """Refuse further calls, wait for those under way, then give back what they used; once. What
-        that raises leaves it to another call.
+        """Refuse further calls, wait for those in flight, then release what they used; once. If
+        that raises, call again.
 
         Raises:
             StorageError: a call hangs; call again.

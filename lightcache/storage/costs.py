@@ -18,9 +18,9 @@ from lightcache.storage.protocol import Keys
 # ---- Reading: when computing pages is faster, by what reads have taken.
 
 _KEPT = 0.9
-"""Of what an older measurement counts, with each newer one: the last ten make two thirds."""
+"""Weight that older measurements keep with each new one: the last ten make two thirds."""
 _APART = 0.1
-"""Of a call's pages: how far sizes must lie apart before overhead and rate are told apart."""
+"""Relative spread of call sizes from which overhead and rate are told apart."""
 
 
 @dataclass(frozen=True)
@@ -28,21 +28,21 @@ class Verdict:
     """Whether pages are read."""
 
     declined: str = ""
-    """Why they are not, with both figures; empty: they are."""
+    """Why they are not, with both times; empty: they are."""
     probe: bool = False
-    """They are read to find out whether that takes as long still."""
+    """They are read to measure whether reading still takes as long."""
 
 
 class ReadCosts:
     """Reading n pages in c calls takes `lookup + c * overhead + n * page` seconds, computing them
-    `n * page_tokens / prefill_tokens_per_s`. All of the first are decaying averages of what calls
-    of the storage took; overhead and page are those of the straight line that fits them best. As
-    long as all calls bring about the same number of pages nobody can tell these two apart: all of
-    it counts as the pages' then, and a small read goes through, which tells them apart.
+    `n * page_tokens / prefill_tokens_per_s`. The terms of reading are decaying averages of what
+    calls of the storage took; overhead and page are those of the straight line that fits them best.
+    As long as all calls read about the same number of pages, these two cannot be told apart: all of
+    the time counts as the pages' then, and a small read is not declined, which tells them apart.
 
-    A storage that is declined is not measured either. So when nothing was measured for `retry`
-    seconds the next one that would be declined is read as a probe, and what is measured then takes
-    the place of all before: if that was fast, those that follow are read, and correct it.
+    Declined reads are not measured. So when nothing was measured for `retry` seconds, the next read
+    that would be declined is made as a probe, and its time replaces all before: if it was fast, the
+    following reads are made, and correct the average.
 
     Any thread may use it.
     """
@@ -74,7 +74,7 @@ class ReadCosts:
     # ---- what was measured
 
     def note_read(self, pages: int, seconds: float) -> None:
-        """A call has brought so many pages; of one that brought none nothing is learned."""
+        """A call has read so many pages; one that has read none is ignored."""
         if pages <= 0:
             return
         with self._lock:
@@ -85,7 +85,7 @@ class ReadCosts:
             self._tried = self._clock()
 
     def note_lookup(self, pages: int, found: int, seconds: float) -> None:
-        """A call has said how many of so many pages are stored."""
+        """A lookup of so many pages has found so many stored."""
         with self._lock:
             self._lookups = self._lookups * _KEPT + np.array([1.0, seconds])
             self._found = self._found * _KEPT + np.array([pages, found])
@@ -114,7 +114,7 @@ class ReadCosts:
 
         Args:
             ahead: pages of each read that is in front of this one, as they were asked for.
-            threads: that carry them out; with fewer reads ahead nobody waits.
+            threads: that run them; with fewer reads ahead there is no wait.
         """
         with self._lock:
             line = self._line()
@@ -129,7 +129,7 @@ class ReadCosts:
             return self._verdict(pages, wait + lookup + self._seconds(line, pages), wait)
 
     def decide_found(self, pages: int) -> Verdict:
-        """When it is known that so many are stored, and nothing is waited for any more."""
+        """After the lookup: so many are stored, and the read would start now."""
         with self._lock:
             line = self._line()
             if line is None or pages <= 0:
@@ -147,9 +147,9 @@ class ReadCosts:
         if now - self._tried >= self._retry:
             self._tried, self._renew = now, True
             return Verdict(probe=True)
-        behind = f", {wait:.3g} s of it behind others" if wait else ""
+        waiting = f", {wait:.3g} s of it behind others" if wait else ""
         return Verdict(
-            f"declined: reading {pages} pages would take {reading:.3g} s{behind}, computing them "
+            f"declined: reading {pages} pages would take {reading:.3g} s{waiting}, computing them "
             f"{computing:.3g} s"
         )
 

@@ -963,10 +963,10 @@ class JobExecutor(Executor):
         self._failing = ("contains", keys[:1])
 
         def run(left: float) -> tuple[int, str]:
-            began = self.now
+            began = self._clock()
             prefix = checked_contains(self.storage.contains(keys, timeout=left), len(keys))
             if self.costs is not None and job.progress.kind == "read":
-                self.costs.note_lookup(len(keys), prefix, self.now - began)
+                self.costs.note_lookup(len(keys), prefix, self._clock() - began)
             return prefix, ""
 
         return self.call(job, "contains", run)
@@ -976,13 +976,13 @@ class JobExecutor(Executor):
         self._failing = ("read", keys[:1])
 
         def run(left: float) -> tuple[ReadResult, str]:
-            began = self.now
+            began = self._clock()
             result = self.storage.read(keys, buffers, timeout=left)
             checked_statuses("read", result.statuses, len(keys))
             good = result.count(ReadStatus.OK)
             self.add(read_bytes=good * self.cache.page_bytes)
             if self.costs is not None:
-                self.costs.note_read(good, self.now - began)
+                self.costs.note_read(good, self._clock() - began)
             return result, unread(result)
 
         return self.call(job, "read", run)
@@ -1030,7 +1030,7 @@ class JobExecutor(Executor):
                 raise StorageError(job.deadline.reason)
             if self.breaker.shut:
                 raise StorageError(self.breaker.reason)
-        began, error = self.now, ""
+        began, error = self._clock(), ""
         whole = began if left >= self._seconds / 2 else None  # it had the time that calls have
         result: R | None = None
 
@@ -1053,7 +1053,7 @@ class JobExecutor(Executor):
         except Exception as raised:  # a text, as a traceback would keep views of the pool
             error = f"{what}: {raised if isinstance(raised, LightcacheError) else repr(raised)}"
         if error:
-            self._fail(error, whole if self.now - began >= left else None)
+            self._fail(error, whole if self._clock() - began >= left else None)
         else:
             self.breaker.success()
         if job is not None:
@@ -1099,7 +1099,7 @@ class JobExecutor(Executor):
                     break
                 pause = self.pause()
                 if pause is None or pause > 0.0:
-                    self._looks_at = math.inf if pause is None else self.now + pause
+                    self._looks_at = math.inf if pause is None else self._clock() + pause
                     self._look.wait(pause)
                     self._looks_at = -math.inf
         try:

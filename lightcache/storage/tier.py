@@ -374,7 +374,7 @@ class StorageTier(BaseTier):
         breaker = storage_breaker(count(failures, "failures", 1, 1 << 30), retry, clock)
         self.cache = cache
         self.storage = storage
-        self._owns = False
+        self.owns_storage = False
         """Whether the storage is closed together with the tier."""
         self._owning = threading.Lock()
         self._executor = JobExecutor(cache, storage, breaker, self.options, costs)
@@ -399,7 +399,7 @@ class StorageTier(BaseTier):
         except BaseException:
             storage.close()
             raise
-        tier._owns = True
+        tier.owns_storage = True
         return tier
 
     @property
@@ -565,7 +565,7 @@ class StorageTier(BaseTier):
 
     def _warn_of_what_is_left(self) -> None:
         calls, unreturned = len(self._executor.calls), self._executor.unreturned
-        still_open = ", and the storage open" if self._owns else ""
+        still_open = ", and the storage open" if self.owns_storage else ""
         if calls or not unreturned:
             log.warning(
                 "the storage tier was closed while %d calls of the storage hang; pages stay "
@@ -585,9 +585,9 @@ class StorageTier(BaseTier):
     def _close_storage(self) -> None:
         """If it is ours; once no call of it is in flight. Once, if it was not interrupted."""
         with self._owning:
-            if self._owns:
+            if self.owns_storage:
                 self.storage.close()
-                self._owns = False  # after it: a close that was interrupted is made again
+                self.owns_storage = False  # after it: a close that was interrupted is made again
 
     def __repr__(self) -> str:
         return f"<StorageTier of {self.cache.name!r}, {self._executor.breaker.state}>"

@@ -446,7 +446,7 @@ def test_several_open_at_once(where: Path) -> None:
 def test_somebody_opens_it_for_too_long(where: Path) -> None:
     with disk(where) as storage:
         assert ofd.try_lock(storage._folder._lock, 0)
-        with pytest.raises(StorageError, match="timed out: somebody was opening"):
+        with pytest.raises(StorageError, match="timed out: another process was opening"):
             disk(where, timeout=0.0)
         ofd.unlock(storage._folder._lock, 0)
 

@@ -304,7 +304,7 @@ def test_a_storage_of_our_own_is_closed_when_its_call_returns(
 ) -> None:
     flaky = FlakyStorage(full(cache), script={"read": [Fault("hang", at=1)]})
     tier = StorageTier(cache, flaky, grace=0.0)
-    tier._owns = True
+    tier.owns_storage = True
     task = tier.prefetch(KEYS)
     assert flaky.wait_hanging()
     with caplog.at_level(logging.WARNING):
@@ -344,7 +344,7 @@ def test_a_storage_that_is_given_stays_open_when_its_call_returns(cache: Cache) 
 def test_what_ends_just_when_it_is_left_is_closed_at_once(cache: Cache) -> None:
     closed: list[int] = []
     tier = StorageTier(cache, full(cache))
-    tier._owns = True
+    tier.owns_storage = True
     tier.storage.close = lambda: closed.append(1)  # type: ignore[method-assign]
     tier._executor.wait_idle = lambda timeout: False  # type: ignore[method-assign]
     assert tier.close()

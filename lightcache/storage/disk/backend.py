@@ -66,12 +66,12 @@ def parse(path: str, options: Mapping[str, str]) -> dict[str, Any]:
     return found
 
 
-# ---- Pages that are to be found no more, by nobody.
+# ---- Dropping pages, for good.
 
 
 @dataclass(frozen=True)
 class Dropped:
-    """What became of them."""
+    """How many pages were dropped, and how many were not."""
 
     gone: int
     kept: int
@@ -81,7 +81,7 @@ class Dropped:
 def drop(folder: Folder, keys: Keys, slots: Pages | None = None) -> Dropped:
     """Take pages from the index, then their footers from the disk, so that no rebuild finds them.
 
-    In this order: a slot that is ours alone is written by nobody else. If we die in between, a
+    In this order: a slot that is ours alone is not written by others. If we die in between, a
     rebuild may find the page again; what was corrupt is found out again then.
 
     Args:
@@ -122,7 +122,7 @@ class DiskStorage(Owned):
 
     A lookup is one of the index: no system call. A page is read or written by one system call
     between the disk and the page's own memory, where the file system has direct I/O. When all slots
-    are taken, pages that nobody has used for longest go, from the ends of prefixes.
+    are taken, the least recently used pages go, from the ends of prefixes.
 
     Nothing is waited for until the disk has it for good: if the machine stops, the last pages may
     be lost or damaged, and are found out when they are read, by their checksums.
@@ -150,8 +150,8 @@ class DiskStorage(Owned):
 
         Args:
             path: of a folder; pages of each spec have a folder in it.
-            capacity: bytes of disk, as a number or "1TiB"; None: what it has. Of a folder that
-                nobody uses it can be changed: what lies behind a smaller one is forgotten.
+            capacity: bytes of disk, as a number or "1TiB"; None: what it has. It can be
+                changed while no process uses the folder: slots after a smaller one are forgotten.
             threads: that read and write.
             files: to which slots are dealt; of a new folder.
             direct: past the page cache, where that is possible.
@@ -197,7 +197,7 @@ class DiskStorage(Owned):
 
         Raises:
             ConfigError: no path.
-            InUse: somebody uses it.
+            InUse: a process uses it.
             StorageError: it cannot be removed.
         """
         remove_folder(_place(path, spec))

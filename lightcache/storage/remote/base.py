@@ -31,7 +31,7 @@ from lightcache.storage.protocol import (
     WriteStatus,
 )
 
-# ---- Which keys this process is writing just now: two of its threads do not send one page twice.
+# ---- The keys that this process is writing: two of its threads do not send one page twice.
 
 _LOOK = 0.5  # seconds between two looks at claims of calls that ended without a word
 
@@ -47,12 +47,12 @@ class Claims:
     """A key is one call's from `take` to `give_back`."""
 
     def __init__(self) -> None:
-        """Nobody writes anything."""
+        """No key is claimed."""
         self._changed = Condition()
         self._taken: dict[bytes, weakref.ref[Owner]] = {}
 
     def take(self, names: Sequence[bytes], owner: Owner) -> list[bytes]:
-        """Those of these keys that nobody else writes, once each; the owner's from now on."""
+        """Those of these keys that no other call writes, once each; the owner's from now on."""
         with self._changed:
             mine = [name for name in dict.fromkeys(names) if self._free(name)]
             self._taken.update(dict.fromkeys(mine, weakref.ref(owner)))
@@ -66,8 +66,8 @@ class Claims:
             self._changed.notify_all()
 
     def wait(self, names: Sequence[bytes], deadline: Deadline) -> bool:
-        """Until nobody writes any of them; False: not in time. Who waits holds no claims, so nobody
-        waits in a circle."""
+        """Until no call writes any of them; False: not in time. A waiting call holds no claims, so
+        calls do not wait in a circle."""
         with self._changed:
             while not all(map(self._free, names)):
                 if deadline.passed:
@@ -110,13 +110,12 @@ def judge_page(key: bytes, page: memoryview | bytes, trailer: bytes) -> tuple[Re
     return ReadStatus.OK, ""
 
 
-# ---- What storages beyond one machine have in common. A backend is left with moving values by
-# name.
+# ---- What storages beyond one machine have in common.
 
 Read = tuple[ReadStatus, str]
-"""Of a key: what became of it, and why, if it is FAILED or CORRUPT."""
+"""The status of a key, and why, if it is FAILED or CORRUPT."""
 Wrote = tuple[WriteStatus, str]
-"""Of a key: what became of it, and why, if it is FAILED or REFUSED."""
+"""The status of a key, and why, if it is FAILED or REFUSED."""
 
 
 class RemoteStorage(Owned):
@@ -160,7 +159,7 @@ class RemoteStorage(Owned):
         self, names: Sequence[bytes], views: Sequence[memoryview], deadline: Deadline
     ) -> list[Wrote]:
         """Store pages, each wholly or not at all: names that were absent a moment ago, each once.
-        PRESENT: somebody was faster."""
+        PRESENT: another process was faster."""
 
     @abstractmethod
     def _remove(self, names: Sequence[bytes], deadline: Deadline) -> int:

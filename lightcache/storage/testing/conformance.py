@@ -1,4 +1,4 @@
-"""What every backend must pass: for the tests of whoever writes one.
+"""What every backend must pass: for the tests of its author.
 
     @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
     def test_my_storage(check):

@@ -98,13 +98,13 @@ class Staging:
             return taken
 
     def give_back(self, slots: Iterable[int]) -> None:
-        """Nobody touches them any more."""
+        """They are not used any more."""
         with self._changed:
             self._free.extend(slots)
             self._changed.notify_all()
 
     def lose(self, slots: Sequence[int]) -> None:
-        """The store may still touch them, and nobody can say until when."""
+        """The store may still touch them, for an unknown time."""
         with self._changed:
             self._lost += len(slots)
             self._changed.notify_all()
@@ -120,8 +120,8 @@ class Staging:
         there[self.page_bytes :] = np.frombuffer(make_trailer(key, page), np.uint8)
 
     def empty(self, slot: int, page: memoryview) -> bytes:
-        """Copy a page out. Returns the trailer; what is judged by it is the copy, which nobody else
-        can change."""
+        """Copy a page out. Returns the trailer, which verifies the copy: no other process can
+        change that."""
         there = self._whole(slot)
         np.copyto(np.frombuffer(page, np.uint8), there[: self.page_bytes])
         return there[self.page_bytes :].tobytes()
@@ -232,7 +232,7 @@ class MooncakeStorage(RemoteStorage):
         try:
             asking = Executor(1, "mooncake-leave")  # it may hang, and is left then
             asking.start()
-        except RuntimeError:  # no more threads here, so nobody can be asked
+        except RuntimeError:  # no more threads here, so the master cannot be asked
             self._client.leave()
             return
         try:
@@ -371,7 +371,7 @@ class MooncakeStorage(RemoteStorage):
         good = [i for i, code in enumerate(found) if not code]
         there = self._client.ask([whole[i] for i in good]) if good else []
         for i, known in zip(good, there, strict=True):
-            if known != 1:  # "stored", and not there: somebody else has begun to write it
+            if known != 1:  # "stored", and not there: another process has begun to write it
                 found[i] = known or NOT_READY
         return found
 

@@ -28,7 +28,7 @@ _GONE = (-710, -712)  # of a copy that the master knew of
 
 _MEANINGS = {
     -1: "the client failed inside",
-    -101: "nobody lends memory; start mooncake_client somewhere, or open with segment=",
+    -101: "no process lends memory; start mooncake_client somewhere, or open with segment=",
     NO_ROOM: "no room; lend more memory (mooncake_client, or segment=)",
     SMALLER: "parameters that do not fit",
     NOT_READY: "it is being written",
@@ -223,7 +223,7 @@ class Client:
 
     def put(self, names: Sequence[str], addresses: Sequence[int], size: int) -> list[int]:
         """Store values of one size; 0 or a code of each. 0 is also the answer for a value that is
-        there, or that somebody else has begun to write: it says nothing about the value."""
+        there, or that another process has begun to write: it says nothing about the value."""
         sizes = [size] * len(names)
         found: list[int] = self._store.batch_put_from(
             list(names), list(addresses), sizes, self._replicas
@@ -241,8 +241,8 @@ class Client:
         return int(self._store.get_size(name))
 
     def remove(self, names: Sequence[str]) -> list[int]:
-        """0 or a code of each. Also what somebody reads just now: its memory may get other bytes
-        under that reader, who notices by the trailer."""
+        """0 or a code of each. Values that are being read are removed, too: their memory may get
+        other bytes under the reader, which notices by the trailer."""
         return self._batches(lambda part: self._store.batch_remove(part, True), names)
 
     def remove_all(self, pattern: str) -> int:

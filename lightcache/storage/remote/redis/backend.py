@@ -194,7 +194,7 @@ class RedisStorage(RemoteStorage):
         first keys are the first to be sent, for those behind are no use without them.
 
         Returns:
-            What came of each; None: of those, nobody knows, and why.
+            The answer to each, and why others have none; None: not known.
 
         Raises:
             StorageError: nothing came, though there was time.

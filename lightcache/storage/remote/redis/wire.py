@@ -297,7 +297,7 @@ class Wire:
 
     @property
     def stale(self) -> bool:
-        """Whether the server has closed it, or said something that nobody asked for."""
+        """Whether the server has closed it, or sent something unrequested."""
         if self._socket is None or self._start < self._end:
             return True
         poll = select.poll()
@@ -567,7 +567,7 @@ class Connections:
     @contextlib.contextmanager
     def one(self, deadline: Deadline) -> Iterator[Wire]:
         """A connection that is ours until the end of the statement; an exception drops it, since
-        nobody knows what of an answer is still to come.
+        it is not known how much of an answer is still to come.
 
         Raises:
             StorageError: the server is not there, or will not have us, or not in time.

@@ -38,7 +38,7 @@ from lightcache.storage.remote.base import (
     make_trailer,
 )
 
-# ---- What an S3-compatible store or its client says, in words for people.
+# ---- Errors of an S3-compatible store or its client, in words for people.
 #
 # The client puts the whole answer into its errors, and the answer to a wrong signature quotes the
 # request. So its text is never passed on, but for the status, the code in the answer, and the
@@ -129,7 +129,7 @@ def _join(what: str, remedy: str) -> str:
     return f"{what}: {remedy}" if remedy else what
 
 
-# ---- URLs of S3-compatible stores: what is right in them, and what the client makes of it.
+# ---- URLs of S3-compatible stores, and the client's configuration.
 
 KNOWN = (
     *("endpoint", "region", "addressing", "requests", "retries"),
@@ -176,7 +176,7 @@ class Place:
     @property
     def config(self) -> dict[str, Any]:
         """For the client. Over TLS a body is not hashed once more for the signature: it takes as
-        long as sending it does on a fast line, and nobody can change it on the way."""
+        long as sending it does on a fast line, and it cannot be changed on the way."""
         found: dict[str, Any] = {
             "virtual_hosted_style_request": self.virtual,
             "disable_bulk_delete": not self.bulk_delete,
@@ -234,7 +234,7 @@ class Place:
 
 
 def parse(scheme: str, where: str, options: Mapping[str, str]) -> Place:
-    """Of "//bucket/prefix" and the options. Asks nobody.
+    """Of "//bucket/prefix" and the options. Sends nothing.
 
     Raises:
         ConfigError: names what is wrong. No text of a URL that may hold credentials is in it.
@@ -300,14 +300,13 @@ def _endpoint(scheme: str, text: str) -> str:
     return text.rstrip("/")
 
 
-# ---- Requests of a client whose calls are awaited, for threads that wait only as long as they
-# may.
+# ---- Requests of an asynchronous client, for threads that wait no longer than their time.
 #
 # An event loop in a thread of its own has the requests under way. It never sees a caller's
 # buffers: it is given bytes of our own to send, and hands over the client's bytes as they came;
 # the calling thread copies them. So nothing that comes late can touch a page, and a call returns
-# when its time is up, without waiting for whoever does not answer: its requests are cancelled
-# behind it.
+# when its time is up, without waiting for a server that does not answer: its requests are cancelled
+# after it.
 
 ENDING = 10.0  # seconds in which the loop must have ended: it only runs callbacks
 Job = tuple[int, Callable[[], Awaitable[Any]]]
@@ -456,26 +455,19 @@ class _Call:
             task.cancel()
 
 
-# ---- Pages as objects of an S3-compatible store.
-#
-# An object is a page with its trailer behind it, so one GET brings both and one PUT stores both:
-# it is there whole or not at all, since a store takes an object when all of it has come. Nothing
-# is ever uploaded in parts. Its length comes before its bytes, and an object of another length is
-# not read.
-#
-# One thing a store does not say: whether a name that it removed was there. `delete` asks before.
+# ---- The storage itself.
 
 _opened_by: int | None = None  # the process that opened one first: its threads are in no child
 MOST = (5 << 30) - TRAILER_BYTES  # of a page: what S3 takes in one request
 
 
 class S3Storage(RemoteStorage):
-    """See above. The calling thread alone touches buffers; see `flights`."""
+    """See above. The calling thread alone touches buffers; see `Requests`."""
 
     scheme = "s3"
 
     def __init__(self, place: Place, spec: StorageSpec) -> None:
-        """Connects to nobody yet.
+        """Does not connect yet.
 
         Raises:
             ConfigError: pages are too large, or the URL names a file of certificates that is none.
@@ -641,7 +633,7 @@ class S3Storage(RemoteStorage):
         return body
 
     async def _send(self, name: bytes, body: Any) -> Any:
-        """The body again: nobody reads it any more, since the store said that it has all of it."""
+        """Returns the body, which is free again: the store said that it has all of it."""
         mode = "create" if self.place.conditional else "overwrite"
         where = self.object_name(name)
         await self._client.put_async(self._store, where, body, mode=mode, use_multipart=False)
