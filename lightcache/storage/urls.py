@@ -39,7 +39,7 @@ where, options)`, which checks a URL without connecting, and `open_url(scheme, w
 spec)`. It imports the store's client when it is opened, and says what to install."""
 
 Opener = Callable[[str, StorageSpec], Storage]
-"""Opens what stands behind "scheme:" for a spec. Raises ConfigError or StorageError."""
+"""Opens the rest of a URL, after "scheme:", for a spec. Raises ConfigError or StorageError."""
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 
@@ -196,7 +196,7 @@ def _options(text: str, separator: str) -> dict[str, str]:
 
 
 def _parts(url: object) -> tuple[str, str]:
-    """The scheme, and what stands behind it."""
+    """The scheme, and the rest."""
     if not isinstance(url, str):
         raise ConfigError(f"storage: expected a URL such as 'memory:', or a list, found {url!r}")
     scheme, colon, rest = url.partition(":")
@@ -267,7 +267,7 @@ def _open_memory(rest: str, spec: StorageSpec) -> Storage:
 
 
 def _open_disk(rest: str, spec: StorageSpec) -> Storage:
-    from lightcache.storage.disk import DiskStorage  # its index is only needed by who has a disk
+    from lightcache.storage.disk import DiskStorage  # its index is only needed for a disk
 
     where, _, query = rest.partition("?")
     return DiskStorage.open(where, _options(query, "&") if query else {}, spec)
@@ -300,7 +300,7 @@ def _remote_options(scheme: str, query: str) -> dict[str, str]:
 
 
 def _flaky_of(rest: str) -> tuple[dict[str, str], str]:
-    """Options, and the URL of what stands behind."""
+    """Options, and the URL of the storage to be wrapped."""
     options, colon, inner = rest.partition(":")
     if not colon or not inner:
         raise ConfigError(

@@ -251,7 +251,7 @@ class DiskStorage(Owned):
         deadline = Deadline(timeout)
         with self._call() as lanes:
             self._folder.renewed()
-            # Each key by itself: pages are wanted behind holes, too.
+            # Each key by itself: pages after holes are wanted, too.
             held = self._index.match_many(keys, np.arange(len(keys) + 1))
             try:
                 slots = np.full(len(keys), -1, np.int32)
@@ -262,7 +262,7 @@ class DiskStorage(Owned):
             finally:
                 held.release()
             if found.bad:
-                with contextlib.suppress(LightcacheError):  # who reads them next tries again
+                with contextlib.suppress(LightcacheError):  # the next read of them tries again
                     drop(self._folder, keys[found.bad], slots[found.bad])
         return self._counters.read(found.result, timed_out=found.late)
 

@@ -141,7 +141,7 @@ def _whole(path: Path, header: Header) -> bool:
 
 
 def _sized(path: Path, header: Header) -> Header:
-    """Make the files fit. The header stands behind its files: if we die first, they are no more
+    """Make the files fit. The header is written after its files: if we die first, they are no more
     than too large or too small, and made to fit by the next one. No index of before counts."""
     header = replace(header, rebuilt=0)
     try:

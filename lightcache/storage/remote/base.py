@@ -132,7 +132,7 @@ class RemoteStorage(Owned):
     scheme: str
     """Of its URLs, for errors."""
     asking = 4096
-    """Keys that `_exists` is asked for at a time: behind the first that is absent no more are."""
+    """Keys of one call of `_exists`; none is made after the first absent key."""
 
     def __init__(self, spec: StorageSpec) -> None:
         """For subclasses, when they are connected."""
@@ -171,7 +171,7 @@ class RemoteStorage(Owned):
 
     @abstractmethod
     def _disconnect(self) -> None:
-        """No call is under way, and none will be."""
+        """No call is in flight, and none will be."""
 
     def object_name(self, name: bytes) -> str:
         """What a page is called in the store."""
@@ -205,7 +205,7 @@ class RemoteStorage(Owned):
                 if status is ReadStatus.CORRUPT
             ]
             if corrupt:
-                with contextlib.suppress(Exception):  # who reads it next tries again
+                with contextlib.suppress(Exception):  # the next read tries again
                     self._remove(corrupt, deadline)
         reason = next((why for _, why in found if why), "")
         late = any(timed_out(why) for _, why in found)

@@ -139,7 +139,7 @@ class Board:
             segment.close()
             raise
 
-    # ---- who serves
+    # ---- the service
 
     def claim(self) -> None:
         """Become the service, until this is closed or the process ends.

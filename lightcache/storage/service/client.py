@@ -475,7 +475,7 @@ class StorageClient(BaseTier):
         return ""
 
     def _drain(self) -> None:
-        """Hear what the ring holds now. Bounded: the service may go on answering."""
+        """Hear what the ring holds now. Bounded: the service may answer all the while."""
         for _ in range(board.ANSWERS // _AT_ONCE):
             try:
                 messages = self._answers.pop_many(_AT_ONCE)

@@ -177,7 +177,7 @@ class StorageService:
             log.exception("the storage service of %r ends", self.cache.name)
         finally:
             with contextlib.suppress(LightcacheError):
-                if not self._ending.is_set():  # by itself: clients should not go on asking
+                if not self._ending.is_set():  # by itself: clients should ask no more
                     self._board.end(Phase.CLOSING)
             self._over.set()
 
@@ -212,7 +212,7 @@ class StorageService:
         with self._lock:
             orphans = [served for served in self._tasks.values() if not served.peer.there]
         for served in orphans:
-            if served.task.kind == "read":  # unwanted, and others wait behind it
+            if served.task.kind == "read":  # unwanted, and others wait for it
                 served.task.cancel()
         self._repeat()
         if self._looked - self._swept >= _SWEEP:

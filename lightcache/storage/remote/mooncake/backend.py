@@ -49,7 +49,7 @@ _ALIGNED = 64  # bytes: a slot begins on a cache line of its own
 
 
 class Staging:
-    """Slots, each for a page with its trailer behind it. Any thread may take and give back."""
+    """Slots, each for a page and its trailer. Any thread may take and give back."""
 
     def __init__(self, nbytes: int, page_bytes: int) -> None:
         """Maps the memory.
@@ -134,14 +134,14 @@ class Staging:
 # ---- A storage in the memory of a Mooncake cluster.
 
 GROUP = 8 << 20  # bytes of pages in one call of the client: enough that asking does not matter
-PATIENCE = 55.0  # seconds; after 60 the client gives up on a transfer, which may go on behind it
+PATIENCE = 55.0  # seconds; after 60 the client gives up on a transfer, which may continue
 Flight = tuple[range, list[int], Call[list[int]]]
-"""What is under way: which keys of the batch, their slots, and codes in the end."""
+"""A group in flight: its keys of the batch, their slots, and its codes in the end."""
 
 
 class MooncakeStorage(RemoteStorage):
     """Values in memory that processes of the cluster lend. Pages pass through memory of ours: see
-    `staging` why. Of a call several groups are under way, while others are copied."""
+    `Staging` for why. Several groups of a call are in flight while others are copied."""
 
     scheme = "mooncake"
     asking = BATCH
@@ -257,8 +257,8 @@ class MooncakeStorage(RemoteStorage):
         call: Callable[[Sequence[bytes], Sequence[int]], list[int]],
         land: Callable[[range, Sequence[int], Sequence[int]], None],
     ) -> str:
-        """Move pages group by group. What is not landed when the time is up is left behind. When a
-        group fails no more of them begin; those under way are waited for, since they may be well.
+        """Move pages group by group. Groups that have not landed when the time is up are left. When
+        a group fails no more of them begin; those in flight are waited for, as they may succeed.
 
         Args:
             load: what is to be done for key number i and its slot before the call.

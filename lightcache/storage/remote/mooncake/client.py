@@ -88,8 +88,8 @@ class MooncakeOptions:
     buffer: int = 64 << 20
     """Bytes through which pages pass."""
     threads: int = 3
-    """Batches that are under way at a time. With two, what is asked of the master about a page of
-    8 MiB is not hidden behind others' transfers; a fourth gains nothing (docs/benchmarks.md)."""
+    """Batches in flight at a time. With two, the question to the master about a page of
+    8 MiB is not hidden by other transfers; a fourth gains nothing (docs/benchmarks.md)."""
     replicas: int = 1
     """Copies of each page, in memory of different processes."""
     connect: float = 5.0
@@ -255,8 +255,8 @@ class Client:
         self._store.close()
 
     def leave(self) -> None:
-        """Instead of `close`: the library's threads go on, and its memory stays, until the process
-        ends."""
+        """Instead of `close`: the library's threads keep running, and its memory stays, until the
+        process ends."""
         _left.append((self._store, self._memory))
 
     def _batches(self, call: Callable[[list[str]], list[int]], names: Sequence[str]) -> list[int]:

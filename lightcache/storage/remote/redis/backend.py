@@ -191,7 +191,7 @@ class RedisStorage(RemoteStorage):
         deadline: Deadline,
     ) -> tuple[list[T | None], str]:
         """Send so many commands over as many connections as there are, and take the answers. The
-        first keys are the first to be sent, for those behind are no use without them.
+        first keys are the first to be sent, for those after them are no use without them.
 
         Returns:
             The answer to each, and why others have none; None: not known.

@@ -1,6 +1,6 @@
 """Pages as objects of an S3-compatible store.
 
-An object is a page with its trailer behind it, so one GET brings both and one PUT stores both: it
+An object is a page followed by its trailer, so one GET brings both and one PUT stores both: it
 is there whole or not at all, since a store takes an object when all of it has come. Nothing is ever
 uploaded in parts. Its length comes before its bytes, and an object of another length is not read.
 
@@ -49,7 +49,9 @@ _CODE = re.compile(r"<Code>([A-Za-z0-9.]{1,64})</Code>")
 _KIND = re.compile(r"kind: ([A-Z][A-Za-z]{1,30})")
 _SYSTEM = re.compile(r'message: "([^"\\]{1,100})"')
 _CERTIFICATE = re.compile(r"InvalidCertificate\((?:\s*\w+\()*\s*(\w{1,60})")
-_METADATA = re.compile(r"/latest/(api/token|meta-data/)")  # asked by who has no credentials
+_METADATA = re.compile(
+    r"/latest/(api/token|meta-data/)"
+)  # asked without credentials
 CREDENTIALS = "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN"
 _KEYS = f"the credentials are not accepted; look at {CREDENTIALS}"
 _OTHER_REGION = "the bucket is in another region; say which by region="
@@ -302,7 +304,7 @@ def _endpoint(scheme: str, text: str) -> str:
 
 # ---- Requests of an asynchronous client, for threads that wait no longer than their time.
 #
-# An event loop in a thread of its own has the requests under way. It never sees a caller's
+# An event loop in a thread of its own runs the requests. It never sees a caller's
 # buffers: it is given bytes of our own to send, and hands over the client's bytes as they came;
 # the calling thread copies them. So nothing that comes late can touch a page, and a call returns
 # when its time is up, without waiting for a server that does not answer: its requests are cancelled
@@ -316,7 +318,7 @@ Result = tuple[int, Any]
 
 
 class Requests:
-    """At most `at_once` requests under way, of all calls together."""
+    """At most `at_once` requests in flight, of all calls together."""
 
     def __init__(self, at_once: int, name: str) -> None:
         """Starts the thread.
@@ -364,7 +366,7 @@ class Requests:
         raise StorageError(deadline.reason)
 
     def close(self) -> None:
-        """Cancel what is under way and end the thread. A second call does nothing, and so does one
+        """Cancel the requests and end the thread. A second call does nothing, and so does one
         in a forked child, which has no such thread.
 
         Raises:
@@ -429,7 +431,7 @@ class _Call:
             yield result
 
     def drop(self) -> None:
-        """Cancel what is under way; a request that has not begun never will."""
+        """Cancel the requests; one that has not begun never will."""
         self._loop.call_soon_threadsafe(self._drop)
 
     def _begin(self, number: int, begin: Callable[[], Awaitable[Any]]) -> None:
@@ -519,7 +521,7 @@ class S3Storage(RemoteStorage):
             self._requests = Requests(place.requests, "lightcache-s3")
         except RuntimeError as error:
             raise StorageError(f"s3: {error}; end some threads of this process") from error
-        # For who forgets to close it: requests must not go on into an interpreter that ends.
+        # If it is not closed: requests must not run on into an interpreter that ends.
         self._ended = weakref.finalize(self, self._requests.close)
 
     def ask(self) -> None:
