@@ -49,9 +49,7 @@ _CODE = re.compile(r"<Code>([A-Za-z0-9.]{1,64})</Code>")
 _KIND = re.compile(r"kind: ([A-Z][A-Za-z]{1,30})")
 _SYSTEM = re.compile(r'message: "([^"\\]{1,100})"')
 _CERTIFICATE = re.compile(r"InvalidCertificate\((?:\s*\w+\()*\s*(\w{1,60})")
-_METADATA = re.compile(
-    r"/latest/(api/token|meta-data/)"
-)  # asked without credentials
+_METADATA = re.compile(r"/latest/(api/token|meta-data/)")  # asked without credentials
 CREDENTIALS = "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN"
 _KEYS = f"the credentials are not accepted; look at {CREDENTIALS}"
 _OTHER_REGION = "the bucket is in another region; say which by region="
