@@ -31,6 +31,7 @@ _LOOK = 0.25  # seconds between two looks at clients, at answers to be repeated,
 _SWEEP = 10.0  # seconds between two sweeps of rings of clients that were never met
 _BATCH = 16  # messages that are lost when the service is killed
 _MUTE = 1.0  # seconds without answers for a client that is stopped while it holds its ring's lock
+_YOUNG = 0.05  # seconds in which only the end of a task is answered at once
 _UNTOLD = 1 << 14  # answers that wait to be repeated, of all clients
 _LONGEST = 1e6  # seconds of a task, whatever its client says: timers have an end
 
@@ -89,6 +90,12 @@ class Served:
         """As it was taken."""
         self.peer, self.task = peer, task
         self.name = (client, number)
+        self._taken = time.monotonic()
+
+    @property
+    def young(self) -> bool:
+        """Taken just now."""
+        return time.monotonic() - self._taken < _YOUNG
 
     def answer(self, *, settled: bool) -> bytes:
         """The state of the task.
@@ -140,8 +147,8 @@ class StorageService:
         self._peers: dict[tuple[int, int], Peer] = {}
         self._lock = threading.RLock()  # of the following two
         self._tasks: dict[tuple[int, int], Served] = {}
-        self._untold: dict[Served, None] = {}
-        """Their last answer was not pushed, and is repeated."""
+        self._untold: dict[Served, bool] = {}
+        """Their last answer was not pushed, and is repeated; whether it was counted as lost."""
         with contextlib.ExitStack() as stack:
             self._tier = StorageTier(cache, storage, **tier)
             stack.callback(self._tier.close, 0.0)
@@ -301,7 +308,9 @@ class StorageService:
         its ring has no room for is repeated, as long as the client is there: nothing follows the
         end of a task, and its client would wait until the task's time is up."""
         settled = served.task.progress.settled
-        if served.task.state is TaskState.NOT_STARTED:
+        if not settled and served.young:  # mostly its end follows at once
+            with self._lock:
+                self._untold.setdefault(served, False)
             return
         if settled:
             try:
@@ -317,11 +326,11 @@ class StorageService:
         with self._lock:
             if settled:
                 self._tasks.pop(served.name, None)
-            known = self._untold.pop(served, 0) is None
+            counted = self._untold.pop(served, False)
             if not told:
-                self._counted["lost"] += not known
+                self._counted["lost"] += not counted
                 if served.peer.there and len(self._untold) < _UNTOLD:
-                    self._untold[served] = None
+                    self._untold[served] = True
 
     def _repeat(self) -> None:
         with self._lock:
