@@ -21,7 +21,7 @@ from lightcache.shm import ClientInfo
 from lightcache.storage import StorageSpec, open_storage
 from lightcache.storage.arguments import Deadline
 from lightcache.storage.service import ServiceStats, StorageService, service_stats
-from lightcache.storage.tiers import TierStats
+from lightcache.storage.tasks import TierStats
 from lightcache.storage.urls import check_url
 from lightcache.tools.image import group_option_help, guest, require
 from lightcache.tools.output import BROKEN, Command, age, console, emit, fail, json_option, lines
@@ -35,7 +35,7 @@ _PAUSE = 0.5  # seconds between two looks at whether the service has ended by it
     "--url",
     "urls",
     multiple=True,
-    help="Of the storage, as disk:/mnt/x?capacity=1TiB. Several: one behind the other.",
+    help="Of the storage, as disk:/mnt/x?capacity=1TiB. Twice: the nearer first.",
 )
 @click.option("--threads", type=int, default=2, show_default=True, help="That call the storage.")
 @click.option(

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lightcache.cache import Cache
-from lightcache.storage.conformance import make_keys, pages_of
 from lightcache.storage.memory import MemoryStorage
 from lightcache.storage.protocol import Keys, StorageSpec
-from lightcache.storage.worker import StorageTier
+from lightcache.storage.testing.conformance import make_keys, pages_of
+from lightcache.storage.tier import StorageTier
 from lightcache_bench import Row
 
 PAGES, PAGE_BYTES, PAGE_TOKENS = 256, 4096, 16

@@ -34,8 +34,9 @@ import numpy as np
 
 from lightcache.cache import Cache
 from lightcache.manager import KVCacheManager, ManagerConfig, NullMover, OwnedDevice, Prompt
-from lightcache.storage import FlakyStorage, MemoryStorage, StorageSpec, StorageTier
-from lightcache.storage.flaky import Fault
+from lightcache.storage import MemoryStorage, StorageSpec, StorageTier
+from lightcache.storage.testing import FlakyStorage
+from lightcache.storage.testing.faults import Fault
 from lightcache_bench import Row, meets
 from lightcache_bench._manager_plain import PlainManager
 from lightcache_bench._manager_trace import CAPACITIES, replay

@@ -30,7 +30,7 @@ from lightcache.reservations import Reservation
 
 if TYPE_CHECKING:
     from lightcache.hybrid.copiers import Copying, StateCopier
-    from lightcache.storage.tiers import BaseTier
+    from lightcache.storage.tier import BaseTier
 
 
 # ---- Where states are: tiers, namespaces by weights version and tenant, and the keys of a

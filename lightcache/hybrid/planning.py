@@ -21,7 +21,7 @@ from lightcache.manager.request import NO_KEYS, PrefixMatch, Prompt, Space, Wish
 if TYPE_CHECKING:
     from lightcache.hybrid.checkpoints import Found
     from lightcache.hybrid.manager import HybridManager
-    from lightcache.storage.tiers import StorageTask
+    from lightcache.storage.tasks import StorageTask
 
 
 # ---- What a match of a hybrid model's prompt found.

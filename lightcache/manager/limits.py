@@ -22,7 +22,7 @@ from lightcache.manager.stats import Figures
 from lightcache.shm.locking import Hurried
 
 if TYPE_CHECKING:
-    from lightcache.storage.tiers import StorageTask
+    from lightcache.storage.tasks import StorageTask
 
 
 # ---- Time limits: of calls that wait for a copy, and of reads that a request waits for.

@@ -36,7 +36,7 @@ from lightcache.plans import TIMEOUT
 
 if TYPE_CHECKING:
     from lightcache.costs import Costs
-    from lightcache.storage.tiers import StorageTask
+    from lightcache.storage.tasks import StorageTask
 
 
 # ---- Arguments of a lookup, checked.

@@ -64,7 +64,8 @@ from lightcache.shm.locking import Hurried
 if TYPE_CHECKING:
     from lightcache.costs import Costs
     from lightcache.manager.stats import NodeCounters
-    from lightcache.storage.tiers import BaseTier, StorageTask
+    from lightcache.storage.tasks import StorageTask
+    from lightcache.storage.tier import BaseTier
 
 TELL = 0.5
 """Seconds between two times at which our figures are added to the node's counters."""
@@ -124,8 +125,10 @@ def storage_of(host: Cache, storage: BaseTier | str | Sequence[str] | None) -> B
     """
     if storage is None:
         return None
-    from lightcache.storage.tiers import BaseTier  # not needed without a storage
-    from lightcache.storage.worker import StorageTier
+    from lightcache.storage.tier import (
+        BaseTier,  # not needed without a storage
+        StorageTier,
+    )
 
     if isinstance(storage, (str, list, tuple)):
         return StorageTier.open(host, storage)

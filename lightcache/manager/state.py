@@ -18,7 +18,7 @@ from lightcache.manager.transfers import Traffic
 from lightcache.manager.weights import Weights
 
 if TYPE_CHECKING:
-    from lightcache.storage.tiers import BaseTier
+    from lightcache.storage.tier import BaseTier
 
 _HOST = {
     Cause.ROOM: "room",
@@ -108,7 +108,7 @@ class ManagerState:
                 figures.add(**{f"host_evicted_{_HOST[cause]}": pages})
         if self.storage is not None:
             self.tasks.settle()
-            counted = self.storage._take_figures()
+            counted = self.storage.take_figures()
             figures.add(**{_STORAGE[name]: count for name, count in counted.items()})
 
 

@@ -10,7 +10,7 @@ from lightcache.cache import Cache
 from lightcache.shm import SharedCounters
 
 if TYPE_CHECKING:
-    from lightcache.storage.tiers import StorageTask
+    from lightcache.storage.tasks import StorageTask
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,13 @@
-"""The threads that call storages: calls that may not come back, each with an end of its time.
+"""The threads that call storages: calls that may not return, each with an end of its time.
 
-Python cannot break a call off. A call that is not back at its end is late: its waiter is told, and
-its thread counts as lost until it returns. A lost thread is replaced, by `spare` threads at most;
-beyond that work is refused at once (`Exhausted`). What a call uses, pages of a pool above all,
-stays its own until it returns, late or not: its caller sees to that, by `after` or `Late`.
+Python cannot break a call off. A call that has not returned at its end is late: its waiter is told,
+and its thread counts as lost until it returns. A lost thread is replaced, by `spare` threads at
+most; beyond that work is refused at once (`Exhausted`). What a call uses, pages of a pool above
+all, stays its own until it returns, late or not: its caller sees to that, by `after` or `Late`.
 
 Reads go before writes. Work of one group stands together.
 
-Data, all of it under `changed`: the queue; the threads; the calls under way, each with its end. A
+Data, all of it under `changed`: the queue; the threads; the calls in flight, each with its end. A
 call goes from the queue to a thread, may become late there, and ends when it returns.
 """
 
@@ -21,10 +21,9 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, Generic, TypeVar
+from itertools import chain
+from typing import Generic, TypeVar
 
-from lightcache._together import together
 from lightcache.errors import Detached, StorageError
 from lightcache.shm.waiting import Condition
 from lightcache.storage.arguments import Clock, Deadline
@@ -35,19 +34,19 @@ _INTERRUPTS = (KeyboardInterrupt, SystemExit)
 
 
 class Exhausted(StorageError):
-    """Too many calls have not come back: there is no thread for another one."""
+    """Too many calls have not returned: there is no thread for another one."""
 
 
 class Late(Exception):
-    """A call has returned after its end: nobody waits for what it brings."""
+    """A call has returned after its end: its result is not used."""
 
 
 class Work:
-    """What a thread does next; in the queue until then."""
+    """Work for a thread; in the queue until one takes it."""
 
     kind = READ
     end = math.inf
-    """By the executor's clock: it is not begun any more then."""
+    """By the executor's clock: after it the work is not started."""
 
     @property
     def group(self) -> object:
@@ -59,7 +58,7 @@ class Work:
         raise NotImplementedError
 
     def expire(self, reason: str) -> None:
-        """It is not begun any more; no lock is held. An empty reason: its time is up."""
+        """It will not be started; no lock is held. An empty reason: its time is up."""
 
 
 class WorkQueue:
@@ -67,35 +66,27 @@ class WorkQueue:
 
     def __init__(self) -> None:
         """Empty."""
-        self._length = 0
         self._kinds: tuple[OrderedDict[object, deque[Work]], ...] = (OrderedDict(), OrderedDict())
 
     def put(self, work: Work) -> None:
         """After all others of its kind, or of its group."""
-        works = self._kinds[work.kind].setdefault(work.group, deque())
-        self._count(1, partial(works.append, work))
-
-    def _count(self, by: int, change: partial[Any]) -> None:
-        """Make a change and count it, whatever interrupts. A group may be left empty."""
-        together(change, partial(setattr, self, "_length", self._length + by))
+        self._kinds[work.kind].setdefault(work.group, deque()).append(work)
 
     def put_back(self, work: Work) -> None:
-        """What was begun: it is the next of its kind."""
+        """Work that was started: it is the next of its kind."""
         groups = self._kinds[work.kind]
         groups.setdefault(work.group, deque()).appendleft(work)
         groups.move_to_end(work.group, last=False)
-        self._length += 1
 
     def pop(self) -> Work | None:
-        """What is next; None: nothing."""
+        """The next work; None: the queue is empty."""
         for groups in self._kinds:
             while groups:
                 group, works = next(iter(groups.items()))
-                work = works.popleft() if works else None
+                work = works.popleft() if works else None  # an interrupt may leave an empty group
                 if not works:
                     del groups[group]
                 if work is not None:
-                    self._length -= 1
                     return work
         return None
 
@@ -105,18 +96,18 @@ class WorkQueue:
         works = groups.get(work.group)
         if works is None or work not in works:
             return False
-        self._count(-1, partial(works.remove, work))
+        works.remove(work)
         if not works:
             del groups[work.group]
         return True
 
     def drop(self, kind: int, group: object) -> None:
         """Take all work of a group out."""
-        groups = self._kinds[kind]
-        self._count(-len(groups.get(group, ())), partial(groups.pop, group, None))
+        self._kinds[kind].pop(group, None)
 
     def __len__(self) -> int:
-        return self._length
+        reads, writes = self._kinds
+        return sum(map(len, reads.values())) + sum(map(len, writes.values()))
 
     @property
     def reads(self) -> int:
@@ -124,22 +115,23 @@ class WorkQueue:
         return len(self._kinds[READ])
 
     def all(self) -> list[Work]:
-        """All that waits, what is next first."""
-        return [work for groups in self._kinds for works in groups.values() for work in works]
+        """All work that waits, the next first."""
+        reads, writes = self._kinds
+        return list(chain(*reads.values(), *writes.values()))
 
 
 class Running:
-    """A call under way."""
+    """A call in flight."""
 
     def __init__(self, what: str, end: float, ours: bool, late: Callable[[], None] | None) -> None:
         self.what, self.end = what, end
         self.ours = ours
-        """In a thread of the executor, which is lost while it is late."""
+        """Made by a thread of the executor, which is lost while the call is late."""
         self.late = False
         self._told = late
 
     def tell(self) -> None:
-        """Of a call that is late now; no lock is held."""
+        """Tell the caller that it is late; no lock is held."""
         if self._told is not None:
             self._told()
 
@@ -155,7 +147,7 @@ class Executor:
 
         Args:
             threads: that work at a time.
-            name: theirs, for whoever looks at a process's threads.
+            name: of the threads, as debuggers show it.
             spare: threads that replace lost ones, at most.
         """
         self.changed = Condition()
@@ -193,9 +185,11 @@ class Executor:
     @property
     def lost(self) -> int:
         """Threads in calls that are late."""
+        lost = 0
         with self.changed:
-            lost = [call for call in self.calls if call.late and call.ours]
-        return len(lost)
+            for call in self.calls:
+                lost += call.late and call.ours
+        return lost
 
     @property
     def late(self) -> int:
@@ -219,15 +213,16 @@ class Executor:
             raise
 
     def _staff(self) -> None:
-        """See that somebody does what waits; the lock is held.
+        """See that a thread does what waits; the lock is held.
 
         Raises:
-            Exhausted: nobody will.
+            Exhausted: none will.
         """
+        if self._idle > len(self.queue):
+            return
         lost = self.lost
         working = len(self.threads) - lost
-        room = working < self._most and len(self.threads) < self._most + self._spare
-        if room and self._idle <= len(self.queue):
+        if working < self._most and len(self.threads) < self._most + self._spare:
             try:
                 self._hire()
                 working += 1
@@ -251,7 +246,8 @@ class Executor:
         me = threading.current_thread()
         with self.changed:
             while True:
-                surplus = len(self.threads) - self.lost > self._most
+                threads = len(self.threads)
+                surplus = threads > self._most and threads - self.lost > self._most
                 work = None if surplus else self.queue.pop()
                 if work is not None:
                     self.begun(work)
@@ -268,6 +264,9 @@ class Executor:
 
     def begun(self, work: Work) -> None:
         """Work was taken out of the queue; the lock is held. For subclasses."""
+
+    def due(self, end: float) -> None:
+        """A call or work has come that may be late at `end`; the lock is held. For subclasses."""
 
     # ---- work
 
@@ -289,7 +288,7 @@ class Executor:
             else:
                 self.queue.put(work)
             self._ready.notify()
-            self.changed.notify_all()
+            self.due(work.end)
 
     def submit(
         self,
@@ -354,7 +353,7 @@ class Executor:
 
         Args:
             end: of its time, by the executor's clock.
-            late: told, once, by whoever finds out that it is late.
+            late: called once, by the thread that finds it late.
 
         Raises:
             Late: it has returned, or raised, and was late by then.
@@ -363,49 +362,56 @@ class Executor:
         try:  # around the adding as well: an interrupt may come after any line
             with self.changed:
                 self.calls.add(call)
-                self.changed.notify_all()
+                self.due(end)
             return run()
         finally:
             with self.changed:
                 self.calls.discard(call)
-                self.changed.notify_all()
             if call.late and not isinstance(sys.exc_info()[1], _INTERRUPTS):
                 raise Late
 
     # ---- what is late
 
     def poll(self) -> None:
-        """Find out what is late: tell of the calls, and of what nobody begins any more."""
+        """Find out what is late: tell of the calls, and of work that is not started any more."""
         if self._process != os.getpid():
             return
-        now = self._clock()
         reason = ""
+        late: list[Running] = []
+        expired: list[Work] = []
         with self.changed:
-            late = [call for call in self.calls if not call.late and call.end <= now]
-            for call in late:
-                call.late = True
-            waiting = self.queue.all()
-            expired = [work for work in waiting if work.end <= now]
-            if waiting and late:
-                try:
-                    self._staff()
-                except Exhausted as error:
-                    expired, reason = waiting, str(error)
-            expired = [work for work in expired if self.queue.remove(work)]
-            self.expired(expired)
+            now, waiting = self._clock(), self.queue.all()
+            for call in self.calls:
+                if not call.late and call.end <= now:
+                    call.late = True
+                    late.append(call)
+            if waiting:
+                expired = [work for work in waiting if work.end <= now]
+                if late:
+                    try:
+                        self._staff()
+                    except Exhausted as error:
+                        expired, reason = waiting, str(error)
+                expired = [work for work in expired if self.queue.remove(work)]
+                self.expired(expired)
         for call in late:
             call.tell()
         for work in expired:
             work.expire("" if work.end <= now else reason)
 
     def expired(self, works: list[Work]) -> None:
-        """Work that is not begun any more; the lock is held. For subclasses."""
+        """Work that will not be started; the lock is held. For subclasses."""
 
     def pause(self) -> float | None:
-        """Seconds until something is late; None: whenever something changes. The lock is held."""
-        ends = [call.end for call in self.calls if not call.late]
-        ends += [work.end for work in self.queue.all()]
-        return max(0.0, min(ends) - self._clock()) if ends else None
+        """Seconds until something is late; None: not until something changes. The lock is held."""
+        first = math.inf
+        for call in self.calls:
+            if call.end < first and not call.late:
+                first = call.end
+        for work in self.queue.all():
+            if work.end < first:
+                first = work.end
+        return None if first == math.inf else max(0.0, first - self._clock())
 
     # ---- the end
 
@@ -429,7 +435,7 @@ class Executor:
 
 
 class Call(Work, Generic[T]):
-    """A call that somebody waits for: queued, under way, ended, or left."""
+    """A call with a waiter: queued, in flight, ended, or left."""
 
     def __init__(
         self,
@@ -463,7 +469,7 @@ class Call(Work, Generic[T]):
     def _called(self) -> None:
         try:
             self._result = self._run()
-        except BaseException as error:  # for whoever waits
+        except BaseException as error:  # for the waiter
             self._error = error
 
     def expire(self, reason: str) -> None:
@@ -480,7 +486,7 @@ class Call(Work, Generic[T]):
             self._give_back()
 
     def _wanted(self) -> bool:
-        """It has ended; whether somebody waits for it."""
+        """It has ended; whether its waiter is still there."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
@@ -508,7 +514,7 @@ class Call(Work, Generic[T]):
             if error is not None:
                 raise error
         finally:
-            del error  # its traceback has this frame, and views of whoever waits
+            del error  # its traceback has this frame, and views of the waiter
         return self._result
 
     def leave(self) -> None:
@@ -566,7 +572,7 @@ class _Batch:
             # Not kept here as well: its traceback has this frame, and views of the caller's.
             self._error, error = self._error or error, None
             self._running -= 1
-            if not self._waiting and not self._running:  # once: nobody is woken for each piece
+            if not self._waiting and not self._running:  # once, not for each piece
                 self._changed.notify_all()
 
     def fail(self, reason: str) -> None:

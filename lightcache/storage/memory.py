@@ -15,6 +15,7 @@ from lightcache.errors import ConfigError, StorageError
 from lightcache.storage.arguments import (
     Counters,
     Deadline,
+    Options,
     check_batch,
     check_keys,
     check_parent,
@@ -22,7 +23,6 @@ from lightcache.storage.arguments import (
     checksum,
 )
 from lightcache.storage.calls import Calls, Owned
-from lightcache.storage.options import Options
 from lightcache.storage.protocol import (
     Buffer,
     Keys,
@@ -47,10 +47,10 @@ class _Page:
 
 class MemoryStorage(Owned):
     """A dict of pages with a bound, and the least recently used one first out. It ends with the
-    process, and is seen by nobody else.
+    process, and no other process sees it.
 
     The lock is held for looking up, never for copying a page or its checksum. A batch is marked as
-    used from its last key to its first, so that of a prefix the end goes first.
+    used from its last key to its first, so that the end of a prefix is evicted first.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class MemoryStorage(Owned):
             if name in self._pages:  # another thread was faster
                 return WriteStatus.PRESENT
             while len(self._pages) >= self.capacity:
-                # A batch does not drive out its own beginning: without it the rest is not found.
+                # A batch does not evict its own beginning: without it the rest is not found.
                 victim = next((each for each in self._pages if each not in batch), None)
                 if victim is None:
                     return WriteStatus.REFUSED

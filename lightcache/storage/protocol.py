@@ -3,13 +3,12 @@
 Keys alone identify content. A key is a digest of everything that decides what is in a page: it is
 seeded with the secret, the fingerprint, the weights version, the tenant, the salt and the adapter
 (`lightcache.hashing.KeySpec`), so pages of another tenant, salt or weights version have other
-keys, and nothing of that has to be kept beside them. What must be compared besides is the size of
-a page: fingerprints are given by people, and two processes that disagree about it must not read
-each other's bytes as their own. `StorageSpec` says it, and more, when a backend is opened.
+keys, and none of that is stored beside them. The size of a page must be compared as well:
+fingerprints are chosen by people, and two processes that disagree about the size must not read each
+other's bytes. `StorageSpec` has it, and more, when a backend is opened.
 
-Absent and failed are different things. That a page is not there is an answer, and the request
-computes it. That nobody can say is a failure, which is counted, and stops the use of a backend
-when it goes on.
+Absent and failed are different things. Absent is an answer, and the request computes the page. Not
+being able to tell is a failure, which is counted; repeated failures disable a backend.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ T = TypeVar("T", bound="Storage")
 
 
 class ReadStatus(IntEnum):
-    """What became of one key of `Storage.read`. But for OK, its buffer is undefined."""
+    """The outcome for one key of `Storage.read`. Unless it is OK, its buffer is undefined."""
 
     OK = 0
     ABSENT = 1  # not stored
@@ -48,7 +47,7 @@ class ReadStatus(IntEnum):
 
 
 class WriteStatus(IntEnum):
-    """What became of one key of `Storage.write`."""
+    """The outcome for one key of `Storage.write`."""
 
     STORED = 0
     PRESENT = 1  # was stored already; nothing was written
@@ -58,7 +57,7 @@ class WriteStatus(IntEnum):
 
 @dataclass(frozen=True)
 class ReadResult:
-    """What `Storage.read` has done. Partial results are normal."""
+    """The result of `Storage.read`. Partial results are normal."""
 
     statuses: tuple[ReadStatus, ...]
     """Of each key, in order."""
@@ -68,8 +67,10 @@ class ReadResult:
     @property
     def prefix(self) -> int:
         """How many keys from the first on are OK."""
-        bad = (i for i, each in enumerate(self.statuses) if each is not ReadStatus.OK)
-        return next(bad, len(self.statuses))
+        for i, status in enumerate(self.statuses):
+            if status is not ReadStatus.OK:
+                return i
+        return len(self.statuses)
 
     def count(self, status: ReadStatus) -> int:
         """How many keys have this status."""
@@ -78,7 +79,7 @@ class ReadResult:
 
 @dataclass(frozen=True)
 class WriteResult:
-    """What `Storage.write` has done. Partial results are normal."""
+    """The result of `Storage.write`. Partial results are normal."""
 
     statuses: tuple[WriteStatus, ...]
     """Of each key, in order."""
@@ -88,9 +89,10 @@ class WriteResult:
     @property
     def prefix(self) -> int:
         """How many keys from the first on are stored now."""
-        good = (WriteStatus.STORED, WriteStatus.PRESENT)
-        bad = (i for i, each in enumerate(self.statuses) if each not in good)
-        return next(bad, len(self.statuses))
+        for i, status in enumerate(self.statuses):
+            if status not in (WriteStatus.STORED, WriteStatus.PRESENT):
+                return i
+        return len(self.statuses)
 
     def count(self, status: WriteStatus) -> int:
         """How many keys have this status."""
@@ -102,7 +104,7 @@ class StorageStats:
     """Totals of a backend since it was opened, as its callers saw them; in pages."""
 
     pages: int
-    """Stored now. A backend that others fill too says what it knows."""
+    """Stored now, as far as a backend that others also fill knows."""
     bytes: int
     """Of these pages."""
     reads_ok: int
@@ -116,21 +118,22 @@ class StorageStats:
     deletes: int
     """Pages removed by `delete` and `clear`; not those that made room for others."""
     timeouts: int
-    """Calls that did not end in the time they were given."""
+    """Calls that did not end in their time."""
     evicted: int = 0
-    """Pages that the backend let go of to make room for others, as far as it knows."""
+    """Pages that the backend evicted to make room for others, as far as it knows."""
 
 
 @dataclass(frozen=True)
 class StorageSpec:
-    """Whose pages a backend is opened for. One backend may serve several; each sees its own only.
+    """The pages that a backend is opened for. One backend may serve several specs; each sees its
+    own pages only.
 
     Raises:
-        ConfigError: `page_bytes` is no size, or what should be a text is none.
+        ConfigError: `page_bytes` is no size, or another field is no text.
     """
 
     page_bytes: int
-    """Of every page. What is stored with another length is CORRUPT."""
+    """Of every page. A page stored with another length is CORRUPT."""
     fingerprint: str = ""
     """Of the cache: model, KV dtype, geometry."""
     algorithm: str = ""
@@ -147,12 +150,12 @@ class StorageSpec:
 
     @classmethod
     def of(cls, cache: Cache) -> StorageSpec:
-        """That of a cache.
+        """The spec of a cache.
 
         Raises:
-            ConfigError: it is none.
+            ConfigError: it is no Cache.
         """
-        from lightcache.cache import Cache  # not above: whoever writes a backend needs no cache
+        from lightcache.cache import Cache  # not above: a backend needs no cache
 
         given: Any = cache
         if not isinstance(given, Cache):
@@ -170,7 +173,7 @@ class StorageSpec:
 
 
 class Storage(ABC):
-    """A backend. Subclass it; `lightcache.storage.conformance` tests what stands here.
+    """A backend. Subclass it; `lightcache.storage.testing.conformance` tests what stands here.
 
     Every call takes a batch, blocks, and may be made from several threads at once. `timeout` is in
     seconds and for the whole batch: what is not done by then is FAILED with a reason that begins
@@ -178,7 +181,7 @@ class Storage(ABC):
     time is up already.
 
     **When a call has returned, or raised, the backend touches its buffers no more.** They are pages
-    of a pool, which may be given to somebody else in the next instant. A backend that cannot stop
+    of a pool, which may be given to another request in the next instant. A backend that cannot stop
     what it has begun waits for it, or moves bytes through memory of its own; late is bad, wrong is
     worse. Until the call returns, the caller keeps the pages.
 
@@ -193,10 +196,10 @@ class Storage(ABC):
     spec: StorageSpec
     """What it was opened for."""
     wants_tokens: bool = False
-    """Whether `write` is to be told which tokens are in each page. A backend that says so takes one
-    more argument, `tokens`: `TokenRows`, or None where nobody knows them; they are the caller's, as
-    buffers are. It is never given to one that does not, which need not have it. Token ids are the
-    prompt in clear: docs/storage.md says what follows."""
+    """Whether `write` is to be given the tokens of each page. Then it takes one more
+    argument, `tokens`: `TokenRows`, or None where they are not known; they are the caller's, as
+    buffers are. A backend that does not want them is never given the argument, and need not have
+    it. Token ids are the prompt in clear: docs/storage.md says what follows."""
 
     @abstractmethod
     def contains(self, keys: Keys, *, timeout: float) -> int:
@@ -248,8 +251,8 @@ class Storage(ABC):
     @abstractmethod
     def clear(self, *, timeout: float) -> int:
         """Remove all pages of this spec. Returns how many there were. A weights version or tenant
-        cannot be removed on its own: only the digests know of it. Its pages are found no more once
-        nobody makes such keys, and make room for others by and by.
+        cannot be removed on its own: only the digests depend on it. Its pages are not found once
+        such keys are no longer made, and make room for others over time.
 
         Raises:
             StorageError: some may still be there.

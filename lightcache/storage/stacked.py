@@ -1,9 +1,8 @@
-"""Several storages as one: fast and small in front, slow and large behind."""
+"""Two storages as one: a fast and small one in front, a slow and large one after it."""
 
 from __future__ import annotations
 
 import contextlib
-import mmap
 import threading
 import time
 from collections import deque
@@ -22,6 +21,7 @@ from lightcache.storage.arguments import (
     Clock,
     Counters,
     Deadline,
+    Options,
     check_batch,
     check_keys,
     check_parent,
@@ -29,10 +29,18 @@ from lightcache.storage.arguments import (
     timed_out,
     write_to,
 )
-from lightcache.storage.breaker import log, storage_breaker, unread, unwritten
-from lightcache.storage.calls import Calls, Owned
+from lightcache.storage.calls import (
+    Calls,
+    Owned,
+    checked_contains,
+    checked_statuses,
+    log,
+    own_memory,
+    storage_breaker,
+    unread,
+    unwritten,
+)
 from lightcache.storage.executor import Call, Executor, Late
-from lightcache.storage.options import Options
 from lightcache.storage.protocol import (
     Buffer,
     Keys,
@@ -45,15 +53,12 @@ from lightcache.storage.protocol import (
     WriteResult,
     WriteStatus,
 )
-from lightcache.storage.threads import checked_contains, checked_statuses
 
-# ---- One storage of a stack: when it is asked, for how long, and what becomes of a call that
-# hangs.
+# ---- One level of a stack: when it is asked, for how long, and what becomes of a call that hangs.
 #
-# The nearest storage of a stack is called in the caller's thread, with the caller's buffers, as
-# if it stood alone. Those behind it are called in threads of their own, with memory of their own:
-# so a storage far away that does not come back takes neither the caller's time nor its pages
-# along.
+# The near level is called in the caller's thread, with the caller's buffers, as if it stood alone.
+# The far one is called in threads of its own, with memory of its own: so a far storage that does
+# not return takes neither the caller's time nor its pages along.
 
 Pages = npt.NDArray[np.uint8]
 """Shape (n, page_bytes)."""
@@ -63,26 +68,26 @@ CALLS = 16
 PROBE = 5.0
 """Seconds that finding out whether a storage works again may take."""
 GRACE = 1.0
-"""Seconds behind its time until a call counts as hanging."""
+"""Seconds after its time until a call counts as hanging."""
 KEPT = 0.9
-"""Of the time that we wait for a storage that is called apart, what the storage is told: one that
-keeps to it is heard in time."""
+"""The share of the time waited for a far storage that the storage itself is given: one that keeps
+to it is heard in time."""
 
 
 @dataclass(frozen=True)
 class LevelStats:
-    """What a stack knows of one of its storages."""
+    """The state of one storage of a stack."""
 
     name: str
-    """Its place and its kind, as messages call it."""
+    """Its place and its kind, as in messages."""
     state: Literal["closed", "open", "half-open"]
     """Of its breaker: open means that it is not asked."""
     hanging: int
-    """Calls that have not come back in time, nor since. While there is one it is not asked."""
+    """Calls that have not returned in time, nor since. While there is one it is not asked."""
     promoted: int
-    """Pages written to it because they were read from one behind it."""
+    """Pages written to it because they were read from the one after it."""
     stats: StorageStats
-    """Its own, of all that this stack asked of it."""
+    """The storage's own, of all calls of this stack."""
 
 
 class NotAsked(StorageError):
@@ -112,7 +117,7 @@ class Level:
 
     @property
     def shut(self) -> bool:
-        """Whether a call now would not be made. Begins a probe, if one is due."""
+        """Whether a call would be refused now. Starts a probe, if one is due."""
         if self._hanging():
             return True
         try:  # around the breaker as well: an interrupt may come after any line
@@ -139,7 +144,7 @@ class Level:
         self._breaker.failure("the probe has not returned")
 
     def _find_out(self) -> None:
-        """A probe: whether the storage answers. In a thread of its own, so nobody waits for it."""
+        """A probe: whether the storage answers. In a thread of its own, so no call waits for it."""
         try:
             if self._key is not None:
                 checked_contains(self.storage.contains(self._key, timeout=PROBE), 1)
@@ -192,21 +197,21 @@ class Level:
         return self._ask("write", seconds, run, unwritten)
 
     def delete(self, keys: Keys, seconds: float) -> int:
-        """See `Storage.delete`. Waits for writes under way: see `_behind_writes`."""
+        """See `Storage.delete`. Waits for writes in flight: see `_after_writes`."""
         keys = keys.copy() if self.apart else keys
         return self._ask(
             "delete",
-            self._behind_writes(seconds),
+            self._after_writes(seconds),
             lambda left: self.storage.delete(keys, timeout=left),
             lambda n: "",
             though_shut=True,
         )
 
     def clear(self, seconds: float) -> int:
-        """See `Storage.clear`. Waits for writes under way, as `delete`."""
+        """See `Storage.clear`. Waits for writes in flight, as `delete`."""
         return self._ask(
             "clear",
-            self._behind_writes(seconds),
+            self._after_writes(seconds),
             lambda left: self.storage.clear(timeout=left),
             lambda n: "",
             though_shut=True,
@@ -220,15 +225,15 @@ class Level:
         )
 
     def named(self, reason: str) -> str:
-        """A reason of the storage's, with our name behind it: "timed out" stays in front."""
+        """A reason of the storage, followed by our name: it still begins with "timed out"."""
         return f"{reason} ({self.name})" if reason else ""
 
     # ---- how they are made
 
-    def _behind_writes(self, seconds: float) -> float:
-        """Wait until those writes have returned that are under way now, and say what is left of the
-        time. Of one in a thread of its own whoever asked for it may have gone, and removes now what
-        it would bring back. One in its caller's thread has its caller, who has not gone.
+    def _after_writes(self, seconds: float) -> float:
+        """Wait for the writes that are in flight now; returns the seconds left. The caller of a
+        write in a thread of its own may have left it, and now removes what it would bring back. A
+        write in its caller's thread has not been left.
 
         Raises:
             StorageError: one has not returned in this time.
@@ -256,8 +261,7 @@ class Level:
             raise StorageError(self.named(f"timed out: no time was left for {what}"))
         if self._hanging():
             raise NotAsked(self.named("a call hangs; it is not asked until it returns"))
-        # A breaker spares those who can do without the storage. What is removed must be removed
-        # from it too, so that is tried.
+        # A breaker is for calls that can do without the storage. A removal cannot, so it is tried.
         if self.shut and not though_shut:
             raise NotAsked(self._breaker.reason)
         try:
@@ -278,7 +282,7 @@ class Level:
     def _answer(self, what: str, seconds: float, run: Callable[[float], R]) -> R:
         def hangs() -> None:
             log.warning("%s hangs in %s; it is not asked until that returns", self.name, what)
-            if not self.apart:  # else it was told when nobody waited any more
+            if not self.apart:  # else it was told when the wait ended
                 self._breaker.failure(f"{what} hangs")
 
         if not self.apart:
@@ -287,7 +291,7 @@ class Level:
         call = self._executor.submit(
             lambda: run(seconds * KEPT), seconds + GRACE, what=what, late=hangs
         )
-        if what == "write":  # whoever removes something waits for it
+        if what == "write":  # removals wait for it
             self._writes = [*(each for each in self._writes if not each.ended), call]
         try:
             if not call.wait(Deadline(seconds)):
@@ -302,40 +306,21 @@ class Level:
         self.storage.close()
 
 
-def own_memory(pages: int, page_bytes: int) -> Pages:
-    """Memory of ours for so many pages. It begins at a page of the machine, as direct I/O wants;
-    huge ones where there are some, since touching new memory for the first time is what costs most:
-    for 32 MiB 13 ms instead of 42, while copying them takes 9.
-
-    Raises:
-        StorageError: there is not so much.
-    """
-    try:
-        made = mmap.mmap(-1, pages * page_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, MemoryError) as error:
-        raise StorageError(f"no memory for {pages} pages of {page_bytes} bytes: {error}") from error
-    with contextlib.suppress(OSError):  # a kernel that has no huge ones
-        made.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(made, np.uint8).reshape(pages, page_bytes)
-
-
-# ---- Writing what was found far away to the storages nearer by, in the background.
+# ---- Promotion: pages that were read from the far level are written to the near one, later.
 #
-# Whoever reads has its pages already and waits for nobody. Pages wait in a queue of bounded
-# bytes, in memory of the stack's; what does not fit is not promoted, and will be when it is read
-# again.
+# The reader has its pages already and does not wait. Pages wait in a queue of bounded bytes, in
+# memory of the stack's; what does not fit is not promoted, and will be when it is read again.
 #
-# What is deleted must not come back: a page may have been read before it was deleted, and wait
-# here until it is written anew. So deleting empties the queue and waits for what is being
+# Deleted pages must not come back: a page may have been read before it was deleted, and wait here
+# until it is written anew. So deleting empties the queue and waits for the page that is being
 # written, and every read says in which generation it began: deleting begins one before, and
-# another one behind.
+# another one after.
 
 
 @dataclass(frozen=True)
 class Promotion:
-    """Pages for one level that stand one behind the other in a prefix."""
+    """Consecutive pages of a prefix."""
 
-    level: Level
     keys: Keys
     pages: Pages
     parent: Keys | None
@@ -346,12 +331,14 @@ class Promotion:
 class Promoter:
     """A queue and the thread that empties it, which starts with the first page to be promoted."""
 
-    def __init__(self, most_bytes: int, seconds: float) -> None:
+    def __init__(self, level: Level, most_bytes: int, seconds: float) -> None:
         """
         Args:
+            level: to which pages are promoted.
             most_bytes: of pages that wait or are being written; 0: nothing is promoted.
             seconds: that writing one promotion may take.
         """
+        self.level = level
         self.most_bytes = most_bytes
         self._seconds = seconds
         self._changed = Condition()
@@ -365,26 +352,26 @@ class Promoter:
 
     @property
     def generation(self) -> int:
-        """To be asked before reading, and given to `put`."""
+        """To be read before a read of the storage, and given to `put`."""
         with self._changed:
             return self._generation
 
-    def put(self, one: Promotion, generation: int) -> bool:
+    def put(self, promotion: Promotion, generation: int) -> bool:
         """Take over pages; False: they are not promoted. Does not block."""
         with self._changed:
-            full = self._bytes + one.bytes > self.most_bytes
-            if full or generation != self._generation or self._closing or one.level.shut:
+            full = self._bytes + promotion.bytes > self.most_bytes
+            if full or generation != self._generation or self._closing or self.level.shut:
                 return False
             if not self._works():
                 return False
-            self._queue.append(one)
-            self._bytes += one.bytes
+            self._queue.append(promotion)
+            self._bytes += promotion.bytes
             self._changed.notify_all()
         return True
 
     def _works(self) -> bool:
-        """Whether there is a thread, which is started when it is first needed. It is known before
-        it starts: behind an interrupt there must not be two."""
+        """Whether there is a thread, which is started when it is first needed. It is assigned
+        before it starts: after an interrupt there must not be two."""
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(
                 target=self._work, name="lightcache-stack-promote", daemon=True
@@ -414,7 +401,7 @@ class Promoter:
             StorageError: a page is being written for longer than that.
         """
         entered = 0
-        try:  # around the count as well: an interrupt may come behind any line
+        try:  # around the count as well: an interrupt may come after any line
             with self._changed:
                 self._paused, entered = self._paused + 1, 1
                 self._begin_generation()
@@ -431,7 +418,7 @@ class Promoter:
 
     def _begin_generation(self) -> None:
         self._generation += 1
-        self._bytes -= sum(one.bytes for one in self._queue)
+        self._bytes -= sum(promotion.bytes for promotion in self._queue)
         self._queue.clear()
         self._changed.notify_all()
 
@@ -442,7 +429,7 @@ class Promoter:
             self._begin_generation()
 
     def join(self, timeout: float) -> bool:
-        """Behind `stop`: wait for the thread to end; False: it writes still."""
+        """After `stop`: wait for the thread to end; False: it still writes."""
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout)
             return not self._thread.is_alive()
@@ -451,13 +438,13 @@ class Promoter:
     # ---- the thread
 
     def _work(self) -> None:
-        while (one := self._next()) is not None:
+        while (promotion := self._next()) is not None:
             try:
-                self._write(one)
+                self._write(promotion)
             finally:
                 with self._changed:
                     self._writing = False
-                    self._bytes -= one.bytes
+                    self._bytes -= promotion.bytes
                     self._changed.notify_all()
 
     def _next(self) -> Promotion | None:
@@ -468,29 +455,28 @@ class Promoter:
             self._writing = True
             return self._queue.popleft()
 
-    def _write(self, one: Promotion) -> None:
-        rows: Sequence[Pages] = list(one.pages)
+    def _write(self, promotion: Promotion) -> None:
+        keys, pages = promotion.keys, list(promotion.pages)
         try:
-            result = one.level.write(one.keys, rows, one.parent, self._seconds)
+            result = self.level.write(keys, pages, promotion.parent, self._seconds)
         except LightcacheError as error:  # its breaker was told, and warns
-            log.debug("%d pages were not promoted: %s", len(one.keys), error)
+            log.debug("%d pages were not promoted: %s", len(keys), error)
             return
-        one.level.promoted += result.count(WriteStatus.STORED)
+        self.level.promoted += result.count(WriteStatus.STORED)
 
 
-# ---- One call of a stack that moves pages: who is asked for which, for how long, and what that
-# makes.
+# ---- One call of a stack: which level is asked for which pages, for how long, and the result.
 #
-# Time is shared: a storage gets half of what is left as long as another one behind it can be
-# asked, and the last one all of it. So one that uses up its time leaves as much to the others.
+# Time is shared: the near level gets half of it if the far one can be asked, and the far one all
+# that is left. So a near level that uses up its time leaves as much to the far one.
 
 PIECE = 64 << 20
-"""Bytes of our own memory that one call has at a time; a page more than that is a piece itself."""
+"""Bytes of our own memory that one call has at a time; a larger page is a piece by itself."""
 
 
 def share(levels: Sequence[Level], number: int, deadline: Deadline) -> Deadline:
     """The time that a level may take now."""
-    more = any(not each.shut for each in levels[number + 1 :])
+    more = any(not level.shut for level in levels[number + 1 :])
     return Deadline(deadline.left / 2 if more else deadline.left)
 
 
@@ -498,24 +484,26 @@ class Asking:
     """A `contains`: how many keys from the first on any level has."""
 
     def __init__(self, levels: Sequence[Level], keys: Keys, deadline: Deadline) -> None:
-        """Nobody is asked yet."""
+        """No level was asked yet."""
         self._levels = levels
         self._keys = keys
         self._deadline = deadline
         self._late = False
         self.late = False
-        """The time of one that was asked was up, and the answer may be too small by that."""
+        """The time of a level was up, so the answer may be too small."""
 
     def run(self) -> int:
-        """A level is asked from the first key on that those nearer by do not have; one that says
-        nothing counts as one that has nothing.
+        """A level is asked from the first key on that no level has confirmed; one that fails counts
+        as one that has nothing.
 
         Raises:
-            StorageError: none of them said anything.
+            StorageError: all of them failed.
         """
         at = answers = 0
         keys, deadline = self._keys, self._deadline
-        without = [-1] * len(self._levels)  # at which key each has nothing, as far as it has said
+        without = [-1] * len(
+            self._levels
+        )  # the key at which each has nothing, as far as it has said
         why = ""
         while at < len(keys):
             before = at
@@ -550,38 +538,37 @@ class Reading:
         self._views = views
         self._deadline = deadline
         self._statuses = [ReadStatus.ABSENT] * len(keys)
-        self._lacking: list[list[bool]] = []
-        """Of each level that was asked, which keys it does not have, or not as they should be."""
+        self._lacking: set[int] = set()
+        """Keys that the near level does not have, or has corrupt: they are promoted."""
         self._reason = ""
         self._answered = False
         self._heard: set[int] = set()
-        """Keys of which the level that is asked just now has said what it has."""
+        """Keys for which the level that is being asked has given a status."""
         self._late = False
         self.late = False
-        """The time of one that was asked was up, and pages are missing by that."""
+        """The time of a level was up, so pages are missing."""
 
     def run(self, promoter: Promoter) -> ReadResult:
-        """Ask one level after another for what is missing.
+        """Ask each level for what is missing.
 
         Raises:
-            StorageError: none of them could do anything.
+            StorageError: all of them failed.
         """
         generation = promoter.generation
         for number, level in enumerate(self._levels):
-            missing = [i for i, one in enumerate(self._statuses) if one is not ReadStatus.OK]
+            missing = [i for i, status in enumerate(self._statuses) if status is not ReadStatus.OK]
             if not missing:
                 break
             if self._deadline.passed:
                 self._too_late(missing)
                 break
-            self._lacking.append([False] * len(self._keys))
             self._heard.clear()
             limit = share(self._levels, number, self._deadline)
             try:
                 if not level.apart:
                     self._near(level, missing, limit)
                 else:
-                    for promotion in self._far(number, missing, limit):
+                    for promotion in self._far(level, missing, limit):
                         promoter.put(promotion, generation)
             except StorageError as error:
                 self._say(str(error))
@@ -595,7 +582,7 @@ class Reading:
         return ReadResult(tuple(self._statuses), self._reason if bad else "")
 
     def _too_late(self, missing: list[int]) -> None:
-        """The time is up, and nobody has said of these that they are nowhere."""
+        """The time is up, and not all levels were asked for these."""
         self.late = True
         self._answered = True
         for i in missing:
@@ -609,9 +596,8 @@ class Reading:
         result = level.read(keys, [self._views[i] for i in missing], limit.left)
         self._take(level, missing, result)
 
-    def _far(self, number: int, missing: list[int], limit: Deadline) -> Iterator[Promotion]:
-        """Read into memory of our own, copy what is good, and say what those before may have."""
-        level = self._levels[number]
+    def _far(self, level: Level, missing: list[int], limit: Deadline) -> Iterator[Promotion]:
+        """Read into memory of our own, copy the good pages, and yield those to be promoted."""
         for piece in pieces(missing, len(self._views[0])):
             pages = own_memory(len(piece), len(self._views[0]))
             result = level.read(self._keys[piece], list(pages), limit.left)
@@ -619,24 +605,24 @@ class Reading:
                 if status is ReadStatus.OK:
                     self._views[i][:] = row.data
             self._take(level, piece, result)
-            good = [status is ReadStatus.OK for status in result.statuses]
-            for upper, lacking in zip(self._levels, self._lacking[:number], strict=False):
-                rows = [at for at, i in enumerate(piece) if good[at] and lacking[i]]
-                yield from self._promotions(upper, piece, pages, rows)
+            rows = [
+                row
+                for row, (i, status) in enumerate(zip(piece, result.statuses, strict=True))
+                if status is ReadStatus.OK and i in self._lacking
+            ]
+            yield from self._promotions(piece, pages, rows)
 
-    def _promotions(
-        self, upper: Level, piece: list[int], pages: Pages, rows: list[int]
-    ) -> Iterator[Promotion]:
-        """One for each row of keys without a gap: only then does each hang on the one before."""
+    def _promotions(self, piece: list[int], pages: Pages, rows: list[int]) -> Iterator[Promotion]:
+        """One for each run of keys without a gap: only then is each the parent of the next."""
         first = 0
         for end in range(1, len(rows) + 1):
             if end < len(rows) and piece[rows[end]] == piece[rows[end - 1]] + 1:
                 continue
-            begin, behind = rows[first], rows[end - 1] + 1
+            begin, stop = rows[first], rows[end - 1] + 1
             key = piece[begin]
-            keys = self._keys[key : key + behind - begin].copy()
+            keys = self._keys[key : key + stop - begin].copy()
             parent = self._keys[key - 1 : key].copy() if key else None
-            yield Promotion(upper, keys, pages[begin:behind], parent, pages.nbytes)
+            yield Promotion(keys, pages[begin:stop], parent, pages.nbytes)
             first = end
 
     def _take(self, level: Level, which: list[int], result: ReadResult) -> None:
@@ -649,11 +635,12 @@ class Reading:
         self._reason = self._reason or reason
 
     def _note(self, which: list[int], statuses: Sequence[ReadStatus]) -> None:
-        """What a level has said. Worse than absent stays, unless somebody has the page."""
-        lacking = self._lacking[-1]
+        """Take over the statuses of a level. FAILED and CORRUPT stay, unless a level has the
+        page."""
         self._heard.update(which)
         for i, status in zip(which, statuses, strict=True):
-            lacking[i] = status in (ReadStatus.ABSENT, ReadStatus.CORRUPT)
+            if status in (ReadStatus.ABSENT, ReadStatus.CORRUPT):
+                self._lacking.add(i)
             if status is not ReadStatus.ABSENT:
                 self._statuses[i] = status
 
@@ -681,13 +668,13 @@ class Writing:
         self._reason = ""
         self._late = False
         self.late = False
-        """The time of one that was asked was up, and pages are not stored by that."""
+        """The time of a level was up, so pages are not stored."""
 
     def run(self) -> WriteResult:
-        """Give the pages to one level after another.
+        """Write the pages to each level.
 
         Raises:
-            StorageError: none of them could do anything.
+            StorageError: all of them failed.
         """
         answered = False
         for number, level in enumerate(self._levels):
@@ -696,7 +683,7 @@ class Writing:
                 answered = True
                 break
             limit = share(self._levels, number, self._deadline)
-            done = 0  # of these keys this level has said what became of them
+            done = 0  # keys for which this level has given a status
             try:
                 for piece in self._pieces(level):
                     self._write(level, piece, limit)
@@ -742,8 +729,8 @@ class Writing:
         self._reason = self._reason or reason
 
     def _note(self, which: range, statuses: Sequence[WriteStatus]) -> None:
-        """The last level that has a page says whether it was there; if none has it, one that failed
-        says so, and then one that refused it."""
+        """The status of a page is that of the last level that has it; if none has it, FAILED before
+        REFUSED."""
         has = (WriteStatus.STORED, WriteStatus.PRESENT)
         for i, status in zip(which, statuses, strict=True):
             before = self._statuses[i]
@@ -758,29 +745,30 @@ class Writing:
 
 
 def pieces(numbers: Sequence[int], page_bytes: int) -> Iterator[list[int]]:
-    """Of the numbers of pages as many at a time as our own memory is for."""
+    """The numbers of pages, as many at a time as fit into our own memory."""
     most = max(1, PIECE // page_bytes)
     for first in range(0, len(numbers), most):
         yield list(numbers[first : first + most])
 
 
-# ---- Several storages as one: fast and small in front, slow and large behind.
+# ---- The storage itself.
 
 _CLOSING = 10.0  # seconds that `close` waits for a page that is being promoted
 
 
 class StackedStorage(Owned):
-    """Storages one behind the other, the nearest first. Each is given every page; a page is read
-    from the nearest that has it, and written to those in front of that one, in the background.
+    """Two storages, the nearer first. Both are given every page; a page is read from the near one
+    if that has it, else from the far one, and then written to the near one in the background.
 
     One that fails, hangs or refuses costs what only it has, and nothing else: each has a breaker of
-    its own, and a share of a call's time. The nearest one is called in the caller's thread with the
-    caller's buffers, and costs what it costs alone. The others are called in threads of their own
-    and with memory of ours, up to 64 MiB (or one page) for a call: so one of them that does not
-    come back keeps neither the caller nor the caller's pages.
+    its own, and a share of a call's time. The near one is called in the caller's thread with the
+    caller's buffers, and costs what it costs alone. The far one is called in threads of its own and
+    with memory of ours, up to 64 MiB (or one page) for a call: so if it does not return, it keeps
+    neither the caller nor the caller's pages.
 
-    What a storage has missed while it was not asked, it gets when the page is read from one behind
-    it, or written again. What one evicts is not moved to the next, which has had it from the start.
+    Pages that the near one has missed while it was not asked, it gets when they are read from the
+    far one, or written again. Pages that it evicts are not moved: the far one has had them from the
+    start.
     """
 
     def __init__(
@@ -797,28 +785,29 @@ class StackedStorage(Owned):
         """Owns the storages, and closes them.
 
         Args:
-            storages: one or more, the nearest first, all opened for the same spec.
-            names: how messages call them; None: by their classes.
-            promote_bytes: of pages that wait to be written to a nearer storage, at most; what is
-                more is not. 0: nothing is promoted.
+            storages: two, the nearer first, opened for the same spec; or one, where the other is
+                missing.
+            names: for messages; None: their classes.
+            promote_bytes: of pages that wait to be written to the near storage, at most; further
+                ones are not promoted. 0: none is.
             promote_seconds: that writing the promoted pages of one read may take; `delete`, `clear`
                 and `close` wait for it.
             failures: of one storage in a row, after which it is not asked. Fewer than a tier's: so
-                that one storage that fails does not have the whole stack left alone.
+                that one storage that fails does not disable the whole stack.
             retry: seconds until it is tried again.
             clock: in seconds, for breakers and for what hangs; for tests.
 
         Raises:
-            ConfigError: no storage, other specs, or an argument out of range.
+            ConfigError: no storage, or more than two; other specs, or an argument out of range.
         """
         _fitting(storages)
         self.spec = storages[0].spec
-        self.wants_tokens = any(each.wants_tokens for each in storages)
+        self.wants_tokens = any(storage.wants_tokens for storage in storages)
         for name, seconds in (("retry", retry), ("promote_seconds", promote_seconds)):
             if Deadline(seconds, clock, name).timeout < 0:
                 raise ConfigError(f"{name}: expected seconds, 0 or more, found {seconds!r}")
         _arguments.count(failures, "failures", 1, 1 << 30)
-        kinds = names or [type(each).__name__ for each in storages]
+        kinds = names or [type(storage).__name__ for storage in storages]
         if len(kinds) != len(storages):
             raise ConfigError(f"names: expected {len(storages)}, one a storage, found {len(kinds)}")
         self._levels: list[Level] = []
@@ -827,14 +816,14 @@ class StackedStorage(Owned):
             breaker = storage_breaker(failures, retry, clock, name)
             self._levels.append(Level(storage, name, breaker, clock, apart=number > 1))
         most = _arguments.count(promote_bytes, "promote_bytes", 0, 1 << 50)
-        self._promoter = Promoter(most, promote_seconds)
+        self._promoter = Promoter(self._levels[0], most, promote_seconds)
         self._counters = Counters()
         self._calls = Calls()
 
     # ---- the protocol
 
     def contains(self, keys: Keys, *, timeout: float) -> int:
-        """See `Storage.contains`: the prefix may lie in several storages. One that fails, or is not
+        """See `Storage.contains`: the prefix may lie in both storages. One that fails, or is not
         asked, counts as one that has nothing."""
         check_keys(keys)
         asking = Asking(self._levels, keys, self._begin("contains", timeout))
@@ -847,8 +836,8 @@ class StackedStorage(Owned):
             self._counters.timed_out(asking.late)
 
     def read(self, keys: Keys, buffers: Sequence[Buffer], *, timeout: float) -> ReadResult:
-        """See `Storage.read`. Of a page that nobody has: CORRUPT or FAILED if one that was asked
-        says so, else ABSENT."""
+        """See `Storage.read`. Of a page that none has: CORRUPT or FAILED if one that was asked says
+        so, else ABSENT."""
         _, views = check_batch(keys, buffers, self.spec.page_bytes, writable=True)
         self._calls.check()
         deadline = Deadline(timeout)
@@ -873,9 +862,9 @@ class StackedStorage(Owned):
         parent: Keys | None = None,
         tokens: TokenRows | None = None,
     ) -> WriteResult:
-        """See `Storage.write`. A page is stored when one storage has it; the furthest that has it
-        says whether it is STORED or was PRESENT. Of one that nobody has: FAILED if one that was
-        asked says so, else REFUSED. Token ids go to those that want them."""
+        """See `Storage.write`. A page is stored when one storage has it; the last that has it says
+        whether it is STORED or was PRESENT. Of a page that none has: FAILED if one that was asked
+        says so, else REFUSED. Token ids go to those that want them."""
         _, views = check_batch(keys, buffers, self.spec.page_bytes, writable=False)
         check_tokens(tokens, len(keys))
         check_parent(parent)
@@ -894,7 +883,7 @@ class StackedStorage(Owned):
         return self._counters.write(result, timed_out=writing.late)
 
     def delete(self, keys: Keys, *, timeout: float) -> int:
-        """See `Storage.delete`: from all. Returns the most that one of them had: what each has on
+        """See `Storage.delete`: from both. Returns the most that one of them had: what each has on
         its own is not known."""
         check_keys(keys)
         return self._remove("delete", timeout, lambda level, left: level.delete(keys, left))
@@ -905,15 +894,15 @@ class StackedStorage(Owned):
 
     def stats(self) -> StorageStats:
         """See `Storage.stats`, as callers saw them. Pages and bytes are those of the storage that
-        has most of them; evicted is what the last one let go of."""
+        has most of them; evicted those that the far one evicted."""
         levels = self.levels()
-        most = max((one.stats for one in levels), key=lambda found: found.pages)
+        most = max((level.stats for level in levels), key=lambda stats: stats.pages)
         ours = self._counters.snapshot(most.pages, most.bytes)
         return replace(ours, evicted=levels[-1].stats.evicted)
 
     def close(self) -> None:
-        """See `Storage.close`. All are closed, also when one raises; pages that wait to be promoted
-        are not.
+        """See `Storage.close`. Both are closed, also when one raises; pages that wait to be
+        promoted are not.
 
         Raises:
             StorageError: the first one that could not be closed; call again.
@@ -938,11 +927,11 @@ class StackedStorage(Owned):
     # ---- more than the protocol
 
     def levels(self) -> tuple[LevelStats, ...]:
-        """What each storage does, the nearest first."""
+        """The state of each storage, the nearer first."""
         return tuple(level.stats() for level in self._levels)
 
     def settle(self, timeout: float) -> bool:
-        """Wait until all that was read is promoted; False: not in these seconds."""
+        """Wait until all promotions are done; False: not in these seconds."""
         return self._promoter.settle(timeout)
 
     # ---- within
@@ -956,7 +945,7 @@ class StackedStorage(Owned):
         return deadline
 
     def _remove(self, what: str, timeout: float, remove: Any) -> int:
-        """Remove from all levels, and from what waits to be promoted."""
+        """Remove from both levels, and from the pages that wait to be promoted."""
         deadline = self._begin(what, timeout)
         gone = 0
         errors: list[str] = []
@@ -968,7 +957,7 @@ class StackedStorage(Owned):
                         gone = max(gone, remove(level, left))
                     except StorageError as error:
                         errors.append(str(error).removeprefix(f"{what}: "))
-        except StorageError as error:  # nobody was asked
+        except StorageError as error:  # no level was asked
             errors.append(str(error))
         self._calls.check()
         self._counters.deleted(gone)
@@ -982,20 +971,21 @@ def _fitting(storages: Sequence[Storage]) -> None:
     given: Any = storages
     if not isinstance(given, (list, tuple)):
         raise ConfigError(f"storages: expected a list of them, found {storages!r}")
-    wrong = [each for each in given if not isinstance(each, Storage)]
+    wrong = [storage for storage in given if not isinstance(storage, Storage)]
     if wrong:
         raise ConfigError(f"storages: expected each a Storage, found {wrong[0]!r}; open them first")
-    if not storages:
-        raise ConfigError("storages: expected one or more, found none")
-    if len({id(each) for each in storages}) < len(storages):
+    if not 1 <= len(storages) <= 2:
+        raise ConfigError(
+            f"storages: expected two, the nearer first, found {len(storages)}; a stack has two "
+            "levels: leave the others out"
+        )
+    if len(storages) == 2 and storages[0] is storages[1]:
         raise ConfigError("storages: expected each once, found one twice")
-    first = storages[0].spec
-    for number, each in enumerate(storages[1:], 2):
-        if each.spec != first:
-            raise ConfigError(
-                f"storages: expected all to be opened for {first}, found storage {number} for "
-                f"{each.spec}"
-            )
+    near, far = storages[0].spec, storages[-1].spec
+    if far != near:
+        raise ConfigError(
+            f"storages: expected all to be opened for {near}, found storage 2 for {far}"
+        )
 
 
 # ---- Stacks of storages by URL: `stack:?promote=64MiB|disk:/mnt/nvme/cache|s3://bucket/prefix`.
@@ -1005,20 +995,21 @@ _EXAMPLE = "'stack:disk:/mnt/nvme/cache|s3://bucket/prefix'"
 
 
 def split(parts: Sequence[str]) -> tuple[str, list[str]]:
-    """What stands between the bars: options, without their question mark, and the URLs.
+    """The options, without their question mark, and the URLs between the bars.
 
     Raises:
-        ConfigError: fewer than two URLs, or something that is none.
+        ConfigError: another number of URLs than two, or something that is none.
     """
-    for each in parts:
-        if not isinstance(each, str):
-            raise ConfigError(f"storage: expected URLs in a list, found {each!r}")
+    for part in parts:
+        if not isinstance(part, str):
+            raise ConfigError(f"storage: expected URLs in a list, found {part!r}")
     query = parts[0][1:] if parts and parts[0].startswith("?") else ""
     urls = list(parts[1:] if query or parts[:1] == ["?"] else parts)
-    if len(urls) < 2:
+    if len(urls) != 2:
         raise ConfigError(
-            f"stack: expected two URLs or more, the nearest first and with | between them, as in "
-            f"{_EXAMPLE}, found {len(urls)}; in a shell put them in quotes"
+            f"stack: expected two URLs, the nearer first and with | between them, as in "
+            f"{_EXAMPLE}, found {len(urls)}; in a shell put them in quotes, in a password '|' is "
+            "written %7C"
         )
     for number, url in enumerate(urls, 1):
         if ":" not in url:
@@ -1032,7 +1023,7 @@ def split(parts: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def parse(options: Mapping[str, str]) -> dict[str, Any]:
-    """Arguments of `open_stack` and `StackedStorage`: those that are said.
+    """Arguments of `open_stack` and `StackedStorage`: those that are given.
 
     Raises:
         ConfigError: an option that there is not, or a value that is none.
@@ -1057,11 +1048,11 @@ def open_stack(
     skip: bool = False,
     **how: Any,
 ) -> StackedStorage:
-    """Open all of them; if one cannot be opened, those that were are closed again.
+    """Open both; if one cannot be opened, the other is closed again.
 
     Args:
-        skip: do without one that cannot be opened, with a warning, for as long as this lasts.
-            Whatever the reason is, but that its URL is wrong.
+        skip: do without one that cannot be opened, with a warning, for the life of the stack.
+            Whatever the reason is, except a wrong URL.
         how: for `StackedStorage`.
 
     Raises:
@@ -1080,7 +1071,7 @@ def open_stack(
                 names.append(f"{url.partition(':')[0]}:")
             except ConfigError as wrong:
                 raise ConfigError(f"stack, storage {name} {wrong}") from wrong
-            except Exception as raised:  # somebody else's opener may raise anything
+            except Exception as raised:  # a registered opener may raise anything
                 said = str(raised) if isinstance(raised, LightcacheError) else repr(raised)
                 first, why = first or raised, why or said
                 if not skip:
@@ -1093,9 +1084,9 @@ def open_stack(
             raise StorageError(f"stack: none of {len(urls)} can be opened: {why}") from first
         return StackedStorage(opened, names=names, **how)
     except BaseException:
-        for each in opened:
-            with contextlib.suppress(Exception):  # what was raised first says what is wrong
-                each.close()
+        for storage in opened:
+            with contextlib.suppress(Exception):  # the first error says what is wrong
+                storage.close()
         raise
 
 
@@ -1115,7 +1106,6 @@ __all__ = [
     "StackedStorage",
     "Writing",
     "open_stack",
-    "own_memory",
     "parse",
     "pieces",
     "share",

@@ -21,9 +21,9 @@ from urllib.parse import unquote
 from lightcache.errors import ConfigError, LightcacheError, StorageError
 from lightcache.storage import stacked
 from lightcache.storage.arguments import check_spec
-from lightcache.storage.flaky import FlakyStorage
 from lightcache.storage.memory import MemoryStorage
 from lightcache.storage.protocol import Storage, StorageSpec
+from lightcache.storage.testing.faults import FlakyStorage
 
 GROUP = "lightcache.storage"
 REMOTE = {
@@ -39,7 +39,7 @@ where, options)`, which checks a URL without connecting, and `open_url(scheme, w
 spec)`. It imports the store's client when it is opened, and says what to install."""
 
 Opener = Callable[[str, StorageSpec], Storage]
-"""Opens what stands behind "scheme:" for a spec. Raises ConfigError or StorageError."""
+"""Opens the rest of a URL, after "scheme:", for a spec. Raises ConfigError or StorageError."""
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 
@@ -55,8 +55,8 @@ def open_storage(
     Args:
         url: `disk:/mnt/nvme/cache?capacity=1TiB`, `redis://host:6379/0`, `s3://bucket/prefix`,
             `mooncake://host:50051`, `memory:`, `memory:?capacity=1GiB`,
-            `flaky:read_fail=0.1,corrupt=0.01,seed=3:memory:`, or of a scheme of somebody else's.
-            Several, in a list or as `stack:URL|URL`: a `StackedStorage`, the nearest first.
+            `flaky:read_fail=0.1,corrupt=0.01,seed=3:memory:`, or of a registered scheme.
+            Two, in a list or as `stack:URL|URL`: a `StackedStorage`, the nearer first.
         page_bytes: of a page; or
         spec: whose pages they are: `StorageSpec.of(cache)`.
 
@@ -79,8 +79,8 @@ def open_storage(
 
 
 def check_url(url: str | Sequence[str]) -> None:
-    """Say what is wrong with a URL, or several, as far as that can be said without making anything:
-    a disk is not opened, since that would take its room for pages of a size that nobody has.
+    """Check a URL, or two, as far as that is possible without opening anything: a disk is not
+    opened, since that would reserve its space for pages of a wrong size.
 
     Raises:
         As `open_storage`.
@@ -107,11 +107,11 @@ def check_url(url: str | Sequence[str]) -> None:
     elif scheme == "memory":
         _open_memory(rest, StorageSpec(1)).close()  # any capacity has room for such a page
     else:
-        _opener(scheme)  # what somebody else's URL says, only its opener knows
+        _opener(scheme)  # only its opener knows its URLs
 
 
 def register(scheme: str, opener: Opener) -> None:
-    """Have URLs of a scheme opened by this, in this process. For tests, and for who has no package.
+    """Have URLs of a scheme opened by this, in this process. For tests, and without a package.
 
     Raises:
         ConfigError: no name of a scheme, one that is taken, or nothing that can be called.
@@ -159,7 +159,7 @@ def _opener(scheme: str) -> Opener:
 
 
 def _guarded(scheme: str, opener: Opener) -> Opener:
-    """Somebody else's: whatever it does instead of opening a storage is a StorageError."""
+    """An opener of another package: whatever it does instead of opening is a StorageError."""
 
     def opened(rest: str, spec: StorageSpec) -> Storage:
         try:
@@ -196,7 +196,7 @@ def _options(text: str, separator: str) -> dict[str, str]:
 
 
 def _parts(url: object) -> tuple[str, str]:
-    """The scheme, and what stands behind it."""
+    """The scheme, and the rest."""
     if not isinstance(url, str):
         raise ConfigError(f"storage: expected a URL such as 'memory:', or a list, found {url!r}")
     scheme, colon, rest = url.partition(":")
@@ -209,7 +209,7 @@ def _parts(url: object) -> tuple[str, str]:
 
 
 def _alone(url: str | Sequence[str]) -> str | Sequence[str]:
-    """Of a list of one the one: whoever collects URLs may have found no more."""
+    """Of a list of one URL, that URL."""
     return url[0] if isinstance(url, (list, tuple)) and len(url) == 1 else url
 
 
@@ -267,7 +267,7 @@ def _open_memory(rest: str, spec: StorageSpec) -> Storage:
 
 
 def _open_disk(rest: str, spec: StorageSpec) -> Storage:
-    from lightcache.storage.disk import DiskStorage  # its index is only needed by who has a disk
+    from lightcache.storage.disk import DiskStorage  # its index is only needed for a disk
 
     where, _, query = rest.partition("?")
     return DiskStorage.open(where, _options(query, "&") if query else {}, spec)
@@ -300,7 +300,7 @@ def _remote_options(scheme: str, query: str) -> dict[str, str]:
 
 
 def _flaky_of(rest: str) -> tuple[dict[str, str], str]:
-    """Options, and the URL of what stands behind."""
+    """Options, and the URL of the storage to be wrapped."""
     options, colon, inner = rest.partition(":")
     if not colon or not inner:
         raise ConfigError(

@@ -17,9 +17,9 @@ from typing import Any
 from support.disks import KEYS, disk, put
 
 from lightcache import PageIndex
-from lightcache.storage.conformance import make_keys, pages_of
 from lightcache.storage.disk import folder
 from lightcache.storage.disk.slots import SlotFiles
+from lightcache.storage.testing.conformance import make_keys, pages_of
 
 PROMPT, SLOTS = 6, 40
 POINTS = {

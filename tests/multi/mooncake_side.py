@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 from lightcache.storage import Storage, StorageSpec, open_storage
-from lightcache.storage.conformance import make_keys, pages_of
+from lightcache.storage.testing.conformance import make_keys, pages_of
 
 PROMPT, PAGE_BYTES = 6, 1 << 18
 SPEC = StorageSpec(PAGE_BYTES, "nodes")

@@ -58,7 +58,7 @@ class Node:
     def settle(self) -> None:
         """What is to be written is written."""
         for tier in self.tiers:
-            assert tier._crew.wait_idle(WAIT)
+            assert tier._executor.wait_idle(WAIT)
             assert tier.stats().failed == tier.stats().corrupt == 0
 
     def prompt(self, order: dict[str, Any]) -> Prompt:

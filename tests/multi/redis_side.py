@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 
 from lightcache.storage import StorageSpec, open_storage
-from lightcache.storage.conformance import make_keys, pages_of
+from lightcache.storage.testing.conformance import make_keys, pages_of
 
 SEED = 23
 FOREVER = 600.0

@@ -4,8 +4,8 @@ service_side.py serve NAME FOLDER SLOTS        says "serving"; serves until stdi
 service_side.py ask NAME SEED                  writes and reads prompts of its own, again and
                                                again; says the number of each round
 service_side.py half NAME                      pushes the first part of a task; says "half"
-service_side.py hold NAME SEED                 has a prompt held; says how many pages, and again
-                                               what came of publishing them
+service_side.py ready NAME SEED                says "ready", then prefetches a prompt; says how many
+                                               pages came
 service_side.py wait NAME SEED                 asks for one prompt; says how it ended, and how
                                                another one did when the service is gone
 """
@@ -20,10 +20,9 @@ from support.storing import SECRET, fill, sound
 
 from lightcache import Cache
 from lightcache.storage import StorageSpec
-from lightcache.storage.conformance import make_keys
 from lightcache.storage.service import StorageClient, StorageService
-from lightcache.storage.service.bodies import Ask
-from lightcache.storage.service.messages import Kind, split
+from lightcache.storage.service.messages import Ask, Kind, split
+from lightcache.storage.testing.conformance import make_keys
 
 PROMPT = 12  # pages
 
@@ -69,16 +68,15 @@ def half(name: str) -> None:
     sys.stdin.read()
 
 
-def hold(name: str, seed: str) -> None:
+def ready(name: str, seed: str) -> None:
     """See above."""
     with (
         Cache.attach(name, role="engine", secret=SECRET) as cache,
         StorageClient(cache, silence=60.0) as client,
     ):
-        task = client.prefetch(prompt(int(seed), 0), hold=True)  # type: ignore[arg-type]
-        print(task.wait(60.0).prefix, flush=True)
+        print("ready", flush=True)
         sys.stdin.readline()
-        result = task.publish(PROMPT).wait(60.0)
+        result = client.prefetch(prompt(int(seed), 0)).wait(60.0)  # type: ignore[arg-type]
         print(result.prefix, *result.reasons, flush=True)
         sys.stdin.readline()
 
@@ -95,5 +93,5 @@ def wait(name: str, seed: str) -> None:
 
 
 if __name__ == "__main__":
-    sides = {"serve": serve, "ask": ask, "half": half, "hold": hold, "wait": wait}
+    sides = {"serve": serve, "ask": ask, "half": half, "ready": ready, "wait": wait}
     sides[sys.argv[1]](*sys.argv[2:])

@@ -13,8 +13,9 @@ import sys
 from support.storing import SECRET, stored
 
 from lightcache import Cache
-from lightcache.storage import Fault, FlakyStorage, StorageTier
-from lightcache.storage.conformance import make_keys
+from lightcache.storage import StorageTier
+from lightcache.storage.testing import Fault, FlakyStorage
+from lightcache.storage.testing.conformance import make_keys
 
 SEED = 11
 

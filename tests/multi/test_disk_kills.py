@@ -16,8 +16,8 @@ from multi import pausing
 from multi.disk_side import POINTS, PROMPT, SLOTS, prompt
 from support.disks import CORRUPT, OK, PRESENT, STORED, disk, got, indexes, put, where
 
-from lightcache.storage.conformance import make_keys
 from lightcache.storage.disk import DiskStorage
+from lightcache.storage.testing.conformance import make_keys
 
 __all__ = ["where"]
 

@@ -17,8 +17,9 @@ from multi.mooncake_side import PAGE_BYTES, PROMPT, SPEC, prompt
 from support.mooncake_server import Cluster, own_cluster
 from support.servers import hold
 
-from lightcache.storage import ReadStatus, WriteStatus, open_storage
-from lightcache.storage.conformance import pages_of
+from lightcache.storage import open_storage
+from lightcache.storage.protocol import ReadStatus, WriteStatus
+from lightcache.storage.testing.conformance import pages_of
 
 __all__ = ["own_cluster"]
 pytestmark = [pytest.mark.crash, pytest.mark.servers]

@@ -16,9 +16,10 @@ from multi.redis_side import SEED
 from support.proxy import Proxy
 from support.redis_server import Server, redis_server, redis_url
 
-from lightcache.storage import ReadStatus, StorageSpec, WriteStatus, open_storage
-from lightcache.storage.conformance import make_keys, pages_of
-from lightcache.storage.remote import trailer
+from lightcache.storage import StorageSpec, open_storage
+from lightcache.storage.protocol import ReadStatus, WriteStatus
+from lightcache.storage.remote.base import TRAILER_BYTES
+from lightcache.storage.testing.conformance import make_keys, pages_of
 
 pytestmark = [pytest.mark.crash, pytest.mark.servers]
 
@@ -83,7 +84,7 @@ def test_killed_in_the_middle_of_a_write(
         with redis_server.client() as client:
             wait_until(lambda: len(client.client_list()) <= others + 1, "the server has noticed")
             assert {client.strlen(name) for name in client.scan_iter()} <= {
-                PAGE_BYTES + trailer.BYTES
+                PAGE_BYTES + TRAILER_BYTES
             }
         with open_storage(redis_url, spec=SPEC) as storage:
             there = found(storage)

@@ -15,8 +15,9 @@ from multi.s3_side import SEED
 from support.proxy import Proxy
 from support.s3_server import Server, opened, s3_credentials, s3_server
 
-from lightcache.storage import ReadStatus, StorageSpec, WriteStatus
-from lightcache.storage.conformance import make_keys, pages_of
+from lightcache.storage import StorageSpec
+from lightcache.storage.protocol import ReadStatus, WriteStatus
+from lightcache.storage.testing.conformance import make_keys, pages_of
 
 __all__ = ["s3_credentials", "s3_server"]
 

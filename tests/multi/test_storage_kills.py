@@ -16,7 +16,7 @@ from support.storing import fill, make_cache, nothing_is_held, sound, stored
 
 from lightcache import Cache
 from lightcache.storage import StorageTier
-from lightcache.storage.conformance import make_keys
+from lightcache.storage.testing.conformance import make_keys
 
 pytestmark = [pytest.mark.crash]
 

@@ -25,7 +25,7 @@ from lightcache import Cache, NotReady
 from lightcache.shm import layout, sweep
 from lightcache.storage import StorageSpec, TaskState
 from lightcache.storage.disk import DiskStorage
-from lightcache.storage.service import ServiceStats, StorageClient, rings, service_stats
+from lightcache.storage.service import ServiceStats, StorageClient, board, service_stats
 
 pytestmark = [pytest.mark.crash]
 
@@ -279,45 +279,6 @@ def write_one(cache: Cache) -> None:
         cache.evict(cache.pages)
 
 
-def test_a_client_is_killed_while_pages_are_held_for_it(
-    sides: Any, cache: Cache, where: Path, wait_until: Wait
-) -> None:
-    service = serve(sides, cache, where)
-    write_one(cache)
-    client = sides("hold", cache.name, 0)
-    assert client.says() == str(PROMPT)
-    assert cache.stats().writing == PROMPT
-    client.kill()
-    wait_until(lambda: cache.stats().writing == 0, "what was held for it")
-    with StorageClient(cache) as other:
-        keys: Any = prompt(0, 0)
-        assert other.prefetch(keys).wait(LIMIT).prefix == PROMPT
-        assert sound(cache, keys) == PROMPT
-    assert service.end() == 0
-
-
-def test_the_service_is_killed_while_it_holds_pages(
-    sides: Any, cache: Cache, where: Path, wait_until: Wait
-) -> None:
-    service = serve(sides, cache, where)
-    write_one(cache)
-    client = sides("hold", cache.name, 0)
-    assert client.says() == str(PROMPT)
-    service.kill()
-    again = serve(sides, cache, where)  # which reaps
-    assert cache.stats().writing == 0
-    client.go_on()
-    said = client.says()
-    assert said.startswith(f"0 the storage service that held pages (pid {service.process.pid})")
-    client.go_on()
-    assert client.end() == 0
-    with StorageClient(cache) as other:
-        keys: Any = prompt(0, 0)
-        assert other.prefetch(keys).wait(LIMIT).prefix == PROMPT
-        assert sound(cache, keys) == PROMPT
-    assert again.end() == 0
-
-
 def test_two_services(sides: Any, cache: Cache, where: Path, tmp_path: Path) -> None:
     first = serve(sides, cache, where)
     second = sides("serve", cache.name, where, SLOTS)
@@ -331,9 +292,9 @@ def test_a_client_that_was_stopped_hears_what_became_of_its_task(
 ) -> None:
     service = serve(sides, cache, where)
     write_one(cache)
-    client = sides("hold", cache.name, 0)
-    assert client.says() == str(PROMPT)
-    with rings.tasks(cache) as ring:
+    client = sides("ready", cache.name, 0)
+    assert client.says() == "ready"
+    with board.tasks_ring(cache) as ring:
         at = ring.segment.address + layout.LOCK_OFFSET
         lock = layout.LockRecord.from_address(at)
         service.stop()
@@ -346,7 +307,7 @@ def test_a_client_that_was_stopped_hears_what_became_of_its_task(
         client.stop()
     service.signal(signal.SIGCONT)
     keys: Any = prompt(0, 0)
-    wait_until(lambda: cache.peek(keys) == PROMPT, "the pages that were held")
+    wait_until(lambda: cache.peek(keys) == PROMPT, "its pages")
     with StorageClient(cache) as other:
         assert other.prefetch(keys).wait(LIMIT).present == PROMPT
     client.signal(signal.SIGCONT)

@@ -21,12 +21,8 @@ from support.storing import (
 )
 
 from lightcache import Cache
-from lightcache.storage import (
-    Fault,
-    FlakyStorage,
-    StorageTier,
-    TaskState,
-)
+from lightcache.storage import StorageTier, TaskState
+from lightcache.storage.testing import Fault, FlakyStorage
 
 TOKENS = np.arange(1, 12 * PAGE_TOKENS + 1)
 

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightcache.storage import ReadStatus, Storage, StorageSpec, WriteStatus
-from lightcache.storage.conformance import PAGE_BYTES, SPEC, make_keys, pages_of
+from lightcache.storage import Storage, StorageSpec
 from lightcache.storage.disk import DiskStorage
 from lightcache.storage.disk.folder import index_name
 from lightcache.storage.disk.slots import file_of, slot_bytes
+from lightcache.storage.protocol import ReadStatus, WriteStatus
+from lightcache.storage.testing.conformance import PAGE_BYTES, SPEC, make_keys, pages_of
 
 SLOT = slot_bytes(PAGE_BYTES)
 KEYS = make_keys(12, seed=5)

@@ -137,8 +137,7 @@ def _messages() -> Iterator[tuple[str, bytes]]:
     from lightcache.manager.ranks.messages import Decisions, Kind, Order, encode
     from lightcache.namespaces import Namespace
     from lightcache.storage import TaskState
-    from lightcache.storage.service.bodies import Ask, Publish
-    from lightcache.storage.service.messages import Answer, Part
+    from lightcache.storage.service.messages import Answer, Ask, Part
     from lightcache.storage.service.messages import Kind as Asked
 
     ticket = bytes(range(TICKET_BYTES))
@@ -147,20 +146,19 @@ def _messages() -> Iterator[tuple[str, bytes]]:
     yield "rank step", encode(Decisions(3, {"a": (1, 2)}, b"x", (1,), (2,), ("b",)))
     yield "rank roll call", encode(None)
     space = Namespace("weights", "tenant", 5)
-    yield "storage ask", Ask(1.0, 2.0, _keys(), space, 8, 9, 1, 2, hold=True).pack()
-    yield "storage publish", Publish(1.0, 2.0, 3, 4).pack()
+    yield "storage ask", Ask(1.0, 2.0, _keys(), space, 8, 9, 1, 2).pack()
     yield "storage part", Part(Asked.WRITE, 1, 2, 3, 0, 1, b"body").pack()
     yield "storage answer", Answer(1, TaskState.FINISHED, 2, {}, ("why",)).pack()
 
 
 def _stored() -> Iterator[tuple[str, bytes]]:
     from lightcache.storage.disk.slots import Footer
-    from lightcache.storage.remote import trailer
+    from lightcache.storage.remote.base import make_trailer
 
     key = bytes(range(16))
     footer = Footer(bytes(8), 1, 2, key, bytes(16), 3, 4, 5)
     yield "disk footer", footer.pack().rstrip(b"\0")
-    yield "remote trailer", trailer.make(key, b"page")
+    yield "remote trailer", make_trailer(key, b"page")
 
 
 def _segments() -> Iterator[tuple[str, bytes]]:

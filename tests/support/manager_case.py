@@ -20,7 +20,7 @@ from lightcache.manager import (
 )
 from lightcache.shm.layout import SegmentHeader
 from lightcache.storage import BaseTier
-from lightcache.storage.tiers import StorageTask
+from lightcache.storage.tasks import StorageTask, TaskProgress
 
 SECRET = b"a secret of tests"
 
@@ -221,10 +221,10 @@ class Shelf(BaseTier):
 
     def write(self, keys: Any, request: Any = None, **how: Any) -> Any:
         """See `Writer.store`: this one is filled by the tests."""
-        made = StorageTask("write", len(keys), None)
-        made._count(stored=len(keys))
-        made._end(failed=False)
-        return made
+        progress = TaskProgress("write", len(keys), None)
+        progress.count(stored=len(keys))
+        progress.end(failed=False)
+        return StorageTask(progress)
 
     def prefetch_deepest(self, keys: Any, **how: Any) -> Any:
         """Nobody asks it for that."""
@@ -241,7 +241,7 @@ class Shelf(BaseTier):
         """Nothing is held."""
         return True
 
-    def _take_figures(self) -> Any:
+    def take_figures(self) -> Any:
         """It has none."""
         return {}
 

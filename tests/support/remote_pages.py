@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from lightcache.storage import ReadStatus, Storage
-from lightcache.storage.conformance import make_keys, pages_of
+from lightcache.storage import Storage
+from lightcache.storage.protocol import ReadStatus
+from lightcache.storage.testing.conformance import make_keys, pages_of
 
 KEYS = make_keys(12)
 PAGES = list(pages_of(KEYS))

@@ -14,7 +14,7 @@ import pytest
 from lightcache import Cache, LockTimeout
 from lightcache.shm import layout
 from lightcache.storage import Storage, StorageTier
-from lightcache.storage.service import StorageClient, StorageService, rings
+from lightcache.storage.service import StorageClient, StorageService, board
 
 
 class ServedTier(StorageClient):
@@ -31,11 +31,11 @@ class ServedTier(StorageClient):
             raise
 
     @property
-    def _crew(self) -> Any:
+    def _executor(self) -> Any:
         """The threads of the service's tier, once it has done all that this client asked for."""
         with self._changed:
             assert self._changed.wait_for(lambda: not self._asked, 60.0)
-        return self.serving._tier._crew
+        return self.serving._tier._executor
 
     def close(self, timeout: float = 10.0) -> bool:
         """The client first: what it waits for, the service does."""
@@ -82,7 +82,7 @@ def failing(error: Exception) -> Callable[..., Any]:
 
 
 def push(cache: Cache, *messages: bytes) -> None:
-    with rings.tasks(cache) as ring:
+    with board.tasks_ring(cache) as ring:
         for message in messages:
             ring.push(message, timeout=60.0)
 
@@ -90,7 +90,7 @@ def push(cache: Cache, *messages: bytes) -> None:
 @contextlib.contextmanager
 def held_lock(cache: Cache, client: StorageClient) -> Iterator[None]:
     """Of the ring of tasks, as by somebody who was stopped in a push."""
-    with rings.tasks(cache) as other:
+    with board.tasks_ring(cache) as other:
         lock = layout.LockRecord.from_address(other.segment.address + layout.LOCK_OFFSET)
         holder = other.segment.client
         assert holder is not None

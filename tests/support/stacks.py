@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from lightcache.storage import FlakyStorage, MemoryStorage, ReadStatus, Storage
-from lightcache.storage.conformance import PAGE_BYTES, SPEC, make_keys, pages_of
+from lightcache.storage import MemoryStorage, Storage
+from lightcache.storage.protocol import ReadStatus
 from lightcache.storage.stacked import StackedStorage
+from lightcache.storage.testing import FlakyStorage
+from lightcache.storage.testing.conformance import PAGE_BYTES, SPEC, make_keys, pages_of
 
 KEYS = make_keys(8, seed=21)
 ALL = range(8)

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from lightcache import Cache
-from lightcache.storage import MemoryStorage, ReadStatus, Storage, StorageSpec
-from lightcache.storage.conformance import make_keys, pages_of
+from lightcache.storage import MemoryStorage, Storage, StorageSpec
+from lightcache.storage.protocol import ReadStatus
+from lightcache.storage.testing.conformance import make_keys, pages_of
 
 SECRET = b"a secret of tests"
 PAGE_BYTES, PAGE_TOKENS = 4096, 16
@@ -100,12 +101,12 @@ def nothing_is_held(cache: Cache) -> None:
 
 def threads(tier: Any) -> list[Any]:
     """Those of a tier."""
-    return [*tier._crew.threads, tier._crew._watcher]
+    return [*tier._executor.threads, tier._executor._watcher]
 
 
 def given_back(tier: Any) -> None:
     """Wait for what cancelled tasks give back, which the tier's own thread does."""
-    crew = tier._crew
+    crew = tier._executor
     with crew.changed:
         assert crew.changed.wait_for(lambda: not (crew._cancelled or crew._returning), 60.0)
 

@@ -8,7 +8,8 @@ import pytest
 from support.redis_server import Server, redis_server, redis_url
 
 from lightcache import ConfigError, StorageError
-from lightcache.storage import MemoryStorage, WriteResult, WriteStatus, urls
+from lightcache.storage import MemoryStorage, urls
+from lightcache.storage.protocol import WriteResult, WriteStatus
 from lightcache_bench import _plain_redis, _remote, storage
 
 pytestmark = pytest.mark.servers

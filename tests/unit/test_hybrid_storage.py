@@ -15,7 +15,7 @@ from lightcache.errors import StorageError
 from lightcache.hybrid.checkpoints import Tier
 from lightcache.manager import Prompt, Wishes, WritePolicy
 from lightcache.storage import MemoryStorage, StorageSpec, StorageTier, TaskState
-from lightcache.storage.conformance import make_keys
+from lightcache.storage.testing.conformance import make_keys
 
 KEYS = make_keys(12, seed=5)
 
@@ -34,7 +34,7 @@ def served(cache: Cache) -> ServedTier:
 
 def wait_idle(tier: StorageTier) -> None:
     """What was begun is over."""
-    assert tier._crew.wait_idle(60.0)
+    assert tier._executor.wait_idle(60.0)
 
 
 def forget_states(world: Any) -> None:

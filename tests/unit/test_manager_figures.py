@@ -30,16 +30,10 @@ from lightcache.manager import (
     WritePolicy,
 )
 from lightcache.manager.stats import NodeCounters
-from lightcache.storage import (
-    FlakyStorage,
-    MemoryStorage,
-    StorageSpec,
-    StorageTier,
-    WriteResult,
-    WriteStatus,
-    open_storage,
-)
-from lightcache.storage.flaky import Fault
+from lightcache.storage import MemoryStorage, StorageSpec, StorageTier, open_storage
+from lightcache.storage.protocol import WriteResult, WriteStatus
+from lightcache.storage.testing import FlakyStorage
+from lightcache.storage.testing.faults import Fault
 
 HANG = Fault("hang")
 
@@ -116,7 +110,7 @@ def test_what_is_not_stored_is_counted(worlds: Any, status: WriteStatus, cause: 
     world = worlds(storage=losing)
     for request in "ab":
         world.run(request, tokens(18, ord(request)))
-        assert world.manager._storage._crew.wait_idle(60.0)
+        assert world.manager._storage._executor.wait_idle(60.0)
         assert unstored(world) == {
             cause: 2 * "ab".find(request) + 2,
             "skipped": 2 * (1 + "ab".find(request)),
@@ -137,7 +131,7 @@ def test_what_is_broken_off_is_counted(worlds: Any) -> None:
     (task,) = world.manager.state.tasks._going
     task.cancel()
     tier.storage.let_go()
-    assert tier._crew.wait_idle(60.0)
+    assert tier._executor.wait_idle(60.0)
     assert sum(unstored(world).values()) == 4
     world.nothing_left()
 

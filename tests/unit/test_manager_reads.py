@@ -21,8 +21,9 @@ from lightcache.manager import Prompt, Wishes, WritePolicy
 from lightcache.shm import layout
 from lightcache.shm.layout import LOCK_OFFSET, LockRecord
 from lightcache.shm.waiting import Condition
-from lightcache.storage import FlakyStorage, MemoryStorage, StorageSpec, StorageTier
-from lightcache.storage.flaky import Fault
+from lightcache.storage import MemoryStorage, StorageSpec, StorageTier
+from lightcache.storage.testing import FlakyStorage
+from lightcache.storage.testing.faults import Fault
 
 PROMPT = Prompt(tokens(18))
 
@@ -334,7 +335,7 @@ def test_a_state_comes_and_then_the_keys_and_values_up_to_it(hybrids: Any, wait_
         (world.manager._storage, (world.world.index, world.manager.host)),
     ):
         world.settle()
-        assert tier._crew.wait_idle(60.0)
+        assert tier._executor.wait_idle(60.0)
         for index in evict:
             index.evict(99)
     hybrid = world.hybrid

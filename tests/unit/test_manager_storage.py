@@ -98,11 +98,11 @@ def test_what_is_demoted_goes_to_the_host_and_then_to_storage(
     assert (manager.demote(32) if owned else manager.evicting(table)) == 4
     manager.poll()
     tier: Any = manager._storage
-    assert tier._crew.wait_idle(60.0)
+    assert tier._executor.wait_idle(60.0)
     assert tier.stats().stored == 0
     made.mover.finish()
     manager.poll()
-    assert tier._crew.wait_idle(60.0)
+    assert tier._executor.wait_idle(60.0)
     assert tier.stats().stored == 4
     made.close()
     again = World(f"{segment_name}-1", storage=lambda _: url)

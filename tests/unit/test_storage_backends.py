@@ -12,17 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightcache import ConfigError, Detached, StorageError
-from lightcache.storage import (
-    FlakyStorage,
-    MemoryStorage,
-    ReadStatus,
-    Storage,
-    StorageSpec,
-    WriteStatus,
-    open_storage,
-)
+from lightcache.storage import MemoryStorage, Storage, StorageSpec, open_storage
 from lightcache.storage.arguments import Deadline, checksum
-from lightcache.storage.conformance import (
+from lightcache.storage.protocol import ReadStatus, WriteStatus
+from lightcache.storage.testing import FlakyStorage
+from lightcache.storage.testing.conformance import (
     CHECKS,
     MOST_PAGES,
     PAGE_BYTES,

@@ -11,7 +11,7 @@ from support.storing import KEYS, PAGE_TOKENS, Recorder, cache, make_cache, soun
 
 from lightcache import Cache, ConfigError
 from lightcache.storage import StorageSpec, StorageTier, TaskState
-from lightcache.storage.worker import ReadCosts
+from lightcache.storage.costs import ReadCosts
 
 __all__ = ["cache"]
 

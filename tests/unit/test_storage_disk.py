@@ -33,13 +33,14 @@ from support.scripts import with_support
 
 from lightcache import ConfigError, Detached, LockTimeout, PageIndex, StorageError
 from lightcache.shm.waiting import Condition
-from lightcache.storage import ReadStatus, StorageSpec, executor, open_storage
+from lightcache.storage import StorageSpec, executor, open_storage
 from lightcache.storage.arguments import Deadline
-from lightcache.storage.conformance import CHECKS, PAGE_BYTES, SPEC, make_keys, pages_of
 from lightcache.storage.disk import DiskStorage
 from lightcache.storage.disk.backend import Dropped, drop
 from lightcache.storage.disk.slots import SlotFiles
 from lightcache.storage.executor import READ, WRITE, Executor
+from lightcache.storage.protocol import ReadStatus
+from lightcache.storage.testing.conformance import CHECKS, PAGE_BYTES, SPEC, make_keys, pages_of
 
 __all__ = ["where"]
 

@@ -35,9 +35,9 @@ from support.disks import (
 from support.scripts import with_support
 
 from lightcache import LockTimeout, StorageError
-from lightcache.storage.conformance import PAGE_BYTES, pages_of
 from lightcache.storage.disk import DiskStorage, backend
 from lightcache.storage.disk.slots import BLOCK, Footer, SlotFiles, unpack
+from lightcache.storage.testing.conformance import PAGE_BYTES, pages_of
 
 __all__ = ["where"]
 

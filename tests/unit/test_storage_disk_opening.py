@@ -32,9 +32,9 @@ from support.scripts import with_support
 from lightcache import ConfigError, InUse, LayoutMismatch, StorageError
 from lightcache.shm import ofd
 from lightcache.storage import StorageSpec, open_storage
-from lightcache.storage.conformance import SPEC, make_keys
 from lightcache.storage.disk import DiskStorage
 from lightcache.storage.disk.slots import read_header, write_header
+from lightcache.storage.testing.conformance import SPEC, make_keys
 from lightcache.storage.urls import check_url
 
 __all__ = ["where"]
@@ -446,7 +446,7 @@ def test_several_open_at_once(where: Path) -> None:
 def test_somebody_opens_it_for_too_long(where: Path) -> None:
     with disk(where) as storage:
         assert ofd.try_lock(storage._folder._lock, 0)
-        with pytest.raises(StorageError, match="timed out: somebody was opening"):
+        with pytest.raises(StorageError, match="timed out: another process was opening"):
             disk(where, timeout=0.0)
         ofd.unlock(storage._folder._lock, 0)
 

@@ -17,8 +17,8 @@ import pytest
 from support.disks import ABSENT, CORRUPT, OK, PRESENT, REFUSED, STORED, disk, home, where
 
 from lightcache.storage import StorageSpec
-from lightcache.storage.conformance import make_keys, pages_of
 from lightcache.storage.disk import DiskStorage
+from lightcache.storage.testing.conformance import make_keys, pages_of
 
 PAGE_BYTES = 2 * 4096 + 512  # of several blocks, the last of them filled up
 SPEC = StorageSpec(PAGE_BYTES, "stops")

@@ -17,11 +17,12 @@ from support.interrupts import interrupt
 
 from lightcache import ConfigError, StorageError
 from lightcache._arguments import parse_size
-from lightcache.storage import MemoryStorage, StackedStorage, WriteStatus, open_storage
+from lightcache.storage import MemoryStorage, StackedStorage, open_storage
 from lightcache.storage.arguments import Deadline
 from lightcache.storage.calls import Calls
-from lightcache.storage.conformance import PAGE_BYTES, SPEC, make_keys, pages_of
 from lightcache.storage.executor import READ, Executor
+from lightcache.storage.protocol import WriteStatus
+from lightcache.storage.testing.conformance import PAGE_BYTES, SPEC, make_keys, pages_of
 from lightcache.storage.urls import check_url
 
 KEYS = make_keys(4, seed=6)
@@ -203,13 +204,11 @@ def test_a_storage_of_a_stack_that_failed_is_not_asked_again_in_a_call() -> None
             self.asked += 1
             raise StorageError("no")
 
-    one, failing_one, three = MemoryStorage(SPEC), Failing(SPEC), MemoryStorage(SPEC)
-    for storage, which in ((one, slice(0, None, 2)), (three, slice(1, None, 2))):
-        keys = np.ascontiguousarray(KEYS[which])
-        storage.write(keys, list(pages_of(keys)), timeout=TIMEOUT)
-    with StackedStorage([one, failing_one, three]) as stack:
-        assert stack.contains(KEYS, timeout=TIMEOUT) == 4
-        assert failing_one.asked == 1
+    near, failing = MemoryStorage(SPEC), Failing(SPEC)
+    near.write(KEYS[:2], list(pages_of(KEYS[:2])), timeout=TIMEOUT)
+    with StackedStorage([near, failing]) as stack:
+        assert stack.contains(KEYS, timeout=TIMEOUT) == 2
+        assert failing.asked == 1
 
 
 # ---- what is said

@@ -17,15 +17,9 @@ from support.storing import (
 )
 
 from lightcache import Cache
-from lightcache.storage import (
-    Fault,
-    FlakyStorage,
-    MemoryStorage,
-    StorageSpec,
-    StorageTier,
-    TaskState,
-)
-from lightcache.storage.conformance import make_keys
+from lightcache.storage import MemoryStorage, StorageSpec, StorageTier, TaskState
+from lightcache.storage.testing import Fault, FlakyStorage
+from lightcache.storage.testing.conformance import make_keys
 
 FINISHED, FAILED = TaskState.FINISHED, TaskState.FAILED
 
@@ -145,7 +139,7 @@ def returns_none(keys: Any) -> Any:
 
 
 def returns_less(keys: Any) -> Any:
-    from lightcache.storage import ReadResult, ReadStatus
+    from lightcache.storage.protocol import ReadResult, ReadStatus
 
     return ReadResult((ReadStatus.OK,))
 

@@ -10,17 +10,10 @@ import pytest
 from support.stacks import KEYS, flaky, get, put
 
 from lightcache import StorageError
-from lightcache.storage import (
-    Fault,
-    FlakyStorage,
-    MemoryStorage,
-    ReadStatus,
-    StackedStorage,
-    Storage,
-    StorageStats,
-    WriteStatus,
-)
-from lightcache.storage.conformance import SPEC
+from lightcache.storage import MemoryStorage, StackedStorage, Storage, StorageStats
+from lightcache.storage.protocol import ReadStatus, WriteStatus
+from lightcache.storage.testing import Fault, FlakyStorage
+from lightcache.storage.testing.conformance import SPEC
 
 OK, ABSENT, FAILED, CORRUPT = ReadStatus
 STORED, PRESENT, LOST, REFUSED = WriteStatus

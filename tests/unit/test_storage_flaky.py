@@ -10,20 +10,10 @@ import numpy as np
 import pytest
 
 from lightcache import ConfigError, Detached, StorageError
-from lightcache.storage import (
-    Fault,
-    FlakyStorage,
-    MemoryStorage,
-    Rates,
-    ReadStatus,
-    StorageSpec,
-    WriteStatus,
-    open_storage,
-    register,
-    schemes,
-    urls,
-)
-from lightcache.storage.conformance import PAGE_BYTES, SPEC, make_keys, pages_of
+from lightcache.storage import MemoryStorage, StorageSpec, open_storage, register, schemes, urls
+from lightcache.storage.protocol import ReadStatus, WriteStatus
+from lightcache.storage.testing import Fault, FlakyStorage, Rates
+from lightcache.storage.testing.conformance import PAGE_BYTES, SPEC, make_keys, pages_of
 
 OK, ABSENT, FAILED, CORRUPT = ReadStatus
 KEYS = make_keys(6)

@@ -13,8 +13,9 @@ from support.disks import disk, where
 from support.stacks import KEYS, get, put
 
 from lightcache import Detached
-from lightcache.storage import FlakyStorage, MemoryStorage, StackedStorage, Storage
-from lightcache.storage.conformance import SPEC
+from lightcache.storage import MemoryStorage, StackedStorage, Storage
+from lightcache.storage.testing import FlakyStorage
+from lightcache.storage.testing.conformance import SPEC
 
 __all__ = ["where"]
 

@@ -27,16 +27,14 @@ from support.storing import (
 
 from lightcache import Cache, ConfigError, Detached, InUse, LockTimeout
 from lightcache.storage import (
-    Fault,
-    FlakyStorage,
     MemoryStorage,
     StorageSpec,
     StorageStats,
-    StorageTask,
     StorageTier,
     TaskState,
 )
-from lightcache.storage.conformance import make_keys
+from lightcache.storage.testing import Fault, FlakyStorage
+from lightcache.storage.testing.conformance import make_keys
 
 FINISHED, FAILED = TaskState.FINISHED, TaskState.FAILED
 
@@ -189,14 +187,14 @@ def test_cancelling_a_write_ends_it_behind_the_call(cache: Cache) -> None:
 @pytest.mark.parametrize("hold", [True, False])
 def test_cancelling_between_reading_and_publishing(cache: Cache, hold: bool) -> None:
     with StorageTier(cache, full(cache)) as tier:
-        read: Any = tier._read
+        read: Any = tier._executor.read
 
         def cancelling(job: Any, *arguments: Any) -> Any:
             result = read(job, *arguments)
             job.cancel()
             return result
 
-        tier._read = cancelling  # type: ignore[method-assign]
+        tier._executor.read = cancelling  # type: ignore[method-assign]
         task = tier.prefetch(KEYS, hold=hold)
         assert task.wait(60.0).reasons == ("cancelled",)
         assert cache.check().pins == 0
@@ -257,7 +255,7 @@ def test_closing_abandons_what_takes_too_long(cache: Cache, caplog: Any) -> None
 def test_pages_that_could_not_be_given_back_are_tried_again(
     cache: Cache, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    from lightcache.storage.threads import ReadJob
+    from lightcache.storage.jobs import ReadJob
 
     release = ReadJob.release
     refused = [LockTimeout("somebody holds it"), LockTimeout("still")]
@@ -306,7 +304,7 @@ def test_a_storage_of_our_own_is_closed_when_its_call_returns(
 ) -> None:
     flaky = FlakyStorage(full(cache), script={"read": [Fault("hang", at=1)]})
     tier = StorageTier(cache, flaky, grace=0.0)
-    tier._owns = True
+    tier.owns_storage = True
     task = tier.prefetch(KEYS)
     assert flaky.wait_hanging()
     with caplog.at_level(logging.WARNING):
@@ -346,9 +344,9 @@ def test_a_storage_that_is_given_stays_open_when_its_call_returns(cache: Cache) 
 def test_what_ends_just_when_it_is_left_is_closed_at_once(cache: Cache) -> None:
     closed: list[int] = []
     tier = StorageTier(cache, full(cache))
-    tier._owns = True
+    tier.owns_storage = True
     tier.storage.close = lambda: closed.append(1)  # type: ignore[method-assign]
-    tier._crew.wait_idle = lambda timeout: False  # type: ignore[method-assign]
+    tier._executor.wait_idle = lambda timeout: False  # type: ignore[method-assign]
     assert tier.close()
     assert tier.close()
     assert closed == [1]
@@ -364,32 +362,6 @@ def test_time_without_an_end(cache: Cache) -> None:
         assert all(thread.is_alive() for thread in threads(tier))
 
 
-def test_no_task_is_asked_under_the_lock_of_the_tier(
-    cache: Cache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A task that ends has its own lock and takes the tier's: the other order is a deadlock."""
-    storage = Recorder(StorageSpec.of(cache))
-    store(storage, KEYS)
-    storage.closed_gate_for = "read"
-    storage.gate.clear()
-    with StorageTier(cache, storage, prefill_tokens_per_s=1.0) as tier:
-        task = tier.prefetch(KEYS)
-        assert storage.arrived.acquire(timeout=60.0)
-        whole, held = StorageTask.pages_done, []
-
-        def noted(task: StorageTask) -> int:
-            held.append(tier._crew.changed._is_owned())  # type: ignore[attr-defined]
-            return whole.fget(task)  # type: ignore[attr-defined, no-any-return]
-
-        monkeypatch.setattr(StorageTask, "pages_done", property(noted))
-        assert tier._reads_ahead() == [20]
-        monkeypatch.undo()
-        assert held
-        assert not any(held)
-        storage.gate.set()
-        assert task.wait(60.0).loaded == 20
-
-
 def test_held_pages_of_a_read_that_ends_while_the_tier_is_closed(cache: Cache) -> None:
     storage = Recorder(StorageSpec.of(cache))
     store(storage, KEYS)
@@ -401,8 +373,8 @@ def test_held_pages_of_a_read_that_ends_while_the_tier_is_closed(cache: Cache) -
     closed: list[bool] = []
     closer = threading.Thread(target=lambda: closed.append(tier.close(60.0)))
     closer.start()
-    with tier._crew.changed:
-        assert tier._crew.changed.wait_for(lambda: tier._crew.closing, 60.0)
+    with tier._executor.changed:
+        assert tier._executor.changed.wait_for(lambda: tier._executor.closing, 60.0)
     storage.gate.set()
     closer.join(60.0)
     assert closed == [True]

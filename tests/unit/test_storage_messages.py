@@ -14,23 +14,24 @@ from hypothesis import strategies as st
 
 from lightcache.namespaces import Namespace
 from lightcache.storage import TaskState
-from lightcache.storage.conformance import make_keys
-from lightcache.storage.service.bodies import MOST_KEYS, Ask, Publish
 from lightcache.storage.service.messages import (
     ANSWER_BYTES,
     MOST_BYTES,
+    MOST_KEYS,
     PART_BYTES,
     Answer,
-    Halves,
+    Ask,
     Kind,
     Malformed,
     Part,
+    PartBuffer,
     split,
 )
-from lightcache.storage.tiers import COUNTS
+from lightcache.storage.tasks import COUNTS
+from lightcache.storage.testing.conformance import make_keys
 
 U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
-TASKS = st.sampled_from([Kind.WRITE, Kind.PREFETCH, Kind.DEEPEST, Kind.PUBLISH])
+TASKS = st.sampled_from([Kind.WRITE, Kind.PREFETCH, Kind.DEEPEST])
 names = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=11)
 asks = st.builds(
     Ask,
@@ -42,7 +43,6 @@ asks = st.builds(
     request=st.none() | U64,
     start=U32,
     most=U32,
-    hold=st.booleans(),
     token_ids=st.none() | st.lists(U32, max_size=9).map(lambda ids: np.array(ids, np.uint32)),
 )
 ASK = Ask(1.0, 2.0, make_keys(3, seed=1), Namespace("v1", "t", 7), tokens=9, request=4)
@@ -68,17 +68,11 @@ def test_a_task(ask: Ask) -> None:
     assert (found.keys.dtype, found.keys.flags.c_contiguous) == (np.uint64, True)
 
 
-@given(st.floats(allow_nan=False), st.floats(allow_nan=False), U64, U32)
-def test_publishing(end: float, timeout: float, held: int, pages: int) -> None:
-    ask = Publish(end, timeout, held, pages)
-    assert Publish.unpack(ask.pack()) == ask
-
-
 @given(TASKS, st.integers(1, 2**32 - 1), U64, U64, st.binary(min_size=1, max_size=3 * PART_BYTES))
 def test_parts(kind: Kind, pid: int, client: int, task: int, body: bytes) -> None:
     messages = split(kind, pid, client, task, body)
     assert max(map(len, messages)) <= PART_BYTES
-    halves = Halves()
+    halves = PartBuffer()
     found = [halves.add(Part.unpack(message)) for message in messages]
     assert found == [None] * (len(messages) - 1) + [body]
     assert not halves.dropped
@@ -129,7 +123,7 @@ def test_the_longest_chain_has_all_of_its_parts(ids: int | None) -> None:
         namespace=Namespace("w" * 47, "t" * 47, 1),
         token_ids=None if ids is None else np.arange(ids, dtype=np.uint32),
     )
-    halves = Halves()
+    halves = PartBuffer()
     bodies = [halves.add(Part.unpack(each)) for each in split(Kind.WRITE, 1, 2, 3, ask.pack())]
     assert bodies[-1] is not None
     assert same(Ask.unpack(bodies[-1]), ask)
@@ -140,7 +134,7 @@ def test_the_longest_chain_has_all_of_its_parts(ids: int | None) -> None:
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_refused_or_understood(data: bytes) -> None:
-    for kind in (Part, Ask, Publish, Answer):
+    for kind in (Part, Ask, Answer):
         try:
             made: Any = kind.unpack(data)  # type: ignore[attr-defined]
         except Malformed:
@@ -148,19 +142,18 @@ def test_any_bytes_are_refused_or_understood(data: bytes) -> None:
         assert kind.unpack(made.pack()) is not None  # type: ignore[attr-defined]
 
 
-@given(st.sampled_from(["part", "ask", "told", "publish", "answer"]), st.data())
+@given(st.sampled_from(["part", "ask", "told", "answer"]), st.data())
 def test_a_message_of_which_bytes_changed(which: str, data: Any) -> None:
     whole: bytes = {
         "part": Part(Kind.WRITE, 1, 2, 3, 0, 1, b"body").pack(),
         "ask": ASK.pack(),
         "told": replace(ASK, token_ids=np.arange(9, dtype=np.uint32)).pack(),
-        "publish": Publish(1.0, 2.0, 3, 4).pack(),
         "answer": Answer(1, TaskState.RUNNING, 2, {}, ("why",)).pack(),
     }[which]
     at = data.draw(st.integers(0, len(whole) - 1))
     bad = bytearray(whole)
     bad[at] ^= data.draw(st.integers(1, 255))
-    kinds = {"part": Part, "ask": Ask, "told": Ask, "publish": Publish, "answer": Answer}
+    kinds = {"part": Part, "ask": Ask, "told": Ask, "answer": Answer}
     unpack: Any = kinds[which]
     with contextlib.suppress(Malformed):
         unpack.unpack(bytes(bad)[: data.draw(st.integers(0, len(bad)))])
@@ -168,7 +161,7 @@ def test_a_message_of_which_bytes_changed(which: str, data: Any) -> None:
 
 def head(kind: int = 1, part: int = 0, parts: int = 1, pid: int = 9, **how: Any) -> bytes:
     """A part's head, byte by byte."""
-    magic, version, zero = how.get("magic", b"lcST"), how.get("version", 2), how.get("zero", 0)
+    magic, version, zero = how.get("magic", b"lcST"), how.get("version", 3), how.get("zero", 0)
     return struct.pack("<4sBBHIHHQQ", magic, version, kind, zero, pid, part, parts, 1, 1)
 
 
@@ -182,7 +175,7 @@ def head(kind: int = 1, part: int = 0, parts: int = 1, pid: int = 9, **how: Any)
         head(zero=1) + b"x",
         head(kind=0) + b"x",
         head(kind=6) + b"x",
-        head(kind=7),
+        head(kind=7) + b"x",
         head(kind=8) + b"x",
         head(pid=0) + b"x",
         head(part=1) + b"x",
@@ -225,6 +218,7 @@ def body(**how: Any) -> bytes:
         body(timeout=float("nan")),
         body(tokens=-2),
         body(has=8),
+        body(has=2),
         body(ref=1 << 32),
         body(keys=1),
         body(keys=3),
@@ -244,21 +238,6 @@ def test_no_task(message: bytes) -> None:
         Ask.unpack(message)
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        b"",
-        Publish(1.0, 1.0, 1, 1).pack()[:-1],
-        Publish(1.0, 1.0, 1, 1).pack() + b"x",
-        Publish(float("nan"), 1.0, 1, 1).pack(),
-        Publish(1.0, float("nan"), 1, 1).pack(),
-    ],
-)
-def test_nothing_to_publish(message: bytes) -> None:
-    with pytest.raises(Malformed):
-        Publish.unpack(message)
-
-
 # ---------------------------------------------------------------- halves
 
 
@@ -268,7 +247,7 @@ def parts(task: int, keys: int = 3000) -> list[Part]:
 
 
 def test_a_half_is_dropped_when_something_else_comes() -> None:
-    halves, first, second = Halves(), parts(1), parts(2)
+    halves, first, second = PartBuffer(), parts(1), parts(2)
     assert halves.add(first[0]) is None
     assert halves.waiting
     assert [halves.add(part) is None for part in second] == [True] * (len(second) - 1) + [False]
@@ -279,7 +258,7 @@ def test_a_half_is_dropped_when_something_else_comes() -> None:
 
 
 def test_parts_out_of_order() -> None:
-    halves, first = Halves(), parts(1)
+    halves, first = PartBuffer(), parts(1)
     halves.add(first[0])
     with pytest.raises(Malformed):
         halves.add(first[2])
@@ -291,7 +270,7 @@ def test_parts_out_of_order() -> None:
 
 
 def test_parts_of_another_size_and_too_many() -> None:
-    halves, first = Halves(), parts(1)
+    halves, first = PartBuffer(), parts(1)
     with pytest.raises(Malformed, match="bytes"):
         halves.add(replace(first[0], data=first[0].data[:-1]))
     with pytest.raises(Malformed):

@@ -17,18 +17,14 @@ from support.packages import LIBRARIES, need
 from support.storing import PAGE_TOKENS, fill, make_cache, nothing_is_held, sound
 
 from lightcache import ConfigError, Detached, StorageError
-from lightcache.storage import (
-    ReadStatus,
-    StorageSpec,
-    StorageTier,
-    WriteStatus,
-    open_storage,
-)
-from lightcache.storage.conformance import CHECKS, PAGE_BYTES, SPEC, make_keys, pages_of
-from lightcache.storage.remote import trailer
-from lightcache.storage.remote.mooncake import backend, codes
+from lightcache.storage import StorageSpec, StorageTier, open_storage
+from lightcache.storage.protocol import ReadStatus, WriteStatus
+from lightcache.storage.remote.base import TRAILER_BYTES, make_trailer
+from lightcache.storage.remote.mooncake import backend
+from lightcache.storage.remote.mooncake import client as mooncake_client
 from lightcache.storage.remote.mooncake.backend import MooncakeStorage
 from lightcache.storage.remote.mooncake.client import MooncakeOptions, parse
+from lightcache.storage.testing.conformance import CHECKS, PAGE_BYTES, SPEC, make_keys, pages_of
 from lightcache.storage.urls import check_url
 
 pytestmark = pytest.mark.servers
@@ -263,13 +259,13 @@ def test_a_value_is_the_page_and_its_trailer(storage: Any, intruder: Intruder) -
     write(storage)
     name = KEYS[0].astype("<u8").tobytes()
     value = intruder.value(name_of(KEYS[0], storage.spec))
-    assert value == PAGES[0].tobytes() + trailer.make(name, PAGES[0].data)
+    assert value == PAGES[0].tobytes() + make_trailer(name, PAGES[0].data)
 
 
 def test_a_page_that_another_began_to_write_is_not_taken_for_stored(
     storage: Any, intruder: Intruder, wait_until: Any
 ) -> None:
-    intruder.begin(name_of(KEYS[0], storage.spec), PAGE_BYTES + trailer.BYTES)
+    intruder.begin(name_of(KEYS[0], storage.spec), PAGE_BYTES + TRAILER_BYTES)
     found = write(storage)
     assert found.statuses[0] is WriteStatus.FAILED
     assert "is writing this page, or died" in found.reason
@@ -297,7 +293,7 @@ def test_a_lease_that_ended_meanwhile_matters_only_if_the_page_does(
     def slow(names: Any, addresses: Any, size: int) -> list[int]:
         found = real(names, addresses, size)
         storage._staging._memory[addresses[3] - storage._staging.address] ^= 1
-        return [codes.LEASE_OVER] * len(found)
+        return [mooncake_client.LEASE_OVER] * len(found)
 
     monkeypatch.setattr(storage._client, "get", slow)
     result, into = read(storage)

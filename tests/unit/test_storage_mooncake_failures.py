@@ -14,9 +14,10 @@ from support.servers import hold
 from support.storing import cache
 
 from lightcache import Detached, StorageError
-from lightcache.storage import ReadStatus, StorageSpec, WriteStatus, open_storage
-from lightcache.storage.conformance import PAGE_BYTES, make_keys, pages_of
+from lightcache.storage import StorageSpec, open_storage
+from lightcache.storage.protocol import ReadStatus, WriteStatus
 from lightcache.storage.remote.mooncake import backend
+from lightcache.storage.testing.conformance import PAGE_BYTES, make_keys, pages_of
 
 pytestmark = pytest.mark.servers
 

@@ -6,9 +6,9 @@ import pytest
 
 from lightcache import ConfigError
 from lightcache.storage import open_storage
-from lightcache.storage.conformance import SPEC
 from lightcache.storage.disk.backend import parse
 from lightcache.storage.stacked import parse as parse_stack
+from lightcache.storage.testing.conformance import SPEC
 from lightcache.storage.urls import _options, check_url
 
 

@@ -13,16 +13,11 @@ from support.remote_pages import KEYS, PAGES, TIMEOUT, read, write
 from support.storing import SECRET, fill, make_cache, nothing_is_held, sound
 
 from lightcache import StorageError
-from lightcache.storage import (
-    ReadStatus,
-    StorageSpec,
-    StorageTier,
-    WriteStatus,
-    open_storage,
-)
-from lightcache.storage.conformance import CHECKS, PAGE_BYTES, SPEC, make_keys
-from lightcache.storage.remote import trailer
+from lightcache.storage import StorageSpec, StorageTier, open_storage
+from lightcache.storage.protocol import ReadStatus, WriteStatus
+from lightcache.storage.remote.base import make_trailer
 from lightcache.storage.remote.redis import RedisStorage, backend
+from lightcache.storage.testing.conformance import CHECKS, PAGE_BYTES, SPEC, make_keys
 
 pytestmark = pytest.mark.servers
 
@@ -69,7 +64,7 @@ def test_conformance(
 def test_a_value_is_the_page_and_its_trailer(storage: RedisStorage, client: Any) -> None:
     write(storage)
     key = KEYS[3].astype("<u8").tobytes()
-    assert client.get(name_of(storage, 3)) == bytes(PAGES[3]) + trailer.make(key, bytes(PAGES[3]))
+    assert client.get(name_of(storage, 3)) == bytes(PAGES[3]) + make_trailer(key, bytes(PAGES[3]))
     assert client.ttl(name_of(storage, 3)) == -1
 
 

@@ -16,24 +16,18 @@ from support.remote_pages import KEYS, read, write
 from support.storing import cache, fill, sound
 
 from lightcache import Cache, StorageError
-from lightcache.storage import (
-    ReadStatus,
-    StorageSpec,
-    StorageTier,
-    TaskState,
-    WriteStatus,
-    open_storage,
-)
-from lightcache.storage.conformance import PAGE_BYTES, SPEC
-from lightcache.storage.remote import trailer
+from lightcache.storage import StorageSpec, StorageTier, TaskState, open_storage
+from lightcache.storage.protocol import ReadStatus, WriteStatus
+from lightcache.storage.remote.base import TRAILER_BYTES
 from lightcache.storage.remote.redis.wire import Wire
+from lightcache.storage.testing.conformance import PAGE_BYTES, SPEC
 
 pytestmark = pytest.mark.servers
 
 __all__ = ["cache", "redis_server", "redis_url"]
 
 SHORT = 0.3  # seconds for a call that is to run out of them
-VALUE = PAGE_BYTES + trailer.BYTES
+VALUE = PAGE_BYTES + TRAILER_BYTES
 MIB = 1 << 20
 
 

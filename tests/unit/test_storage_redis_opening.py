@@ -15,9 +15,9 @@ from support.servers import free_port
 
 from lightcache import ConfigError, StorageError
 from lightcache.storage import StorageSpec, open_storage
-from lightcache.storage.conformance import SPEC
 from lightcache.storage.remote.redis import parse
 from lightcache.storage.remote.redis.wire import ServerError
+from lightcache.storage.testing.conformance import SPEC
 from lightcache.storage.urls import check_url
 
 pytestmark = pytest.mark.servers

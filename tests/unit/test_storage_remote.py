@@ -12,11 +12,18 @@ import pytest
 from support.interrupts import interrupt
 
 from lightcache import Detached, StorageError
-from lightcache.storage import ReadStatus, StorageSpec, WriteStatus
+from lightcache.storage import StorageSpec
 from lightcache.storage.arguments import Deadline
-from lightcache.storage.conformance import CHECKS, PAGE_BYTES, SPEC, make_keys, pages_of
-from lightcache.storage.remote import trailer
-from lightcache.storage.remote.base import Read, RemoteStorage, Wrote
+from lightcache.storage.protocol import ReadStatus, WriteStatus
+from lightcache.storage.remote.base import (
+    TRAILER_BYTES,
+    Read,
+    RemoteStorage,
+    Wrote,
+    judge_page,
+    make_trailer,
+)
+from lightcache.storage.testing.conformance import CHECKS, PAGE_BYTES, SPEC, make_keys, pages_of
 
 KEYS = make_keys(6)
 PAGES = list(pages_of(KEYS))
@@ -56,7 +63,7 @@ class DictStorage(RemoteStorage):
                 continue
             page, beside = value
             view[: len(page)] = page
-            found.append(trailer.judge(name, view, beside))
+            found.append(judge_page(name, view, beside))
         return found
 
     def _put(
@@ -67,7 +74,7 @@ class DictStorage(RemoteStorage):
         assert self.gate.wait(TIMEOUT)
         self.error(deadline)
         for name, view in zip(names, views, strict=True):
-            self.values[self.object_name(name)] = bytes(view), trailer.make(name, view)
+            self.values[self.object_name(name)] = bytes(view), make_trailer(name, view)
         return [(WriteStatus.STORED, "")] * len(names)
 
     def _remove(self, names: Sequence[bytes], deadline: Deadline) -> int:
@@ -102,9 +109,9 @@ def test_conformance(check: Callable[..., None]) -> None:
 def test_a_trailer_is_of_its_key_its_bytes_and_its_length() -> None:
     key, other = b"k" * 16, b"l" * 16
     page = bytes(range(256))
-    made = trailer.make(key, page)
-    assert len(made) == trailer.BYTES
-    assert trailer.judge(key, page, made) == (ReadStatus.OK, "")
+    made = make_trailer(key, page)
+    assert len(made) == TRAILER_BYTES
+    assert judge_page(key, page, made) == (ReadStatus.OK, "")
     for name, data, beside, why in (
         (other, page, made, "another checksum"),
         (key, bytes(256), made, "another checksum"),
@@ -113,7 +120,7 @@ def test_a_trailer_is_of_its_key_its_bytes_and_its_length() -> None:
         (key, page, b"x" * 24, "by something else"),
         (key, page, b"", "a trailer of 0 bytes"),
     ):
-        status, reason = trailer.judge(name, data, beside)
+        status, reason = judge_page(name, data, beside)
         assert status is ReadStatus.CORRUPT
         assert why in reason
 

@@ -20,8 +20,9 @@ from support.storing import (
 )
 
 from lightcache import Cache, LockTimeout
-from lightcache.storage import Fault, FlakyStorage, StorageTask, StorageTier
-from lightcache.storage.threads import ReadJob
+from lightcache.storage import StorageTask, StorageTier
+from lightcache.storage.jobs import ReadJob
+from lightcache.storage.testing import Fault, FlakyStorage
 
 Wait = Callable[[Callable[[], bool], str], None]
 
@@ -56,7 +57,7 @@ class HeldLock:
 def lock(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldLock]:
     """Free, in the beginning and in the end."""
     made = HeldLock()
-    for name in ("release", "_abandon"):
+    for name in ("release", "abandon_keys"):
         monkeypatch.setattr(ReadJob, name, made.refuse(getattr(ReadJob, name)))
     yield made
     made.held = False
@@ -67,8 +68,8 @@ def held(tier: StorageTier, keys: Any = KEYS) -> StorageTask:
     """A prefetch that is over, and holds these."""
     task = tier.prefetch(keys, hold=True)
     assert task.wait(60.0).prefix == len(keys)
-    with tier._crew.changed:
-        assert tier._crew.changed.wait_for(lambda: not tier._crew.running, 60.0)
+    with tier._executor.changed:
+        assert tier._executor.changed.wait_for(lambda: not tier._executor.running, 60.0)
     return task
 
 
@@ -112,9 +113,9 @@ def test_closing_where_held_pages_cannot_be_given_back(cache: Cache, lock: HeldL
     closer = threading.Thread(target=lambda: closed.append(tier.close(0.0)))
     closer.start()
     assert lock.waiting.wait(60.0)
-    watching = tier._crew._watcher
-    with tier._crew.changed:
-        tier._crew.changed.notify_all()
+    watching = tier._executor._watcher
+    with tier._executor.changed:
+        tier._executor.changed.notify_all()
     watching.join(0.2)  # it would end, if nobody was busy
     assert watching.is_alive()
     lock.gate.set()
@@ -132,8 +133,8 @@ def test_publishing_while_the_tier_is_closed(cache: Cache, lock: HeldLock) -> No
     publisher = threading.Thread(target=task.publish, args=(20,))
     publisher.start()
     assert lock.waiting.wait(60.0)
-    assert not tier._crew.holding
-    assert not tier._crew.wait_idle(0.0)
+    assert not tier._executor.holding
+    assert not tier._executor.wait_idle(0.0)
     lock.gate.set()
     publisher.join(60.0)
     assert not tier.close(0.0)
@@ -174,13 +175,13 @@ def test_held_pages_are_kept_from_the_end_of_their_task(cache: Cache) -> None:
         assert (task.over, task.pages_done) == (True, 8)
         now[0] = 21.0
         flaky.let_go()
-        with tier._crew.changed:
-            assert tier._crew.changed.wait_for(lambda: not tier._crew.running, 60.0)
+        with tier._executor.changed:
+            assert tier._executor.changed.wait_for(lambda: not tier._executor.running, 60.0)
         assert cache.stats().writing == 8
         now[0] = 22.0
         tier.poll()
-        with tier._crew.changed:
-            assert tier._crew.changed.wait_for(lambda: not tier._crew.busy, 60.0)
+        with tier._executor.changed:
+            assert tier._executor.changed.wait_for(lambda: not tier._executor.busy, 60.0)
         assert cache.stats().writing == 0
 
 

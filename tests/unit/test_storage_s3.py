@@ -18,10 +18,12 @@ from support.s3_server import BUCKET, Server, opened, s3_credentials, s3_server,
 from support.s3_server import KEYS as KEYS_OF_TESTS
 
 from lightcache import ConfigError, Detached, StorageError
-from lightcache.storage import ReadStatus, StorageSpec, open_storage
-from lightcache.storage.conformance import CHECKS, PAGE_BYTES, SPEC, make_keys, pages_of
-from lightcache.storage.remote import s3, trailer
+from lightcache.storage import StorageSpec, open_storage
+from lightcache.storage.protocol import ReadStatus
+from lightcache.storage.remote import s3
+from lightcache.storage.remote.base import make_trailer
 from lightcache.storage.remote.s3 import S3Storage
+from lightcache.storage.testing.conformance import CHECKS, PAGE_BYTES, SPEC, make_keys, pages_of
 from lightcache.storage.urls import check_url
 
 pytestmark = pytest.mark.servers
@@ -83,7 +85,7 @@ def test_an_object_is_the_page_and_its_trailer(storage: S3Storage) -> None:
     page = pages_of(KEYS[:1])[0].tobytes()
     data = bucket.get(KEYS[0])
     assert data[:PAGE_BYTES] == page
-    assert data[PAGE_BYTES:] == trailer.make(KEYS[0].astype("<u8").tobytes(), page)
+    assert data[PAGE_BYTES:] == make_trailer(KEYS[0].astype("<u8").tobytes(), page)
     assert bucket.names() == [bucket.name(KEYS[0])]
 
 
@@ -242,7 +244,7 @@ def test_a_process_that_forgets_to_close_ends_without_a_word(s3_url: str, script
     source = """
 import os, sys
 from lightcache.storage import open_storage
-from lightcache.storage.conformance import SPEC, make_keys, pages_of
+from lightcache.storage.testing.conformance import SPEC, make_keys, pages_of
 from lightcache.errors import Detached
 
 storage = open_storage(sys.argv[1], spec=SPEC)

@@ -15,8 +15,9 @@ from support.failing_s3 import failing
 from support.s3_server import Server, opened, s3_credentials, serving
 
 from lightcache import ConfigError, StorageError
-from lightcache.storage import ReadStatus, StorageSpec
-from lightcache.storage.conformance import SPEC
+from lightcache.storage import StorageSpec
+from lightcache.storage.protocol import ReadStatus
+from lightcache.storage.testing.conformance import SPEC
 from lightcache.storage.urls import check_url
 
 pytestmark = pytest.mark.servers

@@ -26,9 +26,10 @@ from support.proxy import Proxy
 from support.s3_server import Server, opened, s3_credentials, s3_server, s3_url
 
 from lightcache import StorageError
-from lightcache.storage import ReadStatus, StorageSpec, WriteStatus
-from lightcache.storage.conformance import PAGE_BYTES, SPEC, pages_of
+from lightcache.storage import StorageSpec
+from lightcache.storage.protocol import ReadStatus, WriteStatus
 from lightcache.storage.remote.s3 import S3Storage
+from lightcache.storage.testing.conformance import PAGE_BYTES, SPEC, pages_of
 
 pytestmark = pytest.mark.servers
 

@@ -10,7 +10,7 @@ from support import s3_server as real
 from support.failing_s3 import FailingS3, failing
 
 from lightcache.storage import Storage, open_storage
-from lightcache.storage.conformance import PAGE_BYTES, SPEC, make_keys, pages_of
+from lightcache.storage.testing.conformance import PAGE_BYTES, SPEC, make_keys, pages_of
 
 pytestmark = pytest.mark.servers
 

@@ -296,6 +296,16 @@ def test_bad_calls(cache: Cache, client: Any) -> None:
                 call(KEYS, namespace="x")
 
 
+def test_a_client_refuses_to_hold_pages(cache: Cache, client: Any) -> None:
+    with StorageService(cache, full(cache)):
+        with pytest.raises(ConfigError, match=r"open the storage embedded.*StorageTier\.open"):
+            client.prefetch(KEYS, hold=True)
+        task = client.prefetch(KEYS)
+        with pytest.raises(ConfigError, match="holds nothing"):
+            task.publish(0)
+        assert task.wait(60.0).loaded == 20
+
+
 def test_who_asks_of_a_service_that_never_was(cache: Cache) -> None:
     with pytest.raises(NotReady):
         service_stats(cache.name)

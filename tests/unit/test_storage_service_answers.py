@@ -29,13 +29,13 @@ from lightcache import (
 from lightcache.shm import layout, ofd
 from lightcache.shm.objects import OpenObject
 from lightcache.storage import StorageSpec, StorageTask, TaskState
-from lightcache.storage.conformance import make_keys
-from lightcache.storage.service import StorageClient, StorageService, rings
-from lightcache.storage.service.answering import Served
-from lightcache.storage.service.asking import Pulse
+from lightcache.storage.service import StorageClient, StorageService, board
 from lightcache.storage.service.board import Service
+from lightcache.storage.service.client import Pulse
 from lightcache.storage.service.messages import Answer, Kind, Part
-from lightcache.storage.service.peers import Peer
+from lightcache.storage.service.serving import Peer, Served
+from lightcache.storage.tasks import TaskProgress
+from lightcache.storage.testing.conformance import make_keys
 
 FINISHED, FAILED = TaskState.FINISHED, TaskState.FAILED
 Wait = Callable[[Callable[[], bool], str], None]
@@ -105,7 +105,7 @@ def test_reads_of_a_client_that_is_gone_hold_up_nobody(cache: Cache, wait_until:
             wait_until(lambda: service.stats().taken == 21, "all of its tasks")
             wanted = other.prefetch(KEYS)
             wait_until(lambda: service.stats().taken == 22, "that of another")
-            gone._say = lambda *given: True  # type: ignore[method-assign]  # as if it was killed
+            gone.tell = lambda *given: True  # type: ignore[method-assign]  # as if it was killed
             gone.close(0.0)
         wait_until(lambda: service.stats().tier.queued == 2, "the reads that are given up")
         recorder.gate.set()
@@ -118,7 +118,7 @@ def test_reads_of_a_client_that_is_gone_hold_up_nobody(cache: Cache, wait_until:
 def test_a_full_queue_refuses(cache: Cache) -> None:
     with StorageService(cache, full(cache), most=1) as service, StorageClient(cache) as client:
         gate = silent(service)
-        tasks = [client.prefetch(KEYS) for _ in range(rings.TASKS + 40)]
+        tasks = [client.prefetch(KEYS) for _ in range(board.TASKS + 40)]
         refused = [task for task in tasks if task.over]
         assert 20 < len(refused) <= 40
         assert "cannot be asked" in refused[0].result.reasons[0]
@@ -142,14 +142,13 @@ def test_a_service_whose_thread_fails_says_that_it_does_not_serve(cache: Cache) 
 
 
 def test_the_end_of_a_task_is_told_when_it_was_counted() -> None:
-    task = StorageTask("read", 4, None)
+    task = StorageTask(TaskProgress("read", 4, None))
     served = Served(None, 1, 2, task)  # type: ignore[arg-type]
-    task._reach(4)
-    task._end(failed=False)
-    found = Answer.unpack(served.answer())
+    task.progress.reach(4)
+    task.progress.end(failed=False)
+    found = Answer.unpack(served.answer(settled=False))
     assert (found.task, found.state, found.prefix) == (2, TaskState.RUNNING, 4)
-    task._settle()
-    assert Answer.unpack(served.answer()).state is FINISHED
+    assert Answer.unpack(served.answer(settled=True)).state is FINISHED
 
 
 def test_answers_that_nobody_reads_are_lost(cache: Cache, wait_until: Wait) -> None:
@@ -159,7 +158,7 @@ def test_answers_that_nobody_reads_are_lost(cache: Cache, wait_until: Wait) -> N
         StorageClient(cache, **how) as client,
     ):
         client._messages = list  # type: ignore[method-assign]
-        ring = rings.find_answers(cache, client._pid, client._client)
+        ring = board.find_answers(cache, client._pid, client._client)
         while ring.push_many([b"x"] * 256):
             pass
         task = client.prefetch(KEYS, timeout=0.5)
@@ -172,15 +171,15 @@ def test_answers_that_nobody_reads_are_lost(cache: Cache, wait_until: Wait) -> N
 def test_an_end_that_found_no_room_is_told_again(cache: Cache, wait_until: Wait) -> None:
     with StorageService(cache, full(cache)) as service, StorageClient(cache) as client:
         client._messages = list  # type: ignore[method-assign]
-        with rings.find_answers(cache, client._pid, client._client) as ring:
+        with board.find_answers(cache, client._pid, client._client) as ring:
             while ring.push_many([b"x"] * 256):
                 pass
             task = client.prefetch(KEYS, timeout=600.0)
             wait_until(lambda: service.stats().tier.tasks_finished == 1, "the end")
             wait_until(lambda: service.stats().lost > 0, "answers that found no room")
-            (peer,) = service._peers._every()
-            pushes, whole = [], peer.push
-            peer.push = lambda some: (pushes.append(some), whole(some))[1]  # type: ignore
+            (peer,) = service._peers.values()
+            pushes, whole = [], peer.tell
+            peer.tell = lambda some, **how: (pushes.append(some), whole(some, **how))[1]  # type: ignore
             wait_until(lambda: len(pushes) == 2, "that it is tried again, in vain")
             del client._messages
             assert task.wait(60.0).loaded == 20
@@ -191,13 +190,13 @@ def test_nothing_is_told_again_to_who_is_gone(cache: Cache, wait_until: Wait) ->
     with StorageService(cache, full(cache)) as service:
         with StorageClient(cache) as client:
             client._messages = list  # type: ignore[method-assign]
-            with rings.find_answers(cache, client._pid, client._client) as ring:
+            with board.find_answers(cache, client._pid, client._client) as ring:
                 while ring.push_many([b"x"] * 256):
                     pass
             client.prefetch(KEYS, timeout=600.0)
             wait_until(lambda: service.stats().tier.tasks_finished == 1, "the end")
             client.close(0.0)
-        wait_until(lambda: not service._answers._untold, "the end of telling")
+        wait_until(lambda: not service._untold, "the end of telling")
         wait_until(lambda: service.stats().clients == 0, "the client that left")
 
 
@@ -207,25 +206,16 @@ def test_answers_that_nobody_listened_to_in_time(
 ) -> None:
     """More of them than are heard at once lie in the ring when the listener comes to it: of a
     service that is gone meanwhile, or of tasks that are overdue."""
-    late, gate, told = [0.0], threading.Event(), threading.Event()
+    late, gate = [0.0], threading.Event()
 
     def clock() -> float:
         return time.monotonic() + late[0]
 
     with StorageService(cache, full(cache)) as service, StorageClient(cache, clock=clock) as client:
         client._messages = lambda: (gate.wait(60.0), [])[1]  # type: ignore
-        whole = service._answers._tell_of
-        told.set()
-
-        def tell_of(news: Any) -> None:
-            told.clear()
-            whole(news)
-            told.set()
-
-        service._answers._tell_of = tell_of  # type: ignore[method-assign]
         tasks = [client.prefetch(KEYS) for _ in range(70)]
         wait_until(
-            lambda: service.stats().taken == 70 and not len(service._answers) and told.is_set(),
+            lambda: service.stats().taken == 70 and not service._tasks,
             "the last answer",
         )
         assert len(client._answers) >= 70
@@ -241,7 +231,14 @@ def test_answers_that_nobody_listened_to_in_time(
 
 def test_answers_go_out_though_figures_do_not(cache: Cache) -> None:
     with StorageService(cache, full(cache)) as service, StorageClient(cache) as client:
-        service._answers._publish = failing(RuntimeError("ours"))
+        whole, fail = service._publish, failing(RuntimeError("ours"))
+
+        def publish() -> None:
+            if threading.current_thread() in service._tier._executor.threads:
+                fail()
+            whole()
+
+        service._publish = publish  # type: ignore[method-assign]
         assert client.prefetch(KEYS).wait(60.0).loaded == 20
 
 
@@ -268,16 +265,20 @@ def test_an_answer_that_cannot_be_used_takes_no_other_along(client: StorageClien
     assert heard == [b"first", b"second"]
 
 
-def test_only_answers_that_were_not_pushed_are_lost() -> None:
+def test_a_client_whose_ring_is_locked_is_mute_for_a_while() -> None:
+    pushes: list[list[bytes]] = []
+
     class Ring:
         def push_many(self, messages: list[bytes]) -> int:
-            if len(messages) < 3:
+            pushes.append(messages)
+            if len(pushes) == 2:
                 raise LockTimeout("held")
             return 1
 
     peer = Peer(Ring())  # type: ignore[arg-type]
-    assert peer.push([b"a", b"b", b"c"]) == 2
-    assert peer.push([b"d"]) == 1  # mute for a while
+    served = Served(peer, 1, 2, StorageTask(TaskProgress("read", 4, None)))
+    assert [peer.tell(served, settled=False) for _ in range(3)] == [True, False, False]
+    assert len(pushes) == 2
 
 
 # ---------------------------------------------------------------- who is stopped
@@ -298,7 +299,7 @@ def test_a_client_that_is_stopped_while_it_leaves_holds_up_nobody_else(cache: Ca
         StorageClient(cache) as leaving,
     ):
         own = (leaving._pid, leaving._client)
-        opened = OpenObject.open(rings.answers_name(cache, *own), writable=True)
+        opened = OpenObject.open(board.answers_name(cache, *own), writable=True)
         assert opened is not None
         with contextlib.closing(opened), ofd.locked(opened.fd, layout.BYTE_LIFE, timeout=60.0):
             push(cache, Part(Kind.CANCEL, *own, 1, 0, 1, b"").pack())

@@ -22,10 +22,11 @@ from lightcache import (
     ConfigError,
     Detached,
 )
-from lightcache.storage import Fault, FlakyStorage, StorageSpec, TaskState
+from lightcache.storage import StorageSpec, TaskState
 from lightcache.storage.service import StorageClient, StorageService
 from lightcache.storage.service.board import Phase
 from lightcache.storage.service.messages import PART_BYTES, Kind, Part
+from lightcache.storage.testing import Fault, FlakyStorage
 
 FINISHED, FAILED = TaskState.FINISHED, TaskState.FAILED
 Wait = Callable[[Callable[[], bool], str], None]
@@ -144,14 +145,16 @@ def test_closing_takes_what_stands_in_the_ring_though_it_has_its_most(
 
 def test_closing_that_was_interrupted_goes_on(cache: Cache) -> None:
     """Between any two steps: another service may have come meanwhile."""
-    for where in ("_peers.close", "_board.end", "_ring.close", "_board.close"):
-        part, _, name = where.partition(".")
+    for where in ("_drop_peers", "_board.end", "_ring.close", "_board.close"):
+        part, _, name = where.rpartition(".")
         service = StorageService(cache, full(cache))
-        owner = getattr(service, part)
+        owner = getattr(service, part) if part else service
         whole = getattr(owner, name)
 
-        def stop(*given: Any, whole: Any = whole, name: str = name) -> None:
-            whole(*given)
+        def stop(*given: Any, whole: Any = whole, name: str = name, **how: Any) -> None:
+            whole(*given, **how)
+            if how == {"alive": False}:  # of the service's own thread
+                return
             if name != "end" or given == (Phase.NONE,):
                 raise KeyboardInterrupt
 
@@ -159,7 +162,7 @@ def test_closing_that_was_interrupted_goes_on(cache: Cache) -> None:
         with pytest.raises(KeyboardInterrupt):
             service.close()
         setattr(owner, name, whole)
-        if where in ("_peers.close", "_ring.close"):
+        if where in ("_drop_peers", "_ring.close"):
             assert service.close()
         with StorageService(cache, full(cache)) as next_one, StorageClient(cache) as client:
             assert service.close()

@@ -9,123 +9,59 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.serving import failing, push
-from support.storing import KEYS, Recorder, cache, empty, full, store
+from support.storing import KEYS, Recorder, cache, full, store
 
 from lightcache import Cache, Detached
-from lightcache.storage import StorageSpec, StorageTask, TaskState
+from lightcache.storage import StorageSpec, TaskState
 from lightcache.storage.service import StorageClient, StorageService
-from lightcache.storage.service.answering import Answers, Served
 from lightcache.storage.service.board import Board
-from lightcache.storage.service.bodies import Publish
-from lightcache.storage.service.messages import Answer, Kind, split
+from lightcache.storage.service.serving import Peer, Served
 
 Wait = Callable[[Callable[[], bool], str], None]
 
 __all__ = ["cache"]
 
 
-class Ear:
-    """A client that lets answers in, or not."""
-
-    there = True
-
-    def __init__(self, *, deaf: bool = False) -> None:
-        self.deaf = deaf
-        self.refused = threading.Event()
-        self.heard: list[Answer] = []
-
-    def push(self, answers: list[bytes]) -> int:
-        """See `Peer`."""
-        if self.deaf:
-            self.refused.set()
-            return len(answers)
-        self.heard += [Answer.unpack(answer) for answer in answers]
-        return 0
-
-
-def served(ear: Any, number: int) -> Served:
-    """A task that is over."""
-    task = StorageTask("read", 4, None)
-    task._end(failed=False)
-    task._settle()
-    return Served(ear, 1, number, task)
-
-
-# ---------------------------------------------------------------- the next service
-
-
-def test_the_next_service_holds_nothing_for_who_gave_up(cache: Cache, wait_until: Wait) -> None:
-    with StorageClient(cache) as client:
-        first, idle = StorageService(cache, empty(cache)), threading.Event()
-
-        def turn(timeout: float) -> int:
-            idle.set()
-            first._ending.wait(timeout)
-            return 0
-
-        first._turn = turn  # type: ignore[method-assign]
-        first._take_the_rest = lambda deadline: None  # type: ignore[method-assign]
-        assert idle.wait(60.0)
-        task = client.prefetch(KEYS, hold=True)
-        first.close()  # with the message in the ring, as if it had been killed
-        assert "is gone" in task.wait(60.0).reasons[0]
-        with StorageService(cache, full(cache)) as service:
-            wait_until(lambda: service.stats().taken == 2, "the task, and the word to cancel it")
-            wait_until(lambda: not service._carrying.holds, "that it is remembered no more")
-            wait_until(lambda: cache.stats().writing == 0, "the pages")
-            assert client.prefetch(KEYS).wait(60.0).prefix == 20
-
-
 # ---------------------------------------------------------------- answers
 
 
-def test_publishing_nothing_of_what_was_refused(cache: Cache) -> None:
-    """It has no pages in front of it, and certainly not fewer than none."""
-    task = StorageTask("read", 20, None)
-    task._settle()
-    assert Answer.unpack(Served(Ear(), 1, 2, task, -20).answer()).prefix == 0  # type: ignore
-    with StorageService(cache, full(cache)) as service, StorageClient(cache) as client:
-        service._tier.prefetch = lambda *a, **how: service._tier._nothing(  # type: ignore
-            "read", 20, "refused", failed=20
-        )
-        held = client.prefetch(KEYS, hold=True)
-        assert held.wait(60.0).reasons == ("refused",)
-        body = Publish(client.clock() + 60.0, 60.0, held._job.number, 0).pack()  # type: ignore
-        said = split(Kind.PUBLISH, client._pid, client._client, 77, body)
-        other = client.prefetch(KEYS[:4])
-        push(cache, *said)
-        assert other.wait(60.0).reasons == ("refused",)
-        assert client.prefetch(KEYS).wait(60.0).reasons == ("refused",)
+def test_an_answer_that_cannot_be_made_takes_no_other_along(cache: Cache) -> None:
+    with StorageService(cache, full(cache)) as service, StorageClient(cache, grace=0.0) as client:
+        whole, failed = Peer.tell, []
+
+        def tell(peer: Peer, served: Served, *, settled: bool) -> bool:
+            if served.task.kind == "write":
+                failed.append(settled)
+                raise ValueError("ours")
+            return whole(peer, served, settled=settled)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Peer, "tell", tell)
+            lost = client.write(KEYS, timeout=0.1)
+            assert client.prefetch(KEYS).wait(60.0).loaded == 20
+            assert "does not say how far it is" in lost.wait(60.0).reasons[0]
+        assert failed
+        assert service.stats().lost == len(failed)
+        assert not service._tasks
 
 
-def test_an_answer_that_cannot_be_made_takes_no_other_along() -> None:
-    lost: list[int] = []
-    ear = Ear()
-    answers = Answers(lambda: None, lost.append)
-    bad = served(ear, 1)
-    bad.answer = failing(ValueError("ours"))  # type: ignore[method-assign]
-    for each in (bad, served(ear, 2)):
-        answers.serve(each)
-    answers.start()
-    answers.close()
-    assert [answer.task for answer in ear.heard] == [2]
-    assert sum(lost) == 1
-    assert len(answers) == 0
-
-
-def test_what_was_not_let_in_is_told_once_more_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightcache.storage.service.answering.AGAIN", 600.0)
-    ear = Ear(deaf=True)
-    answers = Answers(lambda: None, lambda lost: None)
-    answers.serve(served(ear, 1))
-    answers.start()
-    assert ear.refused.wait(60.0)
-    with answers._changed:
-        assert answers._changed.wait_for(lambda: bool(answers._untold), 60.0)
-    ear.deaf = False
-    answers.close()
-    assert [(answer.task, answer.state) for answer in ear.heard] == [(1, TaskState.FINISHED)]
+def test_an_answer_that_was_not_pushed_is_repeated_once_more_at_the_end(cache: Cache) -> None:
+    service, refused = StorageService(cache, full(cache)), threading.Event()
+    service._repeat = lambda: None  # type: ignore[method-assign]
+    with StorageClient(cache) as client:
+        whole = Peer.tell
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Peer, "tell", lambda *given, settled: settled and refused.set())
+            task = client.prefetch(KEYS, timeout=600.0)
+            assert refused.wait(60.0)
+            while service._tasks:
+                pass
+        assert Peer.tell is whole
+        assert not task.over
+        del service._repeat
+        assert service.close()
+        assert task.wait(60.0).prefix == 20
+        assert task.state is TaskState.FINISHED
 
 
 # ---------------------------------------------------------------- forked children
@@ -138,14 +74,19 @@ def test_a_forked_child_waits_for_no_lock_of_the_parent(cache: Cache) -> None:
     recorder.closed_gate_for = "read"
     recorder.gate.clear()
     with StorageService(cache, recorder) as service, StorageClient(cache) as client:
-        task = client.prefetch(KEYS, hold=True)
+        task = client.prefetch(KEYS, timeout=60.0)
         assert recorder.arrived.acquire(timeout=60.0)
         calls: list[Callable[[], object]] = [
-            *(task.wait, task.take, task.cancel, task.stop, lambda: task.publish(0)),
+            *(
+                task.wait,
+                task.take,
+                task.cancel,
+                task.stop,
+            ),
             *(client.stats, client.service, lambda: client.prefetch(KEYS)),
             *(lambda: client._push([b"x"]), service.stats),
         ]
-        locks: list[Any] = [client._pushing, client._changed, task._changed]
+        locks: list[Any] = [client._pushing, client._changed, task.progress.changed]
         locks += [client._board._looking, service._board._looking, service._publishing]
         for lock in locks:
             lock.acquire()

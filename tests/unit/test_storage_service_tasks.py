@@ -20,10 +20,11 @@ from support.storing import (
 from lightcache import (
     Cache,
 )
-from lightcache.storage import Fault, FlakyStorage, StorageSpec, TaskState
-from lightcache.storage.conformance import make_keys
-from lightcache.storage.service import StorageClient, StorageService, rings, service_stats
+from lightcache.storage import StorageSpec, TaskState
+from lightcache.storage.service import StorageClient, StorageService, board, service_stats
 from lightcache.storage.service.messages import PART_BYTES, Kind, Part
+from lightcache.storage.testing import Fault, FlakyStorage
+from lightcache.storage.testing.conformance import make_keys
 
 FINISHED, FAILED = TaskState.FINISHED, TaskState.FAILED
 Wait = Callable[[Callable[[], bool], str], None]
@@ -58,8 +59,8 @@ def test_cancelling(cache: Cache, wait_until: Wait) -> None:
         second.cancel()
         assert second.wait(60.0).reasons == ("cancelled",)
         first.cancel()
-        (job,) = tier.serving._tier._crew.running
-        wait_until(lambda: job._given_up, "the word to cancel")
+        (job,) = tier.serving._tier._executor.running
+        wait_until(lambda: job.given_up, "the word to cancel")
         storage.gate.set()
         assert first.wait(60.0).reasons == ("cancelled",)
     assert storage.calls == [("contains", 20), ("write", 4)]
@@ -74,7 +75,7 @@ def test_taking_what_there_is(cache: Cache, wait_until: Wait) -> None:
         wait_until(lambda: task.pages_done == 8, "the first group")
         assert task.take().prefix == 8
         wait_until(
-            lambda: next(iter(tier.serving._tier._crew.running)).stopping, "the word to stop"
+            lambda: next(iter(tier.serving._tier._executor.running)).stopping, "the word to stop"
         )
         flaky.let_go()
         assert task.wait(60.0).prefix == 16  # the group at hand, and nothing more
@@ -90,7 +91,7 @@ def test_stopping_never_waits(make_tier: Any, cache: Cache, wait_until: Wait) ->
         assert task.stop().prefix == 8
         assert not task.over
         if isinstance(tier, ServedTier):
-            (job,) = tier.serving._tier._crew.running
+            (job,) = tier.serving._tier._executor.running
             wait_until(lambda: job.stopping, "the word to stop")
         flaky.let_go()
         assert task.wait(60.0).prefix == 16  # the group in flight, and nothing more
@@ -113,7 +114,7 @@ def test_a_task_that_may_take_for_ever(cache: Cache) -> None:
     with ServedTier(cache, full(cache)) as tier:
         assert tier.prefetch(KEYS, timeout=float("inf")).wait(60.0).loaded == 20
         assert tier.prefetch(KEYS, timeout=1e300).wait(60.0).present == 20
-        assert tier._crew._watcher.is_alive()
+        assert tier._executor._watcher.is_alive()
 
 
 # ---------------------------------------------------------------- figures
@@ -123,12 +124,12 @@ def test_figures_are_given_once(cache: Cache) -> None:
     fill(cache, KEYS)
     with ServedTier(cache, empty(cache)) as tier, StorageClient(cache) as other:
         tier.write(KEYS).wait(60.0)
-        assert other._take_figures() == {"written_bytes": 20 * PAGE_BYTES}
-        assert tier._take_figures() == other._take_figures() == {}
+        assert other.take_figures() == {"written_bytes": 20 * PAGE_BYTES}
+        assert tier.take_figures() == other.take_figures() == {}
         other.write(KEYS[:3]).wait(60.0)
         cache.evict(96)
         tier.prefetch(KEYS[:5]).wait(60.0)
-        assert tier._take_figures() == {"read_bytes": 5 * PAGE_BYTES}
+        assert tier.take_figures() == {"read_bytes": 5 * PAGE_BYTES}
         assert tier.stats() == other.stats()
         assert service_stats(cache.name).tier == tier.stats()
 
@@ -207,6 +208,6 @@ def test_messages_of_who_is_gone_are_counted(cache: Cache, wait_until: Wait) -> 
 
 def test_a_malformed_answer_is_passed_over(cache: Cache) -> None:
     with StorageService(cache, full(cache)), StorageClient(cache) as client:
-        with rings.find_answers(cache, client._pid, client._client) as ring:
+        with board.find_answers(cache, client._pid, client._client) as ring:
             ring.push(b"nonsense")
         assert client.prefetch(KEYS).wait(60.0).loaded == 20

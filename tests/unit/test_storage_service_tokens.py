@@ -11,9 +11,9 @@ from support.storing import KEYS, PAGE_TOKENS, Recorder, cache, fill, make_cache
 
 from lightcache import Cache, ConfigError
 from lightcache.storage import MemoryStorage, StorageSpec, TaskState
-from lightcache.storage.conformance import make_keys
 from lightcache.storage.service import StorageClient, StorageService
 from lightcache.storage.service.messages import PART_BYTES
+from lightcache.storage.testing.conformance import make_keys
 
 IDS = np.arange(1000, 1000 + 20 * PAGE_TOKENS, dtype=np.uint32)
 ROWS = IDS.reshape(20, PAGE_TOKENS)

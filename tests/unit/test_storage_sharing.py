@@ -27,15 +27,9 @@ from lightcache import (
     Cache,
     ConfigError,
 )
-from lightcache.storage import (
-    Fault,
-    FlakyStorage,
-    Rates,
-    StorageSpec,
-    StorageTier,
-    TaskState,
-)
-from lightcache.storage.conformance import make_keys, pages_of
+from lightcache.storage import StorageSpec, StorageTier, TaskState
+from lightcache.storage.testing import Fault, FlakyStorage, Rates
+from lightcache.storage.testing.conformance import make_keys, pages_of
 
 FINISHED, FAILED = TaskState.FINISHED, TaskState.FAILED
 
@@ -100,7 +94,7 @@ def test_waiting_for_others_has_a_limit(cache: Cache, other: Cache) -> None:
         result = task.wait(60.0)
         assert result.prefix == 2
         assert result.busy == 4
-        assert "somebody else" in result.reasons[0]
+        assert "by others" in result.reasons[0]
         slow = tier.prefetch(KEYS)
         assert not slow.over
         slow.cancel()
@@ -110,8 +104,8 @@ def test_waiting_for_others_has_a_limit(cache: Cache, other: Cache) -> None:
 # ---------------------------------------------------------------- holding
 
 
-def held(cache: Cache, storage: Any = None, kind: Any = StorageTier, **how: Any) -> tuple[Any, Any]:
-    tier = kind(cache, storage or full(cache), group=8, **how)
+def held(cache: Cache, storage: Any = None, **how: Any) -> tuple[Any, Any]:
+    tier = StorageTier(cache, storage or full(cache), group=8, **how)
     task = tier.prefetch(KEYS, hold=True)
     task.wait(60.0)
     assert cache.peek(KEYS) == 0
@@ -119,8 +113,8 @@ def held(cache: Cache, storage: Any = None, kind: Any = StorageTier, **how: Any)
 
 
 @pytest.mark.parametrize("pages", [0, 3, 8, 11, 16, 20])
-def test_publishing_what_all_ranks_have(make_tier: Any, cache: Cache, pages: int) -> None:
-    tier, task = held(cache, kind=make_tier)
+def test_publishing_what_all_ranks_have(cache: Cache, pages: int) -> None:
+    tier, task = held(cache)
     with tier:
         assert task.result.prefix == 20
         assert task.result.loaded == 0
@@ -165,7 +159,7 @@ def test_what_nobody_publishes_goes_back_by_itself(cache: Cache) -> None:
         now[0] = 10.0
         tier.poll()
         assert cache.check().pins == cache.stats().ready == 0
-        assert "nobody published" in task.result.reasons[0]
+        assert "not published in time" in task.result.reasons[0]
         with pytest.raises(ConfigError):
             task.publish(20)
 
@@ -176,14 +170,14 @@ def test_what_nobody_publishes_goes_back_by_real_time(cache: Cache, wait_until: 
         wait_until(lambda: cache.stats().writing == 0, "the pages that were held")
 
 
-def test_holding_in_a_cache_that_is_full(make_tier: Any, cache: Cache) -> None:
+def test_holding_in_a_cache_that_is_full(cache: Cache) -> None:
     storage = Recorder(StorageSpec.of(cache))
     store(storage, KEYS)
     most = make_keys(84, seed=5)
     fill(cache, most)
     with cache.match(most) as lease:
         assert len(lease) == 84
-        tier, task = held(cache, storage, make_tier)
+        tier, task = held(cache, storage)
         with tier:
             assert (task.result.prefix, task.result.no_room) == (12, 4)
             storage.calls.clear()
@@ -199,10 +193,10 @@ def test_cancelling_just_before_pages_are_held(cache: Cache) -> None:
             super().add(job)
 
     with StorageTier(cache, full(cache)) as tier:
-        tier._crew.holding = Overtaken()
+        tier._executor.holding = Overtaken()
         tier.prefetch(KEYS, hold=True).wait(60.0)
         assert cache.check().pins == 0
-        assert not tier._crew.holding
+        assert not tier._executor.holding
 
 
 def test_only_what_was_held_can_be_published(make_tier: Any, cache: Cache) -> None:
@@ -214,9 +208,9 @@ def test_only_what_was_held_can_be_published(make_tier: Any, cache: Cache) -> No
                 task.publish(0)
 
 
-def test_what_was_held_before_a_failure_counts(make_tier: Any, cache: Cache) -> None:
+def test_what_was_held_before_a_failure_counts(cache: Cache) -> None:
     flaky = FlakyStorage(full(cache), script={"read": [None, Fault("die", at=1)]})
-    tier, task = held(cache, flaky, make_tier)
+    tier, task = held(cache, flaky)
     with tier:
         assert task.state is FAILED
         assert task.result.prefix == 8
@@ -259,8 +253,8 @@ def test_publishing_in_a_namespace_that_was_cleared(cache: Cache) -> None:
         assert cache.check().pins == 0
 
 
-def test_who_holds_pages_waits_for_nobody(make_tier: Any, cache: Cache, other: Cache) -> None:
-    with other.reserve(KEYS[:12], 10), make_tier(cache, full(cache), group=8) as tier:
+def test_a_prefetch_that_holds_pages_does_not_wait(cache: Cache, other: Cache) -> None:
+    with other.reserve(KEYS[:12], 10), StorageTier(cache, full(cache), group=8) as tier:
         task = tier.prefetch(KEYS, hold=True)
         result = task.wait(60.0)
         assert (task.state, result.prefix, result.busy) == (FINISHED, 10, 2)

@@ -15,18 +15,11 @@ from support.disks import disk, where
 from support.stacks import ALL, KEYS, Noting, flaky, get, has, noting, put
 
 from lightcache import ConfigError, Detached, StorageError
-from lightcache.storage import (
-    FlakyStorage,
-    MemoryStorage,
-    ReadStatus,
-    StackedStorage,
-    StorageSpec,
-    WriteStatus,
-    open_storage,
-    stacked,
-)
-from lightcache.storage.conformance import CHECKS, MOST_PAGES, PAGE_BYTES, SPEC
+from lightcache.storage import MemoryStorage, StackedStorage, StorageSpec, open_storage, stacked
+from lightcache.storage.protocol import ReadStatus, WriteStatus
 from lightcache.storage.stacked import Promoter, Promotion
+from lightcache.storage.testing import FlakyStorage
+from lightcache.storage.testing.conformance import CHECKS, MOST_PAGES, PAGE_BYTES, SPEC
 from lightcache.storage.urls import check_url
 
 __all__ = ["where"]
@@ -46,7 +39,7 @@ STACKS: dict[str, Any] = {
     "disk above": lambda spec, where: StackedStorage(
         [disk(where, MOST_PAGES), MemoryStorage(spec)]
     ),
-    "three": lambda spec, where: open_storage(["memory:"] * 3, spec=spec),
+    "by URLs": lambda spec, where: open_storage(["memory:"] * 2, spec=spec),
     "flaky above": lambda spec, where: open_storage("stack:flaky::memory:|memory:", spec=spec),
     "flaky below": lambda spec, where: open_storage("stack:memory:|flaky::memory:", spec=spec),
     "flaky in front": lambda spec, where: open_storage("flaky::stack:memory:|memory:", spec=spec),
@@ -119,7 +112,7 @@ def test_a_prefix_over_several_storages() -> None:
         assert lower.calls == []
 
 
-Holes = st.tuples(*[st.sets(st.integers(0, len(KEYS) - 1))] * 3)
+Holes = st.tuples(*[st.sets(st.integers(0, len(KEYS) - 1))] * 2)
 
 
 @settings(max_examples=60, deadline=None)
@@ -198,13 +191,13 @@ def test_a_page_that_is_corrupt_below_is_not_promoted() -> None:
         assert has(stack) == []
 
 
-def test_of_three_all_in_front_get_the_page() -> None:
-    storages = [MemoryStorage(SPEC) for _ in range(3)]
-    put(storages[2], [0])
-    with StackedStorage(storages) as stack:
-        assert get(stack, [0]).prefix == 1
-        assert stack.settle(60.0)
-        assert [has(one) for one in storages] == [[0]] * 3
+def test_more_than_two_levels_are_refused() -> None:
+    with pytest.raises(ConfigError, match="expected two, the nearer first, found 3; a stack has"):
+        StackedStorage([MemoryStorage(SPEC) for _ in range(3)])
+    for verb in (check_url, lambda url: open_storage(url, spec=SPEC)):
+        for urls in (["memory:"] * 3, "stack:memory:|memory:|memory:"):
+            with pytest.raises(ConfigError, match=r"expected two URLs, the nearer first.*found 3"):
+                verb(urls)
 
 
 def test_more_below_than_there_is_room_above() -> None:
@@ -331,12 +324,12 @@ def test_without_a_thread_nothing_is_promoted(monkeypatch: pytest.MonkeyPatch) -
     def none(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    promoter = Promoter(1 << 20, 1.0)
     with MemoryStorage(SPEC) as storage:
         stack = StackedStorage([storage, MemoryStorage(SPEC)])
+        promoter = Promoter(stack._levels[0], 1 << 20, 1.0)
         monkeypatch.setattr(threading.Thread, "start", none)
         pages = np.zeros((1, PAGE_BYTES), np.uint8)
-        assert not promoter.put(Promotion(stack._levels[0], KEYS[:1], pages, None, PAGE_BYTES), 0)
+        assert not promoter.put(Promotion(KEYS[:1], pages, None, PAGE_BYTES), 0)
         monkeypatch.undo()
         stack.close()
 
@@ -465,15 +458,15 @@ def test_checking_opens_no_disk(where: Path) -> None:
 @pytest.mark.parametrize(
     ("url", "why"),
     [
-        ("stack:", "two URLs or more.*found 1.*quotes"),
-        ("stack:memory:", "two URLs or more.*found 1"),
+        ("stack:", "two URLs.*found 1.*quotes"),
+        ("stack:memory:", "two URLs.*found 1"),
         ("stack:?missing=skip|memory:", "found 1"),
         ("stack:memory:|", "found none as 2"),
         ("stack:memory:|tape:", "tape"),
         ("stack:flaky:luck=1:memory:|memory:", "luck"),
         ("stack:flaky:seed=1:|memory:", "the URL of another backend"),
         ("flaky:seed=1:stack:memory:", "found 1"),
-        ("stack:memory:|stack:memory:|memory:", "a stack in a stack"),
+        ("stack:memory:|stack:memory:", "a stack in a stack"),
         ("stack:memory:?speed=9|memory:", "memory: expected capacity, pages"),
         ("stack:?speed=9|memory:|memory:", "expected promote, failures, retry, missing"),
         ("stack:?promote=much|memory:|memory:", "promote"),
@@ -512,10 +505,10 @@ def test_one_that_cannot_be_opened(tmp_path: Path, caplog: Any) -> None:
     bad = f"disk:{file}?capacity=1MiB"
     with pytest.raises(StorageError, match=r"storage 2 of 2, disk: cannot be opened.*missing=skip"):
         open_storage(f"stack:memory:|{bad}", spec=SPEC)
-    with open_storage(f"stack:?missing=skip|memory:|{bad}|memory:", spec=SPEC) as stack:
+    with open_storage(f"stack:?missing=skip|{bad}|memory:", spec=SPEC) as stack:
         assert isinstance(stack, StackedStorage)
-        assert len(stack.levels()) == 2
-        assert "2 of 3, disk: cannot be opened and is left out" in caplog.text
+        assert len(stack.levels()) == 1
+        assert "1 of 2, disk: cannot be opened and is left out" in caplog.text
     with open_storage(f"stack:?missing=skip|memory:|{bad}", spec=SPEC) as alone:
         assert isinstance(alone, StackedStorage)
         assert [level.name for level in alone.levels()] == ["storage 1 of 1, memory:"]
@@ -555,8 +548,8 @@ def test_those_that_were_opened_are_closed_again(tmp_path: Path) -> None:
         opened.append(flaky())
         return opened[-1]
 
-    with pytest.raises(StorageError, match="storage 3 of 3, bad:"):
-        stacked.open_stack(["memory:", "memory:", "bad:"], SPEC, one)
+    with pytest.raises(StorageError, match="storage 2 of 2, bad:"):
+        stacked.open_stack(["memory:", "bad:"], SPEC, one)
     for each in opened:
         with pytest.raises(Detached):
             each.contains(KEYS, timeout=60.0)

@@ -14,19 +14,17 @@ from support.storing import cache, fill, sound
 from lightcache import Cache, StorageError
 from lightcache.breaker import Breaker
 from lightcache.storage import (
-    Fault,
-    FlakyStorage,
     MemoryStorage,
-    ReadStatus,
     StackedStorage,
     StorageSpec,
     StorageTier,
     TaskState,
-    WriteStatus,
     stacked,
 )
-from lightcache.storage.conformance import SPEC
 from lightcache.storage.executor import Executor
+from lightcache.storage.protocol import ReadStatus, WriteStatus
+from lightcache.storage.testing import Fault, FlakyStorage
+from lightcache.storage.testing.conformance import SPEC
 
 __all__ = ["cache"]
 
@@ -416,7 +414,7 @@ def test_no_memory_for_a_lower(monkeypatch: pytest.MonkeyPatch) -> None:
 
     stack, _, lower = noting(upper=[0], lower=[0, 1])
     with stack:
-        monkeypatch.setattr("lightcache.storage.stacked.mmap.mmap", none)
+        monkeypatch.setattr("lightcache.storage.calls.mmap.mmap", none)
         result = get(stack, [0, 1])
         assert result.statuses == (OK, FAILED)
         assert "no memory for 1 pages" in result.reason

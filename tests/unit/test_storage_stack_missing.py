@@ -14,8 +14,8 @@ from support.servers import free_port
 
 from lightcache import ConfigError, StorageError
 from lightcache.storage import StackedStorage, StorageSpec, open_storage, register, urls
-from lightcache.storage.conformance import SPEC
 from lightcache.storage.stacked import LevelStats
+from lightcache.storage.testing.conformance import SPEC
 from lightcache.storage.urls import check_url
 
 __all__ = ["s3_credentials"]

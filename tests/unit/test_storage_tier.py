@@ -24,17 +24,11 @@ from support.storing import (
 )
 
 from lightcache import Cache, ConfigError, LayoutMismatch, PermissionDenied, WaitTimeout
-from lightcache.storage import (
-    Fault,
-    FlakyStorage,
-    MemoryStorage,
-    StorageSpec,
-    StorageTask,
-    StorageTier,
-    TaskState,
-)
-from lightcache.storage.conformance import make_keys
+from lightcache.storage import MemoryStorage, StorageSpec, StorageTier, TaskState
 from lightcache.storage.executor import READ, WRITE, WorkQueue
+from lightcache.storage.tasks import TaskProgress
+from lightcache.storage.testing import Fault, FlakyStorage
+from lightcache.storage.testing.conformance import make_keys
 
 FINISHED, FAILED = TaskState.FINISHED, TaskState.FAILED
 
@@ -345,9 +339,9 @@ def test_a_task_waits_with_a_limit(make_tier: Any, cache: Cache) -> None:
 
 
 def test_a_task_is_counted_before_it_is_over() -> None:
-    task, seen = StorageTask("read", 4, None), []
-    assert task._end(failed=False, count=lambda found: seen.append((found.pages, task.over)))
-    assert not task._end(failed=True, count=lambda found: seen.append((found.pages, task.over)))
+    task, seen = TaskProgress("read", 4, None), []
+    assert task.end(failed=False, count=lambda result: seen.append((result.pages, task.over)))
+    assert not task.end(failed=True, count=lambda result: seen.append((result.pages, task.over)))
     assert seen == [(4, False)]
     assert task.state is FINISHED
 

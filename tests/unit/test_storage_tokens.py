@@ -13,8 +13,6 @@ from lightcache import Cache, ConfigError
 from lightcache.manager import Prompt
 from lightcache.manager.request import Wishes
 from lightcache.storage import (
-    Fault,
-    FlakyStorage,
     MemoryStorage,
     StackedStorage,
     Storage,
@@ -23,7 +21,8 @@ from lightcache.storage import (
     TaskState,
     open_storage,
 )
-from lightcache.storage.conformance import CHECKS, SPEC, check_tokens, make_keys, pages_of
+from lightcache.storage.testing import Fault, FlakyStorage
+from lightcache.storage.testing.conformance import CHECKS, SPEC, check_tokens, make_keys, pages_of
 
 __all__ = ["cache"]
 
@@ -107,11 +106,18 @@ def test_a_flaky_one_passes_on_those_of_the_pages_that_it_passes_on() -> None:
 def test_a_stack_gives_them_to_those_that_want_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightcache.storage.stacked.PIECE", 2 * 4096)
     spec = SPEC
-    first, second, third = keeping(), Recorder(spec), keeping()
-    with StackedStorage([first, second, third]) as storage:
+    for near, far in ((keeping(), Recorder(spec)), (Recorder(spec), keeping())):
+        with StackedStorage([near, far]) as storage:
+            put(storage, KEYS[:5], ROWS[:5])
+            wanting, other = (near, far) if near.wants_tokens else (far, near)
+            assert isinstance(wanting, MemoryStorage)
+            assert isinstance(other, Recorder)
+            assert kept(wanting, KEYS[:5]) == ROWS[:5].tolist()
+            parts = [n for what, n in other.calls if what == "write"]
+            assert parts == ([2, 2, 1] if other is far else [5])
+    first = keeping()
+    with StackedStorage([first, keeping()]) as storage:
         put(storage, KEYS[:5], ROWS[:5])
-        assert kept(first, KEYS[:5]) == kept(third, KEYS[:5]) == ROWS[:5].tolist()
-        assert [n for what, n in second.calls if what == "write"] == [2, 2, 1]
         first.clear(timeout=60.0)
         into = list(np.zeros((5, 4096), np.uint8))
         assert storage.read(KEYS[:5], into, timeout=60.0).prefix == 5
@@ -215,7 +221,7 @@ def stored_by(world: World, prompt: Any, generated: Any, **how: Any) -> Storage:
     world.manager.release("a", wait=True)
     tier = world.manager._storage
     assert tier is not None
-    assert tier._crew.wait_idle(60.0)
+    assert tier._executor.wait_idle(60.0)
     return tier.storage
 
 

@@ -17,10 +17,7 @@ from support.storing import KEYS, cache, fill, make_cache, stored
 from lightcache import Cache
 from lightcache.errors import ConfigError, Detached, StorageError
 from lightcache.storage import (
-    Fault,
-    FlakyStorage,
     MemoryStorage,
-    Rates,
     Storage,
     StorageSpec,
     StorageTier,
@@ -28,9 +25,10 @@ from lightcache.storage import (
     register,
     urls,
 )
-from lightcache.storage.conformance import PAGE_BYTES, SPEC, pages_of
 from lightcache.storage.disk import DiskStorage
 from lightcache.storage.service import StorageClient, StorageService
+from lightcache.storage.testing import Fault, FlakyStorage, Rates
+from lightcache.storage.testing.conformance import PAGE_BYTES, SPEC, pages_of
 from lightcache.storage.urls import check_url
 
 __all__ = ["cache", "where"]

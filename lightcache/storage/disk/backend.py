@@ -17,14 +17,12 @@ from lightcache._arguments import Pages, parse_size
 from lightcache.breaker import Breaker
 from lightcache.errors import ConfigError, Detached, InUse, LeaseLost, LightcacheError, StorageError
 from lightcache.layout import Cause
-from lightcache.storage.arguments import Clock, Counters, Deadline, check_batch, check_spec
-from lightcache.storage.breaker import log
-from lightcache.storage.calls import CLOSING, Calls, Owned
+from lightcache.storage.arguments import Clock, Counters, Deadline, Options, check_batch, check_spec
+from lightcache.storage.calls import CLOSING, Calls, Owned, log
 from lightcache.storage.disk.folder import Folder, How, Rebuilt, Wanted, remove_folder
 from lightcache.storage.disk.reading import Writer, read_pages
 from lightcache.storage.disk.slots import MAX_FILES
 from lightcache.storage.executor import Executor
-from lightcache.storage.options import Options
 from lightcache.storage.protocol import (
     Buffer,
     Keys,
@@ -68,12 +66,12 @@ def parse(path: str, options: Mapping[str, str]) -> dict[str, Any]:
     return found
 
 
-# ---- Pages that are to be found no more, by nobody.
+# ---- Dropping pages, for good.
 
 
 @dataclass(frozen=True)
 class Dropped:
-    """What became of them."""
+    """How many pages were dropped, and how many were not."""
 
     gone: int
     kept: int
@@ -83,7 +81,7 @@ class Dropped:
 def drop(folder: Folder, keys: Keys, slots: Pages | None = None) -> Dropped:
     """Take pages from the index, then their footers from the disk, so that no rebuild finds them.
 
-    In this order: a slot that is ours alone is written by nobody else. If we die in between, a
+    In this order: a slot that is ours alone is not written by others. If we die in between, a
     rebuild may find the page again; what was corrupt is found out again then.
 
     Args:
@@ -124,7 +122,7 @@ class DiskStorage(Owned):
 
     A lookup is one of the index: no system call. A page is read or written by one system call
     between the disk and the page's own memory, where the file system has direct I/O. When all slots
-    are taken, pages that nobody has used for longest go, from the ends of prefixes.
+    are taken, the least recently used pages go, from the ends of prefixes.
 
     Nothing is waited for until the disk has it for good: if the machine stops, the last pages may
     be lost or damaged, and are found out when they are read, by their checksums.
@@ -152,8 +150,8 @@ class DiskStorage(Owned):
 
         Args:
             path: of a folder; pages of each spec have a folder in it.
-            capacity: bytes of disk, as a number or "1TiB"; None: what it has. Of a folder that
-                nobody uses it can be changed: what lies behind a smaller one is forgotten.
+            capacity: bytes of disk, as a number or "1TiB"; None: what it has. It can be
+                changed while no process uses the folder: slots after a smaller one are forgotten.
             threads: that read and write.
             files: to which slots are dealt; of a new folder.
             direct: past the page cache, where that is possible.
@@ -199,7 +197,7 @@ class DiskStorage(Owned):
 
         Raises:
             ConfigError: no path.
-            InUse: somebody uses it.
+            InUse: a process uses it.
             StorageError: it cannot be removed.
         """
         remove_folder(_place(path, spec))
@@ -253,7 +251,7 @@ class DiskStorage(Owned):
         deadline = Deadline(timeout)
         with self._call() as lanes:
             self._folder.renewed()
-            # Each key by itself: pages are wanted behind holes, too.
+            # Each key by itself: pages after holes are wanted, too.
             held = self._index.match_many(keys, np.arange(len(keys) + 1))
             try:
                 slots = np.full(len(keys), -1, np.int32)
@@ -264,7 +262,7 @@ class DiskStorage(Owned):
             finally:
                 held.release()
             if found.bad:
-                with contextlib.suppress(LightcacheError):  # who reads them next tries again
+                with contextlib.suppress(LightcacheError):  # the next read of them tries again
                     drop(self._folder, keys[found.bad], slots[found.bad])
         return self._counters.read(found.result, timed_out=found.late)
 

@@ -1,12 +1,12 @@
 """A folder of slot files, and the index of it that processes share.
 
-Byte 0 of the folder's lock file is held while somebody opens or changes it; byte 1 is shared by all
-who use it. Who finds nobody there may make a new index. Locks of a file go with its holder's death,
-and are seen through containers, which the index in shared memory is not: so two groups of processes
-that do not share /dev/shm cannot use one folder at a time.
+Byte 0 of the folder's lock file is held while a process opens or changes it; byte 1 is shared by
+all processes that use it. A process that finds byte 1 free may make a new index. Locks of a file
+end with their holder, and are seen through containers, which the index in shared memory is not: so
+two groups of processes that do not share /dev/shm cannot use one folder at a time.
 
 The index is named after the folder's place, its device and inode: a copy of a folder is another
-one. Whoever uses the folder holds it open, so its inode is nobody else's meanwhile.
+one. A process that uses the folder holds it open, so its inode is not reused meanwhile.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lightcache.errors import (
 from lightcache.namespaces import NamespaceState
 from lightcache.page_index import MAX_PAGES, PageIndex
 from lightcache.shm import Segment, ofd
-from lightcache.storage.breaker import log
+from lightcache.storage.calls import log
 from lightcache.storage.disk.slots import (
     NAME,
     NO_PARENT,
@@ -57,7 +57,7 @@ from lightcache.storage.protocol import StorageSpec
 
 @dataclass(frozen=True)
 class Wanted:
-    """What whoever opens a folder says of its size."""
+    """The size of a folder, as a process that opens it wants it."""
 
     capacity: int | None
     """Bytes; None: what it has."""
@@ -101,7 +101,7 @@ def prepared(path: Path, spec: StorageSpec, wanted: Wanted, alone: bool) -> Head
     folder's lock.
 
     Args:
-        alone: nobody uses it.
+        alone: no other process uses it.
 
     Raises:
         ConfigError: no capacity for a new folder, or an impossible one.
@@ -123,7 +123,7 @@ def prepared(path: Path, spec: StorageSpec, wanted: Wanted, alone: bool) -> Head
             return found
         raise InUse(
             f"disk: {path} has {found.slots} slots, expected {slots}; it can be changed when "
-            "nobody uses it: give the capacity that others have, or none"
+            "no process uses it: give the capacity that others have, or none"
         )
     if slots == found.slots and _whole(path, found):
         return found
@@ -141,7 +141,7 @@ def _whole(path: Path, header: Header) -> bool:
 
 
 def _sized(path: Path, header: Header) -> Header:
-    """Make the files fit. The header stands behind its files: if we die first, they are no more
+    """Make the files fit. The header is written after its files: if we die first, they are no more
     than too large or too small, and made to fit by the next one. No index of before counts."""
     header = replace(header, rebuilt=0)
     try:
@@ -244,15 +244,7 @@ def _name(index: PageIndex, footers: list[Footer]) -> None:
     index.unpin(pages)
 
 
-# ---- A folder of slot files, and the index of it that processes share.
-#
-# Byte 0 of the folder's lock file is held while somebody opens or changes it; byte 1 is shared by
-# all who use it. Who finds nobody there may make a new index. Locks of a file go with its
-# holder's death, and are seen through containers, which the index in shared memory is not: so two
-# groups of processes that do not share /dev/shm cannot use one folder at a time.
-#
-# The index is named after the folder's place, its device and inode: a copy of a folder is another
-# one. Whoever uses the folder holds it open, so its inode is nobody else's meanwhile.
+# ---- The folder itself.
 
 LOCK = "lock"
 _OPENING, _USING = 0, 1  # bytes of the lock file
@@ -275,6 +267,8 @@ class Folder:
     def __init__(self, path: Path, spec: StorageSpec, how: How) -> None:
         """`path` is that of the folder of this spec."""
         self.path = path
+        self.spec_name = bytes.fromhex(spec.name)
+        """In every footer. A digest: it is made once, not for every page."""
         self.rebuilt: Rebuilt | None = None
         """What the rebuild found, if the index was made here and now."""
         if not _has_header(path):
@@ -302,17 +296,18 @@ class Folder:
 
     @contextlib.contextmanager
     def _changing(self, timeout: float) -> Iterator[None]:
-        """Nobody else opens or changes the folder meanwhile.
+        """No other process opens or changes the folder meanwhile.
 
         Raises:
-            StorageError: somebody did so for all of the time.
+            StorageError: another process did so for all of the time.
         """
         try:
             with ofd.locked(self._lock, _OPENING, timeout=timeout):
                 yield
         except LockTimeout as error:
             raise StorageError(
-                f"disk: timed out: somebody was opening or clearing {self.path} for {timeout:g} s"
+                f"disk: timed out: another process was opening or clearing {self.path} for "
+                f"{timeout:g} s"
             ) from error
 
     # ---- the index
@@ -382,10 +377,11 @@ class Folder:
     # ---- in use
 
     def begin_epoch(self, timeout: float) -> None:
-        """What is in the slots now counts no more, for any rebuild to come.
+        """Rebuilds from now on ignore what is in the slots now.
 
         Raises:
-            StorageError: it could not be written; or somebody holds the lock for all of the time.
+            StorageError: it could not be written; or another process holds the lock
+                for all of the time.
         """
         with self._changing(timeout):
             found = read_header(self.path)
@@ -395,8 +391,8 @@ class Folder:
             self._keep(self.header)
 
     def renewed(self) -> bool:
-        """Whether somebody has cleared it: from now on we see what was written since. About a
-        microsecond if nobody has."""
+        """Whether it was cleared by another process: from now on we see what was written since.
+        About a microsecond if it was not."""
         index = self.index
         if index.namespace_state() is NamespaceState.NORMAL:
             return False
@@ -423,7 +419,7 @@ class Folder:
         return ""
 
     def close(self) -> None:
-        """Leave. The index stays as long as somebody is attached, or for good if persistent.
+        """Leave. The index stays as long as a process is attached, or for good if persistent.
 
         The lock is given back by hand: a forked child has the descriptor too.
         """
@@ -455,7 +451,7 @@ def remove_folder(path: Path) -> None:
     """Remove a folder, its files, and its index, damaged or not.
 
     Raises:
-        InUse: somebody uses it.
+        InUse: a process uses it.
         StorageError: it cannot be removed.
     """
     if not path.exists():

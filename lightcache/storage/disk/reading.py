@@ -39,7 +39,7 @@ class _PageWrite:
     def __call__(self) -> None:
         header = self._folder.header
         footer = Footer(
-            spec=bytes.fromhex(header.spec.name),
+            spec=self._folder.spec_name,
             epoch=header.epoch,
             slot=self._slot,
             key=self._name,
@@ -135,7 +135,7 @@ class Writer:
             else:
                 try:
                     self._turn(batch, deadline)
-                except Abandoned:  # cleared by somebody: anew, in the new epoch
+                except Abandoned:  # cleared by another process: anew, in the new epoch
                     continue
                 except (ConfigError, Detached):
                     raise

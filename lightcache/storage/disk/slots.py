@@ -21,7 +21,7 @@ from lightcache.errors import LayoutMismatch, StorageError
 from lightcache.page_index import MAX_PAGES
 from lightcache.storage.protocol import StorageSpec
 
-# ---- What stands behind each page on the disk, so that slots describe themselves.
+# ---- The footer after each page on the disk: slots describe themselves.
 #
 # A slot is the page, then a block with its footer. Both go to the disk in one write. If the
 # machine stops in the middle of it, the footer and the page may be of two writes; the checksum
@@ -40,28 +40,28 @@ class Footer:
     """A slot's description of itself."""
 
     spec: bytes
-    """8 bytes: `StorageSpec.name`. A page of another model or size is none of ours."""
+    """8 bytes: `StorageSpec.name`. A page of another model or size is ignored."""
     epoch: int
-    """Of the folder: what was written in an earlier one was cleared."""
+    """Of the folder: pages of earlier epochs were cleared."""
     slot: int
     key: bytes
     parent: bytes
     """The key of the page before, or NO_PARENT: for the order of eviction."""
     written: int
-    """When, in ns: what was written last is evicted last, after a rebuild."""
+    """When, in ns: after a rebuild, the page written last is evicted last."""
     length: int
     checksum: int
     """Of key and page, see `lightcache.storage.arguments.checksum`."""
 
     def pack(self) -> bytes:
-        """As it stands on the disk, BLOCK bytes."""
+        """Its bytes on the disk, BLOCK of them."""
         fields = (_MAGIC, self.spec, self.epoch, self.slot, self.key, self.parent)
         head = _FIELDS.pack(*fields, self.written, self.length, self.checksum)
         return (head + _OWN.pack(xxhash.xxh3_64_intdigest(head))).ljust(BLOCK, b"\0")
 
 
 def unpack(block: bytes | memoryview) -> Footer | None:
-    """What a block says; None: it is no footer, or not a whole one."""
+    """The footer in a block; None: there is none, or not a whole one."""
     head = bytes(block[: _FIELDS.size])
     own = bytes(block[_FIELDS.size : _FIELDS.size + _OWN.size])
     if len(own) < _OWN.size or head[: len(_MAGIC)] != _MAGIC:
@@ -72,7 +72,7 @@ def unpack(block: bytes | memoryview) -> Footer | None:
     return Footer(spec, epoch, slot, key, parent, written, length, checksum)
 
 
-# ---- What a folder of slot files says of itself.
+# ---- The header of a folder of slot files.
 
 VERSION = 1
 NAME = "header.json"
@@ -102,19 +102,19 @@ class Header:
 
     @property
     def spec(self) -> StorageSpec:
-        """Whose pages."""
+        """Of its pages."""
         return StorageSpec(self.page_bytes, self.fingerprint, self.algorithm)
 
     @property
     def possible(self) -> bool:
-        """Whether its numbers are such as we write."""
+        """Whether its numbers are in range."""
         counted = 0 <= self.epoch < 1 << 63 and 0 <= self.rebuilt <= self.index < 1 << 63
         sized = 1 <= self.files <= MAX_FILES and 1 <= self.slots <= MAX_PAGES
         return counted and sized and self.page_bytes > 0
 
 
 def new_header(spec: StorageSpec, files: int, slots: int) -> Header:
-    """Of a folder that is made now."""
+    """The header of a new folder."""
     uuid, epoch = secrets.token_hex(8), secrets.randbits(62)
     whose = (spec.page_bytes, spec.fingerprint, spec.algorithm)
     return Header(VERSION, uuid, *whose, files, slots, epoch)
@@ -320,7 +320,7 @@ class SlotFiles:
         return block[-BLOCK:]
 
     def close(self) -> None:
-        """Close them; calls that go on end with an error."""
+        """Close them; calls in flight end with an error."""
         self._close(self._direct)
         self._close(self._plain)
 

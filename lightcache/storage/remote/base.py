@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import struct
 import weakref
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from lightcache.storage.arguments import (
     check_batch,
     check_keys,
     check_parent,
+    checksum,
     timed_out,
 )
 from lightcache.storage.calls import Calls, Owned
@@ -29,7 +31,7 @@ from lightcache.storage.protocol import (
     WriteStatus,
 )
 
-# ---- Which keys this process is writing just now: two of its threads do not send one page twice.
+# ---- The keys that this process is writing: two of its threads do not send one page twice.
 
 _LOOK = 0.5  # seconds between two looks at claims of calls that ended without a word
 
@@ -45,12 +47,12 @@ class Claims:
     """A key is one call's from `take` to `give_back`."""
 
     def __init__(self) -> None:
-        """Nobody writes anything."""
+        """No key is claimed."""
         self._changed = Condition()
         self._taken: dict[bytes, weakref.ref[Owner]] = {}
 
     def take(self, names: Sequence[bytes], owner: Owner) -> list[bytes]:
-        """Those of these keys that nobody else writes, once each; the owner's from now on."""
+        """Those of these keys that no other call writes, once each; the owner's from now on."""
         with self._changed:
             mine = [name for name in dict.fromkeys(names) if self._free(name)]
             self._taken.update(dict.fromkeys(mine, weakref.ref(owner)))
@@ -64,8 +66,8 @@ class Claims:
             self._changed.notify_all()
 
     def wait(self, names: Sequence[bytes], deadline: Deadline) -> bool:
-        """Until nobody writes any of them; False: not in time. Who waits holds no claims, so nobody
-        waits in a circle."""
+        """Until no call writes any of them; False: not in time. A waiting call holds no claims, so
+        calls do not wait in a circle."""
         with self._changed:
             while not all(map(self._free, names)):
                 if deadline.passed:
@@ -78,20 +80,49 @@ class Claims:
         return its is None or its() is None
 
 
-# ---- What storages beyond one machine have in common. A backend is left with moving values by
-# name.
+# ---- The trailer beside a page in a store that others can write to: proof that it is the page.
+
+MAGIC = b"lcp1"
+_TRAILER = struct.Struct("<4sIQQ")  # magic, zero, bytes of the page, xxh3-64 of key and page
+TRAILER_BYTES = _TRAILER.size
+
+
+def make_trailer(key: bytes, page: memoryview | bytes) -> bytes:
+    """The trailer of a page, 24 bytes."""
+    return _TRAILER.pack(MAGIC, 0, len(page), checksum(key, page))
+
+
+def judge_page(key: bytes, page: memoryview | bytes, trailer: bytes) -> tuple[ReadStatus, str]:
+    """Whether a page that was fetched is the one of this key: OK or CORRUPT, and why."""
+    what = f"corrupt: page {key.hex()}"
+    if len(trailer) != TRAILER_BYTES:
+        return (
+            ReadStatus.CORRUPT,
+            f"{what} has a trailer of {len(trailer)} bytes, not {TRAILER_BYTES}",
+        )
+    magic, zero, length, expected = _TRAILER.unpack(trailer)
+    if magic != MAGIC or zero:
+        return ReadStatus.CORRUPT, f"{what} was stored by something else: {trailer[:8]!r}"
+    if length != len(page):
+        return ReadStatus.CORRUPT, f"{what} was stored with {length} bytes"
+    if checksum(key, page) != expected:
+        return ReadStatus.CORRUPT, f"{what} has another checksum than was stored with it"
+    return ReadStatus.OK, ""
+
+
+# ---- What storages beyond one machine have in common.
 
 Read = tuple[ReadStatus, str]
-"""Of a key: what became of it, and why, if it is FAILED or CORRUPT."""
+"""The status of a key, and why, if it is FAILED or CORRUPT."""
 Wrote = tuple[WriteStatus, str]
-"""Of a key: what became of it, and why, if it is FAILED or REFUSED."""
+"""The status of a key, and why, if it is FAILED or REFUSED."""
 
 
 class RemoteStorage(Owned):
     """Pages as values of a store that many machines share.
 
-    A value's name is the spec's name and the key; beside the page stands a trailer (`trailer`), by
-    which every read is verified. How long the store keeps what is its own affair.
+    A value's name is the spec's name and the key. A trailer (`make_trailer`) is stored with the
+    page, and verifies every read. The store decides how long it keeps a value.
 
     What a subclass implements takes keys as 16 bytes each, blocks no longer than `deadline`, and
     touches the views no more when it has returned. Any exception becomes a StorageError. `_fetch`
@@ -101,7 +132,7 @@ class RemoteStorage(Owned):
     scheme: str
     """Of its URLs, for errors."""
     asking = 4096
-    """Keys that `_exists` is asked for at a time: behind the first that is absent no more are."""
+    """Keys of one call of `_exists`; none is made after the first absent key."""
 
     def __init__(self, spec: StorageSpec) -> None:
         """For subclasses, when they are connected."""
@@ -128,7 +159,7 @@ class RemoteStorage(Owned):
         self, names: Sequence[bytes], views: Sequence[memoryview], deadline: Deadline
     ) -> list[Wrote]:
         """Store pages, each wholly or not at all: names that were absent a moment ago, each once.
-        PRESENT: somebody was faster."""
+        PRESENT: another process was faster."""
 
     @abstractmethod
     def _remove(self, names: Sequence[bytes], deadline: Deadline) -> int:
@@ -140,7 +171,7 @@ class RemoteStorage(Owned):
 
     @abstractmethod
     def _disconnect(self) -> None:
-        """No call is under way, and none will be."""
+        """No call is in flight, and none will be."""
 
     def object_name(self, name: bytes) -> str:
         """What a page is called in the store."""
@@ -174,7 +205,7 @@ class RemoteStorage(Owned):
                 if status is ReadStatus.CORRUPT
             ]
             if corrupt:
-                with contextlib.suppress(Exception):  # who reads it next tries again
+                with contextlib.suppress(Exception):  # the next read tries again
                     self._remove(corrupt, deadline)
         reason = next((why for _, why in found if why), "")
         late = any(timed_out(why) for _, why in found)
@@ -334,4 +365,13 @@ class RemoteStorage(Owned):
         self._calls.end(self._disconnect)
 
 
-__all__ = ["Claims", "Owner", "Read", "RemoteStorage", "Wrote"]
+__all__ = [
+    "TRAILER_BYTES",
+    "Claims",
+    "Owner",
+    "Read",
+    "RemoteStorage",
+    "Wrote",
+    "judge_page",
+    "make_trailer",
+]

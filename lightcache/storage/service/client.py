@@ -1,46 +1,161 @@
-"""StorageClient: a tier whose tasks another process carries out."""
+"""StorageClient: a tier whose tasks the storage service of a cache runs."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
+import secrets
+import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 
 from lightcache import _arguments
 from lightcache.cache import Cache
-from lightcache.errors import ConfigError, Detached, LightcacheError, LockTimeout, StorageError
+from lightcache.errors import (
+    ConfigError,
+    Detached,
+    LightcacheError,
+    LockTimeout,
+    StorageError,
+    WaitTimeout,
+)
 from lightcache.hashing import Tokens
 from lightcache.leases import Lease
 from lightcache.namespaces import Namespace
+from lightcache.shm.waiting import Condition
 from lightcache.storage.arguments import Clock, Deadline
+from lightcache.storage.calls import log
 from lightcache.storage.protocol import Keys
-from lightcache.storage.service.asking import Asked, Pulse
-from lightcache.storage.service.board import Service, tier_stats
-from lightcache.storage.service.bodies import MOST_KEYS, Ask, Publish
-from lightcache.storage.service.listening import Listening
-from lightcache.storage.service.messages import MOST_BYTES, Kind, split
-from lightcache.storage.service.status import ServiceStats, stats_of
-from lightcache.storage.tiers import (
+from lightcache.storage.service import board
+from lightcache.storage.service.board import Board, Service, ServiceStats, stats_of, tier_stats
+from lightcache.storage.service.messages import (
+    MOST_BYTES,
+    MOST_KEYS,
+    Answer,
+    Ask,
+    Kind,
+    Malformed,
+    Part,
+    split,
+)
+from lightcache.storage.tasks import (
     ReadPolicy,
     StorageTask,
+    TaskProgress,
+    TaskState,
     TierStats,
-    check_cache,
-    checked_write,
-    token_rows,
 )
+from lightcache.storage.tier import BaseTier, check_cache, checked_write, token_rows
 
 HELD = 1.0  # seconds without calls when a process that is stopped holds the ring's lock
+SLICE = 0.05  # seconds of waiting for an answer between two looks at the service
+_AT_ONCE = 64  # answers
 
 
-class StorageClient(Listening):
+class Pulse:
+    """Whether a service still looks at its messages: it counts in a word of the board, four times a
+    second. A stopped service does not: it is asked nothing until it counts again."""
+
+    def __init__(self, seconds: float, clock: Clock) -> None:
+        """
+        Args:
+            seconds: without a count until the service is taken for stopped.
+        """
+        self._seconds, self._clock = seconds, clock
+        self._lock = threading.Lock()
+        self._seen: tuple[int, int] | None = None
+        self._since = 0.0
+        self._silent = False
+
+    def silent(self, service: Service, beat: int) -> str:
+        """Why it is not asked; empty: it is. Logs the first time.
+
+        Args:
+            beat: the word, as it is now.
+        """
+        with self._lock:
+            now = self._clock()
+            if self._seen != (service.word, beat):
+                self._seen, self._since = (service.word, beat), now
+            was, self._silent = self._silent, now - self._since > self._seconds
+            if not self._silent:
+                return ""
+        why = (
+            f"the storage service (pid {service.pid}) has not looked at its messages for "
+            f"{self._seconds:g} s, as if it was stopped; it is asked again when it does"
+        )
+        if not was:
+            log.warning("%s", why)
+        return why
+
+
+class ClientTask:
+    """The client's side of a task: its `TaskOwner`."""
+
+    def __init__(
+        self,
+        client: StorageClient,
+        number: int,
+        progress: TaskProgress,
+        deadline: Deadline,
+        service: Service,
+        options: tuple[ReadPolicy, float, float],
+    ) -> None:
+        """It was not pushed yet.
+
+        Args:
+            options: the read policy, its seconds, and the grace of the service and the client.
+        """
+        self.number, self.progress, self.task = number, progress, StorageTask(progress)
+        self.deadline, self.service = deadline, service
+        self._client = client
+        self._policy, seconds, self._grace = options
+        self._soft = Deadline(seconds, client.clock)
+        self.end = Deadline(deadline.left + self._grace, client.clock)
+        """After it the task is given up, if the service has not answered."""
+        progress.owner = self
+
+    def advanced(self) -> None:
+        """The service has answered: a write has its time anew then, see `WriteJob`."""
+        if self.progress.kind == "write":
+            self.end = Deadline(self.deadline.timeout + self._grace, self._client.clock)
+
+    def take(self) -> None:
+        """See `StorageTask.take`."""
+        if self._policy == "wait" or self.progress.kind == "write":
+            self.task.wait()
+        elif self._policy == "deadline":
+            with contextlib.suppress(WaitTimeout):
+                self.task.wait(self._soft.left)
+        if not self.task.over:
+            self.stop()
+
+    def stop(self) -> None:
+        """See `StorageTask.stop`."""
+        self._client.tell(Kind.STOP, self)
+
+    def cancel(self) -> None:
+        """See `StorageTask.cancel`."""
+        if not self.task.over and not self._client.tell(Kind.CANCEL, self):
+            self._client.give_up(self, "cancelled; the storage service could not be told")
+
+    def publish(self, pages: int) -> StorageTask:
+        """See `StorageTask.publish`."""
+        raise ConfigError("publish: this task holds nothing; see `StorageClient.prefetch`")
+
+
+class StorageClient(BaseTier):
     """Asks the storage service of a cache, which may be this process or another, or come later.
 
     Every call pushes a message and returns. Without a service tasks are FAILED at once, one warning
-    says so, and the next call finds a service that has come meanwhile. What is worth writing, how
-    reads wait, and the figures are the service's, the same for all of its clients.
+    says so, and the next call finds a service that has come meanwhile. Which pages are worth
+    writing, how reads wait, and the figures belong to the service, the same for all its clients.
 
     Close it before the cache. Not for forked children.
     """
@@ -54,12 +169,12 @@ class StorageClient(Listening):
         silence: float = 2.0,
         clock: Clock = time.monotonic,
     ) -> None:
-        """Attaches to what it has in common with the service, and makes a ring for its answers.
+        """Attaches to the board and the ring of tasks, and creates a ring for its answers.
 
         Args:
             timeout: seconds that a task may take, from `write` or `prefetch` on.
-            grace: seconds behind that, and behind the service's own, until a task of which the
-                service says nothing is given up.
+            grace: seconds after that, and after the service's own, until a task that the service
+                has not answered is given up.
             silence: seconds in which the service has not looked at its messages, after which its
                 tasks are given up and it is not asked, until it looks again.
             clock: in seconds, and CLOCK_MONOTONIC's but in tests: the service goes by it.
@@ -68,16 +183,36 @@ class StorageClient(Listening):
             ConfigError: no Cache, or an argument out of range.
             Detached: the cache is closed.
             InUse: all 63 slots of the service's ring are taken by living clients.
-            LightcacheError: what lies in shared memory is of another release.
+            LightcacheError: the segments in shared memory are of another release.
         """
         for name, seconds in (("timeout", timeout), ("grace", grace), ("silence", silence)):
             if Deadline(seconds, clock, name).timeout < 0:
                 raise ConfigError(f"{name}: expected seconds, 0 or more, found {seconds!r}")
         check_cache(cache)
-        pulse = Pulse(silence, clock)
-        super().__init__(cache, pulse, timeout=timeout, grace=grace, clock=clock)
+        self.cache, self.timeout, self.grace, self.clock = cache, timeout, grace, clock
+        self._page_tokens: int | None = cache.index.segment.config.get("page_tokens")
+        self._pulse = Pulse(silence, clock)
+        self._missing = False  # no service: warned already
+        self._pid, self._client = os.getpid(), secrets.randbits(64)
         self._numbers = itertools.count(1)
-        self._held_until = 0.0  # somebody held the ring's lock just now
+        self._held_until = 0.0  # another process held the ring's lock just now
+        self._pushing = threading.Lock()  # parts of a task stand together
+        self._changed = Condition()
+        self._asked: dict[int, ClientTask] = {}
+        self._local: Counter[str] = Counter()
+        self._closing = False
+        with contextlib.ExitStack() as stack:
+            self._board = Board.open(cache)
+            stack.callback(self._board.close)
+            self._tasks = board.tasks_ring(cache, board.ASKING_SECONDS)
+            stack.callback(self._tasks.close)
+            self._answers = board.make_answers(cache, self._pid, self._client)
+            stack.callback(self._answers.close)
+            self._thread = threading.Thread(
+                target=self._listen, name="lightcache-storage-client", daemon=True
+            )
+            self._thread.start()
+            stack.pop_all()
 
     # ---- the calls
 
@@ -92,10 +227,10 @@ class StorageClient(Listening):
         namespace: Namespace | None = None,
         timeout: float | None = None,
     ) -> StorageTask:
-        """See `BaseTier`. The service pins the pages when it takes the message out: what was
-        evicted before counts as skipped, so keep a lease until the task is running if all of them
-        should be written. Token ids pass through shared memory if the service's storage wants
-        them; a task of so many that they do not fit fails."""
+        """See `BaseTier`. The service pins the pages when it takes the message out: pages evicted
+        before count as skipped, so keep a lease until the task is running if all of them should be
+        written. Token ids pass through shared memory if the service's storage wants them; a task of
+        so many that they do not fit fails."""
         deadline = self._begin(timeout, namespace)
         wanted = checked_write(keys, request, lease, tokens)
         rows = None
@@ -111,8 +246,7 @@ class StorageClient(Listening):
             request=None if request is None else hash(request) & 0xFFFFFFFFFFFFFFFF,
             token_ids=None if rows is None else rows.reshape(-1).astype(np.uint32, copy=False),
         )
-        task = StorageTask("write", len(wanted), self._page_tokens)
-        return self._ask(Kind.WRITE, task, deadline, ask)
+        return self._ask(Kind.WRITE, len(wanted), deadline, ask)
 
     def prefetch(
         self,
@@ -123,22 +257,22 @@ class StorageClient(Listening):
         hold: bool = False,
         timeout: float | None = None,
     ) -> StorageTask:
-        """See `BaseTier`. What is held is the service's, which gives it back when this process
-        ends or closes the client; `StorageTask.publish` returns a task that the service carries
-        out: wait for it, it may fail."""
+        """See `BaseTier`.
+
+        Raises:
+            ConfigError: also for `hold`: the service holds no pages for its clients.
+        """
         deadline = self._begin(timeout, namespace)
         _arguments.keys(keys)
         _arguments.count(start, "start", 0, len(keys))
-        ask = Ask(
-            end=self.clock() + deadline.left,
-            timeout=deadline.timeout,
-            keys=keys,
-            namespace=self._space(namespace),
-            start=start,
-            hold=bool(hold),
-        )
-        task = StorageTask("read", len(keys) - start, self._page_tokens)
-        return self._ask(Kind.PREFETCH, task, deadline, ask)
+        if hold:
+            raise ConfigError(
+                "hold: expected False, as the storage service holds no pages for its clients; open "
+                "the storage embedded in this process, by StorageTier.open"
+            )
+        end, space = self.clock() + deadline.left, self._space(namespace)
+        ask = Ask(end, deadline.timeout, keys, space, start=start)
+        return self._ask(Kind.PREFETCH, len(keys) - start, deadline, ask)
 
     def prefetch_deepest(
         self,
@@ -152,23 +286,9 @@ class StorageClient(Listening):
         deadline = self._begin(timeout, namespace)
         _arguments.keys(keys)
         _arguments.count(most, "most", 0, 1 << 30)
-        ask = Ask(
-            end=self.clock() + deadline.left,
-            timeout=deadline.timeout,
-            keys=keys,
-            namespace=self._space(namespace),
-            most=most,
-        )
-        task = StorageTask("read", len(keys), self._page_tokens)
-        return self._ask(Kind.DEEPEST, task, deadline, ask)
-
-    def _publish(self, held: Asked, pages: int) -> StorageTask:
-        """Of what `held` holds. Raises what any call does; `held` is not published then."""
-        deadline = self._begin(None, None)
-        end = self.clock() + deadline.left
-        task = StorageTask("read", pages, self._page_tokens)
-        ask = Publish(end, deadline.timeout, held.number, pages)
-        return self._ask(Kind.PUBLISH, task, deadline, ask, held.service)
+        end, space = self.clock() + deadline.left, self._space(namespace)
+        ask = Ask(end, deadline.timeout, keys, space, most=most)
+        return self._ask(Kind.DEEPEST, len(keys), deadline, ask)
 
     # ---- asking
 
@@ -183,26 +303,17 @@ class StorageClient(Listening):
     def _space(self, namespace: Namespace | None) -> Namespace:
         return self.cache.index.default_namespace if namespace is None else namespace
 
-    def _ask(
-        self,
-        kind: Kind,
-        task: StorageTask,
-        deadline: Deadline,
-        ask: Ask | Publish,
-        holder: Service | None = None,
-    ) -> StorageTask:
-        """Push it. What cannot be asked is a task that FAILED.
-
-        Args:
-            holder: who alone can do it.
-        """
+    def _ask(self, kind: Kind, pages: int, deadline: Deadline, ask: Ask) -> StorageTask:
+        """Push it. If that is not possible, the task is FAILED."""
+        progress = TaskProgress("write" if kind is Kind.WRITE else "read", pages, self._page_tokens)
         try:
-            service = self._serving() if holder is None else self._still(holder)
-            asked = Asked(self, next(self._numbers), task, deadline, service, ask)
-            body = _body(ask)
+            service = self._serving()
+            policy, seconds, grace = self._board.policy()
+            options = policy, seconds, grace + self.grace
+            asked = ClientTask(self, next(self._numbers), progress, deadline, service, options)
+            parts = split(kind, self._pid, self._client, asked.number, _body(ask))
         except (StorageError, Detached) as error:
-            return self._refused(task, str(error))
-        parts = split(kind, self._pid, self._client, asked.number, body)
+            return self._refuse(progress, str(error))
         try:
             with self._changed:
                 if self._closing:
@@ -210,62 +321,195 @@ class StorageClient(Listening):
                 self._asked[asked.number] = asked
             self._push(parts)
         except LightcacheError as error:
-            if isinstance(error, LockTimeout):  # a stopped process: not every call waits for it
+            if isinstance(error, LockTimeout):  # of a stopped process: not every call waits for it
                 self._held_until = time.monotonic() + HELD
             self._forget(asked)
-            return self._refused(task, f"the storage service cannot be asked: {error}")
+            return self._refuse(progress, f"the storage service cannot be asked: {error}")
         except BaseException:
             self._forget(asked)
             raise
-        asked.pushed = True
-        with self._changed:  # behind the push: who listens does not take our time for it
+        with self._changed:  # after the push: the listening thread does not delay it
+            self._missing = False
             self._changed.notify_all()
-        self._missing.right()
-        return task
+        return asked.task
 
     def _serving(self) -> Service:
-        """Who is to be asked.
+        """The service to be asked.
 
         Raises:
-            StorageError: nobody is, and why.
-            Detached: what we had in common was removed.
+            StorageError: there is none, and why.
+            Detached: the board was removed.
         """
         name = self.cache.name
         service = self._board.service()
         if service is None or not self._board.open_for_tasks:
-            why = f"no storage service serves {name!r}; `lightcache storage {name} --url ...`"
-            self._missing.wrong(f"{why} starts one")
-            raise StorageError(f"{why} starts one")
+            why = (
+                f"no storage service serves {name!r}; `lightcache storage {name} --url ...` "
+                "starts one"
+            )
+            with self._changed:
+                first, self._missing = not self._missing, True
+            if first:
+                log.warning("%s", why)
+            raise StorageError(why)
         if reason := self._pulse.silent(service, self._board.beat):
             raise StorageError(reason)
         if time.monotonic() < self._held_until:
-            raise StorageError("somebody holds the lock of the storage service's ring")
+            raise StorageError("another process holds the lock of the storage service's ring")
         return service
 
-    def _still(self, holder: Service) -> Service:
-        """The one that holds pages for us, which may be closing.
+    def _refuse(self, progress: TaskProgress, reason: str) -> StorageTask:
+        progress.owner = None
+        progress.count(failed=progress.pages)
+        self._end(progress, reason)
+        return StorageTask(progress)
+
+    def _push(self, parts: list[bytes]) -> None:
+        """Into the service's ring.
 
         Raises:
-            StorageError: it is gone, and they were given back.
+            WaitTimeout: there is no room; the service drops what was pushed.
+            Detached: called in a forked child; before any lock, which another thread may have had.
         """
-        service = self._board.service()
-        if service is None or service.word != holder.word:
-            raise StorageError(
-                f"the storage service that held pages (pid {holder.pid}) is gone: they were given "
-                "back; prefetch them again"
-            )
-        return service
+        if os.getpid() != self._pid:
+            raise Detached("this storage client belongs to the process that forked us; make one")
+        with self._pushing:
+            if len(parts) == 1:
+                self._tasks.push(parts[0], timeout=0)
+                return
+            while parts:
+                pushed = self._tasks.push_many(parts)
+                if not pushed:
+                    raise WaitTimeout("its queue is full")
+                parts = parts[pushed:]
 
-    def _refused(self, task: StorageTask, reason: str) -> StorageTask:
-        task._count(failed=task.result.pages)
-        self._end(task, reason)
-        return task
+    def tell(self, kind: Literal[Kind.STOP, Kind.CANCEL], asked: ClientTask) -> bool:
+        """For `ClientTask`: push a message about a task; whether that was possible."""
+        part = Part(kind, self._pid, self._client, asked.number, 0, 1, b"")
+        try:
+            self._push([part.pack()])
+        except LightcacheError:
+            return False
+        return True
 
-    # ---- looking at it
+    # ---- listening
+
+    def _listen(self) -> None:
+        looked = 0.0
+        while self._wait_for_work():
+            self._try(lambda: self._hear_all(self._messages()))
+            if time.monotonic() - looked >= SLICE:
+                looked = time.monotonic()
+                self._try(self._look)
+
+    def _try(self, step: Callable[[], None]) -> None:
+        """A step that fails now may fail each time: it must neither keep the other step from its
+        turn, nor a processor busy."""
+        try:
+            step()
+        except LightcacheError as error:  # the segments were removed, or are broken
+            for asked in self._all_asked():
+                self.give_up(asked, f"the storage service cannot be heard: {error}")
+            time.sleep(SLICE)
+        except Exception:  # ours: other tasks should continue
+            log.exception("the storage service could not be listened to")
+            time.sleep(SLICE)
+
+    def _wait_for_work(self) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._asked or self._closing)
+            return bool(self._asked)
+
+    def _messages(self) -> list[bytes]:
+        try:
+            return self._answers.pop_many(_AT_ONCE) or [self._answers.pop(timeout=SLICE)]
+        except (WaitTimeout, LockTimeout):
+            return []
+
+    def _hear_all(self, messages: list[bytes]) -> None:
+        for message in messages:
+            try:
+                self._hear(message)
+            except Exception:  # ours: the others are answers to other tasks
+                log.exception("a message of the storage service could not be used")
+
+    def _hear(self, message: bytes) -> None:
+        try:
+            answer = Answer.unpack(message)
+        except Malformed as error:
+            log.warning("a malformed answer of the storage service was ignored: %s", error)
+            return
+        with self._changed:
+            asked = self._asked.get(answer.task)
+        if asked is None:
+            return  # given up meanwhile
+        if answer.state in (TaskState.FINISHED, TaskState.FAILED):
+            self._forget(asked)
+        elif answer.prefix > asked.progress.prefix:
+            asked.advanced()
+        asked.progress.become(answer.state, answer.prefix, answer.counts, answer.reasons)
+
+    def _look(self) -> None:
+        """Give up tasks whose service is gone or silent, and overdue ones."""
+        every = self._all_asked()
+        service = self._board.service()  # after the list: a later task may be the next service's
+        silent = ""
+        if service is not None and self._board.open_for_tasks:  # a closing one does not count
+            silent = self._pulse.silent(service, self._board.beat)
+        lost = [(asked, why) for asked in every if (why := self._lost(asked, service) or silent)]
+        if lost:
+            # After both: answers from before the service went, or from the time in which this
+            # process was stopped, are in the ring.
+            self._drain()
+        for asked, why in lost:
+            self.give_up(asked, why)
+
+    def _lost(self, asked: ClientTask, service: Service | None) -> str:
+        """Why no answer is waited for any more; empty: one is."""
+        if service is None or service.word != asked.service.word:
+            gone = f"the storage service of {self.cache.name!r} is gone"
+            return f"{gone} (pid {asked.service.pid})"
+        if asked.end.passed:
+            silent = f"the storage service (pid {service.pid}) does not say how far it is"
+            return f"{asked.deadline.reason}; {silent}"
+        return ""
+
+    def _drain(self) -> None:
+        """Hear what the ring holds now. Bounded: the service may answer all the while."""
+        for _ in range(board.ANSWERS // _AT_ONCE):
+            try:
+                messages = self._answers.pop_many(_AT_ONCE)
+            except LockTimeout:
+                return
+            self._hear_all(messages)
+            if not messages:
+                return
+
+    def _all_asked(self) -> list[ClientTask]:
+        with self._changed:
+            return list(self._asked.values())
+
+    def give_up(self, asked: ClientTask, reason: str) -> None:
+        """End it FAILED, unless it was over."""
+        if self._forget(asked):
+            self._end(asked.progress, reason)
+
+    def _forget(self, asked: ClientTask) -> bool:
+        with self._changed:
+            known = self._asked.pop(asked.number, None) is not None
+            self._changed.notify_all()
+            return known
+
+    def _end(self, progress: TaskProgress, reason: str) -> None:
+        with self._changed:
+            self._local.update(tasks_failed=1, failed=progress.result.failed)
+        progress.end(reason, failed=True)
+
+    # ---- looking at it, and the end
 
     @property
     def wants_tokens(self) -> bool:
-        """Of the service that serves, or did last."""
+        """Of the current or last service."""
         try:
             return self._board.wants_tokens
         except Detached:
@@ -273,36 +517,57 @@ class StorageClient(Listening):
 
     @property
     def read_policy(self) -> ReadPolicy:
-        """Of the service that serves, or did last."""
+        """Of the current or last service."""
         return self._board.policy()[0]
 
     def service(self) -> ServiceStats:
-        """What the service says of itself. No lock, no message."""
+        """Figures of the service. No lock, no message."""
         return stats_of(self._board)
 
     def stats(self) -> TierStats:
-        """Totals of the service's tier, for all of its clients; with what this client could not ask
-        it, or gave up, in `failed` and `tasks_failed`."""
+        """Totals of the service's tier, for all of its clients; with the tasks that this client
+        could not ask for, or gave up, in `failed` and `tasks_failed`."""
         stats = tier_stats(self._board.read(), self._board.service() is not None)
         with self._changed:
-            local = dict(self._local)
-        counts = {name: getattr(stats, name) + local.get(name, 0) for name in _LOCAL}
-        return replace(stats, **counts)
+            local = self._local
+            failed, tasks = stats.failed + local["failed"], local["tasks_failed"]
+            return replace(stats, failed=failed, tasks_failed=stats.tasks_failed + tasks)
 
-    def _take_figures(self) -> Counter[str]:
-        """See `BaseTier`: of all that the service counts each figure is given to one client."""
+    def take_figures(self) -> Counter[str]:
+        """See `BaseTier`: each figure of the service is given to one of its clients."""
         try:
             return self._board.give()
         except Detached:
             return Counter()
 
+    def close(self, timeout: float = 10.0) -> bool:
+        """See `BaseTier`. Waits for the tasks of this client; what is left then is cancelled and
+        ends FAILED, and may still run in the service, which continues."""
+        if os.getpid() != self._pid:
+            return True
+        seconds = min(Deadline(timeout).timeout, threading.TIMEOUT_MAX)
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._asked, seconds)
+        told = True
+        for asked in self._all_asked():  # a stopped process with the ring's lock: waited for once
+            told = told and self.tell(Kind.CANCEL, asked)
+            self.give_up(asked, "the storage client was closed")
+        self._thread.join()
+        self._answers.close()
+        with self._pushing:  # a call that has come this far ends first
+            self._tasks.close()
+        self._board.close()
+        return True
+
     def __repr__(self) -> str:
         return f"<StorageClient of {self.cache.name!r}>"
 
 
-def _body(ask: Ask | Publish) -> bytes:
+def _body(ask: Ask) -> bytes:
     """Raises StorageError: it is more than the ring takes."""
-    keys = len(ask.keys) if isinstance(ask, Ask) else 0
+    keys = len(ask.keys)
     if keys > MOST_KEYS:
         raise StorageError(f"{keys} keys are more than one task may have, {MOST_KEYS}")
     body = ask.pack()
@@ -314,6 +579,4 @@ def _body(ask: Ask | Publish) -> bytes:
     return body
 
 
-_LOCAL = ("failed", "tasks_failed")
-
-__all__ = ["StorageClient"]
+__all__ = ["ClientTask", "Pulse", "StorageClient"]

@@ -1,54 +1,64 @@
-"""What clients and the storage service tell each other: bytes, checked strictly.
+"""Messages between clients and the storage service: bytes, checked strictly.
 
-A ring's message is a `Part`: a head, and as much of a body as fits. A task's body (see `bodies`) is
-split into as many parts as it takes, in order; whoever reads them puts them together (`Halves`).
-The answers are `Answer`s, one message each. All integers are little-endian.
+A message to the service is a `Part`: a head, and as much of a task's body (`Ask`) as fits. A body
+is split into as many parts as it takes, in order; the service joins them (`PartBuffer`). Each
+answer is one `Answer`. All integers are little-endian; times are CLOCK_MONOTONIC, which the
+processes of a node have in common.
 """
 
 from __future__ import annotations
 
+import math
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
-from lightcache.storage.tiers import COUNTS, TaskState
+import numpy as np
+import numpy.typing as npt
 
-VERSION = 2
+from lightcache.namespaces import NAME_BYTES, Namespace
+from lightcache.storage.protocol import Keys
+from lightcache.storage.tasks import COUNTS, TaskState
+
+VERSION = 3
 PART_BYTES = 16 << 10
 """Of a message to the service: some thousand keys."""
 ANSWER_BYTES = 1 << 10
 MOST_PARTS = 240
 """Of one task: more would not pass through the ring in one piece, with those of others."""
+MOST_KEYS = 1 << 16
+"""Of one task."""
 
 _MAGIC = b"lcST"
 _HEAD = struct.Struct("<4sBBHIHHQQ")
+_ASK = struct.Struct("<ddqQQIIIIHH")
 _ANSWER = struct.Struct(f"<4sBBHQI{len(COUNTS)}I")
 _STATES = tuple(TaskState)
+_ROOM = PART_BYTES - _HEAD.size
+MOST_BYTES = MOST_PARTS * _ROOM
+"""Of a body."""
+_HAS_REQUEST, _HAS_TOKEN_IDS = 1, 4
+_NO_TOKENS = -1
 
 
 class Malformed(Exception):
-    """Bytes that are no message of ours."""
+    """Bytes that are not such a message."""
 
 
 class Kind(IntEnum):
-    """What is asked."""
+    """Of a message."""
 
     WRITE = 1
     PREFETCH = 2
     DEEPEST = 3
     STOP = 4
-    """Of a task: begin nothing more."""
+    """Of a task: start nothing more."""
     CANCEL = 5
     ANSWER = 6
-    """The other way."""
-    PUBLISH = 7
-    """Of a prefetch with `hold`: a task of its own."""
+    """From the service to the client."""
 
 
-_TASKS = (Kind.WRITE, Kind.PREFETCH, Kind.DEEPEST, Kind.PUBLISH)
-MOST_BYTES = MOST_PARTS * (PART_BYTES - _HEAD.size)
-"""Of a body."""
+_TASKS = (Kind.WRITE, Kind.PREFETCH, Kind.DEEPEST)
 
 
 @dataclass(frozen=True)
@@ -58,9 +68,9 @@ class Part:
     kind: Kind
     pid: int
     client: int
-    """A number that the client drew when it began; with `pid`, the name of its answers' ring."""
+    """A random number of the client; with `pid`, the name of the ring of its answers."""
     task: int
-    """Number of the client's."""
+    """The client's number of the task."""
     part: int
     parts: int
     data: bytes
@@ -73,29 +83,146 @@ class Part:
 
     @classmethod
     def unpack(cls, message: bytes) -> Part:
-        """Read one.
-
-        Raises:
-            Malformed: it is none.
-        """
+        """Raises Malformed."""
         if len(message) < _HEAD.size:
             raise Malformed(f"{len(message)} bytes are no head")
         magic, version, kind, zero, pid, part, parts, client, task = _HEAD.unpack_from(message)
-        if (magic, version, zero) != (_MAGIC, VERSION, 0):
-            raise Malformed(f"magic {magic!r}, version {version}")
-        if kind not in Kind.__members__.values() or kind == Kind.ANSWER:
-            raise Malformed(f"kind {kind}")
-        if not pid or not 0 <= part < parts:
-            raise Malformed(f"part {part} of {parts}, pid {pid}")
         data = message[_HEAD.size :]
-        if (kind in _TASKS) != bool(data) or (kind not in _TASKS and parts != 1):
-            raise Malformed(f"{len(data)} bytes in part {part} of {parts} of kind {kind}")
+        known = (magic, version, zero) == (_MAGIC, VERSION, 0) and kind in (*_TASKS, 4, 5)
+        has_body = kind in _TASKS
+        whole = bool(data) if has_body else not data and parts == 1
+        if not (known and pid and 0 <= part < parts and whole):
+            raise Malformed(f"head {message[: _HEAD.size].hex()} with {len(data)} bytes")
         return cls(Kind(kind), pid, client, task, part, parts, data)
+
+
+def split(kind: Kind, pid: int, client: int, task: int, body: bytes) -> list[bytes]:
+    """The messages of a task, in the order in which they are to be pushed."""
+    parts = -(-len(body) // _ROOM)
+    return [
+        Part(kind, pid, client, task, i, parts, body[i * _ROOM : (i + 1) * _ROOM]).pack()
+        for i in range(parts)
+    ]
+
+
+class PartBuffer:
+    """Joins the parts of one client. A client pushes the parts of a task in order, so at most one
+    task is incomplete: it is dropped when another one begins."""
+
+    def __init__(self) -> None:
+        """Empty."""
+        self.dropped = 0
+        self._parts: list[Part] = []
+
+    def add(self, part: Part) -> bytes | None:
+        """The body, when this part completes it.
+
+        Raises:
+            Malformed: the part cannot follow; it is ignored.
+        """
+        if self._parts:
+            last = self._parts[-1]
+            same = (last.kind, last.task, last.parts) == (part.kind, part.task, part.parts)
+            if not same or part.part != last.part + 1:
+                self.dropped += 1
+                self._parts.clear()
+        if part.part != len(self._parts):
+            raise Malformed(f"part {part.part} of {part.parts} without those before it")
+        complete = part.part + 1 == part.parts
+        if (not complete and len(part.data) != _ROOM) or part.parts > MOST_PARTS:
+            self._parts.clear()
+            raise Malformed(f"part {part.part} of {part.parts} has {len(part.data)} bytes")
+        self._parts.append(part)
+        if not complete:
+            return None
+        body = b"".join(each.data for each in self._parts)
+        self._parts.clear()
+        return body
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a task has begun that is incomplete."""
+        return bool(self._parts)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """The body of a task."""
+
+    end: float
+    """When its time is up, by CLOCK_MONOTONIC."""
+    timeout: float
+    """Seconds that it had."""
+    keys: Keys
+    namespace: Namespace
+    tokens: int | None = None
+    """Of a write."""
+    request: int | None = None
+    """Of a write, the client's number of the request."""
+    start: int = 0
+    """Of a prefetch."""
+    most: int = 0
+    """Of a `DEEPEST`."""
+    token_ids: npt.NDArray[np.uint32] | None = None
+    """Of a write: those of all pages of the keys, in order."""
+
+    def pack(self) -> bytes:
+        """Its bytes."""
+        space, ids = self.namespace, self.token_ids
+        weights, tenant = space.weights.encode(), space.tenant.encode()
+        head = _ASK.pack(
+            self.end,
+            self.timeout,
+            _NO_TOKENS if self.tokens is None else self.tokens,
+            self.request or 0,
+            space.ref,
+            _HAS_REQUEST * (self.request is not None) | _HAS_TOKEN_IDS * (ids is not None),
+            self.start,
+            self.most,
+            len(self.keys),
+            len(weights),
+            len(tenant),
+        )
+        keys = self.keys.astype("<u8", copy=False).tobytes()
+        tail = b"" if ids is None else ids.astype("<u4", copy=False).tobytes()
+        return b"".join((head, weights, tenant, keys, tail))
+
+    @classmethod
+    def unpack(cls, body: bytes) -> Ask:
+        """Raises Malformed."""
+        if len(body) < _ASK.size:
+            raise Malformed(f"{len(body)} bytes are no task")
+        (end, timeout, tokens, request, ref, has, start, most, keys, weights, tenant) = (
+            _ASK.unpack_from(body)
+        )
+        first = _ASK.size + weights + tenant
+        ids = len(body) - first - 16 * keys  # bytes
+        bad_number = math.isnan(end) or math.isnan(timeout) or tokens < _NO_TOKENS
+        bad_length = max(weights, tenant) > NAME_BYTES or keys > MOST_KEYS or ids < 0 or ids % 4
+        bad_flags = has & ~(_HAS_REQUEST | _HAS_TOKEN_IDS) or (ids and not has & _HAS_TOKEN_IDS)
+        if bad_number or bad_length or bad_flags or ref > 0xFFFFFFFF:
+            raise Malformed(f"head {body[: _ASK.size].hex()} of a body of {len(body)} bytes")
+        try:
+            names = body[_ASK.size : first - tenant].decode(), body[first - tenant : first].decode()
+        except UnicodeDecodeError as error:
+            raise Malformed(str(error)) from None
+        token_ids = np.frombuffer(body, "<u4", ids // 4, first + 16 * keys).astype(np.uint32)
+        return cls(
+            end=end,
+            timeout=timeout,
+            keys=np.frombuffer(body, "<u8", 2 * keys, first).astype(np.uint64).reshape(-1, 2),
+            namespace=Namespace(*names, ref),
+            tokens=None if tokens == _NO_TOKENS else tokens,
+            request=request if has & _HAS_REQUEST else None,
+            start=start,
+            most=most,
+            token_ids=token_ids if has & _HAS_TOKEN_IDS else None,
+        )
 
 
 @dataclass(frozen=True)
 class Answer:
-    """How far a task has come."""
+    """The state of a task."""
 
     task: int
     state: TaskState
@@ -113,11 +240,7 @@ class Answer:
 
     @classmethod
     def unpack(cls, message: bytes) -> Answer:
-        """Read one.
-
-        Raises:
-            Malformed: it is none.
-        """
+        """Raises Malformed."""
         if len(message) < _ANSWER.size:
             raise Malformed(f"{len(message)} bytes are no answer")
         magic, version, kind, state, task, prefix, *counts = _ANSWER.unpack_from(message)
@@ -131,72 +254,18 @@ class Answer:
         return cls(task, _STATES[state], prefix, dict(zip(COUNTS, counts, strict=True)), reasons)
 
 
-def split(kind: Kind, pid: int, client: int, task: int, body: bytes) -> list[bytes]:
-    """The messages of a task, in the order in which they are to be pushed."""
-    room = PART_BYTES - _HEAD.size
-    parts = -(-len(body) // room)
-    return [
-        Part(kind, pid, client, task, i, parts, body[i * room : (i + 1) * room]).pack()
-        for i in range(parts)
-    ]
-
-
-class Halves:
-    """One client's parts, put together. A client pushes the parts of a task one behind another, so
-    there is one task at most that is not whole: what a client began and left is dropped when it
-    asks for something else."""
-
-    def __init__(self) -> None:
-        """Nothing has come."""
-        self.dropped = 0
-        self._parts: list[Part] = []
-
-    def add(self, part: Part) -> bytes | None:
-        """The body, when this part makes it whole.
-
-        Raises:
-            Malformed: not one that can follow; it is passed over.
-        """
-        if self._parts and not _follows(self._parts[-1], part):
-            self.dropped += 1
-            self._parts.clear()
-        if part.part != len(self._parts):
-            raise Malformed(f"part {part.part} of {part.parts} without those before it")
-        room = PART_BYTES - _HEAD.size
-        if (part.part + 1 < part.parts and len(part.data) != room) or part.parts > MOST_PARTS:
-            self._parts.clear()
-            raise Malformed(f"part {part.part} of {part.parts} has {len(part.data)} bytes")
-        self._parts.append(part)
-        if part.part + 1 < part.parts:
-            return None
-        whole = b"".join(self._bodies())
-        self._parts.clear()
-        return whole
-
-    @property
-    def waiting(self) -> bool:
-        """Whether a task has begun that is not whole."""
-        return bool(self._parts)
-
-    def _bodies(self) -> Iterator[bytes]:
-        return (part.data for part in self._parts)
-
-
-def _follows(before: Part, part: Part) -> bool:
-    same = (before.kind, before.task, before.parts) == (part.kind, part.task, part.parts)
-    return same and part.part == before.part + 1
-
-
 __all__ = [
     "ANSWER_BYTES",
     "MOST_BYTES",
+    "MOST_KEYS",
     "MOST_PARTS",
     "PART_BYTES",
     "VERSION",
     "Answer",
-    "Halves",
+    "Ask",
     "Kind",
     "Malformed",
     "Part",
+    "PartBuffer",
     "split",
 ]

@@ -1,4 +1,4 @@
-"""StorageService: carries out what the processes of a cache ask of a storage."""
+"""StorageService: runs the tasks that processes of a cache ask for, in a tier of its own."""
 
 from __future__ import annotations
 
@@ -13,34 +13,111 @@ from typing import Any
 from lightcache import _arguments
 from lightcache.cache import Cache
 from lightcache.errors import Detached, LightcacheError, LockTimeout, WaitTimeout
-from lightcache.shm import sweep
+from lightcache.shm import SharedRing, sweep
 from lightcache.shm.errors import leave
 from lightcache.shm.waiting import Event
 from lightcache.storage.arguments import Deadline
-from lightcache.storage.breaker import log
+from lightcache.storage.calls import log
 from lightcache.storage.protocol import Storage
-from lightcache.storage.service import rings
-from lightcache.storage.service.answering import Answers
-from lightcache.storage.service.board import COUNTED, Board, Phase
-from lightcache.storage.service.carrying import Carrying
-from lightcache.storage.service.messages import Malformed
-from lightcache.storage.service.peers import Peers
-from lightcache.storage.service.status import ServiceStats, stats_of
-from lightcache.storage.worker import StorageTier
+from lightcache.storage.service import board
+from lightcache.storage.service.board import COUNTED, Board, Phase, ServiceStats, stats_of
+from lightcache.storage.service.messages import Answer, Ask, Kind, Malformed, Part, PartBuffer
+from lightcache.storage.tasks import COUNTS, StorageTask, TaskState
+from lightcache.storage.tier import StorageTier
 
 _IDLE = 0.05  # seconds of waiting for a message between two looks around
 _PAUSE = 0.01  # seconds until it is looked again whether more tasks may be taken
-_LOOK = 0.25  # seconds between two looks at clients, and at the cache
-_SWEEP = 10.0  # seconds between two sweeps of rings of clients that we have not met
-_BATCH = 16  # messages that a kill of the service may take along
+_LOOK = 0.25  # seconds between two looks at clients, at answers to be repeated, and at the cache
+_SWEEP = 10.0  # seconds between two sweeps of rings of clients that were never met
+_BATCH = 16  # messages that are lost when the service is killed
+_MUTE = 1.0  # seconds without answers for a client that is stopped while it holds its ring's lock
+_YOUNG = 0.05  # seconds in which only the end of a task is answered at once
+_UNTOLD = 1 << 14  # answers that wait to be repeated, of all clients
+_LONGEST = 1e6  # seconds of a task, whatever its client says: timers have an end
+
+
+class Peer:
+    """A client of the service: the ring of its answers, and the parts of its next task."""
+
+    def __init__(self, ring: SharedRing) -> None:
+        """Attached to its ring, with a slot of our own."""
+        self.parts = PartBuffer()
+        self.there = True
+        """Its ring was not closed yet."""
+        self._ring = ring
+        self._lock = threading.RLock()
+        self._mute_until = 0.0
+
+    @property
+    def alive(self) -> bool:
+        """Whether another process is attached to its ring. Some 60 us."""
+        own = self._ring.segment.client
+        assert own is not None
+        try:
+            clients = self._ring.segment.clients()
+        except LightcacheError:  # removed
+            return False
+        return any(client.alive and client.slot != own.slot for client in clients)
+
+    def tell(self, served: Served, *, settled: bool) -> bool:
+        """Push the state of a task, without waiting for room; whether it was pushed. Answers are
+        made and pushed one at a time, so the last one pushed is the latest."""
+        with self._lock:
+            if not self.there or time.monotonic() < self._mute_until:
+                return False
+            try:
+                return bool(self._ring.push_many([served.answer(settled=settled)]))
+            except LockTimeout:
+                self._mute_until = time.monotonic() + _MUTE
+            except LightcacheError as error:
+                log.warning("answers of the storage service could not be pushed: %s", error)
+            return False
+
+    def close(self) -> None:
+        """Leave its ring, which is removed with the last process that is attached."""
+        with self._lock:
+            self.there = False
+            try:
+                self._ring.close()
+            except LightcacheError as error:
+                log.warning("the ring of a client could not be left: %s", error)
+
+
+class Served:
+    """A client's task, and the tier's task that runs it."""
+
+    def __init__(self, peer: Peer, client: int, number: int, task: StorageTask) -> None:
+        """As it was taken."""
+        self.peer, self.task = peer, task
+        self.name = (client, number)
+        self._taken = time.monotonic()
+
+    @property
+    def young(self) -> bool:
+        """Taken just now."""
+        return time.monotonic() - self._taken < _YOUNG
+
+    def answer(self, *, settled: bool) -> bytes:
+        """The state of the task.
+
+        Args:
+            settled: it was counted in the figures; else its end is not reported yet, so that a
+                client that hears of the end finds it in the figures.
+        """
+        state = self.task.state  # before the result, which is final then
+        if self.task.over and not settled:
+            state = TaskState.RUNNING
+        result = self.task.result
+        counts = {name: getattr(result, name) for name in COUNTS}
+        return Answer(self.name[1], state, result.prefix, counts, result.reasons).pack()
 
 
 class StorageService:
-    """Serves all `StorageClient`s of a cache, out of a `StorageTier` of its own, in threads.
+    """Serves all `StorageClient`s of a cache, with a `StorageTier` of its own, in threads.
 
     It is for a process of its own (`lightcache storage NAME`), and works in any attached one. There
-    is one for each cache. Its death loses the tasks that it had, which end FAILED; what still stood
-    in its ring, the next service takes.
+    is one for each cache. Its death loses its tasks, which end FAILED; messages that were still in
+    its ring, the next service takes.
 
     Close it before the cache. It owns neither cache nor storage. Not for forked children.
     """
@@ -61,13 +138,17 @@ class StorageService:
         self.cache = cache
         self._most = _arguments.count(most, "most", 1, 1 << 24)
         self._counted: Counter[str] = Counter()
-        self._ending = Event()
-        self._over = Event()
+        self._ending, self._over = Event(), Event()
         self._why = ""
         self._looked = self._swept = 0.0
         self._publishing = threading.Lock()
         self._last: ServiceStats | None = None
         self._closed, self._pid = False, os.getpid()
+        self._peers: dict[tuple[int, int], Peer] = {}
+        self._lock = threading.RLock()  # of the following two
+        self._tasks: dict[tuple[int, int], Served] = {}
+        self._untold: dict[Served, bool] = {}
+        """Their last answer was not pushed, and is repeated; whether it was counted as lost."""
         with contextlib.ExitStack() as stack:
             self._tier = StorageTier(cache, storage, **tier)
             stack.callback(self._tier.close, 0.0)
@@ -76,30 +157,20 @@ class StorageService:
             self._board.claim()
             stack.callback(self._board.end, Phase.NONE)
             self._base = self._board.read()
-            with contextlib.suppress(LockTimeout):  # whoever needs it does the same
-                cache.reap()  # what the one before us held, if it was killed
-            self._ring = rings.tasks(cache)
+            with contextlib.suppress(LockTimeout):  # any process that needs it does the same
+                cache.reap()  # what the service before held, if it was killed
+            self._ring = board.tasks_ring(cache)
             stack.callback(self._ring.close)
-            self._peers = Peers(cache, self._counted)
-            self._answers = Answers(self._publish, self._lose)
-            self._carrying = Carrying(self._tier, self._peers, self._answers, self._counted)
             self._publish()
             self._thread = threading.Thread(
                 target=self._serve, name="lightcache-storage-service", daemon=True
             )
-            stack.callback(self._answers.close)
-            self._answers.start()
-            # Before the thread, which may end at once and say that nobody serves.
-            self._board.begin(
-                self._tier.read_policy,
-                self._tier.read_seconds,
-                self._tier._grace,
-                wants_tokens=self._tier.wants_tokens,
-            )
+            # Before the thread, which may end at once and say that nothing serves.
+            self._board.begin(self._tier.options, wants_tokens=self._tier.wants_tokens)
             self._thread.start()
             stack.pop_all()
 
-    # ---- taking messages out
+    # ---- messages
 
     def _serve(self) -> None:
         try:
@@ -108,19 +179,19 @@ class StorageService:
         except LightcacheError as error:
             self._why = str(error)
             log.warning("the storage service of %r ends: %s", self.cache.name, self._why)
-        except Exception as error:  # ours, then
+        except Exception as error:  # ours
             self._why = repr(error)
             log.exception("the storage service of %r ends", self.cache.name)
         finally:
             with contextlib.suppress(LightcacheError):
-                if not self._ending.is_set():  # by itself: clients should not go on asking
+                if not self._ending.is_set():  # by itself: clients should ask no more
                     self._board.end(Phase.CLOSING)
             self._over.set()
 
     def _turn(self, timeout: float) -> int:
         """Take some messages out, and look around. How many there were."""
         messages: list[bytes] = []
-        if len(self._answers) >= self._most:
+        if len(self._tasks) >= self._most:
             self._counted["full"] += 1
             self._ending.wait(min(timeout, _PAUSE))
         else:
@@ -131,10 +202,10 @@ class StorageService:
                 self._take(message)
             except Malformed as error:
                 self._counted["malformed"] += 1
-                log.debug("a malformed message was passed over: %s", error)
+                log.debug("a malformed message was ignored: %s", error)
             except Detached:
                 raise
-            except Exception:  # ours, then: the next message may be a good one
+            except Exception:  # ours: the next message may be a good one
                 log.exception("a message to the storage service could not be used")
         if time.monotonic() - self._looked >= _LOOK:
             self._look_around()
@@ -144,32 +215,139 @@ class StorageService:
         self._looked = time.monotonic()
         self.cache.index.segment.check_usable()
         self._board.count_beat()
-        self._peers.part()
-        for task in self._answers.orphans():
-            if task.kind == "read":  # others wait behind it, and it is wanted by nobody
-                task.cancel()
-        self._carrying.holds.look()
+        self._drop_peers(alive=False)
+        with self._lock:
+            orphans = [served for served in self._tasks.values() if not served.peer.there]
+        for served in orphans:
+            if served.task.kind == "read":  # unwanted, and others wait for it
+                served.task.cancel()
+        self._repeat()
         if self._looked - self._swept >= _SWEEP:
             self._swept = self._looked
-            sweep(prefix=rings.prefix(self.cache))
+            sweep(prefix=board.ring_prefix(self.cache))
         self._publish()
 
     def _take(self, message: bytes) -> None:
+        """Begin, stop or cancel a task, or keep a part until the others come.
+
+        Raises:
+            Malformed: no message, or none that can come just now; it is ignored.
+        """
         self._counted["taken"] += 1
-        self._carrying.take(message)
+        part = Part.unpack(message)
+        peer = self._peer(part.pid, part.client)
+        if peer is None:
+            self._counted["orphans"] += 1
+            return
+        with self._lock:
+            known = self._tasks.get((part.client, part.task))
+        if part.kind is Kind.STOP and known is not None:
+            known.task.stop()
+        if part.kind is Kind.CANCEL and known is not None:
+            known.task.cancel()
+        if part.kind in (Kind.STOP, Kind.CANCEL):
+            return
+        body = peer.parts.add(part)
+        if body is None:
+            return
+        if known is not None:
+            raise Malformed(f"a second task of number {part.task}")
+        served = Served(peer, part.client, part.task, self._begin(part, Ask.unpack(body)))
+        with self._lock:
+            self._tasks[served.name] = served
+        served.task.progress.watch(lambda: self._tell(served))
+
+    def _begin(self, part: Part, ask: Ask) -> StorageTask:
+        tier = self._tier
+        left = min(ask.end - tier.options.clock(), ask.timeout, _LONGEST)
+        how: Any = {"namespace": ask.namespace, "timeout": left}
+        try:
+            if left <= 0:
+                self._counted["late"] += 1
+                raise WaitTimeout(
+                    f"timed out: not done within {ask.timeout:g} s, all of it in the queue"
+                )
+            if part.kind is Kind.WRITE:
+                # Two clients' requests of one number are not the same.
+                request = None if ask.request is None else (part.client, ask.request)
+                how |= {"tokens": ask.tokens, "token_ids": ask.token_ids}
+                return tier.write(ask.keys, request, **how)
+            if part.kind is Kind.PREFETCH:
+                return tier.prefetch(ask.keys, ask.start, **how)
+            return tier.prefetch_deepest(ask.keys, most=ask.most, **how)
+        except LightcacheError as error:
+            pages = max(0, len(ask.keys) - ask.start)
+            return tier.failed_task("write" if part.kind is Kind.WRITE else "read", pages, error)
+
+    def _peer(self, pid: int, client: int) -> Peer | None:
+        """The sender of a message; None: it is gone."""
+        peer = self._peers.get((pid, client))
+        if peer is None:
+            try:
+                peer = Peer(board.find_answers(self.cache, pid, client))
+            except LightcacheError:
+                return None
+            if not peer.alive:
+                peer.close()
+                return None
+            self._peers[pid, client] = peer
+        return peer
+
+    def _drop_peers(self, *, alive: bool) -> None:
+        """Leave the rings of clients that are gone; or of those that are alive, too."""
+        for name, peer in list(self._peers.items()):
+            if alive or not peer.alive:
+                peer.close()
+                del self._peers[name]
+                self._counted["halves"] += peer.parts.dropped + peer.parts.waiting
+
+    # ---- answers
+
+    def _tell(self, served: Served) -> None:
+        """Push the state of a task to its client, in the thread that has changed it. An answer that
+        its ring has no room for is repeated, as long as the client is there: nothing follows the
+        end of a task, and its client would wait until the task's time is up."""
+        settled = served.task.progress.settled
+        if not settled and served.young:  # mostly its end follows at once
+            with self._lock:
+                self._untold.setdefault(served, False)
+            return
+        if settled:
+            try:
+                self._publish()
+            except Exception:  # figures are late: the answer is waited for
+                log.exception("figures of the storage service could not be published")
+        try:
+            told = served.peer.tell(served, settled=settled)
+        except Exception:  # ours: the thread has other tasks
+            log.exception("an answer of the storage service could not be made")
+            self._counted["lost"] += 1
+            told = True
+        with self._lock:
+            if settled:
+                self._tasks.pop(served.name, None)
+            counted = self._untold.pop(served, False)
+            if not told:
+                self._counted["lost"] += not counted
+                if served.peer.there and len(self._untold) < _UNTOLD:
+                    self._untold[served] = True
+
+    def _repeat(self) -> None:
+        with self._lock:
+            untold = list(self._untold)
+        for served in untold:
+            self._tell(served)
 
     # ---- figures
-
-    def _lose(self, answers: int) -> None:
-        self._counted["lost"] += answers
 
     def _publish(self) -> None:
         with self._publishing:
             counted = {name: self._counted[name] for name in COUNTED}
-            counted["halves"] += self._peers.halves
+            peers = list(self._peers.values())
+            counted["halves"] += sum(peer.parts.dropped for peer in peers)
             with contextlib.suppress(Detached):
                 stats = self._tier.stats()
-                self._board.publish(stats, self._base, clients=len(self._peers), **counted)
+                self._board.publish(stats, self._base, clients=len(peers), **counted)
 
     def stats(self) -> ServiceStats:
         """Figures, as its clients see them; once it is closed, the last ones."""
@@ -203,9 +381,7 @@ class StorageService:
         """Take no new tasks, finish what is queued, cancel what is left then, and leave. May be
         called again, also where it was interrupted.
 
-        Messages are taken until the ring is empty once. Then what is held for clients is given
-        back, and nothing is taken any more: what they say while the rest is finished, as
-        `StorageTask.publish`, is FAILED.
+        Messages are taken until the ring is empty once; later ones are FAILED.
 
         Args:
             timeout: seconds for finishing; 0: cancel at once.
@@ -227,14 +403,14 @@ class StorageService:
             with contextlib.suppress(LightcacheError):
                 self._take_the_rest(deadline)
         ended = self._tier.close(min(deadline.left, threading.TIMEOUT_MAX))
-        self._answers.close()
         if not self._closed:
+            self._repeat()
             self._leave()
         return ended
 
     def _take_the_rest(self, deadline: Deadline) -> None:
-        """Of what stood in the ring when it closed. Nothing may be taken while there are `most`
-        tasks, or somebody holds the lock: that is not the end of it."""
+        """Messages that were in the ring when it closed. None may be taken while there are `most`
+        tasks, or while another process holds the lock: that is not the end of them."""
         while not (self._why or deadline.passed):
             if not self._turn(0.0):
                 if not len(self._ring):
@@ -242,13 +418,13 @@ class StorageService:
                 time.sleep(_PAUSE)
 
     def _leave(self) -> None:
-        """Each step may be done again, should we be interrupted: the board knows whether it is
-        still ours."""
-        self._peers.close()
-        self._publish()  # behind the peers, which have counted what they had of tasks
-        with contextlib.suppress(LightcacheError):  # removed: nobody sees these figures
+        """Each step may be done again after an interrupt: the board knows whether it is still
+        ours."""
+        self._drop_peers(alive=True)
+        self._publish()  # after the peers, which have counted their incomplete tasks
+        with contextlib.suppress(LightcacheError):  # removed: no process sees these figures
             self._last = self._last or stats_of(self._board)
-        with self._publishing:  # who asks for figures just now stores none behind this
+        with self._publishing:  # a thread that reads figures now stores none after this
             self._board.end(Phase.NONE)
         self._ring.close()
         self._board.close()
@@ -269,4 +445,4 @@ class StorageService:
         return f"<StorageService of {self.cache.name!r}>"
 
 
-__all__ = ["StorageService"]
+__all__ = ["Peer", "Served", "StorageService"]

@@ -17,10 +17,27 @@ from lightcache.storage.arguments import Deadline
 from lightcache.storage.calls import CLOSING
 from lightcache.storage.executor import Call, Executor
 from lightcache.storage.protocol import ReadStatus, StorageSpec, WriteStatus
-from lightcache.storage.remote import trailer
-from lightcache.storage.remote.base import Read, RemoteStorage, Wrote
-from lightcache.storage.remote.mooncake import codes
-from lightcache.storage.remote.mooncake.client import ANSWERING, BATCH, Client, MooncakeOptions
+from lightcache.storage.remote.base import (
+    TRAILER_BYTES,
+    Read,
+    RemoteStorage,
+    Wrote,
+    judge_page,
+    make_trailer,
+)
+from lightcache.storage.remote.mooncake.client import (
+    ANSWERING,
+    BATCH,
+    FAILED,
+    LEASE_OVER,
+    NOT_READY,
+    SMALLER,
+    Client,
+    MooncakeOptions,
+    absent,
+    meaning,
+    no_room,
+)
 
 # ---- Memory of the storage's own, through which pages pass on their way to the store and back.
 #
@@ -32,7 +49,7 @@ _ALIGNED = 64  # bytes: a slot begins on a cache line of its own
 
 
 class Staging:
-    """Slots, each for a page with its trailer behind it. Any thread may take and give back."""
+    """Slots, each for a page and its trailer. Any thread may take and give back."""
 
     def __init__(self, nbytes: int, page_bytes: int) -> None:
         """Maps the memory.
@@ -41,7 +58,7 @@ class Staging:
             ConfigError: it is too small for one page.
         """
         self.page_bytes = page_bytes
-        self.value_bytes = page_bytes + trailer.BYTES
+        self.value_bytes = page_bytes + TRAILER_BYTES
         self._stride = -(-self.value_bytes // _ALIGNED) * _ALIGNED
         self.slots = nbytes // self._stride
         if not self.slots:
@@ -81,13 +98,13 @@ class Staging:
             return taken
 
     def give_back(self, slots: Iterable[int]) -> None:
-        """Nobody touches them any more."""
+        """They are not used any more."""
         with self._changed:
             self._free.extend(slots)
             self._changed.notify_all()
 
     def lose(self, slots: Sequence[int]) -> None:
-        """The store may still touch them, and nobody can say until when."""
+        """The store may still touch them, for an unknown time."""
         with self._changed:
             self._lost += len(slots)
             self._changed.notify_all()
@@ -100,11 +117,11 @@ class Staging:
         """Copy a page in, and its trailer."""
         there = self._whole(slot)
         np.copyto(there[: self.page_bytes], np.frombuffer(page, np.uint8))
-        there[self.page_bytes :] = np.frombuffer(trailer.make(key, page), np.uint8)
+        there[self.page_bytes :] = np.frombuffer(make_trailer(key, page), np.uint8)
 
     def empty(self, slot: int, page: memoryview) -> bytes:
-        """Copy a page out. Returns the trailer; what is judged by it is the copy, which nobody else
-        can change."""
+        """Copy a page out. Returns the trailer, which verifies the copy: no other process can
+        change that."""
         there = self._whole(slot)
         np.copyto(np.frombuffer(page, np.uint8), there[: self.page_bytes])
         return there[self.page_bytes :].tobytes()
@@ -117,14 +134,14 @@ class Staging:
 # ---- A storage in the memory of a Mooncake cluster.
 
 GROUP = 8 << 20  # bytes of pages in one call of the client: enough that asking does not matter
-PATIENCE = 55.0  # seconds; after 60 the client gives up on a transfer, which may go on behind it
+PATIENCE = 55.0  # seconds; after 60 the client gives up on a transfer, which may continue
 Flight = tuple[range, list[int], Call[list[int]]]
-"""What is under way: which keys of the batch, their slots, and codes in the end."""
+"""A group in flight: its keys of the batch, their slots, and its codes in the end."""
 
 
 class MooncakeStorage(RemoteStorage):
     """Values in memory that processes of the cluster lend. Pages pass through memory of ours: see
-    `staging` why. Of a call several groups are under way, while others are copied."""
+    `Staging` for why. Several groups of a call are in flight while others are copied."""
 
     scheme = "mooncake"
     asking = BATCH
@@ -198,15 +215,15 @@ class MooncakeStorage(RemoteStorage):
     def _remove(self, names: Sequence[bytes], deadline: Deadline) -> int:
         whole = self._names(names)
         results = self._callers.ask(lambda: self._client.remove(whole), deadline)
-        if bad := next((code for code in results if code and not codes.absent(code)), 0):
-            raise StorageError(f"mooncake: {codes.meaning(bad)}")
+        if bad := next((code for code in results if code and not absent(code)), 0):
+            raise StorageError(f"mooncake: {meaning(bad)}")
         return results.count(0)
 
     def _remove_all(self, deadline: Deadline) -> int:
         pattern = f"^{self._prefix}[0-9a-f]+$"
         gone = self._callers.ask(lambda: self._client.remove_all(pattern), deadline)
         if gone < 0:
-            raise StorageError(f"mooncake: {codes.meaning(gone)}")
+            raise StorageError(f"mooncake: {meaning(gone)}")
         return gone
 
     def _disconnect(self) -> None:
@@ -215,7 +232,7 @@ class MooncakeStorage(RemoteStorage):
         try:
             asking = Executor(1, "mooncake-leave")  # it may hang, and is left then
             asking.start()
-        except RuntimeError:  # no more threads here, so nobody can be asked
+        except RuntimeError:  # no more threads here, so the master cannot be asked
             self._client.leave()
             return
         try:
@@ -240,8 +257,8 @@ class MooncakeStorage(RemoteStorage):
         call: Callable[[Sequence[bytes], Sequence[int]], list[int]],
         land: Callable[[range, Sequence[int], Sequence[int]], None],
     ) -> str:
-        """Move pages group by group. What is not landed when the time is up is left behind. When a
-        group fails no more of them begin; those under way are waited for, since they may be well.
+        """Move pages group by group. Groups that have not landed when the time is up are left. When
+        a group fails no more of them begin; those in flight are waited for, as they may succeed.
 
         Args:
             load: what is to be done for key number i and its slot before the call.
@@ -341,9 +358,9 @@ class MooncakeStorage(RemoteStorage):
         size = self._staging.value_bytes
         found = self._client.get(whole, self._staging.addresses(slots), size)
         for i, code in enumerate(found):
-            if code in (codes.SMALLER, codes.FAILED):  # either may be a value of another length
+            if code in (SMALLER, FAILED):  # either may be a value of another length
                 length = self._client.size(whole[i])
-                if length != size and (length >= 0 or codes.absent(length)):
+                if length != size and (length >= 0 or absent(length)):
                     found[i] = length
         return found
 
@@ -354,31 +371,31 @@ class MooncakeStorage(RemoteStorage):
         good = [i for i, code in enumerate(found) if not code]
         there = self._client.ask([whole[i] for i in good]) if good else []
         for i, known in zip(good, there, strict=True):
-            if known != 1:  # "stored", and not there: somebody else has begun to write it
-                found[i] = known or codes.NOT_READY
+            if known != 1:  # "stored", and not there: another process has begun to write it
+                found[i] = known or NOT_READY
         return found
 
     def _landed(self, name: bytes, view: memoryview, slot: int, code: int) -> Read:
-        if code == self._staging.value_bytes or code == codes.LEASE_OVER:
-            found = trailer.judge(name, view, self._staging.empty(slot, view))
+        if code == self._staging.value_bytes or code == LEASE_OVER:
+            found = judge_page(name, view, self._staging.empty(slot, view))
             if code > 0 or found[0] is ReadStatus.OK:  # an old lease does not matter if it is whole
                 return found
         elif code >= 0:
             why = f"corrupt: page {name.hex()} is stored as {code} bytes, "
             return ReadStatus.CORRUPT, f"{why}not {self._staging.value_bytes}"
-        elif codes.absent(code):
+        elif absent(code):
             return ReadStatus.ABSENT, ""
-        return ReadStatus.FAILED, f"mooncake: {codes.meaning(code)}"
+        return ReadStatus.FAILED, f"mooncake: {meaning(code)}"
 
 
 def _wrote(code: int) -> Wrote:
     if not code:
         return WriteStatus.STORED, ""
-    if codes.no_room(code):
-        return WriteStatus.REFUSED, f"mooncake: {codes.meaning(code)}"
-    if code == codes.NOT_READY:
+    if no_room(code):
+        return WriteStatus.REFUSED, f"mooncake: {meaning(code)}"
+    if code == NOT_READY:
         return WriteStatus.FAILED, "mooncake: another process is writing this page, or died in it"
-    return WriteStatus.FAILED, f"mooncake: {codes.meaning(code)}"
+    return WriteStatus.FAILED, f"mooncake: {meaning(code)}"
 
 
 __all__ = ["MooncakeStorage", "Staging"]

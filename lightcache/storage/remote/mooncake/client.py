@@ -14,8 +14,47 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightcache.errors import ConfigError, StorageError
-from lightcache.storage.options import Options
-from lightcache.storage.remote.mooncake.codes import meaning
+from lightcache.storage.arguments import Options
+
+# ---- Error codes of the client: those of 0.3.13 that occur here.
+
+SMALLER = -600  # the value is longer than the buffer
+NO_ROOM = -200
+NOT_READY = -703
+ABSENT = -704
+LEASE_OVER = -707
+FAILED = -800
+_GONE = (-710, -712)  # of a copy that the master knew of
+
+_MEANINGS = {
+    -1: "the client failed inside",
+    -101: "no process lends memory; start mooncake_client somewhere, or open with segment=",
+    NO_ROOM: "no room; lend more memory (mooncake_client, or segment=)",
+    SMALLER: "parameters that do not fit",
+    NOT_READY: "it is being written",
+    ABSENT: "not there",
+    -706: "it is being read",
+    LEASE_OVER: "the read took longer than the master's lease (default_kv_lease_ttl)",
+    FAILED: "the process that holds it did not answer, or the way to it is closed",
+    -900: "the master does not answer; see whether it runs",
+    -901: "the master did not answer in time; see whether it is overloaded or stopped",
+}
+
+
+def absent(code: int) -> bool:
+    """Whether it says that there is no such value (yet, or any more)."""
+    return code in (ABSENT, NOT_READY, *_GONE)
+
+
+def no_room(code: int) -> bool:
+    """Whether it says that the cluster has no memory for a value."""
+    return code in (NO_ROOM, -101)
+
+
+def meaning(code: int) -> str:
+    """For people."""
+    return f"{_MEANINGS.get(code, 'see the error codes of Mooncake Store')} ({code})"
+
 
 # ---- What a URL such as `mooncake://host:50051?segment=64GiB` says.
 
@@ -49,8 +88,8 @@ class MooncakeOptions:
     buffer: int = 64 << 20
     """Bytes through which pages pass."""
     threads: int = 3
-    """Batches that are under way at a time. With two, what is asked of the master about a page of
-    8 MiB is not hidden behind others' transfers; a fourth gains nothing (docs/benchmarks.md)."""
+    """Batches in flight at a time. With two, the question to the master about a page of
+    8 MiB is not hidden by other transfers; a fourth gains nothing (docs/benchmarks.md)."""
     replicas: int = 1
     """Copies of each page, in memory of different processes."""
     connect: float = 5.0
@@ -184,7 +223,7 @@ class Client:
 
     def put(self, names: Sequence[str], addresses: Sequence[int], size: int) -> list[int]:
         """Store values of one size; 0 or a code of each. 0 is also the answer for a value that is
-        there, or that somebody else has begun to write: it says nothing about the value."""
+        there, or that another process has begun to write: it says nothing about the value."""
         sizes = [size] * len(names)
         found: list[int] = self._store.batch_put_from(
             list(names), list(addresses), sizes, self._replicas
@@ -202,8 +241,8 @@ class Client:
         return int(self._store.get_size(name))
 
     def remove(self, names: Sequence[str]) -> list[int]:
-        """0 or a code of each. Also what somebody reads just now: its memory may get other bytes
-        under that reader, who notices by the trailer."""
+        """0 or a code of each. Values that are being read are removed, too: their memory may get
+        other bytes under the reader, which notices by the trailer."""
         return self._batches(lambda part: self._store.batch_remove(part, True), names)
 
     def remove_all(self, pattern: str) -> int:
@@ -216,8 +255,8 @@ class Client:
         self._store.close()
 
     def leave(self) -> None:
-        """Instead of `close`: the library's threads go on, and its memory stays, until the process
-        ends."""
+        """Instead of `close`: the library's threads keep running, and its memory stays, until the
+        process ends."""
         _left.append((self._store, self._memory))
 
     def _batches(self, call: Callable[[list[str]], list[int]], names: Sequence[str]) -> list[int]:
@@ -303,4 +342,19 @@ def _settings() -> Iterator[None]:
                 os.environ.pop(name, None)
 
 
-__all__ = ["ANSWERING", "BATCH", "PORT", "SEGMENT", "Client", "MooncakeOptions", "parse"]
+__all__ = [
+    "ANSWERING",
+    "BATCH",
+    "FAILED",
+    "LEASE_OVER",
+    "NOT_READY",
+    "PORT",
+    "SEGMENT",
+    "SMALLER",
+    "Client",
+    "MooncakeOptions",
+    "absent",
+    "meaning",
+    "no_room",
+    "parse",
+]

@@ -15,8 +15,14 @@ from lightcache.storage.arguments import Deadline
 from lightcache.storage.calls import CLOSING
 from lightcache.storage.executor import READ, WRITE, Executor
 from lightcache.storage.protocol import ReadStatus, StorageSpec, WriteStatus
-from lightcache.storage.remote import trailer
-from lightcache.storage.remote.base import Read, RemoteStorage, Wrote
+from lightcache.storage.remote.base import (
+    TRAILER_BYTES,
+    Read,
+    RemoteStorage,
+    Wrote,
+    judge_page,
+    make_trailer,
+)
 from lightcache.storage.remote.redis.wire import (
     Connections,
     RedisOptions,
@@ -77,7 +83,7 @@ class RedisStorage(RemoteStorage):
                     "not supported"
                 )
         most = int(limit[1]) if limit else _BULK
-        if self.spec.page_bytes + trailer.BYTES > most:
+        if self.spec.page_bytes + TRAILER_BYTES > most:
             raise StorageError(
                 f"{self.options.shown}: expected room for pages of {self.spec.page_bytes} bytes, "
                 f"found proto-max-bulk-len {most}; raise it"
@@ -119,10 +125,10 @@ class RedisStorage(RemoteStorage):
             return ReadStatus.FAILED, str(answer)
         length, beside = answer
         if not beside:
-            expected = len(view) + trailer.BYTES
+            expected = len(view) + TRAILER_BYTES
             why = f"corrupt: page {name.hex()} is stored in {length} bytes, not {expected}"
             return ReadStatus.CORRUPT, why
-        return trailer.judge(name, view, beside)
+        return judge_page(name, view, beside)
 
     def _put(
         self, names: Sequence[bytes], views: Sequence[memoryview], deadline: Deadline
@@ -131,7 +137,7 @@ class RedisStorage(RemoteStorage):
 
         def send(wire: Wire, i: int) -> None:
             before = [b"SET", self._named(names[i])]
-            beside = trailer.make(names[i], views[i])
+            beside = make_trailer(names[i], views[i])
             head, tail = around_value(before, len(views[i]) + len(beside), after)
             wire.send(head, views[i], beside + tail)
 
@@ -185,10 +191,10 @@ class RedisStorage(RemoteStorage):
         deadline: Deadline,
     ) -> tuple[list[T | None], str]:
         """Send so many commands over as many connections as there are, and take the answers. The
-        first keys are the first to be sent, for those behind are no use without them.
+        first keys are the first to be sent, for those after them are no use without them.
 
         Returns:
-            What came of each; None: of those, nobody knows, and why.
+            The answer to each, and why others have none; None: not known.
 
         Raises:
             StorageError: nothing came, though there was time.

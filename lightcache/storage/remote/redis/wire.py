@@ -21,9 +21,8 @@ from typing import Any
 from urllib.parse import unquote
 
 from lightcache.errors import ConfigError, StorageError
-from lightcache.storage.arguments import Deadline
-from lightcache.storage.options import Options
-from lightcache.storage.remote import trailer
+from lightcache.storage.arguments import Deadline, Options
+from lightcache.storage.remote.base import TRAILER_BYTES
 
 # ---- What a URL such as `redis://user:password@host:6379/0?ttl=3600` says.
 #
@@ -39,7 +38,7 @@ _HOST = re.compile(r"\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+")
 
 @dataclass(frozen=True)
 class RedisOptions:
-    """Where a server is, who asks, and how."""
+    """The address of a server, the user, and options."""
 
     scheme: str
     host: str = ""
@@ -59,7 +58,7 @@ class RedisOptions:
     key: str = ""
     """File of its key."""
     ttl: int = 0
-    """Seconds behind the last use of a page; 0: for as long as the server keeps it."""
+    """Seconds after the last use of a page; 0: for as long as the server keeps it."""
     connections: int = 4
     """That move pages at a time."""
     connect_timeout: float = 5.0
@@ -96,7 +95,7 @@ class RedisOptions:
 
 
 def parse(scheme: str, where: str, options: Mapping[str, str]) -> RedisOptions:
-    """What stands behind "scheme:", without connecting.
+    """Parse the URL after "scheme:", without connecting.
 
     Raises:
         ConfigError: no host, a port or database that is none, an option that there is not, or a
@@ -156,7 +155,7 @@ def _server(scheme: str, where: str) -> dict[str, object]:
 
 
 def _credentials(scheme: str, authority: str) -> tuple[str, str, str]:
-    """User, password, and what stands behind them."""
+    """User, password, and the rest."""
     before, at, place = authority.rpartition("@")
     if not at:
         return "", "", place
@@ -298,7 +297,7 @@ class Wire:
 
     @property
     def stale(self) -> bool:
-        """Whether the server has closed it, or said something that nobody asked for."""
+        """Whether the server has closed it, or sent something unrequested."""
         if self._socket is None or self._start < self._end:
             return True
         poll = select.poll()
@@ -394,9 +393,9 @@ class Wire:
         if length < 0:
             return None
         beside = b""
-        if length == len(view) + trailer.BYTES:
+        if length == len(view) + TRAILER_BYTES:
             self._fill(view)
-            beside = self._take(trailer.BYTES)
+            beside = self._take(TRAILER_BYTES)
         else:
             self._skip(length)
         self._end_of_value()
@@ -434,7 +433,7 @@ class Wire:
         return line
 
     def _more(self) -> None:
-        """At least one byte more behind those that are kept."""
+        """At least one byte more than those that are kept."""
         if self._start:
             rest = bytes(self._view[self._start : self._end])
             self._kept[: len(rest)] = rest
@@ -457,7 +456,7 @@ class Wire:
         kept = min(len(view), self._end - self._start)
         view[:kept] = self._view[self._start : self._start + kept]
         self._start += kept
-        if kept < len(view) <= 64:  # an end of a value: what comes behind it comes along
+        if kept < len(view) <= 64:  # an end of a value: the bytes after it come along
             self._more()
             self._fill(view[kept:])
             return
@@ -502,7 +501,7 @@ def command(*parts: bytes) -> bytes:
 def around_value(
     before: Sequence[bytes], length: int, after: Sequence[bytes]
 ) -> tuple[bytes, bytes]:
-    """What is sent before and behind a value of so many bytes, of a command that has one."""
+    """The bytes sent before and after a value of so many bytes, of a command that has one."""
     pieces = [b"*%d\r\n" % (len(before) + 1 + len(after))]
     pieces += [b"$%d\r\n%b\r\n" % (len(part), part) for part in before]
     pieces.append(b"$%d\r\n" % length)
@@ -568,7 +567,7 @@ class Connections:
     @contextlib.contextmanager
     def one(self, deadline: Deadline) -> Iterator[Wire]:
         """A connection that is ours until the end of the statement; an exception drops it, since
-        nobody knows what of an answer is still to come.
+        it is not known how much of an answer is still to come.
 
         Raises:
             StorageError: the server is not there, or will not have us, or not in time.

@@ -1,6 +1,6 @@
 """Pages as objects of an S3-compatible store.
 
-An object is a page with its trailer behind it, so one GET brings both and one PUT stores both: it
+An object is a page followed by its trailer, so one GET brings both and one PUT stores both: it
 is there whole or not at all, since a store takes an object when all of it has come. Nothing is ever
 uploaded in parts. Its length comes before its bytes, and an object of another length is not read.
 
@@ -27,13 +27,18 @@ import numpy as np
 import numpy.typing as npt
 
 from lightcache.errors import ConfigError, StorageError
-from lightcache.storage.arguments import Deadline
-from lightcache.storage.options import Options
+from lightcache.storage.arguments import Deadline, Options
 from lightcache.storage.protocol import ReadStatus, StorageSpec, WriteStatus
-from lightcache.storage.remote import trailer
-from lightcache.storage.remote.base import Read, RemoteStorage, Wrote
+from lightcache.storage.remote.base import (
+    TRAILER_BYTES,
+    Read,
+    RemoteStorage,
+    Wrote,
+    judge_page,
+    make_trailer,
+)
 
-# ---- What an S3-compatible store or its client says, in words for people.
+# ---- Errors of an S3-compatible store or its client, in words for people.
 #
 # The client puts the whole answer into its errors, and the answer to a wrong signature quotes the
 # request. So its text is never passed on, but for the status, the code in the answer, and the
@@ -44,7 +49,7 @@ _CODE = re.compile(r"<Code>([A-Za-z0-9.]{1,64})</Code>")
 _KIND = re.compile(r"kind: ([A-Z][A-Za-z]{1,30})")
 _SYSTEM = re.compile(r'message: "([^"\\]{1,100})"')
 _CERTIFICATE = re.compile(r"InvalidCertificate\((?:\s*\w+\()*\s*(\w{1,60})")
-_METADATA = re.compile(r"/latest/(api/token|meta-data/)")  # asked by who has no credentials
+_METADATA = re.compile(r"/latest/(api/token|meta-data/)")  # asked without credentials
 CREDENTIALS = "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN"
 _KEYS = f"the credentials are not accepted; look at {CREDENTIALS}"
 _OTHER_REGION = "the bucket is in another region; say which by region="
@@ -124,7 +129,7 @@ def _join(what: str, remedy: str) -> str:
     return f"{what}: {remedy}" if remedy else what
 
 
-# ---- URLs of S3-compatible stores: what is right in them, and what the client makes of it.
+# ---- URLs of S3-compatible stores, and the client's configuration.
 
 KNOWN = (
     *("endpoint", "region", "addressing", "requests", "retries"),
@@ -171,7 +176,7 @@ class Place:
     @property
     def config(self) -> dict[str, Any]:
         """For the client. Over TLS a body is not hashed once more for the signature: it takes as
-        long as sending it does on a fast line, and nobody can change it on the way."""
+        long as sending it does on a fast line, and it cannot be changed on the way."""
         found: dict[str, Any] = {
             "virtual_hosted_style_request": self.virtual,
             "disable_bulk_delete": not self.bulk_delete,
@@ -229,7 +234,7 @@ class Place:
 
 
 def parse(scheme: str, where: str, options: Mapping[str, str]) -> Place:
-    """Of "//bucket/prefix" and the options. Asks nobody.
+    """Of "//bucket/prefix" and the options. Sends nothing.
 
     Raises:
         ConfigError: names what is wrong. No text of a URL that may hold credentials is in it.
@@ -295,14 +300,13 @@ def _endpoint(scheme: str, text: str) -> str:
     return text.rstrip("/")
 
 
-# ---- Requests of a client whose calls are awaited, for threads that wait only as long as they
-# may.
+# ---- Requests of an asynchronous client, for threads that wait no longer than their time.
 #
-# An event loop in a thread of its own has the requests under way. It never sees a caller's
+# An event loop in a thread of its own runs the requests. It never sees a caller's
 # buffers: it is given bytes of our own to send, and hands over the client's bytes as they came;
 # the calling thread copies them. So nothing that comes late can touch a page, and a call returns
-# when its time is up, without waiting for whoever does not answer: its requests are cancelled
-# behind it.
+# when its time is up, without waiting for a server that does not answer: its requests are cancelled
+# after it.
 
 ENDING = 10.0  # seconds in which the loop must have ended: it only runs callbacks
 Job = tuple[int, Callable[[], Awaitable[Any]]]
@@ -312,7 +316,7 @@ Result = tuple[int, Any]
 
 
 class Requests:
-    """At most `at_once` requests under way, of all calls together."""
+    """At most `at_once` requests in flight, of all calls together."""
 
     def __init__(self, at_once: int, name: str) -> None:
         """Starts the thread.
@@ -360,7 +364,7 @@ class Requests:
         raise StorageError(deadline.reason)
 
     def close(self) -> None:
-        """Cancel what is under way and end the thread. A second call does nothing, and so does one
+        """Cancel the requests and end the thread. A second call does nothing, and so does one
         in a forked child, which has no such thread.
 
         Raises:
@@ -425,7 +429,7 @@ class _Call:
             yield result
 
     def drop(self) -> None:
-        """Cancel what is under way; a request that has not begun never will."""
+        """Cancel the requests; one that has not begun never will."""
         self._loop.call_soon_threadsafe(self._drop)
 
     def _begin(self, number: int, begin: Callable[[], Awaitable[Any]]) -> None:
@@ -451,26 +455,19 @@ class _Call:
             task.cancel()
 
 
-# ---- Pages as objects of an S3-compatible store.
-#
-# An object is a page with its trailer behind it, so one GET brings both and one PUT stores both:
-# it is there whole or not at all, since a store takes an object when all of it has come. Nothing
-# is ever uploaded in parts. Its length comes before its bytes, and an object of another length is
-# not read.
-#
-# One thing a store does not say: whether a name that it removed was there. `delete` asks before.
+# ---- The storage itself.
 
 _opened_by: int | None = None  # the process that opened one first: its threads are in no child
-MOST = (5 << 30) - trailer.BYTES  # of a page: what S3 takes in one request
+MOST = (5 << 30) - TRAILER_BYTES  # of a page: what S3 takes in one request
 
 
 class S3Storage(RemoteStorage):
-    """See above. The calling thread alone touches buffers; see `flights`."""
+    """See above. The calling thread alone touches buffers; see `Requests`."""
 
     scheme = "s3"
 
     def __init__(self, place: Place, spec: StorageSpec) -> None:
-        """Connects to nobody yet.
+        """Does not connect yet.
 
         Raises:
             ConfigError: pages are too large, or the URL names a file of certificates that is none.
@@ -482,7 +479,7 @@ class S3Storage(RemoteStorage):
         super().__init__(spec)
         self.place = place
         self.asking = place.requests
-        self._body = spec.page_bytes + trailer.BYTES
+        self._body = spec.page_bytes + TRAILER_BYTES
         # Bodies that were sent. Fresh memory is what costs: 1.5 ms for a page of 2 MiB and its
         # checksum, which alone takes 0.15.
         self._spare: list[npt.NDArray[np.uint8]] = []
@@ -522,7 +519,7 @@ class S3Storage(RemoteStorage):
             self._requests = Requests(place.requests, "lightcache-s3")
         except RuntimeError as error:
             raise StorageError(f"s3: {error}; end some threads of this process") from error
-        # For who forgets to close it: requests must not go on into an interpreter that ends.
+        # If it is not closed: requests must not run on into an interpreter that ends.
         self._ended = weakref.finalize(self, self._requests.close)
 
     def ask(self) -> None:
@@ -598,7 +595,7 @@ class S3Storage(RemoteStorage):
             return ReadStatus.CORRUPT, f"{what}, not {self._body}"
         body = np.frombuffer(result, np.uint8)
         np.copyto(np.frombuffer(view, np.uint8), body[: len(view)])
-        return trailer.judge(name, view, body[len(view) :].tobytes())
+        return judge_page(name, view, body[len(view) :].tobytes())
 
     def _put(
         self, names: Sequence[bytes], views: Sequence[memoryview], deadline: Deadline
@@ -631,12 +628,12 @@ class S3Storage(RemoteStorage):
         except IndexError:
             body = np.empty(self._body, np.uint8)
         np.copyto(body[: len(view)], np.frombuffer(view, np.uint8))
-        beside = trailer.make(name, body.data[: len(view)])
+        beside = make_trailer(name, body.data[: len(view)])
         body[len(view) :] = np.frombuffer(beside, np.uint8)
         return body
 
     async def _send(self, name: bytes, body: Any) -> Any:
-        """The body again: nobody reads it any more, since the store said that it has all of it."""
+        """Returns the body, which is free again: the store said that it has all of it."""
         mode = "create" if self.place.conditional else "overwrite"
         where = self.object_name(name)
         await self._client.put_async(self._store, where, body, mode=mode, use_multipart=False)

@@ -1,11 +1,11 @@
-"""What every backend must pass: for the tests of whoever writes one.
+"""What every backend must pass: for the tests of its author.
 
     @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
     def test_my_storage(check):
         check(lambda spec: MyStorage(spec, ...))
 
 Each check opens an empty storage by the factory, closes it, and raises AssertionError with a text.
-What a check cannot see is not tested here: that buffers are left alone behind a call, and damage of
+What a check cannot see is not tested here: that buffers are left alone after a call, and damage of
 the medium, for which a backend has tests of its own.
 """
 
@@ -135,7 +135,7 @@ def check_present(factory: Factory) -> None:
 
 
 def check_prefix(factory: Factory) -> None:
-    """A hole ends the prefix, and hides nothing behind it from `read`."""
+    """A hole ends the prefix, and hides nothing after it from `read`."""
     keys = make_keys(5)
     there = np.ascontiguousarray(keys[[0, 1, 3]])
     with factory(SPEC) as storage:
@@ -229,7 +229,7 @@ def _writing(write: Any, keys: Keys, pages: Pages, tokens: Any) -> Callable[[], 
 
 
 def check_parent(factory: Factory) -> None:
-    """Pages behind others that were written before, or that never were."""
+    """Pages whose parents were written before, or never were."""
     keys = make_keys(6)
     with factory(SPEC) as storage:
         _write(storage, keys[:2], pages_of(keys[:2]))

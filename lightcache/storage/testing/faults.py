@@ -1,4 +1,4 @@
-"""A backend that fails on purpose: it stands in front of another one, for tests and drills."""
+"""A storage that fails on purpose: it wraps another one, for tests and drills."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from lightcache.storage.arguments import (
     Clock,
     Counters,
     Deadline,
+    Options,
     check_batch,
     check_keys,
     check_parent,
@@ -25,7 +26,6 @@ from lightcache.storage.arguments import (
     write_to,
 )
 from lightcache.storage.calls import Calls, Owned
-from lightcache.storage.options import Options
 from lightcache.storage.protocol import (
     Buffer,
     Keys,
@@ -38,7 +38,7 @@ from lightcache.storage.protocol import (
     WriteStatus,
 )
 
-# ---- What `FlakyStorage` does wrong, and when: by a script, or by chance with a seed.
+# ---- Faults of a `FlakyStorage`: by a script, or by chance with a seed.
 
 Kind = Literal["fail", "corrupt", "truncate", "refuse", "delay", "hang", "die"]
 Operation = Literal["contains", "read", "write", "delete", "clear"]
@@ -51,7 +51,7 @@ _OF_CALLS: tuple[Kind, ...] = ("hang", "die")
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong in one call.
+    """A fault of one call.
 
     Raises:
         ConfigError: there is no such kind, `at` is no number of a key, `seconds` have no end.
@@ -124,14 +124,14 @@ def _finite(value: object, what: str) -> None:
 
 @dataclass
 class Plan:
-    """What goes wrong in one call, decided before it."""
+    """The faults of one call, decided before it."""
 
     call: list[Fault] = field(default_factory=list)
     keys: dict[int, Kind] = field(default_factory=dict)
 
 
 class Planner:
-    """Decides, for any thread: first by the script, call after call, and behind its end by chance.
+    """Decides, for any thread: first by the script, call after call, and after its end by chance.
     With one thread the same seed gives the same faults."""
 
     def __init__(self, rates: Rates, seed: int, script: Script | None) -> None:
@@ -150,7 +150,7 @@ class Planner:
         self._script = {name: deque(faults) for name, faults in (script or {}).items()}
 
     def plan(self, operation: Operation, keys: int) -> Plan:
-        """What goes wrong in a call with so many keys."""
+        """The faults of a call with so many keys."""
         with self._lock:
             left = self._script.get(operation)
             if left:
@@ -190,7 +190,7 @@ def _scripted(operation: Operation, fault: Fault | None, keys: int) -> Plan:
     return Plan(keys=dict.fromkeys(hit, fault.kind))
 
 
-# ---- A backend that fails on purpose: it stands in front of another one, for tests and drills.
+# ---- The storage itself.
 
 S = TypeVar("S", ReadStatus, WriteStatus)
 
@@ -214,9 +214,9 @@ class FlakyStorage(Owned):
             rates: what goes wrong by chance.
             seed: of chance.
             script: for an operation, what goes wrong in its first call, its second, and so on;
-                None: nothing in that one. Behind its end chance decides.
+                None: nothing in that one. After its end chance decides.
             sleep: waits for seconds; tests give one that does not.
-            clock: in seconds; goes on while `sleep` waits.
+            clock: in seconds; advances while `sleep` waits.
 
         Raises:
             ConfigError: `inner` is no storage; and see `Planner`.
@@ -265,7 +265,7 @@ class FlakyStorage(Owned):
             return self._state.wait_for(lambda: self._hanging >= calls, timeout)
 
     def let_go(self) -> None:
-        """Let calls that hang go on, and no later one hang."""
+        """Release calls that hang; no later call hangs."""
         with self._state:
             self._let_go = True
             self._state.notify_all()
@@ -378,7 +378,7 @@ class FlakyStorage(Owned):
         return replace(ours, evicted=inner.evicted)
 
     def close(self) -> None:
-        """See `Storage.close`. What hangs goes on.
+        """See `Storage.close`. Calls that hang are released.
 
         Raises:
             Detached: in a forked child.

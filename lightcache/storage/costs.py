@@ -1,0 +1,200 @@
+"""Which pages are worth reading from a storage, and which are worth writing to it."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lightcache.errors import ConfigError
+from lightcache.storage.arguments import Clock, check_keys
+from lightcache.storage.protocol import Keys
+
+# ---- Reading: when computing pages is faster, by what reads have taken.
+
+_KEPT = 0.9
+"""Weight that older measurements keep with each new one: the last ten make two thirds."""
+_APART = 0.1
+"""Relative spread of call sizes from which overhead and rate are told apart."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether pages are read."""
+
+    declined: str = ""
+    """Why they are not, with both times; empty: they are."""
+    probe: bool = False
+    """They are read to measure whether reading still takes as long."""
+
+
+class ReadCosts:
+    """Reading n pages in c calls takes `lookup + c * overhead + n * page` seconds, computing them
+    `n * page_tokens / prefill_tokens_per_s`. The terms of reading are decaying averages of what
+    calls of the storage took; overhead and page are those of the straight line that fits them best.
+    As long as all calls read about the same number of pages, these two cannot be told apart: all of
+    the time counts as the pages' then, and a small read is not declined, which tells them apart.
+
+    Declined reads are not measured. So when nothing was measured for `retry` seconds, the next read
+    that would be declined is made as a probe, and its time replaces all before: if it was fast, the
+    following reads are made, and correct the average.
+
+    Any thread may use it.
+    """
+
+    def __init__(
+        self, prefill_tokens_per_s: float, page_tokens: int, group: int, retry: float, clock: Clock
+    ) -> None:
+        """Nothing is measured yet, so nothing is declined.
+
+        Args:
+            prefill_tokens_per_s: what the model computes.
+            group: pages of one call, at most.
+            retry: seconds.
+
+        Raises:
+            ConfigError: no such number.
+        """
+        self._page_seconds = page_tokens / _positive(prefill_tokens_per_s)
+        self._group = group
+        self._retry = retry
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._reads = np.zeros(5)  # weight, pages, seconds, pages * pages, pages * seconds
+        self._lookups = np.zeros(2)  # weight, seconds
+        self._found = np.zeros(2)  # pages that were looked for, and stored
+        self._tried = clock()
+        self._renew = False
+
+    # ---- what was measured
+
+    def note_read(self, pages: int, seconds: float) -> None:
+        """A call has read so many pages; one that has read none is ignored."""
+        if pages <= 0:
+            return
+        with self._lock:
+            kept = 0.0 if self._renew else _KEPT
+            new = np.array([1.0, pages, seconds, pages * pages, pages * seconds])
+            self._reads = self._reads * kept + new
+            self._renew = False
+            self._tried = self._clock()
+
+    def note_lookup(self, pages: int, found: int, seconds: float) -> None:
+        """A lookup of so many pages has found so many stored."""
+        with self._lock:
+            self._lookups = self._lookups * _KEPT + np.array([1.0, seconds])
+            self._found = self._found * _KEPT + np.array([pages, found])
+
+    def figures(self) -> tuple[float, float] | None:
+        """Seconds of a call beside its pages, and of a page; None: nothing was measured yet."""
+        with self._lock:
+            return self._line()
+
+    def _line(self) -> tuple[float, float] | None:
+        weight, pages, seconds, squares, products = (float(each) for each in self._reads)
+        if weight == 0.0:
+            return None
+        mean, each = pages / weight, seconds / weight
+        spread = squares / weight - mean * mean
+        if spread <= (_APART * mean) ** 2:
+            return 0.0, each / mean
+        slope = max(0.0, (products / weight - mean * each) / spread)
+        overhead = each - slope * mean
+        return (overhead, slope) if overhead >= 0.0 else (0.0, each / mean)
+
+    # ---- what follows from it
+
+    def decide(self, pages: int, ahead: Sequence[int], threads: int) -> Verdict:
+        """Before pages are looked for.
+
+        Args:
+            ahead: pages of each read that is in front of this one, as they were asked for.
+            threads: that run them; with fewer reads ahead there is no wait.
+        """
+        with self._lock:
+            line = self._line()
+            if line is None or pages <= 0:
+                return Verdict()
+            lookup = float(self._lookups[1] / max(1.0, self._lookups[0]))
+            share = float(self._found[1] / max(1.0, self._found[0]))
+            wait = 0.0
+            if len(ahead) >= threads:  # of those in front, what is usually there
+                busy = sum(lookup + self._seconds(line, math.ceil(n * share)) for n in ahead)
+                wait = busy / threads
+            return self._verdict(pages, wait + lookup + self._seconds(line, pages), wait)
+
+    def decide_found(self, pages: int) -> Verdict:
+        """After the lookup: so many are stored, and the read would start now."""
+        with self._lock:
+            line = self._line()
+            if line is None or pages <= 0:
+                return Verdict()
+            return self._verdict(pages, self._seconds(line, pages), 0.0)
+
+    def _seconds(self, line: tuple[float, float], pages: int) -> float:
+        return -(-pages // self._group) * line[0] + pages * line[1]
+
+    def _verdict(self, pages: int, reading: float, wait: float) -> Verdict:
+        computing = pages * self._page_seconds
+        if reading <= computing:
+            return Verdict()
+        now = self._clock()
+        if now - self._tried >= self._retry:
+            self._tried, self._renew = now, True
+            return Verdict(probe=True)
+        waiting = f", {wait:.3g} s of it behind others" if wait else ""
+        return Verdict(
+            f"declined: reading {pages} pages would take {reading:.3g} s{waiting}, computing them "
+            f"{computing:.3g} s"
+        )
+
+
+def _positive(value: Any) -> float:
+    number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+    if not number or not 0.0 < float(value) < math.inf:
+        raise ConfigError(
+            f"prefill_tokens_per_s: expected a finite number above 0, found {value!r}"
+        )
+    return float(value)
+
+
+# ---- Writing: pages of prompts that come again.
+
+
+class SeenKeys:
+    """Counts how often keys were offered. Bounded: the longest unseen are forgotten first."""
+
+    def __init__(self, times: int, most: int) -> None:
+        """
+        Args:
+            times: a key is admitted when it is offered for this time; 1: at once.
+            most: keys to remember.
+        """
+        self._times = times
+        self._most = most
+        self._lock = threading.Lock()
+        self._seen: OrderedDict[bytes, int] = OrderedDict()
+
+    def admit(self, keys: Keys) -> int:
+        """Count these keys; how many from the first on are admitted. Behind a key that is not, none
+        is: it would not be found."""
+        if self._times <= 1:
+            return len(keys)
+        names = check_keys(keys)
+        with self._lock:
+            # From the last to the first, so that of a prompt the end is forgotten first.
+            for name in reversed(names):
+                self._seen[name] = self._seen.pop(name, 0) + 1
+            admitted = (self._seen[name] >= self._times for name in names)
+            prefix = next((i for i, good in enumerate(admitted) if not good), len(names))
+            while len(self._seen) > self._most:
+                self._seen.popitem(last=False)
+        return prefix
+
+
+__all__ = ["ReadCosts", "SeenKeys", "Verdict"]
