@@ -59,7 +59,7 @@ DEFAULT_SECRET = Path("~/.local/share/lightcache/secret")
 _MAX_PAGE = 1 << 40
 
 
-class Wanted:
+class CacheSpec:
     """The arguments of create and open, checked, as the index and the pool take them."""
 
     def __init__(
@@ -360,7 +360,7 @@ class Cache:
             PermissionDenied.
         """
         check_numa(numa)
-        made = Wanted(
+        made = CacheSpec(
             pages,
             size,
             page_bytes,
@@ -484,7 +484,7 @@ class Cache:
             Otherwise as `create` and `attach`.
         """
         check_numa(numa)
-        made = Wanted(
+        made = CacheSpec(
             pages,
             size,
             page_bytes,
@@ -848,8 +848,8 @@ class Cache:
 __all__ = [
     "DEFAULT_SECRET",
     "Cache",
+    "CacheSpec",
     "PoolPin",
-    "Wanted",
     "check_config",
     "digest_of",
     "secret_of",

@@ -17,13 +17,13 @@ from lightcache import (
     InUse,
     KeyStatus,
     LeaseLost,
-    NamingResult,
     NoSpace,
     OutOfPages,
     PageIndex,
     PermissionDenied,
 )
 from lightcache.layout import PageState
+from lightcache.leases import NamingResult
 
 PAGES = 12
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.filling import corrupt
 
-from lightcache import shm
+from lightcache import errors, shm
 from lightcache.shm import layout
 
 CAPACITY, BYTES = 5, 12
@@ -68,7 +68,7 @@ def model_step(log, readers, appended, at, verb, argument):
     """One call, of the log and of its model: `appended`, and where each reader stands."""
     if verb == "append":
         if at and len(appended) - min(at.values()) == log.capacity:
-            with pytest.raises(shm.WaitTimeout, match="full"):
+            with pytest.raises(errors.WaitTimeout, match="full"):
                 log.append(argument, timeout=0)
         else:
             log.append(argument, timeout=0)
@@ -86,7 +86,7 @@ def model_step(log, readers, appended, at, verb, argument):
         del at[argument]
     elif verb == "read" and argument in at:
         if at[argument] == len(appended):
-            with pytest.raises(shm.WaitTimeout, match="nothing was appended"):
+            with pytest.raises(errors.WaitTimeout, match="nothing was appended"):
                 readers[argument].read(timeout=0)
         else:
             assert readers[argument].read(timeout=0) == appended[at[argument]]
@@ -122,7 +122,7 @@ def test_any_bytes_and_none(log, reader):
 
 @pytest.mark.parametrize("bad", ["text", 3, None, [1], bytes(BYTES + 1), bytearray(BYTES + 1)])
 def test_bad_entries_are_refused_and_nothing_is_appended(log, bad):
-    with pytest.raises(shm.ConfigError, match="entry: expected"):
+    with pytest.raises(errors.ConfigError, match="entry: expected"):
         log.append(bad)
     assert log.appended == 0
 
@@ -130,28 +130,28 @@ def test_bad_entries_are_refused_and_nothing_is_appended(log, bad):
 @pytest.mark.parametrize("bad", [0, -1, 1 << 40, 1.5, True])
 def test_sizes_are_checked(segment_name, reader, bad):
     for make in (shm.SharedLog.create, shm.SharedLog.open):
-        with pytest.raises(shm.ConfigError, match="capacity"):
+        with pytest.raises(errors.ConfigError, match="capacity"):
             make(segment_name + "-2", capacity=bad, message_bytes=1)
-        with pytest.raises(shm.ConfigError, match="message_bytes"):
+        with pytest.raises(errors.ConfigError, match="message_bytes"):
             make(segment_name + "-2", capacity=1, message_bytes=bad)
-    with pytest.raises(shm.ConfigError, match="limit"):
+    with pytest.raises(errors.ConfigError, match="limit"):
         reader.read_many(bad)
 
 
 def test_a_segment_too_short_for_what_it_says(segment_name):
     config = {"capacity": 1000, "message_bytes": 1000}
-    with shm.Segment.create(segment_name, 4096, kind=shm.Kind.LOG, config=config) as segment:
-        with pytest.raises(shm.ConfigError, match="too short for 1000 entries"):
+    with shm.Segment.create(segment_name, 4096, kind=shm.SegmentKind.LOG, config=config) as segment:
+        with pytest.raises(errors.ConfigError, match="too short for 1000 entries"):
             shm.SharedLog.attach(segment_name)
-        with pytest.raises(shm.ConfigError, match="too short"):
+        with pytest.raises(errors.ConfigError, match="too short"):
             shm.SharedLog.attach(segment_name, readonly=True)
         assert segment.clients() == []
 
 
 def test_a_segment_that_says_what_no_log_has(segment_name):
     config = {"capacity": 0, "message_bytes": 1000}
-    with shm.Segment.create(segment_name, 4096, kind=shm.Kind.LOG, config=config):
-        with pytest.raises(shm.CacheCorrupted, match="capacity"):
+    with shm.Segment.create(segment_name, 4096, kind=shm.SegmentKind.LOG, config=config):
+        with pytest.raises(errors.CacheCorrupted, match="capacity"):
             shm.SharedLog.attach(segment_name)
 
 
@@ -179,7 +179,7 @@ def test_readers_begin_where_they_join(log, reader):
         log.append(b"two")
         assert late.read(timeout=0) == b"two"
         assert reader.read_many(9) == [b"one", b"two"]
-        with pytest.raises(shm.WaitTimeout, match=r"nothing was appended.* for 0 s"):
+        with pytest.raises(errors.WaitTimeout, match=r"nothing was appended.* for 0 s"):
             late.read(timeout=0)
 
 
@@ -190,15 +190,15 @@ def test_entries_outlive_their_writer(segment_name):
         log.append(b"one")
         log.append(b"two")
         log.close()
-        with pytest.raises(shm.LayoutMismatch, match="capacity"):
+        with pytest.raises(errors.LayoutMismatch, match="capacity"):
             shm.SharedLog.open(segment_name, capacity=CAPACITY + 1, message_bytes=BYTES)
         assert reader.read(timeout=0) == b"one"
         assert reader.read_many(9) == [b"two"]
         for ask in (reader.read, lambda: reader.read_many(9)):
-            with pytest.raises(shm.Abandoned, match="writer has left or was killed"):
+            with pytest.raises(errors.Abandoned, match="writer has left or was killed"):
                 ask()
         with shm.SharedLog.open(segment_name, **sizes, writer=True) as heir:
-            with pytest.raises(shm.WaitTimeout):
+            with pytest.raises(errors.WaitTimeout):
                 reader.read(timeout=0)
             heir.append(b"three")
             assert (heir.appended, reader.read(timeout=0)) == (3, b"three")
@@ -213,7 +213,7 @@ def test_who_reads_before_the_first_writer_waits_for_it(segment_name):
         )
         assert reader.read(timeout=60) == b"first"
         os.waitpid(pid, 0)
-        with pytest.raises(shm.Abandoned):
+        with pytest.raises(errors.Abandoned):
             reader.read(timeout=60)
 
 
@@ -221,12 +221,12 @@ def test_a_second_writer_is_told_who_the_first_is(log):
     before = len(log.segment.clients())
     for _ in range(3):
         who = rf"slot 1: log writer, pid {os.getpid()}, living"
-        with pytest.raises(shm.InUse, match=rf"become the writer of .*{who}"):
+        with pytest.raises(errors.InUse, match=rf"become the writer of .*{who}"):
             shm.SharedLog.attach(log.segment.name, writer=True)
-    with pytest.raises(shm.InUse, match="pid"):
+    with pytest.raises(errors.InUse, match="pid"):
         shm.SharedLog.open(log.segment.name, **SIZES, writer=True)
     assert len(log.segment.clients()) == before, "who was refused has left"
-    with pytest.raises(shm.ConfigError, match="found both"):
+    with pytest.raises(errors.ConfigError, match="found both"):
         shm.SharedLog.attach(log.segment.name, writer=True, readonly=True)
 
 
@@ -257,7 +257,7 @@ def test_the_table_of_clients_is_cleared_of_dead_readers(log):
     joined = [shm.SharedLog.attach(log.segment.name) for _ in range(layout.SLOTS - 2)]
     log.append(b"one")
     assert {one.read(timeout=0) for one in joined} == {b"one"}
-    with pytest.raises(shm.InUse, match="more clients than slots"):
+    with pytest.raises(errors.InUse, match="more clients than slots"):
         shm.SharedLog.attach(log.segment.name)
     for one in joined:
         one.close()
@@ -269,7 +269,7 @@ def test_a_slow_reader_is_named(log, reader):
             log.append(b"x", timeout=0)
             quick.read(timeout=0)
         who = rf"slot 2: log reader, pid {os.getpid()}, living, {CAPACITY} behind\)"
-        with pytest.raises(shm.WaitTimeout, match=rf"was full for 0.01 s: .*by \({who}"):
+        with pytest.raises(errors.WaitTimeout, match=rf"was full for 0.01 s: .*by \({who}"):
             log.append(b"y", timeout=0.01)
         assert len(log) == CAPACITY
         assert reader.read_many(9) == [b"x"] * CAPACITY
@@ -288,17 +288,17 @@ def test_onlookers_look_and_cannot_change(log, reader):
             lambda: look.read_many(1),
             lambda: look.position,
         ):
-            with pytest.raises(shm.PermissionDenied):
+            with pytest.raises(errors.PermissionDenied):
                 change()
         assert repr(look).endswith("readonly>")
     assert reader.read(timeout=0) == b"one"
 
 
 def test_each_role_is_told_what_the_other_may(log, reader):
-    with pytest.raises(shm.PermissionDenied, match="attach with writer=True"):
+    with pytest.raises(errors.PermissionDenied, match="attach with writer=True"):
         reader.append(b"x")
     for call in (lambda: log.read(timeout=0), lambda: log.read_many(1), lambda: log.position):
-        with pytest.raises(shm.PermissionDenied, match="attached as its writer"):
+        with pytest.raises(errors.PermissionDenied, match="attached as its writer"):
             call()
     assert [repr(one).split()[-1] for one in (log, reader)] == ["writer>", "reader>"]
 
@@ -310,14 +310,14 @@ def test_closed_logs_say_so(segment_name):
         one.close()
         one.close()
     for call in (lambda: log.append(b""), reader.read, lambda: len(log), log.behind, log.check):
-        with pytest.raises(shm.Detached, match="close"):
+        with pytest.raises(errors.Detached, match="close"):
             call()
     assert repr(log).endswith("closed>")
 
 
 def test_closing_while_a_view_lives_changes_nothing(log, reader):
     view = reader.segment.view(0, 8)
-    with pytest.raises(shm.InUse):
+    with pytest.raises(errors.InUse):
         reader.close()
     log.append(b"one")
     assert reader.read(timeout=0) == b"one"
@@ -327,7 +327,7 @@ def test_closing_while_a_view_lives_changes_nothing(log, reader):
 def test_a_forked_child_is_told_to_attach(log, reader):
     def child():
         for call in (lambda: log.append(b"x"), reader.read, lambda: len(log), reader.close):
-            with pytest.raises(shm.Detached):
+            with pytest.raises(errors.Detached):
                 call()
         with log, shm.SharedLog.attach(log.segment.name) as mine:
             assert mine.position == 0
@@ -338,9 +338,9 @@ def test_a_forked_child_is_told_to_attach(log, reader):
 
 
 def test_other_kinds_are_told_apart(segment_name, log):
-    with pytest.raises(shm.LayoutMismatch):
+    with pytest.raises(errors.LayoutMismatch):
         shm.SharedRing.attach(log.segment.name)
-    with pytest.raises(shm.ConfigError, match="uses its lock itself"):
+    with pytest.raises(errors.ConfigError, match="uses its lock itself"):
         shm.RobustLock(log.segment)
     assert [info.kind for info in shm.list_segments() if info.name == segment_name] == ["log"]
 
@@ -392,7 +392,7 @@ def test_a_waiting_reader_is_told_of_its_writers_death(segment_name, wait_until)
         told = []
 
         def read():
-            with pytest.raises(shm.Abandoned):
+            with pytest.raises(errors.Abandoned):
                 reader.read()
             told.append(True)
 
@@ -514,7 +514,7 @@ def test_the_lock_tells_who_holds_it_and_in_what(log):
     lock.sequence = lock.holder >> 32
     segment = shm.Segment.attach(log.segment.name)
     with pytest.raises(
-        shm.LockTimeout, match=r"become the writer of .*client 1 \(log writer, pid .* in lead"
+        errors.LockTimeout, match=r"become the writer of .*client 1 \(log writer, pid .* in lead"
     ):
         shm.SharedLog(segment, writer=True, lock_timeout=0.05)
     segment.close()
@@ -542,10 +542,10 @@ def test_a_damaged_log_is_an_error_not_a_signal(log, reader, offset, value, name
     log.append(b"one")
     log.append(b"two")
     corrupt(log.segment, offset, value)
-    with pytest.raises(shm.CacheCorrupted, match=named):
+    with pytest.raises(errors.CacheCorrupted, match=named):
         log.check()
     for ask in (reader.read, lambda: reader.read_many(2)):
-        with pytest.raises(shm.CacheCorrupted):
+        with pytest.raises(errors.CacheCorrupted):
             ask()
 
 
@@ -553,7 +553,7 @@ def test_a_second_entry_that_is_damaged_takes_nothing(log, reader):
     log.append(b"one")
     log.append(b"two")
     corrupt(log.segment, ROOT + 8 + 16, 7)  # a slot of 12 bytes takes 16
-    with pytest.raises(shm.CacheCorrupted, match="read from"):
+    with pytest.raises(errors.CacheCorrupted, match="read from"):
         reader.read_many(2)
     assert reader.position == 0
     assert reader.read() == b"one"

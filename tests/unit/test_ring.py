@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.filling import corrupt
 
-from lightcache import shm
+from lightcache import errors, shm
 from lightcache.shm import layout
 
 CAPACITY, BYTES = 5, 12
@@ -52,7 +52,7 @@ def test_ring_equals_a_deque(segment_name, capacity):
             for verb, argument in calls:
                 room = capacity - len(model)
                 if verb == "push" and room == 0:
-                    with pytest.raises(shm.WaitTimeout, match="full"):
+                    with pytest.raises(errors.WaitTimeout, match="full"):
                         real.push(argument, timeout=0)
                 elif verb == "push":
                     real.push(argument, timeout=0)
@@ -61,7 +61,7 @@ def test_ring_equals_a_deque(segment_name, capacity):
                     assert real.push_many(argument) == min(len(argument), room)
                     model.extend(argument[:room])
                 elif verb == "pop" and not model:
-                    with pytest.raises(shm.WaitTimeout, match="empty"):
+                    with pytest.raises(errors.WaitTimeout, match="empty"):
                         real.pop(timeout=0)
                 elif verb == "pop":
                     assert real.pop(timeout=0) == model.popleft()
@@ -79,7 +79,7 @@ def test_messages_outlive_their_producer(segment_name):
     sizes = {"capacity": CAPACITY, "message_bytes": BYTES, "lifetime": "persistent"}
     with shm.SharedRing.create(segment_name, **sizes) as ring:
         ring.push(b"one")
-    with pytest.raises(shm.LayoutMismatch, match="capacity"):
+    with pytest.raises(errors.LayoutMismatch, match="capacity"):
         shm.SharedRing.open(segment_name, capacity=CAPACITY + 1, message_bytes=BYTES)
     with shm.SharedRing.open(segment_name, **sizes) as ring:
         assert ring.pop(timeout=0) == b"one"
@@ -94,34 +94,34 @@ def test_any_bytes_and_none(ring):
 
 @pytest.mark.parametrize("bad", ["text", 3, None, [1], bytes(BYTES + 1), bytearray(BYTES + 1)])
 def test_bad_messages_are_refused_and_nothing_is_pushed(ring, bad):
-    with pytest.raises(shm.ConfigError, match="message: expected"):
+    with pytest.raises(errors.ConfigError, match="message: expected"):
         ring.push(bad)
-    with pytest.raises(shm.ConfigError, match="message: expected"):
+    with pytest.raises(errors.ConfigError, match="message: expected"):
         ring.push_many([b"good", bad])
     assert len(ring) == 0
 
 
 @pytest.mark.parametrize("bad", [0, -1, 1 << 40, 1.5, True])
 def test_sizes_are_checked(segment_name, ring, bad):
-    with pytest.raises(shm.ConfigError, match="capacity"):
+    with pytest.raises(errors.ConfigError, match="capacity"):
         shm.SharedRing.create(segment_name + "-2", capacity=bad, message_bytes=1)
-    with pytest.raises(shm.ConfigError, match="message_bytes"):
+    with pytest.raises(errors.ConfigError, match="message_bytes"):
         shm.SharedRing.create(segment_name + "-2", capacity=1, message_bytes=bad)
-    with pytest.raises(shm.ConfigError, match="limit"):
+    with pytest.raises(errors.ConfigError, match="limit"):
         ring.pop_many(bad)
 
 
 def test_a_segment_too_short_for_what_it_says(segment_name):
     config = {"capacity": 1000, "message_bytes": 1000}
-    with shm.Segment.create(segment_name, 4096, kind=shm.Kind.RING, config=config):
-        with pytest.raises(shm.ConfigError, match="too short for 1000 messages"):
+    with shm.Segment.create(segment_name, 4096, kind=shm.SegmentKind.RING, config=config):
+        with pytest.raises(errors.ConfigError, match="too short for 1000 messages"):
             shm.SharedRing.attach(segment_name)
 
 
 def test_a_segment_that_says_what_no_ring_has(segment_name):
     config = {"capacity": 0, "message_bytes": 1000}
-    with shm.Segment.create(segment_name, 4096, kind=shm.Kind.RING, config=config):
-        with pytest.raises(shm.CacheCorrupted, match="capacity"):
+    with shm.Segment.create(segment_name, 4096, kind=shm.SegmentKind.RING, config=config):
+        with pytest.raises(errors.CacheCorrupted, match="capacity"):
             shm.SharedRing.attach(segment_name)
 
 
@@ -153,7 +153,7 @@ def test_readers_look_and_cannot_change(ring):
             reader.pop,
             lambda: reader.pop_many(1),
         ):
-            with pytest.raises(shm.PermissionDenied):
+            with pytest.raises(errors.PermissionDenied):
                 change()
     assert ring.pop(timeout=0) == b"one"
 
@@ -162,7 +162,7 @@ def test_closed_rings_say_so(segment_name):
     ring = shm.SharedRing.create(segment_name, capacity=4, message_bytes=4)
     ring.close()
     for call in (lambda: ring.push(b""), ring.pop, lambda: ring.pop_many(1), lambda: len(ring)):
-        with pytest.raises(shm.Detached, match="close"):
+        with pytest.raises(errors.Detached, match="close"):
             call()
 
 
@@ -173,7 +173,7 @@ def test_a_forked_child_is_told_to_attach(ring):
         status = 1
         try:
             for call in (lambda: ring.push(b"two"), ring.pop, lambda: len(ring)):
-                with pytest.raises(shm.Detached):
+                with pytest.raises(errors.Detached):
                     call()
             with shm.SharedRing.attach(ring.segment.name) as mine:
                 mine.push(b"two")
@@ -185,9 +185,9 @@ def test_a_forked_child_is_told_to_attach(ring):
 
 
 def test_other_kinds_are_told_apart(segment_name, ring):
-    with pytest.raises(shm.LayoutMismatch):
+    with pytest.raises(errors.LayoutMismatch):
         shm.SharedDict.attach(ring.segment.name)
-    with pytest.raises(shm.ConfigError, match="uses its lock itself"):
+    with pytest.raises(errors.ConfigError, match="uses its lock itself"):
         shm.RobustLock(ring.segment)
     assert [info.kind for info in shm.list_segments() if info.name == segment_name] == ["ring"]
 
@@ -286,7 +286,7 @@ def test_the_lock_tells_who_holds_it_and_in_what(segment_name):
         lock.word = ring.segment.client.slot | ring.segment.client.epoch << layout.LOCK_EPOCH_SHIFT
         lock.operation = 2
         lock.sequence = lock.holder >> 32
-        with pytest.raises(shm.LockTimeout, match=r"push in .*client 1 \(ring, pid .* in pop"):
+        with pytest.raises(errors.LockTimeout, match=r"push in .*client 1 \(ring, pid .* in pop"):
             slow.push(b"x")
         lock.word = 0
         slow.push(b"x")
@@ -311,11 +311,11 @@ def test_a_damaged_ring_is_an_error_not_a_signal(ring, offset, value, named):
     ring.push(b"one")
     ring.push(b"two")
     corrupt(ring.segment, offset, value)
-    with pytest.raises(shm.CacheCorrupted, match=named):
+    with pytest.raises(errors.CacheCorrupted, match=named):
         ring.check()
-    with pytest.raises(shm.CacheCorrupted):
+    with pytest.raises(errors.CacheCorrupted):
         ring.pop()
-    with pytest.raises(shm.CacheCorrupted):
+    with pytest.raises(errors.CacheCorrupted):
         ring.pop_many(2)
 
 
@@ -323,7 +323,7 @@ def test_a_second_message_that_is_damaged_takes_nothing_out(ring):
     ring.push(b"one")
     ring.push(b"two")
     corrupt(ring.segment, ROOT + SLOT, 7)
-    with pytest.raises(shm.CacheCorrupted, match="pop from"):
+    with pytest.raises(errors.CacheCorrupted, match="pop from"):
         ring.pop_many(2)
     assert len(ring) == 2
     assert ring.pop() == b"one"

@@ -24,7 +24,7 @@ import numpy as np
 
 from lightcache.cache import Cache
 from lightcache.errors import Detached, InUse, LayoutMismatch
-from lightcache.shm import ClientInfo, Kind, Segment
+from lightcache.shm import ClientInfo, Segment, SegmentKind
 from lightcache.shm.segment import free_dead_slots
 from lightcache.shm.sync import AtomicU64, RobustLock
 from lightcache.storage.service.messages import VERSION
@@ -122,7 +122,9 @@ class Board:
         Raises:
             NotReady: there is no such cache, or nobody has served it or asked for a service.
         """
-        with Segment.attach(cache_name, readonly=True, kind=Kind.INDEX, group=group) as index:
+        with Segment.attach(
+            cache_name, readonly=True, kind=SegmentKind.INDEX, group=group
+        ) as index:
             name = board_name(cache_name, index.uuid)
         return cls._over(Segment.attach(name, readonly=True, layout_facts=LAYOUT, group=group))
 
