@@ -12,6 +12,8 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
@@ -75,30 +77,58 @@ def _facts() -> str:
     return facts.decode()
 
 
-def _arranged(
-    name: str, pages: int, config: Mapping[str, Any] | None, flat: bool
-) -> dict[str, Any]:
-    place = geometry(pages)
-    if config and "flat" in config:
-        raise ConfigError('config: "flat" is a word of the index itself; say flat= instead')
-    return {
-        "name": name,
-        "payload_bytes": place.end - shm_layout.PAYLOAD_OFFSET,
-        "kind": SegmentKind.INDEX,
-        "config": {**(config or {}), "pages": pages, **({"flat": True} if flat else {})},
-        "layout_facts": _facts(),
-    }
-
-
 def _reaper(segment: Segment) -> None:
     reap_unjoined(segment, int(segment.config["pages"]))
 
 
-def _format(segment: Segment, pages: int, grown: int, flat: bool, more: Hook | None) -> None:
-    code = layout.load().quick.lci_format(segment.address, segment.nbytes, pages, grown, flat)
-    check(code, f"lay out an index of {pages} pages")
-    if more is not None:
-        more(segment)
+@dataclass(frozen=True)
+class IndexSpec:
+    """An index as `create` and `open` are asked for it, in one place: what they pass to
+    `Segment`."""
+
+    name: str
+    pages: int
+    config: Mapping[str, Any] | None
+    grown: int | None
+    flat: bool
+    lifetime: str | None
+    idle_limit: float | None
+    group: str | int | None
+    initialise: Hook | None
+    timeout: float | None
+
+    def segment_arguments(self) -> dict[str, Any]:
+        """For `Segment.create` and `Segment.open`.
+
+        Raises:
+            ConfigError: pages, grown or the configuration.
+        """
+        end = geometry(self.pages).end
+        if self.config and "flat" in self.config:
+            raise ConfigError('config: "flat" is a word of the index itself; say flat= instead')
+        grown = self.pages if self.grown is None else self.grown
+        grown = _arguments.count(grown, "grown", 0, self.pages)
+        flat = {"flat": True} if self.flat else {}
+        return {
+            "name": self.name,
+            "payload_bytes": end - shm_layout.PAYLOAD_OFFSET,
+            "kind": SegmentKind.INDEX,
+            "config": {**(self.config or {}), "pages": self.pages, **flat},
+            "layout_facts": _facts(),
+            "lifetime": self.lifetime,
+            "idle_limit": self.idle_limit,
+            "group": self.group,
+            "timeout": self.timeout,
+            "reaper": _reaper,
+            "initialise": partial(self._format, grown),
+        }
+
+    def _format(self, grown: int, segment: Segment) -> None:
+        quick = layout.load().quick
+        code = quick.lci_format(segment.address, segment.nbytes, self.pages, grown, self.flat)
+        check(code, f"lay out an index of {self.pages} pages")
+        if self.initialise is not None:
+            self.initialise(segment)
 
 
 # ---- Pages without a key in an index: allocating them, giving them names, taking those away.
@@ -353,17 +383,10 @@ class PageIndex:
         Raises:
             ConfigError, InUse (it exists), NoSpace, NotReady, PermissionDenied.
         """
-        wanted = _arranged(name, pages, config, flat)
-        available = _arguments.count(pages if grown is None else grown, "grown", 0, pages)
-        segment = Segment.create(
-            **wanted,
-            lifetime=lifetime,
-            idle_limit=idle_limit,
-            group=group,
-            timeout=timeout,
-            reaper=_reaper,
-            initialise=lambda made: _format(made, pages, available, flat, initialise),
+        spec = IndexSpec(
+            name, pages, config, grown, flat, lifetime, idle_limit, group, initialise, timeout
         )
+        segment = Segment.create(**spec.segment_arguments())
         return cls._joined(segment, role, device, lock_timeout)
 
     @classmethod
@@ -449,18 +472,10 @@ class PageIndex:
             InUse: it differs, `replace` is True, and somebody lives in it.
             Otherwise as `create` and `attach`.
         """
-        wanted = _arranged(name, pages, config, flat)
-        available = _arguments.count(pages if grown is None else grown, "grown", 0, pages)
-        segment = Segment.open(
-            **wanted,
-            lifetime=lifetime,
-            idle_limit=idle_limit,
-            group=group,
-            replace=replace,
-            timeout=timeout,
-            reaper=_reaper,
-            initialise=lambda made: _format(made, pages, available, flat, initialise),
+        spec = IndexSpec(
+            name, pages, config, grown, flat, lifetime, idle_limit, group, initialise, timeout
         )
+        segment = Segment.open(**spec.segment_arguments(), replace=replace)
         return cls._joined(segment, role, device, lock_timeout)
 
     @classmethod
