@@ -33,18 +33,12 @@ from lightcache.leases import (
     Allocation,
     ClientId,
     Lease,
-    LeaseBatch,
-    NamingResult,
     Ticket,
-    TicketStatus,
 )
 from lightcache.namespaces import Namespace
-from lightcache.page_index import Oldest, PageIndex
-from lightcache.plans import Plans
-from lightcache.pool import HostPool
+from lightcache.page_index import PageIndex
 from lightcache.reservations import Reservation, ReservationShard
-from lightcache.router import Choice, Router, RouterPolicy, RouterStats
-from lightcache.snapshot import CheckReport, IndexStats
+from lightcache.router import Router, RouterPolicy
 from lightcache.transfers import Load, Offload
 
 __version__ = "0.1.0"
@@ -54,43 +48,33 @@ __all__ = [
     "Allocation",
     "Cache",
     "CacheCorrupted",
-    "CheckReport",
-    "Choice",
     "ClientId",
     "ConfigError",
     "Detached",
-    "HostPool",
     "InUse",
-    "IndexStats",
     "KeySpec",
     "KeyStatus",
     "LayoutMismatch",
     "Lease",
-    "LeaseBatch",
     "LeaseLost",
     "LightcacheError",
     "Load",
     "LockTimeout",
     "Namespace",
-    "NamingResult",
     "NoSpace",
     "NotInstalled",
     "NotReady",
     "Offload",
-    "Oldest",
     "OutOfPages",
     "PageHasher",
     "PageIndex",
     "PermissionDenied",
-    "Plans",
     "Reservation",
     "ReservationShard",
     "Router",
     "RouterPolicy",
-    "RouterStats",
     "StorageError",
     "Ticket",
-    "TicketStatus",
     "TransferFailed",
     "WaitTimeout",
     "__version__",

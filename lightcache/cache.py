@@ -59,8 +59,9 @@ DEFAULT_SECRET = Path("~/.local/share/lightcache/secret")
 _MAX_PAGE = 1 << 40
 
 
-class Wanted:
-    """The arguments of create and open, checked, as the index and the pool take them."""
+class CacheSpec:
+    """The arguments of create and open, checked, in one place: as the index and the pool take
+    them."""
 
     def __init__(
         self,
@@ -72,21 +73,19 @@ class Wanted:
         algorithm: str,
         secret: bytes | None,
         pool_path: str | os.PathLike[str] | None,
+        numa: Numa,
     ) -> None:
-        """`secret` None: that of the file, which is made, if need be, when all else is in order."""
-        each = parse_size(page_bytes, "page_bytes")
-        if each > _MAX_PAGE:
-            raise ConfigError(f"page_bytes: {each} is more than a page may have ({_MAX_PAGE})")
-        if (pages is None) == (size is None):
-            raise ConfigError("give the capacity once: pages= or size=")
-        if size is not None:
-            pages = parse_size(size) // each
-            if pages == 0:
-                raise ConfigError(f"size: {size!r} is less than one page of {each} bytes")
-        self.pages = _arguments.count(pages, "pages", 1, MAX_PAGES)
-        self.numa: Numa = None
+        """`secret` None: that of the file, which is made, if need be, after all else is checked."""
+        check_numa(numa)
+        self.page_bytes = parse_size(page_bytes, "page_bytes")
+        if self.page_bytes > _MAX_PAGE:
+            raise ConfigError(
+                f"page_bytes: {self.page_bytes} is more than a page may have ({_MAX_PAGE})"
+            )
+        self.pages = self._capacity(pages, size)
+        self.numa: Numa = numa
         folder = None if pool_path is None else checked_path(pool_path)
-        self.first = min(self.pages, max(1, CHUNK_BYTES // each))
+        self.first = min(self.pages, max(1, CHUNK_BYTES // self.page_bytes))
         KeySpec(  # says what is wrong with the rest
             fingerprint=fingerprint,
             page_tokens=1 if page_tokens is None else page_tokens,
@@ -95,7 +94,7 @@ class Wanted:
         )
         self.secret = secret_of(secret)
         self.config: dict[str, Any] = {
-            "page_bytes": each,
+            "page_bytes": self.page_bytes,
             "page_tokens": page_tokens,
             "fingerprint": fingerprint,
             "algorithm": algorithm,
@@ -103,9 +102,30 @@ class Wanted:
             **({} if folder is None else {FOLDER_ITEM: folder}),
         }
 
+    def _capacity(self, pages: int | None, size: int | str | None) -> int:
+        if (pages is None) == (size is None):
+            raise ConfigError("give the capacity once: pages= or size=")
+        if size is not None:
+            pages = parse_size(size) // self.page_bytes
+            if pages == 0:
+                raise ConfigError(
+                    f"size: {size!r} is less than one page of {self.page_bytes} bytes"
+                )
+        return _arguments.count(pages, "pages", 1, MAX_PAGES)
+
+    def index_arguments(self) -> dict[str, Any]:
+        """For `PageIndex.create` and `PageIndex.open`."""
+        return {
+            "pages": self.pages,
+            "config": self.config,
+            "grown": self.first,
+            "initialise": self.initialise,
+        }
+
     def initialise(self, segment: Segment) -> None:
-        each = int(self.config["page_bytes"])
-        make_object(segment, self.pages * each, self.first * each, self.numa)
+        """Make the pool."""
+        lengths = self.pages * self.page_bytes, self.first * self.page_bytes
+        make_object(segment, *lengths, self.numa)
 
 
 def check_config(name: str, config: Mapping[str, Any]) -> None:
@@ -359,8 +379,7 @@ class Cache:
             ConfigError, InUse (it exists), NoSpace (with both figures), NotReady,
             PermissionDenied.
         """
-        check_numa(numa)
-        made = Wanted(
+        spec = CacheSpec(
             pages,
             size,
             page_bytes,
@@ -369,24 +388,21 @@ class Cache:
             algorithm,
             secret,
             pool_path,
+            numa,
         )
-        made.numa = numa
         index = PageIndex.create(
             name,
-            pages=made.pages,
-            config=made.config,
-            grown=made.first,
+            **spec.index_arguments(),
             flat=flat,
             lifetime=lifetime,
             idle_limit=idle_limit,
             group=group,
             role=role,
             device=device,
-            initialise=made.initialise,
             lock_timeout=lock_timeout,
             timeout=timeout,
         )
-        return cls._over(index, made.secret, huge_pages, numa, grow)
+        return cls._over(index, spec.secret, huge_pages, numa, grow)
 
     @classmethod
     def attach(
@@ -483,8 +499,7 @@ class Cache:
             InUse: it differs, `replace` is True, and somebody lives in it.
             Otherwise as `create` and `attach`.
         """
-        check_numa(numa)
-        made = Wanted(
+        spec = CacheSpec(
             pages,
             size,
             page_bytes,
@@ -493,13 +508,11 @@ class Cache:
             algorithm,
             secret,
             pool_path,
+            numa,
         )
-        made.numa = numa
         index = PageIndex.open(
             name,
-            pages=made.pages,
-            config=made.config,
-            grown=made.first,
+            **spec.index_arguments(),
             flat=flat,
             lifetime=lifetime,
             idle_limit=idle_limit,
@@ -507,11 +520,10 @@ class Cache:
             replace=replace,
             role=role,
             device=device,
-            initialise=made.initialise,
             lock_timeout=lock_timeout,
             timeout=timeout,
         )
-        return cls._over(index, made.secret, huge_pages, numa, grow)
+        return cls._over(index, spec.secret, huge_pages, numa, grow)
 
     @classmethod
     def _over(
@@ -848,8 +860,8 @@ class Cache:
 __all__ = [
     "DEFAULT_SECRET",
     "Cache",
+    "CacheSpec",
     "PoolPin",
-    "Wanted",
     "check_config",
     "digest_of",
     "secret_of",

@@ -398,7 +398,7 @@ class TicketStatusRecord(ctypes.Structure):
     ]
 
 
-class Counts(ctypes.Structure):
+class IndexCounts(ctypes.Structure):
     """Totals, each read once."""
 
     _fields_ = [
@@ -423,7 +423,7 @@ class Counts(ctypes.Structure):
     ]
 
 
-class Report(ctypes.Structure):
+class CheckRecord(ctypes.Structure):
     """What `check` found."""
 
     _fields_ = [
@@ -467,8 +467,8 @@ STRUCTURES: Mapping[str, type[ctypes.Structure]] = {
     "lci_held_op": HeldProgress,
     "lci_ticket_ref": TicketRef,
     "lci_ticket_status": TicketStatusRecord,
-    "lci_counts": Counts,
-    "lci_report": Report,
+    "lci_counts": IndexCounts,
+    "lci_report": CheckRecord,
 }
 CONSTANTS: Mapping[str, int] = {
     "LCI_CHUNK_PAGES": CHUNK_PAGES,

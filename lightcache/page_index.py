@@ -12,6 +12,8 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
@@ -45,10 +47,20 @@ from lightcache.leases import (
     ticket_done_code,
 )
 from lightcache.namespaces import Namespace, NamespaceState
-from lightcache.plans import TIMEOUT, Plan, PlanBook, Plans, Queue, gathered, queue_of, seconds_of
+from lightcache.plans import (
+    TIMEOUT,
+    PinnedPrefix,
+    PlanBook,
+    Plans,
+    Queue,
+    gathered,
+    queue_of,
+    seconds_of,
+)
 from lightcache.reservations import Reservation, ReservationBatch, ReservationShard
-from lightcache.shm import Client, ClientInfo, Kind, Segment
+from lightcache.shm import ClientInfo, Segment, SegmentKind
 from lightcache.shm import layout as shm_layout
+from lightcache.shm.clients import ClientSlot
 from lightcache.shm.codes import Code, check
 from lightcache.shm.errors import leave
 from lightcache.shm.locking import deadline_ns
@@ -65,30 +77,58 @@ def _facts() -> str:
     return facts.decode()
 
 
-def _arranged(
-    name: str, pages: int, config: Mapping[str, Any] | None, flat: bool
-) -> dict[str, Any]:
-    place = geometry(pages)
-    if config and "flat" in config:
-        raise ConfigError('config: "flat" is a word of the index itself; say flat= instead')
-    return {
-        "name": name,
-        "payload_bytes": place.end - shm_layout.PAYLOAD_OFFSET,
-        "kind": Kind.INDEX,
-        "config": {**(config or {}), "pages": pages, **({"flat": True} if flat else {})},
-        "layout_facts": _facts(),
-    }
-
-
 def _reaper(segment: Segment) -> None:
     reap_unjoined(segment, int(segment.config["pages"]))
 
 
-def _format(segment: Segment, pages: int, grown: int, flat: bool, more: Hook | None) -> None:
-    code = layout.load().quick.lci_format(segment.address, segment.nbytes, pages, grown, flat)
-    check(code, f"lay out an index of {pages} pages")
-    if more is not None:
-        more(segment)
+@dataclass(frozen=True)
+class IndexSpec:
+    """An index as `create` and `open` are asked for it, in one place: what they pass to
+    `Segment`."""
+
+    name: str
+    pages: int
+    config: Mapping[str, Any] | None
+    grown: int | None
+    flat: bool
+    lifetime: str | None
+    idle_limit: float | None
+    group: str | int | None
+    initialise: Hook | None
+    timeout: float | None
+
+    def segment_arguments(self) -> dict[str, Any]:
+        """For `Segment.create` and `Segment.open`.
+
+        Raises:
+            ConfigError: pages, grown or the configuration.
+        """
+        end = geometry(self.pages).end
+        if self.config and "flat" in self.config:
+            raise ConfigError('config: "flat" is a word of the index itself; say flat= instead')
+        grown = self.pages if self.grown is None else self.grown
+        grown = _arguments.count(grown, "grown", 0, self.pages)
+        flat = {"flat": True} if self.flat else {}
+        return {
+            "name": self.name,
+            "payload_bytes": end - shm_layout.PAYLOAD_OFFSET,
+            "kind": SegmentKind.INDEX,
+            "config": {**(self.config or {}), "pages": self.pages, **flat},
+            "layout_facts": _facts(),
+            "lifetime": self.lifetime,
+            "idle_limit": self.idle_limit,
+            "group": self.group,
+            "timeout": self.timeout,
+            "reaper": _reaper,
+            "initialise": partial(self._format, grown),
+        }
+
+    def _format(self, grown: int, segment: Segment) -> None:
+        quick = layout.load().quick
+        code = quick.lci_format(segment.address, segment.nbytes, self.pages, grown, self.flat)
+        check(code, f"lay out an index of {self.pages} pages")
+        if self.initialise is not None:
+            self.initialise(segment)
 
 
 # ---- Pages without a key in an index: allocating them, giving them names, taking those away.
@@ -125,7 +165,7 @@ class ColdLease(Lease):
         return dataclasses.replace(super().hold(), hits=words[start : start + len(self)].copy())
 
 
-class Oldest:
+class LRUPages:
     """Pages that eviction would take next, pinned: the next first, and each before its parent.
 
     Copy them elsewhere, then `PageIndex.discard` this; or `release` it, and they stay.
@@ -158,7 +198,7 @@ class Oldest:
         """Unpin; they stay in the cache. As `Lease.release`."""
         self.lease.release()
 
-    def __enter__(self) -> Oldest:
+    def __enter__(self) -> LRUPages:
         return self
 
     def __exit__(
@@ -170,7 +210,7 @@ class Oldest:
         self.lease.__exit__(kind, error, trace)
 
     def __repr__(self) -> str:
-        return f"<Oldest {len(self)} pages>"
+        return f"<LRUPages {len(self)} pages>"
 
 
 def _positions(pages: Pages, parents: Pages) -> Pages:
@@ -270,7 +310,7 @@ class PageIndex:
         self._closed = True
         self._segment = segment
         pages = segment.config.get("pages")
-        if segment.kind is not Kind.INDEX or not isinstance(pages, int):
+        if segment.kind is not SegmentKind.INDEX or not isinstance(pages, int):
             raise ConfigError(
                 f"{segment.name!r} holds a {segment.kind.name.lower()}, expected an index; "
                 "see `lightcache ls`"
@@ -343,17 +383,10 @@ class PageIndex:
         Raises:
             ConfigError, InUse (it exists), NoSpace, NotReady, PermissionDenied.
         """
-        wanted = _arranged(name, pages, config, flat)
-        available = _arguments.count(pages if grown is None else grown, "grown", 0, pages)
-        segment = Segment.create(
-            **wanted,
-            lifetime=lifetime,
-            idle_limit=idle_limit,
-            group=group,
-            timeout=timeout,
-            reaper=_reaper,
-            initialise=lambda made: _format(made, pages, available, flat, initialise),
+        spec = IndexSpec(
+            name, pages, config, grown, flat, lifetime, idle_limit, group, initialise, timeout
         )
+        segment = Segment.create(**spec.segment_arguments())
         return cls._joined(segment, role, device, lock_timeout)
 
     @classmethod
@@ -388,7 +421,7 @@ class PageIndex:
         segment = Segment.attach(
             name,
             readonly=readonly,
-            kind=Kind.INDEX,
+            kind=SegmentKind.INDEX,
             config=config,
             layout_facts=_facts(),
             group=group,
@@ -439,18 +472,10 @@ class PageIndex:
             InUse: it differs, `replace` is True, and somebody lives in it.
             Otherwise as `create` and `attach`.
         """
-        wanted = _arranged(name, pages, config, flat)
-        available = _arguments.count(pages if grown is None else grown, "grown", 0, pages)
-        segment = Segment.open(
-            **wanted,
-            lifetime=lifetime,
-            idle_limit=idle_limit,
-            group=group,
-            replace=replace,
-            timeout=timeout,
-            reaper=_reaper,
-            initialise=lambda made: _format(made, pages, available, flat, initialise),
+        spec = IndexSpec(
+            name, pages, config, grown, flat, lifetime, idle_limit, group, initialise, timeout
         )
+        segment = Segment.open(**spec.segment_arguments(), replace=replace)
         return cls._joined(segment, role, device, lock_timeout)
 
     @classmethod
@@ -777,7 +802,7 @@ class PageIndex:
 
     def stats(self) -> IndexStats:
         """Totals. Each figure is read once, all at slightly different instants. No lock."""
-        counts = layout.Counts()
+        counts = layout.IndexCounts()
         check(self.core.quick.lci_count(self.core.handle, ctypes.byref(counts)), "stats")
         return snapshot.stats_of(counts)
 
@@ -845,7 +870,7 @@ class PageIndex:
                 lease = self.match(keys, namespace=space)
                 if plan is not None:
                     lease = self._better(plan, keys, lease, space)
-                plan = Plan(keys if frozen else keys.copy(), asked, space, lease)
+                plan = PinnedPrefix(keys if frozen else keys.copy(), asked, space, lease)
                 book.enter(request, plan, deadline)
             else:
                 self._look_again(plan)
@@ -888,7 +913,7 @@ class PageIndex:
                 if plan is not None and plan.asked == asked
             ]
             kept = cast(
-                "list[Plan]", plans if len(same) == len(plans) else [plans[i] for i in same]
+                "list[PinnedPrefix]", plans if len(same) == len(plans) else [plans[i] for i in same]
             )
             counts = np.zeros(len(plans), np.int32)
             again: list[int] = []
@@ -902,11 +927,11 @@ class PageIndex:
                     book.renew(queue.ids[i], plan, deadline)
                 plan.deadline = deadline
             for i, lease in zip(again, leases, strict=False):
-                counts[i] = self._exchange(cast("Plan", plans[i]), lease)
+                counts[i] = self._exchange(cast("PinnedPrefix", plans[i]), lease)
             for i, lease in zip(new, leases[len(again) :], strict=True):
                 its = queue.keys_of(i)
                 lease = self._better(plans[i], its, lease, space)
-                plan = Plan(its, queue.asked[i], space, lease)
+                plan = PinnedPrefix(its, queue.asked[i], space, lease)
                 book.enter(queue.ids[i], plan, deadline)
                 counts[i] = plan.pages
             return counts
@@ -955,7 +980,7 @@ class PageIndex:
 
     # ---- underneath
 
-    def _plan_of(self, request: Hashable) -> Plan | None:
+    def _plan_of(self, request: Hashable) -> PinnedPrefix | None:
         try:
             return self._book.plans.get(request)
         except TypeError as error:
@@ -966,14 +991,14 @@ class PageIndex:
             raise ConfigError(f"namespace: expected a Namespace, found {space!r}")
         return space.ref
 
-    def _look_again(self, plan: Plan) -> None:
+    def _look_again(self, plan: PinnedPrefix) -> None:
         """Pin more if the prefix has grown, nothing if its namespace is gone. As long as nothing
         has changed the last page that is pinned is found, and none behind it."""
         found = self.peek(plan.edge, namespace=plan.space)
         if found != (plan.pages > 0):
             self._exchange(plan, self.match(plan.keys, namespace=plan.space))
 
-    def _exchange(self, plan: Plan, lease: Lease) -> int:
+    def _exchange(self, plan: PinnedPrefix, lease: Lease) -> int:
         """Pin the new before the old is let go. Returns the pages that are pinned now."""
         before = plan.lease
         lease = self._better(plan, plan.keys, lease, plan.space)
@@ -982,7 +1007,9 @@ class PageIndex:
             before.release()
         return plan.pages
 
-    def _better(self, plan: Plan | None, keys: Keys, lease: Lease, space: Namespace) -> Lease:
+    def _better(
+        self, plan: PinnedPrefix | None, keys: Keys, lease: Lease, space: Namespace
+    ) -> Lease:
         """What the request is to hold now: what was just matched for its keys, or what it has, if
         that is more of the same prefix. Then the match came out short: an evictor is marking one
         of the pages at this instant, and will give it back, for it is pinned (section 7)."""
@@ -1488,7 +1515,7 @@ class PageIndex:
         check(code, "drop")
         return int(progress.pages)
 
-    def oldest(self, n: int, *, keep_order: bool = True) -> Oldest:
+    def oldest(self, n: int, *, keep_order: bool = True) -> LRUPages:
         """Pin the up to n pages that eviction would take next, for a caller that writes them back
         to another tier: ends of prefixes, least recently used first, and a parent behind its last
         child when it was used together with it, as eviction goes on. A parent that was used later
@@ -1523,12 +1550,12 @@ class PageIndex:
                 what="list the oldest",
             )
             check(code, "oldest")
-            return Oldest(lease, keys, parents)
+            return LRUPages(lease, keys, parents)
         except BaseException:
             lease.__exit__(None, None, None)
             raise
 
-    def discard(self, pages: Oldest | Lease | Pages) -> int:
+    def discard(self, pages: LRUPages | Lease | Pages) -> int:
         """Give up our pins of these pages and evict exactly these, from the ends of prefixes
         upward. Stay: those that somebody else pins, that were matched since `oldest` listed them,
         that are kept, and on which something else hangs (which in a flat index is no reason).
@@ -1547,7 +1574,7 @@ class PageIndex:
             LockTimeout: our pins are given up; some may have gone.
             PermissionDenied, Detached.
         """
-        chosen = pages.lease if isinstance(pages, Oldest) else pages
+        chosen = pages.lease if isinstance(pages, LRUPages) else pages
         lease = chosen if isinstance(chosen, Lease) else None
         hold = None if lease is None else lease.hold()
         if hold is not None and hold.core is not self.core:
@@ -1674,7 +1701,7 @@ class PageIndex:
         client = self._segment.client
         if client is None:
             check(Code.READONLY, "client_id")
-        assert isinstance(client, Client)
+        assert isinstance(client, ClientSlot)
         return ClientId(client.slot, client.epoch)
 
     def adopt(
@@ -1727,7 +1754,7 @@ __all__ = [
     "MAX_OLDEST",
     "MAX_PAGES",
     "ColdLease",
-    "Oldest",
+    "LRUPages",
     "PageIndex",
     "geometry",
 ]

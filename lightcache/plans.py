@@ -26,7 +26,7 @@ from lightcache.namespaces import Namespace
 
 # ---- The plans of one handle: by request, and by when they end. Knows nothing of the index.
 
-Asked = tuple[int, bytes, int]
+PlanKey = tuple[int, bytes, int]
 """What tells two requests apart: number of keys, the last of them (a key is a digest of all of its
 prefix, so it names them all), namespace."""
 _SPARE = 64  # entries of ended plans that are not worth sorting out
@@ -42,12 +42,12 @@ class Plans:
     """Pages pinned for them; one that two plans share counts twice."""
 
 
-class Plan:
+class PinnedPrefix:
     """What is pinned for one request, and for which keys."""
 
     __slots__ = ("asked", "deadline", "due", "keys", "number", "pinned", "space")
 
-    def __init__(self, keys: Keys, asked: Asked, space: Namespace, lease: Lease) -> None:
+    def __init__(self, keys: Keys, asked: PlanKey, space: Namespace, lease: Lease) -> None:
         """`keys` is ours alone: callers may use their buffers again, or have cut it from a large
         one."""
         self.keys = keys
@@ -96,11 +96,11 @@ class PlanBook:
         """Empty. `clock` gives seconds; tests have their own."""
         self.clock = clock
         self.lock = threading.RLock()  # re-entrant: a signal's handler may plan or cancel
-        self.plans: dict[Hashable, Plan] = {}
+        self.plans: dict[Hashable, PinnedPrefix] = {}
         self._due: list[tuple[float, int, Hashable]] = []
         self._numbers = itertools.count()
 
-    def enter(self, request: Hashable, plan: Plan, deadline: float) -> None:
+    def enter(self, request: Hashable, plan: PinnedPrefix, deadline: float) -> None:
         """From now on this is the request's plan; what it had before is let go behind that."""
         if len(self._due) > _SPARE + 4 * len(self.plans):
             self._sort_out()
@@ -110,13 +110,13 @@ class PlanBook:
         if before is not None and before.lease is not plan.lease:
             before.let_go()
 
-    def renew(self, request: Hashable, plan: Plan, deadline: float) -> None:
+    def renew(self, request: Hashable, plan: PinnedPrefix, deadline: float) -> None:
         """Let it end then."""
         if deadline < plan.due:
             self._schedule(request, plan, deadline)
         plan.deadline = deadline
 
-    def _schedule(self, request: Hashable, plan: Plan, deadline: float) -> None:
+    def _schedule(self, request: Hashable, plan: PinnedPrefix, deadline: float) -> None:
         number = next(self._numbers)
         heapq.heappush(self._due, (deadline, number, request))
         # Behind the push: an interrupt in between leaves an entry that counts for nobody.
@@ -172,7 +172,7 @@ class Queue:
     """As they were given."""
     begins: Offsets
     ends: Offsets
-    asked: list[Asked]
+    asked: list[PlanKey]
     limited: bool
     """Whether there may be keys behind `ends[i]` that are not asked for."""
 
@@ -256,9 +256,9 @@ TIMEOUT = 60.0
 
 __all__ = [
     "TIMEOUT",
-    "Asked",
-    "Plan",
+    "PinnedPrefix",
     "PlanBook",
+    "PlanKey",
     "Plans",
     "Queue",
     "gathered",

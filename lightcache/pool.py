@@ -223,7 +223,7 @@ def _allocate(fd: int, offset: int, length: int, folder: Folder) -> None:
         )
 
 
-def room_of(segment: Segment) -> memory.Room:
+def room_of(segment: Segment) -> memory.FreeMemory:
     """What may still be allocated where a segment's pool lies."""
     with segment.folder() as folder:
         return folder.room()

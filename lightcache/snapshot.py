@@ -89,7 +89,7 @@ class CheckReport:
             )
 
 
-def stats_of(counts: layout.Counts) -> IndexStats:
+def stats_of(counts: layout.IndexCounts) -> IndexStats:
     """Totals as people want them."""
     return IndexStats(
         pages=counts.pages,
@@ -128,7 +128,7 @@ def check_copy(copy: Bytes, pages: int, *, quiet: bool) -> CheckReport:
     quick = layout.load().quick
     where = _arguments.address(copy)
     undone = quick.lci_recover_copy(where, len(copy), pages)
-    found = layout.Report()
+    found = layout.CheckRecord()
     if undone < 0:
         found.broken = -1
         found.message = (

@@ -15,29 +15,10 @@ Everything that goes wrong is a subclass of `LightcacheError` that says what was
 found, and what to do. Importing this package loads no library and reads no environment.
 """
 
-from lightcache.shm.clients import Client, ClientInfo
+from lightcache.shm.clients import ClientInfo
 from lightcache.shm.counters import SharedCounters
 from lightcache.shm.dicts import SharedDict
-from lightcache.shm.errors import (
-    Abandoned,
-    CacheCorrupted,
-    ConfigError,
-    Detached,
-    InUse,
-    LayoutMismatch,
-    LeaseLost,
-    LightcacheError,
-    LockTimeout,
-    NoSpace,
-    NotInstalled,
-    NotReady,
-    OutOfPages,
-    PermissionDenied,
-    StorageError,
-    TransferFailed,
-    WaitTimeout,
-)
-from lightcache.shm.layout import ClientState, Kind, Lifetime
+from lightcache.shm.layout import ClientState, Lifetime, SegmentKind
 from lightcache.shm.listing import SegmentInfo, list_segments, read_segment
 from lightcache.shm.lists import SharedList
 from lightcache.shm.log_parts import LogReader
@@ -45,44 +26,25 @@ from lightcache.shm.logs import SharedLog
 from lightcache.shm.rings import SharedRing
 from lightcache.shm.segment import Segment
 from lightcache.shm.sweep import sweep
-from lightcache.shm.sync import AtomicU32, AtomicU64, Event, Held, RobustLock
+from lightcache.shm.sync import AtomicU32, AtomicU64, Event, RobustLock
 
 __all__ = [
-    "Abandoned",
     "AtomicU32",
     "AtomicU64",
-    "CacheCorrupted",
-    "Client",
     "ClientInfo",
     "ClientState",
-    "ConfigError",
-    "Detached",
     "Event",
-    "Held",
-    "InUse",
-    "Kind",
-    "LayoutMismatch",
-    "LeaseLost",
     "Lifetime",
-    "LightcacheError",
-    "LockTimeout",
     "LogReader",
-    "NoSpace",
-    "NotInstalled",
-    "NotReady",
-    "OutOfPages",
-    "PermissionDenied",
     "RobustLock",
     "Segment",
     "SegmentInfo",
+    "SegmentKind",
     "SharedCounters",
     "SharedDict",
     "SharedList",
     "SharedLog",
     "SharedRing",
-    "StorageError",
-    "TransferFailed",
-    "WaitTimeout",
     "list_segments",
     "read_segment",
     "sweep",

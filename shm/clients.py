@@ -15,7 +15,7 @@ ROLE_BYTES = 31
 
 
 @dataclass(frozen=True)
-class Client:
+class ClientSlot:
     """Our own slot. It lasts until the segment is closed."""
 
     slot: int

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from lightcache.shm import layout, wanted
 from lightcache.shm.errors import CacheCorrupted, ConfigError, PermissionDenied
-from lightcache.shm.layout import Kind
+from lightcache.shm.layout import SegmentKind
 from lightcache.shm.segment import Segment, free_dead_slots
 from lightcache.shm.sync import AtomicU64
 
@@ -94,7 +94,7 @@ class SharedCounters:
             CacheCorrupted: what the header says is no list of names, or does not fit the segment.
         """
         segment = Segment.attach(
-            name, readonly=readonly, group=group, kind=Kind.COUNTERS, reaper=free_dead_slots
+            name, readonly=readonly, group=group, kind=SegmentKind.COUNTERS, reaper=free_dead_slots
         )
         return cls._over(segment)
 
@@ -256,7 +256,7 @@ def _arranged(name: str, names: Sequence[str]) -> Mapping[str, Any]:
     return {
         "name": name,
         "payload_bytes": _bytes(names),
-        "kind": Kind.COUNTERS,
+        "kind": SegmentKind.COUNTERS,
         "config": {"names": list(names)},
         "reaper": free_dead_slots,
     }

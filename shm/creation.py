@@ -19,7 +19,7 @@ from lightcache.shm.errors import CacheCorrupted, LightcacheError, NoSpace, Perm
 from lightcache.shm.hold import Hold
 from lightcache.shm.objects import ForkWord, OpenObject
 from lightcache.shm.sweep import make_room, remove_leftover, sweep
-from lightcache.shm.wanted import Wanted, fill_header
+from lightcache.shm.wanted import SegmentSpec, fill_header
 
 _ALLOCATE_AT_ONCE = 64 << 20  # bytes between two looks for signals, about 20 ms
 _PLAIN_MODE = 0o600
@@ -28,7 +28,7 @@ _GROUP_MODE = 0o660
 Initialise = Callable[[Hold], None]
 
 
-def try_create(wanted: Wanted, initialise: Initialise, pause: ofd.Pause) -> Hold | None:
+def try_create(wanted: SegmentSpec, initialise: Initialise, pause: ofd.Pause) -> Hold | None:
     """None: the name exists, or was taken from us before we had locked it."""
     full = names.object_name(wanted.name)
     ForkWord()  # a kernel too old for us is refused before there is an object
@@ -54,7 +54,7 @@ def try_create(wanted: Wanted, initialise: Initialise, pause: ofd.Pause) -> Hold
 
 
 def _lock_and_build(
-    fd: int, wanted: Wanted, initialise: Initialise, pause: ofd.Pause
+    fd: int, wanted: SegmentSpec, initialise: Initialise, pause: ofd.Pause
 ) -> Hold | None:
     """Until the life byte is ours, anybody may take the new object for a dead creator's leftover
     and remove it. Then there is nothing to undo: start over."""
@@ -79,7 +79,7 @@ def _lock_and_build(
     return hold
 
 
-def _build_or_remove(hold: Hold, fd: int, wanted: Wanted, initialise: Initialise) -> None:
+def _build_or_remove(hold: Hold, fd: int, wanted: SegmentSpec, initialise: Initialise) -> None:
     try:
         _set_access(fd, wanted)
         _check_room(wanted)
@@ -98,7 +98,7 @@ def _build_or_remove(hold: Hold, fd: int, wanted: Wanted, initialise: Initialise
         raise
 
 
-def _set_access(fd: int, wanted: Wanted) -> None:
+def _set_access(fd: int, wanted: SegmentSpec) -> None:
     if wanted.group is None:
         return
     try:
@@ -111,7 +111,7 @@ def _set_access(fd: int, wanted: Wanted) -> None:
         ) from error
 
 
-def _no_space(wanted: Wanted, needed: int) -> NoSpace:
+def _no_space(wanted: SegmentSpec, needed: int) -> NoSpace:
     room = memory.available()
     return NoSpace(
         f"the segment {wanted.name!r} needs {wanted.total_bytes} bytes"
@@ -121,7 +121,7 @@ def _no_space(wanted: Wanted, needed: int) -> NoSpace:
     )
 
 
-def _check_room(wanted: Wanted) -> None:
+def _check_room(wanted: SegmentSpec) -> None:
     def enough() -> bool:
         return memory.available().bytes >= wanted.total_bytes
 
@@ -130,7 +130,7 @@ def _check_room(wanted: Wanted) -> None:
         raise _no_space(wanted, 0)
 
 
-def _allocate(fd: int, wanted: Wanted) -> None:
+def _allocate(fd: int, wanted: SegmentSpec) -> None:
     """Give the object all its memory now: a write into it can then never be a SIGBUS."""
     done, swept = 0, False
     while done < wanted.total_bytes:

@@ -9,7 +9,7 @@ from typing import Any
 from lightcache.shm import structures
 from lightcache.shm.codes import Code, check
 from lightcache.shm.errors import ConfigError, NoSpace
-from lightcache.shm.layout import Kind
+from lightcache.shm.layout import SegmentKind
 from lightcache.shm.locking import LockedCalls
 from lightcache.shm.segment import Segment, free_dead_slots
 
@@ -59,7 +59,9 @@ class SharedDict:
     @classmethod
     def attach(cls, name: str, *, readonly: bool = False) -> SharedDict:
         """Attach to one that exists; see `Segment.attach`."""
-        return cls(Segment.attach(name, readonly=readonly, kind=Kind.DICT, reaper=free_dead_slots))
+        return cls(
+            Segment.attach(name, readonly=readonly, kind=SegmentKind.DICT, reaper=free_dead_slots)
+        )
 
     def get(self, key: int) -> int | None:
         """The value of a key, or None. No lock."""
@@ -159,7 +161,7 @@ def _arranged(name: str, capacity: int) -> dict[str, Any]:
     return {
         "name": name,
         "payload_bytes": quick.lcx_dict_bytes(capacity),
-        "kind": Kind.DICT,
+        "kind": SegmentKind.DICT,
         "config": {"capacity": capacity},
         "initialise": lambda made: quick.lcx_dict_format(made.address, capacity),
         "reaper": free_dead_slots,

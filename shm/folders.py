@@ -112,7 +112,7 @@ class Folder:
         step = self.page_bytes if self.kind is FolderKind.HUGETLBFS else 1
         return -(-wanted // step) * step
 
-    def room(self) -> memory.Room:
+    def room(self) -> memory.FreeMemory:
         """What may still be allocated in it."""
         if self.path == names.FOLDER:
             return memory.available()

@@ -43,7 +43,7 @@ LOG_MESSAGE = 1 << 16
 LOG_LEFT = 0x80  # as LogRoot.writer: the last one has left
 
 
-class Kind(IntEnum):
+class SegmentKind(IntEnum):
     """What a segment holds."""
 
     PLAIN = 1
@@ -238,7 +238,7 @@ CONSTANTS: Mapping[str, int] = {
     "LCS_BYTE_GROW": BYTE_GROW,
     "LCS_BYTE_SLOTS": BYTE_SLOTS,
     "LCS_BYTE_MEND": BYTE_MEND,
-    **{f"LCS_KIND_{kind.name}": kind.value for kind in Kind},
+    **{f"LCS_KIND_{kind.name}": kind.value for kind in SegmentKind},
     **{f"LCS_LIFETIME_{lifetime.name}": lifetime.value for lifetime in Lifetime},
     **{f"LCS_CLIENT_{state.name}": state.value for state in ClientState},
     "LCS_FLAG_DEVICE": FLAG_DEVICE,

@@ -28,7 +28,7 @@ from lightcache.shm.errors import (
 from lightcache.shm.hold import Hold
 from lightcache.shm.objects import OpenObject
 from lightcache.shm.sweep import remove_leftover
-from lightcache.shm.wanted import Wanted, is_foreign, verify_header
+from lightcache.shm.wanted import SegmentSpec, is_foreign, verify_header
 
 
 class Obstacle(Enum):
@@ -44,7 +44,7 @@ class Obstacle(Enum):
 # ---------------------------------------------------------------- attach
 
 
-def attach(wanted: Wanted, *, readonly: bool, timeout: float | None) -> Hold:
+def attach(wanted: SegmentSpec, *, readonly: bool, timeout: float | None) -> Hold:
     """Attach to what exists, waiting for its creator to finish.
 
     Raises:
@@ -60,7 +60,7 @@ def attach(wanted: Wanted, *, readonly: bool, timeout: float | None) -> Hold:
             raise NotReady(f"attach to {wanted.name!r}: {result.value} (waited {timeout} s)")
 
 
-def _try_attach(wanted: Wanted, *, readonly: bool) -> Hold | Obstacle:
+def _try_attach(wanted: SegmentSpec, *, readonly: bool) -> Hold | Obstacle:
     opened = OpenObject.open(wanted.name, writable=not readonly)
     if opened is None:
         return Obstacle.MISSING
@@ -76,7 +76,7 @@ def _try_attach(wanted: Wanted, *, readonly: bool) -> Hold | Obstacle:
     return obstacle
 
 
-def _enter(hold: Hold, wanted: Wanted) -> Obstacle | None:
+def _enter(hold: Hold, wanted: SegmentSpec) -> Obstacle | None:
     """Take the readers' byte of a segment that is ready, retired by nobody, and still named."""
     opened = hold.opened
     opened.check_access(wanted.group)
@@ -141,7 +141,7 @@ def _second_description(opened: OpenObject, readonly: bool) -> Iterator[int | No
 # ---------------------------------------------------------------- create
 
 
-def create(wanted: Wanted, initialise: Initialise, *, timeout: float | None) -> Hold:
+def create(wanted: SegmentSpec, initialise: Initialise, *, timeout: float | None) -> Hold:
     """Create what does not exist; a dead creator's leftover does not count.
 
     Raises:
@@ -173,7 +173,7 @@ def create(wanted: Wanted, initialise: Initialise, *, timeout: float | None) -> 
 
 
 def open_or_create(
-    wanted: Wanted, initialise: Initialise, *, replace: bool, timeout: float | None
+    wanted: SegmentSpec, initialise: Initialise, *, replace: bool, timeout: float | None
 ) -> Hold:
     """Attach to an equal segment or create it.
 

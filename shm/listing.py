@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from lightcache.shm import clients, layout, names, ofd
 from lightcache.shm.errors import LightcacheError
-from lightcache.shm.layout import Kind, Lifetime, SegmentHeader
+from lightcache.shm.layout import Lifetime, SegmentHeader, SegmentKind
 from lightcache.shm.objects import OpenObject
 from lightcache.shm.wanted import is_foreign
 
@@ -94,7 +94,7 @@ def _read(opened: OpenObject) -> SegmentInfo:
         opened.name,
         problem=_problem(opened, header, found.st_size),
         bytes=found.st_size,
-        kind=_name(Kind, header.kind),
+        kind=_name(SegmentKind, header.kind),
         ready=bool(header.ready),
         retired=bool(header.retired),
         disabled=bool(header.disabled),
@@ -121,7 +121,7 @@ def _problem(opened: OpenObject, header: SegmentHeader, size: int) -> str | None
     return "retired" if header.retired else None
 
 
-def _name(enum: type[Kind] | type[Lifetime], value: int) -> str:
+def _name(enum: type[SegmentKind] | type[Lifetime], value: int) -> str:
     try:
         return enum(value).name.lower()
     except ValueError:

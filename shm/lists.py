@@ -10,7 +10,7 @@ from typing import Any
 from lightcache.shm import structures
 from lightcache.shm.codes import Code, check
 from lightcache.shm.errors import ConfigError, InUse
-from lightcache.shm.layout import Kind
+from lightcache.shm.layout import SegmentKind
 from lightcache.shm.locking import LockedCalls
 from lightcache.shm.segment import Segment, free_dead_slots
 
@@ -67,7 +67,9 @@ class SharedList:
     @classmethod
     def attach(cls, name: str, *, readonly: bool = False) -> SharedList:
         """Attach to one that exists; see `Segment.attach`."""
-        return cls(Segment.attach(name, readonly=readonly, kind=Kind.LIST, reaper=free_dead_slots))
+        return cls(
+            Segment.attach(name, readonly=readonly, kind=SegmentKind.LIST, reaper=free_dead_slots)
+        )
 
     # ---- changing
 
@@ -195,7 +197,7 @@ def _arranged(name: str, nodes: int, lists: int) -> dict[str, Any]:
     return {
         "name": name,
         "payload_bytes": quick.lcx_list_bytes(nodes, lists),
-        "kind": Kind.LIST,
+        "kind": SegmentKind.LIST,
         "config": {"nodes": nodes, "lists": lists},
         "initialise": lambda made: quick.lcx_list_format(made.address, nodes, lists),
         "reaper": free_dead_slots,

@@ -41,7 +41,7 @@ class _Patience(threading.local):
     def seconds(self) -> float | None:
         """For which it waits at most; None: as each call says."""
         by = None if self.by is None else self.by()
-        return None if by is None else by._seconds
+        return None if by is None else by.seconds
 
 
 _patience = _Patience()
@@ -56,11 +56,11 @@ class Hurried:
     costs a thread that must not wait one such wait a second. One thread enters it; may be nested in
     others."""
 
-    __slots__ = ("__weakref__", "_before", "_seconds")
+    __slots__ = ("__weakref__", "_before", "seconds")
 
     def __init__(self, seconds: float) -> None:
         """Not entered."""
-        self._seconds = seconds
+        self.seconds = seconds
         self._before: weakref.ref[Hurried] | None = None
 
     def __enter__(self) -> None:

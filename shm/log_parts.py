@@ -8,7 +8,7 @@ from typing import Any
 from lightcache.shm import layout, structures
 from lightcache.shm.codes import Code, check
 from lightcache.shm.errors import ConfigError
-from lightcache.shm.layout import Kind
+from lightcache.shm.layout import SegmentKind
 from lightcache.shm.segment import Segment
 
 
@@ -49,7 +49,7 @@ def arranged(name: str, capacity: int, message_bytes: int) -> dict[str, Any]:
     return {
         "name": name,
         "payload_bytes": structures.library().quick.lcx_log_bytes(capacity, message_bytes),
-        "kind": Kind.LOG,
+        "kind": SegmentKind.LOG,
         "config": {"capacity": capacity, "message_bytes": message_bytes},
         "reaper": free_dead_readers,
     }

@@ -20,7 +20,7 @@ from lightcache.shm.errors import (
     WaitTimeout,
     leave,
 )
-from lightcache.shm.layout import Kind
+from lightcache.shm.layout import SegmentKind
 from lightcache.shm.locking import LockedCalls
 from lightcache.shm.log_parts import LogReader
 from lightcache.shm.segment import Segment
@@ -148,7 +148,7 @@ class SharedLog:
         if writer and readonly:
             raise ConfigError("writer, readonly: expected one of them at most, found both")
         reaper = log_parts.free_dead_readers
-        segment = Segment.attach(name, readonly=readonly, kind=Kind.LOG, reaper=reaper)
+        segment = Segment.attach(name, readonly=readonly, kind=SegmentKind.LOG, reaper=reaper)
         return cls._made(segment, writer=writer)
 
     @classmethod

@@ -16,7 +16,7 @@ _UNLIMITED = 1 << 60  # cgroup v1 writes about 2^63 for "no limit"
 
 
 @dataclass(frozen=True)
-class Room:
+class FreeMemory:
     """Bytes that may still be allocated, and what limits them."""
 
     bytes: int
@@ -25,23 +25,23 @@ class Room:
 
 def available(
     folder: Path = FOLDER, cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self")
-) -> Room:
+) -> FreeMemory:
     """The tightest of all limits that apply to this process."""
     try:
         stat = os.statvfs(folder)
-        rooms = [Room(stat.f_bavail * stat.f_frsize, f"free in {folder}")]
+        rooms = [FreeMemory(stat.f_bavail * stat.f_frsize, f"free in {folder}")]
         if stat.f_blocks == 0:  # mounted without a limit
             free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGESIZE")
-            rooms = [Room(free, "of free memory")]
+            rooms = [FreeMemory(free, "of free memory")]
     except OSError:
-        rooms = [Room(0, f"{folder} is missing; mount a tmpfs there")]
+        rooms = [FreeMemory(0, f"{folder} is missing; mount a tmpfs there")]
     rooms += _cgroup_rooms(cgroups, own / "cgroup")
     return min(rooms, key=lambda room: room.bytes)
 
 
 def huge_available(
     folder: Path, page_bytes: int, pools: Path = Path("/sys/kernel/mm/hugepages")
-) -> Room:
+) -> FreeMemory:
     """The same of a folder on hugetlbfs: huge pages that are free and promised to nobody, or what
     is left of the mount's own limit. Memory limits of cgroups do not count them."""
     pool = pools / f"hugepages-{page_bytes >> 10}kB"
@@ -52,22 +52,26 @@ def huge_available(
         more = int((pool / "nr_overcommit_hugepages").read_text())
         more -= int((pool / "surplus_hugepages").read_text())
     except (OSError, ValueError):
-        return Room(0, f"of huge pages, of which {pool} says nothing")
+        return FreeMemory(0, f"of huge pages, of which {pool} says nothing")
     remedy = f"(see {pool}/nr_hugepages)"
-    rooms = [Room(max(0, free - promised + more) * page_bytes, f"of free huge pages {remedy}")]
+    rooms = [
+        FreeMemory(max(0, free - promised + more) * page_bytes, f"of free huge pages {remedy}")
+    ]
     stat = os.statvfs(folder)
     if stat.f_blocks:  # else the mount has no limit of its own
-        rooms.append(Room(stat.f_bavail * stat.f_frsize, f"free in {folder} (its size= option)"))
+        rooms.append(
+            FreeMemory(stat.f_bavail * stat.f_frsize, f"free in {folder} (its size= option)")
+        )
     return min(rooms, key=lambda room: room.bytes)
 
 
-def _cgroup_rooms(root: Path, membership: Path) -> list[Room]:
+def _cgroup_rooms(root: Path, membership: Path) -> list[FreeMemory]:
     """What is left in our cgroup and in each one above it."""
     rooms = []
     for folder, version in _memory_groups(root, membership):
         room = _room_of(folder, version)
         if room is not None:
-            rooms.append(Room(room, f"left in the memory limit of {folder}"))
+            rooms.append(FreeMemory(room, f"left in the memory limit of {folder}"))
     return rooms
 
 

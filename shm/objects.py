@@ -79,28 +79,33 @@ class OpenObject:
             ConfigError: the name is not allowed.
         """
         opened = cls(name)
-        # The core writes the number into `_fd` itself: an interrupt in between loses nothing.
-        code = _native.quick().lcs_life_open(
-            opened.object_name.encode(), writable, ctypes.byref(opened._fd)
-        )
+        code = opened.open_for_locks(writable)
         number = system_errno(code)
         if number == errno.ENOENT:
             return None
         if number == errno.ELOOP:
             raise PermissionDenied(
-                f"{opened._path} is a symbolic link where a shared memory object was expected; "
+                f"{opened.path} is a symbolic link where a shared memory object was expected; "
                 "nothing of ours makes such links: find out who did and remove it"
             )
         if number in (errno.EACCES, errno.EPERM):
             raise PermissionDenied(
-                f"open {opened._path} for {'writing' if writable else 'reading'}: "
-                f"{owners.whose(opened._path)}; run as its owner, have its owner create it for a "
+                f"open {opened.path} for {'writing' if writable else 'reading'}: "
+                f"{owners.whose(opened.path)}; run as its owner, have its owner create it for a "
                 "group (group=), or choose another name"
             )
-        check(code, f"open {opened._path}")
+        check(code, f"open {opened.path}")
         found = os.fstat(opened.fd)
         opened.identity = (found.st_dev, found.st_ino)
         return opened
+
+    def open_for_locks(self, writable: bool) -> int:
+        """For `open`: the core's code. It writes the descriptor into `_fd` itself: an interrupt in
+        between loses nothing."""
+        code: int = _native.quick().lcs_life_open(
+            self.object_name.encode(), writable, ctypes.byref(self._fd)
+        )
+        return code
 
     @property
     def fd(self) -> int:
@@ -113,7 +118,8 @@ class OpenObject:
         return self._fork_word.inherited
 
     @property
-    def _path(self) -> str:
+    def path(self) -> str:
+        """Where the object lies."""
         return str(names.FOLDER / self.object_name.removeprefix("/"))
 
     def close(self) -> None:
@@ -130,7 +136,7 @@ class OpenObject:
         """Whether the name still leads to this object. Stays true while the life byte is locked,
         because nobody unlinks or replaces without that lock."""
         try:
-            found = os.stat(self._path, follow_symlinks=False)
+            found = os.stat(self.path, follow_symlinks=False)
         except FileNotFoundError:
             return False
         return (found.st_dev, found.st_ino) == self.identity
@@ -165,7 +171,7 @@ class OpenObject:
             )
         if problem:
             raise PermissionDenied(
-                f"{self._path}: {problem}; run as its owner, name its group (group=), or choose "
+                f"{self.path}: {problem}; run as its owner, name its group (group=), or choose "
                 "another segment name"
             )
 
@@ -263,7 +269,7 @@ class OpenObject:
             except (NotReady, PermissionDenied) as error:
                 if not unseen:
                     raise NotReady(
-                        f"remove {self._path}: {error}; or `lightcache rm {self.name}`"
+                        f"remove {self.path}: {error}; or `lightcache rm {self.name}`"
                     ) from error
                 other = None
             self._check_unlinkable(other)
@@ -281,7 +287,7 @@ class OpenObject:
         sticky = folder.st_mode & stat.S_ISVTX and os.geteuid() not in (0, folder.st_uid, owner)
         if sticky or (other and self._placed(other) and not other.may_unlink(owner)):
             raise PermissionDenied(
-                f"unlink {self._path}: its owner is user {owners.user(owner)}, this process runs "
+                f"unlink {self.path}: its owner is user {owners.user(owner)}, this process runs "
                 f"as user {owners.user(os.geteuid())}, and the folder (or its pool's) is sticky or "
                 "not writable; only its owner can remove it"
             )

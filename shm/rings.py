@@ -11,7 +11,7 @@ from typing import Any
 from lightcache.shm import layout, structures
 from lightcache.shm.codes import Code, check
 from lightcache.shm.errors import ConfigError, WaitTimeout
-from lightcache.shm.layout import Kind
+from lightcache.shm.layout import SegmentKind
 from lightcache.shm.locking import LockedCalls
 from lightcache.shm.segment import DEFAULT_TIMEOUT, Segment, free_dead_slots
 from lightcache.shm.sync import Event
@@ -117,7 +117,7 @@ class SharedRing:
         segment = Segment.attach(
             name,
             readonly=readonly,
-            kind=Kind.RING,
+            kind=SegmentKind.RING,
             group=group,
             reaper=free_dead_slots,
             timeout=timeout,
@@ -286,7 +286,7 @@ def _arranged(name: str, capacity: int, message_bytes: int) -> dict[str, Any]:
     return {
         "name": name,
         "payload_bytes": structures.library().quick.lcx_ring_bytes(capacity, message_bytes),
-        "kind": Kind.RING,
+        "kind": SegmentKind.RING,
         "config": {"capacity": capacity, "message_bytes": message_bytes},
         "reaper": free_dead_slots,
     }

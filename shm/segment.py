@@ -11,12 +11,12 @@ from types import TracebackType
 from typing import Any
 
 from lightcache.shm import _native, clients, folders, layout, lifecycle, names, ofd, wanted
-from lightcache.shm.clients import Client, ClientInfo
+from lightcache.shm.clients import ClientInfo, ClientSlot
 from lightcache.shm.codes import Code, check
 from lightcache.shm.errors import ConfigError, Detached, InUse, leave
 from lightcache.shm.folders import Folder
 from lightcache.shm.hold import Hold
-from lightcache.shm.layout import Kind, Lifetime
+from lightcache.shm.layout import Lifetime, SegmentKind
 
 DEFAULT_TIMEOUT = 10.0  # seconds to wait for a creator: a million pages are laid out in less
 
@@ -46,15 +46,15 @@ class Segment:
     def __init__(self, hold: Hold, reaper: Hook | None) -> None:
         """For `create`, `attach` and `open`; nobody else calls this."""
         self._hold = hold
-        self._client: Client | None = None
+        self._client: ClientSlot | None = None
         header = hold.header()
         self.name = hold.opened.name
-        self.kind = Kind(header.kind)
+        self.kind = SegmentKind(header.kind)
         self.lifetime = Lifetime(header.lifetime)
         self.uuid = bytes(header.uuid).hex()
         self.config: Mapping[str, Any] = wanted.config_of(header)
         # A structure's clients leave more than a slot behind; only its own reaper may free them.
-        plain = self.kind is Kind.PLAIN
+        plain = self.kind is SegmentKind.PLAIN
         self._reaper = reaper or (free_dead_slots if plain else None)
         hold.frees_slot = plain
         self._finalizer = weakref.finalize(self, hold.dispose)
@@ -67,7 +67,7 @@ class Segment:
         name: str,
         payload_bytes: int,
         *,
-        kind: Kind = Kind.PLAIN,
+        kind: SegmentKind = SegmentKind.PLAIN,
         config: Mapping[str, Any] | None = None,
         layout_facts: str = "",
         lifetime: str = "attached",
@@ -114,7 +114,7 @@ class Segment:
         name: str,
         *,
         readonly: bool = False,
-        kind: Kind | None = None,
+        kind: SegmentKind | None = None,
         payload_bytes: int | None = None,
         config: Mapping[str, Any] | None = None,
         layout_facts: str | None = None,
@@ -150,7 +150,7 @@ class Segment:
         name: str,
         payload_bytes: int,
         *,
-        kind: Kind = Kind.PLAIN,
+        kind: SegmentKind = SegmentKind.PLAIN,
         config: Mapping[str, Any] | None = None,
         layout_facts: str = "",
         lifetime: str | None = None,
@@ -217,7 +217,7 @@ class Segment:
 
     # ---- clients
 
-    def join(self, role: str = "", *, device: bool = False) -> Client:
+    def join(self, role: str = "", *, device: bool = False) -> ClientSlot:
         """Take a slot of the client table; it is given back by `close`.
 
         Whoever uses a device attaches before making the device's context: the kernel closes files
@@ -254,7 +254,7 @@ class Segment:
                 check(code, what)
             slot = _native.quick().lcs_attachment_slot(self.attachment)
             epoch = _native.quick().lcs_attachment_epoch(self.attachment)
-            self._client = Client(slot, epoch, encoded.decode())
+            self._client = ClientSlot(slot, epoch, encoded.decode())
             # From here on the slot's byte says that we live in it.
             ofd.unlock(self._hold.opened.fd, layout.BYTE_READERS)
             self._hold.mark_used()
@@ -273,7 +273,7 @@ class Segment:
             )
 
     @property
-    def client(self) -> Client | None:
+    def client(self) -> ClientSlot | None:
         """Our slot, after `join`."""
         return self._client
 
@@ -467,11 +467,12 @@ class _Maker:
         self._reaper = reaper
         self._hook = initialise
         self._made: Segment | None = None
+        self._wrapped: Hold | None = None
 
     def wrap(self, hold: Hold) -> Segment:
-        if self._made is None or self._made._hold is not hold:
+        if self._made is None or self._wrapped is not hold:
             try:
-                self._made = Segment(hold, self._reaper)
+                self._made, self._wrapped = Segment(hold, self._reaper), hold
             except BaseException as error:
                 hold.discard()
                 if type(error) is ValueError:  # a kind or lifetime that only a later release knows
@@ -484,10 +485,10 @@ class _Maker:
         if self._hook is not None:
             self._hook(segment)
 
-    def create(self, expected: wanted.Wanted, timeout: float | None) -> Segment:
+    def create(self, expected: wanted.SegmentSpec, timeout: float | None) -> Segment:
         return self.wrap(lifecycle.create(expected, self._initialise, timeout=timeout))
 
-    def open(self, expected: wanted.Wanted, replace: bool, timeout: float | None) -> Segment:
+    def open(self, expected: wanted.SegmentSpec, replace: bool, timeout: float | None) -> Segment:
         hold = lifecycle.open_or_create(
             expected, self._initialise, replace=replace, timeout=timeout
         )

@@ -11,7 +11,7 @@ from typing import Any
 from lightcache.shm import _native, layout
 from lightcache.shm.codes import Code, check
 from lightcache.shm.errors import CacheCorrupted, ConfigError
-from lightcache.shm.layout import Kind
+from lightcache.shm.layout import SegmentKind
 from lightcache.shm.locking import LockedCalls
 from lightcache.shm.segment import Segment
 
@@ -114,10 +114,10 @@ def size_of(value: Any, what: str, high: int) -> int:
 
 # Of each kind that changes under the lock alone: the items of its configuration, as the core takes
 # them, and their bounds.
-_COPIED: Mapping[Kind, tuple[str, Mapping[str, int]]] = {
-    Kind.LIST: ("lcx_list_check_copy", {"nodes": 1 << 28, "lists": 1 << 16}),
-    Kind.DICT: ("lcx_dict_check_copy", {"capacity": 1 << 25}),
-    Kind.RING: (
+_COPIED: Mapping[SegmentKind, tuple[str, Mapping[str, int]]] = {
+    SegmentKind.LIST: ("lcx_list_check_copy", {"nodes": 1 << 28, "lists": 1 << 16}),
+    SegmentKind.DICT: ("lcx_dict_check_copy", {"capacity": 1 << 25}),
+    SegmentKind.RING: (
         "lcx_ring_check_copy",
         {"capacity": layout.RING_CAPACITY, "message_bytes": layout.RING_MESSAGE},
     ),
@@ -134,7 +134,7 @@ class CopyReport:
     """Entries of the undo log of an unfinished step, undone in the copy."""
 
 
-def check_copy(kind: Kind, config: Mapping[str, Any], where: int, nbytes: int) -> CopyReport:
+def check_copy(kind: SegmentKind, config: Mapping[str, Any], where: int, nbytes: int) -> CopyReport:
     """Check a copy of a list, dict or ring, after undoing in it what an unfinished step had stored.
     For tools, which take no lock and no slot.
 

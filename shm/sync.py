@@ -163,7 +163,7 @@ def _seconds(timeout: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Held:
+class LockTaken:
     """The lock is held. `owner_died`: its last owner was killed while holding it, so whatever the
     lock protects may be half changed: mend it before you go on."""
 
@@ -188,7 +188,7 @@ class RobustLock:
         self._calls.handle = segment.attachment
 
     @contextmanager
-    def hold(self, timeout: float = 10.0) -> Iterator[Held]:
+    def hold(self, timeout: float = 10.0) -> Iterator[LockTaken]:
         """Hold it for the body of a with statement. Blocks.
 
         Raises:
@@ -204,7 +204,7 @@ class RobustLock:
             )
         check(code, f"take the lock of {self._segment.name!r}")
         try:
-            yield Held(owner_died=bool(code))
+            yield LockTaken(owner_died=bool(code))
         except BaseException as error:
             leave(self._drop, error)
             raise

@@ -17,7 +17,7 @@ from typing import Any
 
 from lightcache.shm import _native, layout, names
 from lightcache.shm.errors import CacheCorrupted, ConfigError, LayoutMismatch
-from lightcache.shm.layout import Kind, Lifetime, SegmentHeader
+from lightcache.shm.layout import Lifetime, SegmentHeader, SegmentKind
 
 MOST_BYTES = 1 << 45  # below the bytes that are locked
 _PAGE = 4096
@@ -25,11 +25,11 @@ _MOST_IDLE = 1 << 32
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SegmentSpec:
     """Arguments of create, attach and open, checked. None: whatever is there will do."""
 
     name: str
-    kind: Kind | None
+    kind: SegmentKind | None
     base_hash: int  # of the layout that every segment has
     facts_hash: int | None  # of what the structure inside adds
     group: int | None
@@ -53,14 +53,14 @@ class Wanted:
 def want(
     name: str,
     *,
-    kind: Kind | None,
+    kind: SegmentKind | None,
     payload_bytes: int | None,
     config: Mapping[str, Any] | None,
     layout_facts: str | None,
     lifetime: str | None,
     group: str | int | None,
     idle_limit: float | None = None,
-) -> Wanted:
+) -> SegmentSpec:
     """Check the arguments that create, attach and open have in common.
 
     Raises:
@@ -70,9 +70,9 @@ def want(
     size: object = payload_bytes
     if size is not None and not (type(size) is int and 0 < size <= MOST_BYTES):
         raise ConfigError(f"payload_bytes is an int from 1 to {MOST_BYTES}, found {size!r}")
-    return Wanted(
+    return SegmentSpec(
         name=name,
-        kind=None if kind is None else Kind(kind),
+        kind=None if kind is None else SegmentKind(kind),
         base_hash=_hash(_native.quick().lcs_layout()),
         facts_hash=None if layout_facts is None else _hash(layout_facts.encode()),
         group=_group_id(group),
@@ -140,13 +140,13 @@ def _idle_ns(limit: object, lifetime: str | None) -> int:
     return math.ceil(limit * 1e9)
 
 
-def fill_header(address: int, wanted: Wanted) -> None:
+def fill_header(address: int, wanted: SegmentSpec) -> None:
     """Write the header of a new segment, all but `ready`. The magic comes last, so that whoever
     finds a dead creator's leftover sees either none or a whole header."""
     header = SegmentHeader.from_address(address)
     config = (wanted.config or "{}").encode()
     header.abi = layout.ABI
-    header.kind = wanted.kind or Kind.PLAIN
+    header.kind = wanted.kind or SegmentKind.PLAIN
     header.layout_hash = wanted.layout_hash
     header.bytes = wanted.total_bytes
     ctypes.memmove(ctypes.addressof(header) + SegmentHeader.uuid.offset, uuid.uuid4().bytes, 16)
@@ -204,7 +204,7 @@ def config_of(header: SegmentHeader) -> dict[str, Any]:
     return parsed
 
 
-def verify_header(header: SegmentHeader, size: int, wanted: Wanted) -> None:
+def verify_header(header: SegmentHeader, size: int, wanted: SegmentSpec) -> None:
     """Compare a ready segment with what is wanted.
 
     Raises:
@@ -231,10 +231,10 @@ def verify_header(header: SegmentHeader, size: int, wanted: Wanted) -> None:
         raise LayoutMismatch(f"the segment {wanted.name!r}: {'; '.join(differences)}; {remedy}")
 
 
-def _items(header: SegmentHeader, wanted: Wanted) -> list[tuple[str, object, object]]:
+def _items(header: SegmentHeader, wanted: SegmentSpec) -> list[tuple[str, object, object]]:
     items: list[tuple[str, object, object]] = []
     if wanted.kind is not None:
-        items.append(("kind", wanted.kind.name, _name(Kind, header.kind)))
+        items.append(("kind", wanted.kind.name, _name(SegmentKind, header.kind)))
     base, facts = header.layout_hash >> 32, header.layout_hash & 0xFFFFFFFF
     items.append(("layout of segments", f"{wanted.base_hash:08x}", f"{base:08x}"))
     if wanted.facts_hash is not None:
@@ -257,7 +257,7 @@ def _shown(config: dict[str, Any], key: str, absent: str) -> str:
     return json.dumps(config[key], ensure_ascii=False) if key in config else absent
 
 
-def _name(enum: type[Kind] | type[Lifetime], value: int) -> str:
+def _name(enum: type[SegmentKind] | type[Lifetime], value: int) -> str:
     try:
         return enum(value).name
     except ValueError:

@@ -14,7 +14,7 @@ from lightcache._arguments import format_size
 from lightcache.errors import CacheCorrupted
 from lightcache.page_index import PageIndex
 from lightcache.pool import PoolObject
-from lightcache.shm import Kind, read_segment
+from lightcache.shm import SegmentKind, read_segment
 from lightcache.snapshot import CheckReport
 from lightcache.tools import facts, structures
 from lightcache.tools.facts import state_of
@@ -64,8 +64,8 @@ def check(ctx: click.Context, name: str, lock: bool, wait: float, as_json: bool)
     checked.
     """
     kind = require(name).kind
-    if kind.upper() in Kind.__members__ and kind != "index":
-        ctx.exit(_structure(name, Kind[kind.upper()], wait, as_json))
+    if kind.upper() in SegmentKind.__members__ and kind != "index":
+        ctx.exit(_structure(name, SegmentKind[kind.upper()], wait, as_json))
     try:
         result = _attached(name) if lock else _copied(name, wait)
     except CacheCorrupted as error:
@@ -77,7 +77,7 @@ def check(ctx: click.Context, name: str, lock: bool, wait: float, as_json: bool)
     ctx.exit(result.status)
 
 
-def _structure(name: str, kind: Kind, wait: float, as_json: bool) -> int:
+def _structure(name: str, kind: SegmentKind, wait: float, as_json: bool) -> int:
     """What holds no index; the exit status."""
     try:
         found = structures.check(name, kind, wait)

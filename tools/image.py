@@ -23,7 +23,7 @@ import numpy.typing as npt
 from lightcache import layout
 from lightcache.errors import CacheCorrupted, LightcacheError, NotReady
 from lightcache.page_index import MAX_PAGES, geometry
-from lightcache.shm import ClientInfo, Kind, SegmentInfo, clients, ofd, read_segment, wanted
+from lightcache.shm import ClientInfo, SegmentInfo, SegmentKind, clients, ofd, read_segment, wanted
 from lightcache.shm import layout as shm_layout
 from lightcache.shm.objects import OpenObject
 
@@ -190,11 +190,11 @@ def _copied(
 def _verify_index(found: OpenObject) -> tuple[dict[str, Any], layout.Geometry]:
     """The configuration of an index, and where it must then have what."""
     name, header = found.name, found.header()
-    if header.kind != Kind.INDEX:
+    if header.kind != SegmentKind.INDEX:
         raise LightcacheError(f"{name!r} does not hold an index; see `lightcache ls`")
     expected = wanted.want(
         name,
-        kind=Kind.INDEX,
+        kind=SegmentKind.INDEX,
         payload_bytes=None,
         config=None,
         layout_facts=layout.load().quick.lci_layout().decode(),

@@ -14,7 +14,16 @@ import click
 from lightcache._arguments import format_size
 from lightcache.errors import ConfigError, LightcacheError
 from lightcache.page_index import PageIndex
-from lightcache.shm import Kind, Segment, SegmentInfo, layout, list_segments, names, owners, wanted
+from lightcache.shm import (
+    Segment,
+    SegmentInfo,
+    SegmentKind,
+    layout,
+    list_segments,
+    names,
+    owners,
+    wanted,
+)
 from lightcache.shm.log_parts import free_dead_readers
 from lightcache.shm.objects import OpenObject
 from lightcache.shm.segment import free_dead_slots
@@ -90,7 +99,7 @@ def _reap(name: str, group: str | None) -> int:
                 return max(index.reap(), info.dead_clients)
         with Segment.attach(name, group=group) as segment:
             dead = sum(not client.alive for client in segment.clients())
-            (free_dead_readers if segment.kind is Kind.LOG else free_dead_slots)(segment)
+            (free_dead_readers if segment.kind is SegmentKind.LOG else free_dead_slots)(segment)
             return dead
 
 

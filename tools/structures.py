@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 
 from lightcache.errors import CacheCorrupted
-from lightcache.shm import Kind, SharedCounters, SharedLog, layout, logs, rings, structures
+from lightcache.shm import SegmentKind, SharedCounters, SharedLog, layout, logs, rings, structures
 from lightcache.tools import facts, hints
 from lightcache.tools.facts import Facts
 from lightcache.tools.image import Copy, guest, read_any
 
 _UNNAMED: Mapping[int, str] = {0: "a change"}  # lists and dicts do not say which
-_OPERATIONS: Mapping[Kind, Mapping[int, str]] = {
-    Kind.RING: rings.OPERATIONS,
-    Kind.LOG: logs.OPERATIONS,
-    Kind.PLAIN: {0: "RobustLock.hold"},
+_OPERATIONS: Mapping[SegmentKind, Mapping[int, str]] = {
+    SegmentKind.RING: rings.OPERATIONS,
+    SegmentKind.LOG: logs.OPERATIONS,
+    SegmentKind.PLAIN: {0: "RobustLock.hold"},
 }
 _LISTS_SHOWN = 64
 _DICT_COUNT = 8  # offset of the count in the root of native/dict_api.c
@@ -47,23 +47,23 @@ def document(name: str) -> Facts:
     }
 
 
-def _kind(copy: Copy) -> Kind:
+def _kind(copy: Copy) -> SegmentKind:
     try:
-        return Kind[copy.info.kind.upper()]
+        return SegmentKind[copy.info.kind.upper()]
     except KeyError:
         raise CacheCorrupted(
             f"{copy.info.name!r} holds a segment of {copy.info.kind} kind; see `lightcache ls`"
         ) from None
 
 
-def _content(kind: Kind, copy: Copy) -> Facts:
+def _content(kind: SegmentKind, copy: Copy) -> Facts:
     at = layout.PAYLOAD_OFFSET
-    make: Mapping[Kind, Callable[[Copy, memoryview], Facts]] = {
-        Kind.LIST: _list,
-        Kind.DICT: _dict,
-        Kind.RING: _ring,
-        Kind.LOG: _log,
-        Kind.COUNTERS: _counters,
+    make: Mapping[SegmentKind, Callable[[Copy, memoryview], Facts]] = {
+        SegmentKind.LIST: _list,
+        SegmentKind.DICT: _dict,
+        SegmentKind.RING: _ring,
+        SegmentKind.LOG: _log,
+        SegmentKind.COUNTERS: _counters,
     }
     found = make[kind](copy, copy.data.data[at:]) if kind in make else {}
     return {**{key: value for key, value in copy.config.items() if key != "names"}, **found}
@@ -134,14 +134,14 @@ class Checked:
     recovered: int = 0
 
 
-def check(name: str, kind: Kind, wait: float) -> Checked:
+def check(name: str, kind: SegmentKind, wait: float) -> Checked:
     """Check a segment that holds no index. Lists, dicts and rings from copies, as an index; logs
     and counters, which change without the lock, as they are, by a reader."""
-    if kind is Kind.LOG:
+    if kind is SegmentKind.LOG:
         return _read_only(name, lambda: SharedLog.attach(name, readonly=True))
-    if kind is Kind.COUNTERS:
+    if kind is SegmentKind.COUNTERS:
         return _read_only(name, lambda: SharedCounters.attach(name, readonly=True))
-    if kind is Kind.PLAIN:
+    if kind is SegmentKind.PLAIN:
         return _plain(read_any(name))
     return _copied(name, kind, wait)
 
@@ -161,7 +161,7 @@ def _plain(copy: Copy) -> Checked:
     return Checked(True, "header, clients and lock are in order; what its words mean is not known")
 
 
-def _copied(name: str, kind: Kind, wait: float) -> Checked:
+def _copied(name: str, kind: SegmentKind, wait: float) -> Checked:
     """A finding counts when it is of one instant and the next copy repeats it."""
     end, before = time.monotonic() + wait, ""
     while True:

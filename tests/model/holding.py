@@ -14,7 +14,8 @@ from model.index_model import BATCH, TICKETS, Page, Space
 from model.machine import IndexMachine
 from support import keys as make
 
-from lightcache import Abandoned, ConfigError, InUse, KeyStatus, LeaseLost, NamingResult, OutOfPages
+from lightcache import Abandoned, ConfigError, InUse, KeyStatus, LeaseLost, OutOfPages
+from lightcache.leases import NamingResult
 
 
 class HoldingMachine(IndexMachine):

@@ -21,7 +21,8 @@ from pathlib import Path
 
 import posix_ipc
 
-from lightcache.shm import InUse, LayoutMismatch, Segment, names, read_segment
+from lightcache.errors import InUse, LayoutMismatch
+from lightcache.shm import Segment, names, read_segment
 
 PAYLOAD = 20_000
 

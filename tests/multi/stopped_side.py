@@ -20,7 +20,7 @@ from multi.stress_worker import SECRET, SLICES, stamps, words_of
 
 from lightcache import Cache, LockTimeout, page_index
 from lightcache._core import reap_unjoined
-from lightcache.shm import Kind, Segment
+from lightcache.shm import Segment, SegmentKind
 
 LENGTH = 4  # pages of a prompt
 
@@ -84,7 +84,7 @@ class Side:
 
     def reap_as_guest(self) -> None:
         """The same as a process that wants to join and finds all slots taken."""
-        config = {"kind": Kind.INDEX, "layout_facts": page_index._facts()}
+        config = {"kind": SegmentKind.INDEX, "layout_facts": page_index._facts()}
         with Segment.attach(self.cache.name, **config) as segment:
             reap_unjoined(segment, self.cache.pages)
 

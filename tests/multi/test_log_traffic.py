@@ -14,7 +14,7 @@ from functools import partial
 import pytest
 from support.traffic import DEADLINE, ROUNDS, SECONDS, SEED, Storm, ended_well, spawn
 
-from lightcache import shm
+from lightcache import errors, shm
 
 BATCH = 5  # entries read at once
 BYTES = 64
@@ -34,7 +34,7 @@ def number_of(data):
 def lead(name):
     """Become the writer, as soon as there is none."""
     while True:
-        with contextlib.suppress(shm.InUse):
+        with contextlib.suppress(errors.InUse):
             return shm.SharedLog.attach(name, writer=True)
         time.sleep(0.001)  # not to wait: not to take all of the processor
 
@@ -56,7 +56,7 @@ def read(name, path, seed=0, until=b"end"):
             try:
                 found = log.read_many(BATCH) if chance.random() < 0.5 else []
                 found = found or [log.read(timeout=DEADLINE)]
-            except shm.Abandoned:
+            except errors.Abandoned:
                 time.sleep(0.001)  # until there is another writer
                 continue
             numbers = [number_of(data) for data in found if data != until]
@@ -85,7 +85,7 @@ def test_every_reader_reads_what_was_appended_in_order(segment_name, tmp_path, c
             assert number_of(mine.read(timeout=DEADLINE)) == number
         ended_well(writer)
         mine.check()
-        with pytest.raises(shm.Abandoned):
+        with pytest.raises(errors.Abandoned):
             mine.read(timeout=DEADLINE)
         with shm.SharedLog.attach(segment_name, writer=True) as log:
             log.append(b"end", timeout=DEADLINE)

@@ -119,7 +119,8 @@ def test_a_full_shm_is_an_error_and_not_a_signal(tmp_path: Path) -> None:
         512,
         """
 import os
-from lightcache.shm import NoSpace, Segment, memory
+from lightcache.errors import NoSpace
+from lightcache.shm import Segment, memory
 first = Segment.create("first", 200_000)
 first.join()
 for check in (True, False):     # found beforehand, and found by the allocation itself
@@ -130,7 +131,7 @@ for check in (True, False):     # found beforehand, and found by the allocation 
         assert "needs 450560 bytes" in text and "free in /dev/shm" in text, text
         assert os.listdir("/dev/shm") == ["lightcache.first"]
     room = memory.available()
-    memory.available = lambda: memory.Room(1 << 40, "free in /dev/shm")
+    memory.available = lambda: memory.FreeMemory(1 << 40, "free in /dev/shm")
 third = Segment.create("third", 200_000 - 49152)    # what is left is usable to the last page
 third.view(0, third.nbytes)[-1]
 third.close(); first.close()
@@ -145,7 +146,8 @@ def test_what_the_dead_left_is_swept_before_no_space(tmp_path: Path) -> None:
         512,
         """
 import os, signal
-from lightcache.shm import NoSpace, Segment, memory
+from lightcache.errors import NoSpace
+from lightcache.shm import Segment, memory
 for lifetime in ("attached", "persistent"):
     for blind in (False, True):
         pid = os.fork()
@@ -156,7 +158,7 @@ for lifetime in ("attached", "persistent"):
         os.waitpid(pid, 0)
         usual = memory.available
         if blind:               # the look beforehand sees room; the allocation does not find it
-            memory.available = lambda: memory.Room(1 << 40, "free in /dev/shm")
+            memory.available = lambda: memory.FreeMemory(1 << 40, "free in /dev/shm")
         try: Segment.create("living", 300_000).close()
         except NoSpace: assert lifetime == "persistent"
         else: assert lifetime == "attached"

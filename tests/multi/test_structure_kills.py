@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lightcache import shm
+from lightcache import errors, shm
 from lightcache.shm import _native, layout, structures
 
 AT_COMMIT, AT_KEY_ODD, AT_KEY_WRITTEN, AT_UNLOCK = 14, 6, 7, 15  # LC_AT_* in lc_base.h
@@ -163,7 +163,7 @@ def test_a_log_survives_its_users(segment_name, pause_library):
             mine[:] = attach()
 
         def read_all():
-            with contextlib.suppress(shm.Abandoned):
+            with contextlib.suppress(errors.Abandoned):
                 while True:
                     came.extend(map(int, reader.read_many(9)))
             assert came == list(range(reader.appended))

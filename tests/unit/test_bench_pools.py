@@ -28,7 +28,7 @@ def test_pinning(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_gpu_pinning, "in_background", lambda gpu, nbytes: next(runs))
     monkeypatch.setattr(_gpu_pinning, "one_after_the_other", lambda gpu, nbytes: Times(4.0, 4.0))
     monkeypatch.setattr(_gpu_pinning, "several", lambda gpu, count, nbytes: iter(()))
-    monkeypatch.setattr(memory, "available", lambda: memory.Room(5 << 30, "left"))
+    monkeypatch.setattr(memory, "available", lambda: memory.FreeMemory(5 << 30, "left"))
     first, whole, skipped = _gpu_pinning.pinning(bench)
     assert (first.value, first.ratio, first.met) == (0.5, 0.125, True)
     assert first.params["first_run_s"] == 5.0

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from lightcache import Cache, shm
+from lightcache import Cache, errors, shm
 from lightcache.manager.stats import ManagerStats, NodeCounters
 from lightcache.shm import layout
 from lightcache.tools.cli import group
@@ -133,7 +133,7 @@ def test_readers_read(counters):
         assert reader.total()["requests"] == 2
         assert reader.own() == {"requests": 0, "tokens": 0}
         reader.check()
-        with pytest.raises(shm.PermissionDenied, match="read-only"):
+        with pytest.raises(errors.PermissionDenied, match="read-only"):
             reader.add(requests=1)
     assert [client.role for client in counters.segment.clients()] == ["counters"]
 
@@ -179,9 +179,9 @@ def test_a_collection_and_a_signal_may_count_in_the_middle_of_counting(counters)
 
 @pytest.mark.parametrize("bad", [-1, 1 << 64, 1.0, True, "1", None])
 def test_bad_counts_count_nothing(counters, bad):
-    with pytest.raises(shm.ConfigError, match="tokens: expected an integer"):
+    with pytest.raises(errors.ConfigError, match="tokens: expected an integer"):
         counters.add(requests=1, tokens=bad)
-    with pytest.raises(shm.ConfigError, match="no counter 'token'; there are requests, tokens"):
+    with pytest.raises(errors.ConfigError, match="no counter 'token'; there are requests, tokens"):
         counters.add(requests=1, token=1)
     assert counters.total() == {"requests": 0, "tokens": 0}
 
@@ -190,18 +190,18 @@ def test_bad_counts_count_nothing(counters, bad):
     "bad", [[], "requests", ["a", "a"], ["a b"], [""], [1], [f"name{i}" for i in range(300)]]
 )
 def test_names_are_checked(segment_name, bad):
-    with pytest.raises(shm.ConfigError):
+    with pytest.raises(errors.ConfigError):
         shm.SharedCounters.create(segment_name, names=bad)
 
 
 def test_other_names_are_other_counters(counters):
-    with pytest.raises(shm.LayoutMismatch, match="names"):
+    with pytest.raises(errors.LayoutMismatch, match="names"):
         shm.SharedCounters.open(counters.segment.name, names=("requests", "bytes"))
-    with pytest.raises(shm.InUse):
+    with pytest.raises(errors.InUse):
         shm.SharedCounters.create(counters.segment.name, names=NAMES)
-    with pytest.raises(shm.LayoutMismatch, match="kind: expected DICT, found COUNTERS"):
+    with pytest.raises(errors.LayoutMismatch, match="kind: expected DICT, found COUNTERS"):
         shm.SharedDict.attach(counters.segment.name)
-    with pytest.raises(shm.NotReady):
+    with pytest.raises(errors.NotReady):
         shm.SharedCounters.attach(counters.segment.name + "-2")
 
 
@@ -212,9 +212,9 @@ def test_the_closed_and_the_forked_say_so(segment_name):
         status = 1
         try:
             for call in (counters.own, counters.total, counters.check, counters.close):
-                with pytest.raises(shm.Detached):
+                with pytest.raises(errors.Detached):
                     call()
-            with pytest.raises(shm.Detached):
+            with pytest.raises(errors.Detached):
                 counters.add(requests=1)
             with counters:
                 pass
@@ -225,7 +225,7 @@ def test_the_closed_and_the_forked_say_so(segment_name):
     counters.close()
     counters.close()
     for call in (counters.own, counters.total, counters.check, lambda: counters.add(tokens=1)):
-        with pytest.raises(shm.Detached):
+        with pytest.raises(errors.Detached):
             call()
 
 
@@ -233,7 +233,7 @@ def test_nobody_unmaps_what_is_being_added_up(counters, monkeypatch):
     rows = counters._rows
     monkeypatch.setattr(counters, "_rows", lambda: [rows(), counters.close()][0])
     for call in (counters.total, counters.check):
-        with pytest.raises(shm.InUse):
+        with pytest.raises(errors.InUse):
             call()
 
 
@@ -244,13 +244,13 @@ def store(counters, word, value):
 
 def test_check_names_what_is_broken(counters, segment_name):
     store(counters, 1, 9)
-    with pytest.raises(shm.CacheCorrupted, match="1 counters of slot 0 are not zero"):
+    with pytest.raises(errors.CacheCorrupted, match="1 counters of slot 0 are not zero"):
         counters.check()
     store(counters, 1, 0)
     counters.check()
     header = layout.SegmentHeader.from_address(counters.segment.address)
     header.config = header.config.replace(b"tokens", b"others")
-    with pytest.raises(shm.CacheCorrupted, match=r"found .*'others'"):
+    with pytest.raises(errors.CacheCorrupted, match=r"found .*'others'"):
         counters.check()
 
 
@@ -266,8 +266,10 @@ def test_check_names_what_is_broken(counters, segment_name):
     ],
 )
 def test_a_segment_that_says_what_no_counters_have(segment_name, config, what):
-    with shm.Segment.create(segment_name, 4096, kind=shm.Kind.COUNTERS, config=config) as segment:
-        with pytest.raises(shm.CacheCorrupted, match=what) as kept:
+    with shm.Segment.create(
+        segment_name, 4096, kind=shm.SegmentKind.COUNTERS, config=config
+    ) as segment:
+        with pytest.raises(errors.CacheCorrupted, match=what) as kept:
             shm.SharedCounters.attach(segment_name)
         segment.close()
         assert shm.read_segment(segment_name) is None, f"somebody lives in it after {kept.value}"
@@ -290,11 +292,11 @@ def test_hostile_bytes_give_errors_of_ours_alone(segment_name):
                     with attach(made, readonly=readonly) as other:
                         other.total(), other.own(), other.check()
                         other.add(tokens=1)
-                except shm.LightcacheError:
+                except errors.LightcacheError:
                     refused += 1
             try:
                 made.total(), made.own(), made.add(tokens=1), made.check()
-            except shm.LightcacheError:
+            except errors.LightcacheError:
                 refused += 1
         finally:
             made.close()
@@ -339,12 +341,12 @@ def test_a_nodes_figures(cache):
 
 def test_a_reader_of_a_cache_reads_its_figures(cache):
     with Cache.attach(cache.name, readonly=True) as reader:
-        with pytest.raises(shm.NotReady):
+        with pytest.raises(errors.NotReady):
             NodeCounters.open(reader)
         with NodeCounters.open(cache) as ours, NodeCounters.open(reader) as theirs:
             ours.add(errors=4)
             assert theirs.total().errors == 4
-            with pytest.raises(shm.PermissionDenied):
+            with pytest.raises(errors.PermissionDenied):
                 theirs.add(errors=1)
 
 

@@ -19,7 +19,7 @@ MIB = 1 << 20
 @pytest.fixture
 def room(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with 64 MiB, as Docker gives them."""
-    found = memory.Room(64 * MIB, f"free in {FOLDER}")
+    found = memory.FreeMemory(64 * MIB, f"free in {FOLDER}")
     monkeypatch.setattr(memory, "available", lambda: found)
 
 
@@ -37,7 +37,7 @@ def test_the_pool_and_what_is_beside_it_must_fit() -> None:
 
 
 def test_a_memory_limit_has_another_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = memory.Room(5 * MIB, "left in the memory limit of /sys/fs/cgroup/a")
+    found = memory.FreeMemory(5 * MIB, "left in the memory limit of /sys/fs/cgroup/a")
     monkeypatch.setattr(memory, "available", lambda: found)
     with pytest.raises(
         ConfigError, match=r"5\.0 MiB .*limit of /sys/fs/cgroup/a; .*--memory"

@@ -14,12 +14,12 @@ from lightcache import (
     Detached,
     KeyStatus,
     LeaseLost,
-    NamingResult,
     NoSpace,
     OutOfPages,
     PageIndex,
     PermissionDenied,
 )
+from lightcache.leases import NamingResult
 
 PAGES = 12
 

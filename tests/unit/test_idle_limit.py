@@ -182,8 +182,8 @@ def rooms(patch: pytest.MonkeyPatch, in_the_way: str) -> None:
     """There is room for nothing until that cache has gone."""
     real = memory.available
 
-    def available(*arguments: Any) -> memory.Room:
-        return memory.Room(100, "left") if exists(in_the_way) else real(*arguments)
+    def available(*arguments: Any) -> memory.FreeMemory:
+        return memory.FreeMemory(100, "left") if exists(in_the_way) else real(*arguments)
 
     patch.setattr(memory, "available", available)
 

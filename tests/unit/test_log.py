@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.filling import corrupt
 
-from lightcache import shm
+from lightcache import errors, shm
 from lightcache.shm import layout
 
 CAPACITY, BYTES = 5, 12
@@ -68,7 +68,7 @@ def model_step(log, readers, appended, at, verb, argument):
     """One call, of the log and of its model: `appended`, and where each reader stands."""
     if verb == "append":
         if at and len(appended) - min(at.values()) == log.capacity:
-            with pytest.raises(shm.WaitTimeout, match="full"):
+            with pytest.raises(errors.WaitTimeout, match="full"):
                 log.append(argument, timeout=0)
         else:
             log.append(argument, timeout=0)
@@ -86,7 +86,7 @@ def model_step(log, readers, appended, at, verb, argument):
         del at[argument]
     elif verb == "read" and argument in at:
         if at[argument] == len(appended):
-            with pytest.raises(shm.WaitTimeout, match="nothing was appended"):
+            with pytest.raises(errors.WaitTimeout, match="nothing was appended"):
                 readers[argument].read(timeout=0)
         else:
             assert readers[argument].read(timeout=0) == appended[at[argument]]
@@ -138,7 +138,7 @@ def test_readers_begin_where_they_join(log, reader):
         log.append(b"two")
         assert late.read(timeout=0) == b"two"
         assert reader.read_many(9) == [b"one", b"two"]
-        with pytest.raises(shm.WaitTimeout, match=r"nothing was appended.* for 0 s"):
+        with pytest.raises(errors.WaitTimeout, match=r"nothing was appended.* for 0 s"):
             late.read(timeout=0)
 
 
@@ -149,15 +149,15 @@ def test_entries_outlive_their_writer(segment_name):
         log.append(b"one")
         log.append(b"two")
         log.close()
-        with pytest.raises(shm.LayoutMismatch, match="capacity"):
+        with pytest.raises(errors.LayoutMismatch, match="capacity"):
             shm.SharedLog.open(segment_name, capacity=CAPACITY + 1, message_bytes=BYTES)
         assert reader.read(timeout=0) == b"one"
         assert reader.read_many(9) == [b"two"]
         for ask in (reader.read, lambda: reader.read_many(9)):
-            with pytest.raises(shm.Abandoned, match="writer has left or was killed"):
+            with pytest.raises(errors.Abandoned, match="writer has left or was killed"):
                 ask()
         with shm.SharedLog.open(segment_name, **sizes, writer=True) as heir:
-            with pytest.raises(shm.WaitTimeout):
+            with pytest.raises(errors.WaitTimeout):
                 reader.read(timeout=0)
             heir.append(b"three")
             assert (heir.appended, reader.read(timeout=0)) == (3, b"three")
@@ -172,7 +172,7 @@ def test_who_reads_before_the_first_writer_waits_for_it(segment_name):
         )
         assert reader.read(timeout=60) == b"first"
         os.waitpid(pid, 0)
-        with pytest.raises(shm.Abandoned):
+        with pytest.raises(errors.Abandoned):
             reader.read(timeout=60)
 
 
@@ -180,12 +180,12 @@ def test_a_second_writer_is_told_who_the_first_is(log):
     before = len(log.segment.clients())
     for _ in range(3):
         who = rf"slot 1: log writer, pid {os.getpid()}, living"
-        with pytest.raises(shm.InUse, match=rf"become the writer of .*{who}"):
+        with pytest.raises(errors.InUse, match=rf"become the writer of .*{who}"):
             shm.SharedLog.attach(log.segment.name, writer=True)
-    with pytest.raises(shm.InUse, match="pid"):
+    with pytest.raises(errors.InUse, match="pid"):
         shm.SharedLog.open(log.segment.name, **SIZES, writer=True)
     assert len(log.segment.clients()) == before, "who was refused has left"
-    with pytest.raises(shm.ConfigError, match="found both"):
+    with pytest.raises(errors.ConfigError, match="found both"):
         shm.SharedLog.attach(log.segment.name, writer=True, readonly=True)
 
 
@@ -216,7 +216,7 @@ def test_the_table_of_clients_is_cleared_of_dead_readers(log):
     joined = [shm.SharedLog.attach(log.segment.name) for _ in range(layout.SLOTS - 2)]
     log.append(b"one")
     assert {one.read(timeout=0) for one in joined} == {b"one"}
-    with pytest.raises(shm.InUse, match="more clients than slots"):
+    with pytest.raises(errors.InUse, match="more clients than slots"):
         shm.SharedLog.attach(log.segment.name)
     for one in joined:
         one.close()
@@ -228,7 +228,7 @@ def test_a_slow_reader_is_named(log, reader):
             log.append(b"x", timeout=0)
             quick.read(timeout=0)
         who = rf"slot 2: log reader, pid {os.getpid()}, living, {CAPACITY} behind\)"
-        with pytest.raises(shm.WaitTimeout, match=rf"was full for 0.01 s: .*by \({who}"):
+        with pytest.raises(errors.WaitTimeout, match=rf"was full for 0.01 s: .*by \({who}"):
             log.append(b"y", timeout=0.01)
         assert len(log) == CAPACITY
         assert reader.read_many(9) == [b"x"] * CAPACITY
@@ -247,17 +247,17 @@ def test_onlookers_look_and_cannot_change(log, reader):
             lambda: look.read_many(1),
             lambda: look.position,
         ):
-            with pytest.raises(shm.PermissionDenied):
+            with pytest.raises(errors.PermissionDenied):
                 change()
         assert repr(look).endswith("readonly>")
     assert reader.read(timeout=0) == b"one"
 
 
 def test_each_role_is_told_what_the_other_may(log, reader):
-    with pytest.raises(shm.PermissionDenied, match="attach with writer=True"):
+    with pytest.raises(errors.PermissionDenied, match="attach with writer=True"):
         reader.append(b"x")
     for call in (lambda: log.read(timeout=0), lambda: log.read_many(1), lambda: log.position):
-        with pytest.raises(shm.PermissionDenied, match="attached as its writer"):
+        with pytest.raises(errors.PermissionDenied, match="attached as its writer"):
             call()
     assert [repr(one).split()[-1] for one in (log, reader)] == ["writer>", "reader>"]
 
@@ -269,14 +269,14 @@ def test_closed_logs_say_so(segment_name):
         one.close()
         one.close()
     for call in (lambda: log.append(b""), reader.read, lambda: len(log), log.behind, log.check):
-        with pytest.raises(shm.Detached, match="close"):
+        with pytest.raises(errors.Detached, match="close"):
             call()
     assert repr(log).endswith("closed>")
 
 
 def test_closing_while_a_view_lives_changes_nothing(log, reader):
     view = reader.segment.view(0, 8)
-    with pytest.raises(shm.InUse):
+    with pytest.raises(errors.InUse):
         reader.close()
     log.append(b"one")
     assert reader.read(timeout=0) == b"one"
@@ -330,7 +330,7 @@ def test_a_waiting_reader_is_told_of_its_writers_death(segment_name, wait_until)
         told = []
 
         def read():
-            with pytest.raises(shm.Abandoned):
+            with pytest.raises(errors.Abandoned):
                 reader.read()
             told.append(True)
 
@@ -425,10 +425,10 @@ def test_a_damaged_log_is_an_error_not_a_signal(log, reader, offset, value, name
     log.append(b"one")
     log.append(b"two")
     corrupt(log.segment, offset, value)
-    with pytest.raises(shm.CacheCorrupted, match=named):
+    with pytest.raises(errors.CacheCorrupted, match=named):
         log.check()
     for ask in (reader.read, lambda: reader.read_many(2)):
-        with pytest.raises(shm.CacheCorrupted):
+        with pytest.raises(errors.CacheCorrupted):
             ask()
 
 
@@ -436,7 +436,7 @@ def test_a_second_entry_that_is_damaged_takes_nothing(log, reader):
     log.append(b"one")
     log.append(b"two")
     corrupt(log.segment, ROOT + 8 + 16, 7)  # a slot of 12 bytes takes 16
-    with pytest.raises(shm.CacheCorrupted, match="read from"):
+    with pytest.raises(errors.CacheCorrupted, match="read from"):
         reader.read_many(2)
     assert reader.position == 0
     assert reader.read() == b"one"

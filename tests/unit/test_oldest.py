@@ -11,14 +11,8 @@ import pytest
 from support.interrupts import interrupt
 from support.keys import keys, prompt
 
-from lightcache import (
-    ConfigError,
-    LeaseLost,
-    LockTimeout,
-    Oldest,
-    PageIndex,
-    PermissionDenied,
-)
+from lightcache import ConfigError, LeaseLost, LockTimeout, PageIndex, PermissionDenied
+from lightcache.page_index import LRUPages
 
 PAGES = 24
 
@@ -42,7 +36,7 @@ def put(index: PageIndex, name: int, pages: int) -> None:
         assert new.publish()
 
 
-def names(found: Oldest, *paths: tuple[int, ...]) -> list[tuple[int, ...]]:
+def names(found: LRUPages, *paths: tuple[int, ...]) -> list[tuple[int, ...]]:
     """The listed keys as the paths that lead to them."""
     known = {keys(*steps)[-1].tobytes(): steps for steps in paths}
     return [known[key.tobytes()] for key in found.keys]

@@ -27,7 +27,7 @@ from lightcache import (
     WaitTimeout,
 )
 from lightcache.page_index import MAX_PAGES, geometry
-from lightcache.shm import Kind, Segment
+from lightcache.shm import Segment, SegmentKind
 from lightcache.shm import layout as shm_layout
 
 
@@ -68,7 +68,7 @@ def test_attach_what_is_none(segment_name: str) -> None:
     with pytest.raises(NotReady):
         PageIndex.attach(segment_name)
     with (
-        Segment.create(segment_name, 64, kind=Kind.PLAIN),
+        Segment.create(segment_name, 64, kind=SegmentKind.PLAIN),
         pytest.raises((ConfigError, LayoutMismatch)),
     ):
         PageIndex.attach(segment_name)

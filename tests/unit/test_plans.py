@@ -26,8 +26,8 @@ from lightcache import (
     NotReady,
     PageIndex,
     PermissionDenied,
-    Plans,
 )
+from lightcache.plans import Plans
 from lightcache.shm import layout as shm_layout
 
 

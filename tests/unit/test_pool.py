@@ -166,7 +166,7 @@ def full(make: Make, monkeypatch: pytest.MonkeyPatch) -> tuple[Cache, list[int]]
     asked: list[int] = []
     room = memory.available()
 
-    def available() -> memory.Room:
+    def available() -> memory.FreeMemory:
         asked.append(1)
         return type(room)(bytes=4096, limit="free in this test")
 
@@ -312,7 +312,9 @@ def test_the_grower_tries_again(
             assert grower is not None
             assert isinstance(grower.error, NoSpace)
             assert 0 < cache.stats().no_memory_s <= 4
-            monkeypatch.setattr(memory, "available", lambda: memory.Room(1 << 40, "in this test"))
+            monkeypatch.setattr(
+                memory, "available", lambda: memory.FreeMemory(1 << 40, "in this test")
+            )
             go_on.set()
             wait_until(lambda: cache.pool.grown == 8, "the pool to grow")
             wait_until(lambda: grower.error is None, "that to be known")
@@ -346,7 +348,9 @@ def test_pools_that_do_not_fit_together(
     free = "free in this test"
     # Pools of others in /dev/shm are none of this test's.
     monkeypatch.setattr(os, "listdir", lambda at: [x for x in listed(at) if segment_name in x])
-    monkeypatch.setattr(memory, "available", lambda: memory.Room(chunks[0] * CHUNK_BYTES, free))
+    monkeypatch.setattr(
+        memory, "available", lambda: memory.FreeMemory(chunks[0] * CHUNK_BYTES, free)
+    )
     first = make(pages=12, page_bytes=CHUNK_BYTES // 4, grow=False)
     assert not caplog.records, "one fits"
     name = f"{segment_name}-2"

@@ -183,7 +183,7 @@ def test_a_failed_creation_leaves_nothing(
 def test_no_room_says_where(
     folder: Path, segment_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    room = memory.Room(8192, f"free in {folder}")
+    room = memory.FreeMemory(8192, f"free in {folder}")
     monkeypatch.setattr(memory, "available", lambda path=SHM: room if path == folder else _plenty())
     with pytest.raises(
         NoSpace, match=rf"16\.0 KiB \(16384 bytes\), found 8\.0 KiB free in {folder}"
@@ -192,8 +192,8 @@ def test_no_room_says_where(
     assert in_it(folder) == []
 
 
-def _plenty() -> memory.Room:
-    return memory.Room(1 << 40, "in this test")
+def _plenty() -> memory.FreeMemory:
+    return memory.FreeMemory(1 << 40, "in this test")
 
 
 def test_a_live_view_keeps_both(folder: Path, segment_name: str) -> None:

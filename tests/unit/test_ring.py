@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.filling import corrupt
 
-from lightcache import shm
+from lightcache import errors, shm
 from lightcache.shm import layout
 
 CAPACITY, BYTES = 5, 12
@@ -51,7 +51,7 @@ def test_ring_equals_a_deque(segment_name, capacity):
             for verb, argument in calls:
                 room = capacity - len(model)
                 if verb == "push" and room == 0:
-                    with pytest.raises(shm.WaitTimeout, match="full"):
+                    with pytest.raises(errors.WaitTimeout, match="full"):
                         real.push(argument, timeout=0)
                 elif verb == "push":
                     real.push(argument, timeout=0)
@@ -60,7 +60,7 @@ def test_ring_equals_a_deque(segment_name, capacity):
                     assert real.push_many(argument) == min(len(argument), room)
                     model.extend(argument[:room])
                 elif verb == "pop" and not model:
-                    with pytest.raises(shm.WaitTimeout, match="empty"):
+                    with pytest.raises(errors.WaitTimeout, match="empty"):
                         real.pop(timeout=0)
                 elif verb == "pop":
                     assert real.pop(timeout=0) == model.popleft()
@@ -78,7 +78,7 @@ def test_messages_outlive_their_producer(segment_name):
     sizes = {"capacity": CAPACITY, "message_bytes": BYTES, "lifetime": "persistent"}
     with shm.SharedRing.create(segment_name, **sizes) as ring:
         ring.push(b"one")
-    with pytest.raises(shm.LayoutMismatch, match="capacity"):
+    with pytest.raises(errors.LayoutMismatch, match="capacity"):
         shm.SharedRing.open(segment_name, capacity=CAPACITY + 1, message_bytes=BYTES)
     with shm.SharedRing.open(segment_name, **sizes) as ring:
         assert ring.pop(timeout=0) == b"one"
@@ -175,11 +175,11 @@ def test_a_damaged_ring_is_an_error_not_a_signal(ring, offset, value, named):
     ring.push(b"one")
     ring.push(b"two")
     corrupt(ring.segment, offset, value)
-    with pytest.raises(shm.CacheCorrupted, match=named):
+    with pytest.raises(errors.CacheCorrupted, match=named):
         ring.check()
-    with pytest.raises(shm.CacheCorrupted):
+    with pytest.raises(errors.CacheCorrupted):
         ring.pop()
-    with pytest.raises(shm.CacheCorrupted):
+    with pytest.raises(errors.CacheCorrupted):
         ring.pop_many(2)
 
 
@@ -187,7 +187,7 @@ def test_a_second_message_that_is_damaged_takes_nothing_out(ring):
     ring.push(b"one")
     ring.push(b"two")
     corrupt(ring.segment, ROOT + SLOT, 7)
-    with pytest.raises(shm.CacheCorrupted, match="pop from"):
+    with pytest.raises(errors.CacheCorrupted, match="pop from"):
         ring.pop_many(2)
     assert len(ring) == 2
     assert ring.pop() == b"one"

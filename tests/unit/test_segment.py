@@ -11,14 +11,11 @@ from pathlib import Path
 import posix_ipc
 import pytest
 
+from lightcache.errors import Detached, InUse, LayoutMismatch, NotReady
 from lightcache.shm import (
-    Detached,
-    InUse,
-    Kind,
-    LayoutMismatch,
     Lifetime,
-    NotReady,
     Segment,
+    SegmentKind,
     layout,
     list_segments,
     names,
@@ -55,16 +52,16 @@ def swept(name: str) -> list[str]:
 
 def test_create_then_attach(segment_name: str) -> None:
     config = {"pages": 4, "salt": "sel de mer é", "nested": {"b": [1, 2.5, None]}}
-    with Segment.create(segment_name, 5000, kind=Kind.DICT, config=config) as made:
+    with Segment.create(segment_name, 5000, kind=SegmentKind.DICT, config=config) as made:
         assert made.payload_bytes >= 5000
         assert made.nbytes == made.payload_offset + made.payload_bytes == made.nbytes // 4096 * 4096
         made.view(made.payload_offset, 5)[:] = b"hello"
-        with Segment.attach(segment_name, kind=Kind.DICT, config=config) as other:
+        with Segment.attach(segment_name, kind=SegmentKind.DICT, config=config) as other:
             assert bytes(other.view(other.payload_offset, 5)) == b"hello"
             assert other.config == config
             assert (other.uuid, other.kind, other.lifetime) == (
                 made.uuid,
-                Kind.DICT,
+                SegmentKind.DICT,
                 Lifetime.ATTACHED,
             )
             assert other.header().creator_pid == os.getpid()
@@ -162,7 +159,7 @@ def test_open_attaches_to_an_equal_one(segment_name: str) -> None:
         ({"config": {"a": 2, "c": 0}}, r"a: expected 2, found 1; b: .* nothing, found 2; c: "),
         ({"payload_bytes": 9000}, r"bytes: expected \d+, found \d+"),
         ({"lifetime": "persistent"}, "lifetime: expected PERSISTENT, found ATTACHED"),
-        ({"kind": Kind.LIST}, "kind: expected LIST, found PLAIN"),
+        ({"kind": SegmentKind.LIST}, "kind: expected LIST, found PLAIN"),
         ({"layout_facts": "other records"}, "layout of the structure: expected"),
     ],
 )

@@ -14,16 +14,8 @@ from typing import Any
 
 import pytest
 
-from lightcache.shm import (
-    ClientState,
-    ConfigError,
-    Detached,
-    InUse,
-    Kind,
-    Segment,
-    _native,
-    layout,
-)
+from lightcache.errors import ConfigError, Detached, InUse
+from lightcache.shm import ClientState, Segment, SegmentKind, _native, layout
 from lightcache.shm.codes import Code
 from lightcache.shm.objects import OpenObject
 
@@ -32,7 +24,7 @@ Wait = Callable[[Callable[[], bool], str], None]
 
 JOIN_AND_DIE = (
     "import os, signal, sys\n"
-    "from lightcache.shm import Kind, Segment\n"
+    "from lightcache.shm import SegmentKind, Segment\n"
     "kept = [Segment.attach(sys.argv[1]) for _ in range(int(sys.argv[2]))]\n"
     "for i, segment in enumerate(kept): segment.join(f'dead-{i}')\n"
     "os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -120,7 +112,7 @@ def test_dead_clients_make_room(segment_name: str, script: Script) -> None:
 
 
 def test_only_its_reaper_frees_a_structures_slots(segment_name: str, script: Script) -> None:
-    with Segment.create(segment_name, 1, kind=Kind.LIST) as first:
+    with Segment.create(segment_name, 1, kind=SegmentKind.LIST) as first:
         script(JOIN_AND_DIE, segment_name, layout.SLOTS - 1, status=-signal.SIGKILL)
         with pytest.raises(InUse, match="dead"):
             first.join()
@@ -143,7 +135,7 @@ def test_only_its_reaper_frees_a_structures_slots(segment_name: str, script: Scr
 
 
 def test_a_structures_slot_stays_for_the_reaper_unless_freed(segment_name: str) -> None:
-    with Segment.create(segment_name, 1, kind=Kind.LIST) as first:
+    with Segment.create(segment_name, 1, kind=SegmentKind.LIST) as first:
         for says_so in (False, True):
             other = Segment.attach(segment_name)
             slot = other.join().slot
@@ -201,7 +193,8 @@ def test_a_zombie_is_gone_although_its_record_stands(segment_name: str, wait_unt
 
 FORK = """
 import ctypes, gc, os, sys
-from lightcache.shm import Detached, Segment
+from lightcache.errors import Detached
+from lightcache.shm import Segment
 name, how = sys.argv[1:]
 segment = Segment.create(name, 1)
 segment.join("parent")
@@ -302,7 +295,8 @@ def test_forks_beside_threads_that_open(segment_name: str, script: Script) -> No
 
 START = """
 import multiprocessing, sys
-from lightcache.shm import Detached, Segment
+from lightcache.errors import Detached
+from lightcache.shm import Segment
 
 def work(name, inherited):
     if inherited is not None:

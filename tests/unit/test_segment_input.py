@@ -9,18 +9,15 @@ from typing import Any
 
 import pytest
 
-from lightcache.shm import (
+from lightcache.errors import (
     CacheCorrupted,
     ConfigError,
     LayoutMismatch,
     NoSpace,
     NotReady,
     PermissionDenied,
-    Segment,
-    layout,
-    names,
-    read_segment,
 )
+from lightcache.shm import Segment, layout, names, read_segment
 
 SHM = Path("/dev/shm")
 NOBODY = 65534
@@ -224,7 +221,8 @@ def test_of_another_user(segment_name: str, script: Script) -> None:
     with Segment.create(segment_name, 1):
         script(
             "import os, sys\n"
-            "from lightcache.shm import PermissionDenied, Segment, read_segment, sweep\n"
+            "from lightcache.errors import PermissionDenied\n"
+            "from lightcache.shm import Segment, read_segment, sweep\n"
             "Segment.create(sys.argv[1] + '-x', 1).close()\n"  # load all that root may read
             f"os.setgid({NOBODY}); os.setuid({NOBODY})\n"
             "for call in (Segment.attach, Segment.unlink, lambda n: Segment.open(n, 1),\n"
@@ -248,7 +246,8 @@ def test_of_a_group(segment_name: str, script: Script) -> None:
         assert path_of(segment_name).stat().st_gid == NOBODY
         script(
             "import os, sys\n"
-            "from lightcache.shm import PermissionDenied, Segment\n"
+            "from lightcache.errors import PermissionDenied\n"
+            "from lightcache.shm import Segment\n"
             "Segment.create(sys.argv[1] + '-x', 1).close()\n"
             f"os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})\n"
             "try: Segment.attach(sys.argv[1])\n"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lightcache.shm import (
+from lightcache.errors import (
     ConfigError,
     Detached,
     InUse,
@@ -22,14 +22,8 @@ from lightcache.shm import (
     NoSpace,
     NotReady,
     PermissionDenied,
-    Segment,
-    codes,
-    creation,
-    layout,
-    memory,
-    names,
-    ofd,
 )
+from lightcache.shm import Segment, codes, creation, layout, memory, names, ofd
 from lightcache.shm.objects import OpenObject
 
 SHM = Path("/dev/shm")

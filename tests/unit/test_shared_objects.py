@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lightcache import shm
+from lightcache import errors, shm
 from lightcache.shm import layout
 
 
@@ -84,7 +84,7 @@ def test_readers_look_and_cannot_change(kind, one):
         for look in kind.looks(reader):
             look()
         for change in kind.changes(reader):
-            with pytest.raises(shm.PermissionDenied):
+            with pytest.raises(errors.PermissionDenied):
                 change()
 
 
@@ -94,7 +94,7 @@ def test_what_is_closed_says_so(segment_name, kind):
     for _ in range(2):
         one.close()
     for call in (*kind.looks(one), *kind.changes(one)):
-        with pytest.raises(shm.Detached, match="close"):
+        with pytest.raises(errors.Detached, match="close"):
             call()
 
 
@@ -105,7 +105,7 @@ def test_a_forked_child_is_told_to_attach(kind, one):
         status = 1
         try:
             for call in (*kind.looks(one), *kind.changes(one)):
-                with pytest.raises(shm.Detached):
+                with pytest.raises(errors.Detached):
                     call()
             with kind.made.attach(one.segment.name) as mine:
                 kind.looks(mine)[0]()
@@ -120,9 +120,9 @@ def test_a_forked_child_is_told_to_attach(kind, one):
 def test_other_kinds_are_told_apart(segment_name, kind, one):
     for other in KINDS.values():
         if other is not kind:
-            with pytest.raises(shm.LayoutMismatch):
+            with pytest.raises(errors.LayoutMismatch):
                 other.made.attach(one.segment.name)
-    with pytest.raises(shm.ConfigError, match="uses its lock itself"):
+    with pytest.raises(errors.ConfigError, match="uses its lock itself"):
         shm.RobustLock(one.segment)
     told = {info.name: info.kind for info in shm.list_segments()}
     assert KINDS[told[segment_name]] is kind
@@ -133,16 +133,16 @@ def test_other_kinds_are_told_apart(segment_name, kind, one):
 def test_sizes_are_checked(segment_name, kind, bad):
     for size in kind.sizes:
         for make in (kind.made.create, kind.made.open):
-            with pytest.raises(shm.ConfigError, match=size):
+            with pytest.raises(errors.ConfigError, match=size):
                 make(segment_name, **{**kind.sizes, size: bad})
 
 
 @of_entries
 def test_a_segment_that_says_what_it_cannot_hold(segment_name, kind):
-    number = shm.Kind[kind.made.__name__.removeprefix("Shared").upper()]
+    number = shm.SegmentKind[kind.made.__name__.removeprefix("Shared").upper()]
     for config, error, words in (
-        (kind.config, shm.ConfigError, "too short for 1000"),
-        ({**kind.config, "capacity": 0}, shm.CacheCorrupted, "capacity"),
+        (kind.config, errors.ConfigError, "too short for 1000"),
+        ({**kind.config, "capacity": 0}, errors.CacheCorrupted, "capacity"),
     ):
         with shm.Segment.create(segment_name, 4096, kind=number, config=config) as segment:
             for readonly in (False, True):
@@ -173,12 +173,12 @@ def test_any_bytes_and_none(kind, one):
 @of_entries
 def test_bad_entries_are_refused_and_nothing_is_put_in(kind, one, bad):
     put, take = ends(kind, one)
-    with pytest.raises(shm.ConfigError, match=r"(message|entry): expected"):
+    with pytest.raises(errors.ConfigError, match=r"(message|entry): expected"):
         put(bad)
     if kind is KINDS["ring"]:
-        with pytest.raises(shm.ConfigError, match="message: expected"):
+        with pytest.raises(errors.ConfigError, match="message: expected"):
             one.push_many([b"good", bad])
-    with pytest.raises(shm.WaitTimeout):
+    with pytest.raises(errors.WaitTimeout):
         take(timeout=0)
 
 
@@ -186,7 +186,7 @@ def test_bad_entries_are_refused_and_nothing_is_put_in(kind, one, bad):
 @of_entries
 def test_a_limit_is_checked(kind, one, bad):
     many = one.pop_many if kind is KINDS["ring"] else kind.made.attach(one.segment.name).read_many
-    with pytest.raises(shm.ConfigError, match="limit"):
+    with pytest.raises(errors.ConfigError, match="limit"):
         many(bad)
 
 
@@ -273,11 +273,11 @@ def test_the_lock_tells_its_holder_and_the_operation(kind, one, operation, words
     lock.sequence = lock.holder >> 32
     name, how = one.segment.name, {"lock_timeout": 0.05}
     if kind is KINDS["ring"]:
-        with kind.made.attach(name, **how) as slow, pytest.raises(shm.LockTimeout, match=words):
+        with kind.made.attach(name, **how) as slow, pytest.raises(errors.LockTimeout, match=words):
             slow.push(b"x")
     else:
         segment = shm.Segment.attach(name)
-        with pytest.raises(shm.LockTimeout, match=words):
+        with pytest.raises(errors.LockTimeout, match=words):
             kind.made(segment, writer=True, **how)
         segment.close()
         with kind.made.attach(name) as reader:  # these take no lock

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.filling import corrupt
 
-from lightcache import shm
+from lightcache import errors, shm
 
 NODES, LISTS, CAPACITY = 6, 3, 5
 
@@ -51,7 +51,7 @@ def apply_to_model(model, verb, node, which):
             on.remove(node)
         return on is not None
     if verb.startswith("push") and on is not None:
-        return shm.InUse
+        return errors.InUse
     if on is not None:
         on.remove(node)
     model[which].insert(len(model[which]) if verb.endswith("back") else 0, node)
@@ -75,8 +75,8 @@ def test_list_equals_plain_lists(segment_name):
                     assert getattr(real, verb)(*arguments) == expected
                 else:
                     expected = apply_to_model(model, verb, *arguments)
-                    if expected is shm.InUse:
-                        with pytest.raises(shm.InUse):
+                    if expected is errors.InUse:
+                        with pytest.raises(errors.InUse):
                             getattr(real, verb)(*arguments)
                     elif verb == "remove":
                         assert real.remove(arguments[0]) == expected
@@ -109,7 +109,7 @@ def test_dict_equals_a_plain_dict(segment_name):
             for verb, key, value in steps:
                 full = key not in model and len(model) == CAPACITY
                 if verb in ("put", "put_new") and full:
-                    with pytest.raises(shm.NoSpace, match="5 of 5"):
+                    with pytest.raises(errors.NoSpace, match="5 of 5"):
                         getattr(real, verb)(key, value)
                 elif verb == "put":
                     assert real.put(key, value) == (key in model)
@@ -132,7 +132,7 @@ def test_dict_refuses_more_keys_in_a_chain_than_the_bound(segment_name):
     with shm.SharedDict.create(segment_name, capacity=100) as table:
         for n in range(32):
             table[n << 64] = n
-        with pytest.raises(shm.NoSpace, match="spread keys"):
+        with pytest.raises(errors.NoSpace, match="spread keys"):
             table[99 << 64] = 0
         table[1] = 5  # another chain
         table.check()
@@ -143,12 +143,12 @@ def test_dict_refuses_more_keys_in_a_chain_than_the_bound(segment_name):
 
 @pytest.mark.parametrize("bad", [-1, 1 << 128, "key", None])
 def test_dict_refuses_bad_keys(table, bad):
-    with pytest.raises(shm.ConfigError, match="128 bits"):
+    with pytest.raises(errors.ConfigError, match="128 bits"):
         table.get(bad)
 
 
 def test_dict_refuses_bad_values(table):
-    with pytest.raises(shm.ConfigError, match="32 bits"):
+    with pytest.raises(errors.ConfigError, match="32 bits"):
         table.put(1, 1 << 31)
 
 
@@ -156,7 +156,7 @@ def test_dict_refuses_bad_values(table):
     ("node", "which"), [(-1, 0), (NODES, 0), (0, -1), (0, LISTS), (1 << 40, 0)]
 )
 def test_list_refuses_what_is_out_of_range(lists, node, which):
-    with pytest.raises(shm.ConfigError, match="node below 6"):
+    with pytest.raises(errors.ConfigError, match="node below 6"):
         lists.push_back(node, which)
 
 
@@ -179,7 +179,7 @@ def test_atomics(plain, kind):
 
 @pytest.mark.parametrize("offset", [-8, 2, 4096, 4092])
 def test_atomics_refuse_bad_offsets(plain, offset):
-    with pytest.raises(shm.ConfigError, match="multiple of 8"):
+    with pytest.raises(errors.ConfigError, match="multiple of 8"):
         shm.AtomicU64(plain, offset)
 
 
@@ -199,7 +199,7 @@ def test_event_wakes_another_process(plain):
 
 
 def test_event_times_out(plain):
-    with pytest.raises(shm.WaitTimeout, match="not met"):
+    with pytest.raises(errors.WaitTimeout, match="not met"):
         shm.Event(plain, 0).wait_for(lambda: False, timeout=0.01)
 
 
@@ -217,7 +217,10 @@ def test_lock_tells_that_its_owner_died(plain):
             os._exit(0)
     os.read(ready_r, 1)
     lock = shm.RobustLock(plain)
-    with pytest.raises(shm.LockTimeout, match=r"client 2 \(victim, pid"), lock.hold(timeout=0.05):
+    with (
+        pytest.raises(errors.LockTimeout, match=r"client 2 \(victim, pid"),
+        lock.hold(timeout=0.05),
+    ):
         pass
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
@@ -230,7 +233,7 @@ def test_lock_tells_that_its_owner_died(plain):
 
 
 def test_lock_needs_a_slot(segment_name):
-    with shm.Segment.create(segment_name, 4096) as segment, pytest.raises(shm.PermissionDenied):
+    with shm.Segment.create(segment_name, 4096) as segment, pytest.raises(errors.PermissionDenied):
         with shm.RobustLock(segment).hold():
             pass
 
@@ -238,7 +241,7 @@ def test_lock_needs_a_slot(segment_name):
 def test_a_damaged_dict_is_an_error_not_a_signal(table):
     table[1] = 2
     corrupt(table.segment, 8, 77)  # the count
-    with pytest.raises(shm.CacheCorrupted, match="1 items"):
+    with pytest.raises(errors.CacheCorrupted, match="1 items"):
         table.check()
 
 
@@ -246,9 +249,9 @@ def test_a_damaged_list_is_an_error_not_a_signal(segment_name):
     with shm.SharedList.create(segment_name, nodes=NODES, lists=LISTS) as lists:
         lists.push_back(2)
         corrupt(lists.segment, 4 * LISTS + 4 * NODES, 0x7FFFFFFF)  # list 0's last node
-        with pytest.raises(shm.CacheCorrupted):
+        with pytest.raises(errors.CacheCorrupted):
             lists.check()
-        with pytest.raises(shm.CacheCorrupted):
+        with pytest.raises(errors.CacheCorrupted):
             lists.push_back(3)
-        with pytest.raises(shm.CacheCorrupted):
+        with pytest.raises(errors.CacheCorrupted):
             lists.push_front(3) if lists.pop_back() is None else None

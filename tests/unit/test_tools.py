@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 
 import lightcache_bench as frame
 from lightcache import Cache, InUse, NotReady, PageIndex
-from lightcache.shm import Kind, Segment, list_segments, names, read_segment
+from lightcache.shm import Segment, SegmentKind, list_segments, names, read_segment
 from lightcache.tools import cli, create, doctor, maintenance
 
 Run = Callable[..., Result]
@@ -318,7 +318,10 @@ def test_reap_all(run: Run, made: str, script: Script, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(maintenance, "list_segments", only_ours)
     script(CLIENT + DIES, made, "victim", status=-signal.SIGKILL)
-    with Segment.create(f"{made}-plain", 1), Segment.create(f"{made}-list", 1, kind=Kind.LIST):
+    with (
+        Segment.create(f"{made}-plain", 1),
+        Segment.create(f"{made}-list", 1, kind=SegmentKind.LIST),
+    ):
         result = run("reap", "--all", "--json")
         dead = {entry["name"]: entry["dead"] for entry in json.loads(result.stdout)}
         assert dead == {made: 1, f"{made}-plain": 0, f"{made}-list": 0}

@@ -28,7 +28,7 @@ import numpy as np
 
 from lightcache.cache import Cache
 from lightcache.errors import Detached, InUse, LayoutMismatch
-from lightcache.shm import ClientInfo, Kind, Segment, SharedRing
+from lightcache.shm import ClientInfo, Segment, SegmentKind, SharedRing
 from lightcache.shm.segment import free_dead_slots
 from lightcache.shm.sync import AtomicU64, RobustLock
 from lightcache.storage.jobs import TierOptions
@@ -127,7 +127,9 @@ class Board:
         Raises:
             NotReady: there is no such cache, or it has neither a service nor a client of one.
         """
-        with Segment.attach(cache_name, readonly=True, kind=Kind.INDEX, group=group) as index:
+        with Segment.attach(
+            cache_name, readonly=True, kind=SegmentKind.INDEX, group=group
+        ) as index:
             name = board_name(cache_name, index.uuid)
         return cls._over(Segment.attach(name, readonly=True, layout_facts=LAYOUT, group=group))
 
