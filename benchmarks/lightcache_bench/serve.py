@@ -276,7 +276,7 @@ def _pools(asked: Asked, base: Settings) -> Iterator[Row]:
         shape = {"system_tokens": 2048, "message_tokens": 3072, "answer_tokens": 16}
     turns = 6 if asked.on_gpu else 5
     users = max(1, asked.requests // turns)
-    workload = _workload(base, "conversations", users=users, turns=turns, forks=False, **shape)
+    workload = _workload(base, "conversations", users=users, turns=turns, **shape)
     runs = [(pool, False) for pool in asked.pools]
     runs += [(pool, True) for pool in asked.pools if pool != "none"]
     slowest: Run | None = None

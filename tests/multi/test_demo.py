@@ -88,15 +88,15 @@ def gone(pid: int) -> bool:
 def check_facts(facts: dict[str, Any]) -> None:
     """Hits that were shared, a kill, a restart, and equal answers."""
     assert facts["problems"] == []
-    assert facts["turns"] == 8
+    assert facts["turns"] == 6
     assert set(facts["hit_tokens"]) == {"host"}
     assert 0 < facts["hit_tokens"]["host"] < facts["prompt_tokens"]
     assert facts["killed"]["doomed_pages"] >= facts["killed"]["pages"] >= 2
     assert facts["loaded_bytes"] > 0
     assert facts["offloaded_bytes"] > 0
     restart = facts["restart"]
-    assert restart["turns"] == restart["reusing"] == 3
-    assert restart["hit_tokens"]["storage"] > restart["prompt_tokens"] / 6
+    assert restart["turns"] == restart["reusing"] == 2
+    assert restart["hit_tokens"]["storage"] > restart["prompt_tokens"] / 4
     assert facts["compared"] == facts["reusing"] + restart["reusing"]
     assert facts["largest_difference"] < 1e-4
 

@@ -9,7 +9,6 @@ import numpy as np
 from lightcache.tools.demo.messages import Tokens
 
 _VOCABULARY = 4096  # token ids that prompts are made of: every model has as many
-_FORKS = 4  # one user of so many goes back to an earlier turn in the end, and asks something else
 
 
 @dataclass(frozen=True)
@@ -24,9 +23,7 @@ class Turn:
 
 
 class Conversations:
-    """Hands out turns, and makes the next ones from the answers. In the end every
-    fourth user goes back to the middle of a conversation, and forks it: another conversation, which
-    shares what was before."""
+    """Hands out turns, and makes the next ones from the answers."""
 
     def __init__(
         self,
@@ -37,7 +34,6 @@ class Conversations:
         system_tokens: int = 384,
         message_tokens: int = 48,
         answer_tokens: int = 16,
-        forks: bool = True,
     ) -> None:
         """Nothing is asked yet.
 
@@ -48,16 +44,11 @@ class Conversations:
         self._seed, self._users, self._turns = seed, users, turns
         self._message, self._answer = message_tokens, answer_tokens
         self._system = self._draw(0, 0, 0, system_tokens)
-        self._middle = turns // 2
-        forked = range(0, users, _FORKS) if forks and self._middle else ()
-        self._fork_of = {user: users + i for i, user in enumerate(forked)}
         self._asked: dict[int, Turn] = {}
         self._said: dict[int, Tokens] = {}
         """Of each conversation, the last prompt and its answer; in the order of the answers."""
-        self._stems: dict[int, Tokens] = {}
-        """Of each conversation, its tokens before the middle turn."""
         self._numbers = 0
-        self.total = users * turns + len(self._fork_of) * (turns - self._middle)
+        self.total = users * turns
 
     @property
     def longest(self) -> int:
@@ -69,19 +60,13 @@ class Conversations:
         return [self._ask(user, 0, self._system) for user in range(self._users)]
 
     def answered(self, number: int, answer: Tokens) -> list[Turn]:
-        """The turns that an answer makes possible: the next one, and a fork after the last."""
+        """The turn that an answer makes possible, if there is one."""
         turn = self._asked.pop(number)
-        conversation, following = turn.conversation, turn.turn + 1
-        self._said.pop(conversation, None)
-        said = self._said[conversation] = np.concatenate([turn.prompt, answer])
-        if following == self._middle:
-            self._stems[conversation] = said
-        if following < self._turns:
-            return [self._ask(conversation, following, said)]
-        if conversation in self._fork_of:
-            fork = self._fork_of[conversation]
-            return [self._ask(fork, self._middle, self._stems[conversation])]
-        return []
+        said = np.concatenate([turn.prompt, answer])
+        self._said.pop(turn.conversation, None)
+        self._said[turn.conversation] = said
+        last = turn.turn + 1 == self._turns
+        return [] if last else [self._ask(turn.conversation, turn.turn + 1, said)]
 
     def resume(self, most: int) -> list[Turn]:
         """One more turn of the conversations that were asked last."""

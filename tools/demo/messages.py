@@ -41,8 +41,7 @@ class ModelSpec:
 
     form: Mapping[str, int] = field(default_factory=lambda: DENSE)
     """Of a model with random weights: arguments of its configuration."""
-    seed: int = 0
-    """Of the random weights."""
+    seed: int = 0  # of the random weights
     directory: str | None = None
     """A checkpoint, as `save_pretrained` writes it, instead of random weights."""
     device: str = "cpu"
@@ -58,19 +57,15 @@ class ModelSpec:
 class WorkerConfig:
     """What a worker is started with."""
 
-    run: str
-    """The names of all segments of the run begin with it."""
+    run: str  # the names of all segments of the run begin with it
     model: ModelSpec
-    host_bytes: int
-    """Shared memory for pages, of all workers together."""
+    host_bytes: int  # shared memory for pages, of all workers together
     device_tokens: int
     """Tokens that the device has blocks for: at least those of the longest request."""
     storage: str | None = None
     """URL of the storage that pages are written to and read from; None: there is none."""
-    page_tokens: int = 16
-    """Of a host page, and of a device block."""
-    threads: int = 1
-    """Of torch."""
+    page_tokens: int = 16  # of a host page, and of a device block
+    threads: int = 1  # of torch
 
     @property
     def caches(self) -> tuple[str, ...]:
@@ -84,8 +79,7 @@ class Ready:
     """Worker to router: the model is loaded and the cache is open."""
 
     pid: int
-    device_index: str
-    """Name of the index of its device blocks, which routers look at."""
+    device_index: str  # name of the index of its device blocks, which routers look at
 
 
 @dataclass(frozen=True)
@@ -95,30 +89,23 @@ class Request:
     number: int
     prompt: Tokens
     answer_tokens: int
-    sent: float
-    """Seconds of `time.monotonic`, one clock for all processes of a machine."""
-    hold: bool = False
-    """Stop in the middle of an offload and wait to be killed."""
+    sent: float  # seconds of `time.monotonic`, one clock for all processes of a machine
+    hold: bool = False  # stop in the middle of an offload and wait to be killed
 
 
 @dataclass(frozen=True)
 class Answer:
     """Worker to router: a request has finished, and its pages are published."""
 
-    tokens: Tokens
-    """Of the answer."""
-    logprobs: list[float]
-    """Of each token of the answer."""
+    tokens: Tokens  # of the answer
+    logprobs: list[float]  # of each token of the answer
     reused: Mapping[str, int]
     """Tokens of the prompt that were not computed, by tier: device, host, storage."""
     loaded_bytes: int
     offloaded_bytes: int
-    lookup_s: float
-    """Hashing and finding the prompt, and waiting for storage."""
-    first_s: float
-    """From `Request.sent` to the first token."""
-    alone_s: float | None
-    """To the first token without the cache, in the same process."""
+    lookup_s: float  # hashing and finding the prompt, and waiting for storage
+    first_s: float  # from `Request.sent` to the first token
+    alone_s: float | None  # to the first token without the cache, in the same process
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,7 @@ class Served:
 
     turn: Turn
     answer: Answer
-    worker: str
-    """Its number, and one ' for each life before."""
+    worker: str  # its number, and one ' for each life before
     attempts: int
 
 
@@ -41,10 +40,8 @@ class Kill:
     turn: int
     copied_pages: int
     pages: int
-    doomed_pages: int
-    """Pages that it was writing, which no key leads to."""
-    recovered_s: float
-    """From the signal until its pages could be used again."""
+    doomed_pages: int  # pages that it was writing, which no key leads to
+    recovered_s: float  # from the signal until its pages could be used again
 
 
 class Figures:
@@ -74,8 +71,7 @@ class Outcome:
     wanted_kill: bool
     wanted_restart: bool
     turns: list[Served] = field(default_factory=list)
-    again: list[Served] = field(default_factory=list)
-    """Turns after the restart."""
+    again: list[Served] = field(default_factory=list)  # turns after the restart
     wanted_again: int = 0
     kill: Kill | None = None
     successor_s: float | None = None
@@ -86,8 +82,7 @@ class Outcome:
     """Turns that were computed again: whether the answer was equal, and the largest difference
     between log-probabilities."""
     wanted_compared: int = 0
-    left: list[str] = field(default_factory=list)
-    """Segments in shared memory after the end."""
+    left: list[str] = field(default_factory=list)  # segments in shared memory after the end
     seconds: float = 0.0
 
     def problems(self) -> list[str]:

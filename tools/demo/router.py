@@ -45,11 +45,9 @@ class Router:
         self._kv = self._caches[0]
         self._router: Any = None
         self._peers: dict[str, Peer] = {}
-        self._last: dict[int, str] = {}
-        """The worker that had the last turn of each conversation."""
+        self._last: dict[int, str] = {}  # the worker that had the last turn of each conversation
         self._unrouted: list[Turn] = []
-        self.attempts: dict[int, int] = {}
-        """How often each turn was given to a worker."""
+        self.attempts: dict[int, int] = {}  # how often each turn was given to a worker
 
     # ---- which workers there are
 

@@ -134,8 +134,7 @@ class Member:
     """A worker process."""
 
     number: int
-    life: int
-    """Dead workers of the same number before it."""
+    life: int  # dead workers of the same number before it
     process: Any
     pipe: Connection
     started: float = field(default_factory=time.monotonic)

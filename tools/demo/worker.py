@@ -36,19 +36,14 @@ class Running:
     """A request that is being computed."""
 
     request: Request
-    table: Any
-    """Its device blocks, in the order of its tokens."""
+    table: Any  # its device blocks, in the order of its tokens
     sequence: Sequence
-    computed: int
-    """Leading tokens whose KV is on the device."""
-    reused: dict[str, int]
-    """Tokens that are not computed, by the tier they come from."""
+    computed: int  # leading tokens whose KV is on the device
+    reused: dict[str, int]  # tokens that are not computed, by the tier they come from
     lookup_s: float
-    tokens: list[int] = field(default_factory=list)
-    """Of the answer."""
+    tokens: list[int] = field(default_factory=list)  # of the answer
     logprobs: list[float] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)
-    """When each token of the answer was there."""
+    times: list[float] = field(default_factory=list)  # when each token of the answer was there
 
 
 class Worker:
