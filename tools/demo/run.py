@@ -17,17 +17,9 @@ from typing import Any
 
 from lightcache import Cache, LightcacheError
 from lightcache.shm import list_segments, sweep
+from lightcache.tools.demo import messages
 from lightcache.tools.demo.conversations import Conversations, Turn
-from lightcache.tools.demo.messages import (
-    SECRET,
-    Answer,
-    Failed,
-    Holding,
-    ModelSpec,
-    Ready,
-    Tokens,
-    WorkerConfig,
-)
+from lightcache.tools.demo.messages import SECRET, Answer, ModelSpec, Tokens, WorkerConfig
 from lightcache.tools.demo.report import Kill, Outcome, Served, Show, sample
 from lightcache.tools.demo.router import Router
 
@@ -218,7 +210,7 @@ class Crew:
             except (EOFError, OSError):
                 message = None
                 self._replace(member)
-            if isinstance(message, Failed):
+            if isinstance(message, messages.Failed):
                 raise RunFailed(f"worker {member.label}: {message.reason}")
             yield member, message
 
@@ -262,7 +254,7 @@ class Stage:
         self._router: Any = None
         self._absent = set(range(workers))
         """Numbers of the workers that are not ready, or not again."""
-        self._holding: dict[Member, Holding] = {}
+        self._holding: dict[Member, messages.Holding] = {}
 
     def __enter__(self) -> Stage:
         self._stack.enter_context(self._crew)
@@ -323,15 +315,15 @@ class Stage:
         for member, message in self._crew.messages():
             if message is None:
                 self._on_death(member)
-            elif isinstance(message, Ready):
+            elif isinstance(message, messages.Ready):
                 self._on_ready(member, message)
-            elif isinstance(message, Holding):
+            elif isinstance(message, messages.Holding):
                 self._on_holding(member, message)
             else:
                 served.append(self._on_answer(member, message))
         return served
 
-    def _on_ready(self, member: Member, ready: Ready) -> None:
+    def _on_ready(self, member: Member, ready: messages.Ready) -> None:
         seconds = time.monotonic() - member.started
         self._show.say(f"worker {member.label} is ready (pid {ready.pid}, {seconds:.1f} s)")
         if self._router is None:
@@ -345,7 +337,7 @@ class Stage:
         if member.life and self._outcome.successor_s is None:
             self._outcome.successor_s = seconds
 
-    def _on_holding(self, member: Member, holding: Holding) -> None:
+    def _on_holding(self, member: Member, holding: messages.Holding) -> None:
         self._show.say(
             f"worker {member.label} has copied {holding.copied} of {holding.pages} pages of turn "
             f"{holding.number}: killing it (SIGKILL)",
