@@ -120,11 +120,15 @@ def test_a_hybrid_model(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_pool_that_is_too_small_has_storage(tmp_path: Path) -> None:
-    """A storage that was given stays, and `memory:` ends with its worker: no restart."""
+    """`memory:` ends with its worker: no restart."""
     small = ("--workers", "1", "--size", "5MiB", "--storage", "memory:", "--no-kill")
     facts = json.loads(ran("--json", *small, folder=tmp_path))
     assert facts["restart"] is None
     assert facts["hit_tokens"]["storage"] > 0
+
+
+@pytest.mark.slow
+def test_a_storage_that_was_given_stays(tmp_path: Path) -> None:
     url = f"disk:{tmp_path}/pages?capacity=64MiB"
     for least in (0, 300):
         out = ran("--json", "--no-kill", "--no-restart", "--storage", url, folder=tmp_path)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -71,7 +73,9 @@ def demo(ctx: click.Context, /, svg: str | None, as_json: bool, **options: Any) 
     if as_json:
         emit(outcome.facts())
     if svg is not None:
-        printed.save_svg(svg, title="lightcache demo")
+        drawn = printed.export_svg(title="lightcache demo")
+        # No fonts from elsewhere: any monospaced one will do.
+        Path(svg).write_text(re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL))
     ctx.exit(BROKEN if outcome.problems() else OK)
 
 
