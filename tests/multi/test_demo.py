@@ -146,8 +146,8 @@ def test_nothing_from_storage_after_the_restart_is_a_problem(tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.crash
 def test_a_worker_that_is_killed_twice_is_replaced_twice(tmp_path: Path) -> None:
-    """Killed at any moment, not where the demo kills one; its successor before its first turn."""
-    with started("--no-kill", "--no-restart", folder=tmp_path) as process:
+    """Killed at any moment, not where the demo kills one; then its successor. All turns wait."""
+    with started("--no-kill", "--no-restart", "--workers", "1", folder=tmp_path) as process:
         pid = int(read_until(process, _READY)[1])
         read_until(process, _TURN)
         os.kill(pid, signal.SIGKILL)
