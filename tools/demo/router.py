@@ -76,6 +76,8 @@ class Router:
     def _look_at_devices(self) -> None:
         """Attach to the indexes of the blocks that workers have on their devices."""
         self.close()
+        if not self._peers:  # turns wait for a successor
+            return
         devices = {name: peer.device_index for name, peer in self._peers.items()}
         policy = lightcache.RouterPolicy(page_tokens=self._kv.index.page_tokens)
         self._router = lightcache.Router(self._kv, devices, policy=policy)
