@@ -1,23 +1,79 @@
-"""Runs of `bench serve`: a router and workers as in the demo, without the show."""
+"""Runs of `bench serve`: workers as in the demo, and turns that are given to them."""
 
 from __future__ import annotations
 
+import contextlib
 import math
-import os
+import random
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any
+from multiprocessing.connection import Connection
+from typing import Any, Literal
 
 import lightcache
 from lightcache.errors import CacheCorrupted
-from lightcache.tools.demo.messages import Finished, Hello, Holding, Lost, Recovered, Served
-from lightcache.tools.demo.settings import SECRET, Settings
-from lightcache.tools.demo.stage import Stage
+from lightcache.tools.demo.conversations import Turn
+from lightcache.tools.demo.messages import SECRET, Holding, ModelSpec, Ready, Request, WorkerConfig
+from lightcache.tools.demo.run import Crew, Member
+from lightcache_bench._serve_workloads import WORKLOADS, Workload
 
+Pool = Literal["shared", "private", "none"]
 _runs = iter(range(1 << 30))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run."""
+
+    run: str
+    """The names of its segments begin with it."""
+    model: ModelSpec
+    workload: dict[str, Any]
+    """`kind`: a name of `WORKLOADS`; the others are its arguments."""
+    size: int
+    """Bytes of host memory for pages, of all workers together."""
+    page_tokens: int = 16
+    workers: int = 2
+    devices: tuple[str, ...] = ("cpu",)
+    """Worker i has devices[i % n]."""
+    threads: int = 1
+    pool: Pool = "shared"
+    random_routing: bool = True
+    """Otherwise turns go round."""
+    storage: str | None = None
+    alternate: bool = False
+    """Every other turn goes past the cache, in both directions."""
+    hold_at: int | None = None
+    """After so many answers a worker is killed in the middle of an offload."""
+
+    def make_workload(self) -> Workload:
+        """The turns, from the beginning."""
+        arguments = dict(self.workload)
+        return WORKLOADS[arguments.pop("kind")](**arguments)
+
+    def cached(self, turn: Turn) -> bool:
+        """Whether a turn goes through the cache; as many of either kind for each worker."""
+        return not (self.alternate and turn.number // self.workers % 2)
+
+
+@dataclass(frozen=True)
+class Served:
+    """A turn that was answered."""
+
+    number: int
+    conversation: int
+    turn: int
+    prompt: int
+    cached: bool
+    waited_s: float
+    """From when the turn could be asked until its worker had time."""
+    reused: dict[str, int]
+    first_s: float
+    steps_s: list[float]
+    total_s: float
 
 
 @dataclass
@@ -25,10 +81,10 @@ class Run:
     """What came out of one run."""
 
     turns: list[Served] = field(default_factory=list)
-    recovered: list[Recovered] = field(default_factory=list)
-    finished: Finished | None = None
-    ready_s: float = 0.0
-    """From the start until the last worker was ready."""
+    recovered_s: list[float] = field(default_factory=list)
+    """Of each death: from the signal until the pages could be used again."""
+    seconds: float = 0.0
+    """From the first request to the last answer."""
 
     def values(
         self, what: Callable[[Served], Sequence[float]], where: Callable[[Served], bool] = bool
@@ -36,46 +92,127 @@ class Run:
         """Some figure of all turns that fulfil a condition."""
         return [value for turn in self.turns if where(turn) for value in what(turn)]
 
-    @property
-    def seconds(self) -> float:
-        """From the first request to the last answer."""
-        assert self.finished is not None
-        return self.finished.seconds
+
+@dataclass(eq=False)
+class _Peer:
+    """A worker of a number, whichever lives."""
+
+    pipe: Connection | None = None
+    running: tuple[Turn, float] | None = None
+    waiting: deque[Turn] = field(default_factory=deque)
 
 
-def serve(settings: Settings) -> Run:
-    """Start everything, answer every turn, check the caches, end everything. Blocks.
+class _Serving:
+    """One run, while it goes on."""
 
-    Raises:
-        RunFailed: a process could not go on. CacheCorrupted: a check found something.
-    """
-    found = Run()
-    began = time.monotonic()
-    settings = replace(settings, run=f"{settings.run}-{next(_runs)}", parent=os.getpid())
-    with Stage(settings) as stage, ExitStack() as caches:
-        attached: dict[str, lightcache.Cache] = {}
-        lost: dict[int, Lost] = {}
-        for event in stage.events():
-            _note(event, found, stage)
-            if isinstance(event, Hello):
-                found.ready_s = max(found.ready_s, time.monotonic() - began)
-                if event.cache is not None and event.cache not in attached:
-                    attached[event.cache] = caches.enter_context(
-                        lightcache.Cache.attach(event.cache, secret=SECRET, grow=False)
-                    )
-            elif isinstance(event, Lost):
-                lost[event.worker] = event
-            elif isinstance(event, Recovered) and settings.pool == "private":
-                for life in range(lost[event.worker].life + 1):
-                    dead = attached.pop(settings.cache(event.worker, life) or "", None)
-                    if dead is not None:
-                        _check(dead)
-                        dead.close()  # it ends with us: the successor needs the memory
-            elif isinstance(event, Finished):
-                break
-        for cache in attached.values():
+    def __init__(self, settings: Settings, crew: Crew, stack: contextlib.ExitStack) -> None:
+        self.settings, self.crew, self.run, self._stack = settings, crew, Run(), stack
+        self.workload = settings.make_workload()
+        self.caches: dict[str, lightcache.Cache] = {}
+        self._peers = [_Peer() for _ in range(settings.workers)]
+        self._random = random.Random(0)
+        self._asked: dict[int, float] = {}
+        self._held: int | None = None
+        self._killed = settings.hold_at is None
+
+    def serve(self) -> None:
+        """Have every turn answered, then check the caches."""
+        for number in range(self.settings.workers):
+            self.crew.start(number)
+        while any(peer.pipe is None for peer in self._peers):
+            self._hear()
+        began = time.monotonic()
+        self._ask(self.workload.begin())
+        while len(self.run.turns) < self.workload.total:
+            for peer in self._peers:
+                self._send(peer)
+            self._hear()
+        self.run.seconds = time.monotonic() - began
+        for cache in self.caches.values():
             _check(cache)
-    return found
+
+    def _ask(self, turns: list[Turn]) -> None:
+        for turn in turns:
+            number = turn.conversation + turn.turn
+            if self.settings.random_routing:
+                number = self._random.randrange(len(self._peers))
+            self._asked[turn.number] = time.monotonic()
+            self._peers[number % len(self._peers)].waiting.append(turn)
+
+    def _send(self, peer: _Peer) -> None:
+        from lightcache_bench._serve_worker import Job
+
+        if peer.pipe is None or peer.running is not None or not peer.waiting:
+            return
+        turn, now = peer.waiting.popleft(), time.monotonic()
+        peer.running = turn, now - self._asked[turn.number]
+        due = len(self.run.turns) >= (self.settings.hold_at or 0) and not self._killed
+        hold = due and self._held is None
+        if hold:
+            self._held = turn.number
+        request = Request(turn.number, turn.prompt, turn.answer_tokens, now, hold)
+        with contextlib.suppress(OSError):  # it has just died
+            peer.pipe.send(Job(request, self.settings.cached(turn)))
+
+    def _hear(self) -> None:
+        for member, message in self.crew.messages():
+            if message is None:
+                self._on_death(member)
+            elif isinstance(message, Ready):
+                self._on_ready(member)
+            elif isinstance(message, Holding):
+                member.killed_at = time.monotonic()
+                member.process.kill()
+                self._killed = True
+            else:
+                self._on_answer(self._peers[member.number], message)
+
+    def _name(self, member: Member) -> str:
+        own = f"-{member.name}" if self.settings.pool == "private" else ""
+        return f"{self.settings.run}{own}-kv"
+
+    def _on_ready(self, member: Member) -> None:
+        self._peers[member.number].pipe = member.pipe
+        name = self._name(member)
+        if self.settings.pool != "none" and name not in self.caches:
+            cache = lightcache.Cache.attach(name, secret=SECRET, grow=False)
+            self.caches[name] = self._stack.enter_context(cache)
+
+    def _on_answer(self, peer: _Peer, timed: Any) -> None:
+        assert peer.running is not None
+        (turn, waited_s), peer.running = peer.running, None
+        if turn.number == self._held:
+            self._held = None  # it had too little to write: the next turn then
+        self.run.turns.append(
+            Served(
+                turn.number,
+                turn.conversation,
+                turn.turn,
+                len(turn.prompt),
+                self.settings.cached(turn),
+                waited_s,
+                timed.reused,
+                timed.first_s,
+                timed.steps_s,
+                timed.total_s,
+            )
+        )
+        self._ask(self.workload.answered(turn.number, timed.answer))
+
+    def _on_death(self, member: Member) -> None:
+        """Its turns wait for its successor. A private pool ends with its worker."""
+        assert member.killed_at is not None
+        peer, cache = self._peers[member.number], self.caches.get(self._name(member))
+        if cache is not None:
+            cache.reap()
+            self.run.recovered_s.append(time.monotonic() - member.killed_at)
+            if self.settings.pool == "private":
+                _check(self.caches.pop(cache.name))
+                cache.close()
+        peer.pipe = None
+        if peer.running is not None:
+            peer.waiting.appendleft(peer.running[0])
+            peer.running = None
 
 
 def _check(cache: lightcache.Cache) -> None:
@@ -84,17 +221,35 @@ def _check(cache: lightcache.Cache) -> None:
         raise CacheCorrupted(f"{cache.name}: {report.message}")
 
 
-def _note(event: Any, found: Run, stage: Stage) -> None:
-    if isinstance(event, Served):
-        found.turns.append(event)
-    elif isinstance(event, Recovered):
-        found.recovered.append(event)
-    elif isinstance(event, Finished):
-        found.finished = event
-    elif isinstance(event, Holding):
-        stage.kill(event.worker, event.life)
-    else:
-        assert isinstance(event, (Hello, Lost))
+def _worker(setup: Any, name: str, pipe: Connection) -> None:
+    from lightcache_bench import _serve_worker  # torch is imported in the worker's process alone
+
+    _serve_worker.run(setup, name, pipe)
+
+
+def serve(settings: Settings) -> Run:
+    """Start everything, answer every turn, check the caches, end everything. Blocks.
+
+    Raises:
+        RunFailed: a process could not continue. CacheCorrupted: a check found something.
+    """
+    from lightcache_bench._serve_worker import Setup
+
+    settings = replace(settings, run=f"{settings.run}-{next(_runs)}")
+    config = WorkerConfig(
+        settings.run,
+        settings.model,
+        settings.size,
+        settings.make_workload().longest,
+        settings.storage,
+        settings.page_tokens,
+        settings.threads,
+    )
+    setup: Any = Setup(settings.run, config, settings.devices, settings.pool, settings.workers)
+    with Crew(setup, _worker) as crew, contextlib.ExitStack() as caches:
+        serving = _Serving(settings, crew, caches)
+        serving.serve()
+    return serving.run
 
 
 def median(values: Sequence[float]) -> float:
@@ -113,3 +268,6 @@ def steps(run: Run) -> Iterator[float]:
     """Seconds between tokens, of all turns."""
     for turn in run.turns:
         yield from turn.steps_s
+
+
+__all__ = ["Pool", "Run", "Served", "Settings", "median", "percentile", "serve", "steps"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import tempfile
 from collections.abc import Iterator
@@ -11,12 +12,9 @@ from pathlib import Path
 
 from lightcache.errors import StorageError
 from lightcache.storage.disk.slots import slot_bytes
-from lightcache.tools.demo import machine as demo_machine
-from lightcache.tools.demo.messages import Served
-from lightcache.tools.demo.models import preflight
-from lightcache.tools.demo.settings import Settings
+from lightcache.tools.demo.messages import ModelSpec
 from lightcache_bench import Row, machine
-from lightcache_bench._serve_runs import Run, serve
+from lightcache_bench._serve_runs import Run, Served, Settings, serve
 from lightcache_bench._timing import median, spread
 
 _ANSWER = 2  # tokens
@@ -53,7 +51,6 @@ def rows(
     for prefix in prefixes:
         with ExitStack() as stack:
             settings = _settings(prefix, repeats, base, place, stack)
-            demo_machine.preflight(settings.size)
             run = serve(settings)
         yield from _rows(model, prefix, settings, run)
 
@@ -61,10 +58,11 @@ def rows(
 def _settings(
     prefix: int, repeats: int, base: Settings, place: Place, stack: ExitStack
 ) -> Settings:
-    prompts = repeats + 1  # the first one warms everything up
+    # The first one warms everything up; with fewer than these none would leave the host.
+    prompts = max(repeats + 1, _LAG + 2)
     total = prefix + base.page_tokens + _ANSWER
     pages = -(-total // base.page_tokens)
-    page = preflight(base.model).kv_bytes_per_token * base.page_tokens
+    page = _kv_bytes_per_token(base.model) * base.page_tokens
     url = place.url
     if url is None:
         made = tempfile.TemporaryDirectory(prefix="lightcache-bench-", dir=place.path)
@@ -89,6 +87,17 @@ def _settings(
         size=(_ROOM * pages + pages // 2) * page,
         workload=workload,
     )
+
+
+def _kv_bytes_per_token(spec: ModelSpec) -> int:
+    form = spec.form
+    if spec.directory is not None:
+        form = json.loads((Path(spec.directory) / "config.json").read_text())
+    heads = form["num_attention_heads"]
+    width = form.get("num_key_value_heads", heads) * form.get(
+        "head_dim", form["hidden_size"] // heads
+    )
+    return 2 * form["num_hidden_layers"] * width * (4 if spec.dtype == "float32" else 2)
 
 
 def _rows(model: str, prefix: int, settings: Settings, run: Run) -> Iterator[Row]:

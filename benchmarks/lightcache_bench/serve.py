@@ -1,6 +1,6 @@
 """Serving models: first token with and without a hit; shared, private or no pools; overhead.
 
-Runs what the demo runs: a router and model workers as processes.
+Runs the demo's workers as processes.
 
 1. First token: prompts with a prefix of so many tokens, computed (cold) and loaded (hit).
 2. Pools: conversations whose turns are routed at random, with the same host memory in total: one
@@ -21,15 +21,44 @@ from typing import Any
 from lightcache._arguments import parse_size
 from lightcache.errors import ConfigError
 from lightcache.shm.sweep import sweep
-from lightcache.tools.demo import machine
-from lightcache.tools.demo.messages import Served
-from lightcache.tools.demo.models import ModelChoice, preflight
-from lightcache.tools.demo.settings import Pool, Settings, run_name
-from lightcache.tools.demo.urls import checked
+from lightcache.storage import open_storage
+from lightcache.tools.demo import check_packages
+from lightcache.tools.demo.messages import DENSE, ModelSpec
+from lightcache.tools.demo.run import run_name
 from lightcache_bench import Row, _serve_storage, meets
-from lightcache_bench._serve_runs import Run, median, percentile, serve, steps
+from lightcache_bench._serve_runs import (
+    Pool,
+    Run,
+    Served,
+    Settings,
+    median,
+    percentile,
+    serve,
+    steps,
+)
 
-SIZES = ("small", "medium", "8b")
+SIZES = {
+    "small": DENSE,
+    "medium": {
+        "vocab_size": 16384,
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+    },
+    "8b": {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+}
+"""Models with random weights: 35 and 101 million parameters, and the form of Llama 3 8B."""
 POOLS: tuple[Pool, ...] = ("shared", "private", "none")
 NAMES = {"shared": "one pool", "private": "a pool for each", "none": "no pool"}
 _FASTER = ">= 10"
@@ -92,7 +121,7 @@ def rows(
     Raises:
         ConfigError: something that does not exist, or does not fit.
     """
-    preflight(ModelChoice())  # says which packages are missing, before one is imported
+    check_packages()
     place = _place(path, storage)
     if only is None:
         only = "1,2,3" if path is None and storage is None else "1,2,3,4"
@@ -101,7 +130,6 @@ def rows(
         raise ConfigError(f"--path, --storage: are of part 4; found --only {only}")
     base = _settings(asked)
     sweep(prefix="bench-serve-")  # what earlier ones left whose every process was killed
-    machine.preflight(asked.size)
     for part in asked.parts:
         yield from {1: _first_token, 2: _pools, 3: _overhead, 4: _storage}[part](asked, base)
 
@@ -147,8 +175,10 @@ def _asked(
 def _place(path: str | None, storage: str | None) -> _serve_storage.Place:
     if path is not None and storage is not None:
         raise ConfigError("--path, --storage: expected one of them, found both")
+    if storage is not None and not storage.startswith("disk:"):
+        open_storage(storage, page_bytes=4096).close()  # says now what is wrong with it
     folder = Path("." if path is None else path)
-    return _serve_storage.Place(folder, None if storage is None else checked(storage))
+    return _serve_storage.Place(folder, storage)
 
 
 def _devices(device: str | None) -> tuple[str, ...]:
@@ -170,27 +200,25 @@ def _numbers(text: str | None, option: str) -> tuple[int, ...]:
 
 
 def _settings(asked: Asked) -> Settings:
-    known = asked.model in SIZES
-    choice = ModelChoice(
-        directory=None if known else os.path.abspath(asked.model),
-        size=asked.model if known else "small",
-        seed=0,
+    directory = None if asked.model in SIZES else asked.model
+    if directory is not None and not (Path(directory) / "config.json").is_file():
+        names = ", ".join(SIZES)
+        raise ConfigError(f"--model: expected one of {names}, or a checkpoint, found {directory!r}")
+    spec = ModelSpec(
+        SIZES.get(asked.model, DENSE),
+        directory=directory,
         device=asked.devices[0],
         dtype="bfloat16" if asked.on_gpu else "float32",
     )
     return Settings(
         run=run_name("bench-serve"),
-        parent=os.getpid(),
-        model=choice,
-        workload={"seed": 0, "vocabulary": preflight(choice).vocabulary},
+        model=spec,
+        workload={"seed": 0},
         size=asked.size,
         page_tokens=64 if asked.on_gpu else 16,
         workers=asked.workers,
         devices=asked.devices,
         threads=max(1, len(os.sched_getaffinity(0)) // asked.workers),
-        routing="random",
-        baseline=False,
-        settled=True,
     )
 
 
@@ -248,7 +276,7 @@ def _pools(asked: Asked, base: Settings) -> Iterator[Row]:
         shape = {"system_tokens": 2048, "message_tokens": 3072, "answer_tokens": 16}
     turns = 6 if asked.on_gpu else 5
     users = max(1, asked.requests // turns)
-    workload = _workload(base, "conversations", users=users, turns=turns, branches=0, **shape)
+    workload = _workload(base, "conversations", users=users, turns=turns, **shape)
     runs = [(pool, False) for pool in asked.pools]
     runs += [(pool, True) for pool in asked.pools if pool != "none"]
     slowest: Run | None = None
@@ -270,8 +298,8 @@ def _pool_rows(asked: Asked, name: str, run: Run, against: Run) -> Iterator[Row]
         "turns": len(run.turns),
         "seconds": round(run.seconds, 2),
     }
-    if run.recovered:
-        params["recovered_ms"] = round(run.recovered[0].seconds * 1e3, 1)
+    if run.recovered_s:
+        params["recovered_ms"] = round(run.recovered_s[0] * 1e3, 1)
     rate = prompt / run.seconds
     yield Row(f"{name}: prompt tokens", params, rate, "tokens/s", "the first", rate / other)
     share = {"hit_tokens": hits, "prompt_tokens": prompt}
@@ -301,7 +329,9 @@ def _overhead(asked: Asked, base: Settings) -> Iterator[Row]:
         answer_tokens=32,
         chains=asked.workers,
     )
-    run = serve(replace(base, pool="shared", alternate=True, workload=workload, routing="another"))
+    run = serve(
+        replace(base, pool="shared", alternate=True, workload=workload, random_routing=False)
+    )
     warm = {turn.number for turn in sorted(run.turns, key=lambda turn: turn.number)[:_WARM]}
     figures: dict[str, Callable[[Served], list[float]]] = {
         "first token": lambda turn: [turn.first_s],

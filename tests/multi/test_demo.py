@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,228 +19,143 @@ import pytest
 
 import lightcache
 from lightcache.shm import sweep
-from lightcache.tools.demo.scratch import PREFIX, Scratch, sweep_folders
-from lightcache.tools.demo.settings import SECRET
+from lightcache.tools.demo.messages import SECRET
 
 pytest.importorskip("transformers")
 # Models, several processes and demos on two cores.
 pytestmark = [pytest.mark.models, pytest.mark.timeout(300)]
 
 WaitUntil = Callable[[Callable[[], bool], str], None]
-_SMALL = ("--users", "2", "--turns", "3")
-_COMMAND = (sys.executable, "-c", "from lightcache.tools.cli import main; main()", "demo", *_SMALL)
-
-
-def left(pid: int) -> list[str]:
-    """Segments and temporary folders of the demo with that PID."""
-    segments = [path.name for path in Path("/dev/shm").iterdir() if f".demo-{pid}-" in path.name]
-    folders = Path(tempfile.gettempdir()).glob(f"{PREFIX}{pid}-*")
-    return segments + [path.name for path in folders]
-
-
-def processes(pid: int, role: str = "") -> list[int]:
-    """Living processes of a role in the demo with that PID."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            line = path.read_bytes().decode(errors="replace")
-        except OSError:  # it is gone
-            continue
-        if f'"run": "demo-{pid}-' in line and f"lightcache.tools.demo.{role}" in line:
-            found.append(int(path.parts[2]))
-    return found
+_SMALL = ("demo", "--users", "2", "--turns", "3")
+_COMMAND = (sys.executable, "-c", "from lightcache.tools.cli import main; main()", *_SMALL)
+_READY = r"^worker \d'* is ready \(pid (\d+)"
+_TURN = r"^ *\d+ +\d+\.\d+ "
 
 
 @contextmanager
-def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A demo, ended whatever happens."""
+def started(*arguments: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A demo whose temporary files are in a folder, ended whatever happens."""
     process = subprocess.Popen(
-        [*_COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*_COMMAND, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "TMPDIR": str(folder)},
     )
     try:
         yield process
     finally:
-        process.kill()
+        process.kill()  # its workers see the end of their pipes
         process.wait()
         assert process.stdout is not None
         process.stdout.close()
-        for each in processes(process.pid):
-            os.kill(each, signal.SIGKILL)
         sweep(prefix=f"demo-{process.pid}-")
-        sweep_folders()
 
 
-def read_until(process: subprocess.Popen[str], pattern: str) -> str:
-    """Its output up to the first line that has the pattern."""
+def ran(*arguments: str, folder: Path, status: int = 0) -> str:
+    """The output of a demo."""
+    with started(*arguments, folder=folder) as process:
+        out, _ = process.communicate()
+        assert process.returncode == status, out
+        assert left(process.pid) == []
+    return out
+
+
+def left(pid: int) -> list[str]:
+    """Segments of the demo with that PID."""
+    return [path.name for path in Path("/dev/shm").iterdir() if f".demo-{pid}-" in path.name]
+
+
+def read_until(process: subprocess.Popen[str], pattern: str) -> re.Match[str]:
+    """The first line that has the pattern."""
     assert process.stdout is not None
     seen = ""
     for line in process.stdout:
         seen += line
-        if re.search(pattern, line):
-            return seen
-    raise AssertionError(f"{pattern!r} was never said:\n{seen}")
+        if found := re.search(pattern, line):
+            return found
+    raise AssertionError(f"{pattern!r} was never printed:\n{seen}")
 
 
-def came_back(facts: dict[str, Any]) -> bool:
-    """Whether all conversations went on behind a restart, the first from storage alone."""
-    found = facts["restart"]
-    assert found["turns"] == found["reused_turns"] == 3
-    assert facts["hit_tokens"].get("storage", 0) == 0
-    assert sum(found["hit_tokens"].values()) < found["prompt_tokens"]
-    return bool(found["hit_tokens"]["storage"] > found["prompt_tokens"] / found["turns"] / 2)
+def gone(pid: int) -> bool:
+    """Whether a process has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
 
 
-@pytest.mark.slow
-@pytest.mark.crash
-def test_all_of_it_holds() -> None:
-    with started("--json") as process:
-        out, _ = process.communicate()
-    assert process.returncode == 0, out
-    facts = json.loads(out)
+def check_facts(facts: dict[str, Any]) -> None:
+    """Hits that were shared, a kill, a restart, and equal answers."""
     assert facts["problems"] == []
-    assert facts["turns"] >= 6
+    assert facts["turns"] == 6
+    assert set(facts["hit_tokens"]) == {"host"}
     assert 0 < facts["hit_tokens"]["host"] < facts["prompt_tokens"]
-    assert facts["killed"]["doomed_pages"] >= 1
-    assert facts["clean"]
-    assert came_back(facts)
-    assert facts["verified_turns"] == facts["reused_turns"] + facts["restart"]["reused_turns"]
-    assert facts["largest_difference"] < 1e-4
+    assert facts["killed"]["doomed_pages"] >= facts["killed"]["pages"] >= 2
     assert facts["loaded_bytes"] > 0
     assert facts["offloaded_bytes"] > 0
-    assert left(process.pid) == []
-
-
-@pytest.mark.slow
-@pytest.mark.crash
-@pytest.mark.parametrize("routing", ["random", "prefix"])
-def test_it_holds_however_turns_are_routed(routing: str) -> None:
-    with started("--json", "--no-restart", "--routing", routing) as process:
-        out, _ = process.communicate()
-    assert process.returncode == 0, out
-    facts = json.loads(out)
-    assert facts["problems"] == []
-    assert facts["killed"]["doomed_pages"] >= 1
-    assert facts["restart"] is None
-    assert facts["hit_tokens"]["host"] > 0
-    assert (facts["hit_tokens"].get("device", 0) > 0) == (routing == "prefix")
-    assert left(process.pid) == []
-
-
-@pytest.mark.slow
-@pytest.mark.crash
-def test_a_hybrid_model() -> None:
-    """Keys and values, and recurrent states, of one worker serve the other."""
-    with started("--json", "--model", "hybrid") as process:
-        out, _ = process.communicate()
-    assert process.returncode == 0, out
-    facts = json.loads(out)
-    assert facts["problems"] == []
-    assert facts["killed"]["doomed_pages"] >= 1
-    assert 0 < facts["hit_tokens"]["host"] < facts["prompt_tokens"]
-    assert facts["hit_tokens"]["host"] % 64 == 0, "only up to states, which are on the grid"
-    assert came_back(facts)
-    assert sum(facts["restart"]["hit_tokens"].values()) % 64 == 0
+    restart = facts["restart"]
+    assert restart["turns"] == restart["reusing"] == 2
+    assert restart["hit_tokens"]["storage"] > restart["prompt_tokens"] / 4
+    assert facts["compared"] == facts["reusing"] + restart["reusing"]
     assert facts["largest_difference"] < 1e-4
-    assert left(process.pid) == []
 
 
 @pytest.mark.slow
-def test_a_pool_that_is_too_small_has_storage_behind_it() -> None:
-    """One worker, who has all of what is in its memory."""
+@pytest.mark.crash
+def test_all_of_it_holds(tmp_path: Path) -> None:
+    check_facts(json.loads(ran("--json", folder=tmp_path)))
+    assert list(tmp_path.glob("lightcache-demo-*")) == []
+
+
+@pytest.mark.slow
+@pytest.mark.crash
+def test_a_hybrid_model(tmp_path: Path) -> None:
+    """KV and recurrent states of one worker serve the other: up to saved states, on the grid."""
+    facts = json.loads(ran("--json", "--model", "hybrid", folder=tmp_path))
+    check_facts(facts)
+    assert facts["hit_tokens"]["host"] % 64 == 0
+    assert sum(facts["restart"]["hit_tokens"].values()) % 64 == 0
+
+
+@pytest.mark.slow
+def test_a_pool_that_is_too_small_has_storage(tmp_path: Path) -> None:
+    """`memory:` ends with its worker: no restart."""
     small = ("--workers", "1", "--size", "5MiB", "--storage", "memory:", "--no-kill")
-    with started("--json", *small) as process:
-        out, _ = process.communicate()
-    assert process.returncode == 0, out
-    facts = json.loads(out)
-    assert facts["problems"] == []
+    facts = json.loads(ran("--json", *small, folder=tmp_path))
+    assert facts["restart"] is None
     assert facts["hit_tokens"]["storage"] > 0
-    assert facts["hit_tokens"]["host"] > 0
-    assert facts["verified_turns"] == facts["reused_turns"]
-    assert left(process.pid) == []
 
 
 @pytest.mark.slow
 def test_a_storage_that_was_given_stays(tmp_path: Path) -> None:
-    """With its index gone: a second demo finds from its first turn on what the first one stored."""
     url = f"disk:{tmp_path}/pages?capacity=64MiB"
-    for expected in (0, 400):
-        with started("--json", "--no-kill", "--no-restart", "--storage", url) as process:
-            out, _ = process.communicate()
-        assert process.returncode == 0, out
-        facts = json.loads(out)
-        assert facts["problems"] == []
-        assert facts["hit_tokens"].get("storage", 0) >= expected
-        assert left(process.pid) == []
-        (folder,) = (tmp_path / "pages").iterdir()
-        assert Scratch(tmp_path).indexes() == [], "of the disk"
-        assert any(folder.glob("slots-*"))
+    for least in (0, 300):
+        out = ran("--json", "--no-kill", "--no-restart", "--storage", url, folder=tmp_path)
+        assert json.loads(out)["hit_tokens"].get("storage", 0) >= least
 
 
 @pytest.mark.slow
-def test_nothing_from_storage_behind_a_restart_is_a_problem(tmp_path: Path) -> None:
+def test_nothing_from_storage_after_the_restart_is_a_problem(tmp_path: Path) -> None:
     url = f"flaky:read_fail=1:disk:{tmp_path}/pages?capacity=64MiB"
-    with started("--json", "--no-kill", "--workers", "1", "--storage", url) as process:
-        out, _ = process.communicate()
-    assert process.returncode == 1, out
-    facts = json.loads(out[out.index("{") :])
-    (problem,) = facts["problems"]
-    assert problem.startswith("nothing came from storage behind the restart")
-    assert facts["restart"]["hit_tokens"].get("storage", 0) == 0
-    assert left(process.pid) == []
+    out = ran("--no-kill", "--workers", "1", "--storage", url, folder=tmp_path, status=1)
+    assert "it did not hold: nothing came from storage after the restart" in out
+    assert "All of it held" not in out
 
 
 @pytest.mark.slow
 @pytest.mark.crash
-def test_a_worker_killed_behind_a_restart_is_replaced() -> None:
-    with started("--no-kill") as process:
-        seen = read_until(process, r"^starting anew")
-        seen += read_until(process, r"is there")
-        os.kill(processes(process.pid, "worker")[0], signal.SIGKILL)
+def test_a_worker_that_is_killed_twice_is_replaced_twice(tmp_path: Path) -> None:
+    """Killed at any moment, not where the demo kills one; then its successor. All turns wait."""
+    with started("--no-kill", "--no-restart", "--workers", "1", folder=tmp_path) as process:
+        pid = int(read_until(process, _READY)[1])
+        read_until(process, _TURN)
+        os.kill(pid, signal.SIGKILL)
+        os.kill(int(read_until(process, r"' is ready \(pid (\d+)")[1]), signal.SIGKILL)
         out, _ = process.communicate()
-    assert process.returncode == 0, seen + out
-    assert "is there again" in out
-    assert "All of it held" in out
-    assert left(process.pid) == []
-
-
-@pytest.mark.slow
-@pytest.mark.crash
-def test_a_killed_worker_is_replaced() -> None:
-    """Killed at any moment, not where it was arranged."""
-    with started("--no-kill", "--no-restart") as process:
-        seen = read_until(process, r"^turn ")
-        os.kill(processes(process.pid, "worker")[0], signal.SIGKILL)
-        out, _ = process.communicate()
-    assert process.returncode == 0, seen + out
-    assert "is dead" in out
-    assert "is there again" in out
-    assert "All of it held" in out
-    assert left(process.pid) == []
-
-
-@pytest.mark.slow
-@pytest.mark.crash
-def test_a_killed_router_ends_the_demo() -> None:
-    with started() as process:
-        seen = read_until(process, r"is there")
-        os.kill(processes(process.pid, "router")[0], signal.SIGKILL)
-        out, _ = process.communicate()
-        assert process.returncode == 2, seen + out
-        assert out.splitlines()[-1] == "error: the router has ended: killed by SIGKILL"
-        assert processes(process.pid) == []
-        assert left(process.pid) == []
-
-
-@pytest.mark.slow
-@pytest.mark.crash
-def test_nobody_outlives_a_killed_report(wait_until: WaitUntil) -> None:
-    with started() as process:
-        read_until(process, r"^turn ")
-        process.kill()
-        process.wait()
-        wait_until(lambda: not processes(process.pid), "the processes of the demo leave")
-        sweep(prefix="demo-")  # as the next demo does when it begins
-        sweep_folders()
+        assert process.returncode == 0, out
+        assert "'' is ready" in out
+        assert "All of it held" in out
         assert left(process.pid) == []
 
 
@@ -254,28 +168,30 @@ def seeds() -> list[int]:
 @pytest.mark.slow
 @pytest.mark.crash
 @pytest.mark.parametrize("seed", seeds())
-def test_whoever_is_killed_the_cache_goes_on(seed: int, wait_until: WaitUntil) -> None:
-    """Any process at any moment, with somebody else attached, who goes on afterwards."""
+def test_any_process_is_killed_and_the_cache_goes_on(
+    seed: int, wait_until: WaitUntil, tmp_path: Path
+) -> None:
+    """A worker, or the router's process, at any moment; a stranger who is attached goes on."""
     chance = random.Random(seed)
-    with started("--no-kill", "--no-restart") as process:
-        read_until(process, r"^turn ")
-        (name,) = [each for each in left(process.pid) if each.endswith("-cache")]
+    with started("--no-kill", "--no-restart", folder=tmp_path) as process:
+        workers = [int(read_until(process, _READY)[1]) for _ in range(2)]
+        read_until(process, _TURN)
+        (name,) = [each for each in left(process.pid) if each.endswith("-kv")]
         name = name.removeprefix("lightcache.")
         with lightcache.Cache.attach(name, secret=SECRET, role="stranger") as cache:
             for _ in range(chance.randrange(5)):
-                read_until(process, r"^turn |^checking")
+                read_until(process, _TURN)
             time.sleep(chance.random() / 5)  # the moment, within a turn
-            role = chance.choice(["worker", "router", "report"])
-            victims = processes(process.pid, role) or [process.pid]
-            os.kill(victims[0], signal.SIGKILL)
-            out = process.communicate()[0] if role != "report" else ""
-            process.wait()
-            assert process.returncode == {"worker": 1, "router": 2, "report": -9}[role], out
-            if role == "worker":  # all of it held, but that we are in the cache still
+            victim = chance.choice([*workers, process.pid])
+            os.kill(victim, signal.SIGKILL)
+            out, _ = process.communicate()
+            assert process.returncode == (-9 if victim == process.pid else 1), out
+            if victim != process.pid:  # all of it held, but that the stranger keeps the cache
                 problems = [line for line in out.splitlines() if "it did not hold" in line]
-                assert [line.endswith("-cache was not removed") for line in problems] == [True]
-            wait_until(lambda: not processes(process.pid), "the processes of the demo leave")
-
+                assert problems
+                assert all(name in line and "was not removed" in line for line in problems)
+            for worker in workers:
+                wait_until(lambda worker=worker: gone(worker), "the workers leave")  # type: ignore[misc]
             cache.reap()
             cache.evict(1)  # whoever makes room collects the doomed pages
             assert cache.check().clean, cache.check().message
@@ -283,62 +199,68 @@ def test_whoever_is_killed_the_cache_goes_on(seed: int, wait_until: WaitUntil) -
             assert (stats.writing, stats.doomed, stats.reservations, stats.tickets) == (0, 0, 0, 0)
             keys = cache.hash_pages(range(seed, seed + 160))
             with cache.reserve(keys) as new:
-                assert len(new.pages) == 10
                 new.publish()
             with cache.match(keys) as lease:
                 assert len(lease) == 10
-    sweep(prefix=f"demo-{process.pid}-")  # as the next demo does when it begins
-    assert left(process.pid) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("moment", [r"^starting", r"^turn ", r"^everything has ended"])
-def test_an_interrupt_ends_and_removes_everything(
-    sent: signal.Signals, status: int, moment: str
-) -> None:
-    with started() as process:
-        seen = read_until(process, moment)
-        process.send_signal(sent)
-        out, _ = process.communicate()
-        assert process.returncode == status, seen + out
-        assert "Traceback" not in out
-        assert processes(process.pid) == []
+        sweep(prefix=f"demo-{process.pid}-")  # as the next demo does when it begins
         assert left(process.pid) == []
 
 
 @pytest.mark.slow
-def test_two_at_once() -> None:
-    with started("--no-kill") as one, started("--no-kill", "--no-restart", "--seed", "1") as other:
-        outs = [process.communicate()[0] for process in (one, other)]
-    assert [one.returncode, other.returncode] == [0, 0], "\n".join(outs)
-    assert left(one.pid) == left(other.pid) == []
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("moment", [_READY, _TURN, r"^everything has ended"])
+def test_an_interrupt_ends_and_removes_everything(
+    sent: signal.Signals, status: int, moment: str, tmp_path: Path
+) -> None:
+    with started(folder=tmp_path) as process:
+        read_until(process, moment)
+        process.send_signal(sent)
+        out, _ = process.communicate()
+        assert process.returncode == status, out
+        assert "Traceback" not in out
+        assert left(process.pid) == []
+    assert list(tmp_path.glob("lightcache-demo-*")) == []
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--device", "cuda:77"], "cpu works everywhere"),
-        (["--device", "hamster"], "cpu works everywhere"),
-        (["--trace", "/nowhere"], "/nowhere"),
         (["--size", "lots"], "lots"),
         (["--svg", "/nowhere/x.svg"], "/nowhere/x.svg"),
-        (["--svg", "/tmp"], "expected a file that can be written, found '/tmp'"),
-        (["--storage", "hamster"], "expected a URL such as 'memory:', found 'hamster'"),
-        (["--storage", "redis://127.0.0.1:1"], "127.0.0.1:1"),
-        (["--storage", "stack:memory:|tape:"], "expected a scheme of"),
-        (["--storage", "disk:/nowhere/x?capacity=few"], "few"),
-        (["--storage", "memory:?pages=few"], "pages: expected a number, found 'few'"),
+        (["--storage", "hamster"], "expected `none` or a URL of"),
+        (["--model", "/nowhere"], "expected `hybrid`, or a folder with a config.json"),
     ],
 )
-def test_bad_input_is_one_line(arguments: list[str], words: str) -> None:
-    with started(*arguments) as process:
-        out, _ = process.communicate()
-    assert process.returncode == 2, out
-    last = out.splitlines()[-1]
-    assert last.startswith("error: ")
-    assert words in last
+def test_bad_input_is_one_line(arguments: list[str], words: str, tmp_path: Path) -> None:
+    out = ran(*arguments, folder=tmp_path, status=2)
+    assert out.startswith("error: ")
+    assert words in out
+    assert len(out.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_what_a_worker_refuses_ends_the_demo(tmp_path: Path) -> None:
+    out = ran("--device", "hamster", folder=tmp_path, status=2)
+    assert re.search(r"^error: worker \d: device: expected one that torch can use", out, re.M)
     assert "Traceback" not in out
-    if "--device" not in arguments:  # which only a worker can tell
-        assert "starting" not in out
-    assert left(process.pid) == []
+
+
+def test_the_model_and_its_wrong_answer_are_told_apart(tmp_path: Path) -> None:
+    """A checkpoint is served, and an answer that is not the model's is found."""
+    import numpy as np
+    import transformers
+
+    from lightcache.tools.demo import model
+    from lightcache.tools.demo.messages import ModelSpec
+
+    form = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=4096, intermediate_size=32, **form)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    built = model.build(ModelSpec(directory=str(tmp_path)))
+    prompt = np.arange(20, dtype=np.int32)
+    token, logprob = model.forward(built, prompt, None)
+    right = np.array([token], np.int32)
+    assert model.compare(built, prompt, right, [logprob])[0]
+    assert model.compare(built, prompt, right, [logprob])[1] < 1e-5
+    assert model.compare(built, prompt, right, [logprob - 1])[1] == pytest.approx(1, abs=1e-5)
+    assert not model.compare(built, prompt, (right + 1) % 4096, [logprob])[0]

@@ -1,100 +1,129 @@
-"""The report waits for whom it must, and has turns verified one by one."""
+"""What a demo reports: its figures, and each thing that did not hold, without any process."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import click.testing
 import numpy as np
 import pytest
-from rich.console import Console
-from support.demo_desk import settings_of
-from support.demo_turns import hello, served
 
-from lightcache.tools.demo.messages import (
-    Finished,
-    Lost,
-    Mailbox,
-    Verified,
-    Verify,
+from lightcache import CheckReport
+from lightcache.tools import cli
+from lightcache.tools.demo.conversations import Conversations, Turn
+from lightcache.tools.demo.messages import Answer
+from lightcache.tools.demo.report import Kill, Outcome, Served, sample
+
+CLEAN = CheckReport(True, "every invariant holds", 0, 0, 1, 0, 0, 0, 0, 0, True, 0)
+
+
+def served(number: int, attempts: int = 1, **reused: int) -> Served:
+    """A turn of 100 tokens."""
+    turn = Turn(number, 0, number, np.zeros(100, np.int32), 2)
+    tiers = {tier: tokens for tier, tokens in reused.items() if tokens}
+    answer = Answer(np.zeros(2, np.int32), [0.0, 0.0], tiers, 1 << 20, 1 << 19, 0.001, 0.1, 0.5)
+    return Served(turn, answer, "0", attempts)
+
+
+def held() -> Outcome:
+    """An outcome in which all of it held."""
+    return Outcome(
+        wanted_turns=2,
+        wanted_kill=True,
+        wanted_restart=True,
+        turns=[served(0), served(1, attempts=2, host=64)],
+        again=[served(2, storage=80), served(3, host=32, storage=16)],
+        wanted_again=2,
+        kill=Kill("1", 1, 1, 2, 2, 0.05),
+        successor_s=3.0,
+        checks=[CLEAN, CLEAN],
+        compared={1: (True, 1e-5), 2: (True, 2e-5), 3: (True, 0.0)},
+        wanted_compared=3,
+        seconds=9.0,
+    )
+
+
+def test_an_outcome_that_held() -> None:
+    outcome = held()
+    assert outcome.problems() == []
+    pairs = outcome.pairs()
+    assert pairs["prompt tokens"] == "200, of which 64 (32%) came from the host tier"
+    assert "5.0 times as fast" in pairs["first token"]
+    assert pairs["killed"].startswith(
+        "worker 1, with 1 of 2 pages of turn 1 copied: 2 pages doomed"
+    )
+    assert "96 came from storage and 32 from the host" in pairs["restart"]
+    assert pairs["check"].startswith("clean: 2 checks")
+    assert pairs["equal"].startswith("3 of 3 turns")
+    facts = json.loads(json.dumps(outcome.facts()))
+    assert (facts["hit_tokens"], facts["restart"]["hit_tokens"]["storage"]) == ({"host": 64}, 96)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"turns": [served(1, host=64)]}, "expected 2 answers, found 1"),
+        ({"turns": [served(0), served(1)]}, "no turn reused anything"),
+        ({"kill": None}, "no worker was killed"),
+        ({"kill": Kill("1", 1, 1, 2, 0, 0.05)}, "the killed worker left no doomed page"),
+        ({"again": [served(2, storage=80)]}, "expected 2 answers after the restart, found 1"),
+        ({"again": [served(2), served(3)]}, "nothing came from storage after the restart"),
+        ({"again": [served(2, host=1), served(3, storage=16)]}, "found tokens in an empty cache"),
+        ({"checks": [CLEAN, replace(CLEAN, clean=False, message="page 3")]}, "check: page 3"),
+        ({"compared": {1: (True, 0.0)}}, "expected 3 turns computed again, found 1"),
+        ({"compared": {n: (n != 2, 0.0) for n in (1, 2, 3)}}, "turn 2 is not what"),
+        ({"compared": {n: (True, 1e-3 * (n == 3)) for n in (1, 2, 3)}}, "turn 3 is not what"),
+        ({"compared": {n: (True, float("nan")) for n in (1,)}, "wanted_compared": 1}, "by nan"),
+        ({"left": ["demo-1-kv"]}, "demo-1-kv was not removed"),
+    ],
 )
-from lightcache.tools.demo.report import Report
-from lightcache.tools.demo.show import Show
-from lightcache.tools.demo.summary import sample
+def test_what_did_not_hold(changes: dict[str, Any], said: str) -> None:
+    (problem,) = replace(held(), **changes).problems()
+    assert said in problem
+    json.dumps(replace(held(), **changes).facts(), allow_nan=False)
 
 
-class Told:
-    """A stage that says what a test wants said, and is not asked for more."""
-
-    def __init__(self, *events: Any) -> None:
-        self.said = events
-
-    def events(self) -> Iterator[Any]:
-        yield from self.said
-        raise AssertionError("the report waits for something that never comes")
-
-    def age(self, worker: int, lives: int) -> float:
-        return 1.5
+def test_turns_that_are_computed_again() -> None:
+    turns = [served(n, attempts=1 + (n == 7), host=n) for n in range(10)]
+    assert [one.turn.number for one in sample(turns, 3)] == [7, 1, 5]
+    assert len(sample(turns, 20)) == 9, "none that reused nothing"
 
 
-@pytest.fixture
-def report(segment_name: str) -> Report:
-    settings = settings_of(segment_name)
-    return Report(settings, Show(Console(quiet=True), quiet=True))
+@pytest.mark.parametrize("outcome", [held(), replace(held(), left=["demo-1-kv"])])
+def test_the_exit_status_says_whether_all_of_it_held(
+    outcome: Outcome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    from lightcache.tools.demo import run
+
+    plans: list[Any] = []
+    monkeypatch.setattr(run, "run", lambda plan, show: plans.append(plan) or outcome)
+    for arguments in ([], ["--json"]):
+        result = click.testing.CliRunner().invoke(cli.group, ["demo", *arguments])
+        assert result.exit_code == len(outcome.left), result.output
+    assert ("All of it held" in result.output) is False
+    plan = SimpleNamespace(**vars(plans[0]))
+    assert (plan.workers, plan.kill, plan.restart) == (2, True, True)
+    assert plan.config.storage.startswith("disk:")
 
 
-def test_a_successor_that_dies_before_its_hello_is_one_missing(report: Report) -> None:
-    report.stage = Told(  # type: ignore[assignment]
-        hello(0, 0),
-        hello(1, 0),
-        Lost(0, 0, 0.0),
-        Lost(0, 1, 0.0),
-        Finished(0, 1.0, 2.0),
-        hello(0, 2),
-    )
-    report._watch()
-    assert [one.life for one in report.outcome.successors] == [2]
-    assert report.outcome.lookup_us == 2.0
-
-
-def test_one_that_died_while_it_loaded_its_model(report: Report) -> None:
-    report.stage = Told(  # type: ignore[assignment]
-        hello(1, 0), Lost(0, 0, 0.0), hello(0, 1), Finished(0, 1.0, 2.0)
-    )
-    report._watch()
-    assert report.outcome.successor_s == 1.5
-
-
-def test_a_successor_is_waited_for(report: Report) -> None:
-    report.stage = Told(  # type: ignore[assignment]
-        hello(0, 0), hello(1, 0), Lost(0, 0, 0.0), Finished(0, 1.0, 2.0)
-    )
-    with pytest.raises(AssertionError, match="waits"):
-        report._watch()
-
-
-def test_turns_are_verified_one_by_one(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them would not fit into the ring while the reference loads its model."""
-    inbox = Mailbox(report.settings.reference_ring)
-    seen: list[int] = []
-
-    def reference() -> Iterator[Any]:
-        yield hello(0, 1)  # of no matter here
-        while (turn := inbox.receive(0)) is not None:
-            assert isinstance(turn, Verify)
-            assert inbox.receive(0) is None
-            assert (turn.prompt, turn.logprobs) == (59_999, [-0.5])
-            seen.append(turn.number)
-            yield Verified(turn.number, True, 0.0)
-        raise AssertionError("the report waits for something that never comes")
-
-    monkeypatch.setattr(report.stage, "events", reference)
-    monkeypatch.setattr(report.stage, "start", lambda role: None)
-    report.outcome.turns = [
-        served(number, prompt=59_999, tokens=np.zeros(60_000, np.int32)) for number in range(12)
-    ]
-    with inbox:
-        report._compare(sample(report.outcome.turns, 8))
-    assert len(seen) == 8
-    assert [one.number for one in report.outcome.verified] == seen
-    assert report.outcome.wanted_verified == 8
+def test_conversations() -> None:
+    """The next prompt goes on from the answer; after a restart, those that were asked last."""
+    talk = Conversations(seed=1, users=3, turns=4, system_tokens=10, message_tokens=8)
+    turns, asked = talk.begin(), []
+    answer = np.full(16, 7, np.int32)
+    while turns:
+        turn = turns.pop(0)
+        asked.append(turn)
+        turns += talk.answered(turn.number, answer)
+    assert len(asked) == talk.total == 3 * 4
+    of = {(turn.conversation, turn.turn): turn.prompt for turn in asked}
+    said = np.concatenate([of[0, 1], answer])
+    assert (of[0, 2][: len(said)] == said).all()
+    assert (of[1, 0][:10] == of[0, 0][:10]).all(), "the system prompt"
+    more = talk.resume(2)
+    assert [(turn.conversation, turn.turn) for turn in more] == [(1, 4), (2, 4)]
+    assert max(len(turn.prompt) + turn.answer_tokens for turn in [*asked, *more]) <= talk.longest

@@ -1,202 +1,239 @@
-"""The report: watches a run, kills a worker in it, has the results checked, and tells."""
+"""What a run has shown: a line for each turn, a summary, and what did not hold."""
 
 from __future__ import annotations
 
-import contextlib
-import time
+import math
+import statistics
+from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
-import lightcache
-from lightcache.shm.listing import list_segments
-from lightcache.tools.demo.again import write_again
-from lightcache.tools.demo.messages import (
-    Finished,
-    Hello,
-    Holding,
-    Lost,
-    Mailbox,
-    Recovered,
-    Served,
-    Verified,
-    Verify,
-)
-from lightcache.tools.demo.models import preflight
-from lightcache.tools.demo.scratch import Scratch
-from lightcache.tools.demo.settings import SECRET, STATES, Settings
-from lightcache.tools.demo.show import Show
-from lightcache.tools.demo.stage import Stage
-from lightcache.tools.demo.summary import Outcome, sample
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
 
-_SAMPLE = 8  # turns that are computed again
-_AGAIN = 4  # conversations that go on behind a restart; all of their turns are computed again
+from lightcache import CheckReport
+from lightcache.tools.demo.conversations import Turn
+from lightcache.tools.demo.messages import Answer
+
+_TOLERANCE = 1e-4  # between log-probabilities in float32
+_ROW = "{:>4} {:>12} {:>6} {:>6} {:>9} {:>12} {:>11} {:>12} {:>8}  {}"
+_HEAD = "turn,conversation,worker,prompt,from host,from storage,first token,from nothing,faster,"
 
 
-class Report:
-    """One run, from its beginning to its verdict."""
+@dataclass(frozen=True)
+class Served:
+    """A turn that was answered."""
 
-    def __init__(self, settings: Settings, show: Show, scratch: Scratch | None = None) -> None:
-        """Nothing is started yet.
+    turn: Turn
+    answer: Answer
+    worker: str  # its number, and one ' for each life before
+    attempts: int
 
-        Args:
-            scratch: where to keep what is asked behind a restart; None: there is none.
-        """
-        self.settings, self.show, self.scratch = settings, show, scratch
-        self.outcome = Outcome(
-            wanted_turns=settings.make_workload().total,
-            wanted_kill=settings.hold_at is not None,
-            wanted_restart=scratch is not None,
-            storage=settings.storage,
-        )
-        self.stage = Stage(settings)
-        self.caches: dict[str, lightcache.Cache] = {}
-        self._stack = contextlib.ExitStack()
-        self._turns = self.outcome.turns
 
-    def run(self) -> Outcome:
-        """All of it. Blocks.
+@dataclass(frozen=True)
+class Kill:
+    """A worker that was killed in the middle of an offload."""
 
-        Raises:
-            RunFailed: some process could not go on.
-        """
-        began = time.monotonic()
-        with self.show:
-            with self.stage, self._stack:
-                self.show.status("starting: a router and workers, each with a model of its own")
-                self._watch()
-                self._check()
-                if self.scratch is None:
-                    self._compare(sample(self.outcome.turns, _SAMPLE))
-            self._look_for_what_is_left()
-            if self.scratch is not None:
-                self._restart(self.scratch.path / "turns.json")
-            self.show.finish()
-        self.outcome.seconds = time.monotonic() - began
-        return self.outcome
+    worker: str
+    turn: int
+    copied_pages: int
+    pages: int
+    doomed_pages: int  # pages that it was writing, which no key leads to
+    recovered_s: float  # from the signal until its pages could be used again
 
-    def _restart(self, path: Path) -> None:
-        """Everything anew, with what is stored, and some conversations go on. What the reference
-        computes again is of both lives: it loads its model once."""
-        outcome, before = self.outcome, self.settings
-        outcome.wanted_again = write_again(
-            path,
-            outcome.turns,
-            _AGAIN,
-            vocabulary=before.workload["vocabulary"],
-            positions=preflight(before.model).positions,
-            seed=before.seed,
-        )
-        self.show.say("everything has ended: what is left is in storage", "yellow")
-        self.settings = before.again(str(path))
-        self.stage, self.caches = Stage(self.settings), {}
-        self._stack, self._turns = contextlib.ExitStack(), outcome.again
-        with self.stage, self._stack:
-            self.show.status("starting anew: router, workers, and an empty cache")
-            self._watch()
-            self._check()
-            again = sample(outcome.again, _AGAIN)
-            self._compare([*sample(outcome.turns, _SAMPLE), *again])
-        self._look_for_what_is_left()
 
-    def _look_for_what_is_left(self) -> None:
-        """In shared memory, of processes that have all ended."""
-        prefix = f"{self.settings.run}-"
-        names = [info.name for info in list_segments() if info.name.startswith(prefix)]
-        if self.scratch is not None:
-            names += self.scratch.indexes()
-        self.outcome.left += [name for name in names if name not in self.outcome.left]
+class Figures:
+    """What some turns add up to."""
 
-    def _watch(self) -> None:
-        """Until every turn is answered, and a worker that was killed has its successor."""
-        handlers: dict[type, Any] = {
-            Hello: self._on_hello,
-            Served: self._on_served,
-            Recovered: self._on_recovered,
-        }
-        finished = False
-        missing: set[int] = set()  # workers; each may die again before it has said anything
-        for event in self.stage.events():
-            if isinstance(event, Holding):
-                self.outcome.holding = event
-                self.show.say(
-                    f"worker {event.worker} has copied {event.copied} of {event.pages} pages of "
-                    f"turn {event.number}: killing it (SIGKILL)",
-                    "yellow",
+    def __init__(self, turns: Sequence[Served]) -> None:
+        answers = [served.answer for served in turns]
+        reusing = [answer for answer in answers if answer.reused]
+        self.turns, self.reusing = len(turns), len(reusing)
+        self.prompt_tokens = sum(len(served.turn.prompt) for served in turns)
+        self.hit_tokens: Counter[str] = sum((Counter(a.reused) for a in answers), Counter())
+        self.loaded_bytes = sum(answer.loaded_bytes for answer in answers)
+        self.offloaded_bytes = sum(answer.offloaded_bytes for answer in answers)
+        self.lookup_s = statistics.median([answer.lookup_s for answer in answers] or [0.0])
+        """Of these and the next two: the median."""
+        self.first_s = statistics.median([answer.first_s for answer in reusing] or [0.0])
+        """Of turns that reused tokens."""
+        self.alone_s = statistics.median([answer.alone_s or 0.0 for answer in reusing] or [0.0])
+        """Of the same turns: the first token from nothing."""
+
+
+@dataclass
+class Outcome:
+    """What happened in a run, and what should have."""
+
+    wanted_turns: int
+    wanted_kill: bool
+    wanted_restart: bool
+    turns: list[Served] = field(default_factory=list)
+    again: list[Served] = field(default_factory=list)  # turns after the restart
+    wanted_again: int = 0
+    kill: Kill | None = None
+    successor_s: float | None = None
+    """From the start of a dead worker's first successor until it was ready."""
+    checks: list[CheckReport] = field(default_factory=list)
+    """Of each cache, before and after the restart."""
+    compared: dict[int, tuple[bool, float]] = field(default_factory=dict)
+    """Turns that were computed again: whether the answer was equal, and the largest difference
+    between log-probabilities."""
+    wanted_compared: int = 0
+    left: list[str] = field(default_factory=list)  # segments in shared memory after the end
+    seconds: float = 0.0
+
+    def problems(self) -> list[str]:
+        """What did not hold, in one line each."""
+        problems = [f"check: {check.message}" for check in self.checks if not check.clean]
+        for what, wanted, found in (
+            ("answers", self.wanted_turns, len(self.turns)),
+            ("answers after the restart", self.wanted_again, len(self.again)),
+            ("turns computed again", self.wanted_compared, len(self.compared)),
+        ):
+            if found != wanted:
+                problems.append(f"expected {wanted} {what}, found {found}")
+        if not Figures(self.turns).reusing:
+            problems.append("no turn reused anything; give a larger --size")
+        if self.wanted_kill and self.kill is None:
+            problems.append("no worker was killed: no turn wrote pages; give a larger --size")
+        if self.kill is not None and not self.kill.doomed_pages:
+            problems.append("the killed worker left no doomed page")
+        if self.wanted_restart and not Figures(self.again).hit_tokens["storage"]:
+            problems.append(
+                "nothing came from storage after the restart; give the storage more room, or leave "
+                "the restart out (--no-restart)"
+            )
+        first = next((served for served in self.again if served.attempts == 1), None)
+        if first is not None and first is self.again[0] and first.answer.reused.get("host"):
+            problems.append("the first turn after the restart found tokens in an empty cache")
+        for number, (equal, difference) in self.compared.items():
+            if not (equal and difference <= _TOLERANCE):
+                found_tokens = "equal" if equal else "differ"
+                problems.append(
+                    f"turn {number} is not what an uncached run gives: tokens {found_tokens}, "
+                    f"log-probabilities by {difference:.1e}"
                 )
-                self.stage.kill(event.worker, event.life)
-            elif isinstance(event, Lost):
-                missing.add(event.worker)
-            elif isinstance(event, Finished):
-                finished = True
-                self.outcome.lookup_us = self.outcome.lookup_us or event.lookup_us
-            else:
-                if isinstance(event, Hello):
-                    missing.discard(event.worker)
-                handlers[type(event)](event)
-            if finished and not missing:
-                return
+        return problems + [f"{name} was not removed" for name in self.left]
 
-    def _on_hello(self, hello: Hello) -> None:
-        again = "again " if hello.life else ""
-        seconds = self.stage.age(hello.worker, hello.life)
-        self.show.status(
-            f"worker {hello.worker} is there {again}(pid {hello.pid}, after {seconds:.1f} s)"
+    @property
+    def difference(self) -> float | None:
+        """The largest between log-probabilities, nan above all; None: nothing was compared."""
+        differences = [difference for _, difference in self.compared.values()]
+        return max(differences, key=lambda value: (math.isnan(value), value), default=None)
+
+    def pairs(self) -> dict[str, str]:
+        """The summary for people."""
+        of = Figures(self.turns)
+        tiers = ", ".join(
+            f"{tokens:,} ({tokens / max(1, of.prompt_tokens):.0%}) came from the {tier} tier"
+            for tier, tokens in of.hit_tokens.items()
         )
-        if hello.life:
-            self.outcome.successor_s = self.outcome.successor_s or seconds
-            self.outcome.successors.append(hello)
-        if hello.cache is not None and hello.cache not in self.caches:
-            if self.settings.model.hybrid:
-                self._attach(f"{hello.cache}{STATES}")
-            self._attach(hello.cache)
-
-    def _attach(self, name: str) -> None:
-        self.caches[name] = self._stack.enter_context(
-            lightcache.Cache.attach(name, secret=SECRET, role="report", grow=False)
+        pairs = {
+            "turns": f"{of.turns} answered in {self.seconds:.0f} s",
+            "prompt tokens": f"{of.prompt_tokens:,}, of which {tiers or 'none was reused'}",
+            "first token": f"{milliseconds(of.first_s)} with the cache, {milliseconds(of.alone_s)} "
+            f"from nothing: {of.alone_s / (of.first_s or 1):.1f} times as fast (medians of "
+            f"{of.reusing} turns that reused tokens)",
+            "lookup": f"{of.lookup_s * 1e6:,.0f} us to hash and find a prompt (median)",
+            "moved": f"{of.loaded_bytes / 2**20:,.1f} MiB loaded, "
+            f"{of.offloaded_bytes / 2**20:,.1f} MiB offloaded",
+        }
+        if (kill := self.kill) is not None:
+            pairs["killed"] = (
+                f"worker {kill.worker}, with {kill.copied_pages} of {kill.pages} pages of turn "
+                f"{kill.turn} copied: {kill.doomed_pages} pages doomed, usable again "
+                f"{milliseconds(kill.recovered_s)} after the signal; its successor was ready after "
+                f"{self.successor_s or 0:.1f} s"
+            )
+        if self.again:
+            of, first = Figures(self.again), self.again[0].answer
+            pairs["restart"] = (
+                f"everything ended and began anew with an empty cache: of {of.prompt_tokens:,} "
+                f"prompt tokens {of.hit_tokens['storage']:,} came from storage and "
+                f"{of.hit_tokens['host']:,} from the host, where they had been read to; the first "
+                f"of {of.turns} turns had its first token after {milliseconds(first.first_s)}, "
+                f"{milliseconds(first.alone_s)} from nothing"
+            )
+        clean = "clean" if all(check.clean for check in self.checks) else "broken"
+        pairs["check"] = f"{clean}: {len(self.checks)} checks, the last: {self.checks[-1].message}"
+        pairs["equal"] = (
+            f"{sum(equal for equal, _ in self.compared.values())} of {len(self.compared)} turns "
+            "that reused tokens have the answer of a fresh process without a cache; "
+            f"log-probabilities within {self.difference or 0:.1e}"
         )
+        return pairs
 
-    def _on_served(self, turn: Served) -> None:
-        self._turns.append(turn)
-        self.show.add(turn)
+    def facts(self) -> dict[str, Any]:
+        """The summary for scripts."""
+        difference = self.difference
+        return {
+            **vars(Figures(self.turns)),
+            "killed": None if self.kill is None else vars(self.kill),
+            "restart": vars(Figures(self.again)) if self.wanted_restart else None,
+            "checks": [check.message for check in self.checks],
+            "compared": len(self.compared),
+            "largest_difference": difference if math.isfinite(difference or 0) else None,
+            "seconds": self.seconds,
+            "problems": self.problems(),
+        }
 
-    def _on_recovered(self, found: Recovered) -> None:
-        self.outcome.recovered.append(found)
-        self.show.say(
-            f"worker {found.worker} is dead: {found.doomed} pages were doomed, and can be used "
-            f"again after {found.seconds * 1e3:.0f} ms",
-            "yellow",
+
+def sample(turns: Sequence[Served], count: int) -> list[Served]:
+    """Turns to compute again, of those that reused tokens: all that were asked twice, others evenly
+    spread."""
+    reusing = [served for served in turns if served.answer.reused]
+    twice = [served for served in reusing if served.attempts > 1][:count]
+    once = [served for served in reusing if served.attempts == 1]
+    rest = min(len(once), count - len(twice))
+    return twice + [once[i * len(once) // rest] for i in range(rest)]
+
+
+def milliseconds(seconds: float | None) -> str:
+    """A time for people."""
+    return "-" if seconds is None else f"{seconds * 1e3:,.0f} ms"
+
+
+class Show:
+    """Prints a run while it goes on."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._head = console, _HEAD
+
+    def add(self, served: Served) -> None:
+        """A turn was answered."""
+        if self._head:
+            self.say(_ROW.format(*self._head.split(",")), "bold")
+            self._head = ""
+        turn, answer = served.turn, served.answer
+        row = _ROW.format(
+            turn.number,
+            f"{turn.conversation}.{turn.turn}",
+            served.worker,
+            len(turn.prompt),
+            answer.reused.get("host", 0),
+            answer.reused.get("storage", 0),
+            milliseconds(answer.first_s),
+            milliseconds(answer.alone_s),
+            f"{(answer.alone_s or 0.0) / answer.first_s:.1f} x",
+            "asked again" if served.attempts > 1 else "",
         )
+        self.say(row, "green" if answer.reused else "")
 
-    def _check(self) -> None:
-        """Look at every invariant of the caches."""
-        if self.outcome.check is not None and not self.outcome.check.clean:
-            return
-        self.show.status("checking the cache: every invariant, derived again")
-        for cache in self.caches.values():
-            self.outcome.check = cache.check()
-            self.outcome.checked += 1
-            if not self.outcome.check.clean:
-                break
+    def say(self, text: str, style: str = "dim") -> None:
+        """What happens now."""
+        self._console.print(Text(text.rstrip(), style), soft_wrap=True)
 
-    def _compare(self, chosen: Sequence[Served]) -> None:
-        """Compute turns again."""
-        self.outcome.wanted_verified = len(chosen)
-        if not chosen:
-            return
-        self.show.status(f"computing {len(chosen)} turns again, in a fresh process without a cache")
-        self.stage.start("reference")
-        with Mailbox(self.settings.reference_ring) as reference:
-            # One by one: all at once may not fit into the ring while the reference loads its model.
-            waiting = [
-                Verify(turn.number, turn.prompt, turn.logprobs, tokens=turn.tokens)
-                for turn in reversed(chosen)
-            ]
-            reference.send(waiting.pop())
-            for event in self.stage.events():
-                if not isinstance(event, Verified):
-                    continue
-                self.outcome.verified.append(event)
-                if not waiting:
-                    return
-                reference.send(waiting.pop())
+    def end(self, outcome: Outcome) -> None:
+        """The summary, and what did not hold."""
+        summary = Table.grid(Column(style="bold"), Column(), padding=(0, 2))
+        for name, text in outcome.pairs().items():
+            summary.add_row(name, Text(text))
+        self._console.print()
+        self._console.print(summary)
+        for problem in outcome.problems():
+            self.say(f"it did not hold: {problem}", "red")
+        if not outcome.problems():
+            self.say("All of it held.", "bold green")

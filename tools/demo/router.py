@@ -1,271 +1,137 @@
-"""The router: owns the turns, and hands each to a worker, which finds in the cache what it can.
+"""The router: gives each turn to a worker, by what the cache has of it and by what waits where.
 
-It needs nothing but the core: neither torch nor a model.
+It looks into the cache itself: finding a prefix is a read of shared memory, not a message. It
+needs neither torch nor a model.
 """
 
 from __future__ import annotations
 
-import random
-import statistics
+import contextlib
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from typing import Any
 
-import numpy as np
-
 import lightcache
-from lightcache.tools.demo import life
-from lightcache.tools.demo.messages import (
-    Answer,
-    Finished,
-    Hello,
-    Lost,
-    Mailbox,
-    Recovered,
-    Request,
-    Served,
-)
-from lightcache.tools.demo.prefixes import Prefixes
-from lightcache.tools.demo.settings import SECRET, Settings
-from lightcache.tools.demo.workload import Turn
+from lightcache.tools.demo.conversations import Turn
+from lightcache.tools.demo.messages import Ready, Request
 
 
-@dataclass
-class Going:
-    """A turn that a worker is at."""
-
-    turn: Turn
-    waited_s: float
-    hold: bool
-    """Whether its worker is to be killed in the middle of it."""
-
-
-@dataclass
+@dataclass(eq=False)
 class Peer:
-    """A worker as the router sees it."""
+    """A living worker, as the router sees it."""
 
-    number: int
-    life: int = -1
-    inbox: Mailbox | None = None
-    cache: lightcache.Cache | None = None
-    device: str | None = None
-    going: Going | None = None
+    name: str
+    pipe: Connection
+    device_index: str
+    running: Turn | None = None
     waiting: deque[Turn] = field(default_factory=deque)
-
-    @property
-    def turns(self) -> list[Turn]:
-        """What it has to do, and is at."""
-        return [*self.waiting, *([self.going.turn] if self.going is not None else [])]
+    costs: dict[int, float] = field(default_factory=dict)
+    """Of each turn that it has to answer, in tokens of prefill."""
 
 
 class Router:
     """Gives each worker one turn at a time."""
 
-    def __init__(
-        self, settings: Settings, inbox: Mailbox, report: Mailbox, stack: ExitStack
-    ) -> None:
-        """Nothing is asked yet.
+    def __init__(self, caches: Iterable[lightcache.Cache]) -> None:
+        """Without workers, turns wait.
 
         Args:
-            stack: closes the caches.
+            caches: of the workers: KV, and for a hybrid model the states as well.
         """
-        self.settings, self.inbox, self.report, self.stack = settings, inbox, report, stack
-        self.workload = settings.make_workload()
-        self.peers = [Peer(number) for number in range(settings.workers)]
-        self.caches: dict[str, lightcache.Cache] = {}
-        self.attempts: dict[int, int] = {}
-        self.asked: dict[int, float] = {}
-        self.answered = 0
-        self.held = settings.hold_at is None
-        self.lookups: list[float] = []
-        self.random = random.Random(settings.seed)
-        self.prefixes = stack.enter_context(Prefixes(settings))
-        self.handlers: dict[type, Callable[[Any], None]] = {
-            Hello: self.on_hello,
-            Answer: self.on_answer,
-            Lost: self.on_lost,
-        }
+        self._caches = list(caches)
+        self._kv = self._caches[0]
+        self._router: Any = None
+        self._peers: dict[str, Peer] = {}
+        self._last: dict[int, str] = {}  # the worker that had the last turn of each conversation
+        self._unrouted: list[Turn] = []
+        self.attempts: dict[int, int] = {}  # how often each turn was given to a worker
 
-    def run(self) -> None:
-        """Until every turn is answered. Blocks."""
-        while any(peer.inbox is None for peer in self.peers):
-            self.handle()
-        began = time.monotonic()
-        self.route(self.workload.begin())
-        while self.answered < self.workload.total:
-            for number in range(len(self.peers)):
-                self.dispatch(number)
-            self.handle()
-        found = statistics.median(self.lookups) * 1e6 if self.lookups else 0.0
-        self.report.send(Finished(self.answered, time.monotonic() - began, found))
+    # ---- which workers there are
 
-    def handle(self) -> None:
-        """The next message."""
-        message = life.receive(self.inbox, self.settings)
-        self.handlers[type(message)](message)
+    def join(self, name: str, pipe: Connection, ready: Ready) -> None:
+        """A worker is ready. The successor of a dead one has another name."""
+        self._peers[name] = Peer(name, pipe, ready.device_index)
+        self._look_at_devices()
+        self.ask([])
 
-    # ---- who does what
+    def lose(self, name: str) -> int:
+        """A worker is dead: take back what it held, and give its turns to the others.
 
-    def route(self, turns: list[Turn]) -> None:
-        """Choose a worker for each: never the one of the turn before, though a dead one's successor
-        is waited for; or any that lives; or the one of these at which it costs least."""
-        for turn in turns:
-            living = self.living()
-            if self.settings.routing == "random":
-                chosen = self.random.choice(living or self.peers)
-            elif self.settings.routing == "prefix" and living:
-                chosen = self.cheapest(turn, living)
-            else:
-                chosen = self.peers[(turn.conversation + turn.turn) % len(self.peers)]
-            self.asked[turn.number] = time.monotonic()
-            chosen.waiting.append(turn)
+        Returns:
+            Pages that it was writing: they are doomed, no key leads to them. Only a process that
+            finds no other room takes such pages, so the number is that of this death.
+        """
+        for cache in self._caches:
+            cache.reap()
+        doomed = sum(cache.check().doomed for cache in self._caches)
+        peer = self._peers.pop(name, None)
+        if peer is not None:
+            self._look_at_devices()
+            self.ask([*([peer.running] if peer.running is not None else []), *peer.waiting])
+        return doomed
 
-    def living(self) -> list[Peer]:
-        """Workers that are ready, or at work."""
-        return [peer for peer in self.peers if peer.inbox is not None]
-
-    def cheapest(self, turn: Turn, living: list[Peer]) -> Peer:
-        """By what each device and the host have of the prompt, and by what waits there."""
-        cache = living[0].cache
-        if cache is None:
-            return min(living, key=lambda peer: len(peer.turns))
-        waiting = {peer.number: [each.number for each in peer.turns] for peer in living}
-        keys = cache.hash_pages(turn.tokens)
-        return self.peers[self.prefixes.choose(turn.number, keys, waiting)]
-
-    def cached(self, turn: Turn) -> bool:
-        """Whether a turn goes through the cache. With one prompt at a time for each worker, every
-        worker has as many of either kind."""
-        return not (self.settings.alternate and turn.number // len(self.peers) % 2)
-
-    def dispatch(self, number: int) -> None:
-        """Give a worker its next turn, if it is free and lives."""
-        peer = self.peers[number]
-        if peer.inbox is None or peer.going is not None or not peer.waiting:
+    def _look_at_devices(self) -> None:
+        """Attach to the indexes of the blocks that workers have on their devices."""
+        self.close()
+        if not self._peers:  # turns wait for a successor
             return
-        turn = peer.waiting.popleft()
-        attempt = self.attempts[turn.number] = self.attempts.get(turn.number, 0) + 1
-        # Not a turn that is asked again: its first death would be taken for the one arranged.
-        due = not self.held and self.answered >= (self.settings.hold_at or 0)
-        hold = due and self.cached(turn) and attempt == 1
-        self.held |= hold
-        sent = time.monotonic()
-        peer.going = Going(turn, sent - self.asked[turn.number], hold)
-        peer.inbox.send(
-            Request(
-                number=turn.number,
-                tokens=turn.tokens,
-                answer_tokens=turn.answer_tokens,
-                sent=sent,
-                cached=self.cached(turn),
-                baseline=self.settings.baseline,
-                hold=hold,
-            )
-        )
+        devices = {name: peer.device_index for name, peer in self._peers.items()}
+        policy = lightcache.RouterPolicy(page_tokens=self._kv.index.page_tokens)
+        self._router = lightcache.Router(self._kv, devices, policy=policy)
 
-    # ---- what they say
+    # ---- which worker gets which turn
 
-    def on_hello(self, hello: Hello) -> None:
-        """A worker is ready, the first of its number or the successor of a dead one."""
-        peer = self.peers[hello.worker]
-        peer.life, peer.device = hello.life, hello.device
-        peer.inbox = self.stack.enter_context(
-            Mailbox(self.settings.worker_ring(hello.worker, hello.life))
-        )
-        if hello.cache is not None:
-            if hello.cache not in self.caches:
-                self.caches[hello.cache] = self.stack.enter_context(
-                    lightcache.Cache.attach(hello.cache, secret=SECRET, role="router", grow=False)
-                )
-            peer.cache = self.caches[hello.cache]
-        self.look_at_devices()
+    def ask(self, turns: Iterable[Turn]) -> None:
+        """Choose a worker for each turn; while there is none, turns wait."""
+        self._unrouted += turns
+        while self._unrouted and self._peers:
+            turn = self._unrouted.pop(0)
+            peer = self._choose(turn)
+            peer.waiting.append(turn)
+            self._last[turn.conversation] = peer.name
 
-    def look_at_devices(self) -> None:
-        """Of those that live, from now on: a successor has an index of its own."""
-        if self.settings.routing == "prefix":
-            devices = {peer.number: peer.device for peer in self.living()}
-            host = self.living()[0].cache if self.settings.pool == "shared" else None
-            self.prefixes.look_at(host, devices)
+    def _choose(self, turn: Turn) -> Peer:
+        """The worker at which the turn costs least. Not the one that had the turn before, if there
+        is another: the demo shows that elsewhere it is a hit as well. An engine wants the opposite,
+        and leaves `among=` out."""
+        last = self._last.get(turn.conversation)
+        others = [name for name in self._peers if name != last] or list(self._peers)
+        loads = {name: sum(peer.costs.values()) for name, peer in self._peers.items()}
+        choice = self._router.route(self._kv.hash_pages(turn.prompt), loads, among=others)
+        peer = self._peers[choice.worker]
+        peer.costs[turn.number] = choice.costs[peer.name] - loads[peer.name]
+        return peer
 
-    def on_answer(self, answer: Answer) -> None:
-        """A turn is over; what it makes possible is routed."""
-        peer = self.peers[answer.worker]
-        going, peer.going = peer.going, None
-        assert going is not None
-        assert going.turn.number == answer.number
-        if going.hold:  # it had nothing to write: another one, then
-            self.held = False
-        if answer.lookup_s is not None:
-            self.lookups.append(answer.lookup_s)
-        self.answered += 1
-        self.report.send(self.served(going, answer))
-        self.route(self.workload.answered(answer.number, answer.tokens.tolist()))
+    def send(self, *, hold: bool = False) -> int | None:
+        """Give a waiting turn to its worker, if that is idle. Returns the turn's number.
 
-    def served(self, going: Going, answer: Answer) -> Served:
-        """What the report is told."""
-        turn = going.turn
-        known = {each.name: getattr(answer, each.name) for each in fields(answer)}
-        known["tokens"] = np.concatenate([turn.tokens, answer.tokens])
-        return Served(
-            **known,
-            conversation=turn.conversation,
-            turn=turn.turn,
-            prompt=len(turn.tokens),
-            attempts=self.attempts[turn.number],
-            waited_s=going.waited_s,
-            cached=self.cached(turn),
-        )
+        Args:
+            hold: the worker shall stop in the middle of the turn's offload.
+        """
+        for peer in self._peers.values():
+            if peer.running is None and peer.waiting:
+                turn = peer.running = peer.waiting.popleft()
+                self.attempts[turn.number] = self.attempts.get(turn.number, 0) + 1
+                sent = time.monotonic()
+                request = Request(turn.number, turn.prompt, turn.answer_tokens, sent, hold)
+                with contextlib.suppress(OSError):  # it has just died: `lose` asks again
+                    peer.pipe.send(request)
+                return turn.number
+        return None
 
-    def on_lost(self, lost: Lost) -> None:
-        """A worker has died: take its pins back, and ask again what it did not answer."""
-        peer = self.peers[lost.worker]
-        if lost.life != peer.life:
-            return
-        number = peer.going.turn.number if peer.going is not None else None
-        clients = doomed = 0
-        if peer.cache is not None:
-            clients = peer.cache.reap()
-            # What it was writing is nobody's, and no key leads to it. Only who finds no other room
-            # in a pool that has all of its memory takes such pages, so they are there still.
-            doomed = peer.cache.check().doomed
-        self.forget(peer)
-        self.spread(peer)
-        if self.settings.pool == "private" and peer.cache is not None:
-            # Nobody comes back to it, and it ends when we leave: its successor needs the memory.
-            self.caches.pop(peer.cache.name).close()
-            peer.cache = None
-        seconds = time.monotonic() - lost.at
-        self.report.send(Recovered(lost.worker, number, doomed, clients, seconds))
+    def answered(self, name: str) -> Turn:
+        """A worker has answered its turn, and is idle."""
+        peer = self._peers[name]
+        turn, peer.running = peer.running, None
+        assert turn is not None
+        peer.costs.pop(turn.number)
+        return turn
 
-    def forget(self, peer: Peer) -> None:
-        """A worker is gone: its turn is asked again."""
-        going, peer.going, peer.inbox = peer.going, None, None
-        if going is not None:
-            peer.waiting.appendleft(going.turn)
-
-    def spread(self, dead: Peer) -> None:
-        """Give what a dead worker was to do to the living; without any, its successor does it."""
-        living = self.living()
-        while living and dead.waiting:
-            turn = dead.waiting.popleft()
-            first = self.attempts.get(turn.number, 0) > 0
-            chosen = min(living, key=lambda peer: len(peer.waiting))
-            (chosen.waiting.appendleft if first else chosen.waiting.append)(turn)
-
-
-def body(settings: Settings, numbers: list[int]) -> None:
-    """Serve all turns, then wait for the end: segments end with their last process."""
-    with ExitStack() as stack:
-        report = stack.enter_context(Mailbox(settings.report_ring))
-        inbox = stack.enter_context(Mailbox(settings.router_ring))
-        router = Router(settings, inbox, report, stack)
-        router.run()
-        while True:
-            life.receive(inbox, settings)
-
-
-if __name__ == "__main__":
-    life.run("router", body)
+    def close(self) -> None:
+        """Let go of the device indexes. The caches stay the caller's."""
+        if self._router is not None:
+            self._router.close()
+            self._router = None

@@ -1,226 +1,345 @@
-"""A worker: has the model, finds what the cache has of a prompt, and computes the rest."""
+"""A worker: a serving engine with one model, as small as it can be, around a cache of the node.
+
+`Worker` is what the engine of a dense model writes around a `KVCacheManager`, `HybridWorker` what
+changes for a model with recurrent states, around a `HybridManager`. A worker computes one request
+at a time; docs/integration.md has the loop for a queue.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from contextlib import ExitStack
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import DynamicCache
 
-import lightcache
-from lightcache.connectors import transformers as connector
-from lightcache.kernels import Move
-from lightcache.manager import AttachedDevice, KVCacheManager, ManagerStats, PrefixMatch, Prompt
-from lightcache.storage import StorageSpec, StorageTier, open_storage
-from lightcache.tools.demo import life
-from lightcache.tools.demo.devices import resolve
-from lightcache.tools.demo.generate import Generated, generate
-from lightcache.tools.demo.hybrid import HybridSide
-from lightcache.tools.demo.messages import Answer, Hello, Holding, Mailbox, Request
-from lightcache.tools.demo.models import build
-from lightcache.tools.demo.mover import CacheMover
-from lightcache.tools.demo.seats import Seat, Seats
-from lightcache.tools.demo.settings import SECRET, Settings
+from lightcache import Cache, LightcacheError, Reservation, TransferFailed
+from lightcache.hybrid import Grid, HybridConfig, HybridManager, Saves, open_states
+from lightcache.kernels import KVGroup, Move, PageGeometry, Shard, layouts
+from lightcache.manager import EngineMover, KVCacheManager, OwnedDevice, Prompt
+from lightcache.storage import StorageTier
+from lightcache.tools.demo import messages
+from lightcache.tools.demo.messages import SECRET, Answer, Request, Tokens, WorkerConfig
+from lightcache.tools.demo.model import DeviceMemory, Sequence, build, forward, one_line
 
-_BLOCKS = 1024  # numbers for each request, though the pool may be smaller: some 200 KiB
-_WINDOWS = 8  # parts that a restored prefix arrives in, by layers
+_CHUNK = 64  # tokens of a chunk of linear attention: states are saved at its multiples
+_STATE_SLOTS = 16  # on the device: the working one of a request, and those it saves
+
+
+@dataclass
+class Running:
+    """A request that is being computed."""
+
+    request: Request
+    table: Any  # its device blocks, in the order of its tokens
+    sequence: Sequence
+    computed: int  # leading tokens whose KV is on the device
+    reused: dict[str, int]  # tokens that are not computed, by the tier they come from
+    lookup_s: float
+    tokens: list[int] = field(default_factory=list)  # of the answer
+    logprobs: list[float] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)  # when each token of the answer was there
 
 
 class Worker:
-    """One model, on one device, attached to one cache or none."""
+    """An engine with a dense model."""
 
-    def __init__(
-        self, settings: Settings, number: int, lives: int, report: Mailbox, stack: ExitStack
-    ) -> None:
-        """Builds the model and opens the cache; seconds.
+    slots = 0
+
+    def __init__(self, config: WorkerConfig, name: str, pipe: Connection, stack: ExitStack) -> None:
+        """Load the model, allocate the device's memory, and open the cache. Takes seconds.
 
         Args:
-            number, lives: which worker, and how many of this number were there before.
+            name: of this worker, which no other process of the run has.
+            pipe: to the router.
             stack: closes everything.
         """
-        self.settings, self.number, self.life, self.report = settings, number, lives, report
-        self.model = build(replace(settings.model, device=resolve(settings.device(number), number)))
-        self.cache: Any = None
-        self.connector: Any = None
-        self.manager: Any = None
-        self.storage: StorageTier | None = None
-        self.hybrid: HybridSide | None = None
-        name = settings.cache(number, lives)
-        if name is not None and settings.model.hybrid:
-            self.hybrid = HybridSide(settings, name, self.model, f"worker {number}", stack)
-            self.cache, self.connector = self.hybrid.caches.kv, self.hybrid.connector
-        elif name is not None:
-            self._open(name, stack)
+        self.config, self.name, size = config, name, config.page_tokens
+        self.blocks = -(-config.device_tokens // size)
+        self.model = build(config.model)
+        memory = DeviceMemory(self.model, blocks=self.blocks, block_tokens=size, slots=self.slots)
+        self.memory = memory
+        self._open_cache(stack)
+        self.mover = HeldMover(self.engine, size, pipe)
+        self.open_manager(stack)
 
-    def _open(self, name: str, stack: ExitStack) -> None:
-        """The cache, who moves its pages, the index of the device, and the manager of them all."""
-        settings = self.settings
+    def _open_cache(self, stack: ExitStack) -> None:
+        """The cache of the node, and the engine that copies between its pages and the device."""
+        config, kv = self.config, self.memory.kv
+        *_, heads, dim = next(iter(kv.values())).shape
+        group = KVGroup.attention(
+            "kv",
+            layers=list(kv),
+            heads=heads,
+            head_dim=dim,
+            dtype_bytes=next(iter(kv.values())).element_size(),
+            page_tokens=config.page_tokens,
+        )
+        geometry = PageGeometry([group])
+        on_gpu = config.model.device != "cpu"
         self.cache = stack.enter_context(
-            connector.open_cache(
-                name,
-                self.model,
-                page_tokens=settings.page_tokens,
-                size=settings.cache_size,
+            Cache.open(
+                config.caches[0],
+                size=config.host_bytes // len(config.caches),
+                page_bytes=geometry.page_bytes,
+                page_tokens=config.page_tokens,
+                fingerprint=f"{self.model_name} {geometry.fingerprint()}",
                 secret=SECRET,
-                lifetime="attached",
-                role=f"worker {self.number}",
+                lifetime="attached",  # the cache ends with its last process
+                role=self.name,
+                device=on_gpu,
             )
         )
-        self.connector = stack.enter_context(connector.Connector(self.cache, self.model))
-        if settings.settled:
-            self.cache.pool.prefault()
-        if self.connector.pinned is not None:
-            if settings.settled:
-                self.connector.pinned.wait()
-            engine: Any = self.connector.engine
-            engine.warm()  # else the first hit would wait for the compiler
-        window = max(1, int(self.model.config.num_hidden_layers) // _WINDOWS)
-        self.mover = CacheMover(self.connector, window)
-        longest = -(-int(self.model.config.max_position_embeddings) // settings.page_tokens)
-        self.seats = Seats(settings.kept, min(longest, max(self.cache.index.pages, _BLOCKS)))
-        device = AttachedDevice(
-            settings.device_index(self.number, self.life),
-            block_tokens=settings.page_tokens,
-            blocks=self.seats.blocks,
-            role=f"worker {self.number}",
-        )
-        stack.callback(device.close)
-        if settings.storage is not None:
-            backend = open_storage(settings.storage, spec=StorageSpec.of(self.cache))
-            stack.enter_context(backend)
-            # One request at a time: what it has may all be pinned until it is written.
-            tier = StorageTier(self.cache, backend, write_pages=self.cache.pages)
-            self.storage = stack.enter_context(tier)
-        self.manager = stack.enter_context(
-            KVCacheManager(self.cache, device, self.mover, storage=self.storage)
-        )
+        planes = layouts.vllm(Shard(geometry), "kv", kv, axes="kbnhc")
+        self.pinned = self.cache.pin(device=config.model.device) if on_gpu else None
+        self.engine: Any = self.cache.engine(geometry, planes, memory=self.pinned)
+        stack.callback(self.engine.close)
 
-    def hello(self) -> Hello:
-        """Who this is."""
-        name = self.cache.name if self.cache else None
-        device = self.manager.device.name if self.manager else None
-        return Hello(self.number, self.life, os.getpid(), name, device)
+    def open_manager(self, stack: ExitStack) -> None:
+        """The index of the device's blocks, and the manager of device, host and storage."""
+        self.device = OwnedDevice(
+            f"{self.config.run}-{self.name}-blocks",
+            block_tokens=self.config.page_tokens,
+            blocks=self.blocks,
+            role=self.name,
+        )
+        stack.callback(self.device.close)
+        tier = self._tier(self.cache, stack)
+        self.kv_manager = KVCacheManager(self.cache, self.device, self.mover, storage=tier)
+        stack.callback(self.kv_manager.close)
+        self.manager: Any = self.kv_manager
+
+    def _tier(self, cache: Cache, stack: ExitStack) -> StorageTier | None:
+        """The storage behind a cache. Writes may pin every page: one request runs at a time, and
+        all of it is wanted back after a restart."""
+        if self.config.storage is None:
+            return None
+        tier = StorageTier.open(cache, self.config.storage, write_pages=cache.pages)
+        return stack.enter_context(tier)
+
+    @property
+    def model_name(self) -> str:
+        """Whatever makes the KV of another model useless to this one."""
+        spec = self.config.model
+        return f"{spec.directory or sorted(spec.form.items())} {spec.seed} {spec.dtype}"
+
+    # ---- one request
 
     def serve(self, request: Request) -> Answer:
-        """Answer a request. Blocks until all of it is published."""
-        if self.hybrid is not None and request.cached:
-            hold = partial(self._hold, request)
-            return self._answer(request, *self.hybrid.serve(request, hold))
-        if self.manager is None or not request.cached:
-            past = DynamicCache(config=self.model.config)
-            found = generate(self.model, request.tokens, past, request.answer_tokens)
-            return self._answer(request, found, None, ManagerStats())
-        seat = self.seats.take(request.tokens)
-        there = min(len(seat.tokens), seat.most * self.settings.page_tokens)
+        """Answer a request. Blocks until its pages are published."""
+        self.mover.hold = request.number if request.hold else None
+        running = self._admit(request)
+        self.prefill(running)
+        self._decode(running)
+        self.finish(running)
+        return self._answer(running)
+
+    def _admit(self, request: Request) -> Running:
+        """Find what exists of the prompt, and bring it to blocks of the device."""
         before = time.perf_counter()
-        self.manager.plan(request.number, Prompt(request.tokens), device_tokens=there)
-        match = self.manager.take(request.number, wait=True)  # what there is: ours from now on
-        lookup = time.perf_counter() - before
-        found = self._computed(request, seat, match)
-        return self._answer(request, found, lookup, self.manager.reset_stats())
+        self.manager.plan(request.number, Prompt(request.prompt))
+        match = self.manager.take(request.number, wait=True)  # waits for storage alone
+        lookup_s = time.perf_counter() - before
+        # Blocks for the answer, too. An engine with a queue allocates them step by step.
+        total = len(request.prompt) + request.answer_tokens
+        table = self.manager.allocate(request.number, total)
+        sequence, computed = self.load(request, match, table)
+        reused = self.tiers(match)
+        if computed < sum(reused.values()):  # a load has failed: what is missing is computed
+            reused = {"device": computed}
+        return Running(request, table, sequence, computed, reused, lookup_s)
 
-    def _computed(self, request: Request, seat: Seat, match: PrefixMatch) -> Generated:
-        """Load what was found and compute the rest, the new pages on their way to the host as soon
-        as the prompt is computed. What the answer has filled follows in the end; its last token is
-        left out, whose keys and values were never computed."""
-        manager, number, prompt = self.manager, request.number, request.tokens
-        total = len(prompt) + request.answer_tokens - 1
-        table = seat.table(-(-total // self.settings.page_tokens))
-        if seat.past is None:
-            seat.past = self.connector.empty()
-        beyond = seat.past.held - match.device
-        if beyond:  # of a block that is not whole: it is loaded with its page, or computed
-            seat.past.crop(-beyond)
-        self.mover.past, self.mover.hold = seat.past, None
-        if request.hold:
-            self.mover.hold = lambda new: self._hold(request, new, seat.past)
-        manager.fetch(number, table)
-        found = generate(
-            self.model,
-            prompt,
-            seat.past,
-            request.answer_tokens,
-            lambda: manager.commit(number, len(prompt), table=table),
-        )
-        answer = np.array(found.tokens[:-1], np.int32)
-        manager.commit(number, total, new_tokens=answer, table=table)
-        manager.release(number, wait=True)
-        seat.tokens = np.concatenate([prompt, answer])
-        gone = self.seats.leave(seat)
-        if gone is not None:
-            manager.evicted(gone.table(-(-len(gone.tokens) // self.settings.page_tokens)))
-        return found
+    def tiers(self, match: Any) -> dict[str, int]:
+        """Tokens that were found."""
+        return {"device": match.device, "host": match.host, "storage": match.storage}
 
-    def _answer(
-        self, request: Request, found: Generated, lookup: float | None, stats: ManagerStats
-    ) -> Answer:
-        """Args:
-        stats: of this request alone.
-        """
-        total = time.monotonic() - request.sent
-        tiers = {"device": stats.device_tokens, "storage": stats.storage_tokens}
-        page_bytes = int(self.cache.page_bytes) if self.cache is not None else 0
+    def load(self, request: Request, match: Any, table: Any) -> tuple[Sequence, int]:
+        """Copy what was found on the host to the device. Returns how many tokens are there."""
+        fetch = self.manager.fetch(request.number)
+        with contextlib.suppress(TransferFailed):  # `fetch.tokens` is less then
+            fetch.wait()  # on a GPU `wait_on` would let the computing stream wait instead
+        return self.memory.sequence(table, fetch.tokens), fetch.tokens
+
+    def prefill(self, running: Running) -> None:
+        """Compute the rest of the prompt. Its new pages are on their way to the host from here on,
+        while the answer is decoded."""
+        self._forward(running, running.request.prompt[running.computed :])
+        self._commit(running)
+
+    def _decode(self, running: Running) -> None:
+        """The other tokens of the answer. The KV of the last one is never computed."""
+        while len(running.tokens) < running.request.answer_tokens:
+            self._forward(running, running.tokens[-1:])
+        self._commit(running, np.array(running.tokens[:-1], np.int32))
+
+    def _forward(self, running: Running, tokens: Any, *, last: bool = True) -> None:
+        """One pass. The token that follows is of the answer, unless the prompt goes on."""
+        token, logprob = forward(self.model, tokens, running.sequence)
+        running.computed += len(tokens)
+        if last:
+            running.tokens.append(token)
+            running.logprobs.append(logprob)
+            running.times.append(time.monotonic())
+
+    def _commit(self, running: Running, new_tokens: Tokens | None = None) -> None:
+        """Tell the manager what has been computed: it names full blocks and begins to offload them.
+        A block that another request has computed as well is shared instead."""
+        number, computed = running.request.number, running.computed
+        replaced = self.manager.commit(number, computed, new_tokens=new_tokens)
+        for position, block in replaced.items():
+            running.table[position] = block
+            running.sequence.replace_block(position, block)
+
+    def finish(self, running: Running) -> None:
+        self.manager.release(running.request.number)
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait for all copies, since the next turn goes elsewhere, and forget what is on the
+        device: what is reused shall have been shared. An engine does neither: it calls `poll` once
+        a step, and keeps its blocks."""
+        while self.manager.poll():
+            time.sleep(0.0005)
+        self.kv_manager.can_allocate(self.blocks, evict=True)
+
+    def _answer(self, running: Running) -> Answer:
+        request, stats = running.request, self.kv_manager.reset_stats()
         return Answer(
-            number=request.number,
-            worker=self.number,
-            life=self.life,
-            tokens=np.array(found.tokens, np.int32),
-            logprobs=found.logprobs,
-            reused={"host": stats.host_tokens, **{tier: n for tier, n in tiers.items() if n}},
-            loaded_bytes=stats.loaded_pages * page_bytes,
-            stored_bytes=stats.offloaded_pages * page_bytes,
-            first_s=found.first_at - request.sent,
-            steps_s=found.steps_s,
-            total_s=total,
-            lookup_s=lookup,
-            baseline_s=self._from_nothing(request) if request.baseline else None,
+            np.array(running.tokens, np.int32),
+            running.logprobs,
+            {tier: tokens for tier, tokens in running.reused.items() if tokens},
+            stats.loaded_bytes,
+            stats.offloaded_bytes,
+            running.lookup_s,
+            running.times[0] - request.sent,
+            self.alone(request),
         )
 
-    def _from_nothing(self, request: Request) -> float:
-        """Seconds to the first token without a cache."""
-        started = time.monotonic()
-        empty = DynamicCache(config=self.model.config)
-        return generate(self.model, request.tokens, empty, 1).first_at - started
-
-    def _hold(self, request: Request, new: lightcache.Reservation, past: Any) -> None:
-        """Copy half of the pages, then wait to be killed: the middle of an offload."""
-        tokens = self.settings.page_tokens
-        half = max(1, len(new.pages) // 2)
-        slots = [
-            position * tokens + token
-            for position in new.new[:half].tolist()
-            for token in range(tokens)
-        ]
-        planes = self.connector.planes(past)
-        engine = self.connector.engine
-        engine.offload(Move(new.pages[:half], slots), planes=planes).wait()
-        self.report.send(Holding(request.number, self.number, self.life, half, len(new.pages)))
-        while not life.orphaned(self.settings):
-            time.sleep(0.1)
-        raise life.Leave
+    def alone(self, request: Request) -> float | None:
+        """Seconds to the first token without the cache, to compare with."""
+        before = time.monotonic()
+        forward(self.model, request.prompt, None)
+        return time.monotonic() - before
 
 
-def body(settings: Settings, numbers: list[int]) -> None:
-    """Serve until the end."""
-    number, lives = numbers
-    torch.set_num_threads(settings.threads)
-    with ExitStack() as stack:
-        report = stack.enter_context(Mailbox(settings.report_ring))
-        router = stack.enter_context(Mailbox(settings.router_ring))
-        inbox = stack.enter_context(Mailbox(settings.worker_ring(number, lives)))
-        worker = Worker(settings, number, lives, report, stack)
-        hello = worker.hello()
-        report.send(hello)
-        router.send(hello)
-        while True:
-            router.send(worker.serve(life.receive(inbox, settings)))
+class HybridWorker(Worker):
+    """An engine whose model has layers of linear attention as well. These keep a recurrent state:
+    a prefix is reused as far as both its KV and a saved state reach."""
+
+    slots = _STATE_SLOTS
+
+    def open_manager(self, stack: ExitStack) -> None:
+        """A second cache, of states, and a manager in front of the one for KV."""
+        super().open_manager(stack)
+        config, memory = self.config, self.memory
+        self.states = stack.enter_context(
+            open_states(
+                config.caches[1],
+                {"conv": list(memory.conv.values()), "recurrent": list(memory.recurrent.values())},
+                model=self.model_name,
+                index=f"{config.run}-{self.name}-slots",
+                size=config.host_bytes // 2,
+                secret=SECRET,
+                lifetime="attached",
+                role=self.name,
+            )
+        )
+        assert self.states.host is not None
+        checkpoints = self.states.checkpoints(storage=self._tier(self.states.host, stack))
+        stack.callback(checkpoints.close)
+        grid = Grid(config.page_tokens, config.page_tokens, chunk=_CHUNK)
+        # Transformers shows a state at the end of a pass only.
+        ends = HybridConfig(saves=Saves.END_ONLY)
+        self.manager = HybridManager(self.kv_manager, checkpoints, grid, config=ends)
+        stack.callback(self.manager.close)
+
+    def tiers(self, match: Any) -> dict[str, int]:
+        host, storage = match.host_tokens, match.storage_tokens
+        return {"device": match.device_tokens, "host": host, "storage": storage}
+
+    def load(self, request: Request, match: Any, table: Any) -> tuple[Sequence, int]:
+        """The state, too. Without one of the two the other is of no use."""
+        restored = self.manager.restore([request.number])
+        computed, slot = match.usable, int(restored.working[0])
+        try:
+            self.manager.fetch(request.number).wait()
+        except TransferFailed:
+            self.manager.restart(request.number)
+            table[:] = self.manager.allocate(request.number, len(table) * self.config.page_tokens)
+            computed = 0
+        return self.memory.sequence(table, computed, slot), computed
+
+    def prefill(self, running: Running) -> None:
+        """In passes that end where the manager wants a state to be saved."""
+        number, prompt = running.request.number, running.request.prompt
+        while running.computed < len(prompt):
+            plan = self.manager.save_plan(number, running.computed, len(prompt))
+            tokens = prompt[running.computed : plan.end]
+            self._forward(running, tokens, last=plan.end == len(prompt))
+            saves = [False]
+            if plan.position is not None:  # the end of the pass: copies the slot, after the pass
+                saves = self.manager.save([number], [plan.position])
+            self._commit(running)
+            if saves[0]:
+                self.manager.saved(number, plan.end)
+
+    def finish(self, running: Running) -> None:
+        """A state at the end is given to the cache, where a later prompt may begin with it."""
+        self.manager.release(running.request.number, at=running.computed)
+        self.settle()
+
+    def settle(self) -> None:
+        super().settle()
+        assert self.states.slots is not None
+        self.states.slots.evict(self.slots)
 
 
-if __name__ == "__main__":
-    life.run("worker", body)
+class HeldMover(EngineMover):
+    """Moves bytes between host and device, as `EngineMover`. For the demo's kill it can stop in the
+    middle of an offload."""
+
+    def __init__(self, engine: Any, page_tokens: int, pipe: Connection) -> None:
+        super().__init__(engine)
+        self._page_tokens, self._pipe = page_tokens, pipe
+        self.hold: int | None = None
+        """Number of the request that stops in its first offload of several pages; None: none."""
+
+    def offload(self, new: Any, slots: Any) -> Any:
+        """See `EngineMover`."""
+        if self.hold is not None and len(new.pages) > 1:
+            self._stop_halfway(new, slots)
+        return super().offload(new, slots)
+
+    def _stop_halfway(self, new: Reservation, slots: Any) -> None:
+        """Copy half of the new pages, tell the router, and wait to be killed."""
+        half = len(new.pages) // 2
+        by_page = slots[: len(slots) // self._page_tokens * self._page_tokens]
+        by_page = by_page.reshape(-1, self._page_tokens)[new.new[:half]]
+        self.engine.offload(Move(new.pages[:half], by_page.reshape(-1))).wait()
+        assert self.hold is not None
+        self._pipe.send(messages.Holding(self.hold, half, len(new.pages)))
+        self._pipe.poll(None)
+        raise EOFError  # the router has closed the pipe instead
+
+
+def run(config: WorkerConfig, name: str, pipe: Connection) -> None:
+    """The whole of a worker process: serves until the router closes the pipe."""
+    torch.set_num_threads(config.threads)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    try:
+        with ExitStack() as stack:
+            kind = HybridWorker if config.model.hybrid else Worker
+            worker = kind(config, name, pipe, stack)
+            pipe.send(messages.Ready(os.getpid(), worker.device.name))
+            while True:
+                pipe.send(worker.serve(pipe.recv()))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return  # the router has closed the pipe, or is dead
+    except (LightcacheError, OSError, MemoryError, ImportError, RuntimeError) as error:
+        kind_of = "" if isinstance(error, LightcacheError) else f"{type(error).__name__}: "
+        pipe.send(messages.Failed(kind_of + one_line(error)))
