@@ -11,7 +11,7 @@ import click.testing
 import numpy as np
 import pytest
 
-from lightcache import CheckReport
+from lightcache.snapshot import CheckReport
 from lightcache.tools import cli
 from lightcache.tools.demo.conversations import Conversations, Turn
 from lightcache.tools.demo.messages import Answer

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from lightcache import CheckReport
+from lightcache.snapshot import CheckReport
 from lightcache.tools.demo.conversations import Turn
 from lightcache.tools.demo.messages import Answer
 

@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 from lightcache import Cache, LightcacheError, Reservation, TransferFailed
-from lightcache.hybrid import Grid, HybridConfig, HybridManager, Saves, open_states
+from lightcache.hybrid import Grid, HybridConfig, HybridManager, open_states
+from lightcache.hybrid.saving import Saves
 from lightcache.kernels import KVGroup, Move, PageGeometry, Shard, layouts
 from lightcache.manager import EngineMover, KVCacheManager, OwnedDevice, Prompt
 from lightcache.storage import StorageTier
