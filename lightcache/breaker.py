@@ -14,7 +14,7 @@ Text = Callable[[int, str], str]
 """What messages say: from the number of failures in a row, and the last of them."""
 
 
-class Breaker:
+class CircuitBreaker:
     """Closed: calls are made. It opens after `failures` failures in a row, or at the first call
     that used up its time while no other call succeeded: then no call is made. `retry` seconds later
     one call may be made to see whether it works again, the probe; until it has ended, the breaker
@@ -134,4 +134,4 @@ class Breaker:
             self._opened, self._failures, self._probing = None, 0, False
 
 
-__all__ = ["Breaker", "Clock"]
+__all__ = ["CircuitBreaker", "Clock"]

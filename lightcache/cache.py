@@ -348,7 +348,7 @@ class Cache:
         huge_pages: bool = False,
         numa: Numa = None,
         pool_path: str | os.PathLike[str] | None = None,
-        flat: bool = False,
+        independent: bool = False,
         grow: bool = True,
         lock_timeout: float = 10.0,
         timeout: float | None = 10.0,
@@ -370,8 +370,8 @@ class Cache:
             pool_path: folder on a tmpfs or hugetlbfs to have the pool in (huge pages, or a size
                 limit of its own); None: /dev/shm. Whoever attaches finds it by itself and must
                 see the same folder there.
-            flat: for pages that are worth something without those before them, as checkpoints of
-                recurrent state are; see `PageIndex.create`.
+            independent: for pages that are worth something without those before them, as
+                checkpoints of recurrent state are; see `PageIndex.create`.
             grow: let a thread give memory to the rest of the pool; else call `pool.prefault`.
             Otherwise as `PageIndex.create`.
 
@@ -393,7 +393,7 @@ class Cache:
         index = PageIndex.create(
             name,
             **spec.index_arguments(),
-            flat=flat,
+            independent=independent,
             lifetime=lifetime,
             idle_limit=idle_limit,
             group=group,
@@ -417,7 +417,7 @@ class Cache:
         device: bool = False,
         huge_pages: bool = False,
         numa: Numa = None,
-        flat: bool | None = None,
+        independent: bool | None = None,
         grow: bool = True,
         lock_timeout: float = 10.0,
         timeout: float | None = 10.0,
@@ -427,18 +427,18 @@ class Cache:
         Args:
             readonly: for routers and tools: `peek` and `hash_pages`; writes nothing at all.
             fingerprint: what it must be for; None: anything.
-            flat: whether it must be flat; None: either.
+            independent: whether it must be independent; None: either.
             Otherwise as `create`.
 
         Raises:
             NotReady: there is none, or its creator did not finish in time.
-            LayoutMismatch: another version or fingerprint, or it is flat or is not.
+            LayoutMismatch: another version or fingerprint, or it is independent or is not.
             InUse: all 63 slots are taken. ConfigError, CacheCorrupted, PermissionDenied.
         """
         index = PageIndex.attach(
             name,
             readonly=readonly,
-            flat=flat,
+            independent=independent,
             group=group,
             role=role,
             device=device,
@@ -478,7 +478,7 @@ class Cache:
         huge_pages: bool = False,
         numa: Numa = None,
         pool_path: str | os.PathLike[str] | None = None,
-        flat: bool = False,
+        independent: bool = False,
         grow: bool = True,
         lock_timeout: float = 10.0,
         timeout: float | None = 10.0,
@@ -513,7 +513,7 @@ class Cache:
         index = PageIndex.open(
             name,
             **spec.index_arguments(),
-            flat=flat,
+            independent=independent,
             lifetime=lifetime,
             idle_limit=idle_limit,
             group=group,

@@ -322,7 +322,7 @@ class NamespaceLimits(ctypes.Structure):
 
 
 class WalkProgress(ctypes.Structure):
-    """How far a keep, unkeep or drop has come."""
+    """How far a protect, unprotect or drop has come."""
 
     _fields_ = [
         ("cursor", ctypes.c_uint32),

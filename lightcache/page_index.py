@@ -90,7 +90,7 @@ class IndexSpec:
     pages: int
     config: Mapping[str, Any] | None
     grown: int | None
-    flat: bool
+    independent: bool
     lifetime: str | None
     idle_limit: float | None
     group: str | int | None
@@ -104,16 +104,18 @@ class IndexSpec:
             ConfigError: pages, grown or the configuration.
         """
         end = geometry(self.pages).end
-        if self.config and "flat" in self.config:
-            raise ConfigError('config: "flat" is a word of the index itself; say flat= instead')
+        if self.config and "independent" in self.config:
+            raise ConfigError(
+                'config: "independent" is a word of the index itself; say independent= instead'
+            )
         grown = self.pages if self.grown is None else self.grown
         grown = _arguments.count(grown, "grown", 0, self.pages)
-        flat = {"flat": True} if self.flat else {}
+        independent = {"independent": True} if self.independent else {}
         return {
             "name": self.name,
             "payload_bytes": end - shm_layout.PAYLOAD_OFFSET,
             "kind": SegmentKind.INDEX,
-            "config": {**(self.config or {}), "pages": self.pages, **flat},
+            "config": {**(self.config or {}), "pages": self.pages, **independent},
             "layout_facts": _facts(),
             "lifetime": self.lifetime,
             "idle_limit": self.idle_limit,
@@ -125,7 +127,9 @@ class IndexSpec:
 
     def _format(self, grown: int, segment: Segment) -> None:
         quick = layout.load().quick
-        code = quick.lci_format(segment.address, segment.nbytes, self.pages, grown, self.flat)
+        code = quick.lci_format(
+            segment.address, segment.nbytes, self.pages, grown, self.independent
+        )
         check(code, f"lay out an index of {self.pages} pages")
         if self.initialise is not None:
             self.initialise(segment)
@@ -322,7 +326,7 @@ class PageIndex:
             )
         self.pages = pages
         """Pages of the medium."""
-        self.flat: bool = segment.config.get("flat", False) is True
+        self.independent: bool = segment.config.get("independent", False) is True
         """Whether a page may go while others hang on it."""
         if not segment.readonly:
             segment.join(role, device=device)
@@ -345,7 +349,7 @@ class PageIndex:
         pages: int,
         config: Mapping[str, Any] | None = None,
         grown: int | None = None,
-        flat: bool = False,
+        independent: bool = False,
         lifetime: str = "attached",
         idle_limit: float | None = None,
         group: str | int | None = None,
@@ -363,9 +367,10 @@ class PageIndex:
             config: what others must give alike to `attach` or `open` it (JSON); say here what the
                 medium is, how large a page is and what model it is for.
             grown: pages whose memory is there already; None: all. More with `grow`.
-            flat: a page may be evicted while others hang on it, least recently used first; these
-                hang on nothing from then on. For what is worth something without what it hangs on,
-                as checkpoints of recurrent state are. False: prefixes outlive what hangs on them.
+            independent: a page may be evicted while others hang on it, least recently used first;
+                these hang on nothing from then on. For what is worth something without what it
+                hangs on, as checkpoints of recurrent state are. False: prefixes outlive what hangs
+                on them.
             lifetime: "attached" (it goes with the last client that closes it or ends; if all were
                 killed it stays, warm) or "persistent" (it stays until it is removed).
             idle_limit: seconds; a persistent one that no client used for so long, and in which none
@@ -384,7 +389,16 @@ class PageIndex:
             ConfigError, InUse (it exists), NoSpace, NotReady, PermissionDenied.
         """
         spec = IndexSpec(
-            name, pages, config, grown, flat, lifetime, idle_limit, group, initialise, timeout
+            name,
+            pages,
+            config,
+            grown,
+            independent,
+            lifetime,
+            idle_limit,
+            group,
+            initialise,
+            timeout,
         )
         segment = Segment.create(**spec.segment_arguments())
         return cls._joined(segment, role, device, lock_timeout)
@@ -396,7 +410,7 @@ class PageIndex:
         *,
         readonly: bool = False,
         config: Mapping[str, Any] | None = None,
-        flat: bool | None = None,
+        independent: bool | None = None,
         group: str | int | None = None,
         role: str = "",
         device: bool = False,
@@ -409,12 +423,12 @@ class PageIndex:
             readonly: only `peek`, `wait`, `stats`, `clients`, `check`; takes no slot and can
                 corrupt nothing.
             config: what it must have been created with, without `pages`; None: anything.
-            flat: whether it must be flat; None: either.
+            independent: whether it must be independent; None: either.
             Otherwise as `create`.
 
         Raises:
             NotReady: there is none, or its creator did not finish in time.
-            LayoutMismatch: another version, another configuration, or it is flat or is not.
+            LayoutMismatch: another version, another configuration, or it is independent or is not.
             InUse: all 63 slots are taken by the living.
             CacheCorrupted, PermissionDenied, ConfigError.
         """
@@ -428,12 +442,12 @@ class PageIndex:
             reaper=_reaper,
             timeout=timeout,
         )
-        found = segment.config.get("flat", False) is True
-        if flat is not None and found != flat:
+        found = segment.config.get("independent", False) is True
+        if independent is not None and found != independent:
             segment.close()
             raise LayoutMismatch(
-                f"the index {name!r}: flat: expected {flat}, found {found}; attach to another one, "
-                "or open your own"
+                f"the index {name!r}: independent: expected {independent}, found {found}; attach to "
+                "another one, or open your own"
             )
         return cls._joined(segment, role, device, lock_timeout)
 
@@ -445,7 +459,7 @@ class PageIndex:
         pages: int,
         config: Mapping[str, Any] | None = None,
         grown: int | None = None,
-        flat: bool = False,
+        independent: bool = False,
         lifetime: str | None = None,
         idle_limit: float | None = None,
         group: str | int | None = None,
@@ -473,7 +487,16 @@ class PageIndex:
             Otherwise as `create` and `attach`.
         """
         spec = IndexSpec(
-            name, pages, config, grown, flat, lifetime, idle_limit, group, initialise, timeout
+            name,
+            pages,
+            config,
+            grown,
+            independent,
+            lifetime,
+            idle_limit,
+            group,
+            initialise,
+            timeout,
         )
         segment = Segment.open(**spec.segment_arguments(), replace=replace)
         return cls._joined(segment, role, device, lock_timeout)
@@ -643,9 +666,9 @@ class PageIndex:
     ) -> Reservation:
         """Get pages to write for `keys[start:]`. What is there is pinned, what another client is
         writing is told, the rest gets pages, evicting the least recently used that nobody pins,
-        from the ends of prefixes (in a flat index from anywhere); never of this chain. Partial
-        success is no error: see `Reservation.missing`. Before it gives less than was asked for, it
-        takes back what dead clients hold.
+        from the ends of prefixes (in an independent index from anywhere); never of this chain.
+        Partial success is no error: see `Reservation.missing`. Before it gives less than was asked
+        for, it takes back what dead clients hold.
 
         Args:
             keys: of the whole chain from its root: `keys[:start]` is marked as used. In a flat
@@ -1463,10 +1486,10 @@ class PageIndex:
             raise ConfigError(f"namespace: expected a Namespace, found {namespace!r}")
         return namespace.ref
 
-    def keep(self, keys: Keys, *, namespace: Namespace | None = None) -> int:
+    def protect(self, keys: Keys, *, namespace: Namespace | None = None) -> int:
         """Keep the longest ready prefix for good: whoever lives or dies, it is never evicted until
-        `unkeep`, `clear` of its namespace, or a `repair` that finds it damaged. Returns its length
-        in pages, those kept before included.
+        `unprotect`, `clear` of its namespace, or a `repair` that finds it damaged. Returns its
+        length in pages, those kept before included.
 
         Nothing bounds what may be kept: a pool that is kept whole takes in nothing more. Takes the
         lock, for 256 pages at a time; about 20 ns a page. After an error the beginning may be kept.
@@ -1477,7 +1500,7 @@ class PageIndex:
         """
         return int(self._walk_keys(keys, namespace, True).cursor)
 
-    def unkeep(self, keys: Keys, *, namespace: Namespace | None = None) -> int:
+    def unprotect(self, keys: Keys, *, namespace: Namespace | None = None) -> int:
         """Let those of the keys be evicted again that are kept, wherever in the chain. Returns how
         many were. A prefix that several prompts share is then not kept for the others either, but
         stays as long as what hangs on it. As `keep` otherwise."""
@@ -1488,7 +1511,7 @@ class PageIndex:
     ) -> layout.WalkProgress:
         where, n = _arguments.keys(keys)
         progress = layout.WalkProgress()
-        ref, what = self._ref(namespace), "keep" if keep else "unkeep"
+        ref, what = self._ref(namespace), "protect" if keep else "unprotect"
         code = self.core.locked("lci_keep", where, n, ref, keep, ctypes.byref(progress), what=what)
         check(code, what)
         return progress
@@ -1497,7 +1520,7 @@ class PageIndex:
         """Evict the branch of `keys[start:]` now, from its end upward: as far as pages can go.
         Stops at the first that is pinned, kept, being written, or has something else hanging on it.
         Keys at the end whose pages are gone already are passed over. Returns how many pages went.
-        In a flat index what hangs on a page holds nothing up.
+        In an independent index what hangs on a page holds nothing up.
 
         Takes the lock, for 256 pages at a time; about 50 ns a page. A namespace's `minimum` does
         not count here.
@@ -1521,7 +1544,8 @@ class PageIndex:
         child when it was used together with it, as eviction goes on. A parent that was used later
         is listed when its children are gone: call again after `discard`. What is pinned, kept or
         promised to a namespace is left out, and counts as just used, as when eviction meets it. Of
-        a flat index pages are listed in the order of their last use, whatever hangs on what.
+        an independent index pages are listed in the order of their last use, whatever hangs on
+        what.
 
         Takes the lock, for 256 pages of work at a time; 100 to 250 ns a page.
 
@@ -1558,7 +1582,8 @@ class PageIndex:
     def discard(self, pages: LRUPages | Lease | Pages) -> int:
         """Give up our pins of these pages and evict exactly these, from the ends of prefixes
         upward. Stay: those that somebody else pins, that were matched since `oldest` listed them,
-        that are kept, and on which something else hangs (which in a flat index is no reason).
+        that are kept, and on which something else hangs (which in an independent index is no
+        reason).
         Returns how many went.
 
         Takes the lock, for 256 pages at a time; about 250 ns a page. A namespace's `minimum` does
@@ -1639,7 +1664,7 @@ class PageIndex:
             raise ConfigError(f"{what}: expected pages 0 to {self.pages - 1}, found others")
         check(code, what)
 
-    def deepest(self, keys: Keys, *, namespace: Namespace | None = None) -> int:
+    def last_ready(self, keys: Keys, *, namespace: Namespace | None = None) -> int:
         """How many keys there are up to the last that is ready, whatever of those before it is; 0:
         none is. Goes from the end to the front and stops at the first it finds: a few ns for each
         key that is not there. Advisory, as `peek`: to use its page, `match(keys[n - 1 : n])`.
@@ -1653,13 +1678,13 @@ class PageIndex:
         ref = self._ref(namespace)
         found: int = self.core.quick.lci_deepest1(self.core.handle, where, n, ref)
         if found < 0:
-            check(found, "deepest")
+            check(found, "last_ready")
         return found
 
-    def deepest_many(
+    def last_ready_many(
         self, keys: Keys, offsets: Offsets, *, namespace: Namespace | None = None
     ) -> Pages:
-        """`deepest` for many requests in one call: int32 of shape (requests,)."""
+        """`last_ready` for many requests in one call: int32 of shape (requests,)."""
         where, n = _arguments.keys(keys)
         bounds = _arguments.offsets(offsets, n)
         counts = np.zeros(len(bounds) - 1, np.int32)
@@ -1671,7 +1696,7 @@ class PageIndex:
             self._ref(namespace),
             _arguments.address(counts),
         )
-        check(code, "deepest")
+        check(code, "last_ready")
         return counts
 
     def children(self, keys: Keys, *, namespace: Namespace | None = None) -> Pages:

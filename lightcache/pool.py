@@ -484,8 +484,8 @@ class HostPool:
     def lend(self, token: object) -> Bytes:
         """All pages as `array` has them, but counted under `token`: for one who can be told to let
         go of them, as `Cache.close` tells what `Cache.pin` made. A token is used once."""
-        flat = np.frombuffer(memoryview(self._new_window(token)).cast("B"), np.uint8)
-        return flat.reshape(self.pages, self.page_bytes)
+        independent = np.frombuffer(memoryview(self._new_window(token)).cast("B"), np.uint8)
+        return independent.reshape(self.pages, self.page_bytes)
 
     def _view(self) -> memoryview:
         view = memoryview(self._live_window()).cast("B")
@@ -526,8 +526,8 @@ class HostPool:
         require("torch", "kernels", "HostPool.tensor")
         import torch
 
-        flat = torch.frombuffer(self._view(), dtype=torch.uint8)
-        return flat.reshape(self.pages, self.page_bytes)
+        independent = torch.frombuffer(self._view(), dtype=torch.uint8)
+        return independent.reshape(self.pages, self.page_bytes)
 
     # ---- growth
 

@@ -253,7 +253,7 @@ _IN_A_ROW = 64
 
 
 @dataclass(frozen=True)
-class Choice:
+class RoutingDecision:
     """Where a request should go, and why."""
 
     worker: str
@@ -282,7 +282,7 @@ class RouterStats:
     """And beyond those in the host pool."""
     stale: int = 0
     """Requests for which a worker counted as having nothing because its index could not be read:
-    `Choice.stale`."""
+    `RoutingDecision.stale`."""
     missed: int = 0
     """Requests of which no index had the first page."""
     other_namespace: int = 0
@@ -299,7 +299,7 @@ class _Tally:
     missed: int = 0
     other_namespace: int = 0
 
-    def note(self, n: int, choice: Choice) -> None:
+    def note(self, n: int, choice: RoutingDecision) -> None:
         self.requests[choice.worker] += 1
         self.pages += n
         self.device += choice.device_pages
@@ -328,7 +328,7 @@ class Router:
 
     It takes no slot and no lock of any index and changes nothing in them. An index that is not
     there, was replaced, or has lost its owner is no error: its worker counts as having nothing on
-    its device, is named in `Choice.stale`, and is attached again when it appears.
+    its device, is named in `RoutingDecision.stale`, and is attached again when it appears.
     """
 
     def __init__(
@@ -394,7 +394,7 @@ class Router:
         *,
         among: Iterable[str] | None = None,
         namespace: Namespace | None = None,
-    ) -> Choice:
+    ) -> RoutingDecision:
         """The worker at which the request costs least; of equal ones the least loaded, of these one
         that is chosen by the prompt's first key: always the same, so that what a conversation
         leaves behind is where it goes next.
@@ -434,7 +434,7 @@ class Router:
         among: Iterable[str] | None = None,
         namespace: Namespace | None = None,
         spread: bool = True,
-    ) -> list[Choice]:
+    ) -> list[RoutingDecision]:
         """`route` for many requests, with one call of the core for each index.
 
         Args:
@@ -500,7 +500,9 @@ class Router:
     def _stale(self, names: list[str]) -> tuple[str, ...]:
         return tuple(name for name in names if self._workers[name].problem is not None)
 
-    def _choose(self, n: int, first: int, host: int, device: list[int], asked: _Asked) -> Choice:
+    def _choose(
+        self, n: int, first: int, host: int, device: list[int], asked: _Asked
+    ) -> RoutingDecision:
         """`asked.loads` are tokens already."""
         page, weight = self._page_tokens, self.policy.host_weight
         costs = [
@@ -516,11 +518,11 @@ class Router:
         if len(best) > 1:
             at = max(best, key=lambda i: mixed(self._seeds[asked.names[i]] ^ first))
         by_worker = MappingProxyType(dict(zip(asked.names, costs, strict=True)))
-        return Choice(asked.names[at], device[at], host, by_worker, asked.stale)
+        return RoutingDecision(asked.names[at], device[at], host, by_worker, asked.stale)
 
     # ---- what is never found
 
-    def _note(self, n: int, choice: Choice, found: int, asked: _Asked) -> None:
+    def _note(self, n: int, choice: RoutingDecision, found: int, asked: _Asked) -> None:
         self._tally.note(n, choice)
         if found:
             self._in_a_row = 0
@@ -640,10 +642,10 @@ def _page_tokens(policy: RouterPolicy, host: PageIndex | None) -> int:
 
 
 __all__ = [
-    "Choice",
     "Router",
     "RouterPolicy",
     "RouterStats",
+    "RoutingDecision",
     "Source",
     "check_figure",
     "mixed",

@@ -46,8 +46,8 @@ class IndexStats:
     held: int
     """Without a key, in the hands of a client: `PageIndex.allocate`."""
     evictable: int
-    """In the eviction queue: ready pages on which nothing hangs (of a flat index all that are not
-    kept); pinned ones included."""
+    """In the eviction queue: ready pages on which nothing hangs (of an independent index all that
+    are not kept); pinned ones included."""
     reservations: int
     tickets: int
     kept: int

@@ -213,7 +213,7 @@ class Saving:
 
 class Interrupted:
     """A copy that an engine has started although the call that starts it has raised. See
-    `Moving`."""
+    `TransferHandle`."""
 
     def __init__(self, keeper: Keeper | Saving) -> None:
         """Nothing of it will be published."""
@@ -221,7 +221,7 @@ class Interrupted:
         keeper.given_up = True
 
     def done(self) -> bool:
-        """See `Moving`.
+        """See `TransferHandle`.
 
         Raises:
             TransferFailed: it has finished. What it has moved does not count.
@@ -234,7 +234,7 @@ class Interrupted:
         raise TransferFailed("it was interrupted while it was started; it does not count")
 
     def wait(self, timeout: float | None = None) -> None:
-        """See `Moving`."""
+        """See `TransferHandle`."""
         end = None if timeout is None else time.monotonic() + timeout
         while not self.done():
             if end is not None and time.monotonic() >= end:

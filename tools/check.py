@@ -152,9 +152,23 @@ def _half_repaired(image: Image) -> Result:
 
 def _check_image(image: Image) -> CheckReport:
     root, place = image.root, image.place
-    flat = int(image.config.get("flat", False) is True)
-    says = (root.pages, root.buckets, root.reservations, root.tickets, root.chunks, root.flat)
-    is_so = (place.pages, place.buckets, place.reservations, place.tickets, place.chunks, flat)
+    independent = int(image.config.get("independent", False) is True)
+    says = (
+        root.pages,
+        root.buckets,
+        root.reservations,
+        root.tickets,
+        root.chunks,
+        root.independent,
+    )
+    is_so = (
+        place.pages,
+        place.buckets,
+        place.reservations,
+        place.tickets,
+        place.chunks,
+        independent,
+    )
     if says != is_so or root.index_bytes != place.end:
         return _damaged(f"the root says (pages, buckets, ...) {says}, expected {is_so}; remove it")
     quiet = image.steady and not image.held

@@ -29,7 +29,7 @@ from lightcache.tools.output import Command, bar, emit, json_option
 @click.option("--page-bytes", help='Size of a page in bytes, or as "8MiB".')
 @click.option("--fingerprint", help="Model, KV dtype and geometry, in any form.")
 @click.option("--page-tokens", type=int, help="Tokens of a page.")
-@click.option("--flat", is_flag=True, help="For states: any page may go while others stay.")
+@click.option("--independent", is_flag=True, help="For states: any page may go while others stay.")
 @click.option("--algorithm", default="xxh3_128", show_default=True, help="Of the keys.")
 @click.option(
     "--lifetime",

@@ -95,7 +95,7 @@ def _page(info: Facts) -> str | None:
 
 
 def _sizes(info: Facts) -> list[tuple[str, object]]:
-    flat = ", flat: the page unused for longest goes first" if info["flat"] else ""
+    flat = ", independent: the page unused for longest goes first" if info["independent"] else ""
     pairs: list[tuple[str, object]] = [("index", format_size(info["index_bytes"]) + flat)]
     pool = info["pool_bytes"]
     if pool:

@@ -142,10 +142,10 @@ def records(image: Image) -> npt.NDArray[Any]:
 def rows(image: Image) -> npt.NDArray[np.uint16]:
     """Pins: row s, column p counts those of slot s on page p."""
     stride = image.place.row_stride
-    flat = np.frombuffer(
+    independent = np.frombuffer(
         image.data, np.uint16, count=shm_layout.SLOTS * stride, offset=image.place.rows
     )
-    return flat.reshape(shm_layout.SLOTS, stride)[:, : image.pages]
+    return independent.reshape(shm_layout.SLOTS, stride)[:, : image.pages]
 
 
 def _alive(image: Copy, slot: int, epoch: int | None = None) -> bool:
@@ -171,7 +171,7 @@ def segment(image: Image) -> Facts:
         "uuid": info.uuid,
         "uid": info.uid,
         "index_bytes": image.place.end,
-        "flat": config.get("flat", False) is True,
+        "independent": config.get("independent", False) is True,
         "page_bytes": config.get("page_bytes"),
         "page_tokens": config.get("page_tokens"),
         "fingerprint": config.get("fingerprint"),

@@ -36,7 +36,7 @@ def ls(as_json: bool) -> None:
 def describe(info: SegmentInfo) -> dict[str, Any]:
     """A segment as JSON has it."""
     lengths, allocated = _dependents(info)
-    pages, flat = _index(info)
+    pages, independent = _index(info)
     return {
         "name": info.name,
         "kind": info.kind or None,
@@ -44,7 +44,7 @@ def describe(info: SegmentInfo) -> dict[str, Any]:
         "problem": info.problem,
         "bytes": info.bytes,
         "pages": pages,
-        "flat": flat,
+        "independent": independent,
         "dependents": list(info.dependents),
         "pool_bytes": lengths,
         "pool_allocated_bytes": allocated,
@@ -77,15 +77,15 @@ _UNFINISHED = {
 
 
 def _index(info: SegmentInfo) -> tuple[int | None, bool]:
-    """Pages, and whether it is flat: from the configuration in the header; None where there is none
-    to be read."""
+    """Pages, and whether it is independent: from the configuration in the header; None where there
+    is none to be read."""
     with contextlib.suppress(LightcacheError, OSError):
         found = OpenObject.open(info.name, writable=False)
         if found is not None and info.ready:
             with contextlib.closing(found):
                 config = wanted.config_of(found.header())
-                pages, flat = config.get("pages"), config.get("flat", False) is True
-                return (pages, flat) if isinstance(pages, int) else (None, False)
+                pages, independent = config.get("pages"), config.get("independent", False) is True
+                return (pages, independent) if isinstance(pages, int) else (None, False)
     return None, False
 
 
@@ -116,7 +116,7 @@ def _table(found: list[dict[str, Any]]) -> Any:
             (
                 entry["name"],
                 entry["owner"],
-                f"flat {entry['kind']}" if entry["flat"] else entry["kind"],
+                f"independent {entry['kind']}" if entry["independent"] else entry["kind"],
                 cell(entry["state"], colours.get(entry["state"], "red")),
                 entry["pages"],
                 format_size(entry["bytes"]) if entry["bytes"] else None,

@@ -57,13 +57,13 @@ class Indexed:
         gpu.synchronize()
 
     def run(self, direction: str) -> None:
-        """See `Mover.run`."""
+        """See `TransferBackend.run`."""
         for i in range(len(self.pages[direction])):
             moved = self.submit(direction, i)
         moved.wait()
 
     def submit(self, direction: str, i: int) -> Transfer:
-        """See `Mover.submit`."""
+        """See `TransferBackend.submit`."""
         pages, stream = self.pages[direction], self.streams[direction]
         page, chosen = pages[i % len(pages)]
         staging = self._staging[direction]
@@ -107,9 +107,9 @@ def alternatives(bench: Bench) -> Iterator[Row]:
     )
     for name, make in kinds:
         try:
-            mover = make()
-            mover.verify()
-            yield from _rows(bench, name, mover)
+            backend = make()
+            backend.verify()
+            yield from _rows(bench, name, backend)
         except Exception as error:
             yield failed(name, error)
     for programs in PROGRAMS:
@@ -125,11 +125,11 @@ def failed(name: str, error: BaseException) -> Row:
     return Row(name, {"failed": f"{type(error).__name__}: {error}"}, float("nan"), "")
 
 
-def _rows(bench: Bench, name: str, mover: Any) -> Iterator[Row]:
-    found = compared(bench, {"copy engine": plain(bench), name: mover}, DIRECTIONS)
+def _rows(bench: Bench, name: str, backend: Any) -> Iterator[Row]:
+    found = compared(bench, {"copy engine": plain(bench), name: backend}, DIRECTIONS)
     for what in DIRECTIONS:
         against = f"copy engine, {what}", found["copy engine", what]
-        params = {"bytes": mover.nbytes}
+        params = {"bytes": backend.nbytes}
         yield rate_row(f"{what}, {name}", found[name, what], against, None, **params)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from lightcache_bench import Row, meets
 from lightcache_bench._gpu_device import DIRECTIONS
 from lightcache_bench._gpu_rates import compared, plain
-from lightcache_bench._gpu_rig import Bench, Mover, verified
+from lightcache_bench._gpu_rig import Bench, TransferBackend, verified
 from lightcache_bench._gpu_shapes import LARGE
 from lightcache_bench._gpu_steps import Decode, Product, Step
 from lightcache_bench._gpu_window import Feed, Window, windows
@@ -38,9 +38,9 @@ def decode(bench: Bench) -> Step:
     return made
 
 
-def feed(mover: Mover, direction: str) -> Feed:
-    """Transfers of a mover without end."""
-    return Feed(lambda i: mover.submit(direction, i), mover.piece)
+def feed(backend: TransferBackend, direction: str) -> Feed:
+    """Transfers of a transfer backend without end."""
+    return Feed(lambda i: backend.submit(direction, i), backend.piece)
 
 
 def step_windows(
@@ -105,13 +105,13 @@ def beside_decode(bench: Bench) -> Iterator[Row]:
     with verified(bench, LARGE) as rig, verified(bench, LARGE, rate=RATE) as limited:
         feeds: dict[str, Feed | None] = {"alone": None}
         for direction in DIRECTIONS:
-            ways: tuple[tuple[str, Mover, str | None], ...] = (
+            ways: tuple[tuple[str, TransferBackend, str | None], ...] = (
                 (direction, rig, DECODE_TARGET),
                 (f"{direction} limited to {RATE / 1e9:.0f} GB/s", limited, LIMITED_TARGET),
                 (f"copy engine, {direction}", base, None),
             )
-            for name, mover, target in ways:
-                feeds[name], limits[name] = feed(mover, direction), target
+            for name, backend, target in ways:
+                feeds[name], limits[name] = feed(backend, direction), target
         found = step_windows(bench, step, feeds, rounds=4, count=100)
     for name, target in limits.items():
         yield from decode_rows(name, found, target)
@@ -134,12 +134,13 @@ def decode_rows(name: str, found: Mapping[str, list[Window]], target: str | None
 # ---- the same for other ways of moving
 
 
-def beside_both(bench: Bench, ways: Mapping[str, tuple[Mover, str]]) -> Iterator[Row]:
-    """Product and decode step beside each of these movers and directions, without promises."""
+def beside_both(bench: Bench, ways: Mapping[str, tuple[TransferBackend, str]]) -> Iterator[Row]:
+    """Product and decode step beside each of these transfer backends and directions, without
+    promises."""
     engine = compared(bench, {"copy engine": plain(bench)}, DIRECTIONS)
     for make in (product, decode):
         feeds: dict[str, Feed | None] = {"alone": None}
-        feeds |= {name: feed(mover, direction) for name, (mover, direction) in ways.items()}
+        feeds |= {name: feed(backend, direction) for name, (backend, direction) in ways.items()}
         found = step_windows(bench, make(bench), feeds, rounds=2, count=40)
         for name, (_, direction) in ways.items():
             if make is product:

@@ -43,7 +43,7 @@ class Copies:
         self.piece = self._group * piece
 
     def run(self, direction: str) -> None:
-        """See `Mover.run`."""
+        """See `TransferBackend.run`."""
         self._copy(direction, 0, len(self.pairs[direction]))
         self._finish(direction)
 
@@ -56,7 +56,7 @@ class Copies:
             self._finish(direction)
 
     def submit(self, direction: str, i: int) -> Transfer:
-        """See `Mover.submit`."""
+        """See `TransferBackend.submit`."""
         groups = len(self.pairs[direction]) // self._group
         at = i % groups * self._group
         self._copy(direction, at, at + self._group)

@@ -18,7 +18,7 @@ from lightcache_bench._timing import Case, clocked, interleaved, median, spread,
 BOTH = "both at once"
 BOTH_TARGET = ">= 0.95"
 Ways = dict[str, Any]
-"""Movers by name; the first one is what the others are compared with."""
+"""Transfer backends by name; the first one is what the others are compared with."""
 
 
 def plain(bench: Bench) -> Copies:
@@ -43,11 +43,11 @@ def rates(samples: Any, nbytes: int) -> Any:
     return nbytes / np.asarray(samples, float) / 1e3
 
 
-def run_case(mover: Any, what: str) -> Case:
-    """A repetition of a mover, until its last byte is there."""
+def run_case(backend: Any, what: str) -> Case:
+    """A repetition of a transfer backend, until its last byte is there."""
     if what == BOTH:
-        return clocked(lambda i: mover.run_both())
-    return clocked(lambda i: mover.run(what))
+        return clocked(lambda i: backend.run_both())
+    return clocked(lambda i: backend.run(what))
 
 
 def compared(bench: Bench, ways: Ways, directions: tuple[str, ...]) -> dict[tuple[str, str], Any]:
@@ -79,10 +79,10 @@ def rate_row(
 
 def copy_engine(bench: Bench) -> Iterator[Row]:
     """Whole pages by the copy engine, each direction and both at once."""
-    mover, name = plain(bench), baseline_name(bench)
-    found = compared(bench, {name: mover}, (*DIRECTIONS, BOTH))
+    backend, name = plain(bench), baseline_name(bench)
+    found = compared(bench, {name: backend}, (*DIRECTIONS, BOTH))
     for (_, what), samples in found.items():
-        params = {"pages": "8 MiB", "bytes": mover.nbytes, **spread(samples)}
+        params = {"pages": "8 MiB", "bytes": backend.nbytes, **spread(samples)}
         yield Row(f"{name}, {what}", params, median(samples), "GB/s")
 
 

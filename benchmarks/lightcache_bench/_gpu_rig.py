@@ -23,7 +23,7 @@ _OUTSTANDING = 8  # calls under way at once: an engine's requests
 _POISON = {"offload": 0xA5, "load": 0x5A}
 
 
-class Mover(Protocol):
+class TransferBackend(Protocol):
     """A way of moving bytes, prepared so that a repetition can begin at once."""
 
     nbytes: int
@@ -142,13 +142,13 @@ class Rig:
         self.engine.close()
 
     def submit(self, direction: str, i: int) -> Transfer:
-        """See `Mover.submit`."""
+        """See `TransferBackend.submit`."""
         moves = self.calls[direction].moves
         call: Callable[..., Transfer] = getattr(self.engine, direction)
         return call(moves[i % len(moves)])
 
     def run(self, direction: str) -> None:
-        """See `Mover.run`."""
+        """See `TransferBackend.run`."""
         run_calls(self, [direction], len(self.calls[direction].moves))
 
     def run_both(self) -> None:
@@ -191,14 +191,14 @@ class Rig:
         return self._device[place.offset : end].view(place.slots, place.width)
 
 
-def run_calls(mover: Mover, directions: Sequence[str], count: int) -> None:
+def run_calls(backend: TransferBackend, directions: Sequence[str], count: int) -> None:
     """Submit `count` pieces in each direction, a few at a time, and wait for them all."""
     pending: deque[Transfer] = deque()
     for i in range(count):
         for direction in directions:
             if len(pending) >= _OUTSTANDING:
                 pending.popleft().wait(TIMEOUT)
-            pending.append(mover.submit(direction, i))
+            pending.append(backend.submit(direction, i))
     while pending:
         pending.popleft().wait(TIMEOUT)
 

@@ -18,7 +18,7 @@ from lightcache_bench._gpu_copies import Copies
 from lightcache_bench._gpu_device import Bytes, Gpu
 from lightcache_bench._gpu_interface import give_back, usable_pages
 from lightcache_bench._gpu_pinning import SECRET
-from lightcache_bench._gpu_rig import Bench, Mover, Sizes, verified
+from lightcache_bench._gpu_rig import Bench, Sizes, TransferBackend, verified
 from lightcache_bench._gpu_shapes import LARGE
 from lightcache_bench._roles import tell
 
@@ -64,18 +64,18 @@ def _move(bench: Bench, own: range, seconds: float) -> None:
         copies = Copies(bench)
         copies.verify()
         tell("ready")
-        movers: tuple[Mover, ...] = (copies, rig)
+        backends: tuple[TransferBackend, ...] = (copies, rig)
         for turn in itertools.count():
             if not sys.stdin.readline():
                 return
-            tell(_offloaded(movers[turn % 2], seconds))
+            tell(_offloaded(backends[turn % 2], seconds))
 
 
-def _offloaded(mover: Mover, seconds: float) -> dict[str, Any]:
+def _offloaded(backend: TransferBackend, seconds: float) -> dict[str, Any]:
     begin, moved = time.monotonic(), 0
     while (end := time.monotonic()) - begin < seconds:
-        mover.run("offload")
-        moved += mover.nbytes
+        backend.run("offload")
+        moved += backend.nbytes
     return {"seconds": end - begin, "bytes": moved}
 
 

@@ -14,7 +14,14 @@ from lightcache.cache import Cache
 from lightcache.hybrid import Checkpoints, Grid, HybridManager
 from lightcache.hybrid.copiers import ArrayCopier
 from lightcache.hybrid.opening import create_slots
-from lightcache.manager import KVCacheManager, ManagerConfig, NullMover, OwnedDevice, Prompt, Wishes
+from lightcache.manager import (
+    KVCacheManager,
+    ManagedBlocks,
+    ManagerConfig,
+    NullBackend,
+    Prompt,
+    RequestOptions,
+)
 from lightcache_bench._hybrid_traffic import Visit
 
 _BESIDE = 2
@@ -45,9 +52,11 @@ def hit_tokens(
     """
     with ExitStack() as stack:
         hybrid = _opened(stack, grid, device, host)
-        wishes = Wishes(tiers=frozenset({"device"} if host is None else {"device", "host"}))
+        options = RequestOptions(
+            tiers=frozenset({"device"} if host is None else {"device", "host"})
+        )
         for number, visit in enumerate(visits):
-            _run(hybrid, number, visit, chunk, wishes)
+            _run(hybrid, number, visit, chunk, options)
         return hybrid.stats().usable_tokens
 
 
@@ -55,26 +64,28 @@ def _opened(stack: ExitStack, grid: Grid, device: Room, host: Room | None) -> Hy
     name = f"bench-hybrid-{os.getpid()}"
     slots = create_slots(f"{name}.slots", device.states + _BESIDE)
     stack.callback(slots.close)
-    blocks = OwnedDevice(f"{name}.device", block_tokens=grid.block_tokens, blocks=device.pages + 1)
+    blocks = ManagedBlocks(
+        f"{name}.device", block_tokens=grid.block_tokens, blocks=device.pages + 1
+    )
     stack.callback(blocks.close)
-    mover = NullMover()
+    backend = NullBackend()
     pages = 1 if host is None else host.pages  # a manager always has a host: nobody writes to this
-    kv = stack.enter_context(_cache(f"{name}.kv", pages, grid.page_tokens, flat=False))
+    kv = stack.enter_context(_cache(f"{name}.kv", pages, grid.page_tokens, independent=False))
     states = None
     if host is not None:
-        states = stack.enter_context(_cache(f"{name}.states", host.states, 1, flat=True))
+        states = stack.enter_context(_cache(f"{name}.states", host.states, 1, independent=True))
     manager = stack.enter_context(
-        KVCacheManager(kv, blocks, mover, config=ManagerConfig(min_load_tokens=0))
+        KVCacheManager(kv, blocks, backend, config=ManagerConfig(min_load_tokens=0))
     )
     copier = ArrayCopier(np.zeros((device.states + _BESIDE, 0), np.uint8))
-    checkpoints = Checkpoints(slots, states, mover, copier)
+    checkpoints = Checkpoints(slots, states, backend, copier)
     stack.callback(checkpoints.close)
     hybrid = HybridManager(manager, checkpoints, grid)
     stack.callback(hybrid.close)
     return hybrid
 
 
-def _cache(name: str, pages: int, page_tokens: int, *, flat: bool) -> Cache:
+def _cache(name: str, pages: int, page_tokens: int, *, independent: bool) -> Cache:
     return Cache.create(
         name,
         pages=pages,
@@ -83,18 +94,20 @@ def _cache(name: str, pages: int, page_tokens: int, *, flat: bool) -> Cache:
         fingerprint="bench",
         secret=b"a secret of benchmarks",
         role="bench",
-        flat=flat,
+        independent=independent,
     )
 
 
-def _run(hybrid: HybridManager, number: int, visit: Visit, chunk: int, wishes: Wishes) -> None:
+def _run(
+    hybrid: HybridManager, number: int, visit: Visit, chunk: int, options: RequestOptions
+) -> None:
     """A request's way: found, prefilled by chunks, answered, over."""
     prompt = len(visit.prompt)
-    hybrid.plan(number, Prompt(visit.prompt), wishes=wishes)
+    hybrid.plan(number, Prompt(visit.prompt), options=options)
     at = hybrid.take(number, wait=True).usable
     hybrid.allocate(number, prompt)
     hybrid.restore([number])
-    hybrid.fetch(number)
+    hybrid.load(number)
     while at < prompt:
         plan = hybrid.save_plan(number, at, min(at + chunk, prompt))
         _pass(hybrid, number, plan.position, plan.end)

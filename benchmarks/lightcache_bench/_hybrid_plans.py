@@ -24,7 +24,7 @@ from lightcache.hybrid.copiers import ArrayCopier
 from lightcache.hybrid.manager import HybridManager
 from lightcache.hybrid.opening import create_slots
 from lightcache.hybrid.saving import Grid
-from lightcache.manager import KVCacheManager, ManagerConfig, NullMover, OwnedDevice, Prompt
+from lightcache.manager import KVCacheManager, ManagedBlocks, ManagerConfig, NullBackend, Prompt
 from lightcache_bench import Row, meets
 from lightcache_bench._timing import Case, interleaved, median, spread
 
@@ -60,20 +60,20 @@ class World:
                     fingerprint="bench",
                     secret=SECRET,
                     role="bench",
-                    flat=what == "states",
+                    independent=what == "states",
                 )
             )
             for what, count, tokens in (("kv", pages + 64, page_tokens), ("states", 64, 1))
         ]
-        device = OwnedDevice(f"{name}.device", block_tokens=page_tokens, blocks=pages + 64)
+        device = ManagedBlocks(f"{name}.device", block_tokens=page_tokens, blocks=pages + 64)
         stack.callback(device.close)
         config = ManagerConfig(min_load_tokens=0, plan_ttl=1e6)
-        self.dense = KVCacheManager(caches[0], device, NullMover(), config=config)
+        self.dense = KVCacheManager(caches[0], device, NullBackend(), config=config)
         stack.callback(self.dense.close)
         self.slots = create_slots(f"{name}.slots", 64)
         stack.callback(self.slots.close)
         copier = ArrayCopier(np.zeros((64, 8), np.uint8))
-        self.checkpoints = Checkpoints(self.slots, caches[1], NullMover(), copier)
+        self.checkpoints = Checkpoints(self.slots, caches[1], NullBackend(), copier)
         grid = Grid(page_tokens, page_tokens)
         self.hybrid = HybridManager(self.dense, self.checkpoints, grid)
         stack.callback(self.hybrid.close)
@@ -86,7 +86,7 @@ class World:
 
     def _prompt(self) -> Prompt:
         prompt = Prompt([*self.tokens.tolist(), *self.random.integers(0, 100_000, BEHIND).tolist()])
-        space = self.hybrid.inner.weights.space_of("")
+        space = self.hybrid.inner.weights.scope_of("")
         assert space is not None
         prompt.keys(space.device_spec)  # hashed when it came
         return prompt
@@ -100,7 +100,7 @@ class World:
         self.dense.release("first")
         if self.place == "all on the host":
             self.dense.can_allocate(self.device.blocks, evict=True)
-        space = self.hybrid.inner.weights.space_of("")
+        space = self.hybrid.inner.weights.scope_of("")
         assert space is not None
         states = self.hybrid.states_of(space)
         assert states is not None
@@ -131,7 +131,7 @@ class World:
         def run(_: int) -> float:
             begin = time.perf_counter_ns()
             found = index.peek(self.keys, namespace=where)
-            deepest = states.deepest(self.keys, namespace=namespace)
+            deepest = states.last_ready(self.keys, namespace=namespace)
             lease = index.match(self.keys, namespace=where) if pin else None
             taken = time.perf_counter_ns() - begin
             assert found == deepest == len(self.keys)

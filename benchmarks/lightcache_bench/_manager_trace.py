@@ -11,7 +11,7 @@ from contextlib import ExitStack
 import numpy as np
 
 from lightcache.cache import Cache
-from lightcache.manager import KVCacheManager, ManagerConfig, NullMover, OwnedDevice, Prompt
+from lightcache.manager import KVCacheManager, ManagedBlocks, ManagerConfig, NullBackend, Prompt
 from lightcache_bench import Row, meets
 
 CAPACITIES = (1_000, 3_000, 10_000, 30_000)
@@ -74,15 +74,15 @@ def _ours(prompts: list[Prompt], pages: int, device: int) -> dict[str, int]:
             )
         )
         cache.pool.prefault()
-        tier = OwnedDevice(f"{name}.device", block_tokens=SCALE, blocks=device + 1)
+        tier = ManagedBlocks(f"{name}.device", block_tokens=SCALE, blocks=device + 1)
         stack.callback(tier.close)
         config = ManagerConfig(min_load_tokens=0)
-        manager = stack.enter_context(KVCacheManager(cache, tier, NullMover(), config=config))
+        manager = stack.enter_context(KVCacheManager(cache, tier, NullBackend(), config=config))
         for number, prompt in enumerate(prompts):
             manager.plan(number, prompt)
             manager.take(number)
             manager.allocate(number, len(prompt))
-            manager.fetch(number)
+            manager.load(number)
             manager.commit(number, len(prompt))
             manager.release(number)
         found = manager.stats()

@@ -16,7 +16,7 @@ from lightcache.hybrid import Checkpoints, Grid, HybridManager
 from lightcache.hybrid.copiers import Copying
 from lightcache.hybrid.opening import create_slots
 from lightcache.kernels.states import StateCopy
-from lightcache.manager import KVCacheManager, NullMover, OwnedDevice, Prompt
+from lightcache.manager import KVCacheManager, ManagedBlocks, NullBackend, Prompt
 from lightcache_bench import Row
 from lightcache_bench._timing import median, spread
 
@@ -72,9 +72,9 @@ def _hybrid(copier: Any) -> Iterator[HybridManager]:
                 name, pages=64, page_bytes=64, page_tokens=BLOCK, fingerprint="none", secret=SECRET
             )
         )
-        device = OwnedDevice(f"{name}-blocks", block_tokens=BLOCK, blocks=blocks)
+        device = ManagedBlocks(f"{name}-blocks", block_tokens=BLOCK, blocks=blocks)
         stack.callback(device.close)
-        manager = KVCacheManager(cache, device, NullMover())
+        manager = KVCacheManager(cache, device, NullBackend())
         stack.callback(manager.close)
         slots = create_slots(f"{name}-slots", SLOTS)
         stack.callback(slots.close)

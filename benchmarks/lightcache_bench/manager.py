@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from lightcache.cache import Cache
-from lightcache.manager import KVCacheManager, ManagerConfig, NullMover, OwnedDevice, Prompt
+from lightcache.manager import KVCacheManager, ManagedBlocks, ManagerConfig, NullBackend, Prompt
 from lightcache.storage import MemoryStorage, StorageSpec, StorageTier
 from lightcache.storage.testing import FlakyStorage
 from lightcache.storage.testing.faults import Fault
@@ -191,10 +191,10 @@ def _steps(quick: bool) -> Iterator[Row]:
             )
         )
         cache.pool.prefault()
-        device = OwnedDevice(f"{name}.device", block_tokens=BLOCK, blocks=blocks)
+        device = ManagedBlocks(f"{name}.device", block_tokens=BLOCK, blocks=blocks)
         stack.callback(device.close)
         config = ManagerConfig(min_load_tokens=0, plan_ttl=1e6)
-        ours = Ours(cache, device, NullMover(), config=config)
+        ours = Ours(cache, device, NullBackend(), config=config)
         stack.callback(ours.close)
         filled = blocks // PAGES - 2 * RUNNING
         schedulers = {
@@ -250,14 +250,14 @@ def _hanging(quick: bool) -> Iterator[Row]:
             "secret": SECRET,
         }
         cache = stack.enter_context(Cache.create(name, pages=4 * blocks, role="bench", **how))
-        device = OwnedDevice(f"{name}.device", block_tokens=BLOCK, blocks=blocks)
+        device = ManagedBlocks(f"{name}.device", block_tokens=BLOCK, blocks=blocks)
         stack.callback(device.close)
         script: Any = {call: [Fault("hang")] * (1 << 16) for call in ("contains", "read", "write")}
         flaky = FlakyStorage(MemoryStorage(StorageSpec.of(cache)), script=script)
         tier = StorageTier(cache, flaky, grace=0.0)
         stack.callback(tier.close)
         stack.callback(flaky.let_go)
-        manager = KVCacheManager(cache, device, NullMover(), storage=tier)
+        manager = KVCacheManager(cache, device, NullBackend(), storage=tier)
         stack.callback(manager.close)
         longest = _hung_steps(manager, steps)
         stats = manager.stats()
@@ -291,7 +291,7 @@ def _hung_steps(manager: KVCacheManager, steps: int) -> dict[str, float]:
         for number in list(waiting):
             if timed("take", partial(manager.take, number)) is not None:
                 timed("allocate", partial(manager.allocate, number, PAGES * BLOCK))
-                timed("fetch", partial(manager.fetch, number))
+                timed("load", partial(manager.load, number))
                 timed("commit", partial(manager.commit, number, PAGES * BLOCK))
                 running.append(number)
                 del waiting[number]

@@ -16,9 +16,9 @@ from lightcache.connectors._requirements import torch
 from lightcache.connectors.cache_layers import drop_parts, parts_of, set_parts
 from lightcache.connectors.model_pages import ModelPages, check_model
 from lightcache.connectors.pooled import Pooled
-from lightcache.connectors.prefix_cache import Figures, PrefixCache, TokenIds, one_row, token_ids
+from lightcache.connectors.prefix_cache import Counters, PrefixCache, TokenIds, one_row, token_ids
 from lightcache.connectors.state_pages import (
-    StateMover,
+    StateBackend,
     StatePages,
     States,
     planes_of_states,
@@ -35,7 +35,7 @@ from lightcache.namespaces import NamespaceState
 
 if TYPE_CHECKING:
     from lightcache.kernels.pinned import PinnedPages
-    from lightcache.manager.transfers import Movement
+    from lightcache.manager.transfers import BlockTransfer
 
 
 # ---- Checkpoints: states that were copied while a model computed, and the cache that keeps them.
@@ -91,7 +91,7 @@ class Checkpoints:
         self._kv = kv.index
         planes = planes_of_states(pages, self._states(seen))
         self._pool = Pooled(states, pages.geometry, planes, pages.device, pinned)
-        self._mover = StateMover(pages, self._pool)
+        self._mover = StateBackend(pages, self._pool)
         self._all = hybrid.Checkpoints(None, states, self._mover, most=most, parting=self._parting)
 
     def _parting(self, path: Path) -> Pages:
@@ -116,11 +116,11 @@ class Checkpoints:
             space = self._all.spaces.beside(kv, good)
         return None if space is None else Path(keys, space, namespace)
 
-    def deepest(self, path: Path, most: int | None = None) -> int:
+    def last_ready(self, path: Path, most: int | None = None) -> int:
         """How many of a prompt's first pages the deepest checkpoint of it knows, by looking only;
         0: there is none. Looks from the last of them, or of the first `most`, to the front: a few
         ns a page."""
-        found = self._all.deepest(path, most)
+        found = self._all.last_ready(path, most)
         return 0 if found is None else found[1]
 
     def match(self, path: Path, count: int) -> Lease:
@@ -169,7 +169,7 @@ class Checkpoints:
                         raise
 
     @contextlib.contextmanager
-    def _told(self, movement: Movement) -> Iterator[None]:
+    def _told(self, movement: BlockTransfer) -> Iterator[None]:
         """An exception that is none of our errors is for whoever waits for the copy, here and now,
         and not for the next call, which polls."""
         foreign = self._all.traffic.moves.foreign
@@ -448,7 +448,7 @@ def check_states(states: Any, model: Any, pages: ModelPages) -> None:
 
     Raises:
         LayoutMismatch: it is of another model.
-        ConfigError: no cache, one too many, one too few, or one that is not flat.
+        ConfigError: no cache, one too many, one too few, or one that is not independent.
     """
     kind = type(model).__name__
     if states is not None and not isinstance(states, Cache):
@@ -466,10 +466,10 @@ def check_states(states: Any, model: Any, pages: ModelPages) -> None:
         )
     else:
         check_model(states, pages.states)
-        if not states.index.flat:
+        if not states.index.independent:
             raise ConfigError(
-                f"states: expected a cache made with flat=True, found {states.name!r} without; its "
-                "deepest states would go first. Remove it, or take another name, and use "
+                f"states: expected a cache made with independent=True, found {states.name!r} without; "
+                "its deepest states would go first. Remove it, or take another name, and use "
                 "open_caches, or Cache.open with describe(model).states.options"
             )
 
@@ -488,7 +488,7 @@ class HybridPrefixes:
         chunk: int,
         every: int,
         path_limit: int,
-        figures: Figures,
+        figures: Counters,
     ) -> None:
         """Args:
         cache, states: of the keys and values, and of the states.
@@ -550,7 +550,7 @@ class HybridPrefixes:
         if path is None:
             return past
         kv = reach = self._cache.peek(keys, namespace=namespace)
-        while at := self.checkpoints.deepest(path, reach):
+        while at := self.checkpoints.last_ready(path, reach):
             with (
                 self.checkpoints.match(path, at) as state,
                 self._cache.match(keys[:at], namespace=namespace) as lease,

@@ -56,7 +56,7 @@ class ConnectorStats:
     """Of a hybrid model: hits and saves of states."""
 
 
-class Figures:
+class Counters:
     """Counts by the names of `ConnectorStats`. For several threads."""
 
     def __init__(self) -> None:
@@ -512,7 +512,7 @@ def planes_of(pages: ModelPages, past: Any) -> DevicePlanes:
 
 __all__ = [
     "ConnectorStats",
-    "Figures",
+    "Counters",
     "PrefixCache",
     "TokenIds",
     "one_row",

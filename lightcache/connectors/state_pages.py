@@ -21,7 +21,7 @@ from lightcache.kernels import layouts
 from lightcache.kernels.geometry import KVGroup, PageGeometry, Plane
 from lightcache.kernels.planes import DevicePlanes, join
 from lightcache.leases import Allocation
-from lightcache.manager.backend import EngineMover, Moving, Slots
+from lightcache.manager.backend import EngineBackend, Slots, TransferHandle
 
 GROUP = "state"
 """Name of the only group of these geometries."""
@@ -64,7 +64,7 @@ class StatePages:
             "page_tokens": 1,
             "fingerprint": self.fingerprint,
             "device": self.device != "cpu",
-            "flat": True,
+            "independent": True,
         }
 
 
@@ -197,9 +197,9 @@ States = dict[int, dict[str, Any]]
 """Tensors of one state, by layer and part."""
 
 
-class StateMover:
-    """A `Mover` between host pages and slots that are numbers only while a copy is asked for: each
-    stands for tensors of its own."""
+class StateBackend:
+    """A `TransferBackend` between host pages and slots that are numbers only while a copy is asked
+    for: each stands for tensors of its own."""
 
     shards = 1
 
@@ -221,13 +221,13 @@ class StateMover:
         finally:
             del self._lent[slot]
 
-    def load(self, lease: Lease, slots: Slots, first: int) -> Moving:
-        """See `Mover`. Blocks for pages that are not pinned yet, as the others do."""
+    def load(self, lease: Lease, slots: Slots, first: int) -> TransferHandle:
+        """See `TransferBackend`. Blocks for pages that are not pinned yet, as the others do."""
         self._pool.wait_for(lease.pages)
         return self._engine(slots).load(lease, _places(slots), first)
 
-    def offload(self, new: Reservation, slots: Slots) -> Moving:
-        """See `Mover`."""
+    def offload(self, new: Reservation, slots: Slots) -> TransferHandle:
+        """See `TransferBackend`."""
         try:
             self._pool.wait_for(new.pages)
             return self._engine(slots).offload(new, _places(slots))
@@ -235,15 +235,15 @@ class StateMover:
             new.release()  # also behind what is no error of ours, when nobody else does
             raise
 
-    def save(self, held: Allocation, slots: Slots) -> Moving:
-        """See `Mover`."""
+    def save(self, held: Allocation, slots: Slots) -> TransferHandle:
+        """See `TransferBackend`."""
         self._pool.wait_for(held.pages)
         return self._engine(slots).save(held, _places(slots))
 
-    def _engine(self, slots: Slots) -> EngineMover:
+    def _engine(self, slots: Slots) -> EngineBackend:
         """For the one slot among these."""
         planes = planes_of_states(self._pages, self._lent[int(slots.max())])
-        return EngineMover(self._pool.engine, planes=planes)
+        return EngineBackend(self._pool.engine, planes=planes)
 
 
 def _places(slots: Slots) -> Slots:
@@ -254,7 +254,7 @@ def _places(slots: Slots) -> Slots:
 __all__ = [
     "GROUP",
     "Part",
-    "StateMover",
+    "StateBackend",
     "StatePages",
     "States",
     "describe_states",

@@ -29,7 +29,7 @@ from lightcache.connectors.opening import Caches, open_cache, open_caches
 from lightcache.connectors.pooled import Pooled, check_device
 from lightcache.connectors.prefix_cache import (
     ConnectorStats,
-    Figures,
+    Counters,
     PrefixCache,
     TokenIds,
     planes_of,
@@ -81,9 +81,9 @@ class Connector(Transfers):
         Raises:
             LayoutMismatch: a cache is of another model; says what differs.
             ConfigError: as `describe`, or no cache, one without page_tokens, none of states for a
-                hybrid model, one for another, or one that is not flat, or for a model on a GPU one
-                that was opened without device=True; or settings of a hybrid model that do not go
-                together, all of them in one message.
+                hybrid model, one for another, or one that is not independent, or for a model on a
+                GPU one that was opened without device=True; or settings of a hybrid model that do
+                not go together, all of them in one message.
             InUse: a pool is pinned already by this process; give `pinned`.
             Detached: a cache is closed.
         """
@@ -97,7 +97,7 @@ class Connector(Transfers):
                 check_device(one, self.pages.device)
         self._caches = [one for one in (cache, states) if one is not None]
         self._config = model.config
-        self._figures = Figures()
+        self._figures = Counters()
         self._closed = False
         with contextlib.ExitStack() as stack:
             seen = PrefixCache(self._config)  # every transfer brings planes of its own

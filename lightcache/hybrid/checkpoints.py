@@ -19,11 +19,11 @@ from lightcache.cache import Cache
 from lightcache.errors import ConfigError, LeaseLost, LightcacheError, OutOfPages
 from lightcache.layout import KeyStatus
 from lightcache.leases import Lease, NamingResult, Positions
-from lightcache.manager.backend import Mover
-from lightcache.manager.blocks import joined, room_of
+from lightcache.manager.backend import TransferBackend
+from lightcache.manager.blocks import capacity_of, joined
 from lightcache.manager.request import WritePolicy
-from lightcache.manager.stats import Room
-from lightcache.manager.transfers import Ends, Movement, Traffic, goes_on
+from lightcache.manager.stats import TierCapacity
+from lightcache.manager.transfers import BlockTransfer, Ends, TransferTracker, goes_on
 from lightcache.namespaces import Namespace, NamespaceState
 from lightcache.page_index import PageIndex
 from lightcache.reservations import Reservation
@@ -182,7 +182,7 @@ class _Group:
     """Slots on their way out, pinned until their copies are over."""
 
     lease: Lease
-    movements: list[Movement]
+    transfers: list[BlockTransfer]
     origins: dict[int, _Origin]
     """Of those that are to be on the host, by their slots."""
 
@@ -201,10 +201,12 @@ class StateTraffic:
     """All copies of some `Checkpoints`, whose lock is around every call. What begins a copy, and
     `close`, take it themselves."""
 
-    def __init__(self, owner: Checkpoints, mover: Mover | None, time_limit: float) -> None:
+    def __init__(
+        self, owner: Checkpoints, backend: TransferBackend | None, time_limit: float
+    ) -> None:
         """Nothing moves yet."""
-        self._owner, self._mover, self._time_limit = owner, mover, time_limit
-        self.moves = Traffic(owner.lock, time_limit)
+        self._owner, self._backend, self._time_limit = owner, backend, time_limit
+        self.moves = TransferTracker(owner.lock, time_limit)
         """Between slots and host pages."""
         self._copies: list[Copied] = []
         self._origins: dict[int, _Origin] = {}
@@ -227,7 +229,7 @@ class StateTraffic:
                     continue
             except Exception as error:  # a device that failed copies nothing more
                 if goes_on(one.copying):
-                    raise  # it was not the copy's: as in `Movement.block`
+                    raise  # it was not the copy's: as in `BlockTransfer.block`
                 self.moves.foreign.note(error)
             self._copies.remove(one)
             one.over = True
@@ -249,15 +251,15 @@ class StateTraffic:
         count: int,
         *,
         pins: Lease | None = None,
-        of: list[Movement] | None = None,
+        of: list[BlockTransfer] | None = None,
         ends: Ends | None = None,
-    ) -> Movement | None:
+    ) -> BlockTransfer | None:
         """Write a slot's state to the host, under the key at the last of the first `count`
         positions. None: the host has it, or no room for it.
 
         Args:
             pins: the slot's, for this: released when it is over, or not begun.
-            of, ends: as for `Traffic.begin`.
+            of, ends: as for `TransferTracker.begin`.
         """
 
         def let_go(ok: bool) -> None:
@@ -280,13 +282,13 @@ class StateTraffic:
     def _reserved(self, path: Path, count: int) -> Reservation | None:
         owner = self._owner
         assert owner.host is not None
-        assert self._mover is not None
+        assert self._backend is not None
         try:
             chain = owner.chain(Tier.HOST, path, count)
             new = owner.host.index.reserve(
                 chain,
                 len(chain) - 1,
-                shards=self._mover.shards,
+                shards=self._backend.shards,
                 namespace=path.space.host,
                 timeout=self._time_limit,
             )
@@ -306,10 +308,10 @@ class StateTraffic:
         path: Path,
         count: int,
         let_go: Ends,
-        of: list[Movement] | None,
-    ) -> Movement:
-        owner, mover = self._owner, self._mover
-        assert mover is not None
+        of: list[BlockTransfer] | None,
+    ) -> BlockTransfer:
+        owner, backend = self._owner, self._backend
+        assert backend is not None
         slots = np.full(int(new.new[0]) + 1, -1, np.int64)
         slots[-1] = slot
 
@@ -319,25 +321,25 @@ class StateTraffic:
                 owner.reached_host(path, count)
 
         touched = np.array([slot], np.int32)
-        return self.moves.begin(touched, mover, "offload", new, slots, over, of=of, ends=let_go)
+        return self.moves.begin(touched, backend, "offload", new, slots, over, of=of, ends=let_go)
 
     # ---- from the host
 
-    def load(self, lease: Lease, slot: int, of: list[Movement] | None = None) -> Movement:
+    def load(self, lease: Lease, slot: int, of: list[BlockTransfer] | None = None) -> BlockTransfer:
         """Bring a host page's state to a slot. The lease is the movement's from then on.
 
         Args:
-            of: as for `Traffic.begin`.
+            of: as for `TransferTracker.begin`.
         """
-        owner, mover = self._owner, self._mover
-        assert mover is not None
+        owner, backend = self._owner, self._backend
+        assert backend is not None
 
         def over(ok: bool, _: int | None) -> None:
             owner.counts.add(**{"loads" if ok else "failed_loads": 1})
 
         where, touched = np.array([slot], np.int64), np.array([slot], np.int32)
         with owner.lock:
-            return self.moves.begin(touched, mover, "load", lease, where, over, of=of)
+            return self.moves.begin(touched, backend, "load", lease, where, over, of=of)
 
     # ---- making room
 
@@ -357,7 +359,7 @@ class StateTraffic:
             if origin is None or (origin.path.key(origin.count)[0] != key).any():
                 continue  # evicted and written anew
             group.origins[slot] = origin
-            self.offload(slot, origin.path, origin.count, of=group.movements)
+            self.offload(slot, origin.path, origin.count, of=group.transfers)
         self._look_at_groups()
         return count
 
@@ -377,7 +379,7 @@ class StateTraffic:
         return sum(len(group.lease) for group in self._groups)
 
     def _look_at_groups(self) -> None:
-        over = [group for group in self._groups if all(each.over for each in group.movements)]
+        over = [group for group in self._groups if all(each.over for each in group.transfers)]
         self._groups = [group for group in self._groups if group not in over]
         for group in over:
             try:
@@ -591,9 +593,9 @@ class PathBound:
 
 def _standing(index: PageIndex, keys: Keys, space: Namespace | None) -> Positions:
     """Where checkpoints stand on a path, the shallowest first: few among thousands of keys, so
-    `deepest` goes from one to the next, 5 ns a key in all."""
+    `last_ready` goes from one to the next, 5 ns a key in all."""
     found, behind = [], len(keys)
-    while behind := index.deepest(keys[:behind], namespace=space):
+    while behind := index.last_ready(keys[:behind], namespace=space):
         behind -= 1
         found.append(behind)
     return np.array(found[::-1], np.int64)
@@ -621,7 +623,7 @@ class Checkpoints:
         self,
         slots: PageIndex | None,
         host: Cache | None,
-        mover: Mover | None = None,
+        backend: TransferBackend | None = None,
         copier: StateCopier | None = None,
         *,
         write: WritePolicy = WritePolicy.THROUGH,
@@ -634,11 +636,11 @@ class Checkpoints:
         """Everything stays the caller's to close, behind this.
 
         Args:
-            slots: a flat index whose pages are the device's slots, for checkpoints and for what
-                running requests write; None: the engine has slots for running requests and no
+            slots: an independent index whose pages are the device's slots, for checkpoints and for
+                what running requests write; None: the engine has slots for running requests and no
                 others, and numbers them itself.
-            host: a flat cache whose pages are states; None: none.
-            mover: who moves bytes between slots and host pages: a page holds one token, the slot.
+            host: an independent cache whose pages are states; None: none.
+            backend: who moves bytes between slots and host pages: a page holds one token, the slot.
             copier: who copies from slot to slot.
             write: THROUGH: a checkpoint goes to the host at once; BACK: when the device needs its
                 room. Without a device, and with a storage, which is written from there, always at
@@ -655,18 +657,18 @@ class Checkpoints:
                 other processes saved. None: only what hangs on checkpoints tells.
 
         Raises:
-            ConfigError: what does not go together, or an index that is not flat.
+            ConfigError: what does not go together, or an index that is not independent.
         """
         for index in (slots, None if host is None else host.index):
-            if index is not None and not index.flat:
+            if index is not None and not index.independent:
                 raise ConfigError(
-                    f"checkpoints: expected indexes made with flat=True, found {index}; else the "
-                    "deepest checkpoints would go first"
+                    f"checkpoints: expected indexes made with independent=True, found {index}; else "
+                    "the deepest checkpoints would go first"
                 )
         if slots is None and host is None:
             raise ConfigError("checkpoints: expected slots, a host cache or both, found neither")
-        if host is not None and mover is None:
-            raise ConfigError("checkpoints: a host cache needs a mover; give mover=")
+        if host is not None and backend is None:
+            raise ConfigError("checkpoints: a host cache needs a transfer backend; give backend=")
         if write not in (WritePolicy.THROUGH, WritePolicy.BACK):
             raise ConfigError(f"write: expected THROUGH or BACK, found {write!r}")
         if storage is not None and host is None:
@@ -681,7 +683,7 @@ class Checkpoints:
         self.lock = threading.RLock()
         self.counts = Counts()
         self.spaces = StateSpaces(slots, host)
-        self.traffic = StateTraffic(self, mover, time_limit)
+        self.traffic = StateTraffic(self, backend, time_limit)
         self._planned: dict[Hashable, Tier] = {}
         self.most = most
         self._bound = PathBound(most, self.counts, parting)
@@ -699,7 +701,7 @@ class Checkpoints:
 
     # ---- finding
 
-    def deepest(
+    def last_ready(
         self, path: Path, most: int | None = None, *, tiers: frozenset[str] | None = None
     ) -> Found | None:
         """The deepest checkpoint among the first `most` positions of a path, on the device, or on
@@ -714,21 +716,21 @@ class Checkpoints:
         for tier, index in self._tiers:
             if first == len(keys) or (tiers is not None and tier.value not in tiers):
                 continue
-            found = index.deepest(keys[first:] if first else keys, namespace=path.space.of(tier))
+            found = index.last_ready(keys[first:] if first else keys, namespace=path.space.of(tier))
             if found:
                 first += found
                 best = tier, first
         return best
 
-    def deepest_many(self, parts: list[Keys], space: StateSpace, tier: Tier) -> list[int]:
+    def last_ready_many(self, parts: list[Keys], space: StateSpace, tier: Tier) -> list[int]:
         """For many prompts in one call, in one tier: how many keys of each part there are up to the
-        last that is a checkpoint, as `PageIndex.deepest_many`."""
+        last that is a checkpoint, as `PageIndex.last_ready_many`."""
         index = self._index(tier)
         assert index is not None
         if len(parts) == 1:
-            return [index.deepest(parts[0], namespace=space.of(tier))]
+            return [index.last_ready(parts[0], namespace=space.of(tier))]
         keys, offsets = joined(parts)
-        found: list[int] = index.deepest_many(keys, offsets, namespace=space.of(tier)).tolist()
+        found: list[int] = index.last_ready_many(keys, offsets, namespace=space.of(tier)).tolist()
         return found
 
     def plan(self, request: Hashable, path: Path, found: Found, ttl: float) -> bool:
@@ -816,9 +818,9 @@ class Checkpoints:
         *,
         host: bool = True,
         fork: bool = False,
-        of: list[Movement] | None = None,
+        of: list[BlockTransfer] | None = None,
         ends: Ends | None = None,
-    ) -> Movement | None:
+    ) -> BlockTransfer | None:
         """A slot's state becomes the checkpoint at the last of the first `count` positions; nothing
         is copied. The slot is the cache's from then on: not to be written, read or freed by whom
         had it. If another slot holds that state already, this one is free.
@@ -849,18 +851,18 @@ class Checkpoints:
                 self.give_back([slot])
                 return None
             self.counts.add(donated=int(pinned == slot), merged=int(pinned != slot))
-            movement = None
+            transfer = None
             if host:
                 self.traffic.note(pinned, path, count)
             pins, take = Lease.attached_to(self.slots.core, np.array([pinned], np.int32))
             take()
             at_once = self.write is WritePolicy.THROUGH or self.storage is not None
             if host and at_once and self.host is not None:
-                movement = self.traffic.offload(pinned, path, count, pins=pins)
+                transfer = self.traffic.offload(pinned, path, count, pins=pins)
             else:
                 pins.release()
             self._bound.enforce(self.slots, path, Tier.DEVICE, count)
-            return movement
+            return transfer
 
     def _name(self, slot: int, path: Path, count: int) -> int | None:
         """The slot that stands under the key, pinned once; None: ours could not, and is held."""
@@ -892,7 +894,7 @@ class Checkpoints:
         """The key of a new checkpoint, behind that of the deepest one before it."""
         index = self._index(tier)
         assert index is not None
-        before = index.deepest(path.keys[: count - 1], namespace=path.space.of(tier))
+        before = index.last_ready(path.keys[: count - 1], namespace=path.space.of(tier))
         if not before:
             return path.key(count)
         return np.concatenate([path.key(before), path.key(count)])
@@ -945,7 +947,8 @@ class Checkpoints:
 
     def poll(self) -> int:
         """Each step: notice what is over, begin what waits. Returns copies that go on. Raises what
-        is none of our errors, of a mover, a copier or a storage, as `KVCacheManager.poll` does."""
+        is none of our errors, of a transfer backend, a copier or a storage, as
+        `KVCacheManager.poll` does."""
         with self.lock:
             later, self._later = self._later, []
             self.give_back(later)
@@ -975,9 +978,9 @@ class Checkpoints:
         with self.lock:
             return self.counts.snapshot()
 
-    def room(self) -> dict[str, Room]:
+    def room(self) -> dict[str, TierCapacity]:
         """Slots and host pages that there are, that are free, and that could be had."""
-        return {"device": room_of(self.slots), "host": room_of(self._index(Tier.HOST))}
+        return {"device": capacity_of(self.slots), "host": capacity_of(self._index(Tier.HOST))}
 
     def close(self, timeout: float | None = 10.0) -> None:
         """Wait for the copies, give back everything.

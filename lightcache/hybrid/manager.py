@@ -34,11 +34,11 @@ from lightcache.hybrid.saving import (
     check_features,
 )
 from lightcache.leases import Lease
-from lightcache.manager.load import Fetch, wait_on
+from lightcache.manager.load import LoadHandle, wait_on
 from lightcache.manager.lookup import LookupRequest, wait_for_read
 from lightcache.manager.manager import KVCacheManager
-from lightcache.manager.request import ANY, PrefixMatch, Prompt, Request, Space, Wishes
-from lightcache.manager.transfers import Ends, Movement, State
+from lightcache.manager.request import ANY, CacheScope, PrefixMatch, Prompt, Request, RequestOptions
+from lightcache.manager.transfers import BlockTransfer, Ends, State
 from lightcache.plans import TIMEOUT
 
 # ---- What a hybrid manager knows of a running request.
@@ -53,7 +53,7 @@ class HybridRequest:
 
     id: Hashable
     prompt: Prompt
-    wishes: Wishes
+    options: RequestOptions
     match: HybridMatch
     states: StateSpace | None
     """None: no checkpoint is made of it."""
@@ -63,9 +63,9 @@ class HybridRequest:
     """Its KV."""
     slots: RequestSlots | None = None
     """From then on."""
-    loading: Movement | None = None
+    loading: BlockTransfer | None = None
     """What brings the state from the host."""
-    movements: list[Movement] = field(default_factory=list)
+    transfers: list[BlockTransfer] = field(default_factory=list)
     """Copies between its slots and the host, that one included."""
     copies: list[Copied] = field(default_factory=list)
     """Launches that write its slots."""
@@ -78,9 +78,9 @@ class HybridRequest:
     @property
     def busy(self) -> bool:
         """Whether a copy touches its slots, as far as was looked."""
-        self.movements = [each for each in self.movements if not each.over]
+        self.transfers = [each for each in self.transfers if not each.over]
         self.copies = [each for each in self.copies if not each.over]
-        return bool(self.movements or self.copies)
+        return bool(self.transfers or self.copies)
 
     @property
     def lost(self) -> bool:
@@ -103,7 +103,7 @@ class HybridRequest:
             found[1].release()
 
 
-def _went_well(load: Movement) -> bool:
+def _went_well(load: BlockTransfer) -> bool:
     if not load.over:
         with contextlib.suppress(TransferFailed):
             load.done()
@@ -125,7 +125,7 @@ class Restored:
     """to these working slots."""
     zeroed: Pages
     """Working slots without a match."""
-    loads: dict[Hashable, Movement]
+    loads: dict[Hashable, BlockTransfer]
     """Of those whose state comes from the host."""
 
     def wait_on(self, stream: Any = None) -> None:
@@ -133,18 +133,18 @@ class Restored:
         wait: they are launched on the stream that computes.
 
         Raises:
-            TransferFailed: one is over already, and failed. `HybridFetch.failed` says whose.
+            TransferFailed: one is over already, and failed. `HybridLoadHandle.failed` says whose.
         """
-        for movement in self.loads.values():
-            wait_on(movement, stream)
+        for transfer in self.loads.values():
+            wait_on(transfer, stream)
 
 
-class HybridFetch:
+class HybridLoadHandle:
     """The loads of one request: its KV's, and its state's. If either fails nothing of the match can
     be used: `HybridManager.restart` it."""
 
-    def __init__(self, request: HybridRequest, kv: Fetch) -> None:
-        """For `HybridManager.fetch`."""
+    def __init__(self, request: HybridRequest, kv: LoadHandle) -> None:
+        """For `HybridManager.load`."""
         self._request, self._kv = request, kv
 
     @property
@@ -234,7 +234,7 @@ def _launch(
             pairs.append((one, int(one.found[1].pages[0]), slots.working))
         else:
             (_, lease), one.found = one.found, None
-            one.loading = loads[one.id] = traffic.load(lease, slots.working, one.movements)
+            one.loading = loads[one.id] = traffic.load(lease, slots.working, one.transfers)
     zeroed = _slots([slot for _, slot in empty])
     sources, targets = _slots([pair[1] for pair in pairs]), _slots([pair[2] for pair in pairs])
     zero([one for one, _ in empty], zeroed, owner, stream)
@@ -310,7 +310,7 @@ class Tails:
         manager, space = owner.manager, one.space
         if space is None or not owner.inner.weights.good(space):
             return
-        found = owner.checkpoints.deepest(tail.path)
+        found = owner.checkpoints.last_ready(tail.path)
         begin = 0 if found is None else found[1] * owner.step
         gone = 0
         for index, where, chain, tokens in (
@@ -415,11 +415,11 @@ class Donor:
         if not one.sound():
             return False
         slots.begin_read(newest.slot)  # before there is a copy, which says when it ends
-        known = len(one.movements)
+        known = len(one.transfers)
         try:
             given = self._give(one, newest, lambda _: slots.end_read(newest.slot))
         finally:
-            if len(one.movements) == known:
+            if len(one.transfers) == known:
                 slots.end_read(newest.slot)
         if given and newest.position == slots.keep:
             slots.keep = None
@@ -432,16 +432,16 @@ class Donor:
         if path is None:
             owner.checkpoints.give_back([state.slot])
             return False
-        movement = owner.checkpoints.donate(
+        transfer = owner.checkpoints.donate(
             state.slot,
             path,
             state.position // owner.step,
-            host="host" in one.wishes.tiers,
+            host="host" in one.options.tiers,
             fork=state.position == one.match.branching,
-            of=one.movements,
+            of=one.transfers,
             ends=ends,
         )
-        return owner.checkpoints.slots is not None or movement is not None
+        return owner.checkpoints.slots is not None or transfer is not None
 
     def _path(self, one: HybridRequest, position: int) -> Path | None:
         """None: it may not be saved, or its keys are not known: its tokens were not reported."""
@@ -545,7 +545,7 @@ class HybridManager:
     """A `KVCacheManager` and `Checkpoints`, joined: what the scheduler of a hybrid model holds.
 
     A request's way is that of a dense one, through this object: `plan`, `take`, `allocate`,
-    `restore` and `fetch`, `commit`, `release`. A prompt hits as deep as both its KV and a
+    `restore` and `load`, `commit`, `release`. A prompt hits as deep as both its KV and a
     checkpoint go. Calls share the manager's lock; none waits for bytes unless it says so.
     """
 
@@ -601,15 +601,15 @@ class HybridManager:
         request: Hashable,
         prompt: Prompt,
         *,
-        wishes: Wishes = ANY,
+        options: RequestOptions = ANY,
         limit: int | None = None,
         device_tokens: int | None = None,
     ) -> HybridMatch:
         """The deepest position that both KV and a checkpoint reach, over all tiers, and both pinned
         tentatively that far. As `KVCacheManager.plan` otherwise: cheap when repeated."""
         with self._lock:
-            batch = self.manager.lookup.single(request, prompt, wishes, limit, device_tokens)
-            asked = LookupRequest(prompt, batch.wishes[0], limit)
+            batch = self.manager.lookup.single(request, prompt, options, limit, device_tokens)
+            asked = LookupRequest(prompt, batch.options[0], limit)
             return self._guard.run(
                 lambda: self._planner.plan_one(request, asked, device_tokens),
                 lambda: self._missed(request, asked),
@@ -620,16 +620,18 @@ class HybridManager:
         requests: Sequence[Hashable],
         prompts: Sequence[Prompt],
         *,
-        wishes: Sequence[Wishes] | None = None,
+        options: Sequence[RequestOptions] | None = None,
         limits: Sequence[int | None] | None = None,
         device_tokens: Sequence[int] | None = None,
     ) -> list[HybridMatch]:
         """`plan` for a whole queue in one call."""
         with self._lock:
-            many = self.manager.lookup.batch(requests, prompts, wishes, limits, device_tokens)
+            many = self.manager.lookup.batch(requests, prompts, options, limits, device_tokens)
             return self._guard.run(
                 lambda: self._planner.plan(many),
-                lambda: list(map(self._missed, requests, map(LookupRequest, prompts, many.wishes))),
+                lambda: list(
+                    map(self._missed, requests, map(LookupRequest, prompts, many.options))
+                ),
             )
 
     def _missed(self, request: Hashable, asked: LookupRequest) -> HybridMatch:
@@ -637,7 +639,7 @@ class HybridManager:
         self._planner.forget(request)
         with contextlib.suppress(LightcacheError):  # else its plan ends by itself
             self.checkpoints.cancel(request)
-        return HybridMatch(self.manager.plan(request, asked.prompt, wishes=asked.wishes, limit=0))
+        return HybridMatch(self.manager.plan(request, asked.prompt, options=asked.options, limit=0))
 
     def cancel(self, request: Hashable) -> None:
         """Nothing is wanted of a plan any more. Harmless if there is none."""
@@ -687,8 +689,8 @@ class HybridManager:
         except LeaseLost:
             if plan is None:
                 raise
-            wishes = plan.asked.wishes
-            longer = replace(wishes, ttl=max(wishes.ttl or 0.0, TIMEOUT))
+            options = plan.asked.options
+            longer = replace(options, ttl=max(options.ttl or 0.0, TIMEOUT))
             asked, given = LookupRequest(plan.asked.prompt, longer, plan.asked.limit), plan.given
             self._guard.run(
                 lambda: self._planner.plan_one(request, asked, given),
@@ -706,7 +708,7 @@ class HybridManager:
             if position:
                 found = self._guard.run(lambda: self.checkpoints.take(request), lambda: None)
             if found is None and plan is not None and position:  # it was cleared meanwhile
-                manager.plan(request, plan.asked.prompt, wishes=plan.asked.wishes, limit=0)
+                manager.plan(request, plan.asked.prompt, options=plan.asked.options, limit=0)
             kv = self.manager.begin(request)
             if kv.usable and (found is None or kv.usable != position):
                 kv = self._take_nothing(request)
@@ -723,7 +725,7 @@ class HybridManager:
     def _take_nothing(self, request: Hashable) -> PrefixMatch:
         """A request that was taken begins anew, from its first token."""
         one = self.manager.untake(request)
-        self.manager.plan(request, one.prompt, wishes=one.wishes, limit=0)
+        self.manager.plan(request, one.prompt, options=one.options, limit=0)
         return self.manager.begin(request)
 
     def _made(
@@ -737,9 +739,9 @@ class HybridManager:
         one = self.inner.requests.get(request)
         assert one is not None
         states = None
-        if one.space is not None and one.wishes.write and "device" in one.wishes.tiers:
+        if one.space is not None and one.options.write and "device" in one.options.tiers:
             states = self.states_of(one.space)
-        made = HybridRequest(request, one.prompt, one.wishes, match, states, found, one)
+        made = HybridRequest(request, one.prompt, one.options, match, states, found, one)
         one.sound = made.sound
         made.counted = Counts(
             requests=1, usable_tokens=match.usable, unusable_tokens=match.unusable
@@ -784,8 +786,8 @@ class HybridManager:
         with self._lock:
             return restore(self, [self._request(each) for each in requests], slots, stream)
 
-    def fetch(self, request: Hashable, table: Pages | None = None) -> HybridFetch:
-        """Bring KV that was found on the host to the device; see `KVCacheManager.fetch`. Its result
+    def load(self, request: Hashable, table: Pages | None = None) -> HybridLoadHandle:
+        """Bring KV that was found on the host to the device; see `KVCacheManager.load`. Its result
         tells of the state's load, too, so `restore` first.
 
         Raises:
@@ -794,11 +796,13 @@ class HybridManager:
         with self._lock:
             one = self._request(request)
             if one.slots is None:
-                raise ConfigError(f"fetch {request!r}: restore it first, or forgo what it found")
-            return HybridFetch(one, self.manager.fetch(request, table))
+                raise ConfigError(
+                    f"load {request!r}: restore it first, or `skip_load` what it found"
+                )
+            return HybridLoadHandle(one, self.manager.load(request, table))
 
-    def forgo(self, request: Hashable) -> HybridMatch:
-        """Instead of `restore` and `fetch`, when there is no room for the KV that would be loaded:
+    def skip_load(self, request: Hashable) -> HybridMatch:
+        """Instead of `restore` and `load`, when there is no room for the KV that would be loaded:
         the deepest checkpoint within the device's part is taken instead. What is usable now.
 
         Raises:
@@ -807,7 +811,7 @@ class HybridManager:
         with self._lock:
             one = self._request(request)
             if one.slots is not None:
-                raise ConfigError(f"forgo {request!r}: it was restored already; restart it")
+                raise ConfigError(f"skip_load {request!r}: it was restored already; restart it")
             if not one.match.kv.load:
                 return one.match
             self._begin_anew(one, one.match.device_tokens)
@@ -827,7 +831,7 @@ class HybridManager:
             slots = one.slots
             self._begin_anew(one, 0)
             made = self._request(request)
-            made.slots, made.copies, made.movements = slots, one.copies, one.movements
+            made.slots, made.copies, made.transfers = slots, one.copies, one.transfers
             slots.reject(0)
             slots.keep = made.match.branching
             zero([made], np.array([slots.working], np.int32), self, stream)
@@ -839,7 +843,7 @@ class HybridManager:
         one.let_go()
         self.checkpoints.counts.subtract(one.counted)
         self.manager.untake(one.id)
-        self.plan(one.id, one.prompt, wishes=one.wishes, limit=limit)
+        self.plan(one.id, one.prompt, options=one.options, limit=limit)
         self._begin(one.id)
 
     def commit(self, request: Hashable, total: int, **how: Any) -> Mapping[int, int]:
@@ -947,7 +951,7 @@ class HybridManager:
         with self._lock:
             try:
                 going = self.manager.poll()
-            finally:  # what the movers of the one have raised holds the other up in nothing
+            finally:  # an error of one's transfer backend does not stop the other
                 try:
                     states = self.checkpoints.poll()
                 finally:
@@ -1044,12 +1048,12 @@ class HybridManager:
 
     # ---- for the parts
 
-    def states_of(self, space: Space) -> StateSpace | None:
+    def states_of(self, space: CacheScope) -> StateSpace | None:
         """Where the states of a space are; None: nowhere, for it was cleared."""
         spaces = self.checkpoints.spaces
         return spaces.beside(space.host, lambda: self.inner.weights.good(space))
 
-    def keys_of(self, prompt: Prompt, space: Space) -> Keys:
+    def keys_of(self, prompt: Prompt, space: CacheScope) -> Keys:
         """Of the positions of a prompt at which checkpoints are looked for."""
         spec = space.device_spec if self.by_blocks else space.host_spec
         return self.strided(prompt.keys(spec))
@@ -1067,7 +1071,7 @@ class HybridManager:
 
 __all__ = [
     "Donor",
-    "HybridFetch",
+    "HybridLoadHandle",
     "HybridManager",
     "HybridRequest",
     "Restored",

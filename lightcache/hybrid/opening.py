@@ -16,7 +16,7 @@ from lightcache.kernels import layouts
 from lightcache.kernels.geometry import KVGroup, PageGeometry, Plane
 from lightcache.kernels.planes import DevicePlanes, join
 from lightcache.kernels.states import StateCopier
-from lightcache.manager.backend import EngineMover
+from lightcache.manager.backend import EngineBackend
 from lightcache.manager.blocks import remove_orphan
 from lightcache.page_index import PageIndex
 from lightcache.shm.errors import leave
@@ -45,7 +45,9 @@ def create_slots(
     """
 
     def create() -> PageIndex:
-        return PageIndex.create(name, pages=slots, flat=True, role=role, lock_timeout=lock_timeout)
+        return PageIndex.create(
+            name, pages=slots, independent=True, role=role, lock_timeout=lock_timeout
+        )
 
     try:
         return create()
@@ -151,18 +153,18 @@ class States:
         self.pinned: PinnedPages | None = None
         """The host's pool as a GPU sees it; registered in the background: `pinned.wait()`."""
         self.engine: Engine | None = None
-        self.mover: EngineMover | None = None
+        self.backend: EngineBackend | None = None
         """None: there is no host."""
         if host is not None:
             if layout.planes.device != "cpu":
                 self.pinned = host.pin(device=layout.planes.device)
             self.engine = host.engine(layout.geometry, layout.planes, memory=self.pinned)
-            self.mover = EngineMover(self.engine)
+            self.backend = EngineBackend(self.engine)
 
     def checkpoints(self, **how: Any) -> Checkpoints:
         """`Checkpoints` of these states; `how` as there: write, most, low_water, storage,
         time_limit. Close it before this."""
-        return Checkpoints(self.slots, self.host, self.mover, self.copier, **how)
+        return Checkpoints(self.slots, self.host, self.backend, self.copier, **how)
 
     def close(self) -> None:
         """Wait for copies, let go of the host's cache and of the slots. The tensors stay."""
@@ -199,7 +201,7 @@ def open_states(
             hybrid = HybridManager(manager, states.checkpoints(), grid)
 
     Ranks that share each state describe their part with `KVGroup.state`, its heads and sections,
-    and have a `Leader` for a mover.
+    and have a `RankCoordinator` for a transfer backend.
 
     Args:
         name: of the host's cache of states, which all engines of the node share; made if there is
@@ -252,7 +254,7 @@ def _decided(model: str, layout: StateLayout) -> dict[str, Any]:
         "page_tokens": 1,
         "fingerprint": f"{model} {layout.dtypes} {geometry.fingerprint()}",
         "device": layout.planes.device != "cpu",
-        "flat": True,
+        "independent": True,
     }
 
 

@@ -16,7 +16,7 @@ from lightcache.hybrid.checkpoints import Path, StateSpace, Tier
 from lightcache.manager.blocks import peeked
 from lightcache.manager.limits import Foreign
 from lightcache.manager.lookup import LookupBatch, LookupRequest
-from lightcache.manager.request import NO_KEYS, PrefixMatch, Prompt, Space, Wishes
+from lightcache.manager.request import NO_KEYS, CacheScope, PrefixMatch, Prompt, RequestOptions
 
 if TYPE_CHECKING:
     from lightcache.hybrid.checkpoints import Found
@@ -147,7 +147,7 @@ class Seeker:
         """A plan was looked at: ask for a checkpoint deeper than the one it has; and when that has
         come, for KV that reaches it."""
         tier = self._owner.checkpoints.storage
-        if tier is None or plan.path is None or not {"host", "storage"} <= plan.asked.wishes.tiers:
+        if tier is None or plan.path is None or not {"host", "storage"} <= plan.asked.options.tiers:
             return
         stored = plan.stored
         if stored.state is None:
@@ -155,7 +155,7 @@ class Seeker:
             behind = plan.path.keys[stored.first : self._most(plan)]
             if len(behind):
                 keys = np.ascontiguousarray(behind)
-                stored.state = tier.prefetch_deepest(keys, namespace=plan.path.space.host)
+                stored.state = tier.prefetch_last_ready(keys, namespace=plan.path.space.host)
         elif stored.news:
             stored.seen = True
             self._seek_kv(plan, stored.brought * self._owner.step)
@@ -199,7 +199,7 @@ class HybridPlan:
     """Tokens that may be reused at most."""
     given: int | None
     """Device tokens that an engine found itself."""
-    space: Space | None
+    space: CacheScope | None
     """None: the weights are being changed; nothing is found."""
     states: StateSpace | None
     path: Path | None
@@ -250,7 +250,7 @@ class Looker:
                 return False
         (plan.kv,) = owner.manager.peek_many(
             [plan.asked.prompt],
-            wishes=[plan.asked.wishes],
+            options=[plan.asked.options],
             limits=[plan.asked.limit],
             device_tokens=None if given is None else [given],
         )
@@ -274,8 +274,8 @@ class Looker:
         """The deepest checkpoint among the first `most` positions."""
         plan.found = None
         if plan.path is not None and most:
-            plan.found = self._owner.checkpoints.deepest(
-                plan.path, most, tiers=plan.asked.wishes.tiers
+            plan.found = self._owner.checkpoints.last_ready(
+                plan.path, most, tiers=plan.asked.options.tiers
             )
 
     def _stands(self, plan: HybridPlan) -> bool:
@@ -290,7 +290,7 @@ class Looker:
             ("host", manager.host.index, space.host, space.host_spec, manager.page_tokens),
         ):
             at = position // tokens
-            if index is None or where is None or tier not in asked.wishes.tiers:
+            if index is None or where is None or tier not in asked.options.tiers:
                 continue
             if at * tokens != position:
                 continue
@@ -311,7 +311,7 @@ class Looker:
             return False
         tokens = self._owner.manager.page_tokens
         at = position // tokens
-        if "host" not in plan.asked.wishes.tiers or at >= plan.most // tokens:
+        if "host" not in plan.asked.options.tiers or at >= plan.most // tokens:
             return True
         return not index.peek(
             plan.asked.prompt.keys(space.host_spec)[at : at + 1], namespace=space.host
@@ -356,26 +356,26 @@ class Looker:
             last = max(first, plan.kv.usable // owner.step)
             for tier in tiers:
                 its = int(plan.found is not None and plan.found[0] is tier)
-                if last > first - its and tier.value in plan.asked.wishes.tiers:
+                if last > first - its and tier.value in plan.asked.options.tiers:
                     keys = plan.path.keys[first - its : last]
                     groups.setdefault((plan.path.space, tier), []).append((i, keys, its))
         for (space, tier), group in groups.items():
-            found = owner.checkpoints.deepest_many([keys for _, keys, _ in group], space, tier)
+            found = owner.checkpoints.last_ready_many([keys for _, keys, _ in group], space, tier)
             for (i, _, its), count in zip(group, found, strict=True):
                 changed[i] |= count != its
 
-    def _edge_of(self, plan: HybridPlan, space: Space) -> Edge:
+    def _edge_of(self, plan: HybridPlan, space: CacheScope) -> Edge:
         """Made when it is first asked for: a request that is taken at once needs none."""
         if plan.edge is None:
-            kv, manager, (prompt, wishes, _) = plan.kv, self._owner.manager, plan.asked
+            kv, manager, (prompt, options, _) = plan.kv, self._owner.manager, plan.asked
             block, tokens = manager.device.block_tokens, manager.page_tokens
             device = host = NO_KEYS
             blocks, first = kv.device // block, kv.device // tokens
             pages = -(-(kv.device + kv.host) // tokens) - first if kv.host else 0
-            if "device" in wishes.tiers and wishes.read:
+            if "device" in options.tiers and options.read:
                 every = prompt.keys(space.device_spec)[: plan.most // block]
                 device = every[max(0, blocks - 1) : blocks + 1]
-            if "host" in wishes.tiers and wishes.read:
+            if "host" in options.tiers and options.read:
                 every = prompt.keys(space.host_spec)[first : plan.most // tokens]
                 host = every[max(0, pages - 1) : pages + 1]
             plan.edge = Edge(device, host, (min(blocks, 1), min(pages, 1)))
@@ -384,9 +384,9 @@ class Looker:
 
 # ---- Finding: the deepest position that both KV and a checkpoint reach.
 
-Where = tuple[Space | None, StateSpace | None]
+Where = tuple[CacheScope | None, StateSpace | None]
 """Where a tenant's KV and states are; None: nowhere."""
-Asks = tuple[Prompt, Wishes, int | None]
+Asks = tuple[Prompt, RequestOptions, int | None]
 """As a `LookupRequest` is, which is made where it asks for something new."""
 
 
@@ -405,7 +405,7 @@ class HybridPlanner:
         spaces: dict[str, Where] = {}
         plans: list[HybridPlan] = []
         given = [None] * len(many.requests) if many.device_tokens is None else many.device_tokens
-        each = zip(many.prompts, many.wishes, many.limits, strict=True)
+        each = zip(many.prompts, many.options, many.limits, strict=True)
         for request, asks, tokens in zip(many.requests, each, given, strict=True):
             tenant = asks[0].tenant
             if tenant not in spaces:
@@ -428,7 +428,7 @@ class HybridPlanner:
         return self._match(plan)
 
     def _where(self, tenant: str) -> Where:
-        space = self._owner.inner.weights.space_of(tenant)
+        space = self._owner.inner.weights.scope_of(tenant)
         return space, None if space is None else self._owner.states_of(space)
 
     def _known(self, request: Hashable, asks: Asks, given: int | None, where: Where) -> HybridPlan:
@@ -445,13 +445,13 @@ class HybridPlanner:
         asked = LookupRequest(*asks)
         same = known is not None and known.asked.prompt == asked.prompt
         if known is not None and same:  # its keys are hashed
-            asked = LookupRequest(known.asked.prompt, asked.wishes, asked.limit)
+            asked = LookupRequest(known.asked.prompt, asked.options, asked.limit)
         path = None
-        if space is not None and states is not None and asked.wishes.read:
+        if space is not None and states is not None and asked.options.read:
             path = Path(self._owner.keys_of(asked.prompt, space), states)
         made = HybridPlan(asked, asked.most, given, space, states, path)
         if known is not None:
-            if same and known.states is states and asked.wishes.read:
+            if same and known.states is states and asked.options.read:
                 made.stored, made.read_until = known.stored, known.read_until
             else:
                 known.stored.cancel(self._owner.checkpoints.traffic.moves.foreign)
@@ -477,7 +477,7 @@ class HybridPlanner:
         """Pin the checkpoint, and have KV planned that far; where it goes less far by now, or the
         checkpoint has gone, look at the one before it. Each turn is less deep than the one
         before."""
-        owner, ttl = self._owner, plan.asked.wishes.ttl or self._owner.manager.config.plan_ttl
+        owner, ttl = self._owner, plan.asked.options.ttl or self._owner.manager.config.plan_ttl
         while True:
             while plan.found is not None and plan.path is not None:
                 if owner.checkpoints.plan(request, plan.path, plan.found, ttl):
@@ -486,9 +486,9 @@ class HybridPlanner:
             else:
                 owner.checkpoints.cancel(request)
             position = self.position(plan)
-            prompt, wishes, limit = plan.asked.up_to(position)
+            prompt, options, limit = plan.asked.up_to(position)
             tokens = None if plan.given is None else (plan.given,)
-            batch = LookupBatch((request,), (prompt,), (wishes,), (limit,), tokens)
+            batch = LookupBatch((request,), (prompt,), (options,), (limit,), tokens)
             (kv,) = owner.manager.lookup.plan(batch, {prompt.tenant: plan.space})
             plan.planned = kv
             if plan.found is None or kv.usable >= position:

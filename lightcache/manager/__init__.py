@@ -2,40 +2,40 @@
 `KVCacheManager`. Hand-over between engines is in `handoff`, ranks are in `ranks`, figures of the
 node in `stats`."""
 
-from lightcache.manager.backend import EngineMover, Mover, NullMover
-from lightcache.manager.blocks import AttachedDevice, OwnedDevice
-from lightcache.manager.load import Fetch
+from lightcache.manager.backend import EngineBackend, NullBackend, TransferBackend
+from lightcache.manager.blocks import ManagedBlocks, MirroredBlocks
+from lightcache.manager.load import LoadHandle
 from lightcache.manager.manager import KVCacheManager
 from lightcache.manager.opening import EngineKV, open_kv
 from lightcache.manager.request import (
-    Item,
     ManagerConfig,
+    MissReason,
+    MultimodalItem,
     PrefixMatch,
     Prompt,
-    Why,
-    Wishes,
+    RequestOptions,
     WritePolicy,
 )
 from lightcache.manager.stats import ManagerStats
 from lightcache.manager.weights import WeightsState
 
 __all__ = [
-    "AttachedDevice",
+    "EngineBackend",
     "EngineKV",
-    "EngineMover",
-    "Fetch",
-    "Item",
     "KVCacheManager",
+    "LoadHandle",
+    "ManagedBlocks",
     "ManagerConfig",
     "ManagerStats",
-    "Mover",
-    "NullMover",
-    "OwnedDevice",
+    "MirroredBlocks",
+    "MissReason",
+    "MultimodalItem",
+    "NullBackend",
     "PrefixMatch",
     "Prompt",
+    "RequestOptions",
+    "TransferBackend",
     "WeightsState",
-    "Why",
-    "Wishes",
     "WritePolicy",
     "open_kv",
 ]

@@ -2,9 +2,9 @@
 
 It is a `PageIndex` whose pages are block numbers. Routers read it from any process. Two kinds:
 
-- `AttachedDevice`: the engine allocates and evicts its blocks, and says what it did. The index is a
+- `MirroredBlocks`: the engine allocates and evicts its blocks, and says what it did. The index is a
   mirror: every block belongs to this process, named or not, and nothing is ever evicted by us.
-- `OwnedDevice`: we allocate and evict.
+- `ManagedBlocks`: we allocate and evict.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightcache._together import together
 from lightcache.errors import ConfigError, InUse, OutOfPages
 from lightcache.layout import MAX_PAGES, Cause, HeldProgress, KeyStatus
 from lightcache.leases import Allocation, Lease, NamingResult
-from lightcache.manager.stats import Room
+from lightcache.manager.stats import TierCapacity
 from lightcache.namespaces import Namespace
 from lightcache.page_index import PageIndex
 from lightcache.shm import Segment
@@ -34,7 +34,7 @@ NO_KEYS: Keys = np.zeros((0, 2), np.uint64)
 
 
 class DeviceTier:
-    """What `AttachedDevice` and `OwnedDevice` have in common."""
+    """What `MirroredBlocks` and `ManagedBlocks` have in common."""
 
     owned: bool
 
@@ -136,9 +136,9 @@ class DeviceTier:
     def _count_evicted(self) -> None:
         """Whoever else counts gives it away now."""
 
-    def room(self) -> Room:
+    def room(self) -> TierCapacity:
         """Blocks that there are, that are free, and that could be had."""
-        return room_of(self.index)
+        return capacity_of(self.index)
 
     def close(self) -> None:
         """Leave the index; it ends with its last client."""
@@ -208,11 +208,11 @@ def remove_orphan(name: str) -> None:
         Segment.unlink(name, force=True)
 
 
-def room_of(index: PageIndex | None) -> Room:
+def capacity_of(index: PageIndex | None) -> TierCapacity:
     """Room in an index; none if there is none. No lock; when little of it is free, some 20 times 1
     to 2 ns a page."""
     if index is None:
-        return Room(0, 0, 0)
+        return TierCapacity(0, 0, 0)
     least, most = 0, index.pages
     while least < most:
         middle = (least + most + 1) // 2
@@ -220,7 +220,7 @@ def room_of(index: PageIndex | None) -> Room:
             least = middle
         else:
             most = middle - 1
-    return Room(index.pages, index.stats().free, least)
+    return TierCapacity(index.pages, index.stats().free, least)
 
 
 # ---- Lookups for several requests in one call of an index, and for one alone at less cost.
@@ -268,7 +268,7 @@ def joined(parts: list[Keys]) -> tuple[Keys, Offsets]:
     return np.concatenate(parts) if parts else NO_KEYS, offsets
 
 
-# ---- AttachedDevice: the mirror of blocks that an engine allocates and evicts itself.
+# ---- MirroredBlocks: the mirror of blocks that an engine allocates and evicts itself.
 
 Heir = tuple[int, Keys, Namespace]
 """A block that is to have a name which its bearer loses."""
@@ -297,7 +297,7 @@ class _Unnaming:
     progress: HeldProgress
 
 
-class AttachedDevice(DeviceTier):
+class MirroredBlocks(DeviceTier):
     """The engine reports which blocks hold what, and which it has evicted or overwritten.
 
     Every block belongs to this process, named or not, so nobody ever evicts one here. An engine may
@@ -320,13 +320,13 @@ class AttachedDevice(DeviceTier):
         """Of each block, how often its content has changed."""
         self.index.allocate(self.index.pages).detach()  # all of them: 0 to pages - 1
 
-    def room(self) -> Room:
+    def room(self) -> TierCapacity:
         """See `DeviceTier`. Free are those without a name; the engine may use them."""
         if self.index is None:
-            return Room(0, 0, 0)
+            return TierCapacity(0, 0, 0)
         self._settle()
         free = int((self._named < 0).sum()) - len(self._doubles)
-        return Room(self.blocks, free, free)
+        return TierCapacity(self.blocks, free, free)
 
     def named(self, blocks: Pages) -> Pages:
         """Those of these blocks that lookups find."""
@@ -504,7 +504,7 @@ def _positions(offsets: Offsets, starts: Any) -> npt.NDArray[np.int64]:
     return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 
-# ---- OwnedDevice: device blocks that are allocated, named and evicted by us.
+# ---- ManagedBlocks: device blocks that are allocated, named and evicted by us.
 
 
 # `PageIndex.discard` is how blocks are demoted: `Demotion` counts them, and knows for whom.
@@ -517,7 +517,7 @@ _EVICTED = {
 }
 
 
-class OwnedDevice(DeviceTier):
+class ManagedBlocks(DeviceTier):
     """Blocks of running requests have no key and belong to this process; full ones get their names
     and are shared, and evicted from the leaves when nobody uses them."""
 
@@ -625,14 +625,14 @@ class OwnedDevice(DeviceTier):
 __all__ = [
     "NONE",
     "NO_KEYS",
-    "AttachedDevice",
     "DeviceTier",
-    "OwnedDevice",
+    "ManagedBlocks",
+    "MirroredBlocks",
+    "capacity_of",
     "joined",
     "numbers_of",
     "peeked",
     "pinned",
     "remove_orphan",
-    "room_of",
     "there",
 ]

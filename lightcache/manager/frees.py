@@ -10,7 +10,7 @@ import numpy as np
 from lightcache._together import together
 from lightcache.errors import Detached, LeaseLost, LightcacheError, WaitTimeout
 from lightcache.leases import Allocation, Lease
-from lightcache.manager.blocks import OwnedDevice
+from lightcache.manager.blocks import ManagedBlocks
 from lightcache.manager.limits import nothing
 from lightcache.manager.offload import FullBlocks, Offloader
 from lightcache.manager.request import HELD, PINNED, Request
@@ -61,11 +61,11 @@ class PendingFrees:
             if not self._waiting:
                 return
             for request in self._waiting:
-                for movement in request.movements:
-                    if movement is request.loading or not request.stored:
-                        movement.cancel()
+                for transfer in request.transfers:
+                    if transfer is request.loading or not request.stored:
+                        transfer.cancel()
                 request.let_go_of_host()
-            if any(not movement.over for request in ended for movement in request.movements):
+            if any(not transfer.over for request in ended for transfer in request.transfers):
                 self._state.traffic.poll()
             self._part()
 
@@ -74,7 +74,7 @@ class PendingFrees:
         finished: list[Request] = []
         busy: list[Request] = []
         for request in self._waiting:
-            copied = request.movements and not all(each.over for each in request.movements)
+            copied = request.transfers and not all(each.over for each in request.transfers)
             (busy if copied else finished).append(request)
         if not finished:
             return
@@ -98,17 +98,17 @@ class PendingFrees:
         Raises:
             WaitTimeout: transfers are paused, and one of its copies waits for them.
         """
-        movements = [
-            movement for each in self._waiting if each.id == request for movement in each.movements
+        transfers = [
+            transfer for each in self._waiting if each.id == request for transfer in each.transfers
         ]
-        for movement in movements:
+        for transfer in transfers:
             try:
-                movement.block(None)
-            except WaitTimeout:  # its mover has a limit of its own
+                transfer.block(None)
+            except WaitTimeout:  # its transfer backend has a limit of its own
                 continue
         self._state.traffic.poll()
         self.poll()
-        if any(movement.state is State.QUEUED for movement in movements):
+        if any(transfer.state is State.QUEUED for transfer in transfers):
             raise WaitTimeout(
                 f"release {request!r}: transfers are paused, and what it publishes waits for them; "
                 "resume the manager"
@@ -133,7 +133,7 @@ class _Holdings:
         """And the calls that take them from the requests, for `together`."""
         holdings, take = cls(state, offloader, requests), []
         device = state.device
-        if isinstance(device, OwnedDevice) and device.index is not None:
+        if isinstance(device, ManagedBlocks) and device.index is not None:
             tables = np.concatenate([each.table for each in requests])
             kinds = np.frombuffer(b"".join([each.kind for each in requests]), np.uint8)
             if len(pinned := tables[kinds == PINNED]):
@@ -164,7 +164,7 @@ class _Holdings:
         try:
             state.guard.run(partial(self._offloader.store, request), nothing)
         except LightcacheError:
-            state.figures.add(errors=1)
+            state.counts.add(errors=1)
         except Exception as error:
             state.traffic.foreign.note(error)
 

@@ -1,9 +1,9 @@
 """Hand-over within a node: one engine computes a prompt, another one goes on with it.
 
 Full pages go by their keys, through the host cache, as everything does: the prefill side has
-reserved them when `hand_over` returns, the decode side waits until they are published. What fills
+reserved them when `hand_off` returns, the decode side waits until they are published. What fills
 only a part of a page has no key. It is copied into a page that is not named, and goes by a ticket.
-Nothing of it is left on the prefill side when `hand_over` returns; the page is free again when the
+Nothing of it is left on the prefill side when `hand_off` returns; the page is free again when the
 decode side has loaded it, has died, or has not come in time.
 """
 
@@ -28,11 +28,11 @@ from lightcache.errors import (
     TransferFailed,
 )
 from lightcache.leases import TICKET_BYTES, Allocation, ClientId, Lease
-from lightcache.manager.blocks import OwnedDevice
+from lightcache.manager.blocks import ManagedBlocks
 from lightcache.manager.limits import seconds_of
-from lightcache.manager.load import Fetch, wait_on
-from lightcache.manager.request import Prompt, Request, Space, slots_of
-from lightcache.manager.transfers import Movement, State
+from lightcache.manager.load import LoadHandle, wait_on
+from lightcache.manager.request import CacheScope, Prompt, Request, slots_of
+from lightcache.manager.transfers import BlockTransfer, State
 
 if TYPE_CHECKING:
     from lightcache.manager.manager import KVCacheManager
@@ -42,7 +42,7 @@ _TRAVELS = struct.Struct(f"<BQI{TICKET_BYTES}s{_MARK_BYTES}s")
 
 
 @dataclass(frozen=True)
-class HandOver:
+class KVHandoff:
     """A computed prefix on its way to another engine of the node; `bytes(it)` is what travels."""
 
     tokens: int
@@ -56,12 +56,12 @@ class HandOver:
     not load them."""
 
     def __bytes__(self) -> bytes:
-        """69 bytes or so; `HandOver.parse` reads them."""
+        """69 bytes or so; `KVHandoff.parse` reads them."""
         ticket = self.ticket or bytes(TICKET_BYTES)
         return _TRAVELS.pack(_VERSION, self.tokens, self.partial, ticket, self.mark)
 
     @staticmethod
-    def parse(data: bytes) -> HandOver:
+    def parse(data: bytes) -> KVHandoff:
         """What `bytes` was asked of.
 
         Raises:
@@ -74,18 +74,18 @@ class HandOver:
             )
         _, tokens, partial, ticket, mark = _TRAVELS.unpack(data)
         if not partial:
-            return HandOver(tokens)
-        return HandOver(tokens, partial, ticket, mark)
+            return KVHandoff(tokens)
+        return KVHandoff(tokens, partial, ticket, mark)
 
 
-def hand_over(
+def hand_off(
     manager: KVCacheManager,
     request: Hashable,
     adopters: list[ClientId],
     timeout: float = 10.0,
     *,
     adopt_timeout: float = 60.0,
-) -> HandOver:
+) -> KVHandoff:
     """Hand what a running request has computed to another engine of this node. Full pages that the
     host has not are written now, whatever the write policy, and not waited for; the partly filled
     page is. The request goes on; release it when you like.
@@ -107,33 +107,33 @@ def hand_over(
         LeaseLost: no such running request, or an adopter has left or died.
     """
     end = time.monotonic() + timeout
-    manager.needs_host("hand_over")
+    manager.needs_host("hand_off")
     with manager.state.lock:
         one = manager.request(request)
-        if not one.wishes.write:
+        if not one.options.write:
             raise ConfigError(
-                f"hand_over {request!r}: its wishes say write=False, so nothing of it may be "
+                f"hand_off {request!r}: its options say write=False, so nothing of it may be "
                 "shared; compute it where it is decoded"
             )
         space = one.space
         if space is None or not manager.state.weights.good(space):
-            return HandOver(0)
+            return KVHandoff(0)
         page = manager.page_tokens
         full = one.total // page
         _publish(manager, one, space, full)
         tail = one.unfilled(full * page)
         saving = _Saving.begin(manager, one, full * page, len(tail)) if len(tail) else None
-    made = HandOver(full * page)
+    made = KVHandoff(full * page)
     if saving is None:
         return made
     ticket = saving.ticket(adopters, max(0.0, end - time.monotonic()), adopt_timeout)
     if ticket is None:
         return made
     keys = one.host_chain.keys[:full]
-    return HandOver(made.tokens, len(tail), ticket, mark_of(one.prompt, space, keys, tail))
+    return KVHandoff(made.tokens, len(tail), ticket, mark_of(one.prompt, space, keys, tail))
 
 
-def _publish(manager: KVCacheManager, one: Request, space: Space, full: int) -> None:
+def _publish(manager: KVCacheManager, one: Request, space: CacheScope, full: int) -> None:
     """What of the full pages the host has not, and nobody writes, is written now."""
     there = manager.host.peek(one.host_chain.keys[:full], namespace=space.host)
     if there < full:
@@ -141,7 +141,7 @@ def _publish(manager: KVCacheManager, one: Request, space: Space, full: int) -> 
     one.written = max(one.written, full)
 
 
-def mark_of(prompt: Prompt, space: Space, keys: Keys, tail: Any) -> bytes:
+def mark_of(prompt: Prompt, space: CacheScope, keys: Keys, tail: Any) -> bytes:
     """What a key would say, for tokens that fill no page."""
     page = space.host_spec.page_tokens
     salt = prompt.salt.encode() if isinstance(prompt.salt, str) else prompt.salt
@@ -161,7 +161,7 @@ class _Saving:
     def __init__(self, manager: KVCacheManager, held: Allocation, tokens: int) -> None:
         self._manager, self._held, self._tokens = manager, held, tokens
         self._given_up = False
-        self._movement: Movement | None = None
+        self._transfer: BlockTransfer | None = None
 
     @classmethod
     def begin(cls, manager: KVCacheManager, one: Request, begin: int, n: int) -> _Saving | None:
@@ -172,21 +172,21 @@ class _Saving:
         try:
             held = manager.host.index.allocate(1, timeout=manager.config.time_limit)
         except LightcacheError:
-            manager.state.figures.add(no_room_pages=1)
+            manager.state.counts.add(no_room_pages=1)
             return None
         made = cls(manager, held, n)
         slots = slots_of(one.table, block, begin, begin + n)
         blocks = np.unique(slots // block).astype(np.int32)
         manager.state.traffic.begin(
             blocks,
-            manager.mover,
+            manager.backend,
             "save",
             held,
             slots,
             made.over,
-            of=one.movements,
+            of=one.transfers,
             ends=made.ended,
-            into=(made, "_movement"),
+            into=(made, "_transfer"),
         )
         return made
 
@@ -195,9 +195,9 @@ class _Saving:
     ) -> bytes | None:
         """The page's ticket, when the copy is over; None: it failed. Blocks. The page is not ours
         any more, however this ends."""
-        assert self._movement is not None
+        assert self._transfer is not None
         try:
-            self._movement.wait(timeout)
+            self._transfer.wait(timeout)
             given = self._held.ticket(adopters, timeout=adopt_timeout)
             found = bytes(given)
             given.drop()  # it lasts without us: `Ticket`
@@ -206,17 +206,17 @@ class _Saving:
         finally:
             with self._manager.state.lock:
                 self._given_up = True
-                if self._movement.over:
+                if self._transfer.over:
                     self._free()
         return found
 
     def over(self, ok: bool, nbytes: int | None) -> None:
-        figures = self._manager.state.figures
+        counts = self._manager.state.counts
         if ok:
             moved = self._manager.state.moved_bytes(self._tokens, nbytes)
-            figures.add(offloads=1, offloaded_pages=1, offloaded_bytes=moved)
+            counts.add(offloads=1, offloaded_pages=1, offloaded_bytes=moved)
         else:
-            figures.add(failed_offloads=1)
+            counts.add(failed_offloads=1)
 
     def ended(self, ok: bool) -> None:
         del ok
@@ -233,31 +233,31 @@ class _Saving:
 # ---- The decode side of a hand-over.
 
 
-class Received:
-    """What was handed over, on its way to the device: as `Fetch`."""
+class HandoffLoad:
+    """What was handed over, on its way to the device: as `LoadHandle`."""
 
     def __init__(
-        self, manager: KVCacheManager, fetch: Fetch, partial: tuple[Movement, int] | None
+        self, manager: KVCacheManager, load: LoadHandle, partial: tuple[BlockTransfer, int] | None
     ) -> None:
         """For `receive`."""
-        self._manager, self._fetch = manager, fetch
-        self._movement: Movement | None = None
+        self._manager, self._load = manager, load
+        self._transfer: BlockTransfer | None = None
         self._partial = 0
         if partial is not None:
-            self._movement, self._partial = partial
+            self._transfer, self._partial = partial
 
     @property
     def tokens(self) -> int:
-        """Leading tokens that need not be computed: as `Fetch.tokens`, and those of the partly
+        """Leading tokens that need not be computed: as `LoadHandle.tokens`, and those of the partly
         filled page unless it failed."""
-        if self._fetch.failed or self._failed(self._movement):
-            return self._fetch.tokens
-        return self._fetch.tokens + self._partial
+        if self._load.failed or self._failed(self._transfer):
+            return self._load.tokens
+        return self._load.tokens + self._partial
 
     @property
     def failed(self) -> bool:
         """Whether any of it is over, and failed."""
-        return self._fetch.failed or self._failed(self._movement)
+        return self._load.failed or self._failed(self._transfer)
 
     def done(self) -> bool:
         """Whether all of it is over. Does not block.
@@ -266,11 +266,11 @@ class Received:
             TransferFailed: all is over, and something failed; `tokens` says from where to compute.
         """
         self._manager.state.traffic.poll()
-        movements = self._movements()
-        if not all(movement.over for movement in movements):
+        transfers = self._transfers()
+        if not all(transfer.over for transfer in transfers):
             return False  # also if one has failed: the other writes its blocks still
-        for movement in movements:
-            movement.done()
+        for transfer in transfers:
+            transfer.done()
         return True
 
     def wait(self, timeout: float | None = None) -> None:
@@ -283,41 +283,41 @@ class Received:
         """
         limit = seconds_of(timeout)
         end = None if limit is None else time.monotonic() + limit
-        for movement in self._movements():
+        for transfer in self._transfers():
             with contextlib.suppress(TransferFailed):
-                movement.wait(None if end is None else max(0.0, end - time.monotonic()))
+                transfer.wait(None if end is None else max(0.0, end - time.monotonic()))
         self.done()
 
     def wait_on(self, stream: Any = None) -> None:
-        """As `Fetch.wait_on`."""
-        for movement in self._movements():
-            wait_on(movement, stream)
+        """As `LoadHandle.wait_on`."""
+        for transfer in self._transfers():
+            wait_on(transfer, stream)
 
-    def _movements(self) -> list[Movement]:
-        both = (self._fetch.movement, self._movement)
-        return [movement for movement in both if movement is not None]
+    def _transfers(self) -> list[BlockTransfer]:
+        both = (self._load.transfer, self._transfer)
+        return [transfer for transfer in both if transfer is not None]
 
     @staticmethod
-    def _failed(movement: Movement | None) -> bool:
-        return movement is not None and movement.state in (State.FAILED, State.CANCELLED)
+    def _failed(transfer: BlockTransfer | None) -> bool:
+        return transfer is not None and transfer.state in (State.FAILED, State.CANCELLED)
 
 
 def receive(
     manager: KVCacheManager,
     request: Hashable,
     prompt: Prompt,
-    handed: HandOver | bytes,
+    handed: KVHandoff | bytes,
     table: Pages | None = None,
     timeout: float = 10.0,
     *,
     device_tokens: int | None = None,
-) -> Received:
+) -> HandoffLoad:
     """Begin a request with what another engine has computed of it: wait until its full pages are
     published, plan and take it, and bring all of it to the device. The request runs then, as after
-    `fetch`.
+    `load`.
 
     Blocks while pages are being written, for `timeout` seconds at most; what is not there then, or
-    will not come since its writer died, is computed here: `Received.tokens` says from where.
+    will not come since its writer died, is computed here: `HandoffLoad.tokens` says from where.
 
     Args:
         prompt: what was computed, and at least one token more, or that one is computed again.
@@ -329,10 +329,10 @@ def receive(
     Raises:
         OutOfPages: no blocks for it. Nothing is left of it, as after every error.
         ConfigError: it runs already, the table is too short, or there is no host cache.
-        CacheCorrupted: `handed` is nothing that `hand_over` made.
+        CacheCorrupted: `handed` is nothing that `hand_off` made.
     """
     manager.needs_host("receive")
-    given = handed if isinstance(handed, HandOver) else HandOver.parse(bytes(handed))
+    given = handed if isinstance(handed, KVHandoff) else KVHandoff.parse(bytes(handed))
     count(given.tokens % manager.page_tokens, "handed.tokens: rest of a page", 0, 0)
     page = _Adopted(manager, given)
     began = False
@@ -343,11 +343,11 @@ def receive(
         with manager.state.lock:
             manager.begin(request)
         began = True
-        if table is None and isinstance(manager.device, OwnedDevice):
+        if table is None and isinstance(manager.device, ManagedBlocks):
             manager.allocate(request, len(prompt))
-        fetch = manager.fetch(request, table)
+        load = manager.load(request, table)
         with manager.state.lock:
-            return Received(manager, fetch, page.load(manager.request(request)))
+            return HandoffLoad(manager, load, page.load(manager.request(request)))
     except BaseException:
         if began:
             manager.release(request, publish=False)
@@ -359,7 +359,7 @@ def receive(
 
 
 def _wait_for_pages(
-    manager: KVCacheManager, prompt: Prompt, given: HandOver, timeout: float
+    manager: KVCacheManager, prompt: Prompt, given: KVHandoff, timeout: float
 ) -> None:
     with manager.state.lock:
         space = manager.state.weights.open_space(prompt.tenant)
@@ -372,7 +372,7 @@ def _wait_for_pages(
 class _Adopted:
     """The page of a hand-over's ticket in our own name, until a copy has it."""
 
-    def __init__(self, manager: KVCacheManager, given: HandOver) -> None:
+    def __init__(self, manager: KVCacheManager, given: KVHandoff) -> None:
         """Not adopted yet."""
         self._manager, self._given = manager, given
         self._lease: Lease | None = None
@@ -391,7 +391,7 @@ class _Adopted:
             self._lease = adopted
         self._in_doubt = False
 
-    def load(self, one: Request) -> tuple[Movement, int] | None:
+    def load(self, one: Request) -> tuple[BlockTransfer, int] | None:
         """Bring it to where the request's full pages end, if they do there: the copy, and how many
         tokens it brings. The manager's lock is held."""
         manager, begin = self._manager, self._given.tokens
@@ -406,22 +406,22 @@ class _Adopted:
         def over(ok: bool, nbytes: int | None) -> None:
             if ok:
                 moved = manager.state.moved_bytes(n, nbytes)
-                manager.state.figures.add(loads=1, loaded_pages=1, loaded_bytes=moved)
+                manager.state.counts.add(loads=1, loaded_pages=1, loaded_bytes=moved)
             else:
-                manager.state.figures.add(failed_loads=1)
+                manager.state.counts.add(failed_loads=1)
 
-        movement = manager.state.traffic.begin(
+        transfer = manager.state.traffic.begin(
             blocks,
-            manager.mover,
+            manager.backend,
             "load",
             lease,
             slots,
             over,
-            of=one.movements,
+            of=one.transfers,
             ends=self._tell,
             instead_of=(self, "_lease"),
         )
-        return movement, n
+        return transfer, n
 
     def _usable(self, one: Request) -> int:
         """Tokens of it that this request may use: never its last."""
@@ -453,4 +453,4 @@ class _Adopted:
             self._manager.host.done(self._given.ticket, ok)
 
 
-__all__ = ["HandOver", "Received", "hand_over", "mark_of", "receive"]
+__all__ = ["HandoffLoad", "KVHandoff", "hand_off", "mark_of", "receive"]

@@ -1,5 +1,5 @@
 """Limits: how long a call may wait, how many errors disable a manager, and how far exceptions of
-movers and storages get."""
+transfer backends and storages get."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lightcache.breaker import Breaker
+from lightcache.breaker import CircuitBreaker
 from lightcache.errors import (
     ConfigError,
     LeaseLost,
@@ -18,7 +18,7 @@ from lightcache.errors import (
     OutOfPages,
     WaitTimeout,
 )
-from lightcache.manager.stats import Figures
+from lightcache.manager.stats import Counters
 from lightcache.shm.locking import Hurried
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ _CALLERS = (ConfigError, LeaseLost, OutOfPages, WaitTimeout)
 """Errors of the caller, or that it has to know: never a failure of the cache."""
 
 
-class Guard:
+class FailOpen:
     """Turns our errors into misses, and disables the manager after so many in a row. A lock that
     does not come soon is only a miss: the process that holds it may be stopped, and a later call
     does the work."""
@@ -93,7 +93,7 @@ class Guard:
         self,
         failures: int,
         time_limit: float,
-        figures: Figures,
+        counts: Counters,
         let_go: Callable[[], None],
         of: str = "KVCacheManager",
     ) -> None:
@@ -104,7 +104,7 @@ class Guard:
             let_go: gives back what is not needed without the cache; called when it is disabled.
             of: the class whose `enable` makes calls again.
         """
-        self._figures, self._let_go = figures, let_go
+        self._counts, self._let_go = counts, let_go
         self._time_limit = time_limit
 
         def text(errors: int, last: str) -> str:
@@ -114,7 +114,7 @@ class Guard:
                 " again"
             )
 
-        self._breaker = Breaker(failures, text=text, log=_log)
+        self._breaker = CircuitBreaker(failures, text=text, log=_log)
 
     @property
     def disabled(self) -> bool:
@@ -147,7 +147,7 @@ class Guard:
         self._breaker.reset()
 
     def _failed(self, error: LightcacheError) -> None:
-        self._figures.add(errors=1)
+        self._counts.add(errors=1)
         if isinstance(error, LockTimeout):
             return
         if self._breaker.failure(str(error)):
@@ -158,7 +158,8 @@ def nothing() -> None:
     """The miss of a call without a result."""
 
 
-# ---- Exceptions that are none of our errors: of a mover, a copy that it has begun, or a storage.
+# ---- Exceptions that are none of our errors: of a transfer backend, a copy that it has begun, or
+# a storage.
 
 
 class Foreign:
@@ -192,4 +193,4 @@ class Foreign:
             raise error
 
 
-__all__ = ["UNKNOWN", "Foreign", "Guard", "Pace", "nothing", "seconds_of"]
+__all__ = ["UNKNOWN", "FailOpen", "Foreign", "Pace", "nothing", "seconds_of"]

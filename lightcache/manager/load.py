@@ -11,23 +11,23 @@ from lightcache.errors import ConfigError, TransferFailed
 from lightcache.manager.limits import seconds_of
 from lightcache.manager.request import Request, slots_of
 from lightcache.manager.state import ManagerState
-from lightcache.manager.transfers import Movement, State
+from lightcache.manager.transfers import BlockTransfer, State
 
 
-class Fetch:
+class LoadHandle:
     """The load of one request's prefix. The blocks are not valid before it has finished; if it
     fails, compute these tokens: `tokens` says from where."""
 
-    def __init__(self, request: Request, movement: Movement | None, without: int) -> None:
-        """For `KVCacheManager.fetch`.
+    def __init__(self, request: Request, transfer: BlockTransfer | None, without: int) -> None:
+        """For `KVCacheManager.load`.
 
         Args:
             without: tokens that are usable if it fails.
         """
         self._request, self._without = request, without
-        self.movement = movement
+        self.transfer = transfer
         """The copy; None: there is none."""
-        self._lost = movement is None and request.match.load > 0
+        self._lost = transfer is None and request.match.load > 0
 
     @property
     def tokens(self) -> int:
@@ -38,9 +38,9 @@ class Fetch:
     @property
     def failed(self) -> bool:
         """Whether it has finished, and failed."""
-        if self.movement is None:
+        if self.transfer is None:
             return self._lost
-        return self.movement.state in (State.FAILED, State.CANCELLED)
+        return self.transfer.state in (State.FAILED, State.CANCELLED)
 
     def done(self) -> bool:
         """Whether it has finished. Does not block.
@@ -54,7 +54,7 @@ class Fetch:
                 f"fetch {self._request.id!r}: the manager has disabled itself, nothing was loaded; "
                 "compute these tokens instead"
             )
-        return self.movement is None or self.movement.done()
+        return self.transfer is None or self.transfer.done()
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until it has finished.
@@ -65,8 +65,8 @@ class Fetch:
             ConfigError: no number of seconds.
         """
         timeout = seconds_of(timeout)
-        if self.movement is not None:
-            self.movement.wait(timeout)
+        if self.transfer is not None:
+            self.transfer.wait(timeout)
         else:
             self.done()
 
@@ -77,40 +77,40 @@ class Fetch:
         Raises:
             TransferFailed: it has finished already, and failed.
         """
-        if self.movement is not None:
-            wait_on(self.movement, stream)
+        if self.transfer is not None:
+            wait_on(self.transfer, stream)
         else:
             self.done()
 
     @property
     def number(self) -> int | None:
         """The copy's number in `Decisions`, if ranks make it. None: they do not."""
-        moving = None if self.movement is None else self.movement.moving
+        moving = None if self.transfer is None else self.transfer.moving
         return getattr(moving, "number", None)
 
 
-def wait_on(movement: Movement, stream: Any) -> None:
+def wait_on(transfer: BlockTransfer, stream: Any) -> None:
     """Let a stream of the device wait for a copy, or this thread where no engine of this process
     makes it.
 
     Raises:
         TransferFailed: it has finished already, and failed.
     """
-    if movement.over:
-        movement.done()
+    if transfer.over:
+        transfer.done()
         return
-    transfer = getattr(movement.moving, "transfer", None)
-    if transfer is None:
-        movement.wait()
+    engine_transfer = getattr(transfer.moving, "transfer", None)
+    if engine_transfer is None:
+        transfer.wait()
     else:
-        transfer.wait_on(stream)
+        engine_transfer.wait_on(stream)
 
 
-def begin_fetch(state: ManagerState, request: Request, without: int) -> Fetch:
-    """See `KVCacheManager.fetch`."""
+def begin_load(state: ManagerState, request: Request, without: int) -> LoadHandle:
+    """See `KVCacheManager.load`."""
     lease, match, tokens = request.host, request.match, state.page_tokens
     if lease is None or match.load <= 0 or request.loading is not None:
-        return no_fetch(request, without)
+        return no_load(request, without)
     block = state.device.block_tokens
     if len(request.table) * block < match.usable:
         raise ConfigError(
@@ -124,36 +124,36 @@ def begin_fetch(state: ManagerState, request: Request, without: int) -> Fetch:
     slots[first - begin : match.usable - begin] = device_slots
     blocks = request.table[first // block : -(-match.usable // block)]
     pages = len(lease)
-    figures, begun = state.figures, time.perf_counter_ns()
+    counts, begun = state.counts, time.perf_counter_ns()
 
     def over(ok: bool, nbytes: int | None) -> None:
         if ok:
             moved = state.moved_bytes(match.usable - first, nbytes)
             taken = time.perf_counter_ns() - begun
-            figures.add(loads=1, loaded_pages=pages, loaded_bytes=moved, load_ns=taken)
+            counts.add(loads=1, loaded_pages=pages, loaded_bytes=moved, load_ns=taken)
         else:
-            figures.add(failed_loads=1)
+            counts.add(failed_loads=1)
 
-    movement = state.traffic.begin(
+    transfer = state.traffic.begin(
         blocks,
-        state.mover,
+        state.backend,
         "load",
         lease,
         slots,
         over,
-        of=request.movements,
+        of=request.transfers,
         into=(request, "loading"),
         instead_of=(request, "host"),
     )
-    request.fetched = True
-    return Fetch(request, movement, without)
+    request.loaded = True
+    return LoadHandle(request, transfer, without)
 
 
-def no_fetch(request: Request, without: int) -> Fetch:
-    """`fetch` that loads nothing: there is nothing to load, or the manager is disabled."""
+def no_load(request: Request, without: int) -> LoadHandle:
+    """`load` that loads nothing: there is nothing to load, or the manager is disabled."""
     request.let_go_of_host()
-    request.fetched = True
-    return Fetch(request, request.loading, without)
+    request.loaded = True
+    return LoadHandle(request, request.loading, without)
 
 
-__all__ = ["Fetch", "begin_fetch", "no_fetch", "wait_on"]
+__all__ = ["LoadHandle", "begin_load", "no_load", "wait_on"]

@@ -22,13 +22,13 @@ from lightcache.manager.blocks import NO_KEYS, peeked, pinned, there
 from lightcache.manager.request import (
     ANY,
     TIERS,
-    Item,
+    CacheScope,
+    MissReason,
+    MultimodalItem,
     PrefixMatch,
     Prompt,
     Request,
-    Space,
-    Why,
-    Wishes,
+    RequestOptions,
     check_ids,
 )
 from lightcache.manager.state import ManagerState
@@ -48,7 +48,7 @@ class LookupRequest(NamedTuple):
     """The arguments of one request. Equal arguments have equal results."""
 
     prompt: Prompt
-    wishes: Wishes = ANY
+    options: RequestOptions = ANY
     limit: int | None = None
     """Most tokens to reuse; None: no limit."""
 
@@ -60,7 +60,7 @@ class LookupRequest(NamedTuple):
 
     def up_to(self, limit: int | None) -> LookupRequest:
         """The same with another limit."""
-        return LookupRequest(self.prompt, self.wishes, limit)
+        return LookupRequest(self.prompt, self.options, limit)
 
 
 class LookupBatch(NamedTuple):
@@ -68,7 +68,7 @@ class LookupBatch(NamedTuple):
 
     requests: Sequence[Hashable]
     prompts: Sequence[Prompt]
-    wishes: Sequence[Wishes]
+    options: Sequence[RequestOptions]
     limits: Sequence[int | None]
     device_tokens: Sequence[int] | None
     """Tokens of each that an engine has found on its device itself; None: look there."""
@@ -77,7 +77,7 @@ class LookupBatch(NamedTuple):
 def lookup_batch(
     requests: Sequence[Hashable],
     prompts: Sequence[Prompt],
-    wishes: Sequence[Wishes] | None,
+    options: Sequence[RequestOptions] | None,
     limits: Sequence[int | None] | None,
     device_tokens: Sequence[int] | None,
 ) -> LookupBatch:
@@ -90,20 +90,20 @@ def lookup_batch(
     check_ids(requests, "plan")
     for name, values in (
         ("prompts", prompts),
-        ("wishes", wishes),
+        ("options", options),
         ("limits", limits),
         ("device_tokens", device_tokens),
     ):
         if values is not None and len(values) != n:
             raise ConfigError(f"{name}: expected one for each of {n} requests, found {len(values)}")
     _check_all(prompts, Prompt, "prompts: expected a Prompt for each request")
-    _check_all(wishes or (), Wishes, "wishes: expected Wishes for each request")
+    _check_all(options or (), RequestOptions, "options: expected Wishes for each request")
     _check_numbers("limit", limits, or_none=True)
     _check_numbers("device_tokens", device_tokens)
     return LookupBatch(
         requests,
         prompts,
-        [ANY] * n if wishes is None else wishes,
+        [ANY] * n if options is None else options,
         [None] * n if limits is None else limits,
         device_tokens,
     )
@@ -134,7 +134,7 @@ class PendingRequest:
 
     id: Hashable
     request: LookupRequest
-    space: Space | None
+    space: CacheScope | None
     """None: the weights are being changed."""
     most: int
     """Tokens that may be reused at most."""
@@ -209,9 +209,9 @@ class PendingRequest:
         return self.request.prompt.first_key(self.space.host_spec)
 
 
-def by_space(plans: list[PendingRequest]) -> ItemsView[Space, list[PendingRequest]]:
+def by_space(plans: list[PendingRequest]) -> ItemsView[CacheScope, list[PendingRequest]]:
     """Requests that may reuse tokens, by their space: nearly always there is one."""
-    groups: dict[Space, list[PendingRequest]] = {}
+    groups: dict[CacheScope, list[PendingRequest]] = {}
     if len(plans) == 1:
         (plan,) = plans
         if plan.most and plan.space is not None:
@@ -236,24 +236,26 @@ class Usable:
         """`costs`: None: everything is worth it."""
         self._state, self._costs = state, costs
 
-    def of(self, plan: PendingRequest, device: int, found: int) -> tuple[int, Why, Item | None]:
+    def of(
+        self, plan: PendingRequest, device: int, found: int
+    ) -> tuple[int, MissReason, MultimodalItem | None]:
         """How many of the found tokens are usable, of which `device` are on the device; why they
         are fewer, and the item that would have been cut."""
-        prompt, wishes, _ = plan.request
-        if not wishes.read:
-            return 0, Why.WISHES, None
+        prompt, options, _ = plan.request
+        if not options.read:
+            return 0, MissReason.OPTIONS, None
         if plan.space is None:
-            return 0, Why.WEIGHTS, None
-        usable, why = found, Why.NOTHING
+            return 0, MissReason.WEIGHTS, None
+        usable, why = found, MissReason.NOTHING
         if usable > device and not self._worth_loading(usable - device):
-            usable, why = device, Why.BREAK_EVEN
+            usable, why = device, MissReason.BREAK_EVEN
         cut = prompt.cut_item(usable) if prompt.items else None
         if cut is None:
             return usable, why, None
         usable = self._uncut(prompt, usable, device)
         if device < usable and not self._worth_loading(usable - device):
             usable = self._uncut(prompt, device, device)
-        return usable, Why.ITEM, cut
+        return usable, MissReason.ITEM, cut
 
     def without_host(self, prompt: Prompt, match: PrefixMatch) -> int:
         """Tokens that are usable of a match if nothing is loaded."""
@@ -310,26 +312,30 @@ class PrefixLookup:
         self,
         request: Hashable,
         prompt: Prompt,
-        wishes: Wishes,
+        options: RequestOptions,
         limit: int | None,
         device_tokens: int | None,
     ) -> LookupBatch:
         """A batch of one request to be planned; raises as `batch`. Half a microsecond for usual
         arguments."""
         state = self._state
-        usual = type(prompt) is Prompt and type(wishes) is Wishes and type(request) in (int, str)
+        usual = (
+            type(prompt) is Prompt
+            and type(options) is RequestOptions
+            and type(request) in (int, str)
+        )
         if not usual or device_tokens is not None or state.closed or state.tiers is not TIERS:
             tokens = None if device_tokens is None else [device_tokens]
-            return self.batch([request], [prompt], [wishes], [limit], tokens)
+            return self.batch([request], [prompt], [options], [limit], tokens)
         if limit is not None:
             _check_numbers("limit", (limit,))
-        return LookupBatch((request,), (prompt,), (wishes,), (limit,), None)
+        return LookupBatch((request,), (prompt,), (options,), (limit,), None)
 
     def batch(
         self,
         requests: Sequence[Hashable],
         prompts: Sequence[Prompt],
-        wishes: Sequence[Wishes] | None,
+        options: Sequence[RequestOptions] | None,
         limits: Sequence[int | None] | None,
         device_tokens: Sequence[int] | None,
     ) -> LookupBatch:
@@ -342,21 +348,21 @@ class PrefixLookup:
         self._state.check_open("plan")
         if device_tokens is not None and self._state.device.owned:
             raise ConfigError("device_tokens: an owned device knows what it has; leave it out")
-        return self._within_tiers(lookup_batch(requests, prompts, wishes, limits, device_tokens))
+        return self._within_tiers(lookup_batch(requests, prompts, options, limits, device_tokens))
 
     def _within_tiers(self, batch: LookupBatch) -> LookupBatch:
         """The same, limited to the tiers that this manager has."""
         tiers = self._state.tiers
         if tiers is TIERS:
             return batch
-        requests, prompts, wishes, limits, device_tokens = batch
-        wishes = [each.within(tiers) for each in wishes]
-        return LookupBatch(requests, prompts, wishes, limits, device_tokens)
+        requests, prompts, options, limits, device_tokens = batch
+        options = [each.within(tiers) for each in options]
+        return LookupBatch(requests, prompts, options, limits, device_tokens)
 
     # ---- plans and peeks
 
     def plan(
-        self, batch: LookupBatch, spaces: Mapping[str, Space | None] | None = None
+        self, batch: LookupBatch, spaces: Mapping[str, CacheScope | None] | None = None
     ) -> list[PrefixMatch]:
         """See `KVCacheManager.plan_many`. An error of the cache is a miss.
 
@@ -369,7 +375,7 @@ class PrefixLookup:
         )
 
     def find(
-        self, batch: LookupBatch, spaces: Mapping[str, Space | None] | None = None
+        self, batch: LookupBatch, spaces: Mapping[str, CacheScope | None] | None = None
     ) -> list[PrefixMatch]:
         """`plan`, without the guard."""
         now, device_tokens = time.monotonic(), batch.device_tokens
@@ -385,28 +391,28 @@ class PrefixLookup:
             absent += plan.absent
             matches.append(self._match(plan, plan.device, plan.host_pages))
         if absent:
-            self._state.figures.add(absent_pages=absent)
+            self._state.counts.add(absent_pages=absent)
         return matches
 
     def peek(
         self,
         prompts: Sequence[Prompt],
-        wishes: Sequence[Wishes] | None,
+        options: Sequence[RequestOptions] | None,
         limits: Sequence[int | None] | None,
         device_tokens: Sequence[int] | None,
     ) -> list[PrefixMatch]:
         """See `KVCacheManager.peek_many`."""
         ids = range(len(prompts))
-        batch = self._within_tiers(lookup_batch(ids, prompts, wishes, limits, device_tokens))
+        batch = self._within_tiers(lookup_batch(ids, prompts, options, limits, device_tokens))
         return self._state.guard.run(
             partial(self._peeked, batch),
-            lambda: [PrefixMatch(len(prompt), why=Why.DISABLED) for prompt in prompts],
+            lambda: [PrefixMatch(len(prompt), why=MissReason.DISABLED) for prompt in prompts],
         )
 
     def _peeked(self, batch: LookupBatch) -> list[PrefixMatch]:
         now, spaces = time.monotonic(), self._spaces_of(batch.prompts)
         plans = []
-        arguments = zip(batch.prompts, batch.wishes, batch.limits, strict=True)
+        arguments = zip(batch.prompts, batch.options, batch.limits, strict=True)
         for request, own in zip(batch.requests, arguments, strict=True):
             space = spaces[own[0].tenant]
             plans.append(self._new(request, LookupRequest(*own), space, now))
@@ -436,8 +442,8 @@ class PrefixLookup:
             return known.match
         return self._match(plan, plan.device, plan.host_pages, waits=False)
 
-    def _spaces_of(self, prompts: Sequence[Prompt]) -> Mapping[str, Space | None]:
-        spaces: dict[str, Space | None] = {}
+    def _spaces_of(self, prompts: Sequence[Prompt]) -> Mapping[str, CacheScope | None]:
+        spaces: dict[str, CacheScope | None] = {}
         for prompt in prompts:
             tenant = prompt.tenant
             if tenant not in spaces:
@@ -445,7 +451,7 @@ class PrefixLookup:
         return spaces
 
     def _plans_of(
-        self, batch: LookupBatch, spaces: Mapping[str, Space | None] | None, now: float
+        self, batch: LookupBatch, spaces: Mapping[str, CacheScope | None] | None, now: float
     ) -> list[PendingRequest]:
         """The plan of each request: the one that it has, if its arguments are as before."""
         if self._index is not self._state.device.index:
@@ -455,7 +461,7 @@ class PrefixLookup:
         if spaces is None:  # all of them, before a plan is renewed
             spaces = self._spaces_of(batch.prompts)
         plans = []
-        arguments = zip(batch.prompts, batch.wishes, batch.limits, strict=True)
+        arguments = zip(batch.prompts, batch.options, batch.limits, strict=True)
         for request, own in zip(batch.requests, arguments, strict=True):
             space, known = spaces[own[0].tenant], self._plans.get(request)
             if known is None or known.request != own or known.space is not space:
@@ -464,28 +470,28 @@ class PrefixLookup:
         return plans
 
     def _new(
-        self, request: Hashable, arguments: LookupRequest, space: Space | None, now: float
+        self, request: Hashable, arguments: LookupRequest, space: CacheScope | None, now: float
     ) -> PendingRequest:
         """A request that was not looked up yet."""
-        state, wishes = self._state, arguments.wishes
-        most, tiers = arguments.most if wishes.read and space is not None else 0, wishes.tiers
+        state, options = self._state, arguments.options
+        most, tiers = arguments.most if options.read and space is not None else 0, options.tiers
         blocks = most // state.device.block_tokens if "device" in tiers else 0
         pages = most // state.page_tokens if "host" in tiers else 0
-        ttl = wishes.ttl or state.config.plan_ttl
+        ttl = options.ttl or state.config.plan_ttl
         return PendingRequest(request, arguments, space, most, ttl, now, blocks, pages)
 
     def _renewed(
         self,
         request: Hashable,
         arguments: LookupRequest,
-        space: Space | None,
+        space: CacheScope | None,
         before: PendingRequest | None,
         now: float,
     ) -> PendingRequest:
         """A plan of other arguments, in the place of the one before."""
         same = before is not None and before.request.prompt == arguments.prompt
         if before is not None and same:  # its keys are hashed
-            arguments = LookupRequest(before.request.prompt, arguments.wishes, arguments.limit)
+            arguments = LookupRequest(before.request.prompt, arguments.options, arguments.limit)
         plan = self._new(request, arguments, space, now)
         if before is not None:
             plan.on_host, plan.pinned = before.on_host, before.pinned
@@ -564,14 +570,14 @@ class PrefixLookup:
             for plan in plans:
                 self._settle(plan, now)
 
-    def _is_unhashed(self, plan: PendingRequest, space: Space) -> bool:
+    def _is_unhashed(self, plan: PendingRequest, space: CacheScope) -> bool:
         """Whether its prompt was not hashed yet, and need not be if its first page is nowhere."""
-        if self._storage is not None and "storage" in plan.request.wishes.tiers:
+        if self._storage is not None and "storage" in plan.request.options.tiers:
             return False  # storage is asked for pages that follow
         return not plan.request.prompt.is_hashed(space.device_spec)
 
     def _look_for_first_pages(
-        self, space: Space, fresh: list[PendingRequest], device_known: bool
+        self, space: CacheScope, fresh: list[PendingRequest], device_known: bool
     ) -> None:
         """Note which of these prompts have their first page in no tier, as most that are new."""
         device, host = self._state.device.index, self._state.host.index
@@ -588,7 +594,7 @@ class PrefixLookup:
                 plan.host_first = plan.host_pages = 0
                 plan.absent, plan.on_host = plan.pages, False
 
-    def _on_device(self, space: Space, members: list[PendingRequest], *, pin: bool) -> None:
+    def _on_device(self, space: CacheScope, members: list[PendingRequest], *, pin: bool) -> None:
         device, ttl = self._state.device, 0.0
         ids, parts = [], []
         for plan in members:
@@ -605,7 +611,7 @@ class PrefixLookup:
             plan.device = (plan.first_block + blocks) * device.block_tokens
             plan.pinned = pin
 
-    def _on_host(self, space: Space, members: list[PendingRequest], *, pin: bool) -> None:
+    def _on_host(self, space: CacheScope, members: list[PendingRequest], *, pin: bool) -> None:
         """Pages after those that the device has."""
         index, tokens, ttl = self._state.host.index, self._state.page_tokens, 0.0
         asking, ids, parts = [], [], []
@@ -635,9 +641,9 @@ class PrefixLookup:
                 if plan.absent and self._storage is not None:
                     self._read(plan, space)
 
-    def _read(self, plan: PendingRequest, space: Space) -> None:
+    def _read(self, plan: PendingRequest, space: CacheScope) -> None:
         """Begin to read the following pages from storage, once for each request."""
-        if plan.reading is not None or "storage" not in plan.request.wishes.tiers:
+        if plan.reading is not None or "storage" not in plan.request.options.tiers:
             return
         assert self._storage is not None
         first = plan.host_first + plan.host_pages
@@ -712,12 +718,12 @@ class PrefixLookup:
             return None
         if not plan.waited:
             plan.waited = True
-            self._state.figures.add(waits=1)
+            self._state.counts.add(waits=1)
         return other
 
     def computes(self, running: Request) -> None:
         """A request begins to compute the blocks that were not found."""
-        if self._state.config.same_prefix == "wait" and running.wishes.write:
+        if self._state.config.same_prefix == "wait" and running.options.write:
             for key in running.device_chain.keys[running.named :]:
                 self._computing.setdefault(key.tobytes(), running.id)
 
@@ -737,7 +743,7 @@ class PrefixLookup:
     def missed(self, request: Hashable, prompt: Prompt) -> PrefixMatch:
         """Nothing is found; `prompt_of` knows the prompt."""
         self._failed[request] = prompt
-        return PrefixMatch(len(prompt), why=Why.DISABLED)
+        return PrefixMatch(len(prompt), why=MissReason.DISABLED)
 
     def prompt_of(self, request: Hashable) -> Prompt:
         """The prompt of a request whose plan failed, or cannot be taken. The plan goes.
@@ -818,7 +824,7 @@ class PrefixLookup:
         del self._plans[request]
         if plan.read_until is not None:
             waited = int((time.monotonic() - plan.asked_at) * 1e9)
-            state.figures.add(storage_wait_ns=max(0, waited))
+            state.counts.add(storage_wait_ns=max(0, waited))
         device = len(hit) * state.device.block_tokens if hit is not None else plan.device
         match = self._match(plan, device, len(host) if host is not None else 0)
         return plan, match, hit, host

@@ -28,11 +28,17 @@ from lightcache.errors import (
 from lightcache.hashing import Tokens
 from lightcache.layout import MAX_PAGES
 from lightcache.leases import Allocation, Lease
-from lightcache.manager.backend import Mover, NullMover
-from lightcache.manager.blocks import AttachedDevice, DeviceTier, OwnedDevice, numbers_of, room_of
+from lightcache.manager.backend import NullBackend, TransferBackend
+from lightcache.manager.blocks import (
+    DeviceTier,
+    ManagedBlocks,
+    MirroredBlocks,
+    capacity_of,
+    numbers_of,
+)
 from lightcache.manager.frees import PendingFrees
 from lightcache.manager.limits import nothing, seconds_of
-from lightcache.manager.load import Fetch, begin_fetch, no_fetch
+from lightcache.manager.load import LoadHandle, begin_load, no_load
 from lightcache.manager.lookup import PendingRequest, PrefixLookup, wait_for_read
 from lightcache.manager.offload import NOTHING, FullBlocks, Offloader, WriteBack
 from lightcache.manager.request import (
@@ -44,19 +50,19 @@ from lightcache.manager.request import (
     Chain,
     Delivery,
     ManagerConfig,
+    MissReason,
     NoChain,
     PrefixMatch,
     Prompt,
     Request,
-    Why,
-    Wishes,
+    RequestOptions,
     WritePolicy,
     check_commits,
     check_hashable,
     check_table,
 )
 from lightcache.manager.state import ManagerState
-from lightcache.manager.stats import Figures, Gauges, ManagerStats
+from lightcache.manager.stats import Counters, ManagerStats, TierGauges
 from lightcache.manager.weights import CheckedSpaces, WeightsState, open_keys
 from lightcache.shm.errors import leave
 from lightcache.shm.locking import Hurried
@@ -74,12 +80,12 @@ TELL = 0.5
 # ---- The parts that a manager is given.
 
 
-def check_parts(host: Any, device: Any, mover: Any, config: Any, storage: Any) -> None:
+def check_parts(host: Any, device: Any, backend: Any, config: Any, storage: Any) -> None:
     """Check the parts of a manager.
 
     Raises:
-        ConfigError: a part of another type; a host cache without a mover; a storage without a host
-            cache.
+        ConfigError: a part of another type; a host cache without a transfer backend; a storage
+            without a host cache.
     """
     for name, part, kinds in (
         ("host", host, (Cache, NoneType)),
@@ -89,9 +95,9 @@ def check_parts(host: Any, device: Any, mover: Any, config: Any, storage: Any) -
         if not isinstance(part, kinds):
             expected = " or ".join("None" if kind is NoneType else kind.__name__ for kind in kinds)
             raise ConfigError(f"{name}: expected a {expected}, found {part!r}")
-    if host is not None and mover is None:
+    if host is not None and backend is None:
         raise ConfigError(
-            "mover: expected one, such as EngineMover(engine), found None; only a manager "
+            "backend: expected one, such as EngineBackend(engine), found None; only a manager "
             "without a host cache moves nothing"
         )
     if host is None and storage is not None:
@@ -101,17 +107,17 @@ def check_parts(host: Any, device: Any, mover: Any, config: Any, storage: Any) -
         )
 
 
-def check_blocks(mover: Any, blocks: int, block_tokens: int) -> None:
-    """Check the number of device blocks, if their mover knows how many there can be.
+def check_blocks(backend: Any, blocks: int, block_tokens: int) -> None:
+    """Check the number of device blocks, if their transfer backend knows how many there can be.
 
     Raises:
         ConfigError: more than the device has room for.
     """
-    slots = getattr(mover, "slots", None)
+    slots = getattr(backend, "slots", None)
     if slots is not None and blocks * block_tokens > slots:
         raise ConfigError(
             f"blocks: {blocks} blocks of {block_tokens} tokens are {blocks * block_tokens} slots, "
-            f"and the planes of the mover's engine hold {slots}; give at most "
+            f"and the planes of the transfer backend's engine hold {slots}; give at most "
             f"{slots // block_tokens} blocks, or describe all of the device's memory"
         )
 
@@ -154,7 +160,7 @@ class KVCacheManager:
     node share the host cache.
 
     A request's way: `plan` it while it waits, as often as you like; `take` it; `allocate` (owned
-    devices); `fetch` what is to be loaded; `commit` as tokens are computed; `release`. Call `poll`
+    devices); `load` what is to be loaded; `commit` as tokens are computed; `release`. Call `poll`
     each step. Calls may come from several threads; none waits for bytes unless it says so.
     """
 
@@ -162,7 +168,7 @@ class KVCacheManager:
         self,
         host: Cache | None,
         device: DeviceTier,
-        mover: Mover | None = None,
+        backend: TransferBackend | None = None,
         *,
         config: ManagerConfig | None = None,
         costs: Costs | None = None,
@@ -176,8 +182,8 @@ class KVCacheManager:
             host: the node's cache; its `page_tokens` must be a multiple of the device's block, or a
                 part of it. None: the device alone, without a host cache. Nothing is moved then.
                 Keys are those of a cache of one page, "DEVICE.keys", which the manager opens.
-            device: `OwnedDevice` or `AttachedDevice`.
-            mover: moves bytes between the two; None where there is no host cache.
+            device: `ManagedBlocks` or `MirroredBlocks`.
+            backend: moves bytes between the two; None where there is no host cache.
             costs: `lightcache.costs.Costs`: whether so few pages are worth loading; None: always.
             storage: a `StorageTier` or `StorageClient` of the same cache; or a URL, or several, as
                 "disk:/mnt/nvme/cache?capacity=1TiB", opened here and closed by `close`; None: none.
@@ -190,8 +196,8 @@ class KVCacheManager:
             StorageError: the storage cannot be opened.
         """
         self.config = ManagerConfig() if config is None else config
-        check_parts(host, device, mover, self.config, storage)
-        check_blocks(mover, device.blocks, device.block_tokens)
+        check_parts(host, device, backend, self.config, storage)
+        check_blocks(backend, device.blocks, device.block_tokens)
         self.tiers = TIERS if host is not None else DEVICE_ALONE
         """Where requests may be read from and written to at most."""
         self._own_host = open_keys(device) if host is None else None
@@ -210,7 +216,7 @@ class KVCacheManager:
         self.state = state = ManagerState(
             host,
             device,
-            NullMover() if mover is None else mover,
+            NullBackend() if backend is None else backend,
             self.config,
             self._storage,
             self.tiers,
@@ -222,17 +228,17 @@ class KVCacheManager:
         """For a manager that is built on this one, as `offloader`."""
         self.offloader = Offloader(state)
         self._lock, self._guard, self._traffic = state.lock, state.guard, state.traffic
-        self._figures, self._recent = state.figures, state.recent
+        self._counts, self._recent = state.counts, state.recent
         self._weights, self._requests = state.weights, state.requests
-        self._counters, self._told, self._tell_at = counters, Figures(), 0.0
+        self._counters, self._told, self._tell_at = counters, Counters(), 0.0
         self._write_back = WriteBack(state, self.offloader)
         self._full_blocks = FullBlocks(state, self._write_back)
         self._frees = PendingFrees(state, self.offloader, self._full_blocks)
 
     @property
-    def mover(self) -> Mover:
+    def backend(self) -> TransferBackend:
         """What moves the bytes; moves none where there is no host cache."""
-        return self.state.mover
+        return self.state.backend
 
     # ---- finding
 
@@ -241,7 +247,7 @@ class KVCacheManager:
         request: Hashable,
         prompt: Prompt,
         *,
-        wishes: Wishes = ANY,
+        options: RequestOptions = ANY,
         limit: int | None = None,
         device_tokens: int | None = None,
     ) -> PrefixMatch:
@@ -260,10 +266,10 @@ class KVCacheManager:
             Detached: the manager is closed.
         """
         with self._lock:
-            batch = self.lookup.single(request, prompt, wishes, limit, device_tokens)
+            batch = self.lookup.single(request, prompt, options, limit, device_tokens)
             begun = time.perf_counter_ns()
             (match,) = self.lookup.plan(batch)
-            self._figures["plan_ns"] += time.perf_counter_ns() - begun
+            self._counts["plan_ns"] += time.perf_counter_ns() - begun
             return match
 
     def plan_many(
@@ -271,7 +277,7 @@ class KVCacheManager:
         requests: Sequence[Hashable],
         prompts: Sequence[Prompt],
         *,
-        wishes: Sequence[Wishes] | None = None,
+        options: Sequence[RequestOptions] | None = None,
         limits: Sequence[int | None] | None = None,
         device_tokens: Sequence[int] | None = None,
     ) -> list[PrefixMatch]:
@@ -282,17 +288,17 @@ class KVCacheManager:
             Detached: the manager is closed.
         """
         with self._lock:
-            batch = self.lookup.batch(requests, prompts, wishes, limits, device_tokens)
+            batch = self.lookup.batch(requests, prompts, options, limits, device_tokens)
             begun = time.perf_counter_ns()
             matches = self.lookup.plan(batch)
-            self._figures["plan_ns"] += time.perf_counter_ns() - begun
+            self._counts["plan_ns"] += time.perf_counter_ns() - begun
             return matches
 
     def peek_many(
         self,
         prompts: Sequence[Prompt],
         *,
-        wishes: Sequence[Wishes] | None = None,
+        options: Sequence[RequestOptions] | None = None,
         limits: Sequence[int | None] | None = None,
         device_tokens: Sequence[int] | None = None,
     ) -> list[PrefixMatch]:
@@ -300,7 +306,7 @@ class KVCacheManager:
         used, or asked of storage: it may be gone when it is planned. Arguments and errors as there,
         but that it does not matter whether the manager is closed."""
         with self._lock:
-            return self.lookup.peek(prompts, wishes, limits, device_tokens)
+            return self.lookup.peek(prompts, options, limits, device_tokens)
 
     def cancel(self, request: Hashable) -> None:
         """Forget a plan. Harmless if there is none."""
@@ -362,14 +368,14 @@ class KVCacheManager:
         running.begun = time.monotonic()
         self._requests[request] = running
         running.counted = self._counted(running.match)
-        self._figures.add(**running.counted)
+        self._counts.add(**running.counted)
         self._recent.add(running.counted)
         return running.match
 
     def _without_cache(self, request: Hashable) -> Request:
         """A request whose plan failed: it runs without the cache."""
         prompt = self.lookup.prompt_of(request)
-        match = PrefixMatch(len(prompt), why=Why.DISABLED)
+        match = PrefixMatch(len(prompt), why=MissReason.DISABLED)
         return Request(request, prompt, ANY, None, match, NoChain(), NoChain(), known=len(prompt))
 
     def _taken(self, request: Hashable) -> Request:
@@ -389,7 +395,7 @@ class KVCacheManager:
         self, plan: PendingRequest, match: PrefixMatch, hit: Lease | None, host: Lease | None
     ) -> Request:
         """A request that owns the device blocks and host pages that were planned for it."""
-        (prompt, wishes, _), space, first = plan.request, plan.space, plan.host_first
+        (prompt, options, _), space, first = plan.request, plan.space, plan.host_first
         if space is None:
             chain = NoChain()
             return Request(plan.id, prompt, ANY, None, match, chain, chain, known=len(prompt))
@@ -399,7 +405,7 @@ class KVCacheManager:
         running = Request(
             plan.id,
             prompt,
-            wishes,
+            options,
             space,
             match,
             device_chain,
@@ -410,7 +416,7 @@ class KVCacheManager:
             known=len(prompt),
         )
         if self._storage is not None and self._storage.wants_tokens:
-            stored = wishes.write and "storage" in wishes.tiers
+            stored = options.write and "storage" in options.tiers
             running.generated = bytearray() if stored else None
         blocks = min(match.device, match.usable) // self.device.block_tokens
         if hit is not None:
@@ -423,17 +429,17 @@ class KVCacheManager:
             running.written += len(host)
         return running
 
-    def _counted(self, match: PrefixMatch) -> Figures:
+    def _counted(self, match: PrefixMatch) -> Counters:
         from_host = min(max(0, match.usable - match.device), match.host)
-        return Figures(
+        return Counters(
             requests=1,
             hit_requests=int(match.usable > 0),
             prompt_tokens=match.tokens,
             device_tokens=min(match.device, match.usable),
             host_tokens=from_host,
             storage_tokens=max(0, match.usable - match.device - from_host),
-            below_break_even=match.host if match.why is Why.BREAK_EVEN else 0,
-            cut_items=int(match.why is Why.ITEM),
+            below_break_even=match.host if match.why is MissReason.BREAK_EVEN else 0,
+            cut_items=int(match.why is MissReason.ITEM),
         )
 
     # ---- running
@@ -451,7 +457,7 @@ class KVCacheManager:
 
         Raises:
             OutOfPages: so many cannot be had, or not yet. Nothing changed; preempt somebody, or
-                wait, or `forgo` what the host has and ask for fewer.
+                wait, or `skip_load` what the host has and ask for fewer.
             ConfigError: no number of tokens, or of seconds.
             LeaseLost: no such request.
         """
@@ -490,7 +496,7 @@ class KVCacheManager:
         assign((running, running, fresh), ("table", "kind", "ended"), (table, kind, True))
         return running.table
 
-    def _fresh_blocks(self, device: OwnedDevice, missing: int) -> Allocation:
+    def _fresh_blocks(self, device: ManagedBlocks, missing: int) -> Allocation:
         if self.config.write is not WritePolicy.BACK or device.index is None:
             return device.hold(missing)
         free = self._write_back.make_room(missing)
@@ -522,8 +528,8 @@ class KVCacheManager:
             except LockTimeout:
                 return False
 
-    def forgo(self, request: Hashable) -> PrefixMatch:
-        """Instead of `fetch`, when there is no room for what it would bring: the host's pages go
+    def skip_load(self, request: Hashable) -> PrefixMatch:
+        """Instead of `load`, when there is no room for what it would bring: the host's pages go
         back, the device's part stays, the rest is computed. Returns what is usable now.
 
         Raises:
@@ -532,20 +538,22 @@ class KVCacheManager:
         """
         with self._lock:
             running = self.request(request)
-            if running.fetched or running.loading is not None:
-                raise ConfigError(f"forgo {request!r}: it was fetched already; release it instead")
+            if running.loaded or running.loading is not None:
+                raise ConfigError(
+                    f"skip_load {request!r}: it was loaded already; release it instead"
+                )
             running.let_go_of_host()
             usable = self.lookup.usable.without_host(running.prompt, running.match)
             if usable == running.match.usable:
                 return running.match
-            running.match = replace(running.match, usable=usable, why=Why.FORGONE)
+            running.match = replace(running.match, usable=usable, why=MissReason.LOAD_SKIPPED)
             change = self._counted(running.match)
             change.subtract(running.counted)
-            self._figures.update(change)
+            self._counts.update(change)
             self._recent.change(running.counted, **change)
             return running.match
 
-    def fetch(self, request: Hashable, table: Pages | None = None) -> Fetch:
+    def load(self, request: Hashable, table: Pages | None = None) -> LoadHandle:
         """Bring what was found on the host to the device. Returns at once.
 
         Args:
@@ -563,8 +571,8 @@ class KVCacheManager:
             try:
                 without = self.lookup.usable.without_host(running.prompt, running.match)
                 return self._guard.run(
-                    partial(begin_fetch, self.state, running, without),
-                    partial(no_fetch, running, without),
+                    partial(begin_load, self.state, running, without),
+                    partial(no_load, running, without),
                 )
             except ConfigError:
                 running.table = before
@@ -740,7 +748,7 @@ class KVCacheManager:
         running = self.request(request)
         self.release(request, publish=False)
         back = {name: -count for name, count in running.counted.items()}
-        self._figures.update(back)
+        self._counts.update(back)
         self._recent.change(running.counted, **back)
         return running
 
@@ -797,8 +805,8 @@ class KVCacheManager:
         for running in self._requests.values():
             running.let_go_of_host()
 
-    def _owned(self, call: str) -> OwnedDevice:
-        if not isinstance(self.device, OwnedDevice):
+    def _owned(self, call: str) -> ManagedBlocks:
+        if not isinstance(self.device, ManagedBlocks):
             raise ConfigError(f"{call}: the engine owns the blocks of an attached device")
         return self.device
 
@@ -809,9 +817,9 @@ class KVCacheManager:
         what an interrupt has left. Returns the transfers in flight. Does not block.
 
         Raises:
-            Whatever a mover has raised since the last call, in whichever of ours, that is none of
-            our errors: once, when all of this is done. Of several the first; the others are logged.
-            So too what a storage has raised when a request or a plan ended.
+            Whatever a transfer backend has raised since the last call, in whichever of ours, that
+            is none of our errors: once, when all of this is done. Of several the first; the others
+            are logged. So too what a storage has raised when a request or a plan ended.
         """
         with self._lock:
             going = self._traffic.poll()
@@ -825,7 +833,7 @@ class KVCacheManager:
 
     def _keep_low_water(self) -> None:
         device = self.device
-        if self.config.kept_free and isinstance(device, OwnedDevice) and device.index is not None:
+        if self.config.kept_free and isinstance(device, ManagedBlocks) and device.index is not None:
             wanted = int(self.config.kept_free * device.blocks)
             missing = wanted - device.free - self._write_back.blocks
             if missing > 0:
@@ -862,7 +870,7 @@ class KVCacheManager:
         """Attached devices: the engine has evicted these blocks, or is about to overwrite them.
         Returns how many had a name."""
         with self._lock:
-            if not isinstance(self.device, AttachedDevice):
+            if not isinstance(self.device, MirroredBlocks):
                 raise ConfigError("evicted: an owned device evicts by itself; see `drop`")
             return self.device.evicted(numbers_of(blocks))
 
@@ -872,7 +880,7 @@ class KVCacheManager:
         that no copy touches them. Returns how many pages are on their way."""
         with self._lock:
             index = self.device.index
-            if index is None or not isinstance(self.device, AttachedDevice):
+            if index is None or not isinstance(self.device, MirroredBlocks):
                 return 0
             named = self.device.named(numbers_of(blocks))
             return self._write_back.evicting(named, index.keys_of(named))
@@ -896,34 +904,34 @@ class KVCacheManager:
                     "or wait; release, resume, and wait for them first"
                 )
             count(blocks, "blocks", 1, MAX_PAGES)  # before anything is forgotten
-            check_blocks(self.mover, blocks, self.device.block_tokens)
+            check_blocks(self.backend, blocks, self.device.block_tokens)
             self.lookup.close()
             self._write_back.close()
             self.device.set_blocks(blocks)
 
     # ---- prefixes, whoever runs
 
-    def keep(self, prompt: Prompt) -> Mapping[str, int]:
+    def protect(self, prompt: Prompt) -> Mapping[str, int]:
         """Protect every cached page and block of a prompt, on the host and on an owned device, from
-        eviction until `unkeep` or a weights update. Returns the tokens kept, by tier."""
+        eviction until `unprotect` or a weights update. Returns the tokens kept, by tier."""
         with self._lock:
-            self.state.check_open("keep")
+            self.state.check_open("protect")
             return self._set_kept(prompt, True)
 
-    def unkeep(self, prompt: Prompt) -> Mapping[str, int]:
+    def unprotect(self, prompt: Prompt) -> Mapping[str, int]:
         """Undo `keep`."""
         with self._lock:
             return self._set_kept(prompt, False)
 
     def _set_kept(self, prompt: Prompt, kept: bool) -> dict[str, int]:
-        space = self._weights.space_of(prompt.tenant)
+        space = self._weights.scope_of(prompt.tenant)
         if space is None:
             return {"host": 0, "device": 0}
         host, device = self.host.index, self.device
-        verb, blocks = host.keep if kept else host.unkeep, 0
+        verb, blocks = host.protect if kept else host.unprotect, 0
         pages = verb(prompt.keys(space.host_spec), namespace=space.host)
         if device.owned and device.index is not None:
-            verb = device.index.keep if kept else device.index.unkeep
+            verb = device.index.protect if kept else device.index.unprotect
             blocks = verb(prompt.keys(space.device_spec), namespace=space.device)
         return {"host": pages * self.page_tokens, "device": blocks * device.block_tokens}
 
@@ -933,7 +941,7 @@ class KVCacheManager:
         with self._lock:
             if start < 0:
                 raise ConfigError(f"start: expected a token's position, found {start}")
-            space = self._weights.space_of(prompt.tenant)
+            space = self._weights.scope_of(prompt.tenant)
             if space is None:
                 return {"host": 0, "device": 0}
             device, pages, blocks = self.device, 0, 0
@@ -951,7 +959,7 @@ class KVCacheManager:
         with self._lock:
             if self._storage is None:
                 raise ConfigError("prefetch: the manager has no storage; make it with storage=")
-            space = self._weights.space_of(prompt.tenant)
+            space = self._weights.scope_of(prompt.tenant)
             if space is None:
                 raise Abandoned(
                     "prefetch: the weights are being changed; ask again behind finish_update"
@@ -1050,7 +1058,7 @@ class KVCacheManager:
         """This process's figures."""
         with self._lock:
             self.state.gather()
-            return self._figures.snapshot()
+            return self._counts.snapshot()
 
     def node_stats(self) -> ManagerStats:
         """The figures of all managers of the node, those that are gone included; of others as of
@@ -1069,9 +1077,9 @@ class KVCacheManager:
         """The figures so far; counting begins anew."""
         with self._lock:
             self.state.gather()
-            found = self._figures.snapshot()
+            found = self._counts.snapshot()
             self._tell()  # the node's total goes on
-            self._figures.clear()
+            self._counts.clear()
             self._told.clear()
             self._recent.clear()
             return found
@@ -1081,12 +1089,12 @@ class KVCacheManager:
         with self._lock:
             return self._recent.snapshot()
 
-    def gauges(self) -> Gauges:
+    def gauges(self) -> TierGauges:
         """How things stand now: room in each tier, requests, transfers. No lock of others."""
         with self._lock:
-            return Gauges(
+            return TierGauges(
                 device=self.device.room(),
-                host=room_of(self.host.index),
+                host=capacity_of(self.host.index),
                 running=len(self._requests),
                 leaving=len(self._frees),
                 transfers=self._traffic.in_flight,
@@ -1097,7 +1105,7 @@ class KVCacheManager:
         """Add to the node's counters what we have counted since."""
         self._tell_at = time.monotonic() + TELL
         self.state.gather()
-        more = {name: n - self._told[name] for name, n in self._figures.items()}
+        more = {name: n - self._told[name] for name, n in self._counts.items()}
         more = {name: n for name, n in more.items() if n > 0}
         if self._counters is not None and more:
             self._told.update(more)

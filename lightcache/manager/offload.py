@@ -17,19 +17,19 @@ from lightcache._arguments import Keys, Pages
 from lightcache.errors import LightcacheError, LockTimeout
 from lightcache.layout import KeyStatus
 from lightcache.leases import Lease, NamingResult
-from lightcache.manager.blocks import AttachedDevice, OwnedDevice
+from lightcache.manager.blocks import ManagedBlocks, MirroredBlocks
 from lightcache.manager.limits import nothing
 from lightcache.manager.request import (
     HELD,
     PINNED,
+    CacheScope,
     Owed,
     Request,
-    Space,
     WritePolicy,
     slots_of_blocks,
 )
 from lightcache.manager.state import ManagerState
-from lightcache.manager.transfers import Movement, State
+from lightcache.manager.transfers import BlockTransfer, State
 from lightcache.reservations import Reservation, ReservationBatch
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class FullBlocks:
     def cache_blocks(self, running: list[Request], spaces: CheckedSpaces) -> None:
         """Name full blocks that have no name yet, in one call for each space. A block whose content
         another block holds already is exchanged for that, and `Request.owed` says so."""
-        by_space: dict[Space, list[Filled]] = {}
+        by_space: dict[CacheScope, list[Filled]] = {}
         block = self._state.device.block_tokens
         for request in running:
             if request.total < (request.named + 1) * block or not request.on_device:
@@ -92,7 +92,7 @@ class FullBlocks:
             if spaces.good(space):
                 self._name(space, members)
 
-    def _name(self, space: Space, members: list[Filled]) -> None:
+    def _name(self, space: CacheScope, members: list[Filled]) -> None:
         blocks: list[Pages] = []
         packed: list[bytes] = []
         starts: list[int] = []
@@ -157,7 +157,7 @@ class FullBlocks:
                 for position, block in changed.items():
                     request.table[position] = block
             offset += full - first
-        self._state.figures.add(duplicates=len(exchanged))
+        self._state.counts.add(duplicates=len(exchanged))
 
 
 # ---- Write-back: blocks that the device needs for other requests go to the host first.
@@ -170,7 +170,7 @@ class FullBlocks:
 class _Origin:
     """A host page that can be written from the device."""
 
-    space: Space
+    space: CacheScope
     device_key: bytes
     """Of its last block. While the block has this key, it holds the page."""
     host_keys: Keys
@@ -190,7 +190,7 @@ class _Origin:
 class _Home:
     """Under which key the host has a block's content, if it has it."""
 
-    space: Space
+    space: CacheScope
     device_key: Keys
     """Valid while the block has this key, shape (1, 2)."""
     host_key: Keys
@@ -202,7 +202,7 @@ class _Group:
     """Blocks that are being written back, pinned until their copies have finished."""
 
     lease: Lease
-    movements: list[Movement]
+    transfers: list[BlockTransfer]
     homes: dict[int, _Home]
     """Of blocks that lie in a host page, by their numbers."""
     cause: str
@@ -224,7 +224,7 @@ class WriteBack:
         self._homes: dict[int, _Home] = {}
         """Owned devices, by block. One whose block has another key by now is stale."""
         self._groups: list[_Group] = []
-        self._evicting: list[tuple[list[Movement], list[_Origin]]] = []
+        self._evicting: list[tuple[list[BlockTransfer], list[_Origin]]] = []
         """Attached devices: copies of blocks that the engine is going to evict, and their pages."""
 
     @property
@@ -235,10 +235,10 @@ class WriteBack:
     def note(self, request: Request, begin: int, end: int) -> None:
         """Blocks [begin, end) of a request's table got their names."""
         tokens, block = self._state.page_tokens, self._state.device.block_tokens
-        space, wishes, table = request.space, request.wishes, request.table
+        space, options, table = request.space, request.options, request.table
         device = self._state.device
         assert space is not None
-        goes = "host" in wishes.tiers and wishes.priority >= 0
+        goes = "host" in options.tiers and options.priority >= 0
         keys = request.host_chain.keys
         for page in range(begin * block // tokens, end * block // tokens):
             # The page's last token lies in this block; a page may be a part of one.
@@ -252,7 +252,7 @@ class WriteBack:
                 space,
                 request.device_chain.keys[last].tobytes(),
                 keys[: page + 1],
-                "storage" in wishes.tiers,
+                "storage" in options.tiers,
                 table[first : last + 1].copy(),
                 page * tokens % block,
                 self._lives(table[first : last + 1]),
@@ -270,7 +270,7 @@ class WriteBack:
 
     def _lives(self, blocks: Pages) -> Any:
         device = self._state.device
-        return device.lives(blocks) if isinstance(device, AttachedDevice) else None
+        return device.lives(blocks) if isinstance(device, MirroredBlocks) else None
 
     def demote(self, n: int, cause: str) -> int:
         """Begin to write back up to n blocks, those that eviction would take next. They are free
@@ -280,20 +280,20 @@ class WriteBack:
             cause: under which they are counted: "room", "low_water" or "demote".
         """
         device = self._state.device
-        if not isinstance(device, OwnedDevice) or device.index is None or n < 1:
+        if not isinstance(device, ManagedBlocks) or device.index is None or n < 1:
             return 0
         oldest = device.index.oldest(min(n, 4096))
         blocks = oldest.pages.copy()
         homes = self._homes_of(blocks, oldest.keys)
         group = _Group(oldest.lease, [], homes, cause, stay=True)
         self._groups.append(group)
-        group.stay = not self.write(blocks, oldest.keys, group.movements, group.written)
+        group.stay = not self.write(blocks, oldest.keys, group.transfers, group.written)
         self.poll()
         return len(blocks)
 
     def evicting(self, blocks: Pages, keys: Keys) -> int:
         """Attached devices: see `KVCacheManager.evicting`. Returns how many copies were begun."""
-        begun: list[Movement] = []
+        begun: list[BlockTransfer] = []
         written: list[_Origin] = []
         self._evicting.append((begun, written))
         self.write(blocks, keys, begun, written)
@@ -305,7 +305,7 @@ class WriteBack:
         being written. None is begun where so many cannot be had at all. An error leaves the blocks
         as they were. Returns how many are free now."""
         device, state = self._state.device, self._state
-        assert isinstance(device, OwnedDevice)
+        assert isinstance(device, ManagedBlocks)
         free = device.free
         if free < wanted:
             state.traffic.poll()  # also while the manager is disabled: copies in flight finish
@@ -314,7 +314,7 @@ class WriteBack:
             free = device.free
         return free
 
-    def _make_room(self, device: OwnedDevice, wanted: int) -> None:
+    def _make_room(self, device: ManagedBlocks, wanted: int) -> None:
         assert device.index is not None
         coming = device.free + self.blocks
         while coming < wanted and device.index.can_allocate(wanted - self.blocks):
@@ -323,13 +323,13 @@ class WriteBack:
             if coming <= before:
                 return  # no other block can be written back now
 
-    def running(self) -> Movement | None:
+    def running(self) -> BlockTransfer | None:
         """A copy in flight that blocks being written back wait for; None: there is none."""
-        movements = (each for group in self._groups for each in group.movements)
-        return next((each for each in movements if each.state is State.RUNNING), None)
+        transfers = (each for group in self._groups for each in group.transfers)
+        return next((each for each in transfers if each.state is State.RUNNING), None)
 
     def write(
-        self, blocks: Pages, keys: Keys, begun: list[Movement], written: list[_Origin]
+        self, blocks: Pages, keys: Keys, begun: list[BlockTransfer], written: list[_Origin]
     ) -> bool:
         """Begin to write the pages that end in these blocks. Returns whether all were begun for
         which the host had room: the first error ends it, since each may be a long wait. The notes
@@ -350,14 +350,14 @@ class WriteBack:
                 try:
                     self._write(origin, begun, written, refused)
                 except LightcacheError:
-                    self._state.figures.add(failed_offloads=1)
+                    self._state.counts.add(failed_offloads=1)
                     return False
         return True
 
     def _write(
         self,
         origin: _Origin,
-        begun: list[Movement],
+        begun: list[BlockTransfer],
         written: list[_Origin],
         refused: set[bytes],
     ) -> None:
@@ -372,12 +372,12 @@ class WriteBack:
         own = keys[before].tobytes()
         if before and keys[0].tobytes() in refused:
             refused.add(own)
-            state.figures.add(no_room_pages=1)
+            state.counts.add(no_room_pages=1)
             return
         new = state.host.reserve(
             keys,
             before,
-            shards=state.mover.shards,
+            shards=state.backend.shards,
             namespace=origin.space.host,
             timeout=state.config.time_limit,
         )
@@ -387,7 +387,7 @@ class WriteBack:
             return
         if len(new.missing):
             refused.add(own)
-        state.figures.add(no_room_pages=len(new.missing))
+        state.counts.add(no_room_pages=len(new.missing))
         new.release()
 
     def _slots(self, origin: _Origin, before: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
@@ -405,7 +405,7 @@ class WriteBack:
                     self._guard_store(written)
                 else:
                     self._evicting.append((begun, written))
-        over = [group for group in self._groups if all(each.over for each in group.movements)]
+        over = [group for group in self._groups if all(each.over for each in group.transfers)]
         if not over:
             return
         self._groups = [group for group in self._groups if group not in over]
@@ -433,7 +433,7 @@ class WriteBack:
                 task = storage.write(origin.host_keys, namespace=origin.space.host)
                 self._state.tasks.add(task)
             except LightcacheError:
-                self._state.figures.add(errors=1)
+                self._state.counts.add(errors=1)
             except Exception as error:
                 self._state.traffic.foreign.note(error)
 
@@ -445,7 +445,7 @@ class WriteBack:
         gone = index.discard(group.lease)
         ask = partial(self._on_host, group, index)
         there = min(gone, self._state.guard.run(ask, lambda: 0, proves=False))
-        self._state.figures.add(
+        self._state.counts.add(
             demotions=there,
             demotions_lost=gone - there,
             kept_by_match=n - gone,
@@ -512,7 +512,7 @@ class Offloader:
             begin = request.written * tokens
             if request.total < begin + tokens:
                 continue
-            urgent = request.wishes.priority > 0
+            urgent = request.options.priority > 0
             # Few, and none of its prompt: nearly always, while tokens are generated.
             few = request.total < begin + group * tokens and begin >= len(request.prompt)
             if few and not urgent:
@@ -529,7 +529,7 @@ class Offloader:
     def rest(self, ended: list[Request], spaces: CheckedSpaces) -> None:
         """Requests end: write their remaining pages. Their pages on the host count as used, also
         where the device had them: else the host would evict pages that the device needs later."""
-        used: dict[Space, list[bytes]] = {}
+        used: dict[CacheScope, list[bytes]] = {}
         due: list[Span] = []
         for request in ended:
             if request.left_to_others:  # failures of other processes are not seen here
@@ -540,7 +540,7 @@ class Offloader:
                 due += stored
             elif self._state.config.write is not WritePolicy.BACK and full > request.written:
                 due += self._span(request, full, spaces)
-            elif request.space is not None and request.wishes.read and (full or request.written):
+            elif request.space is not None and request.options.read and (full or request.written):
                 packed = request.host_chain.packed(0, max(full, request.written))
                 used.setdefault(request.space, []).extend(packed)
         self._write(due)
@@ -566,8 +566,8 @@ class Offloader:
     def store(self, request: Request) -> None:
         """A request has ended and its copies have finished: its pages go from the host to storage.
         The tier decides which are worth it."""
-        storage, wishes, space = self._state.storage, request.wishes, request.space
-        if storage is None or space is None or not wishes.write or "storage" not in wishes.tiers:
+        storage, options, space = self._state.storage, request.options, request.space
+        if storage is None or space is None or not options.write or "storage" not in options.tiers:
             return
         pages = request.publishable() // self._state.page_tokens
         if pages and request.stored and self._state.weights.good(space):
@@ -581,10 +581,10 @@ class Offloader:
     def _for_storage(self, request: Request, full: int, spaces: CheckedSpaces) -> list[Span]:
         """Pages of a request that ends which go to storage and are not on the host yet, whatever
         the policy: storage is written from the host."""
-        wishes, begin, space = request.wishes, request.written, request.space
-        if self._state.storage is None or space is None or not wishes.write:
+        options, begin, space = request.options, request.written, request.space
+        if self._state.storage is None or space is None or not options.write:
             return []
-        if not {"host", "storage"} <= wishes.tiers or wishes.priority < 0:
+        if not {"host", "storage"} <= options.tiers or options.priority < 0:
             return []
         if not full or not spaces.good(space):
             return []
@@ -595,11 +595,11 @@ class Offloader:
 
     def _span(self, request: Request, full: int, spaces: CheckedSpaces) -> list[Span]:
         """The span of a request's next pages, up to `full`, that is to be written, or none."""
-        wishes = request.wishes
-        if not wishes.write or "host" not in wishes.tiers or wishes.priority < 0:
+        options = request.options
+        if not options.write or "host" not in options.tiers or options.priority < 0:
             return []
         begin, end = request.written, full
-        if self._state.config.write is WritePolicy.SELECTIVE and wishes.priority <= 0:
+        if self._state.config.write is WritePolicy.SELECTIVE and options.priority <= 0:
             end = begin + self._asked_for(request.host_chain.keys[begin:full])
         request.written = full
         wanted = end > begin and request.space is not None and spaces.good(request.space)
@@ -620,7 +620,7 @@ class Offloader:
 
     def _write(self, due: list[Span]) -> None:
         """Begin to write these spans, with one call of the core for each space."""
-        by_space: dict[Space, list[Span]] = {}
+        by_space: dict[CacheScope, list[Span]] = {}
         tokens, block = self._state.page_tokens, self._state.device.block_tokens
         for request, begin, end in due:
             assert request.space is not None
@@ -630,17 +630,17 @@ class Offloader:
             try:
                 new = self._reserve(space, spans)
             except LockTimeout:
-                self._state.figures.add(errors=1)
+                self._state.counts.add(errors=1)
                 for request, begin, _ in spans:  # a later commit, or its end, comes back to them
                     request.written = min(request.written, begin)
                 continue
             except LightcacheError:
-                self._state.figures.add(failed_offloads=len(spans))
+                self._state.counts.add(failed_offloads=len(spans))
                 continue
             with new:  # until each span has its own reservation
                 self._offload(new, spans)
 
-    def _reserve(self, space: Space, spans: list[Span]) -> ReservationBatch:
+    def _reserve(self, space: CacheScope, spans: list[Span]) -> ReservationBatch:
         """Pages for all spans. The keys are those from the root: all of them count as used."""
         state = self._state
         packed: list[bytes] = []
@@ -653,7 +653,7 @@ class Offloader:
             _keys(packed),
             np.array(offsets),
             np.array(begins),
-            shards=state.mover.shards,
+            shards=state.backend.shards,
             namespace=space.host,
             timeout=state.config.time_limit,
         )
@@ -669,13 +669,13 @@ class Offloader:
         if not new.all_new:
             if len(new.busy):
                 request.left_to_others, request.failed_then = int(new.busy[-1]) + 1, self._failed
-            self._state.figures.add(no_room_pages=len(new.missing))
+            self._state.counts.add(no_room_pages=len(new.missing))
             if not len(new.new):
                 new.release()
                 return
         touched = request.table[begin * tokens // block : -(-end * tokens // block)]
-        if self.launch(new, slots, touched, request.movements).over:
-            request.movements.pop()  # a finished copy delays nothing
+        if self.launch(new, slots, touched, request.transfers).over:
+            request.transfers.pop()  # a finished copy delays nothing
 
     def _slots(self, spans: list[Span]) -> list[npt.NDArray[np.int64]]:
         """Of each span the device slots of all its request's tokens up to its end; -1 for those
@@ -702,8 +702,8 @@ class Offloader:
         new: Reservation,
         slots: npt.NDArray[np.int64],
         blocks: Pages,
-        of: list[Movement],
-    ) -> Movement:
+        of: list[BlockTransfer],
+    ) -> BlockTransfer:
         """Begin to write a reservation's new pages. The movement owns it from now on.
 
         Args:
@@ -717,14 +717,14 @@ class Offloader:
             if ok:
                 moved = state.moved_bytes(pages * state.page_tokens, nbytes)
                 taken = time.perf_counter_ns() - begun
-                state.figures.add(
+                state.counts.add(
                     offloads=1, offloaded_pages=pages, offloaded_bytes=moved, offload_ns=taken
                 )
             else:
                 self._failed += 1
-                state.figures.add(failed_offloads=1)
+                state.counts.add(failed_offloads=1)
 
-        return state.traffic.begin(blocks, state.mover, "offload", new, slots, over, of=of)
+        return state.traffic.begin(blocks, state.backend, "offload", new, slots, over, of=of)
 
 
 __all__ = ["NOTHING", "FullBlocks", "Offloader", "WriteBack"]

@@ -17,8 +17,8 @@ from lightcache.kernels.geometry import PageGeometry
 from lightcache.kernels.groups import KVGroup
 from lightcache.kernels.moves import Engine, integers
 from lightcache.kernels.planes import DevicePlanes, View, check_axes, view
-from lightcache.manager.backend import EngineMover
-from lightcache.manager.blocks import OwnedDevice
+from lightcache.manager.backend import EngineBackend
+from lightcache.manager.blocks import ManagedBlocks
 from lightcache.manager.manager import KVCacheManager
 from lightcache.shm.errors import leave
 from lightcache.transfers import Load, Offload
@@ -44,7 +44,7 @@ class EngineKV:
         if planes.device != "cpu":
             self.pinned = cache.pin(device=planes.device)
         self.engine: Engine = cache.engine(geometry, planes, memory=self.pinned)
-        self.backend = EngineMover(self.engine)
+        self.backend = EngineBackend(self.engine)
         """What a `KVCacheManager` moves pages with."""
         self._closing = contextlib.ExitStack()
         self._closing.callback(cache.close)
@@ -70,7 +70,7 @@ class EngineKV:
             how: as for `KVCacheManager`: storage, config, weights, costs.
 
         Raises:
-            ConfigError: as `KVCacheManager` and `OwnedDevice`.
+            ConfigError: as `KVCacheManager` and `ManagedBlocks`.
             InUse: another process lives in an index of that name.
         """
         size = (
@@ -78,7 +78,7 @@ class EngineKV:
             if block_tokens is None
             else count(block_tokens, "block_tokens", 1, self.slots)
         )
-        device = OwnedDevice(index, block_tokens=size, blocks=self.slots // size)
+        device = ManagedBlocks(index, block_tokens=size, blocks=self.slots // size)
         try:
             manager = KVCacheManager(self.cache, device, self.backend, **how)
         except BaseException:

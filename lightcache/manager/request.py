@@ -1,4 +1,4 @@
-"""Requests: the prompt, what its caller wishes, the match that was found, and its state while it
+"""Requests: the prompt, what its caller asks for, the match that was found, and its state while it
 runs."""
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from lightcache.errors import ConfigError
 from lightcache.hashing import KeySpec, PageHasher, Tokens, pack_tokens
 from lightcache.leases import Lease
 from lightcache.manager.blocks import NO_KEYS, NONE, DeviceTier
-from lightcache.manager.stats import Figures
+from lightcache.manager.stats import Counters
 from lightcache.namespaces import Namespace
 
 if TYPE_CHECKING:
-    from lightcache.manager.transfers import Movement
+    from lightcache.manager.transfers import BlockTransfer
 
 
 # ---- Prompt: tokens and what else decides their KV, with keys for every tier's page size.
@@ -29,7 +29,7 @@ TokenIds = npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True)
-class Item:
+class MultimodalItem:
     """A multimodal item: an image, a piece of audio. Its placeholders are tokens [start, end)."""
 
     start: int
@@ -57,7 +57,7 @@ class Prompt:
         *,
         salt: str | bytes = b"",
         lora: bytes = b"",
-        items: Sequence[Item] = (),
+        items: Sequence[MultimodalItem] = (),
         tenant: str = "",
     ) -> None:
         """Converts the tokens once; nothing is hashed yet.
@@ -161,7 +161,7 @@ class Prompt:
         self._keys.append((spec, hasher, keys))
         return self._keys[-1]
 
-    def cut_item(self, tokens: int) -> Item | None:
+    def cut_item(self, tokens: int) -> MultimodalItem | None:
         """The item that lies on both sides of a position, if one does."""
         for item in self.items:
             if item.start < tokens < item.end:
@@ -191,7 +191,7 @@ class Prompt:
             end = item.end
 
 
-# ---- What a match found, and what a request wishes.
+# ---- What a match found, and what a request asks for.
 
 TIERS = frozenset({"device", "host", "storage"})
 DEVICE_ALONE = frozenset({"device"})
@@ -199,19 +199,19 @@ DEVICE_ALONE = frozenset({"device"})
 _LOW_WATER = 0.02  # of a device's blocks; a step of decoding takes less, and a prefill waits once
 
 
-class Why(Enum):
+class MissReason(Enum):
     """Why less than what was found is usable."""
 
     NOTHING = "all that was found is usable"
     ITEM = "a multimodal item would have been cut"
     BREAK_EVEN = "computing is faster than loading so few pages"
-    WISHES = "the request does not read, or not from this tier"
+    OPTIONS = "the request does not read, or not from this tier"
     WEIGHTS = (
         "the weights are being changed, another process has cleared their version, or no namespace "
         "is left for the tenant"
     )
     DISABLED = "the manager has disabled itself"
-    FORGONE = "there was no room to load it: `KVCacheManager.forgo`"
+    LOAD_SKIPPED = "there was no room to load it: `KVCacheManager.skip_load`"
 
 
 @dataclass(frozen=True)
@@ -230,9 +230,9 @@ class PrefixMatch:
     usable: int = 0
     """That the request need not compute if it takes and fetches: never more than the sum, never
     all of the prompt."""
-    why: Why = Why.NOTHING
+    why: MissReason = MissReason.NOTHING
     """Why `usable` is less than the sum."""
-    cut: Item | None = None
+    cut: MultimodalItem | None = None
     """The item that would have been cut."""
     pending: bool = False
     """Storage is still being asked or read: planning again may find more."""
@@ -253,7 +253,7 @@ class PrefixMatch:
 
 
 @dataclass(frozen=True)
-class Wishes:
+class RequestOptions:
     """What a request asks of the cache."""
 
     read: bool = True
@@ -275,7 +275,7 @@ class Wishes:
     output: bool = True
     """False: only the prompt is published, not what was generated."""
 
-    def within(self, tiers: frozenset[str]) -> Wishes:
+    def within(self, tiers: frozenset[str]) -> RequestOptions:
         """The same, of these tiers at most."""
         return self if self.tiers <= tiers else replace(self, tiers=self.tiers & tiers)
 
@@ -289,7 +289,7 @@ class Wishes:
             raise ConfigError(f"ttl: expected seconds > 0, found {self.ttl!r}")
 
 
-ANY = Wishes()
+ANY = RequestOptions()
 
 
 class WritePolicy(Enum):
@@ -371,7 +371,7 @@ HELD, PINNED, LEASED = 0, 1, 2
 
 
 @dataclass(frozen=True, eq=False)
-class Space:
+class CacheScope:
     """A weights version and a tenant, in every tier."""
 
     weights: str
@@ -498,8 +498,8 @@ class Request:
 
     id: Hashable
     prompt: Prompt
-    wishes: Wishes
-    space: Space | None
+    options: RequestOptions
+    space: CacheScope | None
     """None: the cache failed when it began; nothing of it is found or published."""
     match: PrefixMatch
     device_chain: Chain
@@ -526,15 +526,15 @@ class Request:
     """Tokens whose ids are known: the prompt's and those reported."""
     total: int = 0
     """Tokens that are computed and accepted."""
-    movements: list[Movement] = field(default_factory=list)
+    transfers: list[BlockTransfer] = field(default_factory=list)
     """Copies that touch its blocks, those of writing included."""
-    loading: Movement | None = None
+    loading: BlockTransfer | None = None
     """Of these, the one that brings what the host had."""
     begun: float = 0.0
     """When it was taken; 0: how long its prompt takes is known, or says nothing."""
-    fetched: bool = False
-    """`fetch` was called."""
-    counted: Figures = field(default_factory=Figures)
+    loaded: bool = False
+    """`load` was called."""
+    counted: Counters = field(default_factory=Counters)
     """What it adds to the manager's figures."""
     generated: bytearray | None = None
     """Ids of the tokens that were generated, as `pack_tokens` has them; None: the storage does not
@@ -550,7 +550,7 @@ class Request:
     """Whether its blocks get names."""
 
     def __post_init__(self) -> None:
-        wanted = self.wishes.write and "device" in self.wishes.tiers
+        wanted = self.options.write and "device" in self.options.tiers
         self.on_device = wanted and self.space is not None and self.space.device is not None
 
     def check(self, total: Any, count: int) -> None:
@@ -615,7 +615,7 @@ class Request:
         """Tokens that may be shared: computed, and not on their way to the device still."""
         if self.space is None:
             return 0
-        total = self.total if self.wishes.output else min(self.total, len(self.prompt))
+        total = self.total if self.options.output else min(self.total, len(self.prompt))
         if self.is_loading or (self.sound is not None and not self.sound()):
             return min(total, self.match.device)
         return total
@@ -739,17 +739,17 @@ __all__ = [
     "NO_KEYS",
     "PINNED",
     "TIERS",
+    "CacheScope",
     "Chain",
     "Delivery",
-    "Item",
     "ManagerConfig",
+    "MissReason",
+    "MultimodalItem",
     "NoChain",
     "PrefixMatch",
     "Prompt",
     "Request",
-    "Space",
-    "Why",
-    "Wishes",
+    "RequestOptions",
     "WritePolicy",
     "check_commits",
     "check_hashable",

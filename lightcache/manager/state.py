@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from lightcache.cache import Cache
 from lightcache.errors import Detached
 from lightcache.layout import Cause
-from lightcache.manager.backend import Mover
+from lightcache.manager.backend import TransferBackend
 from lightcache.manager.blocks import DeviceTier
-from lightcache.manager.limits import Guard, Pace
+from lightcache.manager.limits import FailOpen, Pace
 from lightcache.manager.request import ManagerConfig, Request
-from lightcache.manager.stats import Figures, Recent, Tasks
-from lightcache.manager.transfers import Traffic
+from lightcache.manager.stats import Counters, Recent, Tasks
+from lightcache.manager.transfers import TransferTracker
 from lightcache.manager.weights import Weights
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class ManagerState:
         self,
         host: Cache,
         device: DeviceTier,
-        mover: Mover,
+        backend: TransferBackend,
         config: ManagerConfig,
         storage: BaseTier | None,
         tiers: frozenset[str],
@@ -57,24 +57,24 @@ class ManagerState:
         Args:
             tiers: where requests may be read from and written to at most.
             weights: version of the weights that are being served.
-            let_go: see `Guard`.
+            let_go: see `FailOpen`.
         """
-        self.host, self.device, self.mover = host, device, mover
+        self.host, self.device, self.backend = host, device, backend
         self.config, self.storage, self.tiers = config, storage, tiers
         self.page_tokens, self.page_bytes = host.index.page_tokens, host.page_bytes
         self.lock = threading.RLock()
         self.closed = False
-        self.figures = Figures()
+        self.counts = Counters()
         self.recent = Recent(config.window)
         self.pace = Pace()
         self.guard = self.new_guard(let_go, "KVCacheManager")
-        self.traffic = Traffic(self.lock, config.time_limit)
+        self.traffic = TransferTracker(self.lock, config.time_limit)
         self.weights = Weights(host, device, weights)
-        self.tasks = Tasks(self.figures)
+        self.tasks = Tasks(self.counts)
         self.requests: dict[Hashable, Request] = {}
         """Those between `take` and `release`."""
 
-    def new_guard(self, let_go: Callable[[], None], of: str) -> Guard:
+    def new_guard(self, let_go: Callable[[], None], of: str) -> FailOpen:
         """A guard with this manager's limits. Its errors are counted among the manager's.
 
         Args:
@@ -82,7 +82,7 @@ class ManagerState:
             of: the class whose `enable` makes calls again.
         """
         config = self.config
-        return Guard(config.failures, config.time_limit, self.figures, let_go, of)
+        return FailOpen(config.failures, config.time_limit, self.counts, let_go, of)
 
     def check_open(self, call: str) -> None:
         """Raises Detached: the manager is closed."""
@@ -90,8 +90,8 @@ class ManagerState:
             raise Detached(f"{call}: the manager is closed; make another one")
 
     def moved_bytes(self, tokens: int, known: int | None) -> int:
-        """Bytes of a copy: as its mover counted them, else the part of the pages that so many
-        tokens fill."""
+        """Bytes of a copy: as its transfer backend counted them, else the part of the pages that
+        so many tokens fill."""
         return tokens * self.page_bytes // self.page_tokens if known is None else known
 
     def gather(self) -> None:
@@ -100,16 +100,16 @@ class ManagerState:
 
         Each figure is given away once. So managers of one process that share a cache, or a storage
         tier, have the right sum together; which of them has a figure means nothing."""
-        figures = self.figures
+        counts = self.counts
         for name, blocks in self.device.take_evicted().items():
-            figures.add(**{f"device_evicted_{name}": blocks})
+            counts.add(**{f"device_evicted_{name}": blocks})
         for cause, pages in self.host.index.core.take_evicted().items():
             if pages:
-                figures.add(**{f"host_evicted_{_HOST[cause]}": pages})
+                counts.add(**{f"host_evicted_{_HOST[cause]}": pages})
         if self.storage is not None:
             self.tasks.settle()
             counted = self.storage.take_figures()
-            figures.add(**{_STORAGE[name]: count for name, count in counted.items()})
+            counts.add(**{_STORAGE[name]: count for name, count in counted.items()})
 
 
 __all__ = ["ManagerState"]

@@ -111,7 +111,7 @@ class ManagerStats:
     host had then: written back, or there before."""
     demotions_lost: int = 0
     """The others of these: the host had no room, a copy failed, they filled no page of it, or were
-    not to go there: `Wishes`."""
+    not to go there: `RequestOptions`."""
     kept_by_match: int = 0
     """Of those to be demoted, blocks that a request came for meanwhile."""
     waits: int = 0
@@ -178,7 +178,7 @@ class ManagerStats:
 
 
 @dataclass(frozen=True)
-class Room:
+class TierCapacity:
     """Of one tier, in blocks or pages."""
 
     most: int
@@ -190,12 +190,12 @@ class Room:
 
 
 @dataclass(frozen=True)
-class Gauges:
+class TierGauges:
     """How things stand now."""
 
-    device: Room
+    device: TierCapacity
     """Of an attached device: free are the blocks without a name, and nothing is evicted by us."""
-    host: Room
+    host: TierCapacity
     running: int
     """Requests that were taken and not released."""
     leaving: int
@@ -209,7 +209,7 @@ class Gauges:
 NAMES = frozenset(each.name for each in fields(ManagerStats))
 
 
-class Figures(Counter[str]):
+class Counters(Counter[str]):
     """Counts by the names of `ManagerStats`."""
 
     def add(self, **counts: int) -> None:
@@ -233,17 +233,17 @@ class Recent:
             most: requests of the window.
         """
         self._most = most
-        self._each: deque[Figures] = deque()
-        self._sum = Figures()
+        self._each: deque[Counters] = deque()
+        self._sum = Counters()
 
-    def add(self, counts: Figures) -> None:
+    def add(self, counts: Counters) -> None:
         """One more request; the oldest goes."""
         self._each.append(counts)
         self._sum.update(counts)
         if len(self._each) > self._most:
             self._sum.subtract(self._each.popleft())
 
-    def change(self, counts: Figures, **by: int) -> None:
+    def change(self, counts: Counters, **by: int) -> None:
         """A request that was added found something else in the end."""
         if any(each is counts for each in self._each):
             self._sum.update(by)
@@ -326,9 +326,9 @@ class Tasks:
     """What was asked of storage, until it is over: then it is counted. The manager's lock is around
     every call."""
 
-    def __init__(self, figures: Figures) -> None:
+    def __init__(self, counts: Counters) -> None:
         """Nothing was asked."""
-        self._figures = figures
+        self._counts = counts
         self._going: list[StorageTask] = []
         self._many = _MANY
 
@@ -346,12 +346,12 @@ class Tasks:
             if not task.over:
                 self._going.append(task)
             elif task.kind == "read":
-                self._figures.add(storage_read_ns=int(task.seconds * 1e9))
+                self._counts.add(storage_read_ns=int(task.seconds * 1e9))
             else:
                 self._written(task)
 
     def _written(self, task: StorageTask) -> None:
-        self._figures.add(storage_write_ns=int(task.seconds * 1e9))
+        self._counts.add(storage_write_ns=int(task.seconds * 1e9))
         result = task.result
         lost = {"refused": result.refused, "failed": result.failed, "skipped": result.skipped}
         if task.state.name == "FAILED":  # the rest of what was broken off
@@ -360,15 +360,15 @@ class Tasks:
             )
         for cause, pages in lost.items():
             if pages:
-                self._figures.add(**{f"storage_{cause}_pages": pages})
+                self._counts.add(**{f"storage_{cause}_pages": pages})
 
 
 __all__ = [
-    "Figures",
-    "Gauges",
+    "Counters",
     "ManagerStats",
     "NodeCounters",
     "Recent",
-    "Room",
     "Tasks",
+    "TierCapacity",
+    "TierGauges",
 ]

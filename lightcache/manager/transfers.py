@@ -24,7 +24,7 @@ from lightcache._arguments import Pages
 from lightcache._together import append_to, keep_result, together
 from lightcache.errors import LightcacheError, TransferFailed, WaitTimeout
 from lightcache.leases import Releasable
-from lightcache.manager.backend import Mover, Moving
+from lightcache.manager.backend import TransferBackend, TransferHandle
 from lightcache.manager.limits import Foreign, seconds_of
 from lightcache.shm.locking import Hurried
 
@@ -35,7 +35,8 @@ class State(Enum):
     QUEUED = "queued"
     """Not begun: the manager is paused."""
     BEGINNING = "beginning"
-    """Its mover is asked to begin it. After an interrupt of that, until the next `poll`."""
+    """Its transfer backend is asked to begin it. After an interrupt of that, until the next
+    `poll`."""
     RUNNING = "running"
     DONE = "done"
     FAILED = "failed"
@@ -54,44 +55,44 @@ Over = Callable[[bool, "int | None"], None]
 Ends = Callable[[bool], None]
 
 
-class Movement:
+class BlockTransfer:
     """One copy, asked for. Its blocks are in flight until it is over, whatever becomes of the
     request: nothing cuts a copy off."""
 
     _asked: Iterator[Releasable]
-    """Has an element as long as the mover was not asked."""
+    """Has an element as long as the transfer backend was not asked."""
     _result: tuple[bool, int | None] | None = None
     """Whether its copy, which is over, went well, and how many bytes it moved."""
     _counted = False
     _why: Exception | None = None
     """What came out of the call that has begun it."""
     error: Exception | None = None
-    """Why it failed: an error of ours, or whatever its mover has raised."""
+    """Why it failed: an error of ours, or whatever its transfer backend has raised."""
 
     def __init__(
         self,
-        traffic: Traffic,
+        traffic: TransferTracker,
         blocks: Pages,
-        mover: Mover,
+        backend: TransferBackend,
         verb: str,
         held: Releasable,
         slots: Any,
         over: Over,
         ends: Ends | None,
     ) -> None:
-        """For `Traffic.begin`."""
-        self._traffic, self._mover, self._verb = traffic, mover, verb
+        """For `TransferTracker.begin`."""
+        self._traffic, self._backend, self._verb = traffic, backend, verb
         self._held, self._slots = held, slots
         self._over, self._ends = over, ends
         self.blocks = blocks
         """Device blocks that it reads or writes."""
         self.state = _QUEUED
-        self._box: list[Moving | None] = []
-        """What its mover has begun; None: nothing, though it was asked."""
+        self._box: list[TransferHandle | None] = []
+        """What its transfer backend has begun; None: nothing, though it was asked."""
 
     @property
-    def moving(self) -> Moving | None:
-        """What its mover has begun."""
+    def moving(self) -> TransferHandle | None:
+        """What its transfer backend has begun."""
         return self._box[0] if self._box else None
 
     @property
@@ -177,7 +178,7 @@ class Movement:
             self._look()
 
     def _start(self) -> None:
-        call, slots = getattr(self._mover, self._verb), (self._slots,)
+        call, slots = getattr(self._backend, self._verb), (self._slots,)
         arguments = (slots, _FIRST) if self._verb == "load" else (slots,)
         self._asked = iter((self._held,))
         self.state = _BEGINNING
@@ -190,12 +191,12 @@ class Movement:
             self.state = _RUNNING
 
     def _see_what_began(self) -> None:
-        """Its mover has raised, or an interrupt came: has it begun?"""
+        """Its transfer backend has raised, or an interrupt came: has it begun?"""
         if not self._box:
-            if length_hint(self._asked):  # the mover knows nothing of it
+            if length_hint(self._asked):  # the transfer backend knows nothing of it
                 self.state = _QUEUED
                 return
-            keep_result(self._box, partial(begun_of, self._mover), (self._held,))
+            keep_result(self._box, partial(begun_of, self._backend), (self._held,))
         self.state = _RUNNING
 
     def _look(self) -> None:
@@ -243,11 +244,11 @@ class Movement:
         self.state = state
 
 
-def begun_of(mover: Mover, held: Releasable) -> Moving | None:
-    """What a mover has begun with these pages, though its call has raised. None: nothing, or it
-    does not say, and then what raises moves nothing."""
-    begun = getattr(mover, "begun", None)
-    found: Moving | None = None if begun is None else begun(held)
+def begun_of(backend: TransferBackend, held: Releasable) -> TransferHandle | None:
+    """What a transfer backend has begun with these pages, though its call has raised. None:
+    nothing, or it does not say, and then what raises moves nothing."""
+    begun = getattr(backend, "begun", None)
+    found: TransferHandle | None = None if begun is None else begun(held)
     return found
 
 
@@ -262,7 +263,7 @@ class Asked(Protocol):
     """What can be asked whether it is over."""
 
     def done(self) -> bool:
-        """See `Moving`, and `Copying`."""
+        """See `TransferHandle`, and `Copying`."""
 
 
 def goes_on(copy: Asked) -> bool:
@@ -274,7 +275,7 @@ def goes_on(copy: Asked) -> bool:
         return False
 
 
-class Traffic:
+class TransferTracker:
     """All movements of one manager."""
 
     def __init__(
@@ -292,13 +293,14 @@ class Traffic:
         """
         self.lock, self._time_limit = lock, time_limit
         self._clock = clock
-        self._all: list[Movement] = []
+        self._all: list[BlockTransfer] = []
         """Those that are not over, in their order, and perhaps some that are."""
         self.paused = False
         self.failed = 0
         """Movements that failed."""
         self.foreign = Foreign()
-        """What movers have raised that is none of ours: for whoever polls the manager."""
+        """What transfer backends have raised that is none of ours: for whoever polls the
+        manager."""
 
     @property
     def in_flight(self) -> int:
@@ -313,27 +315,28 @@ class Traffic:
     def begin(
         self,
         blocks: Pages,
-        mover: Mover,
+        backend: TransferBackend,
         verb: str,
         held: Releasable,
         slots: Any,
         over: Over,
         *,
-        of: list[Movement] | None = None,
+        of: list[BlockTransfer] | None = None,
         ends: Ends | None = None,
         into: tuple[object, str] | None = None,
         instead_of: tuple[object, str] | None = None,
-    ) -> Movement:
+    ) -> BlockTransfer:
         """Begin a copy, or queue it while paused.
 
         Args:
             blocks: that it touches.
-            mover: who makes it.
+            backend: who makes it.
             verb: "load", "offload" or "save". What it raises fails the movement, and comes out of
                 nothing here; what is none of ours is for `foreign`.
-            held: what the mover is given. The movement's from now on: it gives it back if it never
-                begins and if it fails, unless the mover has done so, or has made it its own.
-            slots: for the mover.
+            held: what the transfer backend is given. The movement's from now on: it gives it back
+                if it never begins and if it fails, unless the transfer backend has done so, or has
+                made it its own.
+            slots: for the transfer backend.
             over: told whether it went well, and how many bytes it moved; None: who moved them does
                 not say. For counting: an interrupt may lose this call.
             of: of whoever holds its blocks while it goes on; it is appended. None: something else
@@ -342,7 +345,7 @@ class Traffic:
             into: an object and its attribute that is to be this movement from the same instant on.
             instead_of: an object and its attribute that had `held`; None from then on.
         """
-        made = Movement(self, blocks, mover, verb, held, slots, over, ends)
+        made = BlockTransfer(self, blocks, backend, verb, held, slots, over, ends)
         if into is None and instead_of is None:  # nearly always: this is the shorter way
             append_to((self._all,) if of is None else (self._all, of), made)
         else:
@@ -367,8 +370,8 @@ class Traffic:
         """Begin what waits, if not paused; notice what is over. Returns how many go on: see
         `in_flight`."""
         with self.lock, Hurried(self._time_limit):
-            for movement in self._all:
-                movement.go_on(paused=self.paused)
+            for transfer in self._all:
+                transfer.go_on(paused=self.paused)
             self.sort_out()
             return self.in_flight
 
@@ -385,7 +388,7 @@ class Traffic:
             found[known] = flags[blocks[known]]
         return found
 
-    def touching(self, blocks: Pages | None) -> list[Movement]:
+    def touching(self, blocks: Pages | None) -> list[BlockTransfer]:
         """Movements that touch any of these blocks, or will; None: all that go on."""
         with self.lock:
             if blocks is None:
@@ -400,25 +403,25 @@ class Traffic:
         Raises:
             WaitTimeout: some go on, or wait for `resume`; says which.
             ConfigError: no number of seconds.
-            As `Movement.block`.
+            As `BlockTransfer.block`.
         """
         limit = seconds_of(timeout)
         end = None if limit is None else self._clock() + limit
         self.poll()  # after an interrupt, some may have to be begun or ended still
-        for movement in self.touching(blocks):
-            if movement.state is State.QUEUED:
+        for transfer in self.touching(blocks):
+            if transfer.state is State.QUEUED:
                 raise WaitTimeout(
                     f"wait: transfers are paused, and one will touch blocks "
-                    f"{movement.blocks[:8].tolist()}; resume the manager first"
+                    f"{transfer.blocks[:8].tolist()}; resume the manager first"
                 )
             try:
-                movement.block(None if end is None else max(0.0, end - self._clock()))
+                transfer.block(None if end is None else max(0.0, end - self._clock()))
             except WaitTimeout:
                 raise WaitTimeout(
-                    f"wait: a copy still touches blocks {movement.blocks[:8].tolist()} after "
+                    f"wait: a copy still touches blocks {transfer.blocks[:8].tolist()} after "
                     f"{timeout} s; wait again before they are used for anything else"
                 ) from None
         self.poll()
 
 
-__all__ = ["Ends", "Movement", "State", "Traffic", "goes_on"]
+__all__ = ["BlockTransfer", "Ends", "State", "TransferTracker", "goes_on"]

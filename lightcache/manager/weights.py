@@ -9,7 +9,7 @@ from enum import Enum
 from lightcache.cache import Cache
 from lightcache.errors import ConfigError, OutOfPages
 from lightcache.manager.blocks import DeviceTier
-from lightcache.manager.request import Space
+from lightcache.manager.request import CacheScope
 from lightcache.namespaces import NamespaceState
 
 _KEYS_ALONE = "device alone"
@@ -75,7 +75,7 @@ class Weights:
         self.version = version
         """The one that is served."""
         self._anchor = host.namespace(version, "")
-        self._spaces: dict[str, Space] = {}
+        self._spaces: dict[str, CacheScope] = {}
         """By tenant."""
         self._updating = self._begun = False
         self.ours = True
@@ -93,7 +93,7 @@ class Weights:
 
     # ---- spaces
 
-    def space_of(self, tenant: str) -> Space | None:
+    def scope_of(self, tenant: str) -> CacheScope | None:
         """Where a tenant's tokens may be found and published; None: nowhere, the version is gone or
         going. A tenant that was cleared alone begins again, empty."""
         for _ in range(2):
@@ -108,15 +108,15 @@ class Weights:
                 return space
         return None
 
-    def space_or_none(self, tenant: str) -> Space | None:
-        """As `space_of`; None, too, where no namespace is left for the tenant: nothing of it is
+    def space_or_none(self, tenant: str) -> CacheScope | None:
+        """As `scope_of`; None, too, where no namespace is left for the tenant: nothing of it is
         found or published then."""
         try:
-            return self.space_of(tenant)
+            return self.scope_of(tenant)
         except OutOfPages:
             return None
 
-    def open_space(self, tenant: str) -> Space:
+    def open_space(self, tenant: str) -> CacheScope:
         """A tenant's space under the present version, whether that is good or not.
 
         Raises:
@@ -130,11 +130,11 @@ class Weights:
             space = self._spaces[tenant] = self._new_space(tenant)
         return space
 
-    def _new_space(self, tenant: str) -> Space:
+    def _new_space(self, tenant: str) -> CacheScope:
         host = self._host.namespace(self.version, tenant)
         spec = self._host.key_spec(namespace=host)
         blocks = self._device.block_tokens
-        return Space(
+        return CacheScope(
             self.version,
             tenant,
             host,
@@ -143,7 +143,7 @@ class Weights:
             spec if spec.page_tokens == blocks else replace(spec, page_tokens=blocks),
         )
 
-    def good(self, space: Space) -> bool:
+    def good(self, space: CacheScope) -> bool:
         """Whether anything of a space may be found or published. If another process has cleared
         our version, our device forgets it, and nothing is opened again before an update: the
         process that cleared it knows of other weights."""
@@ -200,7 +200,7 @@ class Weights:
                 f"clear_tenant: expected a tenant's name, found {tenant!r}; pages without a tenant "
                 "stand for the whole version, which begin_update forgets"
             )
-        space = self.space_of(tenant)
+        space = self.scope_of(tenant)
         if space is None:
             return False
         self._host.clear(space.host)
@@ -240,9 +240,9 @@ class CheckedSpaces:
     def __init__(self, weights: Weights) -> None:
         """None was checked."""
         self._weights = weights
-        self._checked: dict[Space, bool] = {}
+        self._checked: dict[CacheScope, bool] = {}
 
-    def good(self, space: Space) -> bool:
+    def good(self, space: CacheScope) -> bool:
         """See `Weights.good`."""
         good = self._checked.get(space)
         if good is None:

@@ -19,7 +19,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from lightcache.breaker import Breaker, Clock
+from lightcache.breaker import CircuitBreaker, Clock
 from lightcache.errors import Detached, StorageError
 from lightcache.shm.errors import leave
 from lightcache.shm.waiting import Condition
@@ -166,7 +166,9 @@ def checked_statuses(what: str, statuses: object, keys: int) -> None:
         )
 
 
-def storage_breaker(failures: int, retry: float, clock: Clock, what: str = "storage") -> Breaker:
+def storage_breaker(
+    failures: int, retry: float, clock: Clock, what: str = "storage"
+) -> CircuitBreaker:
     """One of a storage that messages call `what`."""
 
     def text(row: int, why: str) -> str:
@@ -176,7 +178,7 @@ def storage_breaker(failures: int, retry: float, clock: Clock, what: str = "stor
         )
 
     works = f"{what} works again and is used from now on"
-    return Breaker(failures, retry, clock, text=text, works=works, log=log)
+    return CircuitBreaker(failures, retry, clock, text=text, works=works, log=log)
 
 
 def unread(result: ReadResult) -> str:

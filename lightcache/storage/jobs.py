@@ -26,7 +26,7 @@ from typing import Literal, TypeVar, get_args
 import numpy as np
 
 from lightcache import _arguments
-from lightcache.breaker import Breaker
+from lightcache.breaker import CircuitBreaker
 from lightcache.cache import Cache
 from lightcache.errors import ConfigError, LightcacheError, StorageError, WaitTimeout
 from lightcache.leases import Lease, Positions
@@ -625,7 +625,7 @@ class JobExecutor(Executor):
         self,
         cache: Cache,
         storage: Storage,
-        breaker: Breaker,
+        breaker: CircuitBreaker,
         options: TierOptions,
         costs: ReadCosts | None,
     ) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightcache import _arguments
-from lightcache.breaker import Breaker
+from lightcache.breaker import CircuitBreaker
 from lightcache.errors import ConfigError, LightcacheError, StorageError
 from lightcache.shm.waiting import Condition
 from lightcache.storage.arguments import (
@@ -98,7 +98,7 @@ class Level:
     """A storage, its breaker, and its calls. Any thread may use it."""
 
     def __init__(
-        self, storage: Storage, name: str, breaker: Breaker, clock: Clock, *, apart: bool
+        self, storage: Storage, name: str, breaker: CircuitBreaker, clock: Clock, *, apart: bool
     ) -> None:
         """
         Args:

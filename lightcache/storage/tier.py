@@ -137,7 +137,7 @@ class BaseTier(ABC):
         """
 
     @abstractmethod
-    def prefetch_deepest(
+    def prefetch_last_ready(
         self,
         keys: Keys,
         *,
@@ -500,7 +500,7 @@ class StorageTier(BaseTier):
             probe = verdict.probe
         return executor.fetch(keys, start, namespace, deadline, hold=hold, declinable=not probe)
 
-    def prefetch_deepest(
+    def prefetch_last_ready(
         self,
         keys: Keys,
         *,

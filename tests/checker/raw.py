@@ -144,8 +144,12 @@ class _Findings:
         if not self.fresh <= root["grown"] <= self.n:
             yield f"fresh {self.fresh} <= grown {root['grown']} <= pages {self.n} does not hold"
             return
-        flat = int(self.c.config.get("flat", False)) if self.c.config else min(root["flat"], 1)
-        if root["flat"] != flat:
+        flat = (
+            int(self.c.config.get("independent", False))
+            if self.c.config
+            else min(root["independent"], 1)
+        )
+        if root["independent"] != flat:
             yield f"root.flat is {root['flat']}, expected {flat}"
         if root["repairing"]:
             yield "a repair has begun and not ended"
@@ -297,7 +301,7 @@ class _Findings:
             (self.state == PageState.READY)
             & ~self.kept
             & (self.reservation < 0)
-            & ((self.c.pages["children"] == 0) | bool(self.c.root["flat"]))
+            & ((self.c.pages["children"] == 0) | bool(self.c.root["independent"]))
         )
         yield from self.same("queue", np.array(queued, np.int64), belong)
         yield from self.count("queued", len(queued))

@@ -30,7 +30,7 @@ def rich(segment_name: str) -> Iterator[Any]:
         for seed in (1, 2):
             with index.reserve(keys(seed, 6)) as got:
                 got.publish()
-        assert index.keep(keys(1, 6)[:2]) == 2
+        assert index.protect(keys(1, 6)[:2]) == 2
         index.namespace("promised", quota=9, minimum=3)
         space = index.namespace("weights", "tenant")
         with index.reserve(keys(3, 4), namespace=space) as got:

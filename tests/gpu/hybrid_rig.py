@@ -27,7 +27,7 @@ from lightcache.hybrid.checkpoints import Checkpoints, Path, Tier
 from lightcache.kernels.geometry import KVGroup, PageGeometry
 from lightcache.kernels.layouts import Shard, sglang
 from lightcache.kernels.moves import Move
-from lightcache.manager import EngineMover, KVCacheManager, OwnedDevice, Prompt
+from lightcache.manager import EngineBackend, KVCacheManager, ManagedBlocks, Prompt
 
 LAYERS, HEADS, CHANNELS, DIM = 2, 2, 8, 16
 BLOCK = 4
@@ -115,7 +115,7 @@ class Running:
     """Its tokens, those to be generated included."""
     prompt: Prompt
     match: HybridMatch
-    fetch: Any
+    load: Any
     stream: Any
     at: int
     """Tokens that were launched."""
@@ -163,11 +163,11 @@ class Rig:
         planes = sglang(Shard(geometry), "kv", model.keys, model.values)
         self.pinned = where.pin(self.cache)
         self.engine = where.engine(self.cache, geometry, planes, self.pinned)
-        self.device = OwnedDevice(f"{name}-blocks", block_tokens=BLOCK, blocks=blocks)
+        self.device = ManagedBlocks(f"{name}-blocks", block_tokens=BLOCK, blocks=blocks)
         self.after: list[Any] = []
         """Events that transfers wait for from now on."""
         self.manager = KVCacheManager(
-            self.cache, self.device, EngineMover(self.engine, after=self.after)
+            self.cache, self.device, EngineBackend(self.engine, after=self.after)
         )
         self._on_stand_in(monkeypatch)
         self.states = open_states(
@@ -184,7 +184,7 @@ class Rig:
         self.checkpoints = Checkpoints(
             self.slots,
             self.host,
-            EngineMover(self.states.engine, after=self.after),
+            EngineBackend(self.states.engine, after=self.after),
             self.states.copier,
             **{"most": None, **(states or {})},
         )
@@ -221,9 +221,9 @@ class Rig:
         match = self.hybrid.take(request)
         self.hybrid.allocate(request, prompt)
         self.hybrid.restore([request], stream=stream)
-        fetch = self.hybrid.fetch(request)
-        fetch.wait_on(stream)
-        made = Running(list(every), named, match, fetch, stream, match.usable)
+        load = self.hybrid.load(request)
+        load.wait_on(stream)
+        made = Running(list(every), named, match, load, stream, match.usable)
         self.running[request] = made
         return match
 
@@ -336,7 +336,7 @@ class Rig:
 
     def _path(self, tokens: Sequence[int]) -> Path:
         prompt = Prompt(tokens)
-        space = self.manager._weights.space_of(prompt.tenant)
+        space = self.manager._weights.scope_of(prompt.tenant)
         assert space is not None
         states = self.hybrid.states_of(space)
         assert states is not None

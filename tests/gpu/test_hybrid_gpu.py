@@ -163,7 +163,7 @@ def test_states_come_from_the_host(rigs: Any, where: Any) -> None:
     try:
         match = rig.begin("b", [*every, *tokens(9, 1)], 51)
         assert (match.usable, match.tier, match.device_tokens) == (40, Tier.HOST, 0)
-        loading = rig.running["b"].fetch
+        loading = rig.running["b"].load
         rig.launch("b", 44)
         assert not loading.done()
         assert not rig.running["b"].passes[0].mark.query(), "the pass waits for the loads"

@@ -9,8 +9,8 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine
 from model.index_model import (
+    CacheScope,
     Handoff,
-    Space,
     Violation,
     Writing,
 )
@@ -46,7 +46,7 @@ pick = st.integers(0, 1 << 16)
 class Client:
     index: PageIndex
     slot: int
-    default: Space
+    default: CacheScope
 
 
 @dataclass(eq=False)
@@ -75,7 +75,7 @@ class Given:
 
 @dataclass
 class Opened:
-    space: Space
+    space: CacheScope
     real: Namespace
     refs: set[int] = field(default_factory=set)
 
@@ -86,7 +86,7 @@ class Planned:
 
     client: Client
     keys: list[make.Pair]
-    space: Space
+    space: CacheScope
     pages: list[int]
 
 
@@ -95,13 +95,13 @@ class MachineBase(RuleBasedStateMachine):
 
     def __init__(self, name: str, flat: bool = False) -> None:
         super().__init__()
-        self.flat = flat
+        self.independent = flat
         self.name = f"{name}-{next(_numbers)}"
         self.clients: list[Client] = []
         self.held: list[Held] = []
         self.given: list[Given] = []
         self.planned: dict[tuple[int, int], Planned] = {}
-        self.opened: dict[Space, Namespace] = {}
+        self.opened: dict[CacheScope, Namespace] = {}
         self.refs: set[int] = set()
 
     # ---- helpers
@@ -116,7 +116,7 @@ class MachineBase(RuleBasedStateMachine):
     def keys(self, path: list[int]) -> list[make.Pair]:
         return make.chain(path, self.bucket)
 
-    def space(self, client: Client, number: int) -> tuple[Space, Namespace | None]:
+    def space(self, client: Client, number: int) -> tuple[CacheScope, Namespace | None]:
         """Mostly the default one."""
         if number % 3 or not self.opened:
             return client.default, None
@@ -133,12 +133,12 @@ class MachineBase(RuleBasedStateMachine):
             return
         raise Violation(f"{call}: expected {kinds}, nothing was raised")
 
-    def default_space(self, index: PageIndex) -> Space:
+    def default_space(self, index: PageIndex) -> CacheScope:
         """What an index that attached, or cleared its own, calls the default namespace."""
         space = self.model.open_space("", "")
         if space is None:
             assert index._namespace not in self.refs
-            space = Space("", "", index._namespace & 0xFF)
+            space = CacheScope("", "", index._namespace & 0xFF)
             self.model.spaces.append(space)
         self.refs.add(index._namespace)
         return space

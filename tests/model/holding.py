@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from model.base import Client, Held, paths, pick
-from model.index_model import BATCH, TICKETS, Page, Space
+from model.index_model import BATCH, TICKETS, CacheScope, Page
 from model.machine import IndexMachine
 from support import keys as make
 
@@ -149,7 +149,7 @@ class HoldingMachine(IndexMachine):
     def settle_name(
         self,
         client: Client,
-        space: Space,
+        space: CacheScope,
         key: make.Pair,
         number: int,
         status: int,

@@ -55,7 +55,7 @@ class One:
     """Tokens whose ids are known."""
     at: int
     """Tokens behind which its state stands, when all that was launched has happened."""
-    fetch: Any
+    load: Any
     slots: list[int] | None
     ready: bool = False
     steps: list[Step] = field(default_factory=list)
@@ -122,7 +122,7 @@ class HybridMachine(RuleBasedStateMachine):
         """Tokens whose KV is there, and those that are usable, by trying every position."""
         assert self.world is not None
         manager = self.world.manager
-        space = manager._weights.space_of(prompt.tenant)
+        space = manager._weights.scope_of(prompt.tenant)
         block, page = manager.device.block_tokens, manager.page_tokens
         device = self.flags(manager.device.index, prompt.keys(space.device_spec), space.device)
         host = self.flags(manager.host.index, prompt.keys(space.host_spec), space.host)
@@ -290,8 +290,8 @@ class HybridMachine(RuleBasedStateMachine):
             self.hybrid.release(request, publish=False)
             return
         assert len(restored.working) == 1
-        fetch = self.hybrid.fetch(request)
-        self.running[request] = One(prompt, prompt.tokens.tolist(), match.usable, fetch, slots)
+        load = self.hybrid.load(request)
+        self.running[request] = One(prompt, prompt.tokens.tolist(), match.usable, load, slots)
 
     def engine_slots(self) -> list[int]:
         """Of an engine that numbers them itself: those that nobody has and no copy touches."""
@@ -329,12 +329,12 @@ class HybridMachine(RuleBasedStateMachine):
         if one.ready:
             return True
         try:
-            one.ready = one.fetch.done()
+            one.ready = one.load.done()
         except TransferFailed:
             loading = self.hybrid._request(request).loading
             if loading is not None and not loading.over:
                 return False
-            assert one.fetch.tokens == 0
+            assert one.load.tokens == 0
             assert self.hybrid.restart(request).usable == 0
             one.at = 0
             try:
@@ -342,8 +342,8 @@ class HybridMachine(RuleBasedStateMachine):
             except OutOfPages:
                 self.over(request, publish=False, at=None)
                 return False
-            one.fetch = self.hybrid.fetch(request)
-            one.ready = one.fetch.done()
+            one.load = self.hybrid.load(request)
+            one.ready = one.load.done()
         if one.ready:
             stamps = self.stamps(one.every)[: one.at]
             assert (self.world.world.content(request, one.at) == stamps).all()
@@ -446,10 +446,10 @@ class HybridMachine(RuleBasedStateMachine):
     def transfers(self, kv: int, states: int, at_once: bool) -> None:
         """Some happen, and whether the next ones happen at once."""
         assert self.world is not None
-        for mover, count in ((self.world.world.mover, kv), (self.world.mover, states)):
-            if mover is not None:
-                mover.at_once = at_once
-                mover.finish(count)
+        for backend, count in ((self.world.world.backend, kv), (self.world.backend, states)):
+            if backend is not None:
+                backend.at_once = at_once
+                backend.finish(count)
         self.hybrid.poll()
 
     @precondition(lambda self: not self.roomy)
@@ -457,9 +457,9 @@ class HybridMachine(RuleBasedStateMachine):
     def fail(self, kv: bool, really: int) -> None:
         """The next copy fails."""
         assert self.world is not None
-        mover = self.world.world.mover if kv else self.world.mover
-        if mover is not None and not really:
-            mover.fail_next = 1
+        backend = self.world.world.backend if kv else self.world.backend
+        if backend is not None and not really:
+            backend.fail_next = 1
 
     @precondition(lambda self: not self.roomy)
     @rule(which=st.integers(0, 3), count=st.integers(1, 6))

@@ -20,7 +20,7 @@ NEW, PRESENT, BUSY, MISSING = "new", "present", "busy", "missing"
 
 
 @dataclass(eq=False)
-class Space:
+class CacheScope:
     """A namespace from its opening to its clearing."""
 
     weights: str
@@ -37,7 +37,7 @@ class Page:
 
     number: int
     key: Pair
-    space: Space
+    space: CacheScope
     parent: Page | None
     tick: int
     state: str = "writing"
@@ -56,7 +56,7 @@ class Writing:
     """A reservation that has new pages."""
 
     owner: int | None
-    space: Space
+    space: CacheScope
     shards: list[int]
     """The slot that owes each shard."""
     pages: list[Page] = field(default_factory=list)
@@ -101,13 +101,13 @@ class Model:
 
     def __init__(self, pages: int, *, flat: bool = False) -> None:
         self.capacity = pages
-        self.flat = flat
+        self.independent = flat
         self.by_key: dict[Pair, Page] = {}
         self.doomed: dict[int, Page] = {}
         self.held: dict[int, int] = {}
         """Pages without a key, and the slot of who holds them."""
         self.pins: Counter[tuple[int | str, int]] = Counter()
-        self.spaces: list[Space] = [Space("", "", 0)]
+        self.spaces: list[CacheScope] = [CacheScope("", "", 0)]
         self.writings: list[Writing] = []
         self.handoffs: list[Handoff] = []
 
@@ -121,7 +121,7 @@ class Model:
 
     def covering(self, page: Page) -> list[Page]:
         """What has to go before it."""
-        return [] if self.flat else self.children(page)
+        return [] if self.independent else self.children(page)
 
     def pinned(self, number: int) -> bool:
         return any(n for (_, page), n in self.pins.items() if page == number)
@@ -132,7 +132,7 @@ class Model:
     def total_pins(self) -> int:
         return sum(self.pins.values())
 
-    def prefix(self, keys: Sequence[Pair], space: Space) -> list[Page]:
+    def prefix(self, keys: Sequence[Pair], space: CacheScope) -> list[Page]:
         found: list[Page] = []
         for key in keys if space.open else []:
             page = self.by_key.get(key)
@@ -141,17 +141,17 @@ class Model:
             found.append(page)
         return found
 
-    def ready(self, key: Pair, space: Space) -> Page | None:
+    def ready(self, key: Pair, space: CacheScope) -> Page | None:
         page = self.by_key.get(key) if space.open else None
         return page if page and page.state == "ready" and page.space is space else None
 
-    def deepest(self, keys: Sequence[Pair], space: Space) -> int:
+    def last_ready(self, keys: Sequence[Pair], space: CacheScope) -> int:
         return max((i for i, key in enumerate(keys, 1) if self.ready(key, space)), default=0)
 
     def writes_any(self, keys: Iterable[Pair]) -> bool:
         return any(k in self.by_key and self.by_key[k].state == "writing" for k in keys)
 
-    def space_pages(self, space: Space) -> int:
+    def space_pages(self, space: CacheScope) -> int:
         return sum(p.space is space for p in self.named())
 
     def pinned_doomed(self) -> int:
@@ -197,17 +197,17 @@ class Model:
         """Every queued page stands where its tick says."""
         return not any(page.tick < page.parked for page in self.named())
 
-    def promises(self, by: Space | None) -> bool:
+    def promises(self, by: CacheScope | None) -> bool:
         """Room that is made for `by` has to leave somebody a minimum."""
         return any(s.open and s.minimum and s is not by for s in self.spaces)
 
-    def keeps_promises(self, gone: set[Page], by: Space | None) -> None:
+    def keeps_promises(self, gone: set[Page], by: CacheScope | None) -> None:
         """After pages have gone to make room."""
         for space in {page.space for page in gone} - {by}:
             if self.space_pages(space) < space.minimum:
                 raise Violation(f"{space} has {self.space_pages(space)} pages left")
 
-    def nothing_can_go(self, since: int, by: Space | None) -> None:
+    def nothing_can_go(self, since: int, by: CacheScope | None) -> None:
         """All that is left is pinned, kept, used since, or promised to somebody else."""
         for page in self.named():
             if not self.queued(page) or not self.removable(page, since):
@@ -217,7 +217,7 @@ class Model:
 
     # ---- what an engine decides itself
 
-    def drop(self, keys: Sequence[Pair], start: int, space: Space) -> list[Page]:
+    def drop(self, keys: Sequence[Pair], start: int, space: CacheScope) -> list[Page]:
         """The pages that go, the end first."""
         gone: list[Page] = []
         for key in reversed(keys[start:]) if space.open else []:
@@ -323,13 +323,13 @@ class Model:
 
     # ---- namespaces
 
-    def open_space(self, weights: str, tenant: str) -> Space | None:
+    def open_space(self, weights: str, tenant: str) -> CacheScope | None:
         for space in self.spaces:
             if space.open and (space.weights, space.tenant) == (weights, tenant):
                 return space
         return None
 
-    def clear(self, space: Space) -> None:
+    def clear(self, space: CacheScope) -> None:
         space.open, space.minimum = False, 0
         for page in self.named():
             if page.space is space:

@@ -46,16 +46,16 @@ class LookupRules(MachineBase):
         assert found.tolist() == [len(self.model.prefix(chain, space)) for chain in chains]
 
     @rule(number=pick, many=st.lists(paths, max_size=3), where=pick)
-    def deepest(self, number: int, many: list[list[int]], where: int) -> None:
+    def last_ready(self, number: int, many: list[list[int]], where: int) -> None:
         client = self.client(number)
         space, real = self.space(client, where)
         chains = [self.keys(path) for path in many]
-        expected = [self.model.deepest(chain, space) for chain in chains]
+        expected = [self.model.last_ready(chain, space) for chain in chains]
         for chain, deepest in zip(chains, expected, strict=True):
-            assert client.index.deepest(make.array(chain), namespace=real) == deepest
+            assert client.index.last_ready(make.array(chain), namespace=real) == deepest
         offsets = np.cumsum([0, *map(len, chains)])
         keys = make.array(itertools.chain.from_iterable(chains))
-        found = client.index.deepest_many(keys, offsets, namespace=real)
+        found = client.index.last_ready_many(keys, offsets, namespace=real)
         assert found.tolist() == expected
 
     @rule(number=pick, path=paths, where=pick)

@@ -11,8 +11,8 @@ from model.base import (
     pick,
 )
 from model.index_model import (
+    CacheScope,
     Page,
-    Space,
 )
 from support import keys as make
 
@@ -54,18 +54,18 @@ class RoomRules(MachineBase):
     # ---- what an engine decides itself
 
     @rule(number=pick, path=paths, where=pick, kept=st.sampled_from([True, True, False]))
-    def keep(self, number: int, path: list[int], where: int, kept: bool) -> None:
+    def protect(self, number: int, path: list[int], where: int, kept: bool) -> None:
         client = self.client(number)
         space, real = self.space(client, where)
         keys = self.keys(path)
         if kept and len(keys) * 2 <= self.model.capacity:  # room for others is wanted as well
             found = self.model.prefix(keys, space)
-            assert client.index.keep(make.array(keys), namespace=real) == len(found)
+            assert client.index.protect(make.array(keys), namespace=real) == len(found)
         else:
             kept = False
             pages = [self.model.by_key[key] for key in keys if key in self.model.by_key]
             found = [p for p in pages if p.kept and p.space is space and space.open]
-            assert client.index.unkeep(make.array(keys), namespace=real) == len(found)
+            assert client.index.unprotect(make.array(keys), namespace=real) == len(found)
         for page in found:
             page.kept = kept
 
@@ -152,7 +152,7 @@ class RoomRules(MachineBase):
         assert model.discard(pages, unwanted) == gone
         self.expect_lost(held.real.release, LeaseLost)
 
-    def limits_fit(self, space: Space | None, quota: int | None, minimum: int | None) -> bool:
+    def limits_fit(self, space: CacheScope | None, quota: int | None, minimum: int | None) -> bool:
         quota = quota if quota is not None else space.quota if space else 0
         minimum = minimum if minimum is not None else space.minimum if space else 0
         others = sum(s.minimum for s in self.model.spaces if s.open and s is not space)
@@ -173,7 +173,7 @@ class RoomRules(MachineBase):
         real = index.namespace(*name, quota=quota, minimum=minimum)
         if space is None:
             assert real.ref not in self.refs, "an old handle would speak for a new namespace"
-            space = Space(*name, id=real.id)
+            space = CacheScope(*name, id=real.id)
             self.model.spaces.append(space)
         elif space in self.opened:
             assert real == self.opened[space]

@@ -18,10 +18,10 @@ EXAMPLES = int(os.environ.get("LIGHTCACHE_TEST_EXAMPLES", "300"))
 
 @pytest.mark.timeout(60 + 2 * EXAMPLES)  # a tenth of a second each when alone
 @pytest.mark.parametrize(
-    "flat",
+    "independent",
     [
         pytest.param(False, id="prefixes"),
-        pytest.param(True, id="flat", marks=pytest.mark.slow),
+        pytest.param(True, id="independent", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("machine", [IndexMachine, HoldingMachine])

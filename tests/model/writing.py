@@ -20,8 +20,8 @@ from model.index_model import (
     MISSING,
     NEW,
     PRESENT,
+    CacheScope,
     Page,
-    Space,
     Writing,
 )
 from support import keys as make
@@ -87,7 +87,7 @@ class WritingRules(MachineBase):
         held.real.release()
         self.model.unpin(held.client.slot, held.pages)
 
-    @precondition(lambda self: self.flat)
+    @precondition(lambda self: self.independent)
     @rule(number=pick, path=paths)
     def write_behind(self, number: int, path: list[int]) -> None:
         """As a checkpoint is written: only what it hangs on counts as used."""
@@ -115,7 +115,7 @@ class WritingRules(MachineBase):
     def settle_reserve(
         self,
         client: Client,
-        space: Space,
+        space: CacheScope,
         keys: list[make.Pair],
         start: int,
         shards: int,
@@ -221,7 +221,9 @@ class WritingRules(MachineBase):
         """Before the first key without room."""
         return all(s is not None and s != MISSING for s in status[: i + 1])
 
-    def may_place(self, space: Space, i: int, exact: bool, got: Reservation, start: int) -> bool:
+    def may_place(
+        self, space: CacheScope, i: int, exact: bool, got: Reservation, start: int
+    ) -> bool:
         if space.quota and self.model.space_pages(space) >= space.quota:
             return False
         if exact:
@@ -235,7 +237,7 @@ class WritingRules(MachineBase):
         buckets.update(key[0] & 0x3F for key in rest)
         return self.model.capacity > CHAIN_MAX and max(buckets.values(), default=0) > CHAIN_MAX
 
-    def parent_at(self, keys: list[make.Pair], at: int, space: Space) -> Page | None:
+    def parent_at(self, keys: list[make.Pair], at: int, space: CacheScope) -> Page | None:
         page = self.model.by_key.get(keys[at - 1]) if at else None
         return page if page and page.space is space else None
 

@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 from support.crew import PAGE
-from support.shard_mover import SECRET, ShardMover
+from support.shard_mover import SECRET, ShardBackend
 from support.stamped import StampedDevice, stamps_of
 
 from lightcache import Cache, ReservationShard
 from lightcache.manager.ranks.messages import Decisions
-from lightcache.manager.ranks.worker import Follower
+from lightcache.manager.ranks.worker import RankWorker
 from lightcache.shm import SharedLog
 
 
@@ -38,7 +38,7 @@ def stop(stage: str) -> None:
         signal.pause()
 
 
-class DoomedMover(ShardMover):
+class DoomedMover(ShardBackend):
     """Stops in the middle of its first copy of one kind."""
 
     kind = stage = ""
@@ -76,11 +76,11 @@ class Side:
         self.rank = int(rank)
         self.cache = Cache.attach(cache, secret=SECRET, role=f"rank {rank}")
         self.device = StampedDevice(int(blocks), PAGE)
-        self.mover = DoomedMover(self.cache, self.device, self.rank)
+        self.backend = DoomedMover(self.cache, self.device, self.rank)
         if doom:
-            self.mover.kind, self.mover.stage = doom
+            self.backend.kind, self.backend.stage = doom
         self.log = SharedLog.attach(log)
-        self.follower = Follower(self.log, self.cache, self.mover, self.rank)
+        self.follower = RankWorker(self.log, self.cache, self.backend, self.rank)
         self.follower.ready(60)
 
     def compute(self, tokens: list[int], table: list[int], begin: int) -> int:

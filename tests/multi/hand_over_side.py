@@ -15,7 +15,7 @@ from support.manager_world import Engine, open_cache
 
 from lightcache import ClientId
 from lightcache.manager import Prompt, WritePolicy
-from lightcache.manager.handoff import hand_over, receive
+from lightcache.manager.handoff import hand_off, receive
 
 PROMPT = Prompt(np.arange(21))
 LONGER = Prompt(np.arange(22))
@@ -47,14 +47,14 @@ def prefill(name: str, stage: str) -> None:
     engine = engine_of(name, "prefill", write=WritePolicy.BACK)
     engine.begin(1, PROMPT)
     engine.compute(1, 21, [])
-    mover: Any = engine.mover
+    backend: Any = engine.backend
     if stage == "saving":
-        mover._save = stop
+        backend._save = stop
     elif stage == "writing":
-        mover._offload = lambda moving: left.append(moving)  # it never ends
+        backend._offload = lambda moving: left.append(moving)  # it never ends
     left: list[Any] = []
     adopter = ClientId(*json.loads(sys.stdin.readline()))
-    say(bytes(hand_over(engine.manager, 1, [adopter])).hex())
+    say(bytes(hand_off(engine.manager, 1, [adopter])).hex())
     stop()
 
 
@@ -69,9 +69,9 @@ def decode(name: str, stage: str) -> None:
     elif stage == "adopted":
         engine.cache.wait = stop  # type: ignore[assignment,method-assign]
     elif stage == "taken":
-        manager.fetch = stop
+        manager.load = stop
     elif stage == "loading":
-        engine.mover.at_once = False
+        engine.backend.at_once = False
     found = receive(manager, 1, LONGER, handed)
     assert stage == "loading" or found.done()
     stop()

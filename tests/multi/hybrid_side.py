@@ -64,7 +64,7 @@ class Side:
         world = self.world
         if what == "a load":
             world.slots.evict(8)  # type: ignore[union-attr]
-            world.mover._load = stop  # type: ignore[union-attr, method-assign]
+            world.backend._load = stop  # type: ignore[union-attr, method-assign]
         else:
             world.copier.at_once = False
         world.plan(LONGER, "a")
@@ -97,7 +97,7 @@ class Side:
             stop()
 
         if what == "read by the host":
-            world.mover.at_once = False  # type: ignore[union-attr]
+            world.backend.at_once = False  # type: ignore[union-attr]
         else:
             slots.name_pages = named  # type: ignore[method-assign, assignment]
         world.end("a")
@@ -115,7 +115,7 @@ class Side:
         world = self.world
         world.begin("a", LONGER)
         world.step("a", 72, save=False)
-        world.mover._offload = self.half  # type: ignore[union-attr, method-assign]
+        world.backend._offload = self.half  # type: ignore[union-attr, method-assign]
         world.end("a")
 
     def demote(self, _: str) -> None:
@@ -125,7 +125,7 @@ class Side:
         world.begin("a", LONGER)
         world.step("a", 72, save=False)
         world.end("a")
-        world.mover._offload = self.half  # type: ignore[union-attr, method-assign]
+        world.backend._offload = self.half  # type: ignore[union-attr, method-assign]
         world.checkpoints.demote(8)
 
     def published(self, _: str) -> None:

@@ -29,7 +29,7 @@ BLOCK, PAGE, BLOCKS, PAGES = 2, 4, 40, 48
 STAGES = [
     "plan",
     "take",
-    "fetch",
+    "load",
     "offload",
     "demote",
     "release",
@@ -69,7 +69,7 @@ class Side:
             write=policy,
             write_group=1,
         )
-        self.life = Life(self.engine, int(seed), without=("update", "keep"))
+        self.life = Life(self.engine, int(seed), without=("update", "protect"))
 
     def look(self) -> None:
         """What an engine does that another one's update has reached."""
@@ -95,8 +95,8 @@ class Side:
         life.over()
         while engine.running:
             life.end()
-        engine.mover.finish()
-        engine.mover.at_once, engine.mover.fail_next = True, 0
+        engine.backend.finish()
+        engine.backend.at_once, engine.backend.fail_next = True, 0
         engine.forgo_next = False
         engine.manager.poll()
         getattr(self, "stage_" + stage.partition(":")[0])(stage)
@@ -133,7 +133,7 @@ class Side:
             self.engine.store.slots[wanted[::2]] = 7
             stop()
 
-        self.engine.mover._load = half  # type: ignore[method-assign]
+        self.engine.backend._load = half  # type: ignore[method-assign]
         self.engine.begin(-2, prompt)
 
     def _half_written(self, moving: StampedMoving) -> None:
@@ -143,7 +143,7 @@ class Side:
     def stage_offload(self, _: str) -> None:
         """Half of a page is on the host."""
         self.engine.manager.config.__dict__["write"] = WritePolicy.THROUGH
-        self.engine.mover._offload = self._half_written  # type: ignore[method-assign]
+        self.engine.backend._offload = self._half_written  # type: ignore[method-assign]
         self.engine.begin(-1, Prompt(list(range(200, 230))))
         self.engine.compute(-1, 30, [])
 
@@ -153,7 +153,7 @@ class Side:
         self.engine.begin(-1, Prompt(list(range(200, 230))))
         self.engine.compute(-1, 30, [])
         self.engine.end(-1, publish=True)
-        self.engine.mover._offload = self._half_written  # type: ignore[method-assign]
+        self.engine.backend._offload = self._half_written  # type: ignore[method-assign]
         self.engine.manager.demote(BLOCKS)
 
     def stage_release(self, _: str) -> None:
@@ -203,10 +203,10 @@ class Side:
         life.over()
         while engine.running:
             life.end()
-        engine.mover.finish()
+        engine.backend.finish()
         engine.manager.poll()
         life.check()
-        engine.mover.finish()
+        engine.backend.finish()
         engine.manager.lookup.close()
         index = engine.device.index
         assert index is not None

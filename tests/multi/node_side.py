@@ -126,7 +126,7 @@ class Plain(Node):
 
     def settle_copies(self) -> None:
         """What was computed is on the host, and then in storage."""
-        self.world.mover.finish()
+        self.world.backend.finish()
         self.world.manager.poll()
         self.settle()
 

@@ -17,7 +17,7 @@ from multi.hand_over_side import LONGER, PAGE, PAGES, PROMPT, engine_of
 from support.manager_world import Engine, open_cache
 
 from lightcache import Cache
-from lightcache.manager.handoff import HandOver, hand_over, receive
+from lightcache.manager.handoff import KVHandoff, hand_off, receive
 from lightcache.shm import Segment
 
 TESTS = Path(__file__).parent.parent
@@ -110,7 +110,7 @@ def test_the_prefill_side_is_killed(
     handed = bytes.fromhex(said)
     assert side.hear() == "stopped"
     side.kill()
-    assert HandOver.parse(handed).partial == 5
+    assert KVHandoff.parse(handed).partial == 5
     found = receive(engine.manager, 1, LONGER, handed, timeout=60)
     assert found.done()
     assert found.tokens == tokens
@@ -127,7 +127,7 @@ def test_the_decode_side_is_killed(cache: Cache, engines: Any, stage: str) -> No
     assert engine.compute(1, 21, [])
     side = Side("decode", cache.name, stage)
     adopter = side.hear()
-    handed = hand_over(engine.manager, 1, [type(cache.client_id)(*adopter)])
+    handed = hand_off(engine.manager, 1, [type(cache.client_id)(*adopter)])
     side.tell(bytes(handed).hex())
     assert side.hear() == "stopped"
     side.kill()

@@ -13,7 +13,7 @@ from multi.hybrid_side import NEXT, PROMPT, SHAPE, STAGES
 from support.hybrid_case import HybridWorld
 
 from lightcache.hybrid.opening import create_slots
-from lightcache.manager import OwnedDevice
+from lightcache.manager import ManagedBlocks
 
 TESTS = Path(__file__).parent.parent
 
@@ -71,4 +71,4 @@ def test_killed_at_a_stage(segment_name: str, stage: str) -> None:
         world.close()
     with create_slots(f"{segment_name}.side.slots", 4) as index:  # its successor
         assert index.stats().free == 4
-    OwnedDevice(f"{segment_name}.side.device", block_tokens=4, blocks=4).close()
+    ManagedBlocks(f"{segment_name}.side.device", block_tokens=4, blocks=4).close()

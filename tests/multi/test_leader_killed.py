@@ -18,7 +18,7 @@ from support.shard_mover import open_sharded
 from support.stamped import stamps_of
 
 from lightcache.errors import Abandoned
-from lightcache.manager.ranks.coordinator import Leader
+from lightcache.manager.ranks.coordinator import RankCoordinator
 from lightcache.manager.ranks.messages import Decisions
 from lightcache.shm import SharedLog
 
@@ -88,7 +88,7 @@ def test_ranks_outlive_their_leader(segment_name: str, stage: str, begun: bool) 
             assert process.stdout.readline()
             for each in ranks:
                 each.compute(TOKENS, TOKENS)
-                each.mover.at_once = False
+                each.backend.at_once = False
                 if begun:  # else they read all of it when its writer is dead already
                     with pytest.raises(TimeoutError):
                         each.follower.step(0.01)
@@ -98,7 +98,7 @@ def test_ranks_outlive_their_leader(segment_name: str, stage: str, begun: bool) 
             with pytest.raises(Abandoned):
                 each.follower.step(60)
             assert each.follower.in_flight == 0
-            assert not each.mover.going
+            assert not each.backend.going
         written = 0 if stage == "nothing" else 2
         assert cache.peek(prompt(1, 2)) == written  # the ranks had all that was left to do
         nothing_is_left(cache)
@@ -119,16 +119,16 @@ def nothing_is_left(cache: Any) -> None:
 
 def another_leads(cache: Any, ranks: list[Rank]) -> None:
     with SharedLog.attach(ranks[0].log.segment.name, writer=True) as log:
-        leader = Leader(log, [each.cache.client_id for each in ranks])
+        leader = RankCoordinator(log, [each.cache.client_id for each in ranks])
         made = leader.offload(cache.reserve(prompt(3, 2), shards=2), TOKENS)
         told = leader.step(Decisions(7, extra=bytes(100)))
         for each in ranks:
-            each.mover.at_once = True
+            each.backend.at_once = True
             assert each.follower.step(60) == told
         made.wait(60)
         with cache.match(prompt(3, 2)) as lease:
             for each in ranks:
-                found = each.mover._page(int(lease.pages[1]))
+                found = each.backend._page(int(lease.pages[1]))
                 assert (found == stamps_of(TOKENS, each.rank)[PAGE:]).all()
         del made, leader
     nothing_is_left(cache)

@@ -21,7 +21,7 @@ from support.manager_case import open_cache
 from support.stamped import stamps_of
 
 from lightcache import Cache, PageIndex
-from lightcache.manager import Item, Prompt
+from lightcache.manager import MultimodalItem, Prompt
 
 TESTS = Path(__file__).parent.parent
 ROUNDS = 20
@@ -87,7 +87,7 @@ def prompts_of(rank: Rank) -> list[Prompt]:
     while not line.startswith("["):
         line = rank.hear()
     for tokens, items, tenant in json.loads(line):
-        every = [Item(begin, end, bytes([digest])) for begin, end, digest in items]
+        every = [MultimodalItem(begin, end, bytes([digest])) for begin, end, digest in items]
         found.append(Prompt(np.array(tokens), items=every, tenant=tenant))
     return found
 

@@ -66,7 +66,7 @@ def test_a_promise_survives_a_flood(index: PageIndex, segment_name: str) -> None
         new.publish()
     with index.reserve(prompt(2, 4)) as new:
         new.publish()
-    assert index.keep(prompt(2, 4)) == 4
+    assert index.protect(prompt(2, 4)) == 4
     discarded = 0
     with ExitStack() as stack:
         floods = [stack.enter_context(Flood(segment_name, who)) for who in range(1, FLOODS + 1)]

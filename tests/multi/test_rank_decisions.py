@@ -22,8 +22,8 @@ from support.shard_mover import open_sharded
 from support.stamped import stamps_of
 
 from lightcache.errors import TransferFailed
-from lightcache.manager import Fetch, KVCacheManager, ManagerConfig, OwnedDevice, Prompt
-from lightcache.manager.ranks.coordinator import Leader
+from lightcache.manager import KVCacheManager, LoadHandle, ManagedBlocks, ManagerConfig, Prompt
+from lightcache.manager.ranks.coordinator import RankCoordinator
 from lightcache.manager.ranks.messages import Decisions
 from lightcache.manager.ranks.startup import wait_for_ranks
 from lightcache.shm import SharedLog
@@ -50,8 +50,8 @@ def conversation(number: int) -> Prompt:
 class Running:
     """A request of the leader's scheduler."""
 
-    def __init__(self, prompt: Prompt, table: Any, fetch: Fetch) -> None:
-        self.prompt, self.table, self.fetch = prompt, table, fetch
+    def __init__(self, prompt: Prompt, table: Any, load: LoadHandle) -> None:
+        self.prompt, self.table, self.load = prompt, table, load
         self.computed = False
 
 
@@ -66,8 +66,8 @@ class Scheduler:
                       else self.start(rank) for rank in range(ranks)]  # fmt: skip
         watch = {f"rank {rank}": side.pid for rank, side in enumerate(self.sides)}
         found = wait_for_ranks(self.cache, self.log, list(watch), 60, watch=watch)
-        self.leader = Leader(self.log, found, append_timeout=60)
-        self.device = OwnedDevice(f"{name}.device", block_tokens=PAGE, blocks=BLOCKS)
+        self.leader = RankCoordinator(self.log, found, append_timeout=60)
+        self.device = ManagedBlocks(f"{name}.device", block_tokens=PAGE, blocks=BLOCKS)
         config = ManagerConfig(write_group=1, time_limit=30.0)
         self.manager = KVCacheManager(self.cache, self.device, self.leader, config=config)
         self.running: dict[int, Running] = {}
@@ -93,18 +93,18 @@ class Scheduler:
         self.manager.plan(request, prompt)
         match = self.manager.take(request)
         table = self.manager.allocate(request, len(prompt))
-        fetch = self.manager.fetch(request)
-        self.running[request] = Running(prompt, table, fetch)
+        load = self.manager.load(request)
+        self.running[request] = Running(prompt, table, load)
         return request, (match.device, match.usable)
 
     def arrived(self, one: Running) -> bool:
         """Whether its prefix is there, or will not be."""
         try:
-            there = one.fetch.done()
+            there = one.load.done()
         except TransferFailed:
             self.failed += 1
             there = True
-        self.loaded += there and one.fetch.number is not None
+        self.loaded += there and one.load.number is not None
         return there
 
     def step(self, prompts: list[Prompt], go_on: bool = True) -> str:
@@ -116,7 +116,7 @@ class Scheduler:
             if not one.computed and self.arrived(one):
                 one.computed = True
                 tokens = one.prompt.tokens.tolist()
-                compute.append([tokens, one.table.tolist(), one.fetch.tokens])
+                compute.append([tokens, one.table.tolist(), one.load.tokens])
         told = self.leader.step(
             Decisions(
                 self.steps,
@@ -217,7 +217,7 @@ def keep_one_conversation(scheduler: Scheduler) -> None:
     scheduler.hear(scheduler.step([whole]))
     scheduler.settle()
     space = scheduler.manager.state.weights.open_space("")
-    kept = scheduler.cache.index.keep(whole.keys(space.host_spec), namespace=space.host)
+    kept = scheduler.cache.index.protect(whole.keys(space.host_spec), namespace=space.host)
     assert kept == len(whole) // PAGE
     scheduler.device.index.evict(BLOCKS)
 

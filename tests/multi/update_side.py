@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 from support.manager_case import open_cache
-from support.stamped import StampedDevice, StampedMover, stamps_of
+from support.stamped import StampedBackend, StampedDevice, stamps_of
 
 from lightcache.errors import OutOfPages
-from lightcache.manager import KVCacheManager, ManagerConfig, OwnedDevice, Prompt
+from lightcache.manager import KVCacheManager, ManagedBlocks, ManagerConfig, Prompt
 
 BLOCK = PAGE = 4
 BLOCKS, PAGES = 64, 256
@@ -39,18 +39,18 @@ class Lived:
         self.version, self.seed = version, seed
         self.cache = open_cache(name, PAGES, PAGE)
         self.store = StampedDevice(BLOCKS, BLOCK)
-        self.device = OwnedDevice(f"{name}.{rank}", block_tokens=BLOCK, blocks=BLOCKS)
+        self.device = ManagedBlocks(f"{name}.{rank}", block_tokens=BLOCK, blocks=BLOCKS)
         self.manager = KVCacheManager(
             self.cache,
             self.device,
-            StampedMover(self.cache, self.store),
+            StampedBackend(self.cache, self.store),
             config=ManagerConfig(write_group=1),
             weights=version,
         )
         self.over = threading.Event()
         self.requests = [0] * THREADS
         self.wrong: list[BaseException] = []
-        self.one = threading.Lock()  # around what the mover of arrays is not made for
+        self.one = threading.Lock()  # around what the transfer backend of arrays is not made for
 
     def live(self, thread: int) -> None:
         """Requests until it is over."""
@@ -73,8 +73,8 @@ class Lived:
         try:
             with self.one:
                 table = manager.allocate(request, len(prompt))
-                fetch = manager.fetch(request)
-                assert fetch.done()
+                load = manager.load(request)
+                assert load.done()
             wanted = stamps_of(prompt.tokens, int(self.version or 0))
             found = self.store.read(table, 0, match.usable)
             assert (found == wanted[: match.usable]).all(), "somebody else's stamps"

@@ -11,7 +11,7 @@ from support.stamped import stamps_of
 
 from lightcache.errors import ConfigError, LeaseLost, OutOfPages
 from lightcache.hashing import PageHasher
-from lightcache.manager import Item, Prompt, Why, Wishes, WritePolicy
+from lightcache.manager import MissReason, MultimodalItem, Prompt, RequestOptions, WritePolicy
 
 
 class Costs:
@@ -33,16 +33,16 @@ def test_a7_only_what_the_device_lacks_is_loaded(worlds: Any) -> None:
     prompt = Prompt(tokens(70))
     world.run("a", prompt)
     assert world.index.evict(11) == 11  # of 17 blocks: 24 tokens stay, the second page from within
-    world.mover.at_once = False
+    world.backend.at_once = False
     match = world.start("b", prompt)
     assert (match.device, match.host, match.usable) == (24, 40, 64)
-    slots = world.mover.going[0].slots
+    slots = world.backend.going[0].slots
     assert len(slots) == 48  # whole pages: the second to the fourth
     assert (slots[:8] == -1).all()
     assert (slots[8:] >= 0).all()
     assert not world.manager.in_flight(world.manager.request("b").table[:6]).any()
     assert world.manager.in_flight(world.manager.request("b").table[6:16]).all()
-    world.mover.finish()
+    world.backend.finish()
     assert (world.content("b", 64) == stamps_of(prompt.tokens)[:64]).all()
     world.manager.release("b")
     world.nothing_left()
@@ -58,8 +58,8 @@ def test_a7_a_threshold_from_measured_costs(worlds: Any, least: int, loads: bool
     match = world.run("b", prompt)
     assert costs.asked
     assert (match.host, match.usable) == (16, 16 if loads else 0)
-    assert (match.why is Why.BREAK_EVEN) is not loads
-    assert world.mover.loads == loads
+    assert (match.why is MissReason.BREAK_EVEN) is not loads
+    assert world.backend.loads == loads
     assert world.manager.stats().below_break_even == (0 if loads else 16)
     world.nothing_left()
 
@@ -76,12 +76,12 @@ def test_a7_a_threshold_of_the_callers(worlds: Any, tokens_least: int, loads: bo
 
 def test_a7_the_threshold_counts_what_is_left_before_an_item(worlds: Any) -> None:
     world = worlds(min_load_tokens=12)
-    prompt = Prompt(tokens(40), items=[Item(14, 39, b"image")])
+    prompt = Prompt(tokens(40), items=[MultimodalItem(14, 39, b"image")])
     world.run("a", prompt)
     world.index.evict(8)  # of 10: eight tokens stay, and one page of the host ends before the item
     match = world.run("b", prompt)
-    assert (match.device, match.why, match.usable) == (8, Why.ITEM, 8)
-    assert world.mover.loads == 0
+    assert (match.device, match.why, match.usable) == (8, MissReason.ITEM, 8)
+    assert world.backend.loads == 0
 
 
 # ---- A13
@@ -144,12 +144,12 @@ def test_a15_who_does_not_read_holds_nothing_and_still_writes(worlds: Any) -> No
     world.run("a", prompt)
     manager = world.manager
     assert manager.plan("b", prompt).usable == 16
-    match = manager.plan("b", prompt, wishes=Wishes(read=False))
-    assert (match.found, match.why) == (0, Why.WISHES)
+    match = manager.plan("b", prompt, options=RequestOptions(read=False))
+    assert (match.found, match.why) == (0, MissReason.OPTIONS)
     assert (world.index.plans.pages, world.cache.index.plans.pages) == (0, 0)
     manager.cancel("b")
     other = Prompt(tokens(18, 5))
-    world.run("c", other, wishes=Wishes(read=False))
+    world.run("c", other, options=RequestOptions(read=False))
     assert world.run("d", other).usable == 16
     world.nothing_left()
 
@@ -157,7 +157,7 @@ def test_a15_who_does_not_read_holds_nothing_and_still_writes(worlds: Any) -> No
 def test_a15_a_plan_that_nobody_takes_lets_go_by_itself(worlds: Any, wait_until: Any) -> None:
     world = worlds()
     world.run("a", tokens(18))
-    world.manager.plan("b", Prompt(tokens(18)), wishes=Wishes(ttl=0.001))
+    world.manager.plan("b", Prompt(tokens(18)), options=RequestOptions(ttl=0.001))
     wait_until(lambda: world.index.plans.pages == 0, "the plan's end on the device")
     assert world.manager.take("b").usable == 16  # looked for again
     world.manager.release("b")
@@ -180,7 +180,7 @@ def test_a15_leaving_the_manager_gives_back_all_of_it(worlds: Any) -> None:
 def test_a16_generated_tokens_are_offloaded_or_not(worlds: Any, output: bool) -> None:
     world = worlds()
     every = tokens(30)
-    world.start("a", every[:10], wishes=Wishes(output=output))
+    world.start("a", every[:10], options=RequestOptions(output=output))
     for begin, end in ((0, 10), (10, 13), (13, 21), (21, 27)):
         world.compute("a", every, begin, end)
     world.manager.release("a")
@@ -201,7 +201,7 @@ def test_a16_generated_tokens_are_offloaded_or_not(worlds: Any, output: bool) ->
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late copies"])
 def test_a17_of_n_samples_of_one_prompt_one_offloads(worlds: Any, late: bool) -> None:
     world = worlds(blocks=64)
-    world.mover.at_once = not late
+    world.backend.at_once = not late
     prompt = Prompt(tokens(18))
     hashed: list[int] = []
     original = PageHasher.update
@@ -223,7 +223,7 @@ def test_a17_of_n_samples_of_one_prompt_one_offloads(worlds: Any, late: bool) ->
         world.compute(request, np.concatenate([prompt.tokens, [request] * 6]), 18, 24)
     for request in range(6):
         world.manager.release(request)
-    world.mover.finish()
+    world.backend.finish()
     world.manager.poll()
     found = world.manager.stats()
     assert found.offloaded_pages == 4 + 6 * 2
@@ -250,13 +250,13 @@ def test_a17_another_goes_on_where_the_one_that_wrote_was_aborted(worlds: Any) -
 
 def a_copy_goes_on(world: World, prompt: Prompt, samples: str) -> None:
     """All samples have computed the prompt; the first of them is writing it."""
-    world.mover.at_once = False
+    world.backend.at_once = False
     for request in samples:
         world.start(request, prompt)
     for request in samples:
         world.compute(request, prompt.tokens, 0, len(prompt))
-    assert len(world.mover.going) == 1
-    world.mover.at_once = True
+    assert len(world.backend.going) == 1
+    world.backend.at_once = True
 
 
 @pytest.mark.parametrize("goes_on", ["computing", "ending", "beginning"])
@@ -264,8 +264,8 @@ def test_a17_another_takes_over_when_the_copy_fails(worlds: Any, goes_on: str) -
     world = worlds()
     prompt = Prompt(tokens(18))
     a_copy_goes_on(world, prompt, "a" if goes_on == "beginning" else "abc")
-    world.mover.fail_next = 1
-    world.mover.finish()
+    world.backend.fail_next = 1
+    world.backend.finish()
     world.manager.poll()
     assert world.cache.stats().ready == 0
     if goes_on == "computing":
@@ -305,15 +305,15 @@ def test_a17_when_all_copies_fail_each_sample_tries_once(worlds: Any) -> None:
     world = worlds()
     every = tokens(18)
     a_copy_goes_on(world, Prompt(every), "abc")
-    world.mover.fail_next = 100
-    world.mover.finish()
+    world.backend.fail_next = 100
+    world.backend.finish()
     for _ in range(5):
         world.manager.poll()
         every = np.concatenate([every, [7]])
         for request in "abc":
             world.compute(request, every, len(every) - 1, len(every))
     assert world.manager.stats().failed_offloads == 3
-    world.mover.fail_next = 0
+    world.backend.fail_next = 0
     for request in "abc":
         world.manager.release(request)
     world.nothing_left()
@@ -325,8 +325,8 @@ def test_a17_what_was_asked_for_once_is_not_written_with_it(worlds: Any) -> None
     world.run("first", prompt)
     a_copy_goes_on(world, prompt, "ab")
     world.compute("b", np.concatenate([prompt.tokens, tokens(7, 3)]), 18, 25)
-    world.mover.fail_next = 1
-    world.mover.finish()
+    world.backend.fail_next = 1
+    world.backend.finish()
     world.manager.poll()
     world.manager.release("b")
     assert world.cache.stats().ready == 4  # and not what "b" alone has generated
@@ -351,17 +351,17 @@ STAGES = [
 def reach(world: World, stage: str, prompt: Prompt) -> None:
     """Bring request "b" so far; the device has 8 of its tokens, the host 8 more."""
     manager, step = world.manager, STAGES.index(stage)
-    world.mover.at_once = stage not in ("loading", "offloading")
+    world.backend.at_once = stage not in ("loading", "offloading")
     manager.plan("b", prompt)
     if step >= 1:
         manager.take("b")
     if step >= 2:
         manager.allocate("b", len(prompt))
     if step >= 3:
-        fetch = manager.fetch("b")
+        load = manager.load("b")
         if stage != "loading":
-            world.mover.finish()
-            assert fetch.done()
+            world.backend.finish()
+            assert load.done()
     if step >= 5:
         world.compute("b", prompt.tokens, 16, len(prompt))
     if stage == "generating":
@@ -390,7 +390,7 @@ def test_a18_an_abort_at_any_time_returns_everything(
         assert world.manager.gauges().leaving == 1
         assert world.manager.in_flight() == 1
         assert world.device.free == free
-        world.mover.finish()
+        world.backend.finish()
         world.manager.poll()
         assert world.manager.gauges().leaving == 0
     world.manager.resume()
@@ -406,7 +406,7 @@ def test_a18_what_was_published_before_a_pause_is_written_behind_it(worlds: Any)
     world.manager.pause()
     world.run("a", tokens(18))
     assert world.manager.gauges().leaving == 1
-    assert world.mover.offloads == 0
+    assert world.backend.offloads == 0
     world.manager.resume()
     assert world.manager.stats().offloaded_pages == 4
     world.nothing_left()
@@ -428,13 +428,13 @@ def test_a19_too_few_blocks_for_a_match_and_the_request_recomputes(worlds: Any) 
     with pytest.raises(OutOfPages):
         manager.allocate("c", 34)
     assert world.cache.check().pins == 8  # nothing changed
-    match = manager.forgo("c")
-    assert (match.usable, match.why, match.load) == (0, Why.FORGONE, 0)
+    match = manager.skip_load("c")
+    assert (match.usable, match.why, match.load) == (0, MissReason.LOAD_SKIPPED, 0)
     assert world.cache.check().pins == 0
     manager.allocate("c", 16)  # a chunk of it fits
-    fetch = manager.fetch("c")
-    assert (fetch.done(), fetch.tokens) == (True, 0)
-    assert world.mover.loads == 0
+    load = manager.load("c")
+    assert (load.done(), load.tokens) == (True, 0)
+    assert world.backend.loads == 0
     world.compute("c", prompt.tokens, 0, 16)
     manager.release("b")
     world.compute("c", prompt.tokens, 16, 34)
@@ -448,21 +448,21 @@ def test_a19_too_few_blocks_for_a_match_and_the_request_recomputes(worlds: Any) 
 
 def test_a19_the_devices_part_stays(worlds: Any) -> None:
     world = worlds()
-    prompt = Prompt(tokens(30), items=[Item(6, 14, b"image")])
+    prompt = Prompt(tokens(30), items=[MultimodalItem(6, 14, b"image")])
     world.run("a", prompt)
     world.index.evict(5)
     manager = world.manager
     manager.plan("b", prompt)
     match = manager.take("b")
     assert (match.device, match.host, match.usable) == (8, 20, 28)
-    match = manager.forgo("b")
+    match = manager.skip_load("b")
     assert (match.usable, match.device) == (4, 8)  # eight would cut the item
     assert manager.stats().device_tokens == 4
-    assert manager.forgo("b") == match
+    assert manager.skip_load("b") == match
     manager.allocate("b", 30)
-    manager.fetch("b")
-    with pytest.raises(ConfigError, match="fetched"):
-        manager.forgo("b")
+    manager.load("b")
+    with pytest.raises(ConfigError, match="loaded"):
+        manager.skip_load("b")
     manager.release("b")
     world.nothing_left()
 
@@ -472,8 +472,8 @@ def test_a19_forgoing_nothing_changes_nothing(worlds: Any) -> None:
     world.run("a", tokens(18))
     world.manager.plan("b", Prompt(tokens(18)))
     match = world.manager.take("b")
-    assert world.manager.forgo("b") == match
+    assert world.manager.skip_load("b") == match
     assert world.manager.stats().device_tokens == 16
     with pytest.raises(LeaseLost):
-        world.manager.forgo("nobody")
+        world.manager.skip_load("nobody")
     world.manager.release("b")

@@ -10,7 +10,7 @@ from support.manager_case import Shelf, on_device, on_host, tokens
 from support.stamped import stamps_of
 
 from lightcache.errors import ConfigError, LeaseLost, OutOfPages, TransferFailed
-from lightcache.manager import Item, Prompt, Why, WritePolicy
+from lightcache.manager import MissReason, MultimodalItem, Prompt, WritePolicy
 
 # ---- B1
 
@@ -112,7 +112,11 @@ def test_b2_a_partly_filled_block_is_never_shared(worlds: Any) -> None:
 
 # ---- B3
 
-ITEMS = [Item(6, 11, b"one"), Item(11, 13, b"two"), Item(20, 30, b"three")]
+ITEMS = [
+    MultimodalItem(6, 11, b"one"),
+    MultimodalItem(11, 13, b"two"),
+    MultimodalItem(20, 30, b"three"),
+]
 
 
 def test_b3_items_enter_the_key_of_every_block_they_touch(worlds: Any) -> None:
@@ -121,7 +125,7 @@ def test_b3_items_enter_the_key_of_every_block_they_touch(worlds: Any) -> None:
     world.run("a", Prompt(every, items=ITEMS))
     for i, before in ((0, 4), (1, 4), (2, 20)):
         changed = list(ITEMS)
-        changed[i] = Item(ITEMS[i].start, ITEMS[i].end, b"another")
+        changed[i] = MultimodalItem(ITEMS[i].start, ITEMS[i].end, b"another")
         match = world.manager.plan("b", Prompt(every, items=changed))
         # Two: its first block holds the end of item one as well, whose start is the cut's.
         assert (match.device // 4 * 4, match.usable) == ({0: 4, 1: 8, 2: 20}[i], before)
@@ -151,7 +155,7 @@ def test_b3_a_match_that_would_cut_an_item_is_trimmed_to_its_start(
         world.index.evict(evicted)
         match = world.manager.plan("b", prompt, limit=limit)
         assert match.cut == (None if cut is None else ITEMS[cut])
-        assert (match.why is Why.ITEM) == (cut is not None)
+        assert (match.why is MissReason.ITEM) == (cut is not None)
         assert match.usable == (20 if limit == 31 else usable)
         assert prompt.cut_item(match.usable) is None
         assert world.manager.take("b").usable == match.usable
@@ -169,12 +173,12 @@ def test_b3_a_failed_load_leaves_no_item_cut(worlds: Any) -> None:
     assert (match.device, match.usable) == (8, 36)
     world.manager.take("b")
     world.manager.allocate("b", 40)
-    world.mover.fail_next = 1
-    fetch = world.manager.fetch("b")
-    assert fetch.failed
-    assert fetch.tokens == 4
+    world.backend.fail_next = 1
+    load = world.manager.load("b")
+    assert load.failed
+    assert load.tokens == 4
     with pytest.raises(TransferFailed):
-        fetch.done()
+        load.done()
     assert world.manager.stats().failed_loads == 1
     world.manager.release("b")
     world.nothing_left()
@@ -225,14 +229,14 @@ def test_b5_a_block_on_its_way_out_that_is_matched_stays(worlds: Any) -> None:
     world = worlds(write=WritePolicy.BACK)
     prompt = Prompt(tokens(34))
     world.run("a", prompt)
-    world.mover.at_once = False
+    world.backend.at_once = False
     assert world.manager.demote(8) == 8
     assert world.manager.plan("b", Prompt(prompt.tokens[:18])).device == 16
-    world.mover.finish(4)
+    world.backend.finish(4)
     world.manager.poll()
     match = world.manager.take("b")
     assert (match.device, match.host) == (16, 0)
-    world.mover.finish()
+    world.backend.finish()
     world.manager.poll()
     found = world.manager.stats()
     assert (found.kept_by_match, found.demotions) == (4, 4)
@@ -248,11 +252,11 @@ def test_b5_a_copy_that_fails_on_the_way_out_returns_the_host_page(worlds: Any) 
     world = worlds(write=WritePolicy.BACK)
     prompt = Prompt(tokens(18))
     world.run("a", prompt)
-    world.mover.at_once = False
-    world.mover.fail_next = 4
+    world.backend.at_once = False
+    world.backend.fail_next = 4
     world.manager.demote(4)
     world.manager.plan("b", prompt)
-    world.mover.finish()
+    world.backend.finish()
     world.manager.poll()
     assert world.manager.take("b").device == 16
     assert on_host(world, prompt) == 0
@@ -289,10 +293,10 @@ def test_b6_not_enough_memory_is_a_typed_error_and_leaks_nothing(worlds: Any) ->
             world.manager.allocate("c", 30)
     assert before == (world.manager.gauges(), world.index.check().pins, world.cache.check().pins)
     with pytest.raises(ConfigError, match="allocate them first"):
-        world.manager.fetch("c")
+        world.manager.load("c")
     world.manager.release("b")
     world.manager.allocate("c", 30)  # the pages were held all the time
-    world.manager.fetch("c").wait()
+    world.manager.load("c").wait()
     assert (world.content("c", 28) == stamps_of(prompt.tokens)[:28]).all()
     world.manager.release("c")
     world.nothing_left()

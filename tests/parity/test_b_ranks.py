@@ -17,9 +17,9 @@ from support.scripts import with_support
 from support.shard_mover import open_sharded
 
 from lightcache.errors import Abandoned, TransferFailed, WaitTimeout
-from lightcache.manager import KVCacheManager, ManagerConfig, OwnedDevice, Prompt, WritePolicy
-from lightcache.manager.handoff import hand_over, receive
-from lightcache.manager.ranks.coordinator import Leader
+from lightcache.manager import KVCacheManager, ManagedBlocks, ManagerConfig, Prompt, WritePolicy
+from lightcache.manager.handoff import hand_off, receive
+from lightcache.manager.ranks.coordinator import RankCoordinator
 from lightcache.manager.ranks.startup import wait_for_ranks
 from lightcache.shm import SharedLog
 
@@ -36,13 +36,13 @@ def crew(segment_name: str) -> Iterator[Crew]:
 @pytest.fixture
 def manager(crew: Crew) -> Iterator[KVCacheManager]:
     """Of the crew's leader, on device blocks of its own."""
-    device = OwnedDevice(f"{crew.name}.device", block_tokens=PAGE, blocks=16)
+    device = ManagedBlocks(f"{crew.name}.device", block_tokens=PAGE, blocks=16)
     with KVCacheManager(
         crew.cache, device, crew.leader, config=ManagerConfig(write_group=1)
     ) as one:
         yield one
         for each in crew.ranks:
-            each.mover.finish()
+            each.backend.finish()
         crew.poll()
     device.close()
 
@@ -52,7 +52,7 @@ def run(crew: Crew, manager: KVCacheManager, request: str) -> Any:
     manager.plan(request, TOKENS)
     manager.take(request)
     table = manager.allocate(request, len(TOKENS))
-    return table, manager.fetch(request)
+    return table, manager.load(request)
 
 
 def compute(crew: Crew, manager: KVCacheManager, request: str) -> None:
@@ -73,20 +73,20 @@ def test_a6_a_page_is_ready_when_the_last_rank_has_written_it(
     crew: Crew, manager: KVCacheManager
 ) -> None:
     for each in crew.ranks:
-        each.mover.at_once = False
+        each.backend.at_once = False
     compute(crew, manager, "a")
     keys = TOKENS.keys(manager.state.weights.open_space("").host_spec)
     for each in crew.ranks:
         assert crew.cache.peek(keys) == 0
         assert manager.in_flight() == 1  # the request has left, its blocks are not free
-        each.mover.finish()
+        each.backend.finish()
         each.follower.poll()
     assert crew.cache.peek(keys) == 4
     assert manager.poll() == 0
 
 
 def test_a6_what_is_written_back_is_every_ranks(crew: Crew) -> None:
-    device = OwnedDevice(f"{crew.name}.device", block_tokens=PAGE, blocks=16)
+    device = ManagedBlocks(f"{crew.name}.device", block_tokens=PAGE, blocks=16)
     config = ManagerConfig(write=WritePolicy.BACK)
     with KVCacheManager(crew.cache, device, crew.leader, config=config) as manager:
         compute(crew, manager, "a")
@@ -106,17 +106,17 @@ def test_b7_the_ranks_that_came_least_far_count(crew: Crew, manager: KVCacheMana
     compute(crew, manager, "a")
     assert manager.device.index is not None
     manager.device.index.evict(16)
-    crew.ranks[1].mover.fail_next = 1
-    _, fetch = run(crew, manager, "b")
-    assert fetch.tokens == 4 * PAGE
+    crew.ranks[1].backend.fail_next = 1
+    _, load = run(crew, manager, "b")
+    assert load.tokens == 4 * PAGE
     crew.step()
     with pytest.raises(TransferFailed, match=r"rank 1 .* failed"):
-        fetch.done()
-    assert fetch.tokens == 0  # for every rank, also for those that have loaded all of it
+        load.done()
+    assert load.tokens == 0  # for every rank, also for those that have loaded all of it
     manager.release("b", publish=False)
     assert manager.device.index.stats().free == 16
     assert crew.cache.check().pins == 0
-    assert crew.step().failed == (fetch.number,)
+    assert crew.step().failed == (load.number,)
 
 
 # ---------------------------------------------------------------- B15
@@ -124,7 +124,7 @@ def test_b7_the_ranks_that_came_least_far_count(crew: Crew, manager: KVCacheMana
 
 def test_b15_ranks_count_what_is_in_flight(crew: Crew, manager: KVCacheManager) -> None:
     for each in crew.ranks:
-        each.mover.at_once = False
+        each.backend.at_once = False
     manager.pause()
     run(crew, manager, "a")
     manager.commit("a", len(TOKENS))
@@ -132,13 +132,13 @@ def test_b15_ranks_count_what_is_in_flight(crew: Crew, manager: KVCacheManager) 
     manager.resume()
     assert crew.leader.in_flight() == (1, 1, 1)
     crew.step()
-    crew.ranks[0].mover.finish()
+    crew.ranks[0].backend.finish()
     crew.poll()
     assert crew.leader.in_flight() == (0, 1, 1)
     with pytest.raises(WaitTimeout):
         manager.pause(0)
     for each in crew.ranks:
-        each.mover.finish()
+        each.backend.finish()
     crew.poll()
     assert manager.poll() == 0
     assert crew.leader.in_flight() == (0, 0, 0)
@@ -190,7 +190,7 @@ def test_b17_a_scheduler_waits_for_its_ranks(segment_name: str, tmp_path: Any, d
                 assert ranks[1].wait(60) == -signal.SIGKILL
             else:
                 found = wait_for_ranks(cache, log, names, 60, watch=watch)
-                assert Leader(log, found).shards == 2
+                assert RankCoordinator(log, found).shards == 2
         finally:
             for each in ranks:
                 each.kill()
@@ -221,7 +221,7 @@ def test_hand_over_from_one_engine_to_another_with_ranks(
         return made
 
     crew.leader.save = save  # type: ignore[method-assign]
-    handed = hand_over(manager, "a", [crew.cache.client_id])
+    handed = hand_off(manager, "a", [crew.cache.client_id])
     manager.release("a")
     crew.step()
     assert manager.device.index is not None

@@ -10,7 +10,7 @@ from support.manager_case import on_device, on_host, tokens
 from support.stamped import stamps_of
 
 from lightcache.errors import ConfigError, OutOfPages
-from lightcache.manager import Prompt, Wishes, WritePolicy
+from lightcache.manager import Prompt, RequestOptions, WritePolicy
 
 # ---- B8
 
@@ -64,7 +64,7 @@ def test_b8_a_match_is_shortened_for_draft_layers(worlds: Any) -> None:
     match = world.manager.take("b")
     assert match.usable == 24
     world.manager.allocate("b", 34)
-    world.manager.fetch("b")
+    world.manager.load("b")
     changed = world.compute("b", prompt.tokens, 24, 34)
     assert sorted(changed) == [6, 7]  # what it computed again is recycled
     world.manager.release("b")
@@ -92,17 +92,17 @@ def test_b8_nothing_is_published_before_it_is_loaded(worlds: Any) -> None:
     prompt = Prompt(tokens(30))
     world.run("a", Prompt(prompt.tokens[:18]))
     world.index.evict(2)
-    world.mover.at_once = False
+    world.backend.at_once = False
     world.start("b", prompt)
     world.compute("b", prompt.tokens, 16, 30)  # an engine whose stream waits for the load
     assert on_device(world, prompt) == 8
-    world.mover.fail_next = 1
-    world.mover.finish()
+    world.backend.fail_next = 1
+    world.backend.finish()
     world.manager.poll()
     assert on_device(world, prompt) == 8  # the load failed: two blocks of it hold anything
     world.manager.release("b", publish=False)
     world.nothing_left()
-    world.mover.at_once = True
+    world.backend.at_once = True
     world.start("c", prompt)
     world.compute("c", prompt.tokens, 16, 30)
     assert on_device(world, prompt) == 28
@@ -150,7 +150,7 @@ def test_b9_the_reserve_is_part_of_what_is_asked_for_first(worlds: Any) -> None:
 @pytest.mark.parametrize("wait", [True, False], ids=["synchronous", "asynchronous"])
 def test_b10_release(worlds: Any, wait: bool) -> None:
     world = worlds()
-    world.mover.at_once = False
+    world.backend.at_once = False
     world.run("a", tokens(18), keep=True)
     world.manager.release("a", wait=wait)
     if wait:
@@ -159,7 +159,7 @@ def test_b10_release(worlds: Any, wait: bool) -> None:
         return
     assert world.manager.in_flight() == 1
     assert world.device.free == 27
-    world.mover.finish()
+    world.backend.finish()
     world.manager.poll()
     assert world.device.free == 28
 
@@ -209,7 +209,7 @@ def test_b11_never_what_is_used_or_kept(worlds: Any) -> None:
     used, kept, idle = (Prompt(tokens(18, seed)) for seed in range(3))
     world.run("a", used, keep=True)
     world.run("b", kept)
-    assert world.manager.keep(kept) == {"host": 16, "device": 16}
+    assert world.manager.protect(kept) == {"host": 16, "device": 16}
     world.index.evict(12)
     assert not world.manager.can_allocate(4, evict=True)
     with pytest.raises(OutOfPages):
@@ -218,7 +218,7 @@ def test_b11_never_what_is_used_or_kept(worlds: Any) -> None:
     for seed in range(5, 20):  # the host is full, and goes on
         world.run(seed, tokens(9, seed))
     assert (on_host(world, kept), on_host(world, idle)) == (4, 0)
-    world.manager.unkeep(kept)
+    world.manager.unprotect(kept)
     assert world.manager.can_allocate(7, evict=True)
     world.manager.release("a")
 
@@ -232,7 +232,7 @@ def test_b11_from_device_to_host_when_there_is_room(worlds: Any, room: bool) -> 
         keys = other.keys(world.cache.key_spec())
         with world.cache.reserve(keys) as new:
             new.publish()
-        world.cache.index.keep(keys)
+        world.cache.index.protect(keys)
     world.run("a", prompt)
     assert world.device.free == 12
     world.manager.poll()  # the low water mark
@@ -254,11 +254,11 @@ def test_b11_attached_devices_say_what_goes_and_it_is_written_first(worlds: Any)
     table = np.array([3, 9, 4, 1, 7, 8, 2], np.int32)
     manager.plan("a", prompt)
     manager.take("a")
-    manager.fetch("a", table)
+    manager.load("a", table)
     world.store.write(table, 0, stamps_of(prompt.tokens))
     manager.commit("a", 26, table=table)
     manager.release("a")
-    world.mover.at_once = False
+    world.backend.at_once = False
     assert manager.evicting([1, 2, 9]) == 2  # 2 has no name
     assert manager.in_flight([3, 9, 4, 1]).all()
     manager.wait_blocks([3, 9, 4, 1])
@@ -297,9 +297,9 @@ def test_b12_a_branch_is_dropped_from_its_leaf_as_far_as_it_is_unshared(worlds: 
     with world.cache.match(right.keys(world.cache.key_spec())):
         assert manager.drop(right) == {"host": 0, "device": 0}  # somebody uses it
     manager.release("c")
-    manager.keep(right)
+    manager.protect(right)
     assert manager.drop(right) == {"host": 0, "device": 0}
-    manager.unkeep(right)
+    manager.unprotect(right)
     assert manager.drop(right, 13) == {"host": 8, "device": 8}
     assert manager.drop(right) == {"host": 16, "device": 16}
     assert manager.stats().dropped == 8 + 4 + 8
@@ -318,9 +318,9 @@ def test_b13_what_is_left_is_written_when_a_request_ends(worlds: Any) -> None:
     assert on_host(world, Prompt(every)) == 2
     world.manager.release("a")
     assert on_host(world, Prompt(every)) == 9
-    assert world.mover.offloads == 2
+    assert world.backend.offloads == 2
     world.run("b", every[:38])
-    assert world.mover.offloads == 2  # all of it is there
+    assert world.backend.offloads == 2  # all of it is there
     world.nothing_left()
 
 
@@ -330,16 +330,16 @@ def test_b13_from_tokens_alone(worlds: Any, blocks: int | None) -> None:
     world = worlds(owned=False, blocks=blocks)
     world.store.slots = np.zeros(32 * 4, np.uint64)
     every, manager = tokens(30), world.manager
-    only = Wishes(read=False, tiers=frozenset({"host"}))
+    only = RequestOptions(read=False, tiers=frozenset({"host"}))
     table = np.arange(10, 18, dtype=np.int32)
     world.store.write(table, 0, stamps_of(every))
     for request in "ab":
         prompt = Prompt(every[:10])
-        manager.plan(request, prompt, wishes=only)
+        manager.plan(request, prompt, options=only)
         assert manager.take(request).usable == 0
         manager.commit(request, 29, new_tokens=every[10:], table=table)
         manager.release(request)
         assert on_host(world, Prompt(every)) == 7
-        assert world.mover.offloads == 1  # the second skips what is stored already
+        assert world.backend.offloads == 1  # the second skips what is stored already
     assert blocks is None or on_device(world, Prompt(every)) == 0
     world.nothing_left()

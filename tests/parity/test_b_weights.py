@@ -10,7 +10,7 @@ from support.manager_case import on_device, on_host, tokens
 from support.stamped import stamps_of
 
 from lightcache.errors import ConfigError, InUse, LeaseLost, LockTimeout
-from lightcache.manager import Prompt, WeightsState, Why
+from lightcache.manager import MissReason, Prompt, WeightsState
 from lightcache.namespaces import NamespaceState
 
 # ---- B14 (several processes: tests/multi/test_manager_updates.py)
@@ -34,7 +34,7 @@ def test_b14_every_process_sees_the_states(worlds: Any) -> None:
     neighbour.manager.cancel("b")
     for world in (one, two):
         match = world.manager.plan("b", prompt)
-        assert (match.found, match.why) == (0, Why.WEIGHTS)
+        assert (match.found, match.why) == (0, MissReason.WEIGHTS)
         world.manager.cancel("b")
     one.manager.finish_update("1")
     assert one.manager.weights_state is WeightsState.NORMAL
@@ -53,9 +53,9 @@ def test_b14_a_plan_is_taken_empty_when_another_process_has_cleared(worlds: Any)
     assert two.manager.plan("b", prompt).device == 16
     one.manager.begin_update()
     match = two.manager.take("b")
-    assert (match.found, match.usable, match.why) == (0, 0, Why.WEIGHTS)
+    assert (match.found, match.usable, match.why) == (0, 0, MissReason.WEIGHTS)
     table = two.manager.allocate("b", 18)
-    two.manager.fetch("b").wait()
+    two.manager.load("b").wait()
     two.store.write(table, 0, stamps_of(prompt.tokens))
     two.manager.commit("b", 18)
     two.manager.release("b")
@@ -92,8 +92,8 @@ def test_b14_a_tenant_that_comes_later_is_of_the_version_too(worlds: Any) -> Non
     two = worlds(cache=one.cache)
     prompt = Prompt(tokens(18), tenant="new")
     one.manager.begin_update()
-    assert two.run("a", prompt).why is Why.WEIGHTS
-    assert two.manager.keep(prompt) == {"host": 0, "device": 0}
+    assert two.run("a", prompt).why is MissReason.WEIGHTS
+    assert two.manager.protect(prompt) == {"host": 0, "device": 0}
     assert [each.tenant for each in one.cache.index.namespaces()] == [""]
     one.manager.finish_update("")
     assert one.run("b", prompt).usable == 0
@@ -154,7 +154,7 @@ def test_b14_a_tenant_that_is_opened_right_behind_the_beginning(worlds: Any) -> 
         return opened(tenant)
 
     two.manager.state.weights.open_space = late
-    assert two.run("a", Prompt(tokens(18), tenant="new")).why is Why.WEIGHTS
+    assert two.run("a", Prompt(tokens(18), tenant="new")).why is MissReason.WEIGHTS
     assert one.cache.stats().ready == 0
     assert [each.tenant for each in one.cache.index.namespaces()] == [""]
 
@@ -193,14 +193,14 @@ def test_b14_transfers_in_flight(worlds: Any, wait: bool) -> None:
     world = worlds()
     world.run("a", tokens(18, 1))
     world.index.evict(32)
-    world.mover.at_once = False
+    world.backend.at_once = False
     world.start("load", tokens(18, 1))
     world.start("b", tokens(18))
     world.compute("b", tokens(18), 0, 18)
     assert world.manager.in_flight() == 2
     world.manager.begin_update(wait=wait)
     assert world.manager.in_flight() == (0 if wait else 2)
-    world.mover.finish()
+    world.backend.finish()
     world.manager.poll()
     assert world.cache.stats().ready == 0  # what was being written is not published
     for request in ("load", "b"):
@@ -305,8 +305,8 @@ def test_b18_tenants_find_their_own_in_the_new_blocks(worlds: Any, updating: boo
         assert world.run("a", prompt).device == 0
         assert (on_device(world, prompt), on_host(world, prompt)) == (16, 4)
         assert world.run("b", prompt).device == 16
-    assert world.manager.keep(left) == {"host": 16, "device": 16}
-    world.manager.unkeep(left)
+    assert world.manager.protect(left) == {"host": 16, "device": 16}
+    world.manager.unprotect(left)
     assert world.manager.drop(right) == {"host": 16, "device": 16}
     assert (on_device(world, right), on_device(world, left)) == (0, 16)
     world.manager.begin_update()
@@ -317,13 +317,13 @@ def test_b18_tenants_find_their_own_in_the_new_blocks(worlds: Any, updating: boo
 
 def test_b18_not_while_requests_run(worlds: Any) -> None:
     world = worlds()
-    world.mover.at_once = False
+    world.backend.at_once = False
     world.run("a", tokens(18), keep=True)
     with pytest.raises(InUse, match="1 requests run"):
         world.manager.set_blocks(16)
     world.manager.release("a")
     with pytest.raises(InUse, match="1 copies"):
         world.manager.set_blocks(16)
-    world.mover.finish()
+    world.backend.finish()
     world.manager.set_blocks(16)
     assert world.device.blocks == 16

@@ -90,7 +90,7 @@ def test_c4_looking_takes_no_references(hybrids: Any) -> None:
     path = world.path(prompt)
     ticks = [index.stats() for index in (world.world.index, world.slots)]
     assert world.manager.peek_many([prompt])[0].usable == 40
-    assert world.checkpoints.deepest(path) == (Tier.DEVICE, 4)
+    assert world.checkpoints.last_ready(path) == (Tier.DEVICE, 4)
     assert pins(world) == [0, 0, 0, 0]
     assert [index.stats() for index in (world.world.index, world.slots)] == ticks
     assert world.plan(prompt).usable == 16

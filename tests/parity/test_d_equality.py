@@ -25,7 +25,7 @@ from support.tiny_models import answer, assert_same, prompt  # noqa: E402
 
 from lightcache.hybrid.checkpoints import Tier  # noqa: E402
 from lightcache.hybrid.saving import Saves  # noqa: E402
-from lightcache.manager import Wishes  # noqa: E402
+from lightcache.manager import RequestOptions  # noqa: E402
 
 pytestmark = pytest.mark.models
 
@@ -66,8 +66,8 @@ def test_d10_any_page_size(engines: Any, block: int, page: int, chunk: int, ahea
 @AHEAD
 @pytest.mark.parametrize("block", [1, 16])
 def test_d10_with_the_cache_off(engines: Any, block: int, ahead: bool) -> None:
-    off = Wishes(read=False, write=False)
-    engine = engines(block=block, blocks=256 // block, ahead=ahead, wishes=off)
+    off = RequestOptions(read=False, write=False)
+    engine = engines(block=block, blocks=256 // block, ahead=ahead, options=off)
     for _ in range(2):
         assert ask(engine, ids(70))[0] == 0
     indexes = engine.device.index, engine.kv, engine.slots, engine.states

@@ -155,7 +155,7 @@ NO_COUNTS = (-1, 1 << 32, 1.5, "1", True)
 ROWS = [
     # ---- looking up and holding
     Refusal(KEYS, ConfigError, "uint64", lambda index: index.match(np.zeros((2, 2), np.int64))),
-    Refusal(KEYS, ConfigError, "uint64", lambda index: index.keep(np.zeros((2, 2), np.int64))),
+    Refusal(KEYS, ConfigError, "uint64", lambda index: index.protect(np.zeros((2, 2), np.int64))),
     Refusal(
         KEYS, ConfigError, r"uint64 \(2, 3\)", lambda index: index.peek(np.zeros((2, 3), np.uint64))
     ),
@@ -177,7 +177,7 @@ ROWS = [
             lambda index, space=space: index.clear(space),
             lambda index, space=space: index.peek(A, namespace=space),
             lambda index, space=space: index.match(A, namespace=space),
-            lambda index, space=space: index.unkeep(A, namespace=space),
+            lambda index, space=space: index.unprotect(A, namespace=space),
         )
     ),
     Refusal(TWICE, LeaseLost, "released before", lambda index: ended(index.match(A)).release()),
@@ -271,8 +271,8 @@ ROWS = [
     Refusal("asked for the key", LeaseLost, "key", key_of_written),
     Refusal(PAGES, ConfigError, "page numbers as int32", lambda index: index.discard([0.5])),
     Refusal(PAGES, ConfigError, "once", page_twice),
-    Refusal(KEPT, PermissionDenied, "attached read-only", lambda reader: reader.keep(A)),
-    Refusal(KEPT, PermissionDenied, "attached read-only", lambda reader: reader.unkeep(A)),
+    Refusal(KEPT, PermissionDenied, "attached read-only", lambda reader: reader.protect(A)),
+    Refusal(KEPT, PermissionDenied, "attached read-only", lambda reader: reader.unprotect(A)),
     Refusal(KEPT, PermissionDenied, "attached read-only", lambda reader: reader.drop(A)),
     Refusal(KEPT, PermissionDenied, "attached read-only", lambda reader: reader.oldest(1)),
     Refusal(

@@ -1,5 +1,5 @@
-"""A leader and its ranks in one process: each rank has a client, a device and a mover of its
-own."""
+"""A leader and its ranks in one process: each rank has a client, a device and a transfer backend
+of its own."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 from support.keys import prompt
-from support.shard_mover import SECRET, ShardMover, open_sharded
+from support.shard_mover import SECRET, ShardBackend, open_sharded
 from support.stamped import StampedDevice, Stamps, stamps_of
 
 from lightcache import Cache, Reservation
-from lightcache.manager.ranks.coordinator import Leader, Ordered
+from lightcache.manager.ranks.coordinator import RankCoordinator, RankTransfer
 from lightcache.manager.ranks.messages import Decisions
-from lightcache.manager.ranks.worker import Follower
+from lightcache.manager.ranks.worker import RankWorker
 from lightcache.shm import SharedLog
 
 PAGE = 4
@@ -26,8 +26,8 @@ class Rank:
         self.cache = Cache.attach(cache_name, secret=SECRET, role=f"rank {rank}")
         self.log = SharedLog.attach(log_name)
         self.device = StampedDevice(slots // PAGE, PAGE)
-        self.mover = ShardMover(self.cache, self.device, rank)
-        self.follower = Follower(self.log, self.cache, self.mover, rank)
+        self.backend = ShardBackend(self.cache, self.device, rank)
+        self.follower = RankWorker(self.log, self.cache, self.backend, rank)
         self.rank = rank
 
     def compute(self, tokens: Any, slots: Any) -> None:
@@ -40,7 +40,7 @@ class Rank:
 
     def close(self) -> None:
         """Leave."""
-        self.mover.finish()
+        self.backend.finish()
         self.follower.close()
         self.log.close()
         self.cache.close()
@@ -56,7 +56,9 @@ class Crew:
         self.cache = open_sharded(name, pages, PAGE, ranks)
         self.log = SharedLog.create(self.log_name, capacity=capacity, message_bytes=64)
         self.ranks = [Rank(name, self.log_name, rank) for rank in range(ranks)]
-        self.leader = Leader(self.log, [each.cache.client_id for each in self.ranks], **how)
+        self.leader = RankCoordinator(
+            self.log, [each.cache.client_id for each in self.ranks], **how
+        )
         self.steps = 0
 
     def reserve(self, number: int, pages: int) -> Reservation:
@@ -88,7 +90,7 @@ class Crew:
         assert report.clean, report.message
         assert report.pins == 0
 
-    def ended(self, made: Ordered) -> bool:
+    def ended(self, made: RankTransfer) -> bool:
         """Let everybody go on until a copy is over."""
         self.poll()
         return made.done()

@@ -133,7 +133,7 @@ def _hashes() -> Iterator[tuple[str, bytes]]:
 
 def _messages() -> Iterator[tuple[str, bytes]]:
     from lightcache.leases import TICKET_BYTES
-    from lightcache.manager.handoff import HandOver
+    from lightcache.manager.handoff import KVHandoff
     from lightcache.manager.ranks.messages import Decisions, Kind, Order, encode
     from lightcache.namespaces import Namespace
     from lightcache.storage import TaskState
@@ -141,7 +141,7 @@ def _messages() -> Iterator[tuple[str, bytes]]:
     from lightcache.storage.service.messages import Kind as Asked
 
     ticket = bytes(range(TICKET_BYTES))
-    yield "hand-over", bytes(HandOver(64, 3, ticket, bytes(16)))
+    yield "hand-over", bytes(KVHandoff(64, 3, ticket, bytes(16)))
     yield "rank load", encode(Order(Kind.LOAD, 7, ticket, np.array([4, 5, -1, -1, 9])))
     yield "rank step", encode(Decisions(3, {"a": (1, 2)}, b"x", (1,), (2,), ("b",)))
     yield "rank roll call", encode(None)

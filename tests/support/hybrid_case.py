@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from support.manager_case import SECRET, World, open_cache, taken, tokens
-from support.stamped import TOKEN_BYTES, StampedDevice, StampedMover, stamps_of
+from support.stamped import TOKEN_BYTES, StampedBackend, StampedDevice, stamps_of
 
 from lightcache import Cache
 from lightcache.errors import ConfigError
@@ -114,14 +114,14 @@ class HybridWorld:
         # An engine without slots for checkpoints has its own for running requests.
         self.store = StampedDevice(slots or 64, 1)
         self.copier = LateCopier(ArrayCopier(self.store.slots))
-        self.mover = None if self.states is None else StampedMover(self.states, self.store)
+        self.backend = None if self.states is None else StampedBackend(self.states, self.store)
         self.storage = None
         if state_storage is not None and self.states is not None:
             self.storage = state_storage(self.states)
         self.checkpoints = Checkpoints(
             self.slots,
             self.states,
-            self.mover,
+            self.backend,
             self.copier,
             storage=self.storage,
             **(states or {}),
@@ -145,7 +145,7 @@ class HybridWorld:
 
     def path(self, prompt: Prompt) -> Path:
         """The positions of a prompt."""
-        space = self.manager._weights.space_of(prompt.tenant)
+        space = self.manager._weights.scope_of(prompt.tenant)
         states = self.hybrid.states_of(space)
         assert states is not None
         return Path(self.hybrid.keys_of(prompt, space), states)
@@ -196,10 +196,10 @@ class HybridWorld:
         match = taken(self.manager, request, self.hybrid.take)
         self.hybrid.allocate(request, len(prompt))
         restored = self.hybrid.restore([request], None if slots is None else [slots])
-        fetch = self.hybrid.fetch(request)
+        load = self.hybrid.load(request)
         self.begun(request, prompt, match.usable)
         if wait:
-            fetch.wait()
+            load.wait()
             stamps = stamps_of(prompt.tokens)[: match.usable]
             assert (self.world.content(request, match.usable) == stamps).all()
             if self.copier.at_once:
@@ -301,9 +301,9 @@ class HybridWorld:
     def settle(self) -> None:
         """Copies happen."""
         self.copier.finish()
-        for mover in (self.mover, self.world.mover):
-            if mover is not None:
-                mover.finish()
+        for backend in (self.backend, self.world.backend):
+            if backend is not None:
+                backend.finish()
         self.hybrid.poll()
 
     def nothing_left(self) -> None:
@@ -318,8 +318,8 @@ class HybridWorld:
     def close(self) -> None:
         """Everything that `__init__` opened."""
         self.copier.finish()
-        if self.mover is not None:
-            self.mover.finish()
+        if self.backend is not None:
+            self.backend.finish()
         self.hybrid.close()
         self.checkpoints.close()
         assert self.storage is None or self.storage.close() is not False
@@ -352,7 +352,7 @@ def open_states(name: str, pages: int) -> Cache:
         page_bytes=TOKEN_BYTES,
         page_tokens=1,
         fingerprint="stamped states",
-        flat=True,
+        independent=True,
         secret=SECRET,
     )
 

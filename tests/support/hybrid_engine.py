@@ -24,14 +24,14 @@ from lightcache.hybrid import Checkpoints, Grid, HybridConfig, HybridManager, Hy
 from lightcache.hybrid.opening import create_slots
 from lightcache.hybrid.saving import Saves, decode_saves
 from lightcache.kernels import StateCopier
-from lightcache.manager import EngineMover, KVCacheManager, OwnedDevice, Prompt, Wishes
+from lightcache.manager import EngineBackend, KVCacheManager, ManagedBlocks, Prompt, RequestOptions
 
-WISHES = Wishes()
+WISHES = RequestOptions()
 FINE: dict[str, Any] = {"block": 8, "page": 8, "chunk": 16, "every": 16}
 """Sizes with which short requests leave many states."""
 
 
-class BehindStream(EngineMover):
+class BehindStream(EngineBackend):
     """Loads wait for what was launched before them, as those of a device do."""
 
     def __init__(self, engine: Any, stream: LateCopier) -> None:
@@ -39,7 +39,7 @@ class BehindStream(EngineMover):
         self.stream = stream
 
     def load(self, lease: Any, slots: Any, first: int) -> Any:
-        """See `Mover`."""
+        """See `TransferBackend`."""
         self.stream.finish()
         return super().load(lease, slots, first)
 
@@ -101,7 +101,7 @@ class HybridEngine:
         budget: int = 1 << 20,
         saves: Saves = Saves.END_ONLY,
         between: bool = False,
-        wishes: Wishes = WISHES,
+        options: RequestOptions = WISHES,
         spare: int = 0,
         **config: Any,
     ) -> None:
@@ -111,11 +111,11 @@ class HybridEngine:
             pages: of the host; None: as many as the device has.
             states: pages of the host for states; None: there is no such cache.
             budget: tokens of a prompt that a pass computes, at most.
-            wishes: of all requests.
+            options: of all requests.
             spare: slots behind those that are managed.
             config: for the HybridConfig.
         """
-        self.budget, self.ahead, self.wishes = budget, ahead, wishes
+        self.budget, self.ahead, self.options = budget, ahead, options
         total = slots + spare
         self.store = ModelDevice(model, blocks=blocks, block=block, slots=total, page=page)
         store, host = self.store, blocks * block // page if pages is None else pages
@@ -123,19 +123,21 @@ class HybridEngine:
         self.kv_engine = self.kv.engine(store.kv_geometry, store.kv_planes, threads=1)
         self.stream = LateCopier(StateCopier(store.state_geometry, store.state_planes))
         self.stream.at_once = not ahead
-        self.device = OwnedDevice(f"{name}.device", block_tokens=block, blocks=blocks)
+        self.device = ManagedBlocks(f"{name}.device", block_tokens=block, blocks=blocks)
         self.manager = KVCacheManager(
             self.kv, self.device, BehindStream(self.kv_engine, self.stream)
         )
         self.slots = create_slots(f"{name}.slots", slots)
         self.states, self.state_engine = None, None
         if states is not None:
-            self.states = open_pages(f"{name}.states", store.state_geometry, states, 1, flat=True)
+            self.states = open_pages(
+                f"{name}.states", store.state_geometry, states, 1, independent=True
+            )
             self.state_engine = self.states.engine(
                 store.state_geometry, store.state_planes, threads=1
             )
-        mover = None if self.state_engine is None else EngineMover(self.state_engine)
-        self.checkpoints = Checkpoints(self.slots, self.states, mover, self.stream, most=None)
+        backend = None if self.state_engine is None else EngineBackend(self.state_engine)
+        self.checkpoints = Checkpoints(self.slots, self.states, backend, self.stream, most=None)
         self.grid = Grid(block, page, chunk, every)
         how = HybridConfig(saves=saves, between=between, ahead=ahead, **config)
         self.hybrid = HybridManager(self.manager, self.checkpoints, self.grid, config=how)
@@ -146,14 +148,14 @@ class HybridEngine:
 
     def plan(self, ids: Any, **how: Any) -> HybridMatch:
         """What a prompt would find now."""
-        found = self.hybrid.plan("look", Prompt(ids), wishes=self.wishes, **how)
+        found = self.hybrid.plan("look", Prompt(ids), options=self.options, **how)
         self.hybrid.cancel("look")
         return found
 
     def begin(self, ids: Any, more: int) -> int | None:
         """A request; None: there is no room."""
         prompt, hybrid, request = Prompt(ids), self.hybrid, next(self.ids)
-        hybrid.plan(request, prompt, wishes=self.wishes)
+        hybrid.plan(request, prompt, options=self.options)
         match = hybrid.take(request)
         try:
             hybrid.allocate(request, len(prompt) + more)
@@ -161,7 +163,7 @@ class HybridEngine:
         except OutOfPages:
             hybrid.release(request, publish=False)
             return None
-        hybrid.fetch(request).wait(60)
+        hybrid.load(request).wait(60)
         slot, every = int(restored.working[0]), prompt.tokens.tolist()
         self.running[request] = One(prompt, more, match, slot, every, match.usable, len(every))
         return request

@@ -22,14 +22,14 @@ from lightcache import Cache, Load, Offload
 from lightcache.errors import LightcacheError, WaitTimeout
 from lightcache.kernels.geometry import KVGroup, PageGeometry
 from lightcache.manager import (
-    EngineMover,
+    EngineBackend,
     KVCacheManager,
+    ManagedBlocks,
     ManagerConfig,
-    OwnedDevice,
     Prompt,
     WritePolicy,
 )
-from lightcache.manager.handoff import hand_over, receive
+from lightcache.manager.handoff import hand_off, receive
 
 REQUESTS = ("a", "b", "c", "d")
 PROMPT = Prompt(tokens(18))
@@ -68,7 +68,7 @@ class Place(World):
 
     def rest(self) -> None:
         """What is under way ends."""
-        self.mover.finish()
+        self.backend.finish()
 
     def check(self) -> None:
         """Nothing is left of it; then everything is forgotten."""
@@ -113,10 +113,10 @@ class EnginePlace(Place):
         self.engine = self.cache.engine(
             GEOMETRY, Device(GEOMETRY.share(), 128, 3).planes, threads=1
         )
-        self.device = OwnedDevice(f"{name}.device", block_tokens=4, blocks=32)
-        self.mover: Any = EngineMover(self.engine)
+        self.device = ManagedBlocks(f"{name}.device", block_tokens=4, blocks=32)
+        self.backend: Any = EngineBackend(self.engine)
         self.manager = KVCacheManager(
-            self.cache, self.device, self.mover, config=ManagerConfig(**config)
+            self.cache, self.device, self.backend, config=ManagerConfig(**config)
         )
         self.managers = (self.manager,)
         self.left = []
@@ -160,7 +160,7 @@ class Pair(Place):
 
     def rest(self) -> None:
         super().rest()
-        self.other.mover.finish()
+        self.other.backend.finish()
 
     def check(self) -> None:
         self.other.nothing_left()
@@ -204,7 +204,7 @@ def ready(world: Any, request: Any = "a", prompt: Prompt = PROMPT) -> None:
     taken(world, request, prompt)
     if world.device.owned:
         world.manager.allocate(request, len(prompt))
-        world.manager.fetch(request).wait(60)
+        world.manager.load(request).wait(60)
 
 
 def cached(world: Any, prompt: Prompt = LONGER, *, device: bool = True, host: bool = True) -> None:
@@ -218,7 +218,7 @@ def cached(world: Any, prompt: Prompt = LONGER, *, device: bool = True, host: bo
         world.manager.release("x")
     else:
         ready(world, "x", prompt)
-        if not isinstance(world.mover, EngineMover):
+        if not isinstance(world.backend, EngineBackend):
             table = world.manager.allocate("x", len(prompt))
             world.store.write(table, 0, stamps_of(prompt.tokens))
         world.manager.commit("x", len(prompt))
@@ -270,19 +270,19 @@ def allocate_more(world: Any) -> Action:
     return lambda: world.manager.allocate("a", 30)
 
 
-def forgo(world: Any) -> Action:
+def skip_load(world: Any) -> Action:
     cached(world, device=False)
     taken(world)
-    return lambda: world.manager.forgo("a")
+    return lambda: world.manager.skip_load("a")
 
 
-def fetch(world: Any) -> Action:
+def load(world: Any) -> Action:
     cached(world, device=False)
     taken(world)
     world.manager.allocate("a", 18)
 
     def act() -> None:
-        world.left.append(world.manager.fetch("a"))
+        world.left.append(world.manager.load("a"))
 
     return act
 
@@ -291,7 +291,7 @@ def fetch_and_wait(world: Any) -> Action:
     cached(world, device=False)
     taken(world)
     world.manager.allocate("a", 18)
-    return lambda: world.manager.fetch("a").wait(60)
+    return lambda: world.manager.load("a").wait(60)
 
 
 def commit(world: Any) -> Action:
@@ -340,23 +340,23 @@ def commit_many(world: Any) -> Action:
 
 
 def poll(world: Any) -> Action:
-    world.mover.at_once = False
+    world.backend.at_once = False
     ready(world)
     world.manager.commit("a", 18)
     world.manager.release("a")
-    world.mover.finish()
-    world.mover.at_once = True
+    world.backend.finish()
+    world.backend.at_once = True
     return world.manager.poll  # type: ignore[no-any-return]
 
 
 def poll_failed(world: Any) -> Action:
-    world.mover.at_once = False
+    world.backend.at_once = False
     ready(world)
     world.manager.commit("a", 18)
     world.manager.release("a")
-    world.mover.fail_next = 1
-    world.mover.finish()
-    world.mover.at_once = True
+    world.backend.fail_next = 1
+    world.backend.finish()
+    world.backend.at_once = True
     return world.manager.poll  # type: ignore[no-any-return]
 
 
@@ -394,7 +394,7 @@ def release_loading(world: Any) -> Action:
     taken(world)
     world.manager.allocate("a", 18)
     world.manager.pause()
-    world.manager.fetch("a")
+    world.manager.load("a")
     return lambda: world.manager.release("a")
 
 
@@ -403,7 +403,7 @@ def resume(world: Any) -> Action:
     taken(world)
     world.manager.allocate("a", 18)
     world.manager.pause()
-    world.manager.fetch("a")
+    world.manager.load("a")
     return world.manager.resume  # type: ignore[no-any-return]
 
 
@@ -457,7 +457,7 @@ def attached_fetch(world: Any) -> Action:
     world.manager.evicted(np.arange(8))
     taken(world)
     table = np.arange(5, dtype=np.int32)
-    return lambda: world.manager.fetch("a", table)
+    return lambda: world.manager.load("a", table)
 
 
 def clear_tenant(world: Any) -> Action:
@@ -471,7 +471,7 @@ def handing(world: Any) -> Action:
     world.manager.commit("a", 18)
 
     def act() -> None:
-        given = hand_over(world.manager, "a", [world.cache.client_id], adopt_timeout=0.0)
+        given = hand_off(world.manager, "a", [world.cache.client_id], adopt_timeout=0.0)
         world.left.append(given)
 
     return act
@@ -481,7 +481,7 @@ def receiving(world: Any) -> Action:
     ready(world)
     world.store.write(world.manager.allocate("a", 18), 0, stamps_of(PROMPT.tokens))
     world.manager.commit("a", 18)
-    given = hand_over(world.manager, "a", [world.cache.client_id])
+    given = hand_off(world.manager, "a", [world.cache.client_id])
 
     def act() -> None:
         receive(world.other.manager, "b", LONGER, given, timeout=0.0).wait(60)
@@ -505,7 +505,7 @@ def step(world: Any) -> Action:
         manager.plan("a", LONGER)
         manager.take("a")
         manager.allocate("a", 30)
-        manager.fetch("a").wait(60)
+        manager.load("a").wait(60)
         manager.commit("a", 30)
         manager.allocate("a", 40)
         manager.commit("a", 38, new_tokens=tokens(8, 3))
@@ -652,7 +652,7 @@ SCENES = [
     *(
         Scene(f"owned {act.__name__}", owned, act)
         for act in (
-            plan, plan_again, plan_many, cancel, take, allocate, allocate_more, forgo, fetch,
+            plan, plan_again, plan_many, cancel, take, allocate, allocate_more, skip_load, load,
             fetch_and_wait, commit, commit_loaded, commit_output, commit_the_same, commit_many,
             poll, poll_failed, release, release_writing, release_aborted, release_many,
             release_loading, resume, step,
@@ -674,7 +674,7 @@ SCENES = [
     *(
         Scene(f"engine {act.__name__}", EnginePlace, act)
         for act in (
-            fetch, fetch_and_wait, commit, commit_output, release_writing, release_many, step,
+            load, fetch_and_wait, commit, commit_output, release_writing, release_many, step,
         )
     ),
     *(Scene(f"wide {act.__name__}", wide, act) for act in (commit, release_writing, step)),

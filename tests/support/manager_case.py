@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from support.stamped import TOKEN_BYTES, StampedDevice, StampedMover, stamps_of
+from support.stamped import TOKEN_BYTES, StampedBackend, StampedDevice, stamps_of
 
 from lightcache import Cache
 from lightcache.manager import (
-    AttachedDevice,
     KVCacheManager,
+    ManagedBlocks,
     ManagerConfig,
-    OwnedDevice,
+    MirroredBlocks,
     PrefixMatch,
     Prompt,
 )
@@ -58,14 +58,14 @@ class World:
         self.own = cache is None
         self.cache = cache or open_cache(name, pages, page)
         self.store = StampedDevice(blocks or 0, block)
-        kind = OwnedDevice if owned else AttachedDevice
+        kind = ManagedBlocks if owned else MirroredBlocks
         self.device = kind(f"{name}.device", block_tokens=block, blocks=blocks)
-        self.mover = StampedMover(self.cache, self.store)
+        self.backend = StampedBackend(self.cache, self.store)
         try:
             self.manager = KVCacheManager(
                 self.cache,
                 self.device,
-                self.mover,
+                self.backend,
                 config=ManagerConfig(**config),
                 costs=costs,
                 storage=storage(self.cache) if storage else None,
@@ -84,7 +84,7 @@ class World:
 
     def close(self) -> None:
         """Everything that `__init__` opened."""
-        self.mover.finish()
+        self.backend.finish()
         self.manager.close()
         self.device.close()
         close = getattr(self.manager._storage, "close", None)
@@ -98,7 +98,7 @@ class World:
         self.manager.plan(request, prompt, **how)
         match = taken(self.manager, request)
         self.manager.allocate(request, len(prompt))
-        self.manager.fetch(request)
+        self.manager.load(request)
         return match
 
     def compute(self, request: Any, every: Any, begin: int, end: int) -> Any:
@@ -116,8 +116,8 @@ class World:
         manager.plan(request, prompt, **how)
         match = taken(manager, request)
         table = manager.allocate(request, len(prompt))
-        fetch = manager.fetch(request)
-        fetch.wait()
+        load = manager.load(request)
+        load.wait()
         stamps = stamps_of(prompt.tokens)
         assert (self.store.read(table, 0, match.usable) == stamps[: match.usable]).all()
         self.store.write(table, match.usable, stamps[match.usable :])
@@ -132,7 +132,7 @@ class World:
 
     def nothing_left(self) -> None:
         """No request runs: nobody may have anything."""
-        self.mover.finish()
+        self.backend.finish()
         self.manager.poll()
         found = self.manager.gauges()
         assert (found.running, found.leaving, found.transfers, found.queued) == (0, 0, 0, 0)
@@ -226,7 +226,7 @@ class Shelf(BaseTier):
         progress.end(failed=False)
         return StorageTask(progress)
 
-    def prefetch_deepest(self, keys: Any, **how: Any) -> Any:
+    def prefetch_last_ready(self, keys: Any, **how: Any) -> Any:
         """Nobody asks it for that."""
         raise NotImplementedError
 

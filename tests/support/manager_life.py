@@ -7,7 +7,7 @@ import random
 from support.manager_world import Engine, Running
 
 from lightcache.errors import LeaseLost, WaitTimeout
-from lightcache.manager import Item, Prompt, Wishes
+from lightcache.manager import MultimodalItem, Prompt, RequestOptions
 
 WEIGHTS = {
     "begin": 4.0,
@@ -22,12 +22,12 @@ WEIGHTS = {
     "demote": 1.0,
     "update": 0.3,
     "poll": 2.0,
-    "keep": 0.3,
-    "unkeep": 0.6,
+    "protect": 0.3,
+    "unprotect": 0.6,
     "drop": 0.5,
     "pause": 0.5,
     "resume": 1.5,
-    "forgo": 0.3,
+    "skip_load": 0.3,
     "evict": 0.3,
 }
 TIERS = (
@@ -49,7 +49,7 @@ class Life:
         """
         self.engine, self.random = engine, random.Random(seed)
         self.known = [Prompt(self.tokens(30))]
-        self.planned: dict[int, tuple[Prompt, Wishes]] = {}
+        self.planned: dict[int, tuple[Prompt, RequestOptions]] = {}
         self.kept: list[Prompt] = []
         self.numbers = iter(range(1 << 30))
         self.steps = [name for name in WEIGHTS if name not in without]
@@ -76,13 +76,15 @@ class Life:
             middle = choose.randrange(begin + 1, end + 1)
             for first, last in ((begin, middle), (middle, end)):
                 if first < last:
-                    items.append(Item(first, last, bytes([choose.randrange(3)])))
+                    items.append(MultimodalItem(first, last, bytes([choose.randrange(3)])))
         tenant = base.tenant if cut else choose.choice(["", "", "t"])
         return self.remember(Prompt(tokens, items=items, tenant=tenant))
 
     def other_items(self, base: Prompt) -> Prompt:
         """The same tokens, and what stands for them is another."""
-        items = [Item(each.start, each.end, bytes([each.digest[0] ^ 1])) for each in base.items]
+        items = [
+            MultimodalItem(each.start, each.end, bytes([each.digest[0] ^ 1])) for each in base.items
+        ]
         return Prompt(base.tokens, items=items, tenant=base.tenant)
 
     def remember(self, prompt: Prompt) -> Prompt:
@@ -90,12 +92,12 @@ class Life:
         self.known = [*self.known[-11:], prompt]
         return prompt
 
-    def wishes(self) -> Wishes:
+    def options(self) -> RequestOptions:
         """Mostly none."""
         choose = self.random
         if choose.random() < 0.7:
-            return Wishes()
-        return Wishes(
+            return RequestOptions()
+        return RequestOptions(
             read=choose.random() < 0.8,
             write=choose.random() < 0.8,
             tiers=choose.choice(TIERS),
@@ -118,13 +120,13 @@ class Life:
         if len(self.engine.running) < 5:
             known = self.random.choice(self.known)
             prompt = known if self.random.random() < 0.2 else self.prompt()
-            self.engine.begin(next(self.numbers), prompt, self.wishes())
+            self.engine.begin(next(self.numbers), prompt, self.options())
 
     def branch(self) -> None:
         """A request that goes on from what another is just computing."""
         one = self._one()
         if one is not None and len(self.engine.running) < 5:
-            self.engine.begin(next(self.numbers), self.prompt(self._sequence(one)), self.wishes())
+            self.engine.begin(next(self.numbers), self.prompt(self._sequence(one)), self.options())
 
     def _sequence(self, request: int) -> Prompt:
         one = self.engine.running[request]
@@ -154,19 +156,19 @@ class Life:
 
     def finish(self) -> None:
         """Some copies happen, and whether the next ones happen at once."""
-        self.engine.mover.at_once = self.random.random() < 0.3
-        self.engine.mover.finish(self.random.randrange(4))
+        self.engine.backend.at_once = self.random.random() < 0.3
+        self.engine.backend.finish(self.random.randrange(4))
 
     def fail(self) -> None:
         """The next copy fails, or does not."""
-        self.engine.mover.fail_next = self.random.randrange(2)
+        self.engine.backend.fail_next = self.random.randrange(2)
 
     def plan(self) -> None:
         """Look, and perhaps take it much later."""
-        request, prompt, wishes = next(self.numbers), self.prompt(), self.wishes()
-        self.engine.manager.plan(request, prompt, wishes=wishes)
+        request, prompt, options = next(self.numbers), self.prompt(), self.options()
+        self.engine.manager.plan(request, prompt, options=options)
         if self.random.random() < 0.4:
-            self.planned[request] = prompt, wishes
+            self.planned[request] = prompt, options
         else:
             self.engine.manager.cancel(request)
 
@@ -174,9 +176,9 @@ class Life:
         """Begin what was planned, whatever has happened since."""
         if self.planned and len(self.engine.running) < 5:
             request = self.random.choice(list(self.planned))
-            prompt, wishes = self.planned.pop(request)
+            prompt, options = self.planned.pop(request)
             try:
-                self.engine.begin(request, prompt, wishes, planned=True)
+                self.engine.begin(request, prompt, options, planned=True)
             except LeaseLost:
                 self.engine.manager.cancel(request)
 
@@ -192,16 +194,16 @@ class Life:
     def poll(self) -> None:
         """Nothing else."""
 
-    def keep(self) -> None:
+    def protect(self) -> None:
         """For good, or until it is undone."""
         if len(self.kept) < 2:
             self.kept.append(self.random.choice(self.known))
-            self.engine.manager.keep(self.kept[-1])
+            self.engine.manager.protect(self.kept[-1])
 
-    def unkeep(self) -> None:
+    def unprotect(self) -> None:
         """Undo it."""
         if self.kept:
-            self.engine.manager.unkeep(self.kept.pop(0))
+            self.engine.manager.unprotect(self.kept.pop(0))
 
     def drop(self) -> None:
         """A branch."""
@@ -219,7 +221,7 @@ class Life:
         """They begin."""
         self.engine.manager.resume()
 
-    def forgo(self) -> None:
+    def skip_load(self) -> None:
         """The next request that could load something does not."""
         self.engine.forgo_next = True
 
@@ -237,7 +239,7 @@ class Life:
     def over(self) -> None:
         """Undo what outlives requests."""
         while self.kept:
-            self.unkeep()
+            self.unprotect()
         self.engine.manager.resume()
         for request in self.planned:
             self.engine.manager.cancel(request)

@@ -11,17 +11,17 @@ from typing import Any
 
 import numpy as np
 from support.manager_case import open_cache
-from support.stamped import StampedDevice, StampedMover, Stamps, stamps_of
+from support.stamped import StampedBackend, StampedDevice, Stamps, stamps_of
 
 from lightcache import Cache
 from lightcache.errors import OutOfPages, TransferFailed
 from lightcache.manager import (
-    AttachedDevice,
-    Fetch,
     KVCacheManager,
+    LoadHandle,
+    ManagedBlocks,
     ManagerConfig,
-    OwnedDevice,
-    Wishes,
+    MirroredBlocks,
+    RequestOptions,
     WritePolicy,
 )
 from lightcache.manager import Prompt as ManagerPrompt
@@ -38,7 +38,7 @@ class Running:
     computed: int
     """Leading tokens whose KV is on the device, if the fetch is over."""
     table: Any
-    fetch: Fetch
+    load: LoadHandle
     told: int = 0
     """Tokens that the manager knows the ids of."""
     loaded: bool = False
@@ -97,11 +97,11 @@ class Engine:
         self.closes = cache is None
         self.cache = cache or open_cache(name, pages, page)
         self.store = StampedDevice(blocks, block)
-        kind = OwnedDevice if owned else AttachedDevice
+        kind = ManagedBlocks if owned else MirroredBlocks
         self.device = kind(f"{name}.device", block_tokens=block, blocks=blocks)
-        self.mover = StampedMover(self.cache, self.store)
+        self.backend = StampedBackend(self.cache, self.store)
         self.manager = KVCacheManager(
-            self.cache, self.device, self.mover, config=ManagerConfig(**config)
+            self.cache, self.device, self.backend, config=ManagerConfig(**config)
         )
         self.blocks = None if owned else Blocks(list(range(blocks)))
         self.block = block
@@ -122,7 +122,12 @@ class Engine:
         return stamps_of(every, self.seed())
 
     def begin(
-        self, request: int, prompt: ManagerPrompt, wishes: Wishes = ANY, *, planned: bool = False
+        self,
+        request: int,
+        prompt: ManagerPrompt,
+        options: RequestOptions = ANY,
+        *,
+        planned: bool = False,
     ) -> bool:
         """Plan, take, allocate, fetch. False: no room, and nothing is left of it.
 
@@ -131,45 +136,41 @@ class Engine:
         """
         manager = self.manager
         if not planned:
-            manager.plan(request, prompt, wishes=wishes)
+            manager.plan(request, prompt, options=options)
         match = manager.take(request)
         assert match.usable < len(prompt)
-        assert wishes.read or not match.usable
+        assert options.read or not match.usable
         assert prompt.cut_item(match.usable) is None
         if self.blocks is not None:
-            return self._begin_attached(request, prompt, wishes)
+            return self._begin_attached(request, prompt, options)
         if self.forgo_next and match.load:
-            match, self.forgo_next = manager.forgo(request), False
+            match, self.forgo_next = manager.skip_load(request), False
             assert not match.load
         try:
             table = manager.allocate(request, len(prompt)).copy()
         except OutOfPages:
             manager.release(request, publish=False)
             return False
-        fetch = manager.fetch(request)
+        load = manager.load(request)
         tokens = prompt.tokens.tolist()
-        self.running[request] = Running(
-            prompt, tokens, match.usable, table, fetch, told=len(tokens)
-        )
+        self.running[request] = Running(prompt, tokens, match.usable, table, load, told=len(tokens))
         return True
 
-    def _begin_attached(self, request: int, prompt: ManagerPrompt, wishes: Wishes) -> bool:
+    def _begin_attached(self, request: int, prompt: ManagerPrompt, options: RequestOptions) -> bool:
         """This engine does not look for prefixes on its device: all of them come from the host."""
         assert self.blocks is not None
         manager = self.manager
         manager.release(request, publish=False)
-        match = manager.plan(request, prompt, wishes=wishes, device_tokens=0)
+        match = manager.plan(request, prompt, options=options, device_tokens=0)
         taken = self.blocks.allocate(-(-len(prompt) // self.block), manager)
         if taken is None:
             manager.cancel(request)
             return False
         match = manager.take(request)
         table = np.array(taken, np.int32)
-        fetch = manager.fetch(request, table)
+        load = manager.load(request, table)
         tokens = prompt.tokens.tolist()
-        self.running[request] = Running(
-            prompt, tokens, match.usable, table, fetch, told=len(tokens)
-        )
+        self.running[request] = Running(prompt, tokens, match.usable, table, load, told=len(tokens))
         return True
 
     def compute(self, request: int, count: int, generated: list[int]) -> bool:
@@ -200,9 +201,9 @@ class Engine:
     def _loaded(self, one: Running) -> bool:
         """Whether the fetch is over; what a failed one should have brought is computed."""
         try:
-            one.loaded = one.fetch.done()
+            one.loaded = one.load.done()
         except TransferFailed:
-            one.computed, one.loaded = one.fetch.tokens, True
+            one.computed, one.loaded = one.load.tokens, True
         return one.loaded
 
     def _room(self, request: int, one: Running, end: int) -> bool:
@@ -240,7 +241,7 @@ class Engine:
         self.manager.begin_update(wait=False)
         for request in list(self.running):
             self.end(request, publish=True)
-        self.mover.finish()
+        self.backend.finish()
         self.weights = weights
         self.manager.finish_update(str(weights))
 
@@ -275,7 +276,7 @@ class Engine:
         for request in list(self.running):
             self.end(request, publish=True)
         self.manager.lookup.close()
-        self.mover.finish()
+        self.backend.finish()
         self.manager.poll()
         assert self.manager.in_flight() == 0
         assert self.device.index is not None
@@ -296,7 +297,7 @@ class Engine:
 
     def close(self) -> None:
         """Everything that `__init__` opened."""
-        self.mover.finish()
+        self.backend.finish()
         self.manager.close()
         self.device.close()
         if self.closes:

@@ -1,12 +1,12 @@
-"""The mover of one rank, made of arrays: it has its own shard of every page, with stamps of its
-own."""
+"""The transfer backend of one rank, made of arrays: it has its own shard of every page, with
+stamps of its own."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
-from support.stamped import TOKEN_BYTES, StampedDevice, StampedMover, StampedMoving, Stamps
+from support.stamped import TOKEN_BYTES, StampedBackend, StampedDevice, StampedMoving, Stamps
 
 from lightcache import Cache, ReservationShard
 from lightcache.errors import LightcacheError
@@ -27,8 +27,8 @@ def open_sharded(name: str, pages: int, page: int, shards: int, **how: Any) -> C
     )
 
 
-class ShardMover(StampedMover):
-    """A `RankMover`."""
+class ShardBackend(StampedBackend):
+    """A `RankBackend`."""
 
     def __init__(self, cache: Cache, device: StampedDevice, rank: int) -> None:
         super().__init__(cache, device)

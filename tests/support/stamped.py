@@ -1,5 +1,5 @@
-"""A device and a mover made of arrays: every token's bytes are a stamp of the prefix that ends in
-it."""
+"""A device and a transfer backend made of arrays: every token's bytes are a stamp of the prefix
+that ends in it."""
 
 from __future__ import annotations
 
@@ -50,27 +50,27 @@ class StampedMoving:
     """One copy. It reads and writes when it is finished, the latest moment at which it may."""
 
     def __init__(
-        self, mover: StampedMover, held: Lease | Reservation | Allocation, slots: Any
+        self, backend: StampedBackend, held: Lease | Reservation | Allocation, slots: Any
     ) -> None:
-        self.mover, self.held, self.slots = mover, held, np.asarray(slots)
+        self.backend, self.held, self.slots = backend, held, np.asarray(slots)
         self.over = self.failed = self.saves = False
 
     def done(self) -> bool:
-        """See `Moving`."""
+        """See `TransferHandle`."""
         if self.over and self.failed:
             raise TransferFailed("arranged")
         return self.over
 
     def wait(self, timeout: float | None = None) -> None:
-        """See `Moving`. Time passes by finishing what is before it, and itself."""
+        """See `TransferHandle`. Time passes by finishing what is before it, and itself."""
         if not self.over and timeout == 0:
             raise WaitTimeout("arranged")
         while not self.over:
-            self.mover.finish(1)
+            self.backend.finish(1)
         self.done()
 
 
-class StampedMover:
+class StampedBackend:
     """Copies between a StampedDevice and the host pages, now or when told to."""
 
     shards = 1
@@ -83,16 +83,16 @@ class StampedMover:
         self.loads = self.offloads = 0
 
     def load(self, lease: Lease, slots: Any, first: int) -> StampedMoving:
-        """See `Mover`."""
+        """See `TransferBackend`."""
         assert first == 0
         return self._begin(StampedMoving(self, lease, slots))
 
     def offload(self, new: Reservation, slots: Any) -> StampedMoving:
-        """See `Mover`."""
+        """See `TransferBackend`."""
         return self._begin(StampedMoving(self, new, slots))
 
     def save(self, held: Any, slots: Any) -> StampedMoving:
-        """See `Mover`."""
+        """See `TransferBackend`."""
         moving = StampedMoving(self, held, slots)
         moving.saves = True
         return self._begin(moving)

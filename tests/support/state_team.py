@@ -16,10 +16,10 @@ from lightcache.hybrid import Checkpoints, Grid, HybridManager, StatePart, state
 from lightcache.hybrid.copiers import Section
 from lightcache.hybrid.opening import create_slots
 from lightcache.kernels import PageGeometry, Shard, StateCopier, layouts
-from lightcache.manager import KVCacheManager, NullMover, OwnedDevice, Prompt
-from lightcache.manager.ranks.coordinator import Leader
+from lightcache.manager import KVCacheManager, ManagedBlocks, NullBackend, Prompt
+from lightcache.manager.ranks.coordinator import RankCoordinator
 from lightcache.manager.ranks.messages import Decisions
-from lightcache.manager.ranks.worker import Follower
+from lightcache.manager.ranks.worker import RankWorker
 from lightcache.shm import SharedLog
 
 LAYERS = (0, 1, 3)
@@ -86,7 +86,7 @@ class StateRank:
         self.cache = Cache.attach(states, secret=SECRET, role=f"rank {rank}")
         self.log = SharedLog.attach(log)
         self.engine = self.cache.engine(GEOMETRY, planes, share=mine.share(), threads=1)
-        self.follower = Follower(self.log, self.cache, self.engine, rank)
+        self.follower = RankWorker(self.log, self.cache, self.engine, rank)
         self.copier = StateCopier(GEOMETRY, planes, share=mine.share())
 
     def bytes_of(self, slot: int, layer: int, part: StatePart) -> Any:
@@ -124,9 +124,9 @@ class StateTeam:
         """Caches are the caller's to close."""
         self.log = SharedLog.create(f"{name}.log", capacity=64, message_bytes=256)
         self.ranks = [StateRank(states.name, f"{name}.log", rank, ranks) for rank in range(ranks)]
-        self.leader = Leader(self.log, [each.cache.client_id for each in self.ranks])
-        self.device = OwnedDevice(f"{name}.device", block_tokens=PAGE, blocks=32)
-        self.manager = KVCacheManager(host, self.device, NullMover())
+        self.leader = RankCoordinator(self.log, [each.cache.client_id for each in self.ranks])
+        self.device = ManagedBlocks(f"{name}.device", block_tokens=PAGE, blocks=32)
+        self.manager = KVCacheManager(host, self.device, NullBackend())
         self.slots = create_slots(f"{name}.slots", SLOTS)
         self.checkpoints = Checkpoints(self.slots, states, self.leader, Everywhere(self.ranks))
         self.hybrid = HybridManager(self.manager, self.checkpoints, Grid(PAGE, PAGE, PAGE))
@@ -139,9 +139,9 @@ class StateTeam:
         match = self.hybrid.take(request)
         self.hybrid.allocate(request, len(prompt))
         restored = self.hybrid.restore([request])
-        fetch = self.hybrid.fetch(request)
+        load = self.hybrid.load(request)
         self.settle()
-        assert fetch.done()
+        assert load.done()
         return match, int(restored.working[0])
 
     def end(self, request: Any, tokens: int) -> int:
@@ -201,7 +201,7 @@ def open_host_states(name: str, pages: int = 8) -> Cache:
         page_bytes=GEOMETRY.page_bytes,
         page_tokens=1,
         fingerprint=f"parts {GEOMETRY.fingerprint()}",
-        flat=True,
+        independent=True,
         secret=SECRET,
     )
 

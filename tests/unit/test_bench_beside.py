@@ -89,12 +89,14 @@ class FakeDevice:
 
     def __init__(self) -> None:
         self.queue: deque[Any] = deque()
-        self.time, self.deepest, self.launched = 0.0, 0, 0
+        self.time, self.last_ready, self.launched = 0.0, 0, 0
 
     def launch(self) -> None:
         self.queue.append(9.0 if self.launched < _gpu_window._LEAD else 2.5)
         self.launched += 1
-        self.deepest = max(self.deepest, sum(isinstance(entry, float) for entry in self.queue))
+        self.last_ready = max(
+            self.last_ready, sum(isinstance(entry, float) for entry in self.queue)
+        )
 
     def advance(self) -> None:
         if self.queue:
@@ -144,7 +146,7 @@ def test_window() -> None:
     for window in itertools.chain.from_iterable(found.values()):
         assert window.steps.tolist() == [2.5] * 20
     assert device.time == 2 * (2.5 * (2 * 20 + 2) + 9.0 * 3 * _gpu_window._LEAD)
-    assert 1 < device.deepest <= _gpu_window._AHEAD
+    assert 1 < device.last_ready <= _gpu_window._AHEAD
     assert all(np.isnan(window.rate) for window in found["alone"])
     assert all(window.rate > 0 for window in found["beside"])
     assert log.count("waited for") == 3 * 3  # no window leaves transfers to the next

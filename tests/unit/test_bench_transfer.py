@@ -99,7 +99,7 @@ def test_calls_without_room() -> None:
         _gpu_shapes.scattered(SHAPES[0], range(4), 1000, 1 << 20)
 
 
-# ---- movers and their oracle
+# ---- transfer backends and their oracle
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
@@ -142,8 +142,8 @@ def test_copies(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = [pair for direction in _gpu_device.DIRECTIONS for pair in copies.pairs[direction]]
     assert len({end.data_ptr() for pair in pairs for end in pair}) == 2 * len(pairs) == 64
 
-    def all_but_one(mover: Any, direction: str, begin: int, end: int) -> None:
-        for to, source in mover.pairs[direction][begin + 1 : end]:
+    def all_but_one(backend: Any, direction: str, begin: int, end: int) -> None:
+        for to, source in backend.pairs[direction][begin + 1 : end]:
             to.copy_(source)
 
     monkeypatch.setattr(_gpu_copies.Copies, "_copy", all_but_one)
@@ -189,7 +189,7 @@ def test_rates_and_rows(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     both = _gpu_rates.compared(bench, ways, ("load", _gpu_rates.BOTH))
     assert set(both) == {(way, what) for way in ways for what in ("load", "both at once")}
     assert all((samples > 0).all() and len(samples) == 1 for samples in both.values())
-    monkeypatch.setattr(_gpu_rates, "run_case", lambda mover, what: lambda i: 1000.0)
+    monkeypatch.setattr(_gpu_rates, "run_case", lambda backend, what: lambda i: 1000.0)
     both = _gpu_rates.compared(bench, ways, ("load", _gpu_rates.BOTH))
     assert both["a", "load"] == TINY.total / 1e6
     assert both["a", "both at once"] == 2 * TINY.total / 1e6

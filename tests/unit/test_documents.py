@@ -201,7 +201,7 @@ def test_integration(engines: list[Any], segment_name: str) -> None:
     assert space["passes"][1] == {"request 1": (321, 322), "request 2": (313, 314)}
     assert space["passes"][-1] == {"request 2": (328, 329)}
     assert space["match"].host == 320  # the second manager loads the pages of the first
-    assert space["fetch"].tokens == 320
+    assert space["load"].tokens == 320
 
 
 @pytest.mark.parametrize("blocks", [40, 41], ids=["waits", "is preempted"])
@@ -331,7 +331,7 @@ def test_every_document_with_code_is_run() -> None:
 
 def test_metrics(engines: list[Any], segment_name: str) -> None:
     space = run("docs/guides/metrics.md", segment_name)
-    with PageIndex.create(f"{segment_name}-slots", pages=2, flat=True) as slots:
+    with PageIndex.create(f"{segment_name}-slots", pages=2, independent=True) as slots:
         space["registry"].register(CheckpointMetrics(Checkpoints(slots, None)))
         served = scraped(space)
     document = (ROOT / "docs/guides/metrics.md").read_text()

@@ -36,7 +36,7 @@ CACHE: dict[str, Any] = {
 
 @pytest.fixture
 def index(segment_name: str) -> Iterator[PageIndex]:
-    with PageIndex.create(segment_name, pages=PAGES, flat=True) as made:
+    with PageIndex.create(segment_name, pages=PAGES, independent=True) as made:
         yield made
         report = made.check()
         assert report.clean, report.message
@@ -74,16 +74,16 @@ def test_repair_makes_the_queue_anew(index: PageIndex) -> None:
 def test_deepest(index: PageIndex) -> None:
     path = prompt(1, 40)
     put_all(index, path[:3])
-    assert index.deepest(path) == 3
+    assert index.last_ready(path) == 3
     assert index.drop(path[:2], start=1) == 1
-    assert index.deepest(path) == 3
-    assert index.deepest(path[:2]) == 1
-    assert index.deepest(path[3:]) == 0
-    assert index.deepest(path[:0]) == 0
+    assert index.last_ready(path) == 3
+    assert index.last_ready(path[:2]) == 1
+    assert index.last_ready(path[3:]) == 0
+    assert index.last_ready(path[:0]) == 0
     with index.match(path[2:3]) as lease:
         assert len(lease) == 1
     every = np.concatenate([path, path[:2], path[:0], path[3:]])
-    found = index.deepest_many(every, [0, 40, 42, 42, 79])
+    found = index.last_ready_many(every, [0, 40, 42, 42, 79])
     assert found.tolist() == [3, 1, 0, 0]
     assert found.dtype == np.int32
 
@@ -102,28 +102,28 @@ def test_a_reader_looks_too(index: PageIndex) -> None:
     path = prompt(1, 2)
     put_all(index, path)
     with PageIndex.attach(index.name, readonly=True) as reader:
-        assert reader.flat
-        assert reader.deepest(path) == 2
-        assert reader.deepest_many(path, [0, 1, 2]).tolist() == [1, 1]
+        assert reader.independent
+        assert reader.last_ready(path) == 2
+        assert reader.last_ready_many(path, [0, 1, 2]).tolist() == [1, 1]
         assert reader.children(path).tolist() == [1, 0]
 
 
 def test_bad_arguments(index: PageIndex) -> None:
-    for call in (index.deepest, index.children):
+    for call in (index.last_ready, index.children):
         with pytest.raises(ConfigError, match="uint64"):
             call(np.zeros((2, 2), np.int64))
     with pytest.raises(ConfigError, match="offsets"):
-        index.deepest_many(prompt(1, 2), [0, 1])
+        index.last_ready_many(prompt(1, 2), [0, 1])
 
 
 def test_closed(segment_name: str) -> None:
-    index = PageIndex.create(segment_name, pages=PAGES, flat=True)
+    index = PageIndex.create(segment_name, pages=PAGES, independent=True)
     index.close()
-    for call in (index.deepest, index.children):
+    for call in (index.last_ready, index.children):
         with pytest.raises(Detached):
             call(prompt(1, 2))
     with pytest.raises(Detached):
-        index.deepest_many(prompt(1, 2), [0, 2])
+        index.last_ready_many(prompt(1, 2), [0, 2])
 
 
 # ---- the flag
@@ -131,57 +131,57 @@ def test_closed(segment_name: str) -> None:
 
 def test_flat_is_part_of_the_configuration(index: PageIndex) -> None:
     name = index.name
-    assert index.flat
+    assert index.independent
     for call in (
         lambda: PageIndex.open(name, pages=PAGES),
-        lambda: PageIndex.open(name, pages=PAGES, flat=False),
-        lambda: PageIndex.attach(name, flat=False),
+        lambda: PageIndex.open(name, pages=PAGES, independent=False),
+        lambda: PageIndex.attach(name, independent=False),
     ):
-        with pytest.raises(LayoutMismatch, match="flat"):
+        with pytest.raises(LayoutMismatch, match="independent"):
             call()
     for flat in (None, True):
-        with PageIndex.attach(name, flat=flat) as other:
-            assert other.flat
-    with PageIndex.open(name, pages=PAGES, flat=True) as other:
-        assert other.flat
+        with PageIndex.attach(name, independent=flat) as other:
+            assert other.independent
+    with PageIndex.open(name, pages=PAGES, independent=True) as other:
+        assert other.independent
     assert len(index.clients()) == 1
 
 
 def test_of_one_that_is_not_flat(segment_name: str) -> None:
     with PageIndex.create(segment_name, pages=PAGES):
-        with pytest.raises(LayoutMismatch, match="flat"):
-            PageIndex.open(segment_name, pages=PAGES, flat=True)
+        with pytest.raises(LayoutMismatch, match="independent"):
+            PageIndex.open(segment_name, pages=PAGES, independent=True)
         with pytest.raises(LayoutMismatch, match="expected True, found False"):
-            PageIndex.attach(segment_name, flat=True)
-        with PageIndex.attach(segment_name, flat=False) as other:
-            assert not other.flat
-    with pytest.raises(ConfigError, match="flat="):
-        PageIndex.create(segment_name, pages=PAGES, config={"flat": True})
+            PageIndex.attach(segment_name, independent=True)
+        with PageIndex.attach(segment_name, independent=False) as other:
+            assert not other.independent
+    with pytest.raises(ConfigError, match="independent="):
+        PageIndex.create(segment_name, pages=PAGES, config={"independent": True})
 
 
 def test_a_root_that_says_otherwise_is_damage(index: PageIndex) -> None:
     at = index.segment.address + IndexView(index).geometry.root
     root = layout.RootRecord.from_address(at)
     for wrong in (0, 2):
-        root.flat = wrong
-        with pytest.raises(CacheCorrupted, match="flat index"):
+        root.independent = wrong
+        with pytest.raises(CacheCorrupted, match="independent index"):
             PageIndex.attach(index.name)
-        with pytest.raises(CacheCorrupted, match="flat index"):
+        with pytest.raises(CacheCorrupted, match="independent index"):
             PageIndex.attach(index.name, readonly=True)
         checked = CliRunner().invoke(cli.group, ["check", index.name])
         assert checked.exit_code == 1, checked.output
-    root.flat = 1
+    root.independent = 1
 
 
 def test_a_cache_may_be_flat(segment_name: str) -> None:
-    with Cache.create(segment_name, **CACHE, flat=True) as cache:
-        assert cache.index.flat
-        with pytest.raises(LayoutMismatch, match="flat"):
+    with Cache.create(segment_name, **CACHE, independent=True) as cache:
+        assert cache.index.independent
+        with pytest.raises(LayoutMismatch, match="independent"):
             Cache.open(segment_name, **CACHE)
-        with pytest.raises(LayoutMismatch, match="flat"):
-            Cache.attach(segment_name, secret=CACHE["secret"], flat=False)
-        with Cache.open(segment_name, **CACHE, flat=True) as other:
-            assert other.index.flat
+        with pytest.raises(LayoutMismatch, match="independent"):
+            Cache.attach(segment_name, secret=CACHE["secret"], independent=False)
+        with Cache.open(segment_name, **CACHE, independent=True) as other:
+            assert other.index.independent
 
 
 def test_tools_say_so(segment_name: str) -> None:
@@ -191,11 +191,11 @@ def test_tools_say_so(segment_name: str) -> None:
         return result.output
 
     for flat in (True, False):
-        with Cache.create(segment_name, **CACHE, flat=flat):
+        with Cache.create(segment_name, **CACHE, independent=flat):
             (entry,) = [e for e in json.loads(run("ls", "--json")) if e["name"] == segment_name]
-            assert entry["flat"] is flat
+            assert entry["independent"] is flat
             (line,) = [line for line in run("ls").splitlines() if segment_name in line]
-            assert ("flat index" in line) is flat
-            assert json.loads(run("dump", segment_name, "--json"))["segment"]["flat"] is flat
-            assert (", flat" in run("dump", segment_name)) is flat
+            assert ("independent index" in line) is flat
+            assert json.loads(run("dump", segment_name, "--json"))["segment"]["independent"] is flat
+            assert (", independent" in run("dump", segment_name)) is flat
             run("check", segment_name)

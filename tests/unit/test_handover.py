@@ -19,8 +19,8 @@ from lightcache.errors import (
     TransferFailed,
     WaitTimeout,
 )
-from lightcache.manager import Item, Prompt, Wishes, WritePolicy
-from lightcache.manager.handoff import HandOver, hand_over, receive
+from lightcache.manager import MultimodalItem, Prompt, RequestOptions, WritePolicy
+from lightcache.manager.handoff import KVHandoff, hand_off, receive
 
 PAGE = 8
 
@@ -41,10 +41,10 @@ class Node:
         while self.prefill.running[1].computed < (total or len(prompt)):
             assert self.prefill.compute(1, 3, [])
 
-    def hand(self, **how: Any) -> HandOver:
-        return hand_over(self.prefill.manager, 1, self.sides, **how)
+    def hand(self, **how: Any) -> KVHandoff:
+        return hand_off(self.prefill.manager, 1, self.sides, **how)
 
-    def receive(self, prompt: Prompt, handed: HandOver | bytes, **how: Any) -> Any:
+    def receive(self, prompt: Prompt, handed: KVHandoff | bytes, **how: Any) -> Any:
         """The decode side takes it over as request 2; checks what it has on its device."""
         found = receive(self.decode.manager, 2, prompt, handed, **how)
         self.check(prompt, found)
@@ -168,24 +168,24 @@ def test_it_waits_for_pages_that_are_being_written(
 ) -> None:
     node, given = nodes(write=WritePolicy.BACK), prompt(21)
     node.compute(given)
-    mover = node.prefill.mover
-    mover.at_once = False
-    save = mover.save
+    backend = node.prefill.backend
+    backend.at_once = False
+    save = backend.save
 
     def at_once(*what: Any) -> Any:
         moving = save(*what)
-        pages = mover.going.popleft()
-        mover.finish()
-        mover.going.append(pages)
+        pages = backend.going.popleft()
+        backend.finish()
+        backend.going.append(pages)
         return moving
 
-    monkeypatch.setattr(mover, "save", at_once)
+    monkeypatch.setattr(backend, "save", at_once)
     handed = node.hand()
     assert node.cache.stats().writing == 2
     wait = Cache.wait
 
     def meanwhile(cache: Cache, *what: Any, **how: Any) -> int:
-        mover.finish()
+        backend.finish()
         node.prefill.manager.poll()
         return wait(cache, *what, **how)
 
@@ -197,7 +197,7 @@ def test_it_waits_for_pages_that_are_being_written(
 def test_pages_that_do_not_come_are_computed(nodes: Any) -> None:
     node, given = nodes(write=WritePolicy.BACK), prompt(16)
     node.compute(given)
-    node.prefill.mover.at_once = False
+    node.prefill.backend.at_once = False
     handed = node.hand()
     found = node.receive(longer(given), handed, timeout=0)
     assert found.done()
@@ -217,11 +217,11 @@ def test_pages_that_were_evicted_meanwhile(nodes: Any) -> None:
 def test_no_room_for_the_partial_page(nodes: Any) -> None:
     node, given = nodes(write=WritePolicy.BACK), prompt(21)
     node.compute(given)
-    node.prefill.mover.at_once = False
+    node.prefill.backend.at_once = False
     with node.cache.index.allocate(14):
         handed = node.hand()
         assert (handed.tokens, handed.partial, handed.ticket) == (16, 0, None)
-    node.prefill.mover.finish()
+    node.prefill.backend.finish()
     assert node.receive(longer(given), handed).tokens == 16
     node.settle()
 
@@ -229,9 +229,9 @@ def test_no_room_for_the_partial_page(nodes: Any) -> None:
 def test_the_copy_of_the_partial_page_fails(nodes: Any) -> None:
     node, given = nodes(), prompt(21)
     node.compute(given)
-    node.prefill.mover.fail_next = 1
+    node.prefill.backend.fail_next = 1
     handed = node.hand()
-    assert handed == HandOver(16)
+    assert handed == KVHandoff(16)
     assert node.prefill.manager.stats().failed_offloads == 1
     assert node.cache.stats().held == 0
     node.settle()
@@ -240,11 +240,11 @@ def test_the_copy_of_the_partial_page_fails(nodes: Any) -> None:
 def test_the_copy_of_the_partial_page_takes_too_long(nodes: Any) -> None:
     node, given = nodes(), prompt(21)
     node.compute(given)
-    node.prefill.mover.at_once = False
+    node.prefill.backend.at_once = False
     with pytest.raises(WaitTimeout):
         node.hand(timeout=0)
     assert node.cache.stats().held == 1  # it goes on
-    node.prefill.mover.finish()
+    node.prefill.backend.finish()
     node.prefill.manager.poll()
     assert node.cache.stats().held == 0
     node.settle()
@@ -255,19 +255,19 @@ def test_a_load_fails(nodes: Any, which: int) -> None:
     node, given = nodes(), prompt(21)
     node.compute(given)
     handed = node.hand()
-    mover = node.decode.mover
-    mover.at_once = False
+    backend = node.decode.backend
+    backend.at_once = False
     found = receive(node.decode.manager, 2, longer(given), handed)
     assert not found.done()
     assert found.tokens == 21
     if which == 0:
-        mover.fail_next = 1
-        mover.finish(1)
+        backend.fail_next = 1
+        backend.finish(1)
         assert not found.done()  # the other one writes its block still
     else:
-        mover.finish(1)
-        mover.fail_next = 1
-    mover.finish()
+        backend.finish(1)
+        backend.fail_next = 1
+    backend.finish()
     with pytest.raises(TransferFailed):
         found.wait(0)
     assert found.failed
@@ -296,10 +296,10 @@ def test_another_prompt_does_not_get_the_partial_page(
 
 
 def test_other_items_do_not_get_the_partial_page(nodes: Any) -> None:
-    node, given = nodes(), prompt(21, items=[Item(17, 19, b"image")])
+    node, given = nodes(), prompt(21, items=[MultimodalItem(17, 19, b"image")])
     node.compute(given)
     handed = node.hand()
-    other = Prompt(longer(given).tokens, items=[Item(17, 19, b"other")])
+    other = Prompt(longer(given).tokens, items=[MultimodalItem(17, 19, b"other")])
     assert node.receive(other, handed).tokens == 16
     node.settle()
 
@@ -313,7 +313,7 @@ def test_other_weights_get_nothing(nodes: Any) -> None:
     found = receive(node.decode.manager, 2, longer(given), handed)
     assert found.tokens == 0
     assert node.prefill.manager.weights_state.value != "normal"
-    assert node.hand() == HandOver(0)
+    assert node.hand() == KVHandoff(0)
     node.prefill.manager.release(1)
     for index in (node.prefill.device.index, node.decode.device.index):
         index.evict(1)  # collects what was cleared
@@ -340,7 +340,7 @@ def test_a_request_that_runs_already(nodes: Any) -> None:
     node.receive(longer(given), handed)
     with pytest.raises(ConfigError, match="runs already"):
         receive(node.decode.manager, 2, longer(given), handed)
-    node.check(given, receive(node.decode.manager, 3, longer(given), HandOver(16)))
+    node.check(given, receive(node.decode.manager, 3, longer(given), KVHandoff(16)))
     node.settle()
 
 
@@ -359,16 +359,16 @@ def test_what_is_refused(nodes: Any) -> None:
     node = nodes()
     with pytest.raises(LeaseLost):
         node.hand()
-    for wrong in (b"", bytes(3), bytes(len(bytes(HandOver(0))))):
+    for wrong in (b"", bytes(3), bytes(len(bytes(KVHandoff(0))))):
         with pytest.raises(CacheCorrupted, match="hand-over"):
-            HandOver.parse(wrong)
+            KVHandoff.parse(wrong)
     manager = node.prefill.manager
-    manager.plan(1, prompt(9), wishes=Wishes(write=False))
+    manager.plan(1, prompt(9), options=RequestOptions(write=False))
     manager.take(1)
     with pytest.raises(ConfigError, match="write=False"):
         node.hand()
     with pytest.raises(ConfigError, match="rest of a page"):
-        receive(manager, 3, prompt(9), HandOver(3))
+        receive(manager, 3, prompt(9), KVHandoff(3))
 
 
 def test_an_adopter_that_is_not_attached(nodes: Any) -> None:
@@ -390,6 +390,6 @@ def test_nobody_comes_for_the_partial_page(nodes: Any) -> None:
 
 
 def test_travelling() -> None:
-    whole = HandOver(64, 3, bytes(range(16)), bytes(16))
-    assert HandOver.parse(bytes(whole)) == whole
-    assert HandOver.parse(bytes(HandOver(64))) == HandOver(64)
+    whole = KVHandoff(64, 3, bytes(range(16)), bytes(16))
+    assert KVHandoff.parse(bytes(whole)) == whole
+    assert KVHandoff.parse(bytes(KVHandoff(64))) == KVHandoff(64)

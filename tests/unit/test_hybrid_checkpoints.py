@@ -13,7 +13,7 @@ from lightcache import PageIndex
 from lightcache.errors import ConfigError, LeaseLost, OutOfPages
 from lightcache.hybrid.checkpoints import Checkpoints, Tier
 from lightcache.hybrid.copiers import ArrayCopier
-from lightcache.manager import Prompt, Wishes, WritePolicy
+from lightcache.manager import Prompt, RequestOptions, WritePolicy
 
 
 def host_state(world: Any, prompt: Prompt, position: int) -> int:
@@ -187,10 +187,10 @@ def test_to_the_host_when_room_is_needed(hybrids: Any) -> None:
     prompt = Prompt(tokens(41))
     world.save(prompt, 8, 16)
     assert world.there(prompt) == {"device": [8, 16], "host": []}
-    world.mover.at_once = False
+    world.backend.at_once = False
     slot = int(world.checkpoints.acquire(1)[0])
     world.hybrid.poll()
-    assert len(world.mover.going) == 1
+    assert len(world.backend.going) == 1
     assert world.there(prompt)["device"] == [8, 16]  # its copy goes on
     world.settle()
     assert world.there(prompt) == {"device": [16], "host": [8]}
@@ -205,7 +205,7 @@ def test_what_could_not_be_written_back_stays(hybrids: Any, why: str) -> None:
     world = hybrids(slots=4, state_pages=1, states={"write": WritePolicy.BACK, "low_water": 0})
     prompt, other = Prompt(tokens(41)), Prompt(tokens(41, 1))
     if why == "failed":
-        world.mover.fail_next = 1
+        world.backend.fail_next = 1
     else:
         world.compute(other)
         world.save(other, 8)
@@ -246,7 +246,7 @@ def test_a_slot_that_is_needed_at_once_is_written_first_where_that_takes_no_time
     world.save(prompt, 8, 16, 24, 32)
     held = [world.checkpoints.acquire(1)]
     assert world.there(prompt) == {"device": [16, 24, 32], "host": [8]}
-    world.mover.at_once = False
+    world.backend.at_once = False
     held.append(world.checkpoints.acquire(1))  # 16 is on its way; another one goes without
     assert world.there(prompt)["device"] == [16, 32]
     found = world.checkpoints.stats()
@@ -263,7 +263,7 @@ def test_a_slot_that_is_needed_at_once_is_written_first_where_that_takes_no_time
 def test_what_does_not_go_to_the_host_is_given_up(hybrids: Any) -> None:
     world = hybrids(slots=4, states={"write": WritePolicy.BACK, "low_water": 0})
     prompt = Prompt(tokens(42))
-    world.run("a", prompt, wishes=Wishes(tiers={"device"}))
+    world.run("a", prompt, options=RequestOptions(tiers={"device"}))
     assert world.checkpoints.demote(4) == 1
     assert world.there(prompt) == {"device": [], "host": []}
     assert world.checkpoints.stats().demotions_lost == 1
@@ -275,7 +275,7 @@ def test_a_checkpoint_that_somebody_comes_for_stays(hybrids: Any) -> None:
     prompt = Prompt(tokens(41))
     world.compute(prompt)
     world.save(prompt, 8, 16)
-    world.mover.at_once = False
+    world.backend.at_once = False
     assert world.checkpoints.demote(2) == 2
     assert world.plan(prompt, limit=12).tier is Tier.DEVICE
     world.settle()
@@ -305,7 +305,7 @@ def test_a_slot_written_anew_is_not_taken_for_what_it_was(hybrids: Any) -> None:
 def test_a_failed_copy_makes_no_checkpoint(hybrids: Any) -> None:
     world = hybrids()
     prompt = Prompt(tokens(41))
-    world.mover.fail_next = 1
+    world.backend.fail_next = 1
     world.save(prompt, 8)
     assert world.there(prompt) == {"device": [8], "host": []}
     assert world.checkpoints.stats().failed_offloads == 1
@@ -345,13 +345,13 @@ def test_while_transfers_are_paused_the_copy_waits(hybrids: Any) -> None:
 def test_without_device_slots_the_state_goes_to_the_host(hybrids: Any) -> None:
     world = hybrids(slots=None)
     prompt = Prompt(tokens(41))
-    world.mover.at_once = False
+    world.backend.at_once = False
     world.store.slots[5] = stamps_of(prompt.tokens)[7]
-    movement = world.checkpoints.donate(5, world.path(prompt), 2)
-    assert not movement.over
+    transfer = world.checkpoints.donate(5, world.path(prompt), 2)
+    assert not transfer.over
     assert world.checkpoints.in_flight([4, 5]).tolist() == [False, True]
     world.settle()
-    assert movement.over
+    assert transfer.over
     assert host_state(world, prompt, 8) == stamps_of(prompt.tokens)[7]
     with pytest.raises(ConfigError, match="the engine's own"):
         world.checkpoints.acquire(1)
@@ -377,7 +377,7 @@ def test_tenants_and_versions_are_apart(hybrids: Any) -> None:
 def test_clearing_while_a_copy_goes_on(hybrids: Any) -> None:
     world = hybrids()
     prompt = Prompt(tokens(41))
-    world.mover.at_once = False
+    world.backend.at_once = False
     slot = int(world.checkpoints.acquire(1)[0])
     path = world.path(prompt)
     world.checkpoints.donate(slot, path, 2)
@@ -392,9 +392,9 @@ def test_clearing_while_a_copy_goes_on(hybrids: Any) -> None:
 
 def test_arguments(hybrids: Any, segment_name: str) -> None:
     with PageIndex.create(f"{segment_name}.x", pages=2) as slots:
-        with pytest.raises(ConfigError, match="flat"):
+        with pytest.raises(ConfigError, match="independent"):
             Checkpoints(slots, None)
-    with PageIndex.create(f"{segment_name}.x", pages=2, flat=True) as slots:
+    with PageIndex.create(f"{segment_name}.x", pages=2, independent=True) as slots:
         for wrong, how in (
             ("THROUGH or BACK", {"write": WritePolicy.SELECTIVE}),
             ("most", {"most": 0}),
@@ -404,7 +404,7 @@ def test_arguments(hybrids: Any, segment_name: str) -> None:
             with pytest.raises(ConfigError, match=wrong):
                 Checkpoints(slots, None, **how)
     world = hybrids()
-    with pytest.raises(ConfigError, match="mover"):
+    with pytest.raises(ConfigError, match="transfer backend"):
         Checkpoints(None, world.states)
 
 

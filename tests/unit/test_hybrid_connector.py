@@ -226,7 +226,7 @@ def test_evicted_between_the_look_and_the_match(
     ask(connector, qwen, prompt(150))
     ask(connector, qwen, prompt(90))
     checkpoints = connector.hybrid.checkpoints
-    deepest, looks = checkpoints.deepest, []
+    deepest, looks = checkpoints.last_ready, []
 
     def looked(path: Any, most: int) -> int:
         looks.append(deepest(path, most) * 16)
@@ -235,7 +235,7 @@ def test_evicted_between_the_look_and_the_match(
             connector.cache.evict({"state": 0, "keys and values": 4}.get(gone, 64))
         return looks[-1] // 16
 
-    monkeypatch.setattr(checkpoints, "deepest", looked)
+    monkeypatch.setattr(checkpoints, "last_ready", looked)
     assert ask(connector, qwen, prompt(150))[0] == (0 if gone.startswith("all") else 64)
     assert looks[:2] == ([128, 0] if gone.startswith("all") else [128, 64])
 

@@ -108,13 +108,13 @@ class OddCopy:
         self.fail()
 
     def done(self) -> bool:
-        """See `Moving`."""
+        """See `TransferHandle`."""
         if self.raised:
             self.fail()
         return False
 
     def wait(self, timeout: float | None = None) -> None:
-        """See `Moving`."""
+        """See `TransferHandle`."""
         del timeout
         self.fail()
 
@@ -132,8 +132,10 @@ def test_what_a_wait_for_a_copy_raises_is_told_once(connector: lct.Connector, qw
     path = checkpoints.path(connector.cache.hash_pages(ids[0].tolist()))
     assert path is not None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoints._mover, "load", lambda lease, *_: OddCopy(lease))
+        patch.setattr(checkpoints._backend, "load", lambda lease, *_: OddCopy(lease))
         with pytest.raises(Odd, match="arranged: 1"):
-            checkpoints.load(connector.empty(), checkpoints.match(path, checkpoints.deepest(path)))
+            checkpoints.load(
+                connector.empty(), checkpoints.match(path, checkpoints.last_ready(path))
+            )
     assert ask(connector, qwen, ids, steps=1)[0] == 64
     assert states_of(connector).check().pins == 0

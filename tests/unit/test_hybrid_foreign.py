@@ -1,5 +1,5 @@
-"""Movers, copiers and storages of states that raise what is none of our errors: as KV's, out of
-`poll`."""
+"""Transfer backends, copiers and storages of states that raise what is none of our errors: as
+KV's, out of `poll`."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def test_a_load(hybrids: Any, what: str) -> None:
     assert world.hybrid.take("b").usable == 40
     world.hybrid.allocate("b", 42)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(world.mover if what == "state" else world.world.mover, "load", odd)
+        patch.setattr(world.backend if what == "state" else world.world.backend, "load", odd)
         world.hybrid.restore(["b"])
-        fetch = world.hybrid.fetch("b")
+        load = world.hybrid.load("b")
     with pytest.raises(TransferFailed, match="arranged"):
-        fetch.wait()
-    assert (fetch.failed, fetch.tokens) == (True, 0)
+        load.wait()
+    assert (load.failed, load.tokens) == (True, 0)
     raised_once(world)
     assert world.hybrid.restart("b").usable == 0
     world.hybrid.allocate("b", 42)
@@ -57,7 +57,7 @@ def test_a_load(hybrids: Any, what: str) -> None:
 def test_an_offload(hybrids: Any, write: WritePolicy) -> None:
     world = hybrids(states={"write": write, "low_water": 0})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(world.mover, "offload", odd)
+        patch.setattr(world.backend, "offload", odd)
         world.run("a", PROMPT)
         if write is WritePolicy.BACK:
             world.checkpoints.demote(4)
@@ -70,8 +70,8 @@ def test_an_offload(hybrids: Any, write: WritePolicy) -> None:
 def test_of_both_in_one_step_neither_is_lost(hybrids: Any) -> None:
     world = hybrids()
     with pytest.MonkeyPatch.context() as patch:
-        for mover in (world.mover, world.world.mover):
-            patch.setattr(mover, "offload", odd)
+        for backend in (world.backend, world.world.backend):
+            patch.setattr(backend, "offload", odd)
         world.run("a", PROMPT)
     with pytest.raises(Odd, match="arranged") as found:
         world.hybrid.poll()
@@ -96,7 +96,7 @@ def test_a_copy_between_slots(hybrids: Any) -> None:
 def test_closing_raises_what_nobody_has_polled_for(hybrids: Any) -> None:
     world = hybrids()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(world.mover, "offload", odd)
+        patch.setattr(world.backend, "offload", odd)
         world.run("a", PROMPT)
     with pytest.raises(Odd, match="arranged"):
         world.checkpoints.close()
@@ -109,7 +109,7 @@ class OddShelf(Shelf):
 
     write = odd
 
-    def prefetch_deepest(self, keys: Any, **how: Any) -> Any:
+    def prefetch_last_ready(self, keys: Any, **how: Any) -> Any:
         """It has nothing."""
         del how
         return Reading(self, keys, 0, None)
@@ -119,11 +119,11 @@ class OddShelf(Shelf):
 def test_a_storage_of_states(hybrids: Any, late: bool) -> None:
     """The call within which it was asked goes on, and so does the bound."""
     world = hybrids(state_storage=OddShelf, states={"most": 1})
-    world.mover.at_once = not late
+    world.backend.at_once = not late
     for request, prompt in (("a", Prompt(PROMPT.tokens[:26])), ("b", PROMPT)):
         world.begin(request, prompt)
         world.step(request, len(prompt))
-        world.mover.finish()
+        world.backend.finish()
         assert not world.checkpoints.in_flight(range(16)).any()
         raised_once(world)
         world.end(request)
@@ -136,7 +136,7 @@ def test_closing_a_hybrid_manager_looks_for_what_is_over(hybrids: Any) -> None:
     world = hybrids()
     world.begin("a", PROMPT)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(world.mover, "offload", odd)
+        patch.setattr(world.backend, "offload", odd)
         world.step("a", 42)
     world.copier.at_once = False
     world.hybrid.release("a")

@@ -13,9 +13,14 @@ from support.hybrid_case import tokens
 import lightcache.hybrid
 from lightcache.errors import CacheCorrupted
 from lightcache.hybrid.planning import HybridMatch
-from lightcache.manager import Prompt, Wishes
+from lightcache.manager import Prompt, RequestOptions
 
-WISHES = (Wishes(), Wishes(tiers={"host"}), Wishes(tiers={"device"}), Wishes(read=False))
+WISHES = (
+    RequestOptions(),
+    RequestOptions(tiers={"host"}),
+    RequestOptions(tiers={"device"}),
+    RequestOptions(read=False),
+)
 
 
 def calls_of(patch: pytest.MonkeyPatch, thing: Any, name: str) -> list[int]:
@@ -42,12 +47,12 @@ def test_what_is_behind_a_plan_is_what_a_look_from_the_beginning_finds(
         world.compute(Prompt(prompt.tokens[: chance.randrange(5, 42)]))
         world.world.index.evict(chance.choice((0, 1, 2, 4, 64)))
         for low in (0, 4, 8, 12, 16, 24, 39):
-            wishes, limit = chance.choice(WISHES), chance.choice((None, 40, 30, low))
+            options, limit = chance.choice(WISHES), chance.choice((None, 40, 30, low))
             if limit is not None and limit < low:
                 limit = low
-            manager.plan("a", prompt, wishes=wishes, limit=low)
+            manager.plan("a", prompt, options=options, limit=low)
             found = manager.lookup.peek_beyond("a", limit)
-            assert found == manager.peek_many([prompt], wishes=[wishes], limits=[limit])[0]
+            assert found == manager.peek_many([prompt], options=[options], limits=[limit])[0]
             manager.cancel("a")
     world.nothing_left()
 
@@ -144,7 +149,7 @@ def test_a_checkpoint_that_was_let_go_is_pinned_anew(
     world.save(prompt, 32)
     assert world.plan(prompt).usable == 32
     with monkeypatch.context() as patch:
-        patch.setattr(world.checkpoints, "deepest", broken)
+        patch.setattr(world.checkpoints, "last_ready", broken)
         while not world.hybrid._guard.disabled:
             world.hybrid.plan("nobody", Prompt(tokens(9, 1)))
     world.hybrid.enable()

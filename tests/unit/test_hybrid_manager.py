@@ -12,7 +12,7 @@ from support.stamped import stamps_of
 from lightcache.errors import ConfigError, LeaseLost, NoSpace, OutOfPages, TransferFailed
 from lightcache.hybrid.checkpoints import Tier
 from lightcache.hybrid.saving import HybridConfig, Saves
-from lightcache.manager import Prompt, Wishes
+from lightcache.manager import Prompt, RequestOptions
 
 
 def test_a_whole_request_and_the_next_one(hybrids: Any) -> None:
@@ -120,7 +120,7 @@ def test_a_working_slot_that_was_not_used_waits_for_its_copy(hybrids: Any) -> No
     world.plan(prompt, "b")
     world.hybrid.take("b")
     world.hybrid.restore(["b"])
-    world.hybrid.fetch("b")
+    world.hybrid.load("b")
     world.hybrid.commit("b", 40)
     assert world.hybrid.release("b", at=40) == 0
     with pytest.raises(OutOfPages):
@@ -285,24 +285,24 @@ def test_a_load_that_fails(hybrids: Any, what: str) -> None:
     world.run("a", prompt)
     world.slots.evict(16)
     world.world.index.evict(64)
-    (world.mover if what == "state" else world.world.mover).fail_next = 1
+    (world.backend if what == "state" else world.world.backend).fail_next = 1
     world.plan(prompt, "b")
     match = world.hybrid.take("b")
     assert match.usable == 40
     world.hybrid.allocate("b", 42)
     restored = world.hybrid.restore(["b"])
-    fetch = world.hybrid.fetch("b")
+    load = world.hybrid.load("b")
     if what == "state":
         with pytest.raises(TransferFailed):
             restored.wait_on()
     with pytest.raises(TransferFailed):
-        fetch.wait_on()  # it failed at once: nothing to wait for
+        load.wait_on()  # it failed at once: nothing to wait for
     with pytest.raises(TransferFailed):
-        fetch.wait()
+        load.wait()
     with pytest.raises(TransferFailed):
-        fetch.done()
-    assert fetch.failed
-    assert fetch.tokens == 0
+        load.done()
+    assert load.failed
+    assert load.tokens == 0
     before = world.hybrid.stats()
     match = world.hybrid.restart("b")
     assert (match.usable, match.kv.usable) == (0, 0)
@@ -322,7 +322,7 @@ def test_a_state_that_did_not_come_is_not_donated(hybrids: Any) -> None:
     prompt = Prompt(tokens(42))
     world.run("a", prompt)
     world.slots.evict(16)
-    world.mover.fail_next = 1
+    world.backend.fail_next = 1
     world.begin("b", Prompt([*prompt.tokens, 1, 2, 3, 4, 5, 6]), wait=False)
     world.manager.commit("b", 44)
     assert world.hybrid.release("b", at=44) == 0
@@ -338,14 +338,14 @@ def halfway(world: Any, load: str) -> Prompt:
         world.slots.evict(16)
     else:
         world.world.index.evict(64)
-    mover_of(world, load).at_once = False
+    backend_of(world, load).at_once = False
     longer = Prompt([*first.tokens, *tokens(20, 1)])
     assert world.begin("a", longer, wait=False).usable == 40
     return longer
 
 
-def mover_of(world: Any, load: str) -> Any:
-    return world.mover if load == "state" else world.world.mover
+def backend_of(world: Any, load: str) -> Any:
+    return world.backend if load == "state" else world.world.backend
 
 
 @pytest.mark.parametrize("load", ["state", "kv"])
@@ -362,7 +362,7 @@ def test_what_is_computed_behind_a_load_is_nobodys_until_it_went_well(
     world.hybrid.commit("a", 62)
     assert not world.hybrid.saved("a", 60)
     assert world.there(longer) == {"device": [40] * (load == "kv"), "host": [40]}
-    mover_of(world, load).fail_next = 0 if well else 1
+    backend_of(world, load).fail_next = 0 if well else 1
     before = world.manager.peek_many([longer])[0]
     assert (before.found, before.device) == (40, 40 if load == "state" else 0)
     world.settle()
@@ -381,7 +381,7 @@ def test_behind_a_failed_load_nothing_is_published_until_the_restart(
 ) -> None:
     world = hybrids()
     longer = halfway(world, load)
-    mover_of(world, load).fail_next = 1
+    backend_of(world, load).fail_next = 1
     world.settle()
     slot = world.hybrid.saving("a", 60)
     world.store.slots[slot] = 13
@@ -408,18 +408,18 @@ def test_restart_needs_an_end_of_the_load(hybrids: Any) -> None:
     with pytest.raises(ConfigError, match="restore it"):
         world.hybrid.restart("b")
     with pytest.raises(ConfigError, match="restore it first"):
-        world.hybrid.fetch("b")
+        world.hybrid.load("b")
     with pytest.raises(ConfigError, match="has no slots"):
         world.hybrid.saving("b", 4)
-    world.mover.at_once = False
+    world.backend.at_once = False
     world.hybrid.restore(["b"])
     with pytest.raises(ConfigError, match="wait for its loads"):
         world.hybrid.restart("b")
     with pytest.raises(ConfigError, match="slots already"):
         world.hybrid.restore(["b"])
     with pytest.raises(ConfigError, match="restored already"):
-        world.hybrid.forgo("b")
-    assert not world.hybrid.fetch("b").done()
+        world.hybrid.skip_load("b")
+    assert not world.hybrid.load("b").done()
     world.hybrid.release("b", publish=False)
     assert world.hybrid.leaving == 1
     world.nothing_left()
@@ -433,12 +433,12 @@ def test_forgo_takes_what_the_device_has(hybrids: Any) -> None:
     world.world.index.evict(4)  # of 10 blocks
     assert world.plan(prompt, "a").kv.host == 16
     world.hybrid.take("a")
-    match = world.hybrid.forgo("a")
+    match = world.hybrid.skip_load("a")
     assert (match.usable, match.kv.device, match.kv.load) == (24, 24, 0)
-    assert world.hybrid.forgo("a") == match
+    assert world.hybrid.skip_load("a") == match
     world.hybrid.allocate("a", 42)
     world.hybrid.restore(["a"])
-    assert world.hybrid.fetch("a").done()
+    assert world.hybrid.load("a").done()
     world.hybrid.release("a", at=24)
     assert world.hybrid.stats().usable_tokens == 24
     world.nothing_left()
@@ -455,7 +455,7 @@ def test_save_plans(hybrids: Any) -> None:
     plan = world.hybrid.save_plan("a", 20, 42)
     assert (plan.end, plan.position) == (40, 40)
     world.hybrid.release("a", at=0)
-    world.begin("b", prompt, wishes=Wishes(write=False))
+    world.begin("b", prompt, options=RequestOptions(write=False))
     assert world.hybrid.save_plan("b", 0, 42).position is None
     assert world.hybrid.saving("b", 20) is None
     world.hybrid.release("b", at=0)
@@ -476,7 +476,7 @@ def test_slots_of_the_engine(hybrids: Any) -> None:
     world = hybrids(slots=None)
     prompt = Prompt(tokens(42))
     world.begin("a", prompt, slots=[3, 5])
-    world.mover.at_once = False
+    world.backend.at_once = False
     world.step("a", 16)
     assert world.checkpoints.in_flight([3, 5]).tolist() == [False, True]
     world.step("a", 32)  # the only slot beside is being read: nothing is saved
@@ -485,7 +485,7 @@ def test_slots_of_the_engine(hybrids: Any) -> None:
     world.settle()
     assert world.there(prompt) == {"host": [16, 40]}
     world.end("a")
-    world.mover.at_once = True
+    world.backend.at_once = True
     match = world.run("b", prompt, slots=[1, 2])
     assert (match.usable, match.tier) == (40, Tier.HOST)
     world.nothing_left()
@@ -494,9 +494,9 @@ def test_slots_of_the_engine(hybrids: Any) -> None:
 def test_who_does_not_write_leaves_nothing(hybrids: Any) -> None:
     world = hybrids()
     prompt = Prompt(tokens(42))
-    world.run("a", prompt, wishes=Wishes(write=False))
+    world.run("a", prompt, options=RequestOptions(write=False))
     assert world.there(prompt) == {"device": [], "host": []}
-    world.run("b", prompt, wishes=Wishes(tiers={"device"}))
+    world.run("b", prompt, options=RequestOptions(tiers={"device"}))
     assert world.there(prompt) == {"device": [40], "host": []}
     world.nothing_left()
 
@@ -570,12 +570,12 @@ def test_errors_of_states_are_misses(hybrids: Any, caplog: pytest.LogCaptureFixt
     world = hybrids(failures=2)
     prompt = Prompt(tokens(42))
     world.run("a", prompt)
-    deepest = world.checkpoints.deepest
+    deepest = world.checkpoints.last_ready
 
     def broken(*what: Any, **how: Any) -> Any:
         raise NoSpace("arranged")
 
-    world.checkpoints.deepest = broken
+    world.checkpoints.last_ready = broken
     match = world.plan(prompt, "b")
     assert (match.usable, match.kv.usable) == (0, 0)
     assert world.hybrid.take("b").usable == 0
@@ -584,7 +584,7 @@ def test_errors_of_states_are_misses(hybrids: Any, caplog: pytest.LogCaptureFixt
     assert world.look(prompt).usable == 0  # and now it is not asked any more
     assert world.hybrid.disabled
     assert "HybridManager.enable() tries again" in caplog.text
-    world.checkpoints.deepest = deepest
+    world.checkpoints.last_ready = deepest
     world.manager.enable()
     assert world.look(prompt).usable == 0
     assert world.hybrid.disabled

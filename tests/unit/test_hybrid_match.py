@@ -14,7 +14,7 @@ from lightcache.hybrid.checkpoints import Checkpoints, Tier
 from lightcache.hybrid.manager import HybridManager
 from lightcache.hybrid.planning import HybridMatch
 from lightcache.hybrid.saving import Grid
-from lightcache.manager import Item, PrefixMatch, Prompt, Wishes
+from lightcache.manager import MultimodalItem, PrefixMatch, Prompt, RequestOptions
 
 
 def test_usable_is_where_both_end(hybrids: Any) -> None:
@@ -71,10 +71,10 @@ def test_wishes(hybrids: Any) -> None:
     prompt = Prompt(tokens(41))
     world.compute(prompt)
     world.save(prompt, 16, 32)
-    assert world.look(prompt, wishes=Wishes(read=False)).usable == 0
-    match = world.look(prompt, wishes=Wishes(tiers={"host"}))
+    assert world.look(prompt, options=RequestOptions(read=False)).usable == 0
+    match = world.look(prompt, options=RequestOptions(tiers={"host"}))
     assert (match.usable, match.tier, match.kv.device, match.kv.host) == (32, Tier.HOST, 0, 32)
-    match = world.look(prompt, wishes=Wishes(tiers={"device"}))
+    match = world.look(prompt, options=RequestOptions(tiers={"device"}))
     assert (match.usable, match.tier, match.kv.device) == (32, Tier.DEVICE, 32)
 
 
@@ -130,7 +130,7 @@ def test_a_tail_on_a_part_of_a_block(hybrids: Any) -> None:
 
 def test_an_item_is_never_cut(hybrids: Any) -> None:
     world = hybrids()
-    prompt = Prompt(tokens(41), items=[Item(14, 30, b"image")])
+    prompt = Prompt(tokens(41), items=[MultimodalItem(14, 30, b"image")])
     world.compute(prompt)
     world.save(prompt, 12, 32)
     assert world.look(prompt).usable == 32
@@ -225,7 +225,7 @@ def test_a_checkpoint_goes_between_looking_and_pinning(hybrids: Any) -> None:
     world.compute(prompt)
     world.save(prompt, 8, 24)
     checkpoints = world.checkpoints
-    deepest, left = checkpoints.deepest, [24]
+    deepest, left = checkpoints.last_ready, [24]
 
     def looked(*what: Any, **how: Any) -> Any:
         found = deepest(*what, **how)
@@ -235,7 +235,7 @@ def test_a_checkpoint_goes_between_looking_and_pinning(hybrids: Any) -> None:
             checkpoints.slots.drop(key, namespace=path.space.device)
         return found
 
-    checkpoints.deepest = looked
+    checkpoints.last_ready = looked
     assert world.plan(prompt).usable == 8
     world.hybrid.cancel("plan")
     world.nothing_left()
@@ -310,7 +310,7 @@ def test_a_plan_that_has_ended_is_looked_for_again(hybrids: Any) -> None:
     prompt = Prompt(tokens(41))
     world.compute(prompt)
     world.save(prompt, 24)
-    assert world.plan(prompt, "a", wishes=Wishes(ttl=1e-9)).usable == 24
+    assert world.plan(prompt, "a", options=RequestOptions(ttl=1e-9)).usable == 24
     assert world.hybrid.take("a").usable == 24
     world.hybrid.release("a", at=0)
     world.nothing_left()
@@ -327,14 +327,14 @@ def test_peeking_takes_no_references(hybrids: Any) -> None:
     prompt = Prompt(tokens(41))
     world.compute(prompt)
     world.world.index.evict(6)  # of 10: 16 tokens stay
-    wishes, asked = Wishes(tiers={"host"}), len(world.manager._storage.tasks)
+    options, asked = RequestOptions(tiers={"host"}), len(world.manager._storage.tasks)
     found = world.manager.peek_many([prompt] * 3, limits=[None, 30, 7])
     assert [(one.device, one.host, one.usable) for one in found] == [
         (16, 24, 40),
         (16, 8, 24),
         (4, 0, 4),
     ]
-    (found,) = world.manager.peek_many([prompt], wishes=[wishes])
+    (found,) = world.manager.peek_many([prompt], options=[options])
     assert (found.device, found.host) == (0, 40)
     (found,) = world.manager.peek_many([prompt], device_tokens=[9])
     assert (found.device, found.host) == (8, 32)

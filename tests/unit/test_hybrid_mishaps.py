@@ -24,18 +24,18 @@ def test_an_index_that_is_disabled_while_states_are_written_back(
     hybrids: Any, which: str, low_water: int
 ) -> None:
     world = hybrids(states={"write": WritePolicy.BACK, "low_water": low_water})
-    world.mover.at_once = False
+    world.backend.at_once = False
     world.run("a", PROMPT)
     if not low_water:
         assert world.checkpoints.demote(4) == 1
     world.hybrid.poll()
-    world.mover.finish()
+    world.backend.finish()
     index = world.states.index if which == "host" else world.slots
     switch_off(index, 1)
     for _ in range(3):
         assert world.hybrid.poll() == 0
     switch_off(index, 0)
-    world.mover.at_once = True
+    world.backend.at_once = True
     assert world.there(PROMPT)["host"] == [40]
     world.hybrid.poll()
     world.nothing_left()
@@ -83,7 +83,7 @@ def test_a_load_that_two_threads_see_to_be_over(hybrids: Any) -> None:
         return looked
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(world.mover, "load", load)
+        patch.setattr(world.backend, "load", load)
         world.hybrid.restore(["b"])
     looked.thread.join(30)
     assert looked.raised == []
@@ -104,7 +104,7 @@ def test_a_launch_that_two_threads_see_to_be_over(hybrids: Any) -> None:
     world.nothing_left()
 
 
-# ---- a copier, a mover or an index that fails at a request's end
+# ---- a copier, a transfer backend or an index that fails at a request's end
 
 
 @pytest.mark.parametrize("error", [RuntimeError, TransferFailed])
@@ -199,7 +199,7 @@ class Broken(Shelf):
     def prefetch(self, keys: Any, start: int = 0, *, namespace: Any = None, **_: Any) -> Any:
         return BrokenReading(self, keys, start, namespace)
 
-    def prefetch_deepest(self, keys: Any, *, namespace: Any = None, **_: Any) -> Any:
+    def prefetch_last_ready(self, keys: Any, *, namespace: Any = None, **_: Any) -> Any:
         return BrokenReading(self, keys, 0, namespace)
 
 
@@ -212,7 +212,7 @@ def test_a_reading_that_breaks(hybrids: Any, which: str) -> None:
         world.compute(longer)
     world.hybrid.plan("b", longer)
     if which == "storage":  # nobody has asked for KV, as no state was found
-        space = world.manager._weights.space_of(longer.tenant)
+        space = world.manager._weights.scope_of(longer.tenant)
         plan = world.manager.lookup._plans["b"]
         plan.reading = world.manager._storage.prefetch(longer.keys(space.host_spec))
     assert world.hybrid.take("b", wait=True).usable == 0
@@ -224,16 +224,16 @@ def test_a_reading_that_breaks(hybrids: Any, which: str) -> None:
 
 
 def test_an_interrupt_while_a_copy_from_an_engines_slot_is_begun(hybrids: Any) -> None:
-    """The mover has begun nothing, so steps may write the slot again."""
+    """The transfer backend has begun nothing, so steps may write the slot again."""
     world = hybrids(slots=None)
     world.begin("a", PROMPT, slots=[1, 2])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(world.mover, "offload", raising(KeyboardInterrupt))
+        patch.setattr(world.backend, "offload", raising(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             world.step("a", 42)
     world.hybrid.poll()
-    (movement,) = world.hybrid._request("a").movements
-    assert movement.state is State.FAILED
+    (transfer,) = world.hybrid._request("a").transfers
+    assert transfer.state is State.FAILED
     assert world.hybrid._request("a").slots._read == set()
     world.hybrid.release("a", at=42)
     world.nothing_left()

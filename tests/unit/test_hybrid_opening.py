@@ -82,12 +82,12 @@ def test_a_state_goes_to_the_host_and_comes_back_to_another_slot(
     checkpoints.free(np.array([0, 1, 2, 4, 5], np.int32))
     checkpoints.donate(3, path, 2)
     settled(checkpoints)
-    assert checkpoints.deepest(path) == (Tier.DEVICE, 2)
+    assert checkpoints.last_ready(path) == (Tier.DEVICE, 2)
     assert states.slots is not None
     assert states.slots.evict(SLOTS) == 1
     for each in [*tensors["conv"], *tensors["recurrent"]]:
         each.zero_()
-    assert checkpoints.deepest(path) == (Tier.HOST, 2)
+    assert checkpoints.last_ready(path) == (Tier.HOST, 2)
     assert checkpoints.plan("r", path, (Tier.HOST, 2), 60)
     taken = checkpoints.take("r")
     assert taken is not None
@@ -110,7 +110,7 @@ def test_engines_of_a_node_share_the_host(segment_name: str, tensors: Any) -> No
         slot = int(first.acquire(1)[0])
         first.donate(slot, path, 1)
         settled(first)
-        assert second.deepest(there) == (Tier.HOST, 1)
+        assert second.last_ready(there) == (Tier.HOST, 1)
         first.close()
         second.close()
 
@@ -133,7 +133,7 @@ def test_no_slots_for_checkpoints_or_no_host(segment_name: str, tensors: Any) ->
         assert states.slots is None
         states.checkpoints().close()
     with open_(segment_name, tensors, pages=None) as states:
-        assert (states.host, states.engine, states.mover) == (None, None, None)
+        assert (states.host, states.engine, states.backend) == (None, None, None)
         states.checkpoints().close()
 
 
@@ -147,7 +147,7 @@ def test_a_page_is_one_state_and_says_whose(states: States, tensors: Any) -> Non
     assert layout.dtypes == "conv:bfloat16,recurrent:float32"
     assert host is not None
     assert host.fingerprint == f"m {layout.dtypes} {layout.geometry.fingerprint()}"
-    assert host.index.flat
+    assert host.index.independent
 
 
 def test_layers_have_their_numbers_in_the_model(tensors: Any) -> None:
@@ -214,7 +214,7 @@ def test_layers_that_are_not_as_many(tensors: Any) -> None:
         ({"index": None, "pages": None}, "found neither"),
         ({"slots": 7}, "slots: expected .* 6, found 7"),
         ({"slots": 0}, "slots: expected 1"),
-        ({"flat": False, "page_tokens": 16}, "flat, page_tokens follow from the tensors"),
+        ({"independent": False, "page_tokens": 16}, "flat, page_tokens follow from the tensors"),
         ({"size": "1MiB"}, "pages= or size="),
     ],
 )
@@ -244,7 +244,7 @@ def test_a_cache_that_is_not_flat(segment_name: str, tensors: Any) -> None:
             fingerprint=f"m {layout.dtypes} {layout.geometry.fingerprint()}",
             secret=SECRET,
         ),
-        pytest.raises(LayoutMismatch, match="flat"),
+        pytest.raises(LayoutMismatch, match="independent"),
     ):
         open_(segment_name, tensors)
 

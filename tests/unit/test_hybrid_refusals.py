@@ -51,7 +51,7 @@ def test_what_is_found() -> None:
         "page_tokens": 1,
         "fingerprint": states.fingerprint,
         "device": False,
-        "flat": True,
+        "independent": True,
     }
 
 
@@ -117,11 +117,13 @@ def test_states_that_are_not_flat(segment_name: str, qwen: Any) -> None:
     found = lct.describe(qwen).states
     assert found is not None
     made = Cache.create(
-        f"{segment_name}-states", pages=2, secret=SECRET, **found.options | {"flat": False}
+        f"{segment_name}-states", pages=2, secret=SECRET, **found.options | {"independent": False}
     )
     options = lct.describe(qwen).options
     with made, Cache.create(segment_name, pages=2, secret=SECRET, **options) as kv:
-        with pytest.raises(ConfigError, match=r"made with flat=True, found '.*-states' without"):
+        with pytest.raises(
+            ConfigError, match=r"made with independent=True, found '.*-states' without"
+        ):
             lct.Connector(kv, qwen, states=made)
         assert (held(kv), held(made)) == ((0, 0), (0, 0))
 
@@ -270,9 +272,9 @@ def test_an_exception_saves_nothing(connector: lct.Connector, qwen: Any) -> None
 
 
 BREAK: dict[str, tuple[Any, str]] = {
-    "loading": (backend.EngineMover, "load"),
+    "loading": (backend.EngineBackend, "load"),
     "preparing": (hybrid_file, "prepare"),
-    "saving": (backend.EngineMover, "offload"),
+    "saving": (backend.EngineBackend, "offload"),
     "looking": (lct.HybridPrefixCache, "look"),
 }
 

@@ -13,7 +13,7 @@ from support.storing import Recorder, make_cache, store
 from lightcache import Cache, ConfigError, Detached
 from lightcache.errors import StorageError
 from lightcache.hybrid.checkpoints import Tier
-from lightcache.manager import Prompt, Wishes, WritePolicy
+from lightcache.manager import Prompt, RequestOptions, WritePolicy
 from lightcache.storage import MemoryStorage, StorageSpec, StorageTier, TaskState
 from lightcache.storage.testing.conformance import make_keys
 
@@ -116,7 +116,7 @@ def test_wishes_without_storage(hybrids: Any) -> None:
     world.compute(prompt)
     world.save(prompt, 24)
     forget_states(world)
-    match = world.begin("a", prompt, wishes=Wishes(tiers={"device", "host"}))
+    match = world.begin("a", prompt, options=RequestOptions(tiers={"device", "host"}))
     assert (match.usable, match.pending) == (0, False)
     world.hybrid.release("a", at=0)
 
@@ -178,25 +178,25 @@ def test_the_last_that_is_stored(segment_name: str) -> None:
             store(storage, KEYS[i : i + 1])
         storage.calls.clear()
         with StorageTier(cache, storage) as tier:
-            task = tier.prefetch_deepest(KEYS)
+            task = tier.prefetch_last_ready(KEYS)
             task.wait(60.0)
             assert (task.state, task.pages_done, task.result.loaded) == (TaskState.FINISHED, 8, 1)
             ready = [cache.peek(np.ascontiguousarray(KEYS[i : i + 1])) for i in range(12)]
             assert np.flatnonzero(ready).tolist() == [7]
             assert storage.calls == [("contains", 1)] * 5 + [("contains", 1), ("read", 1)]
-            task = tier.prefetch_deepest(KEYS)  # there already
+            task = tier.prefetch_last_ready(KEYS)  # there already
             assert (task.wait(60.0).loaded, task.pages_done) == (0, 8)
-            task = tier.prefetch_deepest(KEYS[:7], most=4)
+            task = tier.prefetch_last_ready(KEYS[:7], most=4)
             task.wait(60.0)
             assert task.pages_done == 0
-            task = tier.prefetch_deepest(KEYS[:7], most=5)
+            task = tier.prefetch_last_ready(KEYS[:7], most=5)
             task.wait(60.0)
             assert task.pages_done == 3
-            task = tier.prefetch_deepest(KEYS[:0])
+            task = tier.prefetch_last_ready(KEYS[:0])
             task.wait(60.0)
             assert task.pages_done == 0
             with pytest.raises(ConfigError, match="most"):
-                tier.prefetch_deepest(KEYS, most=-1)
+                tier.prefetch_last_ready(KEYS, most=-1)
         with pytest.raises(Detached):
-            tier.prefetch_deepest(KEYS)
+            tier.prefetch_last_ready(KEYS)
         assert cache.check().pins == 0

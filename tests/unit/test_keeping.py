@@ -1,4 +1,4 @@
-"""Keeping prefixes for good, and letting branches go: `keep`, `unkeep`, `drop`."""
+"""Keeping prefixes for good, and letting branches go: `keep`, `unprotect`, `drop`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def put(index: PageIndex, name: int, pages: int, namespace: Namespace | None = N
 
 def test_repair_counts_what_is_kept(index: PageIndex) -> None:
     put(index, 1, 3)
-    index.keep(prompt(1, 3))
+    index.protect(prompt(1, 3))
     at = index.segment.address + IndexView(index).geometry.root
     layout.RootRecord.from_address(at).kept = 7
     report = index.check()
@@ -56,11 +56,11 @@ def test_a_kept_page_that_is_not_ready_is_damage(index: PageIndex) -> None:
 
 def test_a_pool_that_is_kept_says_so(index: PageIndex) -> None:
     put(index, 1, PAGES)
-    index.keep(prompt(1, PAGES))
+    index.protect(prompt(1, PAGES))
     with index.reserve(prompt(2, 1)) as got:
         assert got.missing.tolist() == [0]
         assert f"{PAGES} are kept" in got.why
-    index.unkeep(prompt(1, PAGES))
+    index.unprotect(prompt(1, PAGES))
     with index.reserve(prompt(2, 1)) as got:
         assert got.why == ""
 
@@ -68,7 +68,7 @@ def test_a_pool_that_is_kept_says_so(index: PageIndex) -> None:
 def test_keeping_outlives_its_keeper(index: PageIndex, segment_name: str) -> None:
     with PageIndex.attach(segment_name) as other:
         put(other, 1, 2)
-        other.keep(prompt(1, 2))
+        other.protect(prompt(1, 2))
     put(index, 2, PAGES)
     assert index.peek(prompt(1, 2)) == 2
 
@@ -76,9 +76,9 @@ def test_keeping_outlives_its_keeper(index: PageIndex, segment_name: str) -> Non
 def test_many_keys_in_steps(segment_name: str) -> None:
     with PageIndex.create(segment_name, pages=1000) as index:
         put(index, 1, 1000)
-        assert index.keep(prompt(1, 1000)) == 1000
+        assert index.protect(prompt(1, 1000)) == 1000
         assert index.check().clean
-        assert index.unkeep(prompt(1, 1000)) == 1000
+        assert index.unprotect(prompt(1, 1000)) == 1000
         assert index.check().clean
         assert index.drop(prompt(1, 1000)) == 1000
 
@@ -89,4 +89,4 @@ def test_many_keys_in_steps(segment_name: str) -> None:
 def test_no_keys_are_nothing(index: PageIndex) -> None:
     put(index, 1, 2)
     none = prompt(1, 0)
-    assert index.keep(none) == index.unkeep(none) == index.drop(none) == 0
+    assert index.protect(none) == index.unprotect(none) == index.drop(none) == 0

@@ -21,7 +21,7 @@ from lightcache.errors import (
     TransferFailed,
     WaitTimeout,
 )
-from lightcache.manager.ranks.coordinator import Leader
+from lightcache.manager.ranks.coordinator import RankCoordinator
 from lightcache.manager.ranks.messages import Decisions
 from lightcache.shm import SharedLog
 
@@ -83,7 +83,7 @@ def test_only_new_pages_travel(crews: Any) -> None:
     assert made.done()
     with crew.cache.match(prompt(1, 3)) as lease:
         for each in crew.ranks:
-            assert (each.mover._page(int(lease.pages[2])) == each.stamps(np.arange(12))[8:]).all()
+            assert (each.backend._page(int(lease.pages[2])) == each.stamps(np.arange(12))[8:]).all()
     crew.settled()
 
 
@@ -91,14 +91,14 @@ def test_the_first_token_arrives(crews: Any, monkeypatch: pytest.MonkeyPatch) ->
     crew = crews(ranks=1)
     write(crew)
     crew.step()
-    mover = crew.ranks[0].mover
-    seen, load = [], mover.load
+    backend = crew.ranks[0].backend
+    seen, load = [], backend.load
 
     def look(lease: Any, slots: Any, first: int) -> Any:
         seen.append((slots.tolist(), first))
         return load(lease, np.concatenate([np.full(first, -1), slots]), 0)
 
-    monkeypatch.setattr(mover, "load", look)
+    monkeypatch.setattr(backend, "load", look)
     made = crew.leader.load(crew.cache.match(prompt(1, 2)), np.arange(40, 45), 3)
     crew.step()
     assert made.done()
@@ -108,11 +108,11 @@ def test_the_first_token_arrives(crews: Any, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_copy_goes_on_until_the_last_rank_is_done(crews: Any) -> None:
     crew = crews()
     for each in crew.ranks:
-        each.mover.at_once = False
+        each.backend.at_once = False
     made = write(crew)
     assert crew.leader.in_flight() == (1, 1, 1)
     crew.step()
-    crew.ranks[2].mover.finish()
+    crew.ranks[2].backend.finish()
     crew.poll()
     assert crew.leader.in_flight() == (1, 1, 0)
     assert made.unfinished() == [0, 1]
@@ -121,7 +121,7 @@ def test_a_copy_goes_on_until_the_last_rank_is_done(crews: Any) -> None:
         made.wait(0)
     assert crew.cache.peek(prompt(1, 2)) == 0
     for each in crew.ranks:
-        each.mover.finish()
+        each.backend.finish()
     assert crew.ended(made)
     assert made.unfinished() == []
     crew.settled()
@@ -136,7 +136,7 @@ def test_pages_without_a_key(crews: Any) -> None:
         crew.step()
         assert made.done()
         for each in crew.ranks:
-            assert (each.mover._page(int(held.pages[0]))[:3] == each.stamps(TOKENS[:3])).all()
+            assert (each.backend._page(int(held.pages[0]))[:3] == each.stamps(TOKENS[:3])).all()
     crew.settled()
 
 
@@ -153,22 +153,22 @@ def fails(crew: Crew, made: Any, said: str) -> None:
 def test_one_rank_fails_to_write(crews: Any) -> None:
     crew = crews()
     for each in crew.ranks:
-        each.mover.at_once = False
+        each.backend.at_once = False
     made = write(crew)
     crew.step()
-    crew.ranks[1].mover.fail_next = 1
-    crew.ranks[1].mover.finish()
+    crew.ranks[1].backend.fail_next = 1
+    crew.ranks[1].backend.finish()
     crew.poll()
     assert not made.done()  # the others read their blocks still
     for each in crew.ranks:
-        each.mover.finish()
+        each.backend.finish()
     crew.poll()
     fails(crew, made, r"rank 1 \(client slot \d+\) failed")
     assert [each.follower.failures for each in crew.ranks] == [1, 1, 1]
     crew.settled()
     made = write(crew)
     for each in crew.ranks:
-        each.mover.at_once = True
+        each.backend.at_once = True
     crew.step()
     assert made.done()
 
@@ -177,14 +177,14 @@ def test_who_comes_after_a_failure_is_not_waited_for(crews: Any) -> None:
     crew = crews()
     made = write(crew)
     told = crew.leader.step(Decisions(0))
-    crew.ranks[0].mover.fail_next = 1
+    crew.ranks[0].backend.fail_next = 1
     assert crew.ranks[0].follower.step(60) == told
     fails_at_once = pytest.raises(TransferFailed, match=r"rank 0 .* failed")
     with fails_at_once:
         made.done()
     for each in crew.ranks[1:]:
         assert each.follower.step(60) == told
-        assert each.mover.offloads == 0
+        assert each.backend.offloads == 0
         assert each.follower.failures == 0
         assert each.follower.last_error is not None
     crew.settled()
@@ -195,13 +195,13 @@ def test_one_rank_fails_to_load(crews: Any) -> None:
     write(crew)
     crew.step()
     lease = crew.cache.match(prompt(1, 2))
-    crew.ranks[2].mover.fail_next = 1
+    crew.ranks[2].backend.fail_next = 1
     made = crew.leader.load(lease, SLOTS, 0)
-    crew.ranks[0].mover.at_once = False
+    crew.ranks[0].backend.at_once = False
     told = crew.step()
     assert told.failed == ()
     assert not made.done()  # rank 0 writes its blocks still
-    crew.ranks[0].mover.finish()
+    crew.ranks[0].backend.finish()
     crew.poll()
     with pytest.raises(TransferFailed, match=r"rank 2 .* failed"):
         made.done()
@@ -209,7 +209,7 @@ def test_one_rank_fails_to_load(crews: Any) -> None:
 
 
 class Broken:
-    """A mover whose driver raises what it likes."""
+    """A transfer backend whose driver raises what it likes."""
 
     def save(self, *what: Any) -> Any:
         raise RuntimeError("arranged")
@@ -223,7 +223,7 @@ def test_any_error_is_a_verdict(crews: Any, what: str) -> None:
     write(crew)
     crew.step()
     follower = crew.ranks[1].follower
-    follower._mover = Broken()
+    follower._backend = Broken()
     held = crew.cache.index.allocate(1)
     if what == "load":
         made = crew.leader.load(crew.cache.match(prompt(1, 2)), SLOTS, 0)
@@ -294,7 +294,7 @@ def test_an_order_of_somebody_else_is_left_alone(crews: Any) -> None:
     made = write(crew)
     crew.step([*crew.ranks, extra])
     assert made.done()
-    assert extra.mover.offloads == 0
+    assert extra.backend.offloads == 0
     assert extra.follower.failures == 0
     extra.close()
     crew.settled()
@@ -332,12 +332,12 @@ def test_nothing_was_decided(crews: Any) -> None:
     crew = crews(ranks=1)
     with pytest.raises(WaitTimeout):
         crew.ranks[0].follower.step(0)
-    crew.ranks[0].mover.at_once = False
+    crew.ranks[0].backend.at_once = False
     made = write(crew)
     with pytest.raises(WaitTimeout):
         crew.ranks[0].follower.step(0.05)
     assert crew.ranks[0].follower.in_flight == 1
-    crew.ranks[0].mover.finish()
+    crew.ranks[0].backend.finish()
     with pytest.raises(WaitTimeout):
         crew.ranks[0].follower.step(0)
     assert made.done()
@@ -346,21 +346,21 @@ def test_nothing_was_decided(crews: Any) -> None:
 def test_a_leader_that_leaves(crews: Any) -> None:
     crew = crews(ranks=2)
     for each in crew.ranks:
-        each.mover.at_once = False
+        each.backend.at_once = False
     made = write(crew)
     crew.log.close()
     for each in crew.ranks:
         with pytest.raises(Abandoned):
             each.follower.step(60)
         assert each.follower.in_flight == 0
-        assert each.mover.offloads == 1
+        assert each.backend.offloads == 1
     assert made.done()
     crew.log = SharedLog.attach(crew.log_name, writer=True)
-    crew.leader = Leader(crew.log, crew.leader.ranks)
+    crew.leader = RankCoordinator(crew.log, crew.leader.ranks)
     made = write(crew, 2)
     crew.step()
     for each in crew.ranks:
-        each.mover.finish()
+        each.backend.finish()
     assert crew.ended(made)
     crew.settled()
 
@@ -370,7 +370,7 @@ def test_a_verdict_is_given_while_nothing_is_told(
 ) -> None:
     crew = crews(ranks=1)
     rank = crew.ranks[0]
-    rank.mover.at_once = False
+    rank.backend.at_once = False
     reads, read = Event(), rank.log.read
 
     def reading(timeout: float | None) -> bytes:
@@ -383,7 +383,7 @@ def test_a_verdict_is_given_while_nothing_is_told(
     with ThreadPoolExecutor(1) as thread:
         told = thread.submit(rank.follower.step, 60)
         assert reads.wait(60)
-        rank.mover.finish()
+        rank.backend.finish()
         made.wait(60)
         crew.leader.step(Decisions(0))
         assert told.result(60).completed == (made.number,)
@@ -406,7 +406,7 @@ def test_a_copy_that_hangs_when_the_leader_leaves(
     rank = crew.ranks[0]
     write(crew)
     with monkeypatch.context() as patch:
-        patch.setattr(rank.mover, "offload", lambda *what: Endless())
+        patch.setattr(rank.backend, "offload", lambda *what: Endless())
         crew.log.close()
         with pytest.raises(WaitTimeout, match="1 copies go on"):
             rank.follower.step(0)
@@ -417,11 +417,11 @@ def test_what_a_leader_refuses(crews: Any) -> None:
     crew = crews(ranks=2)
     one = crew.leader.ranks[0]
     with pytest.raises(ConfigError, match="ranks"):
-        Leader(crew.log, [])
+        RankCoordinator(crew.log, [])
     with pytest.raises(ConfigError, match="ranks"):
-        Leader(crew.log, [one, one])
+        RankCoordinator(crew.log, [one, one])
     with pytest.raises(ConfigError, match="writer"):
-        Leader(crew.ranks[0].log, [one])
+        RankCoordinator(crew.ranks[0].log, [one])
     with pytest.raises(ConfigError, match="rank"):
         crew.leader.replace(2, ClientId(60, 1))
     with pytest.raises(ConfigError, match="ranks"):

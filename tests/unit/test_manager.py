@@ -1,4 +1,4 @@
-"""KVCacheManager, call by call, on a device and a mover made of arrays."""
+"""KVCacheManager, call by call, on a device and a transfer backend made of arrays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightcache.errors import (
     LeaseLost,
     WaitTimeout,
 )
-from lightcache.manager import Prompt, Wishes
+from lightcache.manager import Prompt, RequestOptions
 from lightcache.manager.request import slots_of
 from lightcache.manager.stats import NodeCounters
 
@@ -44,20 +44,20 @@ def test_sizes_that_do_not_fit_are_refused(worlds: Any) -> None:
 
 def test_who_does_not_write_leaves_nothing(worlds: Any) -> None:
     world = worlds()
-    world.run("a", tokens(18), wishes=Wishes(write=False))
+    world.run("a", tokens(18), options=RequestOptions(write=False))
     assert world.run("b", tokens(18)).usable == 0
 
 
 def test_tiers_of_a_request(worlds: Any) -> None:
     world = worlds()
-    world.run("a", tokens(18), wishes=Wishes(tiers=frozenset({"host"})))
+    world.run("a", tokens(18), options=RequestOptions(tiers=frozenset({"host"})))
     match = world.run("b", tokens(18))
     assert (match.device, match.host) == (0, 16)
 
 
 def test_release_waits_for_the_copy(worlds: Any) -> None:
     world = worlds()
-    world.mover.at_once = False
+    world.backend.at_once = False
     world.run("a", tokens(18))
     manager = world.manager
     assert manager.in_flight() == 1

@@ -13,16 +13,16 @@ from support.manager_case import tokens
 from lightcache import Cache, Router, RouterPolicy
 from lightcache.errors import ConfigError
 from lightcache.manager import (
-    AttachedDevice,
     KVCacheManager,
+    ManagedBlocks,
     ManagerConfig,
-    NullMover,
-    OwnedDevice,
+    MirroredBlocks,
+    NullBackend,
     Prompt,
-    Wishes,
+    RequestOptions,
     WritePolicy,
 )
-from lightcache.manager.handoff import hand_over, receive
+from lightcache.manager.handoff import hand_off, receive
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def stack() -> Iterator[ExitStack]:
 
 
 def alone(stack: ExitStack, name: str, *, blocks: int = 32, **config: Any) -> KVCacheManager:
-    device = OwnedDevice(name, block_tokens=4, blocks=blocks)
+    device = ManagedBlocks(name, block_tokens=4, blocks=blocks)
     stack.callback(device.close)
     return stack.enter_context(KVCacheManager(None, device, config=ManagerConfig(**config)))
 
@@ -43,9 +43,9 @@ def run(manager: KVCacheManager, request: str, what: Any, **how: Any) -> Any:
     manager.plan(request, prompt, **how)
     match = manager.take(request)
     manager.allocate(request, len(prompt))
-    fetch = manager.fetch(request)
-    assert fetch.done()
-    assert fetch.tokens == match.usable
+    load = manager.load(request)
+    assert load.done()
+    assert load.tokens == match.usable
     manager.commit(request, len(prompt))
     manager.release(request)
     manager.poll()
@@ -82,20 +82,22 @@ def test_many_plans_and_wishes(stack: ExitStack, segment_name: str) -> None:
     manager = alone(stack, segment_name)
     run(manager, "a", tokens(18))
     prompts = [Prompt(tokens(18)), Prompt(tokens(18))]
-    wishes = [Wishes(), Wishes(read=False)]
-    assert [m.usable for m in manager.peek_many(prompts, wishes=wishes)] == [16, 0]
-    assert [m.usable for m in manager.plan_many("bc", prompts, wishes=wishes)] == [16, 0]
-    assert manager.plan("d", prompts[0], wishes=Wishes(tiers=frozenset({"host"}))).usable == 0
+    options = [RequestOptions(), RequestOptions(read=False)]
+    assert [m.usable for m in manager.peek_many(prompts, options=options)] == [16, 0]
+    assert [m.usable for m in manager.plan_many("bc", prompts, options=options)] == [16, 0]
+    assert (
+        manager.plan("d", prompts[0], options=RequestOptions(tiers=frozenset({"host"}))).usable == 0
+    )
 
 
 def test_an_attached_device(stack: ExitStack, segment_name: str) -> None:
-    device = AttachedDevice(segment_name, block_tokens=4, blocks=32)
+    device = MirroredBlocks(segment_name, block_tokens=4, blocks=32)
     stack.callback(device.close)
     manager = stack.enter_context(KVCacheManager(None, device))
     table = np.arange(5, dtype=np.int32)
     manager.plan("a", Prompt(tokens(18)))
     manager.take("a")
-    manager.fetch("a", table)
+    manager.load("a", table)
     manager.commit("a", 18, table=table)
     manager.release("a")
     assert manager.plan("b", Prompt(tokens(18))).device == 16
@@ -132,7 +134,7 @@ def test_what_needs_a_host_says_so(stack: ExitStack, segment_name: str) -> None:
     manager.take("a")
     manager.allocate("a", 18)
     with pytest.raises(ConfigError, match="hand_over: expected a manager with a host cache"):
-        hand_over(manager, "a", [manager.host.client_id])
+        hand_off(manager, "a", [manager.host.client_id])
     with pytest.raises(ConfigError, match="receive: expected a manager with a host cache"):
         receive(manager, "b", Prompt(tokens(18)), b"")
     with pytest.raises(ConfigError, match="no storage"):
@@ -140,14 +142,14 @@ def test_what_needs_a_host_says_so(stack: ExitStack, segment_name: str) -> None:
 
 
 def test_wrong_parts_are_refused(stack: ExitStack, segment_name: str) -> None:
-    device = OwnedDevice(segment_name, block_tokens=4, blocks=8)
+    device = ManagedBlocks(segment_name, block_tokens=4, blocks=8)
     stack.callback(device.close)
     with pytest.raises(ConfigError, match="storage: expected None without a host cache"):
         KVCacheManager(None, device, storage="memory:")
     with pytest.raises(ConfigError, match="host: expected a Cache or None"):
-        KVCacheManager("cache", device, NullMover())  # type: ignore[arg-type]
+        KVCacheManager("cache", device, NullBackend())  # type: ignore[arg-type]
     cache = stack.enter_context(
         Cache.open(f"{segment_name}-h", pages=4, page_bytes=64, page_tokens=4, fingerprint="f")
     )
-    with pytest.raises(ConfigError, match="mover: expected one, such as EngineMover"):
+    with pytest.raises(ConfigError, match="backend: expected one, such as EngineBackend"):
         KVCacheManager(cache, device)

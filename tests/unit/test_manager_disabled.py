@@ -10,7 +10,7 @@ from support.manager_case import World, tokens
 from support.stamped import stamps_of
 
 from lightcache.errors import CacheCorrupted, Detached, TransferFailed
-from lightcache.manager import Prompt, Why
+from lightcache.manager import MissReason, Prompt
 
 
 def broken(*_: Any, **__: Any) -> Any:
@@ -49,7 +49,7 @@ def test_what_waits_is_let_go_and_may_begin(worlds: Any) -> None:
     disable(world)
     assert pins(world) == (0, 0)
     match = world.manager.take("a")
-    assert (match.usable, match.why) == (0, Why.DISABLED)
+    assert (match.usable, match.why) == (0, MissReason.DISABLED)
     world.manager.enable()
     assert world.run("b", prompt).usable == 16
     world.manager.release("a")
@@ -84,9 +84,9 @@ def test_a_request_that_was_taken_before_does_not_believe_in_its_load(
     if again:
         world.manager.enable()
     table = world.manager.allocate("a", 18)
-    fetch = world.manager.fetch("a")
-    assert (fetch.tokens, fetch.failed) == (8, True)
-    for call in (fetch.done, fetch.wait, fetch.wait_on):
+    load = world.manager.load("a")
+    assert (load.tokens, load.failed) == (8, True)
+    for call in (load.done, load.wait, load.wait_on):
         with pytest.raises(TransferFailed, match="disabled itself"):
             call()
     stamps = stamps_of(prompt.tokens)
@@ -104,7 +104,7 @@ def test_planning_that_failed_is_counted_once(worlds: Any, monkeypatch: pytest.M
     with monkeypatch.context() as patch:
         patch.setattr(world.cache.index, "peek", broken)
         world.manager.plan("a", Prompt(tokens(18)))
-    assert world.manager.take("a").why is Why.DISABLED
+    assert world.manager.take("a").why is MissReason.DISABLED
     assert world.manager.stats().errors == 1
     world.manager.release("a")
     world.nothing_left()
@@ -118,9 +118,9 @@ def test_a_cache_that_is_closed_under_its_manager(worlds: Any) -> None:
     manager.take("runs")
     manager.allocate("runs", 18)
     world.cache.close()
-    assert manager.plan("late", prompt).why is Why.DISABLED
+    assert manager.plan("late", prompt).why is MissReason.DISABLED
     assert manager.take("waits").usable == 0
-    assert manager.fetch("runs").tokens == 8
+    assert manager.load("runs").tokens == 8
     assert manager.commit("runs", 18) == {}
     for request in ("late", "waits", "runs"):
         manager.release(request)
@@ -147,7 +147,7 @@ def test_a_closed_manager_begins_nothing(worlds: Any) -> None:
     world.manager.plan("a", prompt)
     world.manager.close()
     assert pins(world) == (0, 0)
-    for call in (world.manager.plan, lambda _, what: world.manager.keep(what)):
+    for call in (world.manager.plan, lambda _, what: world.manager.protect(what)):
         with pytest.raises(Detached, match="the manager is closed"):
             call("a", prompt)
     world.manager.cancel("a")

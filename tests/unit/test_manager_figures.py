@@ -20,13 +20,13 @@ from support.stamped import TOKEN_BYTES, stamps_of
 from lightcache import Cache, ConfigError
 from lightcache.kernels.geometry import KVGroup, PageGeometry
 from lightcache.manager import (
-    AttachedDevice,
-    EngineMover,
+    EngineBackend,
     KVCacheManager,
+    ManagedBlocks,
     ManagerStats,
-    OwnedDevice,
+    MirroredBlocks,
     Prompt,
-    Wishes,
+    RequestOptions,
     WritePolicy,
 )
 from lightcache.manager.stats import NodeCounters
@@ -70,7 +70,7 @@ def test_of_a_page_that_is_loaded_in_part_that_part_counts(worlds: Any) -> None:
 
 def test_copies_that_fail_move_nothing(worlds: Any) -> None:
     world = worlds()
-    world.mover.fail_next = 1
+    world.backend.fail_next = 1
     world.run("a", tokens(18))
     found = world.manager.stats()
     assert (found.failed_offloads, found.offloaded_bytes) == (1, 0)
@@ -125,7 +125,7 @@ def test_what_is_broken_off_is_counted(worlds: Any) -> None:
         return StorageTier(cache, flaky)
 
     world = worlds(storage=hanging)
-    world.run("a", tokens(18), wishes=Wishes(read=False))
+    world.run("a", tokens(18), options=RequestOptions(read=False))
     tier = world.manager._storage
     assert tier.storage.wait_hanging()
     (task,) = world.manager.state.tasks._going
@@ -155,7 +155,7 @@ def test_seconds(worlds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks, now = itertools.count(0, 1000), [100.0]
     monkeypatch.setattr(time, "perf_counter_ns", lambda: next(ticks))
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    world.run("a", tokens(18), wishes=Wishes(tiers=frozenset({"device", "host"})))
+    world.run("a", tokens(18), options=RequestOptions(tiers=frozenset({"device", "host"})))
     found = manager.stats()
     assert (found.plan_ns, found.load_ns, found.offload_ns > 0) == (1000, 0, True)
     world.index.evict(32)
@@ -195,13 +195,13 @@ def test_an_engine_says_what_it_moved(segment_name: str) -> None:
         secret=SECRET,
     )
     with cache, cache.engine(GEOMETRY, Device(GEOMETRY.share(), 64, 3).planes, threads=1) as engine:
-        device = OwnedDevice(f"{segment_name}.device", block_tokens=4, blocks=16)
-        with KVCacheManager(cache, device, EngineMover(engine)) as manager:
+        device = ManagedBlocks(f"{segment_name}.device", block_tokens=4, blocks=16)
+        with KVCacheManager(cache, device, EngineBackend(engine)) as manager:
             for request, found in (("a", 0), ("b", 16)):
                 manager.plan(request, Prompt(tokens(18)))
                 assert manager.take(request).usable == found
                 manager.allocate(request, 18)
-                manager.fetch(request).wait(60)
+                manager.load(request).wait(60)
                 manager.commit(request, 18)
                 manager.release(request)
                 manager.wait_blocks(timeout=60)
@@ -232,12 +232,12 @@ def few(segment_name: str) -> Iterator[tuple[Cache, Any]]:
 def test_more_blocks_than_the_planes_hold(few: tuple[Cache, Any]) -> None:
     cache, engine = few
     wrong = "5 blocks of 4 tokens are 20 slots, and the planes .* hold 16; give at most 4 blocks"
-    for kind in (OwnedDevice, AttachedDevice):
+    for kind in (ManagedBlocks, MirroredBlocks):
         with contextlib.closing(kind(f"{cache.name}.d", block_tokens=4, blocks=5)) as device:
             with pytest.raises(ConfigError, match=wrong):
-                KVCacheManager(cache, device, EngineMover(engine))
+                KVCacheManager(cache, device, EngineBackend(engine))
         device = kind(f"{cache.name}.d", block_tokens=4)
-        with KVCacheManager(cache, device, EngineMover(engine)) as manager:
+        with KVCacheManager(cache, device, EngineBackend(engine)) as manager:
             manager.set_blocks(4)
             with pytest.raises(ConfigError, match=wrong):
                 manager.set_blocks(5)
@@ -250,13 +250,13 @@ def test_closing_in_order_after_copies_that_could_not_begin(
 ) -> None:
     """What failed keeps no view of the pool, though no garbage is collected."""
     cache, engine = few
-    mover = EngineMover(engine)
-    mover.slots = None  # as of a mover that does not know
-    device = OwnedDevice(f"{cache.name}.d", block_tokens=4, blocks=16)
+    backend = EngineBackend(engine)
+    backend.slots = None  # as of a transfer backend that does not know
+    device = ManagedBlocks(f"{cache.name}.d", block_tokens=4, blocks=16)
     monkeypatch.setattr(gc, "collect", lambda *_: 0)
     gc.disable()
     try:
-        manager = KVCacheManager(cache, device, mover)
+        manager = KVCacheManager(cache, device, backend)
         for request in range(3):
             manager.plan(request, Prompt(tokens(18, request)))
             manager.take(request)
@@ -275,15 +275,15 @@ def test_closing_in_order_after_copies_that_could_not_begin(
 
 def test_a_rank_counts_its_own_share_and_the_manager_all(segment_name: str) -> None:
     crew = Crew(segment_name)
-    device = OwnedDevice(f"{segment_name}.device", block_tokens=PAGE, blocks=16)
+    device = ManagedBlocks(f"{segment_name}.device", block_tokens=PAGE, blocks=16)
     for each in crew.ranks:
-        saying(each.mover)
+        saying(each.backend)
     with KVCacheManager(crew.cache, device, crew.leader) as manager:
         for request in "ab":
             manager.plan(request, Prompt(tokens(4 * PAGE + 1)))
             manager.take(request)
             table = manager.allocate(request, 4 * PAGE + 1)
-            manager.fetch(request)
+            manager.load(request)
             crew.step()
             for each in crew.ranks:
                 each.device.write(table, 0, each.stamps(tokens(4 * PAGE + 1)))
@@ -301,15 +301,15 @@ def test_a_rank_counts_its_own_share_and_the_manager_all(segment_name: str) -> N
     crew.close()
 
 
-def saying(mover: Any) -> None:
-    """A mover whose copies know how large they are."""
-    begin = mover._begin
+def saying(backend: Any) -> None:
+    """A transfer backend whose copies know how large they are."""
+    begin = backend._begin
 
     def with_bytes(moving: Any) -> Any:
         moving.nbytes = int((moving.slots >= 0).sum()) * TOKEN_BYTES
         return begin(moving)
 
-    mover._begin = with_bytes
+    backend._begin = with_bytes
 
 
 # ---- the device
@@ -350,7 +350,7 @@ def test_demoted_blocks_for_which_the_host_had_no_room_are_lost(worlds: Any) -> 
     other = Prompt(tokens(9, 3)).keys(world.cache.key_spec())
     with world.cache.reserve(other) as new:
         new.publish()
-    world.cache.index.keep(other)
+    world.cache.index.protect(other)
     world.run("a", tokens(18))
     world.manager.demote(4)
     found = world.manager.stats()
@@ -361,7 +361,7 @@ def test_demoted_blocks_for_which_the_host_had_no_room_are_lost(worlds: Any) -> 
 def test_a_demotion_whose_copy_failed_is_lost(worlds: Any) -> None:
     world = worlds(write=WritePolicy.BACK)
     world.run("a", tokens(18))
-    world.mover.fail_next = 1
+    world.backend.fail_next = 1
     world.manager.demote(4)
     found = world.manager.stats()
     assert (found.demotions, found.demotions_lost) == (3, 1)
@@ -396,12 +396,12 @@ def test_blocks_and_pages_of_different_sizes(worlds: Any, block: int, page: int)
 def test_what_a_request_came_for_is_not_evicted(worlds: Any) -> None:
     world = worlds(write=WritePolicy.BACK)
     world.run("a", tokens(34))
-    world.mover.at_once = False
+    world.backend.at_once = False
     world.manager.demote(8)
     world.manager.plan("b", Prompt(tokens(18)))
-    world.mover.finish(4)
-    world.mover.fail_next = 4  # the rest is lost; what stays is on the host, and no demotion
-    world.mover.finish()
+    world.backend.finish(4)
+    world.backend.fail_next = 4  # the rest is lost; what stays is on the host, and no demotion
+    world.backend.finish()
     world.manager.poll()
     found = world.manager.stats()
     assert gone(found) == {"device_evicted_demote": 4}

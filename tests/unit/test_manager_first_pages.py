@@ -11,7 +11,7 @@ from support.manager_case import World, tokens
 
 from lightcache import Abandoned
 from lightcache.hashing import KeySpec, hash_pages
-from lightcache.manager import Item, Prompt
+from lightcache.manager import MultimodalItem, Prompt
 
 SPEC = KeySpec("model", 4, b"a secret of these tests")
 
@@ -25,8 +25,10 @@ def is_hashed(world: World, prompt: Prompt) -> bool:
 
 
 @pytest.mark.parametrize("size", [4, 16, 64, 100])
-@pytest.mark.parametrize("items", [(), (Item(1, 3, b"picture"),), (Item(120, 130, b"sound"),)])
-def test_the_first_key_is_the_first_of_all(size: int, items: tuple[Item, ...]) -> None:
+@pytest.mark.parametrize(
+    "items", [(), (MultimodalItem(1, 3, b"picture"),), (MultimodalItem(120, 130, b"sound"),)]
+)
+def test_the_first_key_is_the_first_of_all(size: int, items: tuple[MultimodalItem, ...]) -> None:
     spec = KeySpec("model", size, b"a secret of these tests")
     prompt = Prompt(tokens(200), salt="mine", lora=b"adapter", items=items)
     first = prompt.first_key(spec)
@@ -128,7 +130,7 @@ def run_two(world: World) -> None:
 def test_where_room_is_short_each_is_written_for_itself(worlds: Any) -> None:
     world = worlds(pages=6)
     run_two(world)
-    world.mover.finish()
+    world.backend.finish()
     world.manager.poll()
     stats = world.manager.stats()
     assert (stats.offloaded_pages, stats.no_room_pages) == (6, 2)
@@ -142,7 +144,7 @@ def test_while_transfers_are_paused_nothing_is_written(worlds: Any) -> None:
     run_two(world)
     assert world.cache.index.stats().ready == 0
     world.manager.resume()
-    world.mover.finish()
+    world.backend.finish()
     world.manager.poll()
     assert world.manager.stats().offloaded_pages == 8
     world.manager.release_many("ab")

@@ -1,5 +1,5 @@
-"""Movers that raise what is none of our errors: the movement fails as any other, and `poll` raises
-it, once."""
+"""Transfer backends that raise what is none of our errors: the movement fails as any other, and
+`poll` raises it, once."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from support.manager_case import Shelf, World, on_host, tokens
 from support.raising import Odd
-from support.stamped import StampedMover, StampedMoving, stamps_of
+from support.stamped import StampedBackend, StampedMoving, stamps_of
 
 from lightcache.errors import TransferFailed
-from lightcache.manager import Prompt, Wishes, WritePolicy
+from lightcache.manager import Prompt, RequestOptions, WritePolicy
 
 PROMPT = Prompt(tokens(18))
 
@@ -22,15 +22,15 @@ class OddMoving(StampedMoving):
     def done(self) -> bool:
         if not self.over:
             return False
-        raise Odd(f"arranged: done {self.mover.raised()}")
+        raise Odd(f"arranged: done {self.backend.raised()}")
 
     def wait(self, timeout: float | None = None) -> None:
         del timeout
         self.over = True
-        raise Odd(f"arranged: wait {self.mover.raised()}")
+        raise Odd(f"arranged: wait {self.backend.raised()}")
 
 
-class OddMover(StampedMover):
+class OddBackend(StampedBackend):
     """Raises in one of three places, as long as `where` says so."""
 
     where = ""
@@ -52,15 +52,15 @@ class OddMover(StampedMover):
 
 
 def made(worlds: Any, storage: bool, **config: Any) -> World:
-    """A world whose mover is odd when it is told to be."""
+    """A world whose transfer backend is odd when it is told to be."""
     world: World = worlds(storage=Shelf if storage else None, **config)
-    world.mover = world.manager.state.mover = OddMover(world.cache, world.store)
+    world.backend = world.manager.state.backend = OddBackend(world.cache, world.store)
     return world
 
 
 def begun(world: World, where: str) -> None:
-    """From now on the mover raises there."""
-    world.mover.where = where  # type: ignore[attr-defined]
+    """From now on the transfer backend raises there."""
+    world.backend.where = where  # type: ignore[attr-defined]
 
 
 def raised_once(world: World, where: str) -> None:
@@ -124,14 +124,14 @@ def test_a_load(worlds: Any, where: str, storage: bool) -> None:
     manager.take("a")
     table = manager.allocate("a", 18)
     begun(world, where)
-    fetch = manager.fetch("a")
+    load = manager.load("a")
     if where == "wait":
         with pytest.raises(TransferFailed, match="arranged"):
-            fetch.wait()
+            load.wait()
     with pytest.raises(TransferFailed, match="compute these tokens instead") as found:
-        fetch.done()
+        load.done()
     assert isinstance(found.value.__cause__, Odd)
-    assert (fetch.tokens, fetch.failed) == (0, True)
+    assert (load.tokens, load.failed) == (0, True)
     raised_once(world, where)
     assert world.cache.check().pins == 0  # though the request runs, and the fetch is there
     assert manager.stats().failed_loads == 1
@@ -149,7 +149,7 @@ def test_a_demotion(worlds: Any, where: str, storage: bool, cause: str) -> None:
     low, gone = (0.9, 3) if cause == "low water" else (0.0, 4)
     world = made(worlds, storage, blocks=8, write=WritePolicy.BACK, low_water=low)
     manager = world.manager
-    world.run("a", PROMPT, wishes=Wishes(tiers=frozenset({"device", "host"})))
+    world.run("a", PROMPT, options=RequestOptions(tiers=frozenset({"device", "host"})))
     begun(world, where)
     if cause == "demote":
         assert manager.demote(4) == 4
@@ -174,7 +174,7 @@ def test_a_demotion(worlds: Any, where: str, storage: bool, cause: str) -> None:
 
 
 def test_what_a_commit_says_is_not_lost(worlds: Any) -> None:
-    """Blocks to exchange, in the very call in which the mover raises."""
+    """Blocks to exchange, in the very call in which the transfer backend raises."""
     world = made(worlds, False)
     for request in "ab":
         world.start(request, PROMPT)
@@ -259,10 +259,10 @@ def test_a_copy_among_others_that_go_on(worlds: Any) -> None:
     begun(world, "later")
     manager.commit("a", 18)
     begun(world, "")
-    world.mover.at_once = False
+    world.backend.at_once = False
     manager.commit("b", 18)
     assert manager.in_flight() == 2
-    world.mover.finish()
+    world.backend.finish()
     manager._traffic._all[0].moving.over = True
     with pytest.raises(Odd, match="arranged"):
         manager.poll()

@@ -25,12 +25,12 @@ def test_blocks_for_which_the_lock_does_not_come(
     for request, seed in (("a", 0), ("b", 2)):
         world.run(request, Prompt(tokens(18, seed)), keep=True)
     if how == "poll":
-        world.mover.at_once = False
+        world.backend.at_once = False
         world.compute("a", [*PROMPT.tokens, *tokens(8, 3)], 18, 26)
     with monkeypatch.context() as patch:
         patch.setattr(Allocation, "_free", raising(LockTimeout))
         manager.release_many("ab")
-        world.mover.finish()
+        world.backend.finish()
         if how == "close":
             manager.close()
         for _ in range(2):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.manager_case import Shelf, World, switch_off, tokens
 from support.raising import Odd, raising
-from support.stamped import StampedMover, StampedMoving, stamps_of
+from support.stamped import StampedBackend, StampedMoving, stamps_of
 
 from lightcache.errors import (
     CacheCorrupted,
@@ -18,18 +18,18 @@ from lightcache.errors import (
     OutOfPages,
     WaitTimeout,
 )
-from lightcache.manager import Prompt, Why, WritePolicy
+from lightcache.manager import MissReason, Prompt, WritePolicy
 
 PROMPT = Prompt(tokens(18))
 LONGER = Prompt([*PROMPT.tokens, *tokens(8, 3)])
 
 
 def writing_back(worlds: Any) -> World:
-    """8 blocks, all with names: 4 of them on their way out, to a mover that waits."""
+    """8 blocks, all with names: 4 of them on their way out, to a transfer backend that waits."""
     world: World = worlds(blocks=8, write=WritePolicy.BACK, low_water=0.0)
     for request, seed in (("a", 0), ("b", 2)):
         world.run(request, tokens(16, seed))
-    world.mover.at_once = False
+    world.backend.at_once = False
     assert world.manager.demote(4) == 4
     return world
 
@@ -40,7 +40,7 @@ def writing_back(worlds: Any) -> World:
 @pytest.mark.parametrize("which", ["host", "device"])
 def test_an_index_that_is_disabled_while_blocks_are_written_back(worlds: Any, which: str) -> None:
     world = writing_back(worlds)
-    world.mover.finish()
+    world.backend.finish()
     index = world.cache.index if which == "host" else world.index
     switch_off(index, 1)
     for _ in range(3):
@@ -56,7 +56,7 @@ def test_an_index_that_is_disabled_while_blocks_are_written_back(worlds: Any, wh
 def test_a_device_that_is_closed_while_blocks_are_written_back(worlds: Any) -> None:
     world = writing_back(worlds)
     world.device.close()
-    world.mover.finish()
+    world.backend.finish()
     assert world.manager.poll() == 0
     assert world.manager._write_back.blocks == 0
 
@@ -108,8 +108,8 @@ def test_releases_of_which_one_is_no_request(worlds: Any) -> None:
         ("cancel", ()),
         ("take", ()),
         ("allocate", (3,)),
-        ("forgo", ()),
-        ("fetch", ()),
+        ("skip_load", ()),
+        ("load", ()),
         ("commit", (3,)),
         ("release", ()),
     ],
@@ -127,7 +127,7 @@ def test_taking_while_the_host_breaks(worlds: Any, monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as patch:
         patch.setattr(world.cache.index, "peek", raising(CacheCorrupted))
         match = world.manager.take("b")
-    assert (match.usable, match.why) == (0, Why.DISABLED)
+    assert (match.usable, match.why) == (0, MissReason.DISABLED)
     assert (world.index.check().pins, world.cache.check().pins) == (0, 0)
     world.manager.allocate("b", 18)
     world.manager.release("b")
@@ -186,7 +186,7 @@ def test_what_failed_to_be_planned_cannot_be_taken_when_all_is_closed(
     world.manager.plan("a", PROMPT)
     with monkeypatch.context() as patch:
         patch.setattr(world.manager.lookup, "find", raising(CacheCorrupted))
-        assert world.manager.plan("b", PROMPT).why is Why.DISABLED
+        assert world.manager.plan("b", PROMPT).why is MissReason.DISABLED
     world.manager.close()
     with pytest.raises(LeaseLost, match="not planned"):
         world.manager.take("a")
@@ -206,7 +206,7 @@ def test_a_storage_that_raises_when_a_request_ends(worlds: Any, error: type[Exce
     manager.release_many("ab")
     assert manager.gauges().leaving == 0
     assert manager.stats().errors == (0 if error is Odd else 2)
-    if error is Odd:  # of a storage as of a mover
+    if error is Odd:  # of a storage as of a transfer backend
         with pytest.raises(Odd, match="arranged"):
             manager.poll()
     world.nothing_left()
@@ -225,7 +225,7 @@ def test_a_reading_that_cannot_be_cancelled(worlds: Any, error: type[Exception],
         manager.plan("b", Prompt(tokens(3)))
     if how == "weights":
         manager.begin_update()
-        assert manager.plan("b", LONGER).why is Why.WEIGHTS
+        assert manager.plan("b", LONGER).why is MissReason.WEIGHTS
     if how == "disabled":
         manager._let_go()
     if how == "close" and error is Odd:
@@ -258,12 +258,12 @@ def test_a_reading_that_breaks_while_it_is_waited_for(worlds: Any) -> None:
 
 def interrupted(world: World, what: str, call: Callable[[], object]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(world.mover, what, raising(KeyboardInterrupt))
+        patch.setattr(world.backend, what, raising(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             call()
 
 
-class Beginner(StampedMover):
+class Beginner(StampedBackend):
     """Has begun a copy when the interrupt comes out of the call, and can tell."""
 
     def _begin(self, moving: StampedMoving) -> StampedMoving:
@@ -271,15 +271,15 @@ class Beginner(StampedMover):
         raise KeyboardInterrupt
 
     def begun(self, held: Any) -> StampedMoving | None:
-        """See `Mover`."""
+        """See `TransferBackend`."""
         return next((each for each in self.going if each.held is held), None)
 
 
 @pytest.mark.parametrize("begins", [False, True])
 @pytest.mark.parametrize("what", ["load", "offload", "demote"])
 def test_an_interrupt_while_a_copy_is_begun(worlds: Any, what: str, begins: bool) -> None:
-    """The mover says whether it goes on. If it does, its blocks are given to nobody before it is
-    over; if not, nothing of it is left."""
+    """The transfer backend says whether it goes on. If it does, its blocks are given to nobody
+    before it is over; if not, nothing of it is left."""
     policy = WritePolicy.BACK if what == "demote" else WritePolicy.THROUGH
     world = worlds(write=policy, low_water=0.0)
     manager = world.manager
@@ -287,10 +287,10 @@ def test_an_interrupt_while_a_copy_is_begun(worlds: Any, what: str, begins: bool
         world.run("a", PROMPT)
         assert manager.can_allocate(32, evict=True)
     if begins:
-        manager.state.mover = world.mover = Beginner(world.cache, world.store)
-        world.mover.at_once = False
+        manager.state.backend = world.backend = Beginner(world.cache, world.store)
+        world.backend.at_once = False
     else:
-        manager.state.mover = Mover(raising(KeyboardInterrupt))
+        manager.state.backend = TransferBackend(raising(KeyboardInterrupt))
     if what == "offload":
         world.start("a", PROMPT)
         table = manager.allocate("a", 18)[:4].copy()
@@ -305,7 +305,7 @@ def test_an_interrupt_while_a_copy_is_begun(worlds: Any, what: str, begins: bool
         manager.plan("a", PROMPT)
         manager.take("a")
         table = manager.allocate("a", 18)[:4].copy()
-        call = partial(manager.fetch, "a")
+        call = partial(manager.load, "a")
     with pytest.raises(KeyboardInterrupt):
         call()
     manager.poll()
@@ -320,14 +320,14 @@ def test_an_interrupt_while_a_copy_is_begun(worlds: Any, what: str, begins: bool
         manager.release("b")
         with pytest.raises(WaitTimeout, match="still touches"):
             manager.wait_blocks(table, timeout=0)
-    world.mover.finish()
+    world.backend.finish()
     manager.poll()
     assert not manager.in_flight(table).any()
     world.nothing_left()
     manager.set_blocks(16)
 
 
-class Mover:
+class TransferBackend:
     """One that raises whatever it is asked."""
 
     shards = 1
@@ -337,10 +337,11 @@ class Mover:
 
 
 def test_another_number_of_blocks_tells_nothing_foreign(worlds: Any) -> None:
-    """What a mover has raised is for `poll`: the number is changed, and it is still told."""
+    """What a transfer backend has raised is for `poll`: the number is changed, and it is still
+    told."""
     world = worlds()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(world.mover, "offload", raising(Odd))
+        patch.setattr(world.backend, "offload", raising(Odd))
         world.run("a", PROMPT)
     world.manager.set_blocks(16)
     assert world.device.blocks == 16

@@ -11,9 +11,9 @@ from support.stamped import stamps_of
 
 from lightcache.errors import OutOfPages
 from lightcache.manager import (
+    MissReason,
     Prompt,
-    Why,
-    Wishes,
+    RequestOptions,
 )
 
 PROMPT = Prompt(tokens(18))
@@ -63,7 +63,7 @@ def test_a_plan_grows_as_soon_as_there_is_more(worlds: Any, tier: str) -> None:
     waiting = Prompt(prompt)
     for _ in range(2):
         assert world.manager.plan("b", waiting).usable == 16
-    world.run("c", prompt, wishes=Wishes(tiers=frozenset({tier})))
+    world.run("c", prompt, options=RequestOptions(tiers=frozenset({tier})))
     match = world.manager.plan("b", waiting)
     assert (match.device, match.host) == ((32, 0) if tier == "device" else (16, 16))
 
@@ -87,7 +87,7 @@ def test_a_plan_of_pinned_blocks_hears_of_the_end(worlds: Any, segment_name: str
         assert world.manager.plan("b", prompt).device == 16
         other.manager.begin_update()
         match = world.manager.plan("b", prompt)
-        assert (match.found, match.why) == (0, Why.WEIGHTS)
+        assert (match.found, match.why) == (0, MissReason.WEIGHTS)
         world.manager.cancel("b")
     finally:
         other.close()
@@ -99,7 +99,7 @@ def test_a_plan_of_pinned_blocks_hears_of_an_operator(worlds: Any) -> None:
     world.run("a", prompt)
     assert world.manager.plan("b", prompt).device == 16
     switch_off(world.cache.index, 1)
-    assert world.manager.plan("b", prompt).why is Why.DISABLED
+    assert world.manager.plan("b", prompt).why is MissReason.DISABLED
     switch_off(world.cache.index, 0)
     assert world.manager.plan("b", prompt).device == 16
 
@@ -125,14 +125,14 @@ def test_fail_open(worlds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(world.cache.index, "peek", broken)
     for request in "ab":
-        assert manager.plan(request, Prompt(tokens(18))).why is Why.DISABLED
+        assert manager.plan(request, Prompt(tokens(18))).why is MissReason.DISABLED
     assert manager.disabled
     monkeypatch.undo()
     manager.plan("c", Prompt(tokens(18)))
     match = manager.take("c")
     assert match.usable == 0
     table = manager.allocate("c", 18)
-    manager.fetch("c").wait()
+    manager.load("c").wait()
     world.store.write(table, 0, stamps_of(tokens(18)))
     assert manager.commit("c", 18) == {}
     manager.release("c")
@@ -169,12 +169,12 @@ def test_no_namespace_is_left_for_a_tenant(worlds: Any) -> None:
         manager.plan(request, PROMPT)
     plans = manager.plan_many("abc", [PROMPT, late, late])
     assert [(each.usable, each.why) for each in plans] == [
-        (16, Why.NOTHING),
-        (0, Why.WEIGHTS),
-        (0, Why.WEIGHTS),
+        (16, MissReason.NOTHING),
+        (0, MissReason.WEIGHTS),
+        (0, MissReason.WEIGHTS),
     ]
     assert manager.peek_many([late, PROMPT])[1].usable == 16
-    assert (manager.plan("d", late).why, manager.stats().errors) == (Why.WEIGHTS, 0)
+    assert (manager.plan("d", late).why, manager.stats().errors) == (MissReason.WEIGHTS, 0)
     for request in "bcd":
         assert manager.take(request).usable == 0
         manager.allocate(request, 18)

@@ -17,7 +17,7 @@ from support.stamped import stamps_of
 
 from lightcache import Cache
 from lightcache.errors import LeaseLost, OutOfPages, WaitTimeout
-from lightcache.manager import Prompt, Wishes, WritePolicy
+from lightcache.manager import Prompt, RequestOptions, WritePolicy
 from lightcache.shm import layout
 from lightcache.shm.layout import LOCK_OFFSET, LockRecord
 from lightcache.shm.waiting import Condition
@@ -149,7 +149,7 @@ def test_what_is_being_read_for_lives_on(worlds: Any, now: list[float]) -> None:
     world.device.index._book.clock = lambda: now[0]
     manager.state.pace.note(256, 25600.0)  # 0.01 tokens a second: a read may take long
     part = Prompt(tokens(18)[:9])
-    world.run("part", part, wishes=Wishes(tiers=frozenset({"device", "host"})))
+    world.run("part", part, options=RequestOptions(tiers=frozenset({"device", "host"})))
     manager.plan("a", PROMPT)
     for _ in range(20):
         now[0] += 4.0
@@ -280,7 +280,7 @@ def test_no_call_waits_for_a_storage_that_hangs(
         for name, prompt in zip(names, prompts, strict=True):
             assert manager.take(name).usable == 0
             table = manager.allocate(name, 20)
-            manager.fetch(name).wait_on()
+            manager.load(name).wait_on()
             world.store.write(table, 0, stamps_of(prompt.tokens))
             manager.commit(name, 18)
             manager.poll()
@@ -311,7 +311,7 @@ def test_no_call_of_a_hybrid_model_waits_either(
         assert hybrid.take("a").usable == 0
         hybrid.allocate("a", 42)
         hybrid.restore(["a"])
-        hybrid.fetch("a").wait_on()
+        hybrid.load("a").wait_on()
         hybrid.commit("a", 42)
         hybrid.poll()
         hybrid.stats()
@@ -428,7 +428,7 @@ def calls_of(manager: Any, first: int) -> list[tuple[str, Callable[[], object]]]
         ("take", lambda: manager.take(new)),
         ("allocate", lambda: manager.allocate(first, 40)),
         ("can_allocate", lambda: manager.can_allocate(30, evict=True)),
-        ("fetch", lambda: manager.fetch(first)),
+        ("load", lambda: manager.load(first)),
         ("commit", lambda: manager.commit_many(three, [18, 18, 18])),
         ("poll", manager.poll),
         ("release", lambda: manager.release(first)),

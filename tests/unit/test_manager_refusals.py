@@ -11,7 +11,7 @@ import pytest
 from support.manager_case import World, tokens
 
 from lightcache.errors import ConfigError, LeaseLost, LightcacheError, OutOfPages
-from lightcache.manager import KVCacheManager, Prompt, Wishes
+from lightcache.manager import KVCacheManager, Prompt, RequestOptions
 
 PROMPT = Prompt(tokens(18))
 TABLE = np.array([3, 9, 4, 1, 7], np.int32)
@@ -67,12 +67,12 @@ def test_prompts_of_nearly_nothing(worlds: Any, n: int) -> None:
 
 PLANS = {
     "prompts": lambda m: m.plan_many("ab", [PROMPT]),
-    "wishes: expected one": lambda m: m.plan_many("ab", [PROMPT] * 2, wishes=[Wishes()]),
+    "options: expected one": lambda m: m.plan_many("ab", [PROMPT] * 2, options=[RequestOptions()]),
     "limits": lambda m: m.plan_many("ab", [PROMPT] * 2, limits=[3]),
     "named twice": lambda m: m.plan_many("cc", [PROMPT] * 2),
     "hashable": lambda m: m.plan([1], PROMPT),
     "prompts: expected a Prompt": lambda m: m.plan("c", [1, 2, 3]),
-    "wishes: expected Wishes": lambda m: m.plan("c", PROMPT, wishes=None),
+    "options: expected Wishes": lambda m: m.plan("c", PROMPT, options=None),
     "limit: expected tokens": lambda m: m.plan_many("cd", [PROMPT] * 2, limits=[3, -1]),
     "found 1.5": lambda m: m.plan_many("cd", [PROMPT] * 2, limits=[None, 1.5]),
     "owned": lambda m: m.plan("c", PROMPT, device_tokens=4),
@@ -198,8 +198,8 @@ def test_tables_to_load_into(worlds: Any, table: Any) -> None:
     manager.release("a")
     manager.plan("b", PROMPT, device_tokens=0)
     manager.take("b")
-    refused(world, lambda: manager.fetch("b", table), ConfigError, "expected")
-    assert manager.fetch("b", [11, 12, 13, 14, 15]).tokens == 16
+    refused(world, lambda: manager.load("b", table), ConfigError, "expected")
+    assert manager.load("b", [11, 12, 13, 14, 15]).tokens == 16
     manager.release("b")
 
 
@@ -212,13 +212,13 @@ def test_out_of_turn(worlds: Any) -> None:
     refused(world, lambda: manager.take("a"), LeaseLost, "plan it first")
     world.run("a", PROMPT, keep=True)
     refused(world, lambda: manager.take("a"), ConfigError, "runs already")
-    refused(world, lambda: manager.forgo("a"), ConfigError, "fetched already")
+    refused(world, lambda: manager.skip_load("a"), ConfigError, "fetched already")
     manager.release("a")
     manager.release("a")
     for call in (
         lambda: manager.allocate("a", 18),
-        lambda: manager.fetch("a"),
-        lambda: manager.forgo("a"),
+        lambda: manager.load("a"),
+        lambda: manager.skip_load("a"),
         lambda: manager.commit("a", 18),
     ):
         refused(world, call, LeaseLost, "no running request 'a'")
@@ -241,7 +241,7 @@ def test_blocks_that_are_none(worlds: Any) -> None:
 def test_a_padded_table_is_looked_at(worlds: Any) -> None:
     world = worlds()
     world.start("a", PROMPT)
-    world.mover.at_once = False
+    world.backend.at_once = False
     world.compute("a", PROMPT.tokens, 0, 18)
     table = world.manager.allocate("a", 18)
     padded = np.full((2, 8), -1, np.int32)
@@ -259,7 +259,12 @@ def test_a_padded_table_is_looked_at(worlds: Any) -> None:
 @pytest.mark.parametrize("what", ["host", "device", "config"])
 def test_a_manager_of_something_else(worlds: Any, what: str) -> None:
     world = worlds()
-    parts = {"host": world.cache, "device": world.device, "mover": world.mover, "config": None}
+    parts = {
+        "host": world.cache,
+        "device": world.device,
+        "transfer backend": world.backend,
+        "config": None,
+    }
     parts[what] = {"a": 1}
     with pytest.raises(ConfigError, match=f"{what}: expected a"):
         KVCacheManager(**parts)

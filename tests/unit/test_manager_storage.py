@@ -13,7 +13,7 @@ from support.manager_case import World, open_cache, tokens
 from support.stamped import stamps_of
 
 from lightcache import ConfigError, Detached, PermissionDenied, StorageError
-from lightcache.manager import Prompt, Wishes, WritePolicy
+from lightcache.manager import Prompt, RequestOptions, WritePolicy
 from lightcache.storage import StorageSpec, StorageTier, open_storage
 
 PROMPT = Prompt(tokens(18))
@@ -41,7 +41,7 @@ def test_a_prompt_outlives_everything_but_its_disk(
         assert match.storage == (16 if turn else 0)
         assert match.usable == (16 if turn else 0)
         assert (match.device, match.host) == (0, 0)
-        made.mover.finish()
+        made.backend.finish()
         made.manager.close()  # what is to be written is written
         assert made.cache.check().pins == 0
         stats = made.manager.stats()
@@ -53,25 +53,25 @@ def test_a_prompt_outlives_everything_but_its_disk(
 
 @pytest.mark.parametrize("write", list(WritePolicy))
 @pytest.mark.parametrize(
-    ("wishes", "expected"),
+    ("options", "expected"),
     [
-        (Wishes(), 16),
-        (Wishes(priority=-1), 0),
-        (Wishes(output=False), 16),
-        (Wishes(write=False), 0),
-        (Wishes(tiers=frozenset({"device", "host"})), 0),
-        (Wishes(tiers=frozenset({"device", "storage"})), 0),
+        (RequestOptions(), 16),
+        (RequestOptions(priority=-1), 0),
+        (RequestOptions(output=False), 16),
+        (RequestOptions(write=False), 0),
+        (RequestOptions(tiers=frozenset({"device", "host"})), 0),
+        (RequestOptions(tiers=frozenset({"device", "storage"})), 0),
     ],
     ids=["any", "not the host", "the prompt", "nothing", "not storage", "not by the host"],
 )
 def test_what_is_stored_when_a_request_ends(
-    segment_name: str, where: Path, write: WritePolicy, wishes: Wishes, expected: int
+    segment_name: str, where: Path, write: WritePolicy, options: RequestOptions, expected: int
 ) -> None:
     url = f"disk:{where}?capacity=1MiB"
     for turn in range(2):
         made = World(f"{segment_name}-{turn}", storage=lambda _: url, write=write)
         if turn == 0:
-            made.run("a", PROMPT, wishes=wishes)
+            made.run("a", PROMPT, options=options)
         else:
             assert made.run("a", PROMPT).storage == expected
         made.close()
@@ -94,13 +94,13 @@ def test_what_is_demoted_goes_to_the_host_and_then_to_storage(
     manager.commit("a", len(PROMPT), **({} if owned else {"table": table}))
     manager.release("a", publish=False)
     assert made.cache.stats().ready == 0
-    made.mover.at_once = False
+    made.backend.at_once = False
     assert (manager.demote(32) if owned else manager.evicting(table)) == 4
     manager.poll()
     tier: Any = manager._storage
     assert tier._executor.wait_idle(60.0)
     assert tier.stats().stored == 0
-    made.mover.finish()
+    made.backend.finish()
     manager.poll()
     assert tier._executor.wait_idle(60.0)
     assert tier.stats().stored == 4

@@ -19,10 +19,10 @@ from lightcache.errors import (
     WaitTimeout,
 )
 from lightcache.manager import (
-    AttachedDevice,
-    OwnedDevice,
+    ManagedBlocks,
+    MirroredBlocks,
     Prompt,
-    Wishes,
+    RequestOptions,
     WritePolicy,
 )
 from lightcache.storage import StorageSpec, StorageTier, open_storage
@@ -31,10 +31,10 @@ from lightcache.storage import StorageSpec, StorageTier, open_storage
 def test_selective_writes_what_was_asked_for_before(worlds: Any) -> None:
     world = worlds(write=WritePolicy.SELECTIVE)
     world.run("a", tokens(18))
-    assert world.mover.offloads == 0
+    assert world.backend.offloads == 0
     world.device.index.evict(32)
     world.run("b", tokens(18))
-    assert world.mover.offloads == 1
+    assert world.backend.offloads == 1
 
 
 def test_attached(worlds: Any) -> None:
@@ -44,7 +44,7 @@ def test_attached(worlds: Any) -> None:
     table = np.array([3, 9, 4, 1, 7], np.int32)
     manager.plan("a", prompt)
     assert manager.take("a").usable == 0
-    manager.fetch("a", table)
+    manager.load("a", table)
     world.store.write(table, 0, stamps)
     manager.commit("a", 18, table=table)
     manager.release("a")
@@ -54,7 +54,7 @@ def test_attached(worlds: Any) -> None:
     assert (match.device, match.host) == (8, 8)
     manager.take("b")
     fresh = np.array([3, 9, 20, 21, 22], np.int32)
-    manager.fetch("b", fresh).wait()
+    manager.load("b", fresh).wait()
     assert (world.store.read(fresh, 0, 16) == stamps[:16]).all()
     manager.release("b")
 
@@ -81,7 +81,7 @@ def test_the_number_of_blocks_comes_late(worlds: Any) -> None:
     world.device.set_blocks(16)
     assert world.device.blocks == 16
     world.store = StampedDevice(16, 4)
-    world.mover.device = world.store
+    world.backend.device = world.store
     world.run("b", tokens(18))
     assert world.run("c", tokens(18)).device == 16
 
@@ -121,20 +121,20 @@ def test_a_queued_copy_touches_its_blocks(worlds: Any) -> None:
 def test_a_dead_processs_device_is_made_again(segment_name: str, script: Any) -> None:
     script(
         "import os, sys\n"
-        "from lightcache.manager import OwnedDevice\n"
-        "device = OwnedDevice(sys.argv[1], block_tokens=4, blocks=8)\n"
+        "from lightcache.manager import ManagedBlocks\n"
+        "device = ManagedBlocks(sys.argv[1], block_tokens=4, blocks=8)\n"
         "device.allocate(3)\n"
         "os.kill(os.getpid(), 9)\n",
         segment_name,
         status=-9,
     )
     with PageIndex.attach(segment_name, readonly=True) as router:
-        device = OwnedDevice(segment_name, block_tokens=4, blocks=16)
+        device = ManagedBlocks(segment_name, block_tokens=4, blocks=16)
         assert device.free == 16
         with pytest.raises(Detached):
             router.stats()
         with pytest.raises(InUse):
-            AttachedDevice(segment_name, block_tokens=4, blocks=16)
+            MirroredBlocks(segment_name, block_tokens=4, blocks=16)
         device.close()
 
 
@@ -205,7 +205,7 @@ def test_what_the_host_lost_comes_from_storage(worlds: Any, kind: Any) -> None:
     assert match.pending
     assert taken(world.manager, "b") == replace(match, storage=16, usable=16, pending=False)
     table = world.manager.allocate("b", 18)
-    world.manager.fetch("b").wait(60)
+    world.manager.load("b").wait(60)
     assert (world.store.read(table, 0, 16) == stamps_of(prompt.tokens)[:16]).all()
     world.manager.release("b")
     assert world.manager.stats().storage_tokens == 16
@@ -227,11 +227,11 @@ def test_prefetch_without_a_request(worlds: Any) -> None:
 
 def test_priority(worlds: Any) -> None:
     world = worlds(write=WritePolicy.SELECTIVE, write_group=8)
-    world.run("low", tokens(18), wishes=Wishes(priority=-1))
+    world.run("low", tokens(18), options=RequestOptions(priority=-1))
     world.run("usual", tokens(18))
-    assert world.mover.offloads == 0
+    assert world.backend.offloads == 0
     answer = np.concatenate([tokens(8, 2), tokens(4, 3)])
-    world.start("high", answer[:8], wishes=Wishes(priority=1))
+    world.start("high", answer[:8], options=RequestOptions(priority=1))
     world.compute("high", answer, 0, 8)
     assert world.manager.stats().offloaded_pages == 2
     world.compute("high", answer, 8, 12)  # a page of its answer, alone
@@ -239,19 +239,23 @@ def test_priority(worlds: Any) -> None:
     world.manager.release("high")
 
 
-@pytest.mark.parametrize("wishes", [Wishes(priority=-1), Wishes(tiers=frozenset({"device"}))])
-def test_what_is_not_to_go_to_the_host_is_not_written_back(worlds: Any, wishes: Wishes) -> None:
+@pytest.mark.parametrize(
+    "options", [RequestOptions(priority=-1), RequestOptions(tiers=frozenset({"device"}))]
+)
+def test_what_is_not_to_go_to_the_host_is_not_written_back(
+    worlds: Any, options: RequestOptions
+) -> None:
     world = worlds(write=WritePolicy.BACK)
-    world.run("a", tokens(18), wishes=wishes)
+    world.run("a", tokens(18), options=options)
     assert world.manager.demote(4) == 4
-    assert world.mover.offloads == 0
+    assert world.backend.offloads == 0
     assert world.manager.stats().demotions_lost == 4
 
 
 def test_priority_does_not_change_what_is_evicted_first(worlds: Any) -> None:
     world = worlds()
     for seed, priority in ((0, 1), (1, -1), (2, 0)):
-        world.run(seed, tokens(9, seed), wishes=Wishes(priority=priority))
+        world.run(seed, tokens(9, seed), options=RequestOptions(priority=priority))
     left = []
     for _ in range(3):
         world.index.evict(2)

@@ -10,13 +10,20 @@ from typing import Any
 import pytest
 from support.device_sides import Device
 from support.manager_case import SECRET, World, tokens
-from support.stamped import StampedMover, StampedMoving
+from support.stamped import StampedBackend, StampedMoving
 
 from lightcache import Cache
 from lightcache.errors import ConfigError, WaitTimeout
 from lightcache.kernels.geometry import KVGroup, PageGeometry
-from lightcache.manager import EngineMover, Fetch, KVCacheManager, OwnedDevice, Prompt, WritePolicy
-from lightcache.manager.handoff import Received
+from lightcache.manager import (
+    EngineBackend,
+    KVCacheManager,
+    LoadHandle,
+    ManagedBlocks,
+    Prompt,
+    WritePolicy,
+)
+from lightcache.manager.handoff import HandoffLoad
 
 PROMPT = Prompt(tokens(18))
 GROUP = KVGroup.attention("kv", layers=1, heads=1, head_dim=3, dtype_bytes=1, page_tokens=4)
@@ -36,7 +43,7 @@ class LockMoving(StampedMoving):
         super().wait(timeout)
 
 
-class LockMover(StampedMover):
+class LockBackend(StampedBackend):
     """Of such copies."""
 
     def load(self, lease: Any, slots: Any, first: int) -> StampedMoving:
@@ -46,24 +53,24 @@ class LockMover(StampedMover):
         return self._begin(LockMoving(self, new, slots))
 
 
-def loading(worlds: Any) -> tuple[World, Fetch, Any]:
+def loading(worlds: Any) -> tuple[World, LoadHandle, Any]:
     """A load to request "a" that goes on, and its blocks."""
     world = worlds()
-    world.mover = world.manager.state.mover = LockMover(world.cache, world.store)
+    world.backend = world.manager.state.backend = LockBackend(world.cache, world.store)
     world.run("first", PROMPT)
     assert world.manager.can_allocate(32, evict=True)
-    world.mover.at_once = False
+    world.backend.at_once = False
     world.manager.plan("a", PROMPT)
     world.manager.take("a")
     table = world.manager.allocate("a", 18)[:4]
-    return world, world.manager.fetch("a"), table
+    return world, world.manager.load("a"), table
 
 
-def waiting(world: World, fetch: Fetch, call: str, timeout: Any) -> None:
+def waiting(world: World, load: LoadHandle, call: str, timeout: Any) -> None:
     manager = world.manager
     calls: dict[str, Callable[[], object]] = {
-        "fetch": lambda: fetch.wait(timeout),
-        "received": lambda: Received(manager, fetch, None).wait(timeout),
+        "load": lambda: load.wait(timeout),
+        "received": lambda: HandoffLoad(manager, load, None).wait(timeout),
         "wait_blocks": lambda: manager.wait_blocks(timeout=timeout),
         "pause": lambda: manager.pause(timeout),
         "begin_update": lambda: manager.begin_update(timeout),
@@ -73,7 +80,7 @@ def waiting(world: World, fetch: Fetch, call: str, timeout: Any) -> None:
     calls[call]()
 
 
-CALLS = ["fetch", "received", "wait_blocks", "pause", "begin_update", "close"]
+CALLS = ["load", "received", "wait_blocks", "pause", "begin_update", "close"]
 
 
 def once(error: Exception, then: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,9 +98,9 @@ def once(error: Exception, then: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize("timeout", [math.inf, 1e10, 10**400], ids=["inf", "1e10", "10**400"])
 @pytest.mark.parametrize("call", CALLS)
 def test_limits_that_no_lock_takes(worlds: Any, call: str, timeout: float) -> None:
-    world, fetch, _ = loading(worlds)
-    waiting(world, fetch, call, timeout)
-    assert (fetch.done(), fetch.failed) == (True, False)
+    world, load, _ = loading(worlds)
+    waiting(world, load, call, timeout)
+    assert (load.done(), load.failed) == (True, False)
     world.manager.resume()
     world.manager.release("a")
     world.nothing_left()
@@ -102,9 +109,9 @@ def test_limits_that_no_lock_takes(worlds: Any, call: str, timeout: float) -> No
 def test_room_is_waited_for_without_an_end(worlds: Any) -> None:
     """Until the blocks are written: not given to somebody else before."""
     world = worlds(blocks=8, write=WritePolicy.BACK, low_water=0.0)
-    world.mover = world.manager.state.mover = LockMover(world.cache, world.store)
+    world.backend = world.manager.state.backend = LockBackend(world.cache, world.store)
     world.run("first", tokens(32))
-    world.mover.at_once = False
+    world.backend.at_once = False
     world.manager.plan("a", Prompt(tokens(32, 1)))
     world.manager.take("a")
     world.manager.allocate("a", 32, timeout=math.inf)
@@ -118,10 +125,10 @@ def test_room_is_waited_for_without_an_end(worlds: Any) -> None:
 @pytest.mark.parametrize("call", [*CALLS, "allocate"])
 def test_no_number_of_seconds(worlds: Any, call: str, timeout: Any) -> None:
     """Nothing has changed then."""
-    world, fetch, table = loading(worlds)
+    world, load, table = loading(worlds)
     manager = world.manager
     with pytest.raises(ConfigError, match="timeout: expected seconds, or None for no limit, found"):
-        waiting(world, fetch, call, timeout)
+        waiting(world, load, call, timeout)
     assert manager.in_flight(table).all()
     assert (manager.gauges().running, manager._traffic.paused) == (1, False)
     assert manager.plan("b", PROMPT).tokens == 18  # neither closed nor updated
@@ -134,19 +141,19 @@ def test_no_number_of_seconds(worlds: Any, call: str, timeout: Any) -> None:
 @pytest.mark.parametrize("where", ["wait", "done"])
 def test_what_comes_out_of_a_wait_and_not_of_the_copy(worlds: Any, where: str) -> None:
     """It is for who waits; the copy goes on, so its blocks are nobody else's."""
-    world, fetch, table = loading(worlds)
+    world, load, table = loading(worlds)
     manager = world.manager
-    (moving,) = world.mover.going
+    (moving,) = world.backend.going
     setattr(moving, where, once(Odd("arranged"), getattr(moving, where)))
     with pytest.raises(Odd, match="arranged"):
-        fetch.wait() if where == "wait" else manager.poll()
+        load.wait() if where == "wait" else manager.poll()
     assert manager.in_flight(table).all()
     manager.release("a")
     manager.plan("b", Prompt(tokens(50, 3)))
     manager.take("b")
     assert not set(manager.allocate("b", 4 * world.device.available)) & set(table.tolist())
     manager.release("b")
-    world.mover.finish()
+    world.backend.finish()
     assert manager.poll() == 0
     assert (manager.stats().loads, manager.stats().failed_loads) == (1, 0)
     world.nothing_left()
@@ -195,8 +202,8 @@ def test_an_engine_that_raises_when_it_may_have_begun(segment_name: str) -> None
         secret=SECRET,
     )
     with cache, cache.engine(GEOMETRY, planes, threads=1) as engine:
-        device = OwnedDevice(f"{segment_name}.device", block_tokens=4, blocks=16)
-        manager = KVCacheManager(cache, device, EngineMover(engine))
+        device = ManagedBlocks(f"{segment_name}.device", block_tokens=4, blocks=16)
+        manager = KVCacheManager(cache, device, EngineBackend(engine))
         manager.plan("a", PROMPT)
         manager.take("a")
         manager.allocate("a", 18)
@@ -204,7 +211,7 @@ def test_an_engine_that_raises_when_it_may_have_begun(segment_name: str) -> None
         manager.wait_blocks(timeout=30)
         manager.release("a")
         device.index.evict(16)
-        manager.state.mover = EngineMover(engine, after=[gate])
+        manager.state.backend = EngineBackend(engine, after=[gate])
         begin = engine.load
 
         def load(*args: Any, **how: Any) -> None:
@@ -215,10 +222,10 @@ def test_an_engine_that_raises_when_it_may_have_begun(segment_name: str) -> None
         manager.plan("b", PROMPT)
         assert manager.take("b").usable == 16
         table = manager.allocate("b", 18)[:4]
-        fetch = manager.fetch("b")
-        assert (fetch.done(), fetch.failed) == (False, False)
+        load = manager.load("b")
+        assert (load.done(), load.failed) == (False, False)
         with pytest.raises(WaitTimeout, match="goes on"):
-            fetch.wait(0)
+            load.wait(0)
         with pytest.raises(WaitTimeout, match="still touches"):
             manager.wait_blocks(table, 0)
         manager.release("b")
@@ -232,6 +239,6 @@ def test_an_engine_that_raises_when_it_may_have_begun(segment_name: str) -> None
             pass
         with pytest.raises(Odd, match="arranged"):
             manager.poll()
-        assert (fetch.failed, device.index.stats().held) == (True, 0)
+        assert (load.failed, device.index.stats().held) == (True, 0)
         manager.close()
         device.close()

@@ -208,7 +208,7 @@ def test_names_are_as_prometheus_wants_them(cache):
 
 @pytest.fixture
 def checkpoints(segment_name):
-    with PageIndex.create(f"{segment_name}.slots", pages=2, flat=True) as slots:
+    with PageIndex.create(f"{segment_name}.slots", pages=2, independent=True) as slots:
         made = Checkpoints(slots, None)
         yield made
         made.close()

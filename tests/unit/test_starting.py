@@ -16,9 +16,9 @@ from support.shard_mover import open_sharded
 
 from lightcache import Cache
 from lightcache.errors import Abandoned, ConfigError, WaitTimeout
-from lightcache.manager.ranks.coordinator import Leader
+from lightcache.manager.ranks.coordinator import RankCoordinator
 from lightcache.manager.ranks.messages import Decisions, append
-from lightcache.manager.ranks.startup import RollCall, Stage, wait_for_ranks
+from lightcache.manager.ranks.startup import RankStage, StartupBarrier, wait_for_ranks
 from lightcache.shm import SharedLog
 
 NAMES = ["rank 0", "rank 1"]
@@ -51,47 +51,47 @@ def place(segment_name: str) -> Iterator[Place]:
 
 
 def test_one_stage_after_the_other(place: Place) -> None:
-    roll = RollCall(place.cache, place.log, NAMES)
-    assert roll.look() == dict.fromkeys(NAMES, Stage.ABSENT)
+    roll = StartupBarrier(place.cache, place.log, NAMES)
+    assert roll.look() == dict.fromkeys(NAMES, RankStage.ABSENT)
     name = place.cache.name
     with Cache.attach(name, secret=b"a secret of tests", role="rank 1"):
-        assert roll.look() == {"rank 0": Stage.ABSENT, "rank 1": Stage.ATTACHED}
+        assert roll.look() == {"rank 0": RankStage.ABSENT, "rank 1": RankStage.ATTACHED}
         zero = place.attach(0)
         # Both are of this process: which of them its one reader is, cannot be seen.
-        assert roll.look() == {"rank 0": Stage.JOINED, "rank 1": Stage.ATTACHED}
+        assert roll.look() == {"rank 0": RankStage.JOINED, "rank 1": RankStage.ATTACHED}
         zero.follower.ready(60)
-        assert roll.look() == {"rank 0": Stage.READY, "rank 1": Stage.ATTACHED}
+        assert roll.look() == {"rank 0": RankStage.READY, "rank 1": RankStage.ATTACHED}
     with pytest.raises(Abandoned, match="rank 1 had attached"):
         roll.look()
 
 
 def test_ready_ranks_work(place: Place) -> None:
-    roll = RollCall(place.cache, place.log, NAMES)
+    roll = StartupBarrier(place.cache, place.log, NAMES)
     ranks = [place.attach(rank) for rank in (0, 1)]
     # The log has one entry: its second reader is called when the first has answered.
     roll.look()
     for each in ranks:
         each.follower.ready(60)
-    assert set(roll.look().values()) == {Stage.READY}
+    assert set(roll.look().values()) == {RankStage.READY}
     found = wait_for_ranks(place.cache, place.log, [], 0)
     assert found == []
     assert roll.clients() == [each.cache.client_id for each in ranks]
-    leader = Leader(place.log, roll.clients())
+    leader = RankCoordinator(place.log, roll.clients())
     told = leader.step(Decisions(5))
     assert [each.follower.step(60) for each in ranks] == [told, told]
 
 
 def test_a_rank_that_joins_later_is_called_too(place: Place) -> None:
-    roll = RollCall(place.cache, place.log, NAMES)
+    roll = StartupBarrier(place.cache, place.log, NAMES)
     zero = place.attach(0)
     roll.look()
     one = place.attach(1)
-    assert roll.look()["rank 1"] is not Stage.READY  # no room: the first has yet to answer
+    assert roll.look()["rank 1"] is not RankStage.READY  # no room: the first has yet to answer
     zero.follower.ready(60)
     roll.look()
     one.follower.ready(60)
     # Rank 0 has read the second call or has not, and is ready all the same.
-    assert set(roll.look().values()) == {Stage.READY}
+    assert set(roll.look().values()) == {RankStage.READY}
 
 
 def test_what_others_are_told_is_not_for_a_rank_that_starts(place: Place) -> None:
@@ -105,14 +105,14 @@ def test_what_others_are_told_is_not_for_a_rank_that_starts(place: Place) -> Non
 
 def test_a_call_is_nothing_to_those_that_run(place: Place) -> None:
     zero = place.attach(0)
-    roll = RollCall(place.cache, place.log, NAMES[:1])
+    roll = StartupBarrier(place.cache, place.log, NAMES[:1])
     roll.look()
     zero.follower.ready(60)
-    again = RollCall(place.cache, place.log, NAMES[:1])
+    again = StartupBarrier(place.cache, place.log, NAMES[:1])
     again.look()
     with pytest.raises(WaitTimeout):
         zero.follower.step(0)
-    assert again.look() == {"rank 0": Stage.READY}
+    assert again.look() == {"rank 0": RankStage.READY}
 
 
 def test_a_timeout_names_the_missing_and_their_stages(place: Place) -> None:
@@ -144,8 +144,8 @@ def test_a_rank_that_dies_is_named_at_once(place: Place, tmp_path: Any) -> None:
         assert process.stdin
         assert process.stdout
         process.stdout.readline()
-        roll = RollCall(place.cache, place.log, NAMES)
-        assert roll.look()["rank 1"] is Stage.ATTACHED
+        roll = StartupBarrier(place.cache, place.log, NAMES)
+        assert roll.look()["rank 1"] is RankStage.ATTACHED
         process.stdin.write(b"\n")
         process.stdin.flush()
         assert process.wait(60) == -signal.SIGKILL
@@ -153,8 +153,8 @@ def test_a_rank_that_dies_is_named_at_once(place: Place, tmp_path: Any) -> None:
             roll.look()
         # Another one in a slot behind the dead one's.
         with Cache.attach(place.cache.name, secret=b"a secret of tests", role="rank 1"):
-            again = RollCall(place.cache, place.log, NAMES)
-            assert again.look()["rank 1"] is Stage.ATTACHED
+            again = StartupBarrier(place.cache, place.log, NAMES)
+            assert again.look()["rank 1"] is RankStage.ATTACHED
         place.cache.reap()
         with pytest.raises(Abandoned, match="rank 1 had attached"):
             roll.look()
@@ -168,7 +168,7 @@ def test_a_process_that_ends_before_it_attaches(place: Place) -> None:
     with pytest.raises(WaitTimeout):
         wait_for_ranks(place.cache, place.log, NAMES, 0, watch=watch)
     open_before = len(os.listdir("/proc/self/fd"))
-    roll = RollCall(place.cache, place.log, NAMES, watch=watch)
+    roll = StartupBarrier(place.cache, place.log, NAMES, watch=watch)
     process.communicate(b"\n")
     with pytest.raises(Abandoned, match="process of rank 0 has ended"):
         roll.look()
@@ -182,11 +182,11 @@ def test_what_is_refused(place: Place) -> None:
     rank = place.attach(0)
     for wrong in (["a", "a"], [""]):
         with pytest.raises(ConfigError, match="names"):
-            RollCall(place.cache, place.log, wrong)
+            StartupBarrier(place.cache, place.log, wrong)
     with pytest.raises(ConfigError, match="watch"):
-        RollCall(place.cache, place.log, NAMES, watch={"rank 7": os.getpid()})
+        StartupBarrier(place.cache, place.log, NAMES, watch={"rank 7": os.getpid()})
     with pytest.raises(ConfigError, match="writer"):
-        RollCall(place.cache, rank.log, NAMES)
+        StartupBarrier(place.cache, rank.log, NAMES)
 
 
 def test_a_scheduler_that_dies_while_ranks_start(place: Place) -> None:

@@ -255,7 +255,7 @@ def test_the_deepest_page_is_read_whatever_it_takes(cache: Cache) -> None:
     storage = measured(cache, page=1000.0)
     with tier_of(cache, storage) as tier:
         tier.prefetch(KEYS[:1].copy()).wait(60.0)
-        assert tier.prefetch_deepest(KEYS[:9].copy()).wait(60.0).loaded == 1
+        assert tier.prefetch_last_ready(KEYS[:9].copy()).wait(60.0).loaded == 1
 
 
 @pytest.mark.parametrize("rate", [0, -1.0, math.inf, math.nan, "12000", True])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightcache import Detached, StorageError
-from lightcache.breaker import Breaker
+from lightcache.breaker import CircuitBreaker
 from lightcache.storage.arguments import Deadline
 from lightcache.storage.executor import READ, WRITE, Call, Executor, Exhausted, Late, Work
 
@@ -204,9 +204,11 @@ def test_a_forked_child_has_no_threads(hanging: Hanging) -> None:
 # ---------------------------------------------------------------- the breaker
 
 
-def breaker(failures: int = 3) -> tuple[Breaker, list[float]]:
+def breaker(failures: int = 3) -> tuple[CircuitBreaker, list[float]]:
     now = [0.0]
-    return Breaker(failures, 30.0, lambda: now[0], text=lambda row, why: f"{row}: {why}"), now
+    return CircuitBreaker(
+        failures, 30.0, lambda: now[0], text=lambda row, why: f"{row}: {why}"
+    ), now
 
 
 def test_failures_in_a_row_open_it() -> None:

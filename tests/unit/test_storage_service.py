@@ -50,7 +50,7 @@ __all__ = ["cache", "client"]
 def test_without_a_service_tasks_fail_at_once(cache: Cache, client: Any, caplog: Any) -> None:
     fill(cache, KEYS)
     with caplog.at_level(logging.WARNING):
-        for task in (client.write(KEYS), client.prefetch(KEYS), client.prefetch_deepest(KEYS)):
+        for task in (client.write(KEYS), client.prefetch(KEYS), client.prefetch_last_ready(KEYS)):
             assert task.over
             assert task.state is FAILED
             assert task.result.failed == 20
@@ -195,7 +195,7 @@ def test_a_cache_that_is_disabled_or_cleared(cache: Cache) -> None:
         assert task.wait(60.0).prefix == 0
         assert task.state is FAILED
         _switch(cache.name, None, 1)
-        for task in (client.write(KEYS), client.prefetch(KEYS), client.prefetch_deepest(KEYS)):
+        for task in (client.write(KEYS), client.prefetch(KEYS), client.prefetch_last_ready(KEYS)):
             assert "disabled the cache" in task.wait(60.0).reasons[0]
             assert task.state is FAILED
         _switch(cache.name, None, 0)
@@ -286,12 +286,12 @@ def test_bad_calls(cache: Cache, client: Any) -> None:
     with StorageService(cache, empty(cache)):
         for bad in (KEYS.astype(np.int64), KEYS[::2], [1, 2]):
             with pytest.raises(ConfigError, match="keys"):
-                client.prefetch_deepest(bad)
+                client.prefetch_last_ready(bad)
         with pytest.raises(ConfigError, match="most"):
-            client.prefetch_deepest(KEYS, most=-1)
+            client.prefetch_last_ready(KEYS, most=-1)
         with pytest.raises(ConfigError, match="tokens"):
             client.write(KEYS, tokens=-1)
-        for call in (client.write, client.prefetch, client.prefetch_deepest):
+        for call in (client.write, client.prefetch, client.prefetch_last_ready):
             with pytest.raises(ConfigError, match="expected a Namespace, found 'x'"):
                 call(KEYS, namespace="x")
 

@@ -63,7 +63,7 @@ def test_a_service_that_is_stopped_costs_its_clients_one_detection(
                 later[0] = 2.5
                 reason = task.wait(60.0).reasons[0]  # long before its time, 30 s
                 assert "has not looked at its messages for 2 s" in reason
-                for call in (one.prefetch, one.write, one.prefetch_deepest):
+                for call in (one.prefetch, one.write, one.prefetch_last_ready):
                     assert call(KEYS).state is FAILED  # nothing is asked, nothing is waited for
                 later[0] = 1000.0
                 assert one.prefetch(KEYS).over

@@ -12,7 +12,7 @@ from support.stacks import KEYS, Noting, flaky, get, has, noting, put
 from support.storing import cache, fill, sound
 
 from lightcache import Cache, StorageError
-from lightcache.breaker import Breaker
+from lightcache.breaker import CircuitBreaker
 from lightcache.storage import (
     MemoryStorage,
     StackedStorage,
@@ -424,7 +424,7 @@ def test_no_memory_for_a_lower(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 INTERRUPTED: dict[str, Any] = {
-    "the breaker has said yes": (Breaker, "probe", True),
+    "the breaker has said yes": (CircuitBreaker, "probe", True),
     "in front of the probe": (Executor, "submit", False),
     "in front of the call": (stacked.Level, "_answer", False),
     "in front of the thread's start": (threading.Thread, "start", False),

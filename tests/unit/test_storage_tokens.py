@@ -11,7 +11,7 @@ from support.storing import KEYS, PAGE_TOKENS, Recorder, cache, fill, make_cache
 
 from lightcache import Cache, ConfigError
 from lightcache.manager import Prompt
-from lightcache.manager.request import Wishes
+from lightcache.manager.request import RequestOptions
 from lightcache.storage import (
     MemoryStorage,
     StackedStorage,
@@ -248,6 +248,6 @@ def test_a_manager_keeps_none_that_nobody_wants(worlds: Any) -> None:
 
 def test_a_manager_keeps_none_of_a_request_that_is_not_stored(worlds: Any) -> None:
     world = worlds(storage=over(keeping))
-    world.start("a", tokens(10), wishes=Wishes(tiers=frozenset({"device", "host"})))
+    world.start("a", tokens(10), options=RequestOptions(tiers=frozenset({"device", "host"})))
     assert world.manager.request("a").generated is None
     world.manager.release("a")

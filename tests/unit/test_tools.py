@@ -206,13 +206,13 @@ def test_create_without_memory(run: Run, segment_name: str, tmp_path: Path) -> N
 def test_a_flat_cache(run: Run, segment_name: str, tmp_path: Path) -> None:
     """For states: who opens it says the same, and is told if it is not."""
     options = ("--page-bytes", 4096, "--fingerprint", "f", "--secret-file", tmp_path / "s")
-    run("create", segment_name, "--pages", 3, *options, "--page-tokens", 1, "--flat")
+    run("create", segment_name, "--pages", 3, *options, "--page-tokens", 1, "--independent")
     shown = run("dump", segment_name).stdout
     assert "4.0 KiB, 1 token\n" in re.sub(" +\n", "\n", shown)
     assert "flat: the page unused for longest goes first" in shown
-    assert "flat index" in run("ls").stdout
-    with Cache.attach(segment_name, flat=True) as cache:
-        assert cache.index.flat
+    assert "independent index" in run("ls").stdout
+    with Cache.attach(segment_name, independent=True) as cache:
+        assert cache.index.independent
     run("rm", segment_name)
 
 

@@ -129,7 +129,7 @@ def test_dump_shows_who_holds_what(run: Run, made: str) -> None:
     with Cache.attach(made, secret=SECRET, role="[red]\x1b[31m", grow=False) as cache:
         keys = cache.hash_pages(np.arange(100))
         tenant = cache.namespace("v2", "acme", quota=9, minimum=3)
-        assert cache.index.keep(keys[:2]) == 2
+        assert cache.index.protect(keys[:2]) == 2
         with cache.match(keys) as lease, cache.reserve(cache.hash_pages(np.arange(7, 107))) as new:
             ticket = lease.ticket([cache.client_id], timeout=60.0)
             found = load(run, made)

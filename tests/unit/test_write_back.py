@@ -24,7 +24,7 @@ def worlds(segment_name: str) -> Iterator[Callable[..., World]]:
 def waiting(world: World) -> None:
     """The device is full of FIRST and free blocks; SECOND wants all of them."""
     world.run("first", FIRST)
-    world.mover.at_once = False
+    world.backend.at_once = False
     world.manager.plan("second", SECOND)
     world.manager.take("second")
 
@@ -49,9 +49,9 @@ def test_there_is_no_room_while_the_copies_go_on(worlds: Any) -> None:
     for _ in range(3):  # asking again begins nothing again
         with pytest.raises(OutOfPages, match="4 are being written to the host first; `poll`"):
             world.manager.allocate("second", 30)
-    assert len(world.mover.going) == 4
+    assert len(world.backend.going) == 4
     assert len(world.manager.allocate("second", 16)) == 4  # what is free can be had
-    world.mover.finish()
+    world.backend.finish()
     world.manager.poll()
     assert len(world.manager.allocate("second", 30)) == 8
     assert on_host(world, FIRST) == 4
@@ -91,7 +91,7 @@ def test_nothing_is_written_for_what_cannot_be_had(worlds: Any) -> None:
     with pytest.raises(OutOfPages):
         world.manager.allocate("second", 30)
     assert not world.manager.can_allocate(8, evict=True)
-    assert world.mover.offloads == 0
+    assert world.backend.offloads == 0
     assert world.manager.plan("again", FIRST).device == 16
     for request in ("again", "runs", "second"):
         world.manager.release(request)
@@ -104,7 +104,7 @@ def test_without_room_on_the_host_it_goes_and_is_counted(worlds: Any) -> None:
     keys = other.keys(world.cache.key_spec())
     with world.cache.reserve(keys) as new:
         new.publish()
-    world.cache.index.keep(keys)
+    world.cache.index.protect(keys)
     world.run("first", FIRST)
     world.run("second", SECOND)
     found = world.manager.stats()
@@ -138,9 +138,9 @@ def test_a_host_that_does_not_answer_holds_up_nobody(
 def test_evicting_by_name_writes_first(worlds: Any) -> None:
     world = worlds()
     world.run("first", FIRST)
-    world.mover.at_once = False
+    world.backend.at_once = False
     assert not world.manager.can_allocate(8, evict=True)  # not yet
-    world.mover.finish()
+    world.backend.finish()
     world.manager.poll()
     assert world.manager.can_allocate(8, evict=True)
     assert on_host(world, FIRST) == 4
@@ -157,7 +157,7 @@ def test_a_fiftieth_is_kept_free(worlds: Any) -> None:
     assert world.device.free == 0
     world.manager.poll()
     assert world.device.free == 2
-    assert world.mover.offloads == 2
+    assert world.backend.offloads == 2
     world.nothing_left()
 
 
@@ -181,15 +181,15 @@ def test_no_share(share: float) -> None:
 def test_a_block_that_stayed_is_written_again_if_the_host_lost_its_page(worlds: Any) -> None:
     world = worlds()
     world.run("first", FIRST)
-    world.mover.at_once = False
+    world.backend.at_once = False
     world.manager.demote(4)
     world.manager.plan("again", FIRST)  # so they stay
-    world.mover.finish()
+    world.backend.finish()
     world.manager.poll()
     world.manager.cancel("again")
     world.cache.index.evict(32)
     assert on_host(world, FIRST) == 0
-    world.mover.at_once = True
+    world.backend.at_once = True
     world.manager.demote(4)
     assert on_host(world, FIRST) == 4
     world.nothing_left()

@@ -22,7 +22,7 @@ from lightcache import Cache, LightcacheError, Reservation, TransferFailed
 from lightcache.hybrid import Grid, HybridConfig, HybridManager, open_states
 from lightcache.hybrid.saving import Saves
 from lightcache.kernels import KVGroup, Move, PageGeometry, Shard, layouts
-from lightcache.manager import EngineMover, KVCacheManager, OwnedDevice, Prompt
+from lightcache.manager import EngineBackend, KVCacheManager, ManagedBlocks, Prompt
 from lightcache.storage import StorageTier
 from lightcache.tools.demo import messages
 from lightcache.tools.demo.messages import SECRET, Answer, Request, Tokens, WorkerConfig
@@ -66,7 +66,7 @@ class Worker:
         memory = DeviceMemory(self.model, blocks=self.blocks, block_tokens=size, slots=self.slots)
         self.memory = memory
         self._open_cache(stack)
-        self.mover = HeldMover(self.engine, size, pipe)
+        self.backend = HeldMover(self.engine, size, pipe)
         self.open_manager(stack)
 
     def _open_cache(self, stack: ExitStack) -> None:
@@ -103,7 +103,7 @@ class Worker:
 
     def open_manager(self, stack: ExitStack) -> None:
         """The index of the device's blocks, and the manager of device, host and storage."""
-        self.device = OwnedDevice(
+        self.device = ManagedBlocks(
             f"{self.config.run}-{self.name}-blocks",
             block_tokens=self.config.page_tokens,
             blocks=self.blocks,
@@ -111,7 +111,7 @@ class Worker:
         )
         stack.callback(self.device.close)
         tier = self._tier(self.cache, stack)
-        self.kv_manager = KVCacheManager(self.cache, self.device, self.mover, storage=tier)
+        self.kv_manager = KVCacheManager(self.cache, self.device, self.backend, storage=tier)
         stack.callback(self.kv_manager.close)
         self.manager: Any = self.kv_manager
 
@@ -133,7 +133,7 @@ class Worker:
 
     def serve(self, request: Request) -> Answer:
         """Answer a request. Blocks until its pages are published."""
-        self.mover.hold = request.number if request.hold else None
+        self.backend.hold = request.number if request.hold else None
         running = self._admit(request)
         self.prefill(running)
         self._decode(running)
@@ -161,10 +161,10 @@ class Worker:
 
     def load(self, request: Request, match: Any, table: Any) -> tuple[Sequence, int]:
         """Copy what was found on the host to the device. Returns how many tokens are there."""
-        fetch = self.manager.fetch(request.number)
-        with contextlib.suppress(TransferFailed):  # `fetch.tokens` is less then
-            fetch.wait()  # on a GPU `wait_on` would let the computing stream wait instead
-        return self.memory.sequence(table, fetch.tokens), fetch.tokens
+        load = self.manager.load(request.number)
+        with contextlib.suppress(TransferFailed):  # `load.tokens` is less then
+            load.wait()  # on a GPU `wait_on` would let the computing stream wait instead
+        return self.memory.sequence(table, load.tokens), load.tokens
 
     def prefill(self, running: Running) -> None:
         """Compute the rest of the prompt. Its new pages are on their way to the host from here on,
@@ -268,7 +268,7 @@ class HybridWorker(Worker):
         restored = self.manager.restore([request.number])
         computed, slot = match.usable, int(restored.working[0])
         try:
-            self.manager.fetch(request.number).wait()
+            self.manager.load(request.number).wait()
         except TransferFailed:
             self.manager.restart(request.number)
             table[:] = self.manager.allocate(request.number, len(table) * self.config.page_tokens)
@@ -300,9 +300,9 @@ class HybridWorker(Worker):
         self.states.slots.evict(self.slots)
 
 
-class HeldMover(EngineMover):
-    """Moves bytes between host and device, as `EngineMover`. For the demo's kill it can stop in the
-    middle of an offload."""
+class HeldMover(EngineBackend):
+    """Moves bytes between host and device, as `EngineBackend`. For the demo's kill it can stop in
+    the middle of an offload."""
 
     def __init__(self, engine: Any, page_tokens: int, pipe: Connection) -> None:
         super().__init__(engine)
@@ -311,7 +311,7 @@ class HeldMover(EngineMover):
         """Number of the request that stops in its first offload of several pages; None: none."""
 
     def offload(self, new: Any, slots: Any) -> Any:
-        """See `EngineMover`."""
+        """See `EngineBackend`."""
         if self.hold is not None and len(new.pages) > 1:
             self._stop_halfway(new, slots)
         return super().offload(new, slots)

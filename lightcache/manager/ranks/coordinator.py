@@ -30,14 +30,18 @@ from lightcache.transfers import Keeper
 # ---- Ordered: one copy that all ranks of an engine make.
 
 
-class Ordered:
-    """One copy that all ranks make, each of its share: a `Moving`. It is over when every rank has
-    given its verdict or is dead; until then any of them may read or write its blocks."""
+class RankTransfer:
+    """One copy that all ranks make, each of its share: a `TransferHandle`. It is over when every
+    rank has given its verdict or is dead; until then any of them may read or write its blocks."""
 
     def __init__(
-        self, leader: Leader, number: int, held: Lease | Reservation | Allocation, ticket: Ticket
+        self,
+        leader: RankCoordinator,
+        number: int,
+        held: Lease | Reservation | Allocation,
+        ticket: Ticket,
     ) -> None:
-        """For `Leader`."""
+        """For `RankCoordinator`."""
         self._leader, self._core, self._ticket = leader, held.hold().core, ticket
         self.held = held
         """What it moves."""
@@ -171,11 +175,11 @@ _LOOK_FOR_THE_DEAD = 0.05  # seconds between two looks at who lives, while copie
 Give = Callable[[list[ClientId]], Ticket]
 
 
-class Leader:
-    """A `Mover` whose copies are made by the ranks of this engine, each in its own process, of its
-    own share of every page: rank i writes shard i. It tells them through a log, which they follow
-    (`Follower`), and hands them pages by tickets. No collective operation, no answer but the
-    ticket's verdict.
+class RankCoordinator:
+    """A `TransferBackend` whose copies are made by the ranks of this engine, each in its own
+    process, of its own share of every page: rank i writes shard i. It tells them through a log,
+    which they follow (`RankWorker`), and hands them pages by tickets. No collective operation, no
+    answer but the ticket's verdict.
 
     Threads may share it.
     """
@@ -210,7 +214,7 @@ class Leader:
         self._clock = clock
         self._looked = clock()
         self._number = 0
-        self._going: dict[int, Ordered] = {}
+        self._going: dict[int, RankTransfer] = {}
         self._completed: list[int] = []
         self._failed: list[int] = []
         self.ranks: tuple[ClientId, ...] = ()
@@ -245,8 +249,8 @@ class Leader:
 
     # ---- copies
 
-    def load(self, lease: Lease, slots: Slots, first: int) -> Ordered:
-        """See `Mover`: every rank loads its share.
+    def load(self, lease: Lease, slots: Slots, first: int) -> RankTransfer:
+        """See `TransferBackend`: every rank loads its share.
 
         Raises:
             TransferFailed: a rank is gone, or does not read the log.
@@ -260,8 +264,8 @@ class Leader:
             (Kind.LOAD, slots, first),
         )
 
-    def offload(self, new: Reservation, slots: Slots) -> Ordered:
-        """See `Mover`: every rank writes its shard; the last one makes the pages ready.
+    def offload(self, new: Reservation, slots: Slots) -> RankTransfer:
+        """See `TransferBackend`: every rank writes its shard; the last one makes the pages ready.
 
         Raises:
             ConfigError: the reservation has not as many shards as there are ranks.
@@ -282,8 +286,8 @@ class Leader:
             (Kind.OFFLOAD, of_new, 0),
         )
 
-    def save(self, held: Allocation, slots: Slots) -> Ordered:
-        """See `Mover`: every rank writes its share of pages without a key, which stay the
+    def save(self, held: Allocation, slots: Slots) -> RankTransfer:
+        """See `TransferBackend`: every rank writes its share of pages without a key, which stay the
         caller's. Raises as `load`."""
         return self._order(
             held,
@@ -292,8 +296,8 @@ class Leader:
             (Kind.SAVE, slots, 0),
         )
 
-    def begun(self, held: Releasable) -> Ordered | None:
-        """See `Mover`."""
+    def begun(self, held: Releasable) -> RankTransfer | None:
+        """See `TransferBackend`."""
         with self._lock:
             return next((one for one in self._going.values() if one.held is held), None)
 
@@ -303,12 +307,12 @@ class Leader:
         give: Give,
         keeper: Keeper | None,
         what: tuple[Kind, Slots, int],
-    ) -> Ordered:
+    ) -> RankTransfer:
         kind, slots, first = what
         with self._lock:
             ticket = self._ticket(held.hold().core, give)
             self._number += 1
-            made = Ordered(self, self._number, held, ticket)
+            made = RankTransfer(self, self._number, held, ticket)
             order = Order(kind, made.number, bytes(ticket), slots, first)
             # From here on ranks may copy: an interrupt leaves it among those that go on, with its
             # pages, and `poll` sees to it.
@@ -349,7 +353,7 @@ class Leader:
             decisions: numbers of copies that ended since the last step are added to it here.
 
         Returns:
-            What was written: what every rank's `Follower.step` returns.
+            What was written: what every rank's `RankWorker.step` returns.
 
         Raises:
             WaitTimeout: a living rank did not read for `append_timeout` seconds; names it. Nothing
@@ -384,7 +388,7 @@ class Leader:
                         counts[rank] += one._ranks[rank] == self.ranks[rank]
         return tuple(counts)
 
-    def _ended(self, one: Ordered) -> None:
+    def _ended(self, one: RankTransfer) -> None:
         self._going.pop(one.number, None)
         (self._failed if one._why else self._completed).append(one.number)
 
@@ -400,4 +404,4 @@ class Leader:
             core.reap()
 
 
-__all__ = ["Leader", "Ordered", "living"]
+__all__ = ["RankCoordinator", "RankTransfer", "living"]

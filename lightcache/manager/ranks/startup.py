@@ -24,7 +24,7 @@ _NAP = 0.01  # seconds between two looks
 _Process = tuple[int, int, int]
 
 
-class Stage(Enum):
+class RankStage(Enum):
     """How far a rank has come."""
 
     ABSENT = "has not attached to the cache"
@@ -33,7 +33,7 @@ class Stage(Enum):
     READY = "is ready"
 
 
-class RollCall:
+class StartupBarrier:
     """Ranks that start. `wait_for_ranks` is all that most need; a scheduler that goes on serving
     while a rank is replaced calls `look` in between."""
 
@@ -62,7 +62,7 @@ class RollCall:
         self._called: dict[tuple[int, int], int] = {}
         """For each reader the number of an entry that it must have read."""
 
-    def look(self) -> dict[str, Stage]:
+    def look(self) -> dict[str, RankStage]:
         """How far each has come. Does not block.
 
         Raises:
@@ -75,7 +75,7 @@ class RollCall:
             one = attached.get(name)
             self._check_life(name, one)
             if one is None:
-                found[name] = Stage.ABSENT
+                found[name] = RankStage.ABSENT
                 continue
             self._seen[name] = ClientId(one.slot, one.epoch)
             # Several ranks of one process have a reader each: which is whose does not matter, as
@@ -83,13 +83,13 @@ class RollCall:
             mine = readers.get(_process(one), [])
             read = mine.pop() if mine else None
             if read is None:
-                found[name] = Stage.ATTACHED
+                found[name] = RankStage.ATTACHED
             else:
-                found[name] = Stage.READY if read else Stage.JOINED
+                found[name] = RankStage.READY if read else RankStage.JOINED
         return found
 
     def clients(self) -> list[ClientId]:
-        """The ranks, in the order of their names: for `Leader`, when all are ready."""
+        """The ranks, in the order of their names: for `RankCoordinator`, when all are ready."""
         return [self._seen[name] for name in self._names]
 
     def close(self) -> None:
@@ -156,7 +156,7 @@ def wait_for_ranks(
     watch: Mapping[str, int] | None = None,
 ) -> list[ClientId]:
     """Wait until every rank has attached to the cache, registered its memory, joined the log and
-    said so (`Follower.ready`). Blocks. Nobody else may append to the log meanwhile.
+    said so (`RankWorker.ready`). Blocks. Nobody else may append to the log meanwhile.
 
     Args:
         cache: the host cache. What died in it under one of these names counts as a rank that died
@@ -168,7 +168,7 @@ def wait_for_ranks(
             ends before it attaches is noticed, too.
 
     Returns:
-        The ranks' clients, in order: for `Leader`.
+        The ranks' clients, in order: for `RankCoordinator`.
 
     Raises:
         Abandoned: a rank has died or left, at once; names it.
@@ -176,18 +176,18 @@ def wait_for_ranks(
         ConfigError: names that are no roles, or a log that is only read.
     """
     end = None if timeout is None else time.monotonic() + timeout
-    roll = RollCall(cache, log, names, watch=watch)
+    roll = StartupBarrier(cache, log, names, watch=watch)
     try:
         while True:
             stages = roll.look()
-            if all(stage is Stage.READY for stage in stages.values()):
+            if all(stage is RankStage.READY for stage in stages.values()):
                 return roll.clients()
             left = _NAP if end is None else min(_NAP, end - time.monotonic())
             if left <= 0:
                 missing = "; ".join(
                     f"{name} {stage.value}"
                     for name, stage in stages.items()
-                    if stage is not Stage.READY
+                    if stage is not RankStage.READY
                 )
                 raise WaitTimeout(f"start: not all ranks are ready after {timeout} s: {missing}")
             time.sleep(left)
@@ -215,4 +215,4 @@ def _ended(fd: int | None) -> bool:
     return bool(poller.poll(0))
 
 
-__all__ = ["RollCall", "Stage", "wait_for_ranks"]
+__all__ = ["RankStage", "StartupBarrier", "wait_for_ranks"]

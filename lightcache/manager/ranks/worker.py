@@ -11,7 +11,7 @@ from lightcache.cache import Cache
 from lightcache.errors import Abandoned, LightcacheError, LockTimeout, WaitTimeout
 from lightcache.kernels.moves import Engine
 from lightcache.leases import Lease
-from lightcache.manager.backend import EngineMover, Moving, RankMover
+from lightcache.manager.backend import EngineBackend, RankBackend, TransferHandle
 from lightcache.manager.ranks.messages import (
     Decisions,
     Joiner,
@@ -30,16 +30,17 @@ _NAP = 0.001  # seconds that a read waits while copies go on, whose verdicts oth
 class _Copy:
     """One order that this rank has begun."""
 
-    def __init__(self, order: Order, held: Lease | None, moving: Moving) -> None:
+    def __init__(self, order: Order, held: Lease | None, moving: TransferHandle) -> None:
         self.order, self.moving = order, moving
         self.held = held
-        """Of a save: its mover leaves it to us."""
+        """Of a save: its transfer backend leaves it to us."""
 
 
-class Follower:
-    """One rank's end of a `Leader`'s log. It matches nothing and decides nothing: it copies its
-    share of the pages that it is handed, in the order in which that was ordered, and is told what
-    every step decided. A copy of it that fails is a verdict that its leader reads, and no error
+class RankWorker:
+    """One rank's end of a `RankCoordinator`'s log. It matches nothing and decides nothing: it
+    copies its share of the pages that it is handed, in the order in which that was ordered, and is
+    told what every step decided. A copy of it that fails is a verdict that its leader reads, and
+    no error
     here: `failures` counts them, `last_error` has the last.
 
     For one thread. Call `step` for each step of the engine; while that computes, `poll` gives
@@ -50,18 +51,18 @@ class Follower:
         self,
         log: SharedLog,
         cache: Cache,
-        mover: RankMover | Engine,
+        backend: RankBackend | Engine,
         rank: int,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Log, cache and mover stay the caller's to close, after `close`.
+        """Log, cache and transfer backend stay the caller's to close, after `close`.
 
         Args:
             log: attached as a reader.
             cache: the host cache, attached with role f"rank {rank}".
-            mover: what copies: an engine whose share is this rank's (`Cache.engine`), or a
-                `RankMover`.
+            backend: what copies: an engine whose share is this rank's (`Cache.engine`), or a
+                `RankBackend`.
             rank: number of our shard.
             clock: in seconds.
 
@@ -70,8 +71,8 @@ class Follower:
         """
         check_entries(log)
         self.log, self.cache, self.rank = log, cache, rank
-        engine = mover if not hasattr(mover, "save") else None
-        self._mover = cast(RankMover, mover) if engine is None else EngineMover(engine)
+        engine = backend if not hasattr(backend, "save") else None
+        self._backend = cast(RankBackend, backend) if engine is None else EngineBackend(engine)
         self._clock = clock
         self._joiner = Joiner()
         self._waiting: deque[Order] = deque()
@@ -81,7 +82,8 @@ class Follower:
         """Copies of this rank that failed."""
         self.loaded_bytes = self.offloaded_bytes = 0
         """That copies of this rank have moved, of its share alone; the manager's figures are those
-        of all ranks together. Counted where the mover says how many: `Moving`."""
+        of all ranks together. Counted where the transfer backend says how many:
+        `TransferHandle`."""
         self.last_error: Exception | None = None
         """Why the last of them did, or why an order was not for us."""
 
@@ -214,10 +216,10 @@ class Follower:
 
     def _moving(self, order: Order, held: Lease | ReservationShard) -> _Copy:
         if isinstance(held, ReservationShard):
-            return _Copy(order, None, self._mover.offload(held, order.slots))
+            return _Copy(order, None, self._backend.offload(held, order.slots))
         if order.kind is Kind.SAVE:
-            return _Copy(order, held, self._mover.save(held, order.slots))
-        return _Copy(order, None, self._mover.load(held, order.slots, order.first))
+            return _Copy(order, held, self._backend.save(held, order.slots))
+        return _Copy(order, None, self._backend.load(held, order.slots, order.first))
 
     def _look(self, copy: _Copy) -> None:
         ok = True
@@ -271,4 +273,4 @@ class Follower:
         self.last_error = error
 
 
-__all__ = ["Follower"]
+__all__ = ["RankWorker"]

@@ -14,7 +14,7 @@ import numpy as np
 
 from lightcache import _arguments
 from lightcache._arguments import Pages, parse_size
-from lightcache.breaker import Breaker
+from lightcache.breaker import CircuitBreaker
 from lightcache.errors import ConfigError, Detached, InUse, LeaseLost, LightcacheError, StorageError
 from lightcache.layout import Cause
 from lightcache.storage.arguments import Clock, Counters, Deadline, Options, check_batch, check_spec
@@ -53,7 +53,7 @@ def parse(path: str, options: Mapping[str, str]) -> dict[str, Any]:
         )
     found: dict[str, Any] = {
         "direct": given.choice("direct", ("yes", "no")) == "yes",
-        "persistent": given.choice("index", ("drop", "keep")) == "keep",
+        "persistent": given.choice("index", ("drop", "protect")) == "protect",
     }
     if "capacity" in given:
         found["capacity"] = given.size("capacity")
@@ -361,7 +361,7 @@ class DiskStorage(Owned):
         self._folder.close()
 
 
-def _health(what: str, retry: float, clock: Clock) -> Breaker:
+def _health(what: str, retry: float, clock: Clock) -> CircuitBreaker:
     """Whether a disk is written to just now."""
 
     def text(errors: int, why: str) -> str:
@@ -370,7 +370,7 @@ def _health(what: str, retry: float, clock: Clock) -> Breaker:
             " what is on it is still read"
         )
 
-    return Breaker(1, retry, clock, text=text, works=f"{what} is written to again", log=log)
+    return CircuitBreaker(1, retry, clock, text=text, works=f"{what} is written to again", log=log)
 
 
 def _place(path: str | Path, spec: StorageSpec) -> Path:

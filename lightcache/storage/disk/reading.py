@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightcache._arguments import Keys
-from lightcache.breaker import Breaker
+from lightcache.breaker import CircuitBreaker
 from lightcache.errors import Abandoned, ConfigError, Detached, LightcacheError, WaitTimeout
 from lightcache.reservations import Reservation
 from lightcache.storage.arguments import Deadline, check_parent, checksum
@@ -96,7 +96,7 @@ class _Batch:
 class Writer:
     """Reserves slots, fills them, and makes them found; all of a batch or none."""
 
-    def __init__(self, folder: Folder, lanes: Executor, health: Breaker) -> None:
+    def __init__(self, folder: Folder, lanes: Executor, health: CircuitBreaker) -> None:
         """Writes nothing yet.
 
         Args:

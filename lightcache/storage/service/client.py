@@ -274,7 +274,7 @@ class StorageClient(BaseTier):
         ask = Ask(end, deadline.timeout, keys, space, start=start)
         return self._ask(Kind.PREFETCH, len(keys) - start, deadline, ask)
 
-    def prefetch_deepest(
+    def prefetch_last_ready(
         self,
         keys: Keys,
         *,
