@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from contextlib import ExitStack
@@ -126,7 +127,8 @@ def run(setup: Setup, name: str, pipe: Connection) -> None:
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
     except (LightcacheError, OSError, MemoryError, ImportError, RuntimeError) as error:
-        pipe.send(Failed(one_line(error)))
+        with contextlib.suppress(OSError):  # another worker failed first, and the pipe is closed
+            pipe.send(Failed(one_line(error)))
 
 
 __all__ = ["Job", "Pool", "Setup", "Timed", "run"]

@@ -343,4 +343,5 @@ def run(config: WorkerConfig, name: str, pipe: Connection) -> None:
         return  # the router has closed the pipe, or is dead
     except (LightcacheError, OSError, MemoryError, ImportError, RuntimeError) as error:
         kind_of = "" if isinstance(error, LightcacheError) else f"{type(error).__name__}: "
-        pipe.send(messages.Failed(kind_of + one_line(error)))
+        with contextlib.suppress(OSError):  # another worker failed first, and the pipe is closed
+            pipe.send(messages.Failed(kind_of + one_line(error)))
