@@ -73,7 +73,8 @@ class CoreCalls(LockedCalls):
         if not self.handle or bool(self.quick.lci_is_flat(self.handle)) is not independent:
             self.free()
             raise CacheCorrupted(
-                f"the segment {segment.name!r} says it holds an index of {pages} pages, independent: "
+                f"the segment {segment.name!r} says it holds an index of {pages} pages, "
+                "independent: "
                 f"{independent}, but its own figures differ; remove it with `lightcache rm`"
             )
 

@@ -446,7 +446,8 @@ class PageIndex:
         if independent is not None and found != independent:
             segment.close()
             raise LayoutMismatch(
-                f"the index {name!r}: independent: expected {independent}, found {found}; attach to "
+                f"the index {name!r}: independent: expected {independent}, found {found}; attach "
+                "to "
                 "another one, or open your own"
             )
         return cls._joined(segment, role, device, lock_timeout)

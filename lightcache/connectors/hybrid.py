@@ -468,7 +468,8 @@ def check_states(states: Any, model: Any, pages: ModelPages) -> None:
         check_model(states, pages.states)
         if not states.index.independent:
             raise ConfigError(
-                f"states: expected a cache made with independent=True, found {states.name!r} without; "
+                f"states: expected a cache made with independent=True, found {states.name!r} "
+                "without; "
                 "its deepest states would go first. Remove it, or take another name, and use "
                 "open_caches, or Cache.open with describe(model).states.options"
             )

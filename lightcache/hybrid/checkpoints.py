@@ -662,7 +662,8 @@ class Checkpoints:
         for index in (slots, None if host is None else host.index):
             if index is not None and not index.independent:
                 raise ConfigError(
-                    f"checkpoints: expected indexes made with independent=True, found {index}; else "
+                    f"checkpoints: expected indexes made with independent=True, found {index}; "
+                    "else "
                     "the deepest checkpoints would go first"
                 )
         if slots is None and host is None:
