@@ -159,7 +159,7 @@ def _check_image(image: Image) -> CheckReport:
         root.reservations,
         root.tickets,
         root.chunks,
-        root.independent,
+        root.flat,
     )
     is_so = (
         place.pages,

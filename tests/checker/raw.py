@@ -147,9 +147,9 @@ class _Findings:
         flat = (
             int(self.c.config.get("independent", False))
             if self.c.config
-            else min(root["independent"], 1)
+            else min(root["flat"], 1)
         )
-        if root["independent"] != flat:
+        if root["flat"] != flat:
             yield f"root.flat is {root['flat']}, expected {flat}"
         if root["repairing"]:
             yield "a repair has begun and not ended"
@@ -301,7 +301,7 @@ class _Findings:
             (self.state == PageState.READY)
             & ~self.kept
             & (self.reservation < 0)
-            & ((self.c.pages["children"] == 0) | bool(self.c.root["independent"]))
+            & ((self.c.pages["children"] == 0) | bool(self.c.root["flat"]))
         )
         yield from self.same("queue", np.array(queued, np.int64), belong)
         yield from self.count("queued", len(queued))

@@ -18,7 +18,7 @@ EXAMPLES = int(os.environ.get("LIGHTCACHE_TEST_EXAMPLES", "300"))
 
 @pytest.mark.timeout(60 + 2 * EXAMPLES)  # a tenth of a second each when alone
 @pytest.mark.parametrize(
-    "independent",
+    "flat",
     [
         pytest.param(False, id="prefixes"),
         pytest.param(True, id="independent", marks=pytest.mark.slow),

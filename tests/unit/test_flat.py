@@ -163,14 +163,14 @@ def test_a_root_that_says_otherwise_is_damage(index: PageIndex) -> None:
     at = index.segment.address + IndexView(index).geometry.root
     root = layout.RootRecord.from_address(at)
     for wrong in (0, 2):
-        root.independent = wrong
-        with pytest.raises(CacheCorrupted, match="independent index"):
+        root.flat = wrong
+        with pytest.raises(CacheCorrupted, match="independent: "):
             PageIndex.attach(index.name)
-        with pytest.raises(CacheCorrupted, match="independent index"):
+        with pytest.raises(CacheCorrupted, match="independent: "):
             PageIndex.attach(index.name, readonly=True)
         checked = CliRunner().invoke(cli.group, ["check", index.name])
         assert checked.exit_code == 1, checked.output
-    root.independent = 1
+    root.flat = 1
 
 
 def test_a_cache_may_be_flat(segment_name: str) -> None:

@@ -133,7 +133,7 @@ def test_what_needs_a_host_says_so(stack: ExitStack, segment_name: str) -> None:
     manager.plan("a", Prompt(tokens(18)))
     manager.take("a")
     manager.allocate("a", 18)
-    with pytest.raises(ConfigError, match="hand_over: expected a manager with a host cache"):
+    with pytest.raises(ConfigError, match="hand_off: expected a manager with a host cache"):
         hand_off(manager, "a", [manager.host.client_id])
     with pytest.raises(ConfigError, match="receive: expected a manager with a host cache"):
         receive(manager, "b", Prompt(tokens(18)), b"")

@@ -212,7 +212,7 @@ def test_out_of_turn(worlds: Any) -> None:
     refused(world, lambda: manager.take("a"), LeaseLost, "plan it first")
     world.run("a", PROMPT, keep=True)
     refused(world, lambda: manager.take("a"), ConfigError, "runs already")
-    refused(world, lambda: manager.skip_load("a"), ConfigError, "fetched already")
+    refused(world, lambda: manager.skip_load("a"), ConfigError, "loaded already")
     manager.release("a")
     manager.release("a")
     for call in (
@@ -262,7 +262,7 @@ def test_a_manager_of_something_else(worlds: Any, what: str) -> None:
     parts = {
         "host": world.cache,
         "device": world.device,
-        "transfer backend": world.backend,
+        "backend": world.backend,
         "config": None,
     }
     parts[what] = {"a": 1}

@@ -224,7 +224,7 @@ def test_an_engine_that_raises_when_it_may_have_begun(segment_name: str) -> None
         table = manager.allocate("b", 18)[:4]
         load = manager.load("b")
         assert (load.done(), load.failed) == (False, False)
-        with pytest.raises(WaitTimeout, match="goes on"):
+        with pytest.raises(WaitTimeout, match="in flight"):
             load.wait(0)
         with pytest.raises(WaitTimeout, match="still touches"):
             manager.wait_blocks(table, 0)

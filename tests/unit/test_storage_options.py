@@ -62,7 +62,7 @@ def test_what_is_not_said_is_left_to_the_storage() -> None:
 
 def test_what_is_said_arrives() -> None:
     options = {"capacity": "1KiB", "threads": "3", "files": "2", "retry": "0", "direct": "no"}
-    assert parse("/x", {**options, "index": "protect"}) == {
+    assert parse("/x", {**options, "index": "keep"}) == {
         "capacity": 1024,
         "threads": 3,
         "files": 2,

@@ -51,7 +51,7 @@ class DictStorage(RemoteStorage):
         self.error(deadline)
         return [self.object_name(name) in self.values for name in names]
 
-    def _load(
+    def _fetch(
         self, names: Sequence[bytes], views: Sequence[memoryview], deadline: Deadline
     ) -> list[Read]:
         self.error(deadline)

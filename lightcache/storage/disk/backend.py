@@ -53,7 +53,7 @@ def parse(path: str, options: Mapping[str, str]) -> dict[str, Any]:
         )
     found: dict[str, Any] = {
         "direct": given.choice("direct", ("yes", "no")) == "yes",
-        "persistent": given.choice("index", ("drop", "protect")) == "protect",
+        "persistent": given.choice("index", ("drop", "keep")) == "keep",
     }
     if "capacity" in given:
         found["capacity"] = given.size("capacity")
