@@ -520,9 +520,9 @@ class Request:
     written: int = 0
     """Leading host pages that are there, are being written, or whose write was tried."""
     left_to_others: int = 0
-    """Host pages up to this position include some that other processes were writing; 0: none."""
+    """Host pages up to this position include some that other requests were writing; 0: none."""
     failed_then: int = 0
-    """The manager's number of failed copies when `left_to_others` was set."""
+    """Number of failed offloads when `left_to_others` was set."""
     known: int = 0
     """Tokens whose ids are known: the prompt's and those reported."""
     total: int = 0
