@@ -520,7 +520,7 @@ class PrefixLookup:
         if not settled:
             return plans
         host, device = self._state.host.index, self._state.device.index
-        host.peek(NO_KEYS)  # raises if it was closed, or disabled by an operator
+        host.peek(NO_KEYS)  # raises if the index is closed, or disabled by an operator
         for space, members in by_space(settled):
             next_device, next_host = [], []
             for plan in members:
@@ -819,7 +819,7 @@ class PrefixLookup:
                 hit, host = self._leases_of(plan)
         except BaseException:
             self.cancel(request)
-            self._failed[request] = plan.request.prompt  # it may still run, without the cache
+            self._failed[request] = plan.request.prompt  # it may still run without the cache
             raise
         del self._plans[request]
         if plan.read_until is not None:

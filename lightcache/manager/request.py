@@ -532,7 +532,7 @@ class Request:
     loading: BlockTransfer | None = None
     """The one of these that loads the host pages."""
     begun: float = 0.0
-    """Time of `take`; 0: the time of its prompt was noted, or is no measure."""
+    """Time of `take`; 0: the time that its prompt takes is not to be noted any more."""
     loaded: bool = False
     """`load` was called."""
     counted: Counters = field(default_factory=Counters)
