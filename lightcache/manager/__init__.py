@@ -1,5 +1,5 @@
 """The manager: device, host and storage as one prefix cache for a scheduler. See
-`KVCacheManager`. Hand-over between engines is in `handoff`, ranks are in `ranks`, figures of the
+`KVCacheManager`. Hand-off between engines is in `handoff`, ranks are in `ranks`, counters of the
 node in `stats`."""
 
 from lightcache.manager.backend import EngineBackend, NullBackend, TransferBackend

@@ -1,4 +1,4 @@
-"""Transfer backends: how a manager has bytes moved, by an engine of this process or not at all."""
+"""Transfer backends: what moves a manager's bytes."""
 
 from __future__ import annotations
 
@@ -16,76 +16,76 @@ Slots = npt.NDArray[np.int64]
 
 
 class TransferHandle(Protocol):
-    """A copy under way that holds its host pages until it is over. One that knows how many bytes it
-    moves says so as `nbytes`; of others that is reckoned from their tokens."""
+    """A copy in flight. It holds its host pages until it has finished. A handle may have `nbytes`,
+    the bytes that it moves; without it they are computed from the tokens."""
 
     def done(self) -> bool:
-        """Whether it is over. Does not block.
+        """Whether the copy has finished. Does not block.
 
         Raises:
-            TransferFailed, Abandoned: it is over, and failed. Any other exception says the same: so
-            raise none while bytes may still move.
+            TransferFailed, Abandoned: it has finished, and failed. Any other exception means the
+            same: so raise none while bytes may still move.
         """
 
     def wait(self, timeout: float | None = None) -> None:
-        """Until it is over; as `done`, and WaitTimeout."""
+        """Block until the copy has finished. Raises as `done`, and WaitTimeout."""
 
 
 class TransferBackend(Protocol):
-    """Moves pages between the host pool and the device. What `load` and `offload` are given is
-    their own from then on, unless they raise: then nothing is being moved, and it is given back.
+    """Moves pages between the host pool and the device. `load` and `offload` take over the lease or
+    reservation, unless they raise: then nothing is being moved, and the caller gives it back.
 
-    An exception that is none of our errors fails the copy as ours do, and comes out of the
-    manager's next `poll`, or its `close`, once. A transfer backend that knows how many slots
-    (tokens) the device has says so as `slots`: more blocks than that are refused.
+    Any exception that is none of our errors also fails the copy and is raised once, by the
+    manager's next `poll` or `close`. A transfer backend may have `slots`, the number of slots
+    (tokens) of the device: more blocks than that are refused.
 
-    An interrupt may come out of these calls as well. A transfer backend that may have begun a copy
+    An interrupt may also come out of these calls. A transfer backend that may have begun a copy by
     then has a method `begun(held)`, which returns the `TransferHandle` of the copy of these pages,
-    None if there is none. One without it says with whatever it raises that nothing is being
-    moved."""
+    or None. Without this method any exception means that nothing is being moved."""
 
     @property
     def shards(self) -> int:
-        """Parts of every page that are written apart, one for each rank: what is to be offloaded
-        is reserved with so many."""
+        """Parts of every page that are written separately, one for each rank. Pages to offload are
+        reserved with this number of shards."""
 
     def load(self, lease: Lease, slots: Slots, first: int) -> TransferHandle:
-        """Host to device: `slots[i]` is the place of token `first + i` of the lease's pages, -1
-        leaves the token out."""
+        """Host to device: `slots[i]` is the slot of token `first + i` of the lease's pages; -1
+        skips the token."""
 
     def offload(self, new: Reservation, slots: Slots) -> TransferHandle:
-        """Device to host: publishes the reservation's new pages when they are written. `slots` are
-        those of all tokens of the keys that were reserved, from the first of these on."""
+        """Device to host: publishes the reservation's new pages when they are written. `slots` has
+        the slots of all tokens of the reserved keys, from the first one."""
 
     def save(self, held: Allocation, slots: Slots) -> TransferHandle:
-        """Device to pages without a key, which stay the caller's and must be held until it is
-        over: `slots[i]` is the place of their token i. There may be fewer than the pages hold."""
+        """Device to pages without a key, which stay the caller's and must be held until the copy
+        has finished: `slots[i]` is the slot of token i. There may be fewer slots than the pages
+        have tokens."""
 
 
 class RankBackend(Protocol):
-    """How one rank moves its share of every page, on orders. What `load` and `offload` are given
-    is their own from then on, unless they raise."""
+    """Moves one rank's share of every page, on messages of the coordinator. `load` and `offload`
+    take over what they are given, unless they raise."""
 
     def load(self, lease: Lease, slots: Slots, first: int) -> TransferHandle:
         """As `TransferBackend.load`."""
 
     def offload(self, new: ReservationShard, slots: Slots) -> TransferHandle:
         """Device to host: publishes the shard when it is written, and releases it if that fails.
-        `slots` are those of its pages alone, one behind the other."""
+        `slots` has the slots of its pages alone, in order."""
 
     def save(self, held: Lease, slots: Slots) -> TransferHandle:
         """As `TransferBackend.save`."""
 
 
 class EngineBackend:
-    """An engine of this process: `Cache.engine`. It is a `RankBackend` as well."""
+    """Transfers by an engine of this process: `Cache.engine`. Also a `RankBackend`."""
 
     shards = 1
 
     def __init__(self, engine: Engine, **how: Any) -> None:
         """Args:
-        engine: it is the caller's to close, before the cache and after the manager.
-        how: for every transfer, such as `window=`.
+        engine: the caller closes it, before the cache and after the manager.
+        how: options of every transfer, such as `window=`.
         """
         self.engine = engine
         self._how = how
@@ -93,8 +93,7 @@ class EngineBackend:
         """Tokens that the device has room for; None: not known."""
 
     def load(self, lease: Lease, slots: Slots, first: int) -> TransferHandle:
-        """See `TransferBackend`. Waits for nothing; the stream that computes has to:
-        `LoadHandle.wait_on`."""
+        """See `TransferBackend`. Does not wait; the compute stream has to: `LoadHandle.wait_on`."""
         return Load(self.engine, lease, slots, first=first, **self._how)
 
     def offload(self, new: Reservation | ReservationShard, slots: Slots) -> TransferHandle:
@@ -114,7 +113,7 @@ class EngineBackend:
 
 
 class _Over:
-    """A copy that took no time."""
+    """A finished copy."""
 
     def done(self) -> bool:
         return True
@@ -124,7 +123,7 @@ class _Over:
 
 
 class NullBackend:
-    """Moves nothing and says it did: for a scheduler's own measurements, and for simulations."""
+    """Moves nothing and reports success: for measurements of a scheduler, and for simulations."""
 
     shards = 1
 

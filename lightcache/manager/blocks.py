@@ -2,8 +2,8 @@
 
 It is a `PageIndex` whose pages are block numbers. Routers read it from any process. Two kinds:
 
-- `MirroredBlocks`: the engine allocates and evicts its blocks, and says what it did. The index is a
-  mirror: every block belongs to this process, named or not, and nothing is ever evicted by us.
+- `MirroredBlocks`: the engine allocates and evicts its blocks, and reports it. The index is a
+  mirror: every block belongs to this process, named or not, and we never evict one.
 - `ManagedBlocks`: we allocate and evict.
 """
 
@@ -34,7 +34,7 @@ NO_KEYS: Keys = np.zeros((0, 2), np.uint64)
 
 
 class DeviceTier:
-    """What `MirroredBlocks` and `ManagedBlocks` have in common."""
+    """Base of `MirroredBlocks` and `ManagedBlocks`."""
 
     owned: bool
 
@@ -47,40 +47,40 @@ class DeviceTier:
         role: str = "scheduler",
         lock_timeout: float = 1.0,
     ) -> None:
-        """Makes the index if the number of blocks is known.
+        """Creates the index if the number of blocks is known.
 
         Args:
-            name: of the index in shared memory; one for each data-parallel rank.
-            block_tokens: of a device block.
-            blocks: how many there are; None: said later, by `set_blocks`.
-            role: of this process.
-            lock_timeout: seconds; nobody but tools takes this lock beside us.
+            name: name of the index in shared memory; one for each data-parallel rank.
+            block_tokens: tokens of a device block.
+            blocks: number of device blocks; None: given later, by `set_blocks`.
+            role: role of this process.
+            lock_timeout: seconds; besides this process only tools take this lock.
         """
         self.name = name
         self.block_tokens = _arguments.count(block_tokens, "block_tokens", 1, 1 << 20)
         self._role, self._lock_timeout = role, lock_timeout
         self._evicted: Counter[str] = Counter()
         self.index: PageIndex | None = None
-        """None until the number of blocks is known: then nothing is found on the device."""
+        """None until the number of blocks is known: until then nothing is found on the device."""
         self._spaces: dict[tuple[str, str], Namespace] = {}
         if blocks is not None:
             self.set_blocks(blocks)
 
     @property
     def blocks(self) -> int:
-        """Device blocks; 0 while that is not known."""
+        """Number of device blocks; 0: not known yet."""
         return self.index.pages if self.index is not None else 0
 
     def set_blocks(self, blocks: int) -> None:
-        """The engine has found out how many blocks fit, or has changed it: the index begins empty.
-        One that a dead process has left is removed: what its blocks held went with it. A router
-        that still looks into that finds it retired.
+        """Set the number of blocks, once the engine knows it or has changed it. The index begins
+        empty. An index that a dead process left is removed, since its blocks' content is lost; a
+        router that still reads it finds it retired.
 
         Raises:
             ConfigError: not 1 to 40 million.
-            InUse: another process lives in an index of that name.
+            InUse: another live process has an index of that name.
         """
-        _arguments.count(blocks, "blocks", 1, MAX_PAGES)  # before the old one is gone
+        _arguments.count(blocks, "blocks", 1, MAX_PAGES)  # before the old index is closed
         self.close()
         try:
             self.index = self._create(blocks)
@@ -99,10 +99,10 @@ class DeviceTier:
         )
 
     def _began(self) -> None:
-        """A new, empty index."""
+        """Called with a new, empty index."""
 
     def space(self, weights: str, tenant: str) -> Namespace:
-        """The namespace here for a weights version and a tenant."""
+        """The device's namespace of a weights version and a tenant."""
         assert self.index is not None
         found = self._spaces.get((weights, tenant))
         if found is None:
@@ -110,58 +110,58 @@ class DeviceTier:
         return found
 
     def clear_weights(self, weights: str) -> None:
-        """Forget a version: nothing of it is found or accepted any more."""
+        """Clear a version: nothing of it is found or accepted any more."""
         for known, tenant in list(self._spaces):
             if known == weights:
                 self.clear_tenant(weights, tenant)
 
     def clear_tenant(self, weights: str, tenant: str) -> None:
-        """The same for one of its tenants."""
+        """Clear one tenant of a version."""
         space = self._spaces.get((weights, tenant))
         if space is not None:
             self._clear(space)
-            del self._spaces[weights, tenant]  # behind it: what failed is cleared again
+            del self._spaces[weights, tenant]  # afterwards: after an error it is cleared again
 
     def _clear(self, space: Namespace) -> None:
         if self.index is not None:
             self.index.clear(space)
 
     def take_evicted(self) -> Counter[str]:
-        """Blocks that went since this was asked last, by cause: "room", "drop", "clear", and
-        "engine" where that evicts. Those that were demoted are not among them."""
+        """Blocks evicted since the last call, by cause: "room", "drop", "clear", and "engine" if
+        the engine evicts. Without demoted blocks."""
         self._count_evicted()
         found, self._evicted = self._evicted, Counter()
         return found
 
     def _count_evicted(self) -> None:
-        """Whoever else counts gives it away now."""
+        """Add what the index has counted to `_evicted`."""
 
     def room(self) -> TierCapacity:
-        """Blocks that there are, that are free, and that could be had."""
+        """Number of blocks in all, free, and available."""
         return capacity_of(self.index)
 
     def close(self) -> None:
-        """Leave the index; it ends with its last client."""
+        """Leave the index; its last client removes it."""
         if self.index is not None:
             self._count_evicted()
             self.index.close()
             self.index = None
             self._spaces.clear()
 
-    # ---- what a manager asks of either kind
+    # ---- Interface of both kinds
 
     def plan_many(
         self, ids: Sequence[Hashable], parts: list[Keys], space: Namespace, ttl: float
     ) -> list[int]:
-        """Blocks of the longest prefix of each request, which asks for one part of the keys."""
+        """For each request, the number of blocks of the longest prefix of its part of the keys."""
         raise NotImplementedError
 
     def take(self, request: Hashable) -> Lease | None:
-        """What was planned; None: nothing is pinned for requests here."""
+        """The planned blocks; None: this kind pins nothing for requests."""
         raise NotImplementedError
 
     def cancel(self, request: Hashable) -> None:
-        """Nothing is wanted of a plan any more."""
+        """Forget a request's plan."""
         raise NotImplementedError
 
     def name_many(
@@ -173,13 +173,13 @@ class DeviceTier:
         space: Namespace,
         into: NamingResult,
     ) -> None:
-        """Say that blocks hold the KV of these keys; see `PageIndex.name_many`. What has become of
-        them is in `into`, also after an error or an interrupt."""
+        """Name blocks that hold the KV of these keys; see `PageIndex.name_many`. The outcome of
+        each is in `into`, also after an error or an interrupt."""
         raise NotImplementedError
 
 
 def numbers_of(blocks: Any) -> Pages:
-    """Block numbers from whatever sequence; negative ones are let through.
+    """Block numbers of any sequence as an array; negative ones pass.
 
     Raises:
         ConfigError: no integers.
@@ -194,10 +194,10 @@ def numbers_of(blocks: Any) -> Pages:
 
 
 def remove_orphan(name: str) -> None:
-    """Remove an index without a living client, whoever reads in it.
+    """Remove an index that has no live client, even if a process reads it.
 
     Raises:
-        InUse: it has one.
+        InUse: it has a live client.
     """
     try:
         Segment.unlink(name)
@@ -209,8 +209,8 @@ def remove_orphan(name: str) -> None:
 
 
 def capacity_of(index: PageIndex | None) -> TierCapacity:
-    """Room in an index; none if there is none. No lock; when little of it is free, some 20 times 1
-    to 2 ns a page."""
+    """Capacity of an index; zeros for None. Takes no lock; when few pages are free, costs about 20
+    times 1 to 2 ns a page."""
     if index is None:
         return TierCapacity(0, 0, 0)
     least, most = 0, index.pages
@@ -223,11 +223,11 @@ def capacity_of(index: PageIndex | None) -> TierCapacity:
     return TierCapacity(index.pages, index.stats().free, least)
 
 
-# ---- Lookups for several requests in one call of an index, and for one alone at less cost.
+# ---- Lookups for several requests in one call of an index
 
 
 def there(index: PageIndex, packed: list[bytes], space: Namespace) -> list[int]:
-    """Which of these keys, each for itself, are there; an empty one is not."""
+    """Positions of the keys that are ready, each looked up alone; an empty key is not."""
     if not any(packed):
         return []
     asked = [i for i, key in enumerate(packed) if key]
@@ -239,8 +239,8 @@ def there(index: PageIndex, packed: list[bytes], space: Namespace) -> list[int]:
 
 
 def peeked(index: PageIndex, parts: list[Keys], space: Namespace) -> list[int]:
-    """How many keys at the beginning of each part are ready. One part alone, as when one request
-    is planned, needs none of what gathers many: that would cost more than the call."""
+    """Number of leading ready keys of each part. A single part, as when one request is planned, is
+    looked up directly: joining arrays would cost more than the lookup."""
     if len(parts) == 1:
         return [index.peek(parts[0], namespace=space)]
     keys, offsets = joined(parts)
@@ -251,8 +251,8 @@ def peeked(index: PageIndex, parts: list[Keys], space: Namespace) -> list[int]:
 def pinned(
     index: PageIndex, ids: Sequence[Hashable], parts: list[Keys], space: Namespace, ttl: float
 ) -> list[int]:
-    """The same, pinned tentatively for these requests for so many seconds. Nobody writes to the
-    keys behind that: prompts do not change."""
+    """As `peeked`, and pin the pages tentatively for these requests, for `ttl` seconds. The key
+    arrays do not change after the call: prompts are immutable."""
     if len(parts) == 1:
         return [index.plan(ids[0], parts[0], namespace=space, timeout=ttl, frozen=True)]
     keys, offsets = joined(parts)
@@ -262,34 +262,34 @@ def pinned(
 
 
 def joined(parts: list[Keys]) -> tuple[Keys, Offsets]:
-    """Keys of many requests in one array."""
+    """The keys of several requests in one array, and their offsets."""
     offsets = np.zeros(len(parts) + 1, np.int64)
     np.cumsum([len(part) for part in parts], out=offsets[1:])
     return np.concatenate(parts) if parts else NO_KEYS, offsets
 
 
-# ---- MirroredBlocks: the mirror of blocks that an engine allocates and evicts itself.
+# ---- MirroredBlocks
 
 Heir = tuple[int, Keys, Namespace]
-"""A block that is to have a name which its bearer loses."""
+"""A block that inherits the name of another block, with the key and the namespace."""
 Chain = tuple[Keys, Offsets, Any]
 
 
 @dataclass(eq=False)
 class _Naming:
-    """Blocks that the index is asked to name. It fills `named` in the same call."""
+    """Blocks that the index is naming. It fills `named` in the same call."""
 
     named: NamingResult
     blocks: Pages
     own: Keys
     space: Namespace
     pins: Lease | None = None
-    """Of other blocks that have the names already."""
+    """Pins of other blocks that have the names already."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Unnaming:
-    """Blocks that the index is asked to take the names of. It fills `progress` in the same call."""
+    """Blocks that lose their names. The index fills `progress` in the same call."""
 
     blocks: Pages
     heirs: list[Heir]
@@ -298,10 +298,10 @@ class _Unnaming:
 
 
 class MirroredBlocks(DeviceTier):
-    """The engine reports which blocks hold what, and which it has evicted or overwritten.
+    """Blocks of an engine that reports their content, and which it has evicted or overwritten.
 
-    Every block belongs to this process, named or not, so nobody ever evicts one here. An engine may
-    have a content in several blocks: one of them has the name, the others inherit it.
+    Every block belongs to this process, named or not, so the index never evicts one. An engine may
+    have the same content in several blocks: one of them has the name, the others inherit it.
     """
 
     owned = False
@@ -311,17 +311,17 @@ class MirroredBlocks(DeviceTier):
         self._naming: _Naming | None = None
         self._unnaming: _Unnaming | None = None
         self._named: npt.NDArray[np.int32] = np.full(self.index.pages, -1, np.int32)
-        """Of each block, the namespace's number that it is named in; -1: none."""
+        """For each block, the number of the namespace in which it has a name; -1: no name."""
         self._doubles: dict[int, tuple[bytes, Namespace]] = {}
-        """Blocks with the content of another that bears the name: their key."""
+        """Key of each block whose content another block has under that name."""
         self._heirs: dict[tuple[bytes, Namespace], dict[int, None]] = {}
-        """The same by key."""
+        """The same blocks, by key."""
         self._lives: npt.NDArray[np.int64] = np.zeros(self.index.pages, np.int64)
-        """Of each block, how often its content has changed."""
+        """For each block, how often its content has changed."""
         self.index.allocate(self.index.pages).detach()  # all of them: 0 to pages - 1
 
     def room(self) -> TierCapacity:
-        """See `DeviceTier`. Free are those without a name; the engine may use them."""
+        """See `DeviceTier`. Blocks without a name count as free; the engine may use them."""
         if self.index is None:
             return TierCapacity(0, 0, 0)
         self._settle()
@@ -329,21 +329,21 @@ class MirroredBlocks(DeviceTier):
         return TierCapacity(self.blocks, free, free)
 
     def named(self, blocks: Pages) -> Pages:
-        """Those of these blocks that lookups find."""
+        """Those of these blocks that have a name."""
         self._check(blocks)
         self._settle()
         found: Pages = blocks[self._named[blocks] >= 0]
         return found
 
     def lives(self, blocks: Pages) -> npt.NDArray[np.int64]:
-        """Of each block a number that is another as soon as it holds something else."""
+        """For each block a number that changes with its content."""
         found: npt.NDArray[np.int64] = self._lives[blocks]
         return found
 
     def plan_many(
         self, ids: Sequence[Hashable], parts: list[Keys], space: Namespace, ttl: float
     ) -> list[int]:
-        """Looks only: the engine itself keeps its blocks."""
+        """See `DeviceTier`. Pins nothing: the engine keeps its blocks itself."""
         del ids, ttl
         assert self.index is not None
         return peeked(self.index, parts, space)
@@ -383,7 +383,7 @@ class MirroredBlocks(DeviceTier):
         assert self.index is not None
         keys, offsets, starts = chain
         named = NamingResult(len(blocks)) if into is None else into
-        self._naming = _Naming(named, blocks, own, space)  # before the index knows of it
+        self._naming = _Naming(named, blocks, own, space)  # noted before the index changes
         try:
             self.index.name_many(
                 blocks, keys, offsets, starts, merge=False, namespace=space, into=named
@@ -392,8 +392,8 @@ class MirroredBlocks(DeviceTier):
             self._settle()
 
     def evicted(self, blocks: Pages | Sequence[int]) -> int:
-        """The engine has evicted or overwritten these blocks: nobody finds them any more. Returns
-        how many had a name. Takes the lock.
+        """Take the names of blocks that the engine has evicted or overwritten. Returns how many had
+        a name. Takes the lock.
 
         Raises:
             ConfigError: no such blocks.
@@ -421,8 +421,8 @@ class MirroredBlocks(DeviceTier):
             self._settle()
 
     def _settle(self) -> None:
-        """Note what the index has done at the last call, which an interrupt may have cut short.
-        Once more does no harm."""
+        """Note what the index did in the last call, which an interrupt may have cut short. Safe to
+        repeat."""
         if self._naming is not None:
             self._settle_naming(self._naming)
             self._naming = None
@@ -443,7 +443,7 @@ class MirroredBlocks(DeviceTier):
         present = np.flatnonzero(status == KeyStatus.PRESENT)
         if not len(present):
             return
-        if naming.pins is None:  # the bearers of these names were pinned once more by that call
+        if naming.pins is None:  # that call pinned the blocks that have these names
             pins, take = Lease.attached_to(self.index.core, naming.named.pages[present])
             together(partial(setattr, naming, "pins", pins), take)
         assert naming.pins is not None
@@ -454,7 +454,8 @@ class MirroredBlocks(DeviceTier):
             self._doubles[int(blocks[at])] = entry
 
     def _clear(self, space: Namespace) -> None:
-        """Names go first: what is cleared with its name would be doomed, and lost to the mirror."""
+        """Clear a namespace. Names are taken first: a block cleared with its name would be doomed,
+        and lost to the mirror."""
         if self.index is None:
             return
         self._settle()
@@ -466,8 +467,8 @@ class MirroredBlocks(DeviceTier):
         self.index.clear(space)
 
     def _bequeathed(self, blocks: Pages) -> list[Heir]:
-        """Who inherits the names of these blocks. Their place behind their prefix is not known any
-        more; it matters to eviction only, and here nothing is evicted."""
+        """The heirs of the names of these blocks. The position in the prefix is lost; it matters
+        only to eviction, and nothing is evicted here."""
         if not self._heirs or self.index is None:
             return []
         found = []
@@ -488,7 +489,7 @@ class MirroredBlocks(DeviceTier):
             heirs.pop(block, None)
             if not heirs:
                 self._heirs.pop(entry, None)
-        self._doubles.pop(block, None)  # last: an interrupt before leaves what is done again
+        self._doubles.pop(block, None)  # last: after an interrupt before this, all is repeated
 
     def _check(self, blocks: Pages) -> None:
         if len(blocks) and not 0 <= int(blocks.min()) <= int(blocks.max()) < self.blocks:
@@ -499,15 +500,15 @@ class MirroredBlocks(DeviceTier):
 
 
 def _positions(offsets: Offsets, starts: Any) -> npt.NDArray[np.int64]:
-    """Of each block to be named, the position of its key."""
+    """For each block to be named, the position of its key."""
     parts = [np.arange(offsets[i] + starts[i], offsets[i + 1]) for i in range(len(offsets) - 1)]
     return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 
-# ---- ManagedBlocks: device blocks that are allocated, named and evicted by us.
+# ---- ManagedBlocks
 
 
-# `PageIndex.discard` is how blocks are demoted: `Demotion` counts them, and knows for whom.
+# Without DISCARDED, which demotes blocks: `Demotion` counts those, by cause.
 _EVICTED = {
     Cause.ASKED: "room",
     Cause.ROOM: "room",
@@ -518,8 +519,9 @@ _EVICTED = {
 
 
 class ManagedBlocks(DeviceTier):
-    """Blocks of running requests have no key and belong to this process; full ones get their names
-    and are shared, and evicted from the leaves when nobody uses them."""
+    """Device blocks that we allocate, name and evict. Blocks of running requests have no key and
+    belong to this process. Full blocks are named and shared; unused ones are evicted from the
+    leaves."""
 
     owned = True
 
@@ -535,12 +537,12 @@ class ManagedBlocks(DeviceTier):
 
     @property
     def free(self) -> int:
-        """Blocks that nobody uses and nothing is in."""
+        """Number of empty, unused blocks."""
         return self.index.stats().free if self.index is not None else 0
 
     @property
     def available(self) -> int:
-        """Blocks that an allocation may have: free, or to be evicted. Advisory."""
+        """Blocks that an allocation can get, free or by eviction. Advisory."""
         return self.room().available
 
     def plan_many(
@@ -561,14 +563,14 @@ class ManagedBlocks(DeviceTier):
             self.index.cancel(request)
 
     def allocate(self, n: int) -> Pages:
-        """n blocks without a key, evicting if need be. Raises as `hold`."""
+        """Allocate n blocks without a key, evicting if necessary. Raises as `hold`."""
         return self.hold(n).detach() if n else NONE
 
     def hold(self, n: int) -> Allocation:
-        """The same, as an object that gives them back unless they become somebody's.
+        """As `allocate`, as an object that gives the blocks back unless they are detached.
 
         Raises:
-            OutOfPages: so many cannot be had; nothing was allocated.
+            OutOfPages: not enough blocks; nothing was allocated.
             ConfigError: the number of blocks is not known yet.
         """
         if self.index is None:
@@ -578,11 +580,10 @@ class ManagedBlocks(DeviceTier):
         return self.index.allocate(n)
 
     def can_allocate(self, n: int, *, evict: bool = False) -> bool:
-        """Whether n blocks could be had now, evicting if need be. Advisory, no lock.
+        """Whether n blocks are available now, free or by eviction. Advisory, takes no lock.
 
         Args:
-            evict: do evict what is missing: then they are free, and the answer is no advice.
-                Takes the lock.
+            evict: evict until n blocks are free; the answer is then exact. Takes the lock.
         """
         if self.index is None or not self.index.can_allocate(n):
             return False
@@ -595,14 +596,14 @@ class ManagedBlocks(DeviceTier):
         """Give back blocks without a key.
 
         Raises:
-            LeaseLost: some are not ours, or were given back before; none was given back.
+            LeaseLost: some are not ours, or were given back already; none was given back.
         """
         if len(blocks):
             assert self.index is not None
             self.index.free(blocks)
 
     def unpin(self, blocks: Pages) -> None:
-        """Stop using named blocks: they stay until their room is needed."""
+        """Stop using named blocks; they stay cached until they are evicted."""
         if len(blocks):
             assert self.index is not None
             self.index.unpin(blocks)
@@ -616,8 +617,8 @@ class ManagedBlocks(DeviceTier):
         space: Namespace,
         into: NamingResult,
     ) -> None:
-        """See `DeviceTier`. Where another block holds the same already that one is in `into`, and
-        ours given back."""
+        """See `DeviceTier`. If another block has the same content already, `into` has that block,
+        and ours is given back."""
         assert self.index is not None
         self.index.name_many(blocks, keys, offsets, starts, namespace=space, into=into)
 

@@ -1,4 +1,4 @@
-"""Pending frees: blocks and pages of requests that have ended, until no copy touches them."""
+"""Pending frees: blocks and pages of ended requests, held until no copy touches them."""
 
 from __future__ import annotations
 
@@ -20,38 +20,37 @@ from lightcache.shm.locking import Hurried
 
 
 class PendingFrees:
-    """Requests that have ended, until no copy touches their blocks: then these are given back. The
-    manager's lock is around every call, unless it says that it blocks."""
+    """Ended requests. Their blocks are given back when no copy touches them any more. The manager's
+    lock is around every call that does not block."""
 
     def __init__(self, state: ManagerState, offloader: Offloader, full_blocks: FullBlocks) -> None:
         """No request has ended."""
         self._state, self._offloader, self._full_blocks = state, offloader, full_blocks
         self._waiting: list[Request] = []
         self._holdings: list[_Holdings] = []
-        """Blocks and pages that no copy touches any more. Those that stay here are blocks without
-        a key that could not be freed, since the lock did not come."""
+        """Blocks and pages that no copy touches any more. Only blocks without a key stay here, if
+        they could not be freed because the lock did not come."""
 
     def __len__(self) -> int:
-        """Requests that have ended and hold blocks still."""
+        """Number of ended requests that still hold blocks."""
         return len(self._waiting) + sum([len(holdings.requests) for holdings in self._holdings])
 
     def __contains__(self, request: Request) -> bool:
-        """Whether it is one of these, and a copy may touch its blocks."""
+        """Whether it has ended, and a copy may touch its blocks."""
         return request in self._waiting
 
     @property
     def extend(self) -> Callable[[list[Request]], None]:
-        """A C function that adds requests that have ended; `poll` gives their blocks back. Copies
-        that were not begun are not begun any more, except those that publish."""
+        """A C function that adds ended requests; `poll` gives their blocks back. Their queued
+        copies are cancelled, except those that publish."""
         return self._waiting.extend
 
     def poll(self, ended: Sequence[Request] = ()) -> None:
-        """Give back blocks and pages that no copy touches, and those that could not be given back
-        before.
+        """Give back blocks and pages that no copy touches any more, and retry earlier failures.
 
         Args:
-            ended: requests that have ended just now: copies are polled if one of theirs is in
-                flight.
+            ended: requests that have ended just now; if one has a copy in flight, copies are
+                polled.
         """
         with self._state.lock, Hurried(self._state.config.time_limit):
             self._full_blocks.settle()
@@ -92,8 +91,8 @@ class PendingFrees:
             self._holdings = [holdings for holdings in self._holdings if not holdings.over]
 
     def wait(self, request: Hashable) -> None:
-        """Block, without the manager's lock, until no copy of an ended request is in flight. Its
-        blocks are given back then, unless the lock does not come.
+        """Block, without the manager's lock, until no copy of an ended request is in flight, then
+        give its blocks back, unless the lock does not come.
 
         Raises:
             WaitTimeout: transfers are paused, and one of its copies waits for them.
@@ -104,7 +103,7 @@ class PendingFrees:
         for transfer in transfers:
             try:
                 transfer.block(None)
-            except WaitTimeout:  # its transfer backend has a limit of its own
+            except WaitTimeout:  # the transfer backend has its own limit
                 continue
         self._state.traffic.poll()
         self.poll()
@@ -116,11 +115,11 @@ class PendingFrees:
 
 
 class _Holdings:
-    """Blocks and pages of ended requests. Each part is given back once, also if `give_back` is
+    """Blocks and pages of ended requests. Each part is given back once, even if `give_back` is
     called again after an interrupt."""
 
     def __init__(self, state: ManagerState, offloader: Offloader, requests: list[Request]) -> None:
-        """They still have all."""
+        """The requests still hold all parts."""
         self._state, self._offloader, self.requests = state, offloader, requests
         self._stored = False
         self.pinned: Lease | None = None
@@ -130,7 +129,7 @@ class _Holdings:
     def of(
         cls, state: ManagerState, offloader: Offloader, requests: list[Request]
     ) -> tuple[_Holdings, list[partial[None]]]:
-        """And the calls that take them from the requests, for `together`."""
+        """The holdings, and the calls that take them from the requests, for `together`."""
         holdings, take = cls(state, offloader, requests), []
         device = state.device
         if isinstance(device, ManagedBlocks) and device.index is not None:
@@ -150,13 +149,13 @@ class _Holdings:
         return self._stored and (self.held is None or self.held.ended)
 
     def give_back(self) -> None:
-        """Give all parts back, whatever a storage raises; blocks without a key as soon as the lock
+        """Give all parts back, even if a storage raises; blocks without a key as soon as the lock
         comes."""
         try:
             if not self._stored and self._state.storage is not None:
                 for request in self.requests:
                     self._store(request)
-        finally:  # an interrupt
+        finally:  # also after an interrupt
             self._let_go()
 
     def _store(self, request: Request) -> None:

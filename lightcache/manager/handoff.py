@@ -1,10 +1,10 @@
-"""Hand-over within a node: one engine computes a prompt, another one goes on with it.
+"""KV hand-off within a node: one engine computes a prompt, another engine decodes it.
 
-Full pages go by their keys, through the host cache, as everything does: the prefill side has
-reserved them when `hand_off` returns, the decode side waits until they are published. What fills
-only a part of a page has no key. It is copied into a page that is not named, and goes by a ticket.
-Nothing of it is left on the prefill side when `hand_off` returns; the page is free again when the
-decode side has loaded it, has died, or has not come in time.
+Full pages travel by their keys through the host cache: the prefill side has reserved them when
+`hand_off` returns, and the decode side waits until they are published. Tokens that fill only part
+of a page have no key. They are copied into a page without a key, which travels by a ticket. The
+prefill side holds nothing of it when `hand_off` returns; the page is freed when the decode side has
+loaded it, has died, or has not adopted it in time.
 """
 
 from __future__ import annotations
@@ -43,29 +43,30 @@ _TRAVELS = struct.Struct(f"<BQI{TICKET_BYTES}s{_MARK_BYTES}s")
 
 @dataclass(frozen=True)
 class KVHandoff:
-    """A computed prefix on its way to another engine of the node; `bytes(it)` is what travels."""
+    """A computed prefix that is handed to another engine of the node. Send it as
+    `bytes(handoff)`."""
 
     tokens: int
-    """In full pages, which are in the host cache or being written there."""
+    """Tokens in full pages, which are in the host cache or being written there."""
     partial: int = 0
-    """Tokens behind these, in the page of the ticket."""
+    """Tokens after these, in the page of the ticket."""
     ticket: bytes | None = None
-    """Of the partly filled page; None: there is none."""
+    """Ticket of the partly filled page; None: there is no such page."""
     mark: bytes = b""
-    """Digest of what these tokens depend on: whoever has another prompt, or other weights, does
-    not load them."""
+    """Digest of everything that these tokens' KV depends on: a receiver with another prompt, or
+    other weights, does not load them."""
 
     def __bytes__(self) -> bytes:
-        """69 bytes or so; `KVHandoff.parse` reads them."""
+        """About 69 bytes; `KVHandoff.parse` reads them."""
         ticket = self.ticket or bytes(TICKET_BYTES)
         return _TRAVELS.pack(_VERSION, self.tokens, self.partial, ticket, self.mark)
 
     @staticmethod
     def parse(data: bytes) -> KVHandoff:
-        """What `bytes` was asked of.
+        """The hand-off that `bytes` wrote.
 
         Raises:
-            CacheCorrupted: something else, or of another release.
+            CacheCorrupted: other data, or data of another release.
         """
         if len(data) != _TRAVELS.size or data[0] != _VERSION:
             raise CacheCorrupted(
@@ -86,22 +87,22 @@ def hand_off(
     *,
     adopt_timeout: float = 60.0,
 ) -> KVHandoff:
-    """Hand what a running request has computed to another engine of this node. Full pages that the
-    host has not are written now, whatever the write policy, and not waited for; the partly filled
-    page is. The request goes on; release it when you like.
+    """Hand the computed KV of a running request to another engine of this node. Writes the full
+    pages that the host lacks, whatever the write policy, without waiting for them; waits for the
+    copy of the partly filled page. The request keeps running; release it at any time.
 
     Args:
-        adopters: clients of the host cache that may receive it, each once: `Cache.client_id` of
-            the decode side's scheduler, or of several of which all will.
+        adopters: clients of the host cache that receive it, each once: `Cache.client_id` of the
+            decode side's scheduler, or of several, which must all adopt it.
         timeout: seconds that the copy of the partly filled page may take.
-        adopt_timeout: seconds that this page waits for all of them.
+        adopt_timeout: seconds in which all adopters must adopt this page.
 
     Returns:
-        What to send. Pages for which there was no room, or that failed, are not in it or will not
-        be found: the decode side computes them.
+        The hand-off to send. The decode side computes pages that found no room or whose copy
+        failed.
 
     Raises:
-        WaitTimeout: the copy goes on; it gives its page back when it is over.
+        WaitTimeout: the copy is in flight; it gives its page back when it has finished.
         ConfigError: no adopters, or one twice; the request publishes nothing; or there is no host
             cache.
         LeaseLost: no such running request, or an adopter has left or died.
@@ -134,7 +135,7 @@ def hand_off(
 
 
 def _publish(manager: KVCacheManager, one: Request, space: CacheScope, full: int) -> None:
-    """What of the full pages the host has not, and nobody writes, is written now."""
+    """Begin to write the full pages that are neither on the host nor being written."""
     there = manager.host.peek(one.host_chain.keys[:full], namespace=space.host)
     if there < full:
         manager.offloader.write(one, there, full)
@@ -142,7 +143,7 @@ def _publish(manager: KVCacheManager, one: Request, space: CacheScope, full: int
 
 
 def mark_of(prompt: Prompt, space: CacheScope, keys: Keys, tail: Any) -> bytes:
-    """What a key would say, for tokens that fill no page."""
+    """The counterpart of a key, for tokens that fill no page."""
     page = space.host_spec.page_tokens
     salt = prompt.salt.encode() if isinstance(prompt.salt, str) else prompt.salt
     parts = [space.weights.encode(), space.tenant.encode(), salt, prompt.lora]
@@ -156,7 +157,7 @@ def mark_of(prompt: Prompt, space: CacheScope, keys: Keys, tail: Any) -> bytes:
 
 
 class _Saving:
-    """The copy of a partly filled page into one without a key, and that page."""
+    """A page without a key, and the copy of a partly filled page into it."""
 
     def __init__(self, manager: KVCacheManager, held: Allocation, tokens: int) -> None:
         self._manager, self._held, self._tokens = manager, held, tokens
@@ -165,10 +166,10 @@ class _Saving:
 
     @classmethod
     def begin(cls, manager: KVCacheManager, one: Request, begin: int, n: int) -> _Saving | None:
-        """None: no room for it. The manager's lock is held."""
+        """Allocate the page and begin the copy; None: no room. The manager's lock is held."""
         block = manager.device.block_tokens
         if len(one.table) * block < begin + n:
-            return None  # the engine has let go of these blocks
+            return None  # the engine has freed these blocks
         try:
             held = manager.host.index.allocate(1, timeout=manager.config.time_limit)
         except LightcacheError:
@@ -193,14 +194,14 @@ class _Saving:
     def ticket(
         self, adopters: list[ClientId], timeout: float, adopt_timeout: float
     ) -> bytes | None:
-        """The page's ticket, when the copy is over; None: it failed. Blocks. The page is not ours
-        any more, however this ends."""
+        """Block until the copy has finished and return the page's ticket; None: the copy failed.
+        In every case the page is not ours afterwards."""
         assert self._transfer is not None
         try:
             self._transfer.wait(timeout)
             given = self._held.ticket(adopters, timeout=adopt_timeout)
             found = bytes(given)
-            given.drop()  # it lasts without us: `Ticket`
+            given.drop()  # the ticket lasts without us: `Ticket`
         except (TransferFailed, OutOfPages):
             return None
         finally:
@@ -225,16 +226,16 @@ class _Saving:
 
     def _free(self) -> None:
         if len(self._held):
-            # A lock that is held for too long: the page goes with the last reference to it.
+            # If the lock does not come in time, the last reference to the page frees it.
             with contextlib.suppress(LightcacheError):
                 self._held.free()
 
 
-# ---- The decode side of a hand-over.
+# ---- Decode side
 
 
 class HandoffLoad:
-    """What was handed over, on its way to the device: as `LoadHandle`."""
+    """The load of a hand-off to the device; used as `LoadHandle`."""
 
     def __init__(
         self, manager: KVCacheManager, load: LoadHandle, partial: tuple[BlockTransfer, int] | None
@@ -248,36 +249,36 @@ class HandoffLoad:
 
     @property
     def tokens(self) -> int:
-        """Leading tokens that need not be computed: as `LoadHandle.tokens`, and those of the partly
-        filled page unless it failed."""
+        """Leading tokens that need not be computed: `LoadHandle.tokens`, plus those of the partly
+        filled page unless a copy failed."""
         if self._load.failed or self._failed(self._transfer):
             return self._load.tokens
         return self._load.tokens + self._partial
 
     @property
     def failed(self) -> bool:
-        """Whether any of it is over, and failed."""
+        """Whether any of its copies has failed."""
         return self._load.failed or self._failed(self._transfer)
 
     def done(self) -> bool:
-        """Whether all of it is over. Does not block.
+        """Whether all its copies have finished. Does not block.
 
         Raises:
-            TransferFailed: all is over, and something failed; `tokens` says from where to compute.
+            TransferFailed: all have finished, and one failed; `tokens` says from where to compute.
         """
         self._manager.state.traffic.poll()
         transfers = self._transfers()
         if not all(transfer.over for transfer in transfers):
-            return False  # also if one has failed: the other writes its blocks still
+            return False  # also if one has failed: the other still writes its blocks
         for transfer in transfers:
             transfer.done()
         return True
 
     def wait(self, timeout: float | None = None) -> None:
-        """Until all of it is over. Blocks.
+        """Block until all its copies have finished.
 
         Raises:
-            WaitTimeout: some of it goes on.
+            WaitTimeout: a copy is in flight.
             TransferFailed: as `done`.
             ConfigError: no number of seconds.
         """
@@ -312,24 +313,24 @@ def receive(
     *,
     device_tokens: int | None = None,
 ) -> HandoffLoad:
-    """Begin a request with what another engine has computed of it: wait until its full pages are
-    published, plan and take it, and bring all of it to the device. The request runs then, as after
+    """Begin a request whose prefix another engine has computed: wait until its full pages are
+    published, plan and take it, and load all of it to the device. The request then runs, as after
     `load`.
 
-    Blocks while pages are being written, for `timeout` seconds at most; what is not there then, or
-    will not come since its writer died, is computed here: `HandoffLoad.tokens` says from where.
+    Blocks while pages are being written, for `timeout` seconds at most. Pages that are missing
+    then, or whose writer died, are computed here: `HandoffLoad.tokens` says from where.
 
     Args:
-        prompt: what was computed, and at least one token more, or that one is computed again.
-        handed: what came from the prefill side.
+        prompt: the computed tokens and at least one more; else the last one is computed again.
+        handed: the hand-off from the prefill side.
         table: attached devices: the request's blocks, for `handed.tokens + handed.partial` tokens
-            at least. Owned ones: None, blocks for the whole prompt are allocated here.
+            at least. Owned devices: None; blocks for the whole prompt are allocated here.
         device_tokens: as for `plan`.
 
     Raises:
-        OutOfPages: no blocks for it. Nothing is left of it, as after every error.
+        OutOfPages: not enough blocks. Nothing of the request is left, as after every error.
         ConfigError: it runs already, the table is too short, or there is no host cache.
-        CacheCorrupted: `handed` is nothing that `hand_off` made.
+        CacheCorrupted: `handed` was not made by `hand_off`.
     """
     manager.needs_host("receive")
     given = handed if isinstance(handed, KVHandoff) else KVHandoff.parse(bytes(handed))
@@ -337,7 +338,7 @@ def receive(
     page = _Adopted(manager, given)
     began = False
     try:
-        page.adopt()  # first: from now on it waits for us, however long that takes
+        page.adopt()  # first: once adopted, the page stays until we give it back
         _wait_for_pages(manager, prompt, given, timeout)
         manager.plan(request, prompt, device_tokens=device_tokens)
         with manager.state.lock:
@@ -364,23 +365,23 @@ def _wait_for_pages(
     with manager.state.lock:
         space = manager.state.weights.open_space(prompt.tenant)
     keys = prompt.keys(space.host_spec)[: given.tokens // manager.page_tokens]
-    # What is not there by then is computed; errors of the cache are misses, as everywhere.
+    # Missing pages are computed; errors of the cache are misses, as everywhere.
     with contextlib.suppress(LightcacheError):
         manager.host.wait(keys, timeout=timeout, namespace=space.host)
 
 
 class _Adopted:
-    """The page of a hand-over's ticket in our own name, until a copy has it."""
+    """The page of a hand-off's ticket, adopted by us until a copy takes it over."""
 
     def __init__(self, manager: KVCacheManager, given: KVHandoff) -> None:
         """Not adopted yet."""
         self._manager, self._given = manager, given
         self._lease: Lease | None = None
         self._in_doubt = False
-        """It is being adopted: after an interrupt it may be ours without a lease that we know."""
+        """Adoption is in progress: after an interrupt the page may be ours without a lease here."""
 
     def adopt(self) -> None:
-        """Take it; if that is refused, there is none."""
+        """Adopt the page. If that is refused, there is no page."""
         manager, ticket = self._manager, self._given.ticket
         if ticket is None or not self._given.partial:
             return
@@ -392,8 +393,8 @@ class _Adopted:
         self._in_doubt = False
 
     def load(self, one: Request) -> tuple[BlockTransfer, int] | None:
-        """Bring it to where the request's full pages end, if they do there: the copy, and how many
-        tokens it brings. The manager's lock is held."""
+        """Load the page after the request's full pages, if those end where it begins. Returns the
+        copy and its number of tokens. The manager's lock is held."""
         manager, begin = self._manager, self._given.tokens
         lease, n = self._lease, self._usable(one)
         block = manager.device.block_tokens
@@ -424,21 +425,21 @@ class _Adopted:
         return transfer, n
 
     def _usable(self, one: Request) -> int:
-        """Tokens of it that this request may use: never its last."""
+        """Tokens of the page that this request may use: never the prompt's last."""
         given, space = self._given, one.space
         begin, page = given.tokens, self._manager.page_tokens
         n = min(given.partial, page, len(one.prompt) - 1 - begin)
         if space is None or one.match.usable != begin or n < 1:
             return 0
         if given.partial > len(one.prompt) - begin:
-            return 0  # we do not know all of its tokens, so not whether they are ours
+            return 0  # our prompt is shorter, so its tokens cannot be compared
         keys = one.prompt.keys(space.host_spec)[: begin // page]
         tail = one.prompt.tokens[begin : begin + given.partial]
         return n if mark_of(one.prompt, space, keys, tail) == given.mark else 0
 
     def close(self) -> None:
-        """No copy has it: give it back. A lease that an interrupt has lost goes by itself, and its
-        ticket waits for a verdict."""
+        """Give the page back unless a copy has it. A lease that an interrupt lost is released by
+        itself; its ticket still needs a verdict."""
         lease = self._lease
         if lease is not None:
             self._tell(False)
@@ -449,7 +450,7 @@ class _Adopted:
 
     def _tell(self, ok: bool) -> None:
         assert self._given.ticket is not None
-        with contextlib.suppress(LightcacheError):  # nobody has to hear it
+        with contextlib.suppress(LightcacheError):  # the verdict may be lost
             self._manager.host.done(self._given.ticket, ok)
 
 

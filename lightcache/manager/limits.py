@@ -1,5 +1,4 @@
-"""Limits: how long a call may wait, how many errors disable a manager, and how far exceptions of
-transfer backends and storages get."""
+"""Limits: wait times, errors that disable a manager, and foreign exceptions."""
 
 from __future__ import annotations
 
@@ -25,19 +24,20 @@ if TYPE_CHECKING:
     from lightcache.storage.tasks import StorageTask
 
 
-# ---- Time limits: of calls that wait for a copy, and of reads that a request waits for.
+# ---- Time limits
 
 UNKNOWN = 1.0
-"""Seconds that a read is waited for while it is not known what computing takes."""
+"""Seconds to wait for a read while the pace of computing is unknown."""
 _LEAST = 256
-"""Tokens of a prefill whose time says how fast computing is: fewer take as long as a pass."""
+"""Fewest tokens of a prefill that measures the pace: fewer take as long as one forward pass."""
 _KEPT = 0.9
-"""Factor of the weight of older prefills, with each newer one: the last ten make two thirds."""
+"""Weight of older prefills is multiplied by this with each new one: the last ten make two
+thirds."""
 
 
 def seconds_of(timeout: Any) -> float | None:
-    """Seconds that a call may wait, limited to values that every kind of wait takes: at least 0,
-    and at most `threading.TIMEOUT_MAX`, which is 292 years. None: no limit.
+    """A timeout in seconds, limited to values that every kind of wait takes: at least 0, and at
+    most `threading.TIMEOUT_MAX`, which is 292 years. None: no limit.
 
     Raises:
         ConfigError: no number of seconds.
@@ -51,9 +51,9 @@ def seconds_of(timeout: Any) -> float | None:
 
 
 class Pace:
-    """How fast prompts are computed, in tokens a second of a request, from its `take` to the commit
-    that completes its prompt. Requests that run beside it slow it down: that is the cost of
-    computing now. The manager's lock is around every call."""
+    """The pace at which prompts are computed: tokens a second of one request, from its `take` to
+    the commit that completes its prompt. Concurrent requests slow it down and are included, as part
+    of the cost of computing now. The manager's lock is around every call."""
 
     def __init__(self) -> None:
         """No prompt was computed yet."""
@@ -61,33 +61,32 @@ class Pace:
 
     @property
     def tokens_per_s(self) -> float:
-        """Decaying average; 0: not known yet."""
+        """Decaying average; 0: unknown."""
         return self._tokens / self._seconds if self._seconds else 0.0
 
     def note(self, tokens: int, seconds: float) -> None:
-        """So many tokens of one prompt were computed in so many seconds."""
+        """Note that one prompt's tokens were computed in this time."""
         if tokens >= _LEAST and seconds > 0:
             self._tokens = self._tokens * _KEPT + tokens
             self._seconds = self._seconds * _KEPT + seconds
 
     def seconds(self, tokens: int) -> float:
-        """How long a read of so many tokens is worth waiting for: as long as computing them."""
+        """Seconds that a read of so many tokens is worth waiting for: as long as computing them."""
         return tokens / self.tokens_per_s if self._seconds else UNKNOWN
 
 
-# ---- Fail open: an error of the cache is a miss to the engine, and after a few of them the cache
-# is not asked any more.
+# ---- Fail open
 
 T = TypeVar("T")
 _log = logging.getLogger("lightcache.manager")
 _CALLERS = (ConfigError, LeaseLost, OutOfPages, WaitTimeout)
-"""Errors of the caller, or that it has to know: never a failure of the cache."""
+"""Errors of the caller, or errors that it must know: never failures of the cache."""
 
 
 class FailOpen:
-    """Turns our errors into misses, and disables the manager after so many in a row. A lock that
-    does not come soon is only a miss: the process that holds it may be stopped, and a later call
-    does the work."""
+    """Turns our errors into misses, and disables the manager after `failures` errors in a row. A
+    lock that does not come in time is a miss and does not count towards that: the process that
+    holds it may be stopped, and a later call does the work."""
 
     def __init__(
         self,
@@ -101,7 +100,7 @@ class FailOpen:
 
         Args:
             time_limit: seconds that a call waits for a lock: see `Hurried`.
-            let_go: gives back what is not needed without the cache; called when it is disabled.
+            let_go: drops pins that are not needed without the cache; called when it is disabled.
             of: the class whose `enable` makes calls again.
         """
         self._counts, self._let_go = counts, let_go
@@ -118,15 +117,14 @@ class FailOpen:
 
     @property
     def disabled(self) -> bool:
-        """Whether the cache is not asked any more, until `enable`."""
+        """Whether calls of the cache are skipped until `enable`."""
         return self._breaker.shut
 
     def run(self, call: Callable[[], T], miss: Callable[[], T], *, proves: bool = True) -> T:
-        """The result of a call, or of `miss` when it failed or is not made any more.
+        """The result of `call`, or of `miss` if it failed or the cache is disabled.
 
         Args:
-            proves: whether success of this call proves that the cache works: then earlier errors do
-                not count any more.
+            proves: whether success proves that the cache works; it then resets the error count.
         """
         if self._breaker.shut:
             return miss()
@@ -143,7 +141,7 @@ class FailOpen:
         return result
 
     def enable(self) -> None:
-        """Ask the cache again."""
+        """Make calls of the cache again."""
         self._breaker.reset()
 
     def _failed(self, error: LightcacheError) -> None:
@@ -158,20 +156,20 @@ def nothing() -> None:
     """The miss of a call without a result."""
 
 
-# ---- Exceptions that are none of our errors: of a transfer backend, a copy that it has begun, or
-# a storage.
+# ---- Foreign exceptions
 
 
 class Foreign:
-    """Exceptions that came in the middle of our own work. They are kept for the next `poll`."""
+    """Exceptions of a transfer backend, its copies or a storage that are none of our errors. They
+    are kept for the next `poll`."""
 
     def __init__(self) -> None:
         """Nothing was raised."""
         self._first: Exception | None = None
 
     def note(self, error: Exception | None) -> None:
-        """Work has failed for this reason. Our own errors are raised by the failed object, not
-        here."""
+        """Keep an exception that failed some work. Our own errors are ignored: the failed object
+        raises them."""
         if error is None or isinstance(error, LightcacheError):
             return
         if self._first is None:
@@ -180,14 +178,14 @@ class Foreign:
             _log.warning("beside the exception that poll raises there was another: %r", error)
 
     def cancel(self, task: StorageTask) -> None:
-        """Cancel a task, whatever its storage raises."""
+        """Cancel a task; keep what its storage raises."""
         try:
             task.cancel()
         except Exception as error:
             self.note(error)
 
     def tell(self) -> None:
-        """Raise the first of them, once; later ones were logged."""
+        """Raise the first exception, once; later ones were logged."""
         error, self._first = self._first, None
         if error is not None:
             raise error

@@ -1,4 +1,4 @@
-"""Load: pages of the host on their way to the device."""
+"""Load: copies host pages to the device."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from lightcache.manager.transfers import BlockTransfer, State
 
 
 class LoadHandle:
-    """The load of one request's prefix. The blocks are not valid before it has finished; if it
-    fails, compute these tokens: `tokens` says from where."""
+    """The load of one request's prefix. The blocks are not valid until it has finished. If it
+    fails, compute the tokens from `tokens` on."""
 
     def __init__(self, request: Request, transfer: BlockTransfer | None, without: int) -> None:
         """For `KVCacheManager.load`.
 
         Args:
-            without: tokens that are usable if it fails.
+            without: usable tokens if it fails.
         """
         self._request, self._without = request, without
         self.transfer = transfer
-        """The copy; None: there is none."""
+        """The copy; None: nothing is loaded."""
         self._lost = transfer is None and request.match.load > 0
 
     @property
     def tokens(self) -> int:
-        """Leading tokens that need not be computed, as far as is known: all usable ones, or those
-        of the device if it failed."""
+        """Leading tokens that need not be computed: all usable ones, or only those of the device if
+        the load is known to have failed."""
         return self._request.match.usable if not self.failed else self._without
 
     @property
@@ -46,8 +46,8 @@ class LoadHandle:
         """Whether it has finished. Does not block.
 
         Raises:
-            TransferFailed: it failed, or the manager has disabled itself before it began; nothing
-                is leaked.
+            TransferFailed: it failed, or the manager disabled itself before it began; no page is
+                leaked.
         """
         if self._lost:
             raise TransferFailed(
@@ -71,8 +71,8 @@ class LoadHandle:
             self.done()
 
     def wait_on(self, stream: Any = None) -> None:
-        """Let a stream of the device wait for it (None: the current one), not this thread: with an
-        engine of this process. See `Transfer.wait_on`.
+        """Make a stream of the device (None: the current one) wait for it, instead of this thread.
+        Needs an engine of this process. See `Transfer.wait_on`.
 
         Raises:
             TransferFailed: it has finished already, and failed.
@@ -84,14 +84,14 @@ class LoadHandle:
 
     @property
     def number(self) -> int | None:
-        """The copy's number in `Decisions`, if ranks make it. None: they do not."""
+        """The copy's number in `Decisions`; None: ranks do not make the copy."""
         moving = None if self.transfer is None else self.transfer.moving
         return getattr(moving, "number", None)
 
 
 def wait_on(transfer: BlockTransfer, stream: Any) -> None:
-    """Let a stream of the device wait for a copy, or this thread where no engine of this process
-    makes it.
+    """Make a stream of the device wait for a copy; this thread waits instead if no engine of this
+    process makes the copy.
 
     Raises:
         TransferFailed: it has finished already, and failed.
@@ -150,7 +150,7 @@ def begin_load(state: ManagerState, request: Request, without: int) -> LoadHandl
 
 
 def no_load(request: Request, without: int) -> LoadHandle:
-    """`load` that loads nothing: there is nothing to load, or the manager is disabled."""
+    """A load of nothing: there is nothing to load, or the manager is disabled."""
     request.let_go_of_host()
     request.loaded = True
     return LoadHandle(request, request.loading, without)

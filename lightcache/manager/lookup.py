@@ -1,7 +1,7 @@
 """Lookup: how much of a prompt is on the device, on the host and in storage.
 
-`plan` of one request, `plan_many` of a queue and `peek_many` are one code, of a batch. A plan pins
-what it finds, a peek does not.
+`plan` of one request, `plan_many` of a queue and `peek_many` share one code path for batches. A
+plan pins what it finds, a peek does not.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     from lightcache.storage.tasks import StorageTask
 
 
-# ---- Arguments of a lookup, checked.
+# ---- Arguments of a lookup
 
-# NamingResult tuples: one is made for each call, and a frozen dataclass takes a microsecond longer.
+# Named tuples, made for each call: making a frozen dataclass takes a microsecond longer.
 
 
 class LookupRequest(NamedTuple):
-    """The arguments of one request. Equal arguments have equal results."""
+    """The arguments of one request's lookup. Equal arguments have equal results."""
 
     prompt: Prompt
     options: RequestOptions = ANY
@@ -54,24 +54,24 @@ class LookupRequest(NamedTuple):
 
     @property
     def most(self) -> int:
-        """Tokens that may be reused at most: the limit, and one is left to compute."""
+        """Most tokens to reuse: the limit, and at least one token is left to compute."""
         most = max(0, len(self.prompt) - 1)
         return most if self.limit is None else min(most, self.limit)
 
     def up_to(self, limit: int | None) -> LookupRequest:
-        """The same with another limit."""
+        """The same arguments with another limit."""
         return LookupRequest(self.prompt, self.options, limit)
 
 
 class LookupBatch(NamedTuple):
-    """The arguments of many requests; sequences of one length."""
+    """The arguments of several requests, as sequences of one length."""
 
     requests: Sequence[Hashable]
     prompts: Sequence[Prompt]
     options: Sequence[RequestOptions]
     limits: Sequence[int | None]
     device_tokens: Sequence[int] | None
-    """Tokens of each that an engine has found on its device itself; None: look there."""
+    """Tokens that the engine found on its device, for each request; None: look there."""
 
 
 def lookup_batch(
@@ -81,7 +81,7 @@ def lookup_batch(
     limits: Sequence[int | None] | None,
     device_tokens: Sequence[int] | None,
 ) -> LookupBatch:
-    """Check the arguments of a lookup. About 0.1 us a request: a queue is planned in every step.
+    """Check the arguments of a lookup. Costs about 0.1 us a request: a queue is planned each step.
 
     Raises:
         ConfigError: says which of the arguments is wrong, and why.
@@ -125,92 +125,93 @@ def _check_all(values: Sequence[Any], kind: type, expected: str) -> None:
             raise ConfigError(f"{expected}, found {type(value).__name__} {value!r}"[:200])
 
 
-# ---- A request that waits.
+# ---- Waiting requests
 
 
-@dataclass(eq=False)  # with defaults of the class: one is made for each new request of a step
+@dataclass(eq=False)  # with class defaults: one is made for each new request of a step
 class PendingRequest:
-    """One request that was looked up: its arguments, and what was found."""
+    """A waiting request: its arguments, and what the lookup found."""
 
     id: Hashable
     request: LookupRequest
     space: CacheScope | None
     """None: the weights are being changed."""
     most: int
-    """Tokens that may be reused at most."""
+    """Most tokens to reuse."""
     ttl: float
-    """Seconds for which what was found stays pinned."""
+    """Seconds that its pins last."""
     since: float
-    """When it was first planned."""
+    """Time when it was first planned."""
     blocks: int
     """Device blocks that may be reused."""
     pages: int
-    """Host pages that may be reused, those that the device has included."""
+    """Host pages that may be reused, including pages whose tokens the device has."""
     first_block: int = field(default=0, init=False)
-    """Where the lookup on the device begins: earlier blocks are known to be there."""
+    """Block where the device lookup begins: earlier blocks are known to be there."""
     first_page: int = field(default=0, init=False)
-    """Where the lookup on the host begins, unless the device has more."""
+    """Page where the host lookup begins, unless the device has more."""
     device: int = field(default=0, init=False)
     """Tokens found on the device."""
     host_first: int = field(default=0, init=False)
-    """Number of the first host page after those that the device has."""
+    """Position of the first host page after those that the device has."""
     host_pages: int = field(default=0, init=False)
-    """Pages found on the host from there on."""
+    """Pages found on the host from `host_first` on."""
     absent: int = field(default=0, init=False)
-    """Host pages that were looked for and not there."""
+    """Host pages that the lookup missed."""
     on_host: bool = field(default=False, init=False)
-    """Whether the host was asked."""
+    """Whether the host index was looked up."""
     pinned: bool = field(default=False, init=False)
-    """Whether it was ever entered where its pages are pinned."""
+    """Whether an index may have pins of it."""
     nowhere: bool = field(default=False, init=False)
-    """Its first page was in no tier: nothing is pinned, and no more of it was hashed."""
+    """Whether its first page was in no tier: nothing is pinned, and no other page was hashed."""
     reading: StorageTask | None = field(default=None, init=False)
-    """The task that brings pages from storage, if one was begun."""
+    """The task that reads its pages from storage, if one was begun."""
     read_until: float | None = field(default=None, init=False)
-    """Until when `take` waits for it; None: `take` was not called yet."""
+    """Time until which `take` waits for this task; None: `take` was not called yet."""
     asked_at: float = field(default=0.0, init=False)
-    """When `take` was first called."""
+    """Time when `take` was first called."""
     match: PrefixMatch | None = field(default=None, init=False)
-    """The last result, and the tokens and pages that it was made of."""
+    """The last result."""
     matched: tuple[int, int] = field(default=(0, 0), init=False)
+    """Device tokens and host pages of `match`."""
     waited: bool = field(default=False, init=False)
-    """Whether it was told to wait for another request."""
+    """Whether its match has named another request to wait for."""
     settled: float = field(default=0.0, init=False)
-    """Until when what was found stays pinned for certain, so that only more can be found."""
+    """Time until which its pins are certain, so that a lookup can only find more."""
     next_device: bytes = field(default=b"", init=False)
-    """The key of the first block that was not there; empty: all were."""
+    """Key of the first block that was missing; empty: none was."""
     next_host: bytes = field(default=b"", init=False)
-    """The same of the host's pages."""
+    """Key of the first host page that was missing; empty: none was."""
 
     @property
     def device_keys(self) -> Keys:
-        """Of the blocks that may be reused. Hashed at the first call."""
+        """Keys of the blocks that may be reused. Hashed at the first call."""
         if self.space is None or not self.blocks:
             return NO_KEYS
         return self.request.prompt.keys(self.space.device_spec)[: self.blocks]
 
     @property
     def host_keys(self) -> Keys:
-        """Of the host's pages that may be reused. Hashed at the first call."""
+        """Keys of the host pages that may be reused. Hashed at the first call."""
         if self.space is None or not self.pages:
             return NO_KEYS
         return self.request.prompt.keys(self.space.host_spec)[: self.pages]
 
     def first_block_key(self) -> bytes:
-        """The key of the first block; empty if there is none. Hashes no more."""
+        """Key of the first block; empty if there is none. Hashes this block alone."""
         if self.space is None or not self.blocks:
             return b""
         return self.request.prompt.first_key(self.space.device_spec)
 
     def first_page_key(self) -> bytes:
-        """The same of the host's pages."""
+        """Key of the first host page; as `first_block_key`."""
         if self.space is None or not self.pages:
             return b""
         return self.request.prompt.first_key(self.space.host_spec)
 
 
 def by_space(plans: list[PendingRequest]) -> ItemsView[CacheScope, list[PendingRequest]]:
-    """Requests that may reuse tokens, by their space: nearly always there is one."""
+    """Requests that may reuse tokens, by space: nearly always there is one space."""
     groups: dict[CacheScope, list[PendingRequest]] = {}
     if len(plans) == 1:
         (plan,) = plans
@@ -226,21 +227,21 @@ def by_space(plans: list[PendingRequest]) -> ItemsView[CacheScope, list[PendingR
     return groups.items()
 
 
-# ---- How much of what was found a request can use.
+# ---- Usable tokens
 
 
 class Usable:
-    """What the costs say is worth loading, and no item cut in two."""
+    """Limits found tokens to those that are usable: worth loading, and without a split item."""
 
     def __init__(self, state: ManagerState, costs: Costs | None) -> None:
-        """`costs`: None: everything is worth it."""
+        """`costs` is None if every page is worth loading."""
         self._state, self._costs = state, costs
 
     def of(
         self, plan: PendingRequest, device: int, found: int
     ) -> tuple[int, MissReason, MultimodalItem | None]:
-        """How many of the found tokens are usable, of which `device` are on the device; why they
-        are fewer, and the item that would have been cut."""
+        """The number of usable tokens of `found`, of which `device` are on the device; why they are
+        fewer; and the item that would have been split."""
         prompt, options, _ = plan.request
         if not options.read:
             return 0, MissReason.OPTIONS, None
@@ -258,17 +259,17 @@ class Usable:
         return usable, MissReason.ITEM, cut
 
     def without_host(self, prompt: Prompt, match: PrefixMatch) -> int:
-        """Tokens that are usable of a match if nothing is loaded."""
+        """Tokens of a match that are usable if nothing is loaded."""
         return self._uncut(prompt, min(match.usable, match.device), match.device)
 
     def _uncut(self, prompt: Prompt, usable: int, device: int) -> int:
-        """The last boundary that cuts no item. The one before an item may lie in another."""
+        """The last boundary that splits no item. A boundary before one item may split another."""
         while (cut := prompt.cut_item(usable)) is not None:
             usable = self._before(cut.start, device)
         return usable
 
     def _before(self, position: int, device: int) -> int:
-        """The last boundary not beyond a position: of a block on the device, of a page on the
+        """The last boundary at or before a position: of a block on the device, of a page on the
         host."""
         block, tokens = self._state.device.block_tokens, self._state.page_tokens
         on_device = min(position, device) // block * block
@@ -284,7 +285,7 @@ class Usable:
         return self._costs is None or bool(self._costs.worth_loading(pages))
 
 
-# ---- The lookup.
+# ---- PrefixLookup
 
 
 class PrefixLookup:
@@ -294,7 +295,7 @@ class PrefixLookup:
         """Nothing is planned yet.
 
         Args:
-            costs: as of `KVCacheManager`.
+            costs: see `KVCacheManager`.
         """
         self._state, self._storage = state, state.storage
         self.usable = Usable(state, costs)
@@ -302,11 +303,11 @@ class PrefixLookup:
         self._failed: dict[Hashable, Prompt] = {}
         """Prompts of requests whose last plan failed."""
         self._computing: dict[bytes, Hashable] = {}
-        """Keys of blocks that running requests will have computed; with "wait" only."""
+        """With "wait" only: keys of blocks that running requests are computing."""
         self._index = state.device.index
-        """The index in which the device's blocks are pinned: another one has none of these pins."""
+        """The device index that has the plans' pins; a new index has none of them."""
 
-    # ---- arguments
+    # ---- Arguments
 
     def single(
         self,
@@ -316,7 +317,7 @@ class PrefixLookup:
         limit: int | None,
         device_tokens: int | None,
     ) -> LookupBatch:
-        """A batch of one request to be planned; raises as `batch`. Half a microsecond for usual
+        """A batch of one request to plan; raises as `batch`. Costs half a microsecond for usual
         arguments."""
         state = self._state
         usual = (
@@ -339,7 +340,7 @@ class PrefixLookup:
         limits: Sequence[int | None] | None,
         device_tokens: Sequence[int] | None,
     ) -> LookupBatch:
-        """Requests to be planned.
+        """A batch of requests to plan.
 
         Raises:
             ConfigError: says which of the arguments is wrong, and why.
@@ -351,7 +352,7 @@ class PrefixLookup:
         return self._within_tiers(lookup_batch(requests, prompts, options, limits, device_tokens))
 
     def _within_tiers(self, batch: LookupBatch) -> LookupBatch:
-        """The same, limited to the tiers that this manager has."""
+        """The batch, limited to the tiers that this manager has."""
         tiers = self._state.tiers
         if tiers is TIERS:
             return batch
@@ -359,7 +360,7 @@ class PrefixLookup:
         options = [each.within(tiers) for each in options]
         return LookupBatch(requests, prompts, options, limits, device_tokens)
 
-    # ---- plans and peeks
+    # ---- Plans and peeks
 
     def plan(
         self, batch: LookupBatch, spaces: Mapping[str, CacheScope | None] | None = None
@@ -367,7 +368,7 @@ class PrefixLookup:
         """See `KVCacheManager.plan_many`. An error of the cache is a miss.
 
         Args:
-            spaces: of the prompts' tenants, if they were looked up in this call.
+            spaces: spaces of the prompts' tenants, if this call has looked them up.
         """
         return self._state.guard.run(
             partial(self.find, batch, spaces),
@@ -420,9 +421,9 @@ class PrefixLookup:
         return [self._match(plan, plan.device, plan.host_pages, waits=False) for plan in plans]
 
     def peek_beyond(self, request: Hashable, limit: int | None) -> PrefixMatch | None:
-        """What is there for a request that was planned just now with a lower limit, found by
-        looking only at the part after that. Pins nothing. Not for an engine that has found its
-        device tokens itself.
+        """The match of a request with a higher limit than it was planned with just now. Looks only
+        at the part after the plan, and pins nothing. Not for an engine that finds its device tokens
+        itself.
 
         Args:
             limit: most tokens; None: the whole prompt.
@@ -453,12 +454,12 @@ class PrefixLookup:
     def _plans_of(
         self, batch: LookupBatch, spaces: Mapping[str, CacheScope | None] | None, now: float
     ) -> list[PendingRequest]:
-        """The plan of each request: the one that it has, if its arguments are as before."""
+        """The plan of each request: its present plan, if the arguments are the same."""
         if self._index is not self._state.device.index:
             self._index = self._state.device.index
             for plan in self._plans.values():
                 plan.settled = 0.0  # its pins were in the other index
-        if spaces is None:  # all of them, before a plan is renewed
+        if spaces is None:  # all spaces, before any plan is renewed
             spaces = self._spaces_of(batch.prompts)
         plans = []
         arguments = zip(batch.prompts, batch.options, batch.limits, strict=True)
@@ -472,7 +473,7 @@ class PrefixLookup:
     def _new(
         self, request: Hashable, arguments: LookupRequest, space: CacheScope | None, now: float
     ) -> PendingRequest:
-        """A request that was not looked up yet."""
+        """A plan that was not looked up yet."""
         state, options = self._state, arguments.options
         most, tiers = arguments.most if options.read and space is not None else 0, options.tiers
         blocks = most // state.device.block_tokens if "device" in tiers else 0
@@ -488,7 +489,7 @@ class PrefixLookup:
         before: PendingRequest | None,
         now: float,
     ) -> PendingRequest:
-        """A plan of other arguments, in the place of the one before."""
+        """A plan with other arguments, which replaces the one before."""
         same = before is not None and before.request.prompt == arguments.prompt
         if before is not None and same:  # its keys are hashed
             arguments = LookupRequest(before.request.prompt, arguments.options, arguments.limit)
@@ -501,17 +502,17 @@ class PrefixLookup:
             else:
                 self._stop_reading(before)
         if not plan.most:
-            self._let_go(request)  # what was planned before
+            self._let_go(request)  # the pins of the plan before
             plan.on_host = plan.pinned = False
         self._plans[request] = plan
         return plan
 
-    # ---- looking, tier by tier
+    # ---- Lookup, tier by tier
 
     def _due(self, plans: list[PendingRequest], now: float) -> list[PendingRequest]:
-        """Those that have to be looked up again. What a plan has found is pinned, so before half of
-        its time has passed only more can be found: and then the next key is there. What another
-        process does to the weights is seen when a space is looked up."""
+        """Plans that must be looked up again. A plan's pages are pinned, so before half of its time
+        has passed a lookup can only find more, and only if the next key has appeared. Clears by
+        other processes are noticed when a space is looked up."""
         settled: list[PendingRequest] = []
         due: list[PendingRequest] = []
         for plan in plans:
@@ -519,7 +520,7 @@ class PrefixLookup:
         if not settled:
             return plans
         host, device = self._state.host.index, self._state.device.index
-        host.peek(NO_KEYS)  # raises if it was closed, or disabled by an operator
+        host.peek(NO_KEYS)  # raises if the index is closed, or disabled by an operator
         for space, members in by_space(settled):
             next_device, next_host = [], []
             for plan in members:
@@ -542,11 +543,11 @@ class PrefixLookup:
         *,
         pin: bool,
     ) -> None:
-        """Look in every tier. Where a prompt's first page is in none, the rest is not hashed.
+        """Look in every tier. If a prompt's first page is in no tier, the rest is not hashed.
 
         Args:
-            device_tokens: that the engine itself found on the device; None: look there.
-            pin: whether what is found is pinned, and the rest read from storage.
+            device_tokens: tokens that the engine found on the device; None: look there.
+            pin: whether to pin what is found, and to read the rest from storage.
         """
         if device_tokens is not None:
             block = self._state.device.block_tokens
@@ -571,15 +572,15 @@ class PrefixLookup:
                 self._settle(plan, now)
 
     def _is_unhashed(self, plan: PendingRequest, space: CacheScope) -> bool:
-        """Whether its prompt was not hashed yet, and need not be if its first page is nowhere."""
+        """Whether its prompt is not hashed yet, and need not be if its first page is nowhere."""
         if self._storage is not None and "storage" in plan.request.options.tiers:
-            return False  # storage is asked for pages that follow
+            return False  # storage needs the keys of the following pages
         return not plan.request.prompt.is_hashed(space.device_spec)
 
     def _look_for_first_pages(
         self, space: CacheScope, fresh: list[PendingRequest], device_known: bool
     ) -> None:
-        """Note which of these prompts have their first page in no tier, as most that are new."""
+        """Note which prompts have their first page in no tier, as most new prompts do."""
         device, host = self._state.device.index, self._state.host.index
         begun: set[PendingRequest] = set()
         if not device_known and device is not None and space.device is not None:
@@ -589,7 +590,7 @@ class PrefixLookup:
         keys = [plan.first_page_key() for plan in rest]
         begun.update(rest[i] for i in there(host, keys, space.host))
         for plan in fresh:
-            if plan not in begun:  # as a lookup of all its keys would have left it
+            if plan not in begun:  # the same result as a lookup of all its keys
                 plan.nowhere = True
                 plan.host_first = plan.host_pages = 0
                 plan.absent, plan.on_host = plan.pages, False
@@ -612,7 +613,7 @@ class PrefixLookup:
             plan.pinned = pin
 
     def _on_host(self, space: CacheScope, members: list[PendingRequest], *, pin: bool) -> None:
-        """Pages after those that the device has."""
+        """Look up the host pages after those that the device has."""
         index, tokens, ttl = self._state.host.index, self._state.page_tokens, 0.0
         asking, ids, parts = [], [], []
         for plan in members:
@@ -642,7 +643,7 @@ class PrefixLookup:
                     self._read(plan, space)
 
     def _read(self, plan: PendingRequest, space: CacheScope) -> None:
-        """Begin to read the following pages from storage, once for each request."""
+        """Begin to read the missing pages from storage, once for each request."""
         if plan.reading is not None or "storage" not in plan.request.options.tiers:
             return
         assert self._storage is not None
@@ -651,11 +652,11 @@ class PrefixLookup:
         self._state.tasks.add(plan.reading)
 
     def _settle(self, plan: PendingRequest, now: float) -> None:
-        """Note which keys have to appear before more of a plan can be found."""
+        """Note the keys that must appear before a lookup can find more."""
         device, space = self._state.device, plan.space
         plan.settled = 0.0
         if space is None or space.device is None or not plan.most or not device.owned:
-            return  # nothing was looked for; or an engine may evict what was found
+            return  # nothing was looked up; or an engine may evict what was found
         if plan.nowhere:
             plan.next_device, plan.next_host = plan.first_block_key(), plan.first_page_key()
         else:
@@ -667,15 +668,15 @@ class PrefixLookup:
                 plan.next_host = plan.host_keys[page].tobytes()
         plan.settled = now + plan.ttl / 2
 
-    # ---- the match
+    # ---- Match
 
     def _match(
         self, plan: PendingRequest, device: int, pages: int, *, waits: bool = True
     ) -> PrefixMatch:
-        """The match of so many tokens on the device and pages on the host.
+        """The match with `device` tokens on the device and `pages` pages on the host.
 
         Args:
-            waits: whether it says which running request to wait for.
+            waits: whether the match names a running request to wait for.
         """
         computing, reading = self._computing, plan.reading
         if plan.match is not None and plan.matched == (device, pages) and not computing:
@@ -705,7 +706,7 @@ class PrefixLookup:
         return match
 
     def _other(self, plan: PendingRequest, usable: int) -> Hashable | None:
-        """The request that computes the block that this one would compute first."""
+        """The running request that computes the first block that this one would compute."""
         if plan.space is None:
             return None
         block = usable // self._state.device.block_tokens
@@ -722,31 +723,31 @@ class PrefixLookup:
         return other
 
     def computes(self, running: Request) -> None:
-        """A request begins to compute the blocks that were not found."""
+        """Note that a request computes the blocks that were not found."""
         if self._state.config.same_prefix == "wait" and running.options.write:
             for key in running.device_chain.keys[running.named :]:
                 self._computing.setdefault(key.tobytes(), running.id)
 
     def computed(self, running: Request) -> None:
-        """A request has ended: it will compute no more blocks."""
+        """Note that a request has ended and computes no more blocks."""
         if self._computing:
             for key in running.device_chain.keys:
                 if self._computing.get(digest := key.tobytes()) == running.id:
                     del self._computing[digest]
 
-    # ---- plans that failed
+    # ---- Failed plans
 
     def failed(self, request: Hashable) -> bool:
-        """Whether the last plan of a request failed, or was let go of."""
+        """Whether the last plan of a request failed, or was released by `let_go`."""
         return request in self._failed
 
     def missed(self, request: Hashable, prompt: Prompt) -> PrefixMatch:
-        """Nothing is found; `prompt_of` knows the prompt."""
+        """Note a failed plan. Returns an empty match; `prompt_of` returns the prompt."""
         self._failed[request] = prompt
         return PrefixMatch(len(prompt), why=MissReason.DISABLED)
 
     def prompt_of(self, request: Hashable) -> Prompt:
-        """The prompt of a request whose plan failed, or cannot be taken. The plan goes.
+        """The prompt of a request whose plan failed, or cannot be taken. Forgets the plan.
 
         Raises:
             LeaseLost: it was not planned.
@@ -758,8 +759,8 @@ class PrefixLookup:
         return failed if failed is not None else plan.request.prompt  # type: ignore[union-attr]
 
     def holds(self, request: Hashable, now: float) -> bool:
-        """Whether what was planned is pinned for at least half of its time still, so that planning
-        it again would find no less. Never where an engine may evict it, or others are waited for.
+        """Whether a plan is pinned for at least half of its time still, so that planning again
+        would find no less. False if an engine may evict the blocks, and with "wait".
 
         Args:
             now: `time.monotonic()`.
@@ -771,12 +772,12 @@ class PrefixLookup:
             return False
         return plan.settled > now or not plan.most
 
-    # ---- taking
+    # ---- Take
 
     def reading(self, request: Hashable, now: float) -> tuple[StorageTask, float] | None:
-        """The task that reads from storage for a plan that is to be taken, and for how many seconds
-        it is waited for still: in all, from the first call on, as long as computing the absent
-        tokens takes. None: it has ended, or this time is up. What the plan has found stays pinned.
+        """The storage read of a plan that is to be taken, and the seconds left to wait for it. The
+        whole wait, from the first call on, is as long as computing the absent tokens takes. None:
+        the read has ended, or the time is up. What the plan has found stays pinned.
         """
         plan = self._plans.get(request)
         if plan is None or plan.space is None or plan.reading is None or plan.reading.over:
@@ -793,12 +794,11 @@ class PrefixLookup:
     def take(
         self, request: Hashable
     ) -> tuple[PendingRequest, PrefixMatch, Lease | None, Lease | None]:
-        """The plan, its usable match, and its pins on the device and the host. What was let go,
-        since the plan's time was up, is looked up once more. A read in flight continues, for later
-        requests.
+        """The plan, its usable match, and its pins on the device and the host. An expired plan is
+        looked up once more. A read in flight continues, for later requests.
 
         Raises:
-            LeaseLost: there is none.
+            LeaseLost: there is no plan.
         """
         plan = self._plans.get(request)
         if plan is None:
@@ -819,7 +819,7 @@ class PrefixLookup:
                 hit, host = self._leases_of(plan)
         except BaseException:
             self.cancel(request)
-            self._failed[request] = plan.request.prompt  # it may still run, without the cache
+            self._failed[request] = plan.request.prompt  # it may still run without the cache
             raise
         del self._plans[request]
         if plan.read_until is not None:
@@ -830,8 +830,8 @@ class PrefixLookup:
         return plan, match, hit, host
 
     def _look_again(self, plan: PendingRequest) -> None:
-        """Look once more for a plan that is to be taken."""
-        # An engine that owns its blocks has said how many tokens it has.
+        """Look up a plan that is to be taken once more."""
+        # An engine that owns its blocks has reported its tokens.
         device_tokens = None if self._state.device.owned else [plan.device]
         self._look([plan], device_tokens, time.monotonic(), pin=True)
 
@@ -839,7 +839,7 @@ class PrefixLookup:
         """The pages that are pinned for a plan, on the device and the host.
 
         Raises:
-            LeaseLost: they were let go, since the plan's time was up.
+            LeaseLost: the plan has expired.
         """
         state, hit, host = self._state, None, None
         try:
@@ -853,11 +853,11 @@ class PrefixLookup:
             raise
         return hit, host
 
-    # ---- forgetting
+    # ---- Forgetting plans
 
     def _let_go(self, request: Hashable) -> None:
         for tier in (self._state.device, self._state.host.index):
-            # Closed: nothing is pinned any more. Else its pins go at the plan's time limit.
+            # A closed tier has no pins; otherwise the pins end when the plan expires.
             with contextlib.suppress(LightcacheError):
                 tier.cancel(request)
 
@@ -874,25 +874,25 @@ class PrefixLookup:
         self._stop_reading(plan)
         plan.settled = 0.0
         self._let_go(request)
-        self._plans.pop(request, None)  # last: an interrupt before leaves what is cancelled again
+        self._plans.pop(request, None)  # last: after an interrupt before this, all is repeated
 
     def let_go(self) -> None:
-        """The manager has disabled itself: nothing stays pinned. Requests that were planned may
-        begin, and find nothing."""
+        """Drop all pins, because the manager has disabled itself. Planned requests may begin, and
+        find nothing."""
         for request, plan in list(self._plans.items()):
             self.cancel(request)
             self._failed[request] = plan.request.prompt
 
     def close(self) -> None:
-        """Forget all of them."""
+        """Forget all plans."""
         for request in list(self._plans):
             self.cancel(request)
         self._failed.clear()
 
 
 def wait_for_read(task: StorageTask, seconds: float) -> bool:
-    """Wait for a read from storage. False: it cannot be waited for; what it has brought is there,
-    and counts."""
+    """Wait for a read from storage. False: the wait failed; pages that were read are there, and
+    count."""
     try:
         task.wait(seconds)
     except WaitTimeout:

@@ -74,10 +74,10 @@ if TYPE_CHECKING:
     from lightcache.storage.tier import BaseTier
 
 TELL = 0.5
-"""Seconds between two times at which our figures are added to the node's counters."""
+"""Seconds between two updates of the node's counters."""
 
 
-# ---- The parts that a manager is given.
+# ---- Checks of a manager's parts
 
 
 def check_parts(host: Any, device: Any, backend: Any, config: Any, storage: Any) -> None:
@@ -108,10 +108,10 @@ def check_parts(host: Any, device: Any, backend: Any, config: Any, storage: Any)
 
 
 def check_blocks(backend: Any, blocks: int, block_tokens: int) -> None:
-    """Check the number of device blocks, if their transfer backend knows how many there can be.
+    """Check the number of device blocks, if the transfer backend knows the device's slots.
 
     Raises:
-        ConfigError: more than the device has room for.
+        ConfigError: more blocks than the device has room for.
     """
     slots = getattr(backend, "slots", None)
     if slots is not None and blocks * block_tokens > slots:
@@ -123,10 +123,10 @@ def check_blocks(backend: Any, blocks: int, block_tokens: int) -> None:
 
 
 def storage_of(host: Cache, storage: BaseTier | str | Sequence[str] | None) -> BaseTier | None:
-    """The tier; opened here, with a storage of its own, if it is a URL or several.
+    """The storage tier. A URL, or several, is opened here as a tier of its own.
 
     Raises:
-        ConfigError: neither, a tier of another cache, or no such URL.
+        ConfigError: neither a tier nor a URL, a tier of another cache, or no such URL.
         StorageError: the storage cannot be opened.
     """
     if storage is None:
@@ -152,16 +152,16 @@ def storage_of(host: Cache, storage: BaseTier | str | Sequence[str] | None) -> B
     return tier
 
 
-# ---- The manager.
+# ---- The manager
 
 
 class KVCacheManager:
-    """What a scheduler holds. One for each engine, or for each data-parallel rank of one; all of a
-    node share the host cache.
+    """The prefix cache of one scheduler: one for each engine, or for each data-parallel rank. All
+    managers of a node share the host cache.
 
-    A request's way: `plan` it while it waits, as often as you like; `take` it; `allocate` (owned
-    devices); `load` what is to be loaded; `commit` as tokens are computed; `release`. Call `poll`
-    each step. Calls may come from several threads; none waits for bytes unless it says so.
+    The calls for a request: `plan` while it waits, as often as you like; `take`; `allocate` (owned
+    devices); `load`; `commit` as tokens are computed; `release`. Call `poll` each step. Several
+    threads may call; no call waits for a copy unless its docstring says so.
     """
 
     def __init__(
@@ -176,30 +176,32 @@ class KVCacheManager:
         weights: str = "",
         counters: NodeCounters | None = None,
     ) -> None:
-        """Everything stays the caller's to close, after the manager, but for what it opens.
+        """The caller closes the parts it gives, after the manager; `close` closes what was opened
+        here.
 
         Args:
-            host: the node's cache; its `page_tokens` must be a multiple of the device's block, or a
-                part of it. None: the device alone, without a host cache. Nothing is moved then.
-                Keys are those of a cache of one page, "DEVICE.keys", which the manager opens.
+            host: the node's cache; its `page_tokens` is a multiple or a divisor of the device's
+                block. None: no host cache, and nothing is moved. The manager then opens
+                "DEVICE.keys", a cache of one page, for its keys.
             device: `ManagedBlocks` or `MirroredBlocks`.
-            backend: moves bytes between the two; None where there is no host cache.
-            costs: `lightcache.costs.Costs`: whether so few pages are worth loading; None: always.
+            backend: moves bytes between host and device; None without a host cache.
+            costs: `lightcache.costs.Costs`: decides whether few pages are worth loading; None:
+                always load.
             storage: a `StorageTier` or `StorageClient` of the same cache; or a URL, or several, as
                 "disk:/mnt/nvme/cache?capacity=1TiB", opened here and closed by `close`; None: none.
             weights: version of the weights that are being served.
-            counters: of the node, which our figures are added to; None: they stay our own.
+            counters: the node's counters, to which ours are added; None: they stay our own.
 
         Raises:
             ConfigError: page sizes that do not fit each other, more blocks than the engine's planes
-                hold, or something else than it says.
+                hold, or a part of the wrong type.
             StorageError: the storage cannot be opened.
         """
         self.config = ManagerConfig() if config is None else config
         check_parts(host, device, backend, self.config, storage)
         check_blocks(backend, device.blocks, device.block_tokens)
         self.tiers = TIERS if host is not None else DEVICE_ALONE
-        """Where requests may be read from and written to at most."""
+        """Tiers that requests may read from and be written to."""
         self._own_host = open_keys(device) if host is None else None
         host = host or self._own_host
         assert host is not None
@@ -223,9 +225,9 @@ class KVCacheManager:
             weights,
             self._let_go,
         )
-        """Shared by its parts; for them, and for a manager that is built on this one."""
+        """State shared by the manager's parts, and by a manager that is built on this one."""
         self.lookup = PrefixLookup(state, costs)
-        """For a manager that is built on this one, as `offloader`."""
+        """`lookup` and `offloader`: also for a manager that is built on this one."""
         self.offloader = Offloader(state)
         self._lock, self._guard, self._traffic = state.lock, state.guard, state.traffic
         self._counts, self._recent = state.counts, state.recent
@@ -237,10 +239,10 @@ class KVCacheManager:
 
     @property
     def backend(self) -> TransferBackend:
-        """What moves the bytes; moves none where there is no host cache."""
+        """The transfer backend; a `NullBackend` without a host cache."""
         return self.state.backend
 
-    # ---- finding
+    # ---- Lookup
 
     def plan(
         self,
@@ -251,18 +253,18 @@ class KVCacheManager:
         limit: int | None = None,
         device_tokens: int | None = None,
     ) -> PrefixMatch:
-        """The longest prefix over all tiers, pinned tentatively: `take` yields no less, within the
-        time limit of the plan; after it, what is there then. Planning again is cheap, and replaces
-        what was planned before. What storage alone has is being read from now on: `pending`.
+        """Find the longest cached prefix over all tiers and pin it tentatively. Until the plan
+        expires `take` yields no less; later it yields what is there then. Planning again is cheap
+        and replaces the plan. Reading starts now for what only storage has: `pending`.
 
         Args:
             request: its id, any hashable.
-            limit: most tokens to reuse, for example where prompt log-probabilities are wanted from
-                there on, or for draft layers.
-            device_tokens: attached devices: what the engine found itself; None: look in the mirror.
+            limit: most tokens to reuse: for prompt log-probabilities from there on, for example, or
+                for draft layers.
+            device_tokens: attached devices: tokens that the engine found; None: look in the mirror.
 
         Raises:
-            ConfigError: an argument is not what it should be; says which.
+            ConfigError: a wrong argument; says which.
             Detached: the manager is closed.
         """
         with self._lock:
@@ -284,7 +286,7 @@ class KVCacheManager:
         """`plan` for a whole queue in one call. A refused call changes nothing.
 
         Raises:
-            ConfigError: something is wrong with one of them, or they are not as many; says which.
+            ConfigError: a wrong argument, or lists of different lengths; says which.
             Detached: the manager is closed.
         """
         with self._lock:
@@ -303,13 +305,13 @@ class KVCacheManager:
         device_tokens: Sequence[int] | None = None,
     ) -> list[PrefixMatch]:
         """What `plan_many` would find on the device and the host now. Nothing is pinned, counted as
-        used, or asked of storage: it may be gone when it is planned. Arguments and errors as there,
-        but that it does not matter whether the manager is closed."""
+        used, or asked of storage, so a later plan may find less. Arguments and errors as
+        `plan_many`; a closed manager answers too."""
         with self._lock:
             return self.lookup.peek(prompts, options, limits, device_tokens)
 
     def cancel(self, request: Hashable) -> None:
-        """Forget a plan. Harmless if there is none."""
+        """Forget a plan. Does nothing if there is none."""
         check_hashable([request], "cancel")
         with self._lock:
             self.lookup.cancel(request)
@@ -321,19 +323,19 @@ class KVCacheManager:
     def take(self, request: Hashable, *, wait: bool = False) -> PrefixMatch | None: ...
 
     def take(self, request: Hashable, *, wait: bool = False) -> PrefixMatch | None:
-        """Begin a request: what was planned is its own from now on, and what has come since.
+        """Begin a request. It owns what was planned for it, and what has become ready since.
 
-        While storage is being read for it the answer is None, "not yet": ask again in the next
-        step. A read is waited for as long as computing what it may bring would take, by the pace of
-        the requests before, from the first call on; 1 s while no pace is known. Then the request
-        begins with what is there. The read goes on, and serves those who come next.
+        Returns None, "not yet", while storage is being read for the request: call again in the next
+        step. The wait, counted from the first call, is limited to the time that computing what the
+        read may bring would take, at the pace of earlier requests; 1 s while no pace is known. Then
+        the request begins with what is there; the read continues, for later requests.
 
         Args:
-            wait: block until the read is over, or its time is: the answer is never None.
+            wait: block until the read has finished or its time is up: never returns None.
 
         Raises:
-            LeaseLost: it was not planned, or was cancelled; plan it first.
-            ConfigError: it runs already.
+            LeaseLost: the request was not planned, or was cancelled; plan it first.
+            ConfigError: the request runs already.
         """
         broken = False
         while True:
@@ -348,8 +350,8 @@ class KVCacheManager:
             broken = not wait_for_read(*reading)  # other threads may call meanwhile
 
     def begin(self, request: Hashable) -> PrefixMatch:
-        """`take` with what there is now, whatever is being read; for a manager that is built on
-        this one, under the lock. Raises as `take`."""
+        """`take` without waiting for a storage read; for a manager that is built on this one, under
+        the lock. Raises as `take`."""
         self._check_take(request)
         return self._begin(request)
 
@@ -359,7 +361,7 @@ class KVCacheManager:
             raise ConfigError(f"take: the request {request!r} runs already; release it first")
 
     def _begin(self, request: Hashable) -> PrefixMatch:
-        if self.lookup.failed(request):  # it was counted then
+        if self.lookup.failed(request):  # the failure is counted already
             running = self._without_cache(request)
         else:
             running = self._guard.run(
@@ -386,7 +388,7 @@ class KVCacheManager:
             for lease in (hit, host):
                 if lease is not None:
                     lease.close()
-            self.lookup.missed(request, plan.request.prompt)  # it may still run, without
+            self.lookup.missed(request, plan.request.prompt)  # it may still run without the cache
             raise
         self.lookup.computes(running)
         return running
@@ -423,7 +425,7 @@ class KVCacheManager:
             running.table = hit.pages[:blocks].copy()
             running.kind = bytearray([LEASED]) * blocks
         running.named = blocks
-        if first:  # else none of it need be hashed yet
+        if first:  # else nothing needs to be hashed yet
             running.written = self.host.peek(host_chain.keys[:first], namespace=space.host)
         if running.written == first and host is not None:
             running.written += len(host)
@@ -442,22 +444,23 @@ class KVCacheManager:
             cut_items=int(match.why is MissReason.ITEM),
         )
 
-    # ---- running
+    # ---- Running requests
 
     def allocate(self, request: Hashable, tokens: int, *, timeout: float | None = 0.0) -> Pages:
-        """Owned devices: blocks for so many tokens in all, and the decode reserve. Returns the
-        whole table, int32.
+        """Owned devices: grow the request's table to `tokens` tokens and the decode reserve.
+        Returns the whole table, int32.
 
-        With `WritePolicy.BACK` named blocks that have to make room are written to the host first.
-        That goes on beside you, so there may be no room yet: `poll`, and ask again, or wait here.
+        With `WritePolicy.BACK` named blocks are written to the host before they are evicted. The
+        write runs in the background, so there may be no room yet: `poll` and call again, or wait.
 
         Args:
-            timeout: seconds that it may block while blocks are being written back; None: as long
-                as that takes.
+            tokens: of the request in all, not only new ones.
+            timeout: seconds that the call may block while blocks are written back; None: until they
+                are written.
 
         Raises:
-            OutOfPages: so many cannot be had, or not yet. Nothing changed; preempt somebody, or
-                wait, or `skip_load` what the host has and ask for fewer.
+            OutOfPages: not enough blocks, or not yet. Nothing changed; preempt a request, or wait,
+                or `skip_load` what the host has and ask for fewer.
             ConfigError: no number of tokens, or of seconds.
             LeaseLost: no such request.
         """
@@ -472,7 +475,7 @@ class KVCacheManager:
                     left = None if end is None else end - time.monotonic()
                     if not copy or (left is not None and left <= 0):
                         raise
-            with contextlib.suppress(WaitTimeout):  # tried once more, which raises
+            with contextlib.suppress(WaitTimeout):  # the next try raises OutOfPages
                 copy.block(left)  # other threads may call meanwhile
 
     def _allocated(self, request: Hashable, tokens: int) -> Pages:
@@ -492,7 +495,7 @@ class KVCacheManager:
             raise
         table = np.concatenate([running.table, fresh.pages])
         kind = running.kind + bytes([HELD]) * len(fresh)
-        # They are the request's from here on; until then `fresh` gives them back.
+        # From here on the request owns the blocks; until then `fresh` gives them back.
         assign((running, running, fresh), ("table", "kind", "ended"), (table, kind, True))
         return running.table
 
@@ -509,11 +512,11 @@ class KVCacheManager:
         return device.hold(missing)
 
     def can_allocate(self, blocks: int, *, evict: bool = False) -> bool:
-        """Owned devices: whether so many blocks could be had now. Advisory unless `evict`.
+        """Owned devices: whether so many blocks are available now. Advisory unless `evict`.
 
         Args:
-            evict: free them now, those unused for longest first; what they held is dropped. With
-                `WritePolicy.BACK` it is written to the host first: False while that goes on.
+            evict: free them now, least recently used first; their KV is dropped. With
+                `WritePolicy.BACK` it is written to the host first: returns False meanwhile.
         """
         with self._lock:
             device = self._owned("can_allocate")
@@ -529,11 +532,11 @@ class KVCacheManager:
                 return False
 
     def skip_load(self, request: Hashable) -> PrefixMatch:
-        """Instead of `load`, when there is no room for what it would bring: the host's pages go
-        back, the device's part stays, the rest is computed. Returns what is usable now.
+        """Call this instead of `load` when there are no blocks to load into: the host pages are
+        given back, the device's part stays, the rest is to be computed. Returns the new match.
 
         Raises:
-            ConfigError: it was fetched already.
+            ConfigError: the request was loaded already.
             LeaseLost: no such request.
         """
         with self._lock:
@@ -554,7 +557,7 @@ class KVCacheManager:
             return running.match
 
     def load(self, request: Hashable, table: Pages | None = None) -> LoadHandle:
-        """Bring what was found on the host to the device. Returns at once.
+        """Copy the host pages that were found to the device. Returns at once.
 
         Args:
             table: attached devices: the request's blocks, for `match.usable` tokens at least.
@@ -586,17 +589,17 @@ class KVCacheManager:
         new_tokens: Tokens | None = None,
         table: Pages | None = None,
     ) -> Mapping[int, int]:
-        """The KV of the first `total` tokens is on the device: full blocks get their names, and go
-        to the host by the write policy.
+        """Report that the KV of the first `total` tokens is on the device. Full blocks get names
+        and are written to the host by the write policy.
 
         Args:
-            total: computed and accepted. Never those that speculation may take back.
-            new_tokens: ids of what was generated since the last call.
+            total: tokens computed and accepted, without those that speculation may take back.
+            new_tokens: ids of the tokens generated since the last call.
             table: attached devices: the request's blocks.
 
         Returns:
-            Blocks to exchange in the table: position -> block. Owned devices only, where another
-            block holds the same already; the old one is given back.
+            Blocks to exchange in the table, position -> block: owned devices only, where another
+            block has the same content already. The old block is given back.
         """
         tables, delivery = None if table is None else [table], Delivery()
         changed = self._commit([request], [total], [new_tokens], tables, delivery)
@@ -610,11 +613,11 @@ class KVCacheManager:
         new_tokens: Sequence[Tokens | None] | None = None,
         tables: Sequence[Pages] | None = None,
     ) -> list[Mapping[int, int]]:
-        """`commit` for a whole batch in one call, of different requests. All of it is looked at
-        first: a refused call changes nothing.
+        """`commit` for a batch of different requests in one call. All arguments are checked first:
+        a refused call changes nothing.
 
         Raises:
-            ConfigError: something is wrong with one of them, or they are not as many; says which.
+            ConfigError: a wrong argument, or lists of different lengths; says which.
             LeaseLost: no such request.
         """
         delivery = Delivery()
@@ -630,7 +633,8 @@ class KVCacheManager:
         tables: Sequence[Pages] | None,
         delivery: Delivery,
     ) -> list[Mapping[int, int]]:
-        """See `commit_many`. Exchanged blocks are returned again unless the delivery is done."""
+        """See `commit_many`. Until the delivery is done, later calls return exchanged blocks
+        again."""
         with self._lock:
             self._full_blocks.settle()
             known = self._requests
@@ -652,7 +656,7 @@ class KVCacheManager:
                 for each, table in zip(running, tables, strict=True):
                     each.table = table
             self._guard.run(partial(self._publish, running), nothing)
-            # Also what was exchanged before an error, or in a call that an interrupt has ended.
+            # Includes blocks exchanged before an error, or in a call that an interrupt ended.
             if not [each for each in running if each.owed is not None]:  # nearly always
                 return [NOTHING] * len(running)
             return [NOTHING if each.owed is None else each.owed.by(delivery) for each in running]
@@ -670,12 +674,12 @@ class KVCacheManager:
         self.offloader.due(running, spaces)
 
     def release(self, request: Hashable, *, publish: bool = True, wait: bool = False) -> None:
-        """End a request. Its blocks are free when no copy touches them any more; named ones stay to
-        be found. Harmless if there is no such request (it may have ended by a clear).
+        """End a request. Its blocks are freed when no copy touches them any more; named blocks stay
+        cached. Does nothing if there is no such request (a clear may have ended it).
 
         Args:
-            publish: False: an abort; what is not written yet is not written.
-            wait: block until its copies are over.
+            publish: False: an abort; pages that are not written yet are not written.
+            wait: block until its copies have finished.
         """
         self.release_many([request], publish=publish)
         if wait:
@@ -694,8 +698,8 @@ class KVCacheManager:
                 self._frees.poll(ended)
 
     def _end(self, requests: Sequence[Hashable], publish: bool) -> list[Request]:
-        """Move those of these requests that run to the pending frees: all or, after an interrupt,
-        none."""
+        """Move the running ones of these requests to the pending frees: all of them or, after an
+        interrupt, none."""
         running = self._requests
         ended = [running[each] for each in dict.fromkeys(requests) if each in running]
         for each in ended:
@@ -717,7 +721,7 @@ class KVCacheManager:
             self._full_blocks.cache_blocks(late, spaces)
         self.offloader.rest(ended, spaces)
 
-    # ---- for a manager that is built on this one, under the lock
+    # ---- For a manager that is built on this one, under the lock
 
     def request(self, request: Hashable) -> Request:
         """A request between `take` and `release`.
@@ -740,7 +744,7 @@ class KVCacheManager:
         return self._requests.get(running.id) is not running and running not in self._frees
 
     def untake(self, request: Hashable) -> Request:
-        """As if a request had not been taken: its KV goes back, and it is not counted.
+        """Undo `take`: give back the request's KV and do not count it.
 
         Raises:
             LeaseLost: no such request.
@@ -753,21 +757,20 @@ class KVCacheManager:
         return running
 
     def needs_host(self, call: str) -> None:
-        """Raises ConfigError where there is no host cache."""
+        """Raises ConfigError without a host cache."""
         if self._own_host is not None:
             raise ConfigError(
                 f"{call}: expected a manager with a host cache, found one of a device alone; pages "
                 "travel through the host"
             )
 
-    # ---- the end
-
+    # ---- Close
     def close(self, timeout: float | None = 10.0) -> None:
-        """Wait for the copies, give back everything. The caches stay the caller's. Nothing is
-        planned any more, and so nothing runs. Harmless when that was done before.
+        """Wait for the copies and give back everything. The caches stay the caller's. Every later
+        `plan` raises Detached. Does nothing when the manager is closed already.
 
         Raises:
-            WaitTimeout: a copy goes on; call again.
+            WaitTimeout: a copy is still in flight; call again.
             ConfigError: no number of seconds; nothing was closed.
             As `poll`, when all of this is done.
         """
@@ -784,10 +787,10 @@ class KVCacheManager:
         with self._lock:
             self._write_back.poll()
             self._tell()
-        if self._own_storage is not None:  # what ended requests have to be written is written
+        if self._own_storage is not None:  # pages of ended requests are all on the host now
             self._own_storage.close()
             with self._lock:
-                self._tell()  # of what was written just now
+                self._tell()  # counts what was written just now
         if self._own_host is not None:
             self._own_host.close()
         with self._lock:
@@ -800,7 +803,7 @@ class KVCacheManager:
         leave(self.close, error)
 
     def _let_go(self) -> None:
-        """The manager has disabled itself: pins that are not needed go."""
+        """The manager has disabled itself: drop the pins that are not needed."""
         self.lookup.let_go()
         for running in self._requests.values():
             running.let_go_of_host()
@@ -810,16 +813,18 @@ class KVCacheManager:
             raise ConfigError(f"{call}: the engine owns the blocks of an attached device")
         return self.device
 
-    # ---- keeping order
+    # ---- Polling and device blocks
 
     def poll(self) -> int:
-        """Each step: notice what is over, begin what waits, give back what has ended, and finish
-        what an interrupt has left. Returns the transfers in flight. Does not block.
+        """Call each step: notice finished transfers, begin queued ones, free the blocks of ended
+        requests, and complete what an interrupt left. Returns the number of transfers in flight.
+        Does not block.
 
         Raises:
-            Whatever a transfer backend has raised since the last call, in whichever of ours, that
-            is none of our errors: once, when all of this is done. Of several the first; the others
-            are logged. So too what a storage has raised when a request or a plan ended.
+            Any exception that is none of our errors and that a transfer backend has raised since
+            the last call, in any call: raised once, when all of this is done. The first of several
+            is raised; the others are logged. The same goes for what a storage raised when a
+            request or a plan ended.
         """
         with self._lock:
             going = self._traffic.poll()
@@ -841,8 +846,8 @@ class KVCacheManager:
                 self._guard.run(demote, lambda: 0, proves=False)
 
     def in_flight(self, blocks: Pages | Sequence[int] | None = None) -> Any:
-        """Which of these device blocks a copy reads or writes: bool of their shape; none does of
-        what is no block, as the -1 that pads a table. None: how many transfers go on, as `poll`.
+        """Which of these device blocks a copy reads or writes: bool of their shape; False for what
+        is no block, as the -1 that pads a table. None: the number of transfers, as `poll`.
 
         Raises:
             ConfigError: no block numbers.
@@ -856,11 +861,11 @@ class KVCacheManager:
     def wait_blocks(
         self, blocks: Pages | Sequence[int] | None = None, timeout: float | None = None
     ) -> None:
-        """Until no copy touches these blocks (None: any): before they are used for something else,
-        as when a request is preempted or aborted. Blocks.
+        """Block until no copy touches these blocks (None: any block). Call it before they are used
+        for something else, as when a request is preempted or aborted.
 
         Raises:
-            WaitTimeout: a copy still does.
+            WaitTimeout: a copy still touches one.
             ConfigError: no number of seconds, or no block numbers.
         """
         self._traffic.wait(None if blocks is None else numbers_of(blocks).reshape(-1), timeout)
@@ -875,9 +880,9 @@ class KVCacheManager:
             return self.device.evicted(numbers_of(blocks))
 
     def evicting(self, blocks: Pages | Sequence[int]) -> int:
-        """Attached devices, with write-back: these blocks are going to be evicted. Begins to write
-        to the host what they hold; report them as `evicted` when `wait_blocks` or `in_flight` says
-        that no copy touches them. Returns how many pages are on their way."""
+        """Attached devices, with write-back: the engine is going to evict these blocks. Begins to
+        write their content to the host; report them as `evicted` when `wait_blocks` or `in_flight`
+        says that no copy touches them. Returns how many pages are being written."""
         with self._lock:
             index = self.device.index
             if index is None or not isinstance(self.device, MirroredBlocks):
@@ -886,11 +891,11 @@ class KVCacheManager:
             return self._write_back.evicting(named, index.keys_of(named))
 
     def set_blocks(self, blocks: int) -> None:
-        """The engine has found out how many device blocks fit, or has changed it: the device's
-        index begins empty. Plans are forgotten; the host keeps what it has.
+        """Set the number of device blocks, once the engine knows it or has changed it. The device's
+        index begins empty and plans are forgotten; the host keeps its pages.
 
         Raises:
-            InUse: a request runs, or a copy goes on; release, and wait for it.
+            InUse: a request runs, or a copy is in flight; release it, and wait for it.
             ConfigError: not 1 to 40 million, or more than the engine's planes hold.
         """
         with self._lock:
@@ -903,23 +908,23 @@ class KVCacheManager:
                     f"set_blocks: {len(self._requests)} requests run, and {copies} copies go on "
                     "or wait; release, resume, and wait for them first"
                 )
-            count(blocks, "blocks", 1, MAX_PAGES)  # before anything is forgotten
+            count(blocks, "blocks", 1, MAX_PAGES)  # checked before anything is forgotten
             check_blocks(self.backend, blocks, self.device.block_tokens)
             self.lookup.close()
             self._write_back.close()
             self.device.set_blocks(blocks)
 
-    # ---- prefixes, whoever runs
+    # ---- Prefixes, independent of running requests
 
     def protect(self, prompt: Prompt) -> Mapping[str, int]:
         """Protect every cached page and block of a prompt, on the host and on an owned device, from
-        eviction until `unprotect` or a weights update. Returns the tokens kept, by tier."""
+        eviction until `unprotect` or a weights update. Returns the tokens protected, by tier."""
         with self._lock:
             self.state.check_open("protect")
             return self._set_kept(prompt, True)
 
     def unprotect(self, prompt: Prompt) -> Mapping[str, int]:
-        """Undo `keep`."""
+        """Undo `protect`."""
         with self._lock:
             return self._set_kept(prompt, False)
 
@@ -936,8 +941,8 @@ class KVCacheManager:
         return {"host": pages * self.page_tokens, "device": blocks * device.block_tokens}
 
     def drop(self, prompt: Prompt, start: int = 0) -> Mapping[str, int]:
-        """Evict a branch now, from its end up to token `start`, as far as no other request uses it.
-        Returns the tokens dropped, by tier."""
+        """Evict a prompt's pages now, from the end back to token `start`, unless another request
+        uses them. Returns the tokens dropped, by tier."""
         with self._lock:
             if start < 0:
                 raise ConfigError(f"start: expected a token's position, found {start}")
@@ -954,7 +959,7 @@ class KVCacheManager:
             return {"host": pages * self.page_tokens, "device": blocks * device.block_tokens}
 
     def prefetch(self, prompt: Prompt) -> StorageTask:
-        """Begin to bring a prompt's pages from storage to the host, before a request needs them.
+        """Begin to read a prompt's pages from storage to the host, before a request needs them.
         Returns the task."""
         with self._lock:
             if self._storage is None:
@@ -969,30 +974,29 @@ class KVCacheManager:
             return self._storage.prefetch(keys, first, namespace=space.host)
 
     def demote(self, blocks: int) -> int:
-        """Owned devices: begin to write back so many blocks, those unused for longest, and free
-        them. Returns how many are on their way."""
+        """Owned devices: begin to write back so many blocks, least recently used first, and free
+        them. Returns how many are being written."""
         with self._lock:
             return self._write_back.demote(count(blocks, "blocks", -(1 << 62), 1 << 62), "demote")
 
-    # ---- weights
-
+    # ---- Weights
     @property
     def weights_state(self) -> WeightsState:
-        """Whether what we serve is good, or was cleared, by whatever process."""
+        """Whether the served version is valid, or was cleared by this or another process."""
         with self._lock:
             return self._weights.state()
 
     def begin_update(self, timeout: float | None = None, *, wait: bool = True) -> None:
-        """The weights are about to change. From the first instant nothing of the present version is
-        found or published, in no process and no tier; neighbours on another version keep theirs.
-        Running requests go on, and publish nothing; their releases are harmless.
+        """Begin a change of weights. From this instant nothing of the present version is found or
+        published, in any process or tier; processes on another version keep theirs. Running
+        requests continue and publish nothing; release them as usual.
 
         Args:
-            wait: for transfers in flight; False: they run out without effect.
-            timeout: seconds for that.
+            wait: for transfers in flight; False: they finish without effect.
+            timeout: seconds to wait.
 
         Raises:
-            WaitTimeout: some go on; the update has begun all the same.
+            WaitTimeout: some transfers are still in flight; the update has begun all the same.
             ConfigError: no number of seconds; nothing was begun.
         """
         timeout = seconds_of(timeout)
@@ -1011,28 +1015,27 @@ class KVCacheManager:
             self._weights.finish(version)
 
     def clear_tenant(self, tenant: str) -> bool:
-        """Forget what a tenant has: from the first instant nothing of it is found or published, in
-        no process and no tier; other devices give it back when they look next. What it asks for
-        next begins empty. Its running requests go on, and publish nothing.
+        """Clear a tenant. From this instant nothing of it is found or published, in any process or
+        tier; other devices give back its blocks at their next lookup. Its next request begins
+        empty. Its running requests continue and publish nothing.
 
         Returns:
-            False: nothing was cleared, for the weights are being changed, or have gone.
+            False: nothing was cleared, because the weights are being changed or were cleared.
 
         Raises:
-            ConfigError: no name.
+            ConfigError: an empty name.
             OutOfPages, LockTimeout: as `PageIndex.namespace`.
         """
         with self._lock:
             return self._weights.clear_tenant(tenant)
 
-    # ---- transfers
-
+    # ---- Transfers and statistics
     def pause(self, timeout: float | None = None) -> None:
-        """No transfer begins until `resume`; those that go on are waited for.
+        """Begin no transfer until `resume`, and wait for those in flight.
 
         Raises:
-            WaitTimeout: some go on still; the manager is paused.
-            ConfigError: no number of seconds; it is not paused.
+            WaitTimeout: some are still in flight; the manager is paused.
+            ConfigError: no number of seconds; the manager is not paused.
         """
         timeout = seconds_of(timeout)
         with self._lock:
@@ -1040,29 +1043,29 @@ class KVCacheManager:
         self._traffic.wait(None, timeout)
 
     def resume(self) -> None:
-        """Transfers begin again, those first that were asked for meanwhile."""
+        """Begin transfers again, those queued meanwhile first."""
         with self._lock:
             self._traffic.paused = False
             self._traffic.poll()
 
     @property
     def disabled(self) -> bool:
-        """Whether the manager asks nothing of the cache any more, after too many errors."""
+        """Whether the manager has stopped using the cache, after too many errors."""
         return self._guard.disabled
 
     def enable(self) -> None:
-        """Ask the cache again."""
+        """Use the cache again."""
         self._guard.enable()
 
     def stats(self) -> ManagerStats:
-        """This process's figures."""
+        """This process's counters."""
         with self._lock:
             self.state.gather()
             return self._counts.snapshot()
 
     def node_stats(self) -> ManagerStats:
-        """The figures of all managers of the node, those that are gone included; of others as of
-        half a second ago, or their last step.
+        """The counters of all managers of the node, closed ones included. Those of other managers
+        are half a second old, or as of their last step.
 
         Raises:
             ConfigError: the manager was made without counters.
@@ -1074,23 +1077,23 @@ class KVCacheManager:
         return self._counters.total()
 
     def reset_stats(self) -> ManagerStats:
-        """The figures so far; counting begins anew."""
+        """Return the counters and set them to zero."""
         with self._lock:
             self.state.gather()
             found = self._counts.snapshot()
-            self._tell()  # the node's total goes on
+            self._tell()  # the node's total continues
             self._counts.clear()
             self._told.clear()
             self._recent.clear()
             return found
 
     def recent_stats(self) -> ManagerStats:
-        """The same of the last `config.window` requests: what they asked and found, no more."""
+        """What the last `config.window` requests asked for and found; other counters are 0."""
         with self._lock:
             return self._recent.snapshot()
 
     def gauges(self) -> TierGauges:
-        """How things stand now: room in each tier, requests, transfers. No lock of others."""
+        """Current room in each tier, requests and transfers. Takes no lock of another process."""
         with self._lock:
             return TierGauges(
                 device=self.device.room(),
@@ -1102,7 +1105,7 @@ class KVCacheManager:
             )
 
     def _tell(self) -> None:
-        """Add to the node's counters what we have counted since."""
+        """Add what was counted since the last call to the node's counters."""
         self._tell_at = time.monotonic() + TELL
         self.state.gather()
         more = {name: n - self._told[name] for name, n in self._counts.items()}

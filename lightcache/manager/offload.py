@@ -1,5 +1,4 @@
-"""Offload: full blocks get their keys, and pages go to the host and to storage, as the write policy
-says."""
+"""Offload: names full blocks, and writes pages to the host and to storage by the write policy."""
 
 from __future__ import annotations
 
@@ -37,26 +36,26 @@ if TYPE_CHECKING:
     from lightcache.page_index import PageIndex
 
 
-# ---- Full blocks of running requests get their keys.
+# ---- Naming full blocks
 
 NOTHING: Mapping[int, int] = {}
-"""No block is to be exchanged."""
+"""No block to exchange."""
 _KINDS = bytes(
     PINNED if status in (KeyStatus.NEW, KeyStatus.PRESENT) else HELD for status in range(256)
 )
 """The kind of a block in its request's table, by the status that the index returned for its key."""
 Filled = tuple[Request, int, int]
-"""A request, how many of its blocks have names, and how many are full."""
+"""A request, the number of its named blocks, and of its full blocks."""
 
 
 def _keys(packed: list[bytes]) -> Keys:
-    """Of `Chain.packed`."""
+    """An array of the pieces of `Chain.packed`."""
     return np.frombuffer(bytearray().join(packed), np.uint64).reshape(-1, 2)
 
 
 @dataclass(frozen=True, eq=False)
 class _Naming:
-    """Blocks that the device's index is asked to name. It fills `named` in the same call. After an
+    """Blocks that the device's index is naming. It fills `named` in the same call. After an
     interrupt, the manager's next call updates the requests."""
 
     members: list[Filled]
@@ -65,17 +64,18 @@ class _Naming:
 
 
 class FullBlocks:
-    """Gives full blocks of running requests their keys. The manager's lock is around every call."""
+    """Names full blocks of running requests. The manager's lock is around every call."""
 
     def __init__(self, state: ManagerState, write_back: WriteBack) -> None:
         """No block is being named."""
         self._state, self._write_back = state, write_back
         self._naming: _Naming | None = None
-        """For `settle`."""
+        """The last naming, for `settle`."""
 
     def cache_blocks(self, running: list[Request], spaces: CheckedSpaces) -> None:
-        """Name full blocks that have no name yet, in one call for each space. A block whose content
-        another block holds already is exchanged for that, and `Request.owed` says so."""
+        """Name full blocks that have no name yet, in one call for each space. If another block has
+        the same content already, it replaces the request's block, and `Request.owed` has the
+        exchange."""
         by_space: dict[CacheScope, list[Filled]] = {}
         block = self._state.device.block_tokens
         for request in running:
@@ -98,7 +98,7 @@ class FullBlocks:
         starts: list[int] = []
         offsets, count = [0], 0
         for request, first, full in members:
-            begin = first - 1 if first else 0  # with the key before, the new ones' parent
+            begin = first - 1 if first else 0  # includes the parent key of the new blocks
             blocks.append(request.table[first:full])
             packed += request.device_chain.packed(begin, full)
             starts.append(first - begin)
@@ -116,8 +116,8 @@ class FullBlocks:
             self.settle()
 
     def settle(self) -> None:
-        """Update the requests whose blocks were named last: which of these are pinned, and which
-        were exchanged. May be called again."""
+        """Update the requests whose blocks were named last: kinds, exchanges, and `named`. Safe to
+        repeat."""
         naming = self._naming
         if naming is None:
             return
@@ -140,7 +140,7 @@ class FullBlocks:
         self._naming = None
 
     def _exchange(self, naming: _Naming, settled: int) -> None:
-        """Put blocks that hold the same content already in the place of ours."""
+        """Replace our blocks by blocks that have the same content already."""
         theirs, ours = naming.named.pages[:settled], naming.ours[:settled]
         if theirs.tobytes() == ours.tobytes():
             return
@@ -160,10 +160,10 @@ class FullBlocks:
         self._state.counts.add(duplicates=len(exchanged))
 
 
-# ---- Write-back: blocks that the device needs for other requests go to the host first.
+# ---- Write-back: blocks are written to the host before the device evicts them
 #
-# A host page may be several blocks. When the last of them gets its name, `WriteBack` notes of which
-# blocks and under which key the page would be written. Only write-back needs that.
+# A host page may span several blocks. When the last of them is named, `WriteBack` notes the blocks
+# and the key of the page. Only write-back needs this.
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,29 +172,28 @@ class _Origin:
 
     space: CacheScope
     device_key: bytes
-    """Of its last block. While the block has this key, it holds the page."""
+    """Key of its last block. While the block has this key, it holds the page."""
     host_keys: Keys
-    """Of its prompt's pages from the first on; its own is the last. Arrays of one request share
-    their memory."""
+    """Keys of the prompt's pages from the first to this one. Arrays of one request share memory."""
     to_storage: bool
-    """Whether it goes to storage after the host has it."""
+    """Whether it is written to storage after the host has it."""
     blocks: Pages
     offset: int
-    """Where it begins, in tokens of the first of them."""
+    """Token of the first block at which it begins."""
     lives: Any = None
-    """Attached devices: a number of each block that changes with its content. On an owned device a
+    """Attached devices: for each block a number that changes with its content. On an owned device a
     block stays as long as its descendants, so the last block's key is enough."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Home:
-    """Under which key the host has a block's content, if it has it."""
+    """The key under which the host has a block's content, if it has it."""
 
     space: CacheScope
     device_key: Keys
     """Valid while the block has this key, shape (1, 2)."""
     host_key: Keys
-    """Of the page in which the block ends, shape (1, 2)."""
+    """Key of the page in which the block ends, shape (1, 2)."""
 
 
 @dataclass(eq=False)
@@ -204,13 +203,13 @@ class _Group:
     lease: Lease
     transfers: list[BlockTransfer]
     homes: dict[int, _Home]
-    """Of blocks that lie in a host page, by their numbers."""
+    """Homes of the blocks that lie in a host page, by block number."""
     cause: str
     """"room", "low_water" or "demote"."""
     stay: bool
-    """The host did not answer: not all blocks are written, so they are not given up."""
+    """Whether the blocks stay on the device: the host failed, so not all of them are written."""
     written: list[_Origin] = field(default_factory=list)
-    """Pages that are being written to the host, and go to storage afterwards."""
+    """Pages that are being written to the host, and to storage afterwards."""
 
 
 class WriteBack:
@@ -220,9 +219,9 @@ class WriteBack:
         """No block is being written back."""
         self._state, self._offloader = state, offloader
         self._origins: dict[int, dict[bytes, _Origin]] = {}
-        """By the last block of each page, and the page's key."""
+        """Pages by last block and page key."""
         self._homes: dict[int, _Home] = {}
-        """Owned devices, by block. One whose block has another key by now is stale."""
+        """Owned devices: homes by block. A home is stale if its block has another key by now."""
         self._groups: list[_Group] = []
         self._evicting: list[tuple[list[BlockTransfer], list[_Origin]]] = []
         """Attached devices: copies of blocks that the engine is going to evict, and their pages."""
@@ -233,7 +232,7 @@ class WriteBack:
         return sum(len(group.lease) for group in self._groups)
 
     def note(self, request: Request, begin: int, end: int) -> None:
-        """Blocks [begin, end) of a request's table got their names."""
+        """Note that blocks [begin, end) of a request's table were named."""
         tokens, block = self._state.page_tokens, self._state.device.block_tokens
         space, options, table = request.space, request.options, request.table
         device = self._state.device
@@ -241,11 +240,11 @@ class WriteBack:
         goes = "host" in options.tiers and options.priority >= 0
         keys = request.host_chain.keys
         for page in range(begin * block // tokens, end * block // tokens):
-            # The page's last token lies in this block; a page may be a part of one.
+            # `last` is the block of the page's last token; a page may be part of one block.
             first, last = page * tokens // block, ((page + 1) * tokens - 1) // block
             if not goes or (device.owned and HELD in request.kind[first : last + 1]):
-                # A block without a name goes with its request. An earlier note of this block may be
-                # of a page that begins in other blocks.
+                # A block without a name is freed with its request. An earlier note of this block
+                # may be for a page that begins in other blocks.
                 self._origins.pop(int(table[last]), None)
                 continue
             origin = _Origin(
@@ -260,7 +259,7 @@ class WriteBack:
             known = self._origins.setdefault(int(origin.blocks[-1]), {})
             if known and next(iter(known.values())).device_key != origin.device_key:
                 known.clear()
-            # The same key in the same block again: its parents may lie in other blocks by now.
+            # Replaces an equal key: its parents may lie in other blocks by now.
             known[origin.host_keys[-1].tobytes()] = origin
             if device.owned:
                 host_key = origin.host_keys[-1:].copy()
@@ -273,11 +272,11 @@ class WriteBack:
         return device.lives(blocks) if isinstance(device, MirroredBlocks) else None
 
     def demote(self, n: int, cause: str) -> int:
-        """Begin to write back up to n blocks, those that eviction would take next. They are free
-        when their copies have finished, unless a request came for them. Returns how many there are.
+        """Begin to write back up to n blocks, those that eviction would take next. They are freed
+        when their copies have finished, unless a request matches them. Returns their number.
 
         Args:
-            cause: under which they are counted: "room", "low_water" or "demote".
+            cause: counts them as "room", "low_water" or "demote".
         """
         device = self._state.device
         if not isinstance(device, ManagedBlocks) or device.index is None or n < 1:
@@ -301,9 +300,9 @@ class WriteBack:
         return len(begun)
 
     def make_room(self, wanted: int) -> int:
-        """Begin to write back the blocks that eviction would take next, until so many are free or
-        being written. None is begun where so many cannot be had at all. An error leaves the blocks
-        as they were. Returns how many are free now."""
+        """Begin to write back the blocks that eviction would take next, until `wanted` blocks are
+        free or being written. Begins none if that many cannot be made available. An error leaves
+        the blocks as they were. Returns the number of free blocks now."""
         device, state = self._state.device, self._state
         assert isinstance(device, ManagedBlocks)
         free = device.free
@@ -324,24 +323,24 @@ class WriteBack:
                 return  # no other block can be written back now
 
     def running(self) -> BlockTransfer | None:
-        """A copy in flight that blocks being written back wait for; None: there is none."""
+        """A copy in flight of blocks that are being written back; None: there is none."""
         transfers = (each for group in self._groups for each in group.transfers)
         return next((each for each in transfers if each.state is State.RUNNING), None)
 
     def write(
         self, blocks: Pages, keys: Keys, begun: list[BlockTransfer], written: list[_Origin]
     ) -> bool:
-        """Begin to write the pages that end in these blocks. Returns whether all were begun for
-        which the host had room: the first error ends it, since each may be a long wait. The notes
-        stay: the host may lose a page before the device does.
+        """Begin to write the pages that end in these blocks. Returns False after an error; the
+        first one ends the loop, since each may be a long wait. Pages without room on the host are
+        skipped. The notes stay: the host may evict a page before the device does.
 
         Args:
-            keys: of the blocks, on the device.
+            keys: device keys of the blocks.
             begun: the copies are appended here.
             written: their pages are appended here, for `_store`.
         """
         refused: set[bytes] = set()
-        for i in range(len(blocks) - 1, -1, -1):  # prefixes first: host pages hang on each other
+        for i in range(len(blocks) - 1, -1, -1):  # prefixes first: a host page needs its parent
             for origin in self._origins.get(int(blocks[i]), {}).values():
                 lives = self._lives(origin.blocks)
                 same = lives is None or (lives == origin.lives).all()
@@ -361,13 +360,13 @@ class WriteBack:
         written: list[_Origin],
         refused: set[bytes],
     ) -> None:
-        """Unless the host has it already, or no room for it.
+        """Begin to write a page, unless the host has it already or has no room.
 
         Args:
-            refused: keys of pages for which there was no room. Their children would never be
-                found, and evict pages that are.
+            refused: keys of pages without room. Their children are skipped: they would never be
+                found, and would evict pages that can be.
         """
-        state, keys = self._state, origin.host_keys[-2:]  # its own, with its parent's
+        state, keys = self._state, origin.host_keys[-2:]  # its own key, after its parent's
         before = len(keys) - 1
         own = keys[before].tobytes()
         if before and keys[0].tobytes() in refused:
@@ -397,7 +396,7 @@ class WriteBack:
         return np.concatenate([np.full(before * tokens, -1, np.int64), flat])
 
     def poll(self) -> None:
-        """Give up blocks whose copies have finished. They stay where an index does not answer."""
+        """Free blocks whose copies have finished. If an index fails, they stay."""
         if self._evicting:
             every, self._evicting = self._evicting, []
             for begun, written in every:
@@ -418,8 +417,8 @@ class WriteBack:
         self._state.guard.run(partial(self._store, written), nothing, proves=False)
 
     def _store(self, written: list[_Origin]) -> None:
-        """Pages that were written back go from the host to storage, each prompt as far as it was
-        written. These are pages that the host did not have when their request ended."""
+        """Write pages that were written back from the host to storage, each prompt as far as it was
+        written. The host did not have these pages when their request ended."""
         storage, last = self._state.storage, dict[bytes, _Origin]()
         if storage is None:
             return
@@ -453,7 +452,7 @@ class WriteBack:
         )
 
     def _homes_of(self, blocks: Pages, keys: Keys) -> dict[int, _Home]:
-        """Of the blocks that lie in a page of the host."""
+        """Homes of those blocks that lie in a host page."""
         homes = {}
         for block, key in zip(blocks.tolist(), keys, strict=True):
             home = self._homes.get(block)
@@ -462,12 +461,12 @@ class WriteBack:
         return homes
 
     def _on_host(self, group: _Group, index: PageIndex) -> int:
-        """Blocks of a group that the device has given up and the host has. The host is asked, so
-        that pages that were there before count, and pages whose copy failed do not."""
+        """Number of a group's blocks that the device has freed and the host has. Looks on the host:
+        pages that were there before count, and pages whose copy failed do not."""
         there, host = 0, self._state.host
         for block, home in group.homes.items():
             if index.peek(home.device_key, namespace=home.space.device):
-                continue  # it stayed
+                continue  # it stayed on the device
             if self._homes.get(block) is home:
                 del self._homes[block]
             there += host.peek(home.host_key, namespace=home.space.host)
@@ -483,11 +482,11 @@ class WriteBack:
         self._homes.clear()
 
 
-# ---- Which pages go to the host, and when.
+# ---- Offloader: which pages are written to the host, and when
 
 _SEEN = 1 << 16  # pages that SELECTIVE remembers
 Span = tuple[Request, int, int]
-"""Pages [begin, end) of a request, by their numbers in its prompt: to be written."""
+"""Pages [begin, end) of a request that are to be written, by their positions in its prompt."""
 
 
 class Offloader:
@@ -498,7 +497,7 @@ class Offloader:
         self._state = state
         self._seen: OrderedDict[bytes, int] = OrderedDict()
         self._failed = 0
-        """Copies of ours that failed, or never began."""
+        """Number of our copies that failed, or never began."""
 
     def due(self, running: list[Request], spaces: CheckedSpaces) -> None:
         """After a commit: write pages of requests that have enough, or whose prompt is complete."""
@@ -513,7 +512,7 @@ class Offloader:
             if request.total < begin + tokens:
                 continue
             urgent = request.options.priority > 0
-            # Few, and none of its prompt: nearly always, while tokens are generated.
+            # Few pages, none of the prompt: nearly always, while tokens are generated.
             few = request.total < begin + group * tokens and begin >= len(request.prompt)
             if few and not urgent:
                 continue
@@ -527,12 +526,12 @@ class Offloader:
         self._write(due)
 
     def rest(self, ended: list[Request], spaces: CheckedSpaces) -> None:
-        """Requests end: write their remaining pages. Their pages on the host count as used, also
-        where the device had them: else the host would evict pages that the device needs later."""
+        """Write the remaining pages of requests that end. All their host pages count as used, also
+        those that the device had: else the host would evict pages that are needed later."""
         used: dict[CacheScope, list[bytes]] = {}
         due: list[Span] = []
         for request in ended:
-            if request.left_to_others:  # failures of other processes are not seen here
+            if request.left_to_others:  # other processes' failures are not in `_failed`
                 self._take_over(request, spaces)
             full = request.publishable() // self._state.page_tokens
             stored = self._for_storage(request, full, spaces)
@@ -545,13 +544,13 @@ class Offloader:
                 used.setdefault(request.space, []).extend(packed)
         self._write(due)
         for space, parts in used.items():
-            if spaces.good(space):  # nothing is reserved: their order means nothing
+            if spaces.good(space):  # reserves nothing, so the order of the keys does not matter
                 keys = _keys(parts)
                 self._state.host.reserve(keys, len(keys), namespace=space.host).release()
 
     def _take_over(self, request: Request, spaces: CheckedSpaces) -> None:
-        """Other requests were writing pages of this one, and may have failed: write the pages that
-        are neither there nor being written. Of n samples whose copies all fail each tries once."""
+        """Write pages that other requests were writing, if they are neither there nor being written
+        now. Of n samples whose copies all fail, each tries once."""
         end, request.left_to_others = request.left_to_others, 0
         if request.space is None or not spaces.good(request.space):
             return
@@ -564,8 +563,8 @@ class Offloader:
         self._write([(request, begin, end)])
 
     def store(self, request: Request) -> None:
-        """A request has ended and its copies have finished: its pages go from the host to storage.
-        The tier decides which are worth it."""
+        """Write the pages of a request from the host to storage, when it has ended and its copies
+        have finished. The tier decides which pages are worth storing."""
         storage, options, space = self._state.storage, request.options, request.space
         if storage is None or space is None or not options.write or "storage" not in options.tiers:
             return
@@ -579,8 +578,8 @@ class Offloader:
             self._state.tasks.add(task)
 
     def _for_storage(self, request: Request, full: int, spaces: CheckedSpaces) -> list[Span]:
-        """Pages of a request that ends which go to storage and are not on the host yet, whatever
-        the policy: storage is written from the host."""
+        """Pages of an ending request that are for storage and not on the host yet. They are written
+        to the host whatever the policy, since storage is written from there."""
         options, begin, space = request.options, request.written, request.space
         if self._state.storage is None or space is None or not options.write:
             return []
@@ -589,12 +588,12 @@ class Offloader:
         if not full or not spaces.good(space):
             return []
         request.written = max(begin, full)
-        if self._state.config.write is WritePolicy.SELECTIVE:  # some were passed over
+        if self._state.config.write is WritePolicy.SELECTIVE:  # it has skipped some pages
             begin = self._state.host.peek(request.host_chain.keys[:full], namespace=space.host)
         return [(request, begin, full)] if full > begin else []
 
     def _span(self, request: Request, full: int, spaces: CheckedSpaces) -> list[Span]:
-        """The span of a request's next pages, up to `full`, that is to be written, or none."""
+        """The span of a request's next pages to write, up to `full`; empty if there is none."""
         options = request.options
         if not options.write or "host" not in options.tiers or options.priority < 0:
             return []
@@ -606,7 +605,7 @@ class Offloader:
         return [(request, begin, end)] if wanted else []
 
     def _asked_for(self, keys: Keys) -> int:
-        """How many leading pages were seen often enough before. Remembers all of them."""
+        """Number of leading pages that were seen often enough. Counts all these pages."""
         most, leading, counting = self._state.config.seen, 0, True
         for key in keys:
             digest = key.tobytes()
@@ -631,17 +630,17 @@ class Offloader:
                 new = self._reserve(space, spans)
             except LockTimeout:
                 self._state.counts.add(errors=1)
-                for request, begin, _ in spans:  # a later commit, or its end, comes back to them
+                for request, begin, _ in spans:  # a later commit, or the end, tries again
                     request.written = min(request.written, begin)
                 continue
             except LightcacheError:
                 self._state.counts.add(failed_offloads=len(spans))
                 continue
-            with new:  # until each span has its own reservation
+            with new:  # gives back what no span's own reservation has taken over
                 self._offload(new, spans)
 
     def _reserve(self, space: CacheScope, spans: list[Span]) -> ReservationBatch:
-        """Pages for all spans. The keys are those from the root: all of them count as used."""
+        """Reserve pages for all spans. Keys start at the root: all of them count as used."""
         state = self._state
         packed: list[bytes] = []
         offsets, begins = [0], []
@@ -678,8 +677,8 @@ class Offloader:
             request.transfers.pop()  # a finished copy delays nothing
 
     def _slots(self, spans: list[Span]) -> list[npt.NDArray[np.int64]]:
-        """Of each span the device slots of all its request's tokens up to its end; -1 for those
-        before it."""
+        """For each span, the device slots of its request's tokens up to the span's end; -1 for
+        tokens before the span."""
         tokens, block = self._state.page_tokens, self._state.device.block_tokens
         blocks = [
             request.table[begin * tokens // block : -(-end * tokens // block)]
@@ -704,12 +703,12 @@ class Offloader:
         blocks: Pages,
         of: list[BlockTransfer],
     ) -> BlockTransfer:
-        """Begin to write a reservation's new pages. The movement owns it from now on.
+        """Begin to write a reservation's new pages. The transfer owns it from now on.
 
         Args:
-            slots: of all tokens of the keys that were reserved, from the first of these on.
-            blocks: that are read.
-            of: movements of the owner of these blocks; this one is appended.
+            slots: slots of all tokens of the reserved keys, from the first one.
+            blocks: device blocks that are read.
+            of: list of transfers of these blocks' owner, to which this one is appended.
         """
         state, pages, begun = self._state, len(new.pages), time.perf_counter_ns()
 

@@ -1,4 +1,4 @@
-"""`open_kv`: from an engine's KV tensors to a host cache and what moves pages to and from it."""
+"""`open_kv`: a host cache, and the engine that copies its pages, for an engine's KV tensors."""
 
 from __future__ import annotations
 
@@ -32,46 +32,46 @@ Slots = Sequence[int] | npt.NDArray[Any]
 
 
 class EngineKV:
-    """An engine's KV tensors, the host cache behind them, and what moves pages between the two. As
-    a context manager: leaving closes all of it, managers first."""
+    """An engine's KV tensors, their host cache, and the engine that copies pages between the two.
+    As a context manager it closes all of them, managers first."""
 
     def __init__(self, cache: Cache, geometry: PageGeometry, planes: DevicePlanes) -> None:
         """For `open_kv`. On a GPU the pool is registered with the driver, in the background."""
         self.cache, self.geometry, self.planes = cache, geometry, planes
         self.pinned: PinnedPages | None = None
-        """The pool as the GPU sees it, None on a CPU. Its first pages can be used after some
+        """The pool, registered with the GPU; None on a CPU. Its first pages can be used after some
         milliseconds; `pinned.wait()` waits for all."""
         if planes.device != "cpu":
             self.pinned = cache.pin(device=planes.device)
         self.engine: Engine = cache.engine(geometry, planes, memory=self.pinned)
         self.backend = EngineBackend(self.engine)
-        """What a `KVCacheManager` moves pages with."""
+        """The transfer backend for a `KVCacheManager`."""
         self._closing = contextlib.ExitStack()
         self._closing.callback(cache.close)
         self._closing.callback(self.engine.close)
 
     @property
     def slots(self) -> int:
-        """Token slots of the device that every layer has."""
+        """Token slots of the device: the least number of any layer."""
         return min(plane.slots for plane in self.planes.planes.values())
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of a device block; 1 where the tensors have no axis of blocks."""
+        """Tokens of a device block; 1 if the tensors have no block axis."""
         return max(plane.block_units for plane in self.planes.planes.values())
 
     def manager(self, index: str, *, block_tokens: int | None = None, **how: Any) -> KVCacheManager:
-        """A manager of all blocks of these tensors. Closed with this, or before.
+        """A manager of all blocks of these tensors. `close` closes it, if it is still open.
 
         Args:
             index: name of the index of this device's blocks, one for each engine or data-parallel
                 rank of the node.
-            block_tokens: tokens of a device block; None: as the tensors have it.
+            block_tokens: tokens of a device block; None: as in the tensors.
             how: as for `KVCacheManager`: storage, config, weights, costs.
 
         Raises:
             ConfigError: as `KVCacheManager` and `ManagedBlocks`.
-            InUse: another process lives in an index of that name.
+            InUse: another live process has an index of that name.
         """
         size = (
             self.block_tokens
@@ -89,15 +89,15 @@ class EngineKV:
         return manager
 
     def offload(self, keys: Keys, slots: Slots) -> Offload:
-        """Copy pages from the device to the host, and publish them when that is done. Pages that
-        are there, or that another process writes now, are not copied. Returns at once.
+        """Copy pages from the device to the host, and publish them when the copy has finished.
+        Skips pages that the host has or another process is writing. Returns at once.
 
         Args:
-            keys: of a prompt's full pages, (n, 2) uint64.
+            keys: keys of a prompt's full pages, (n, 2) uint64.
             slots: device slots of all their tokens, in order: n * page_tokens of int32 or int64.
 
         Raises:
-            ConfigError: fewer slots, or none that the engine takes.
+            ConfigError: too few slots, or slots that the engine does not accept.
             Otherwise as `Cache.reserve`.
         """
         self._check(keys, slots)
@@ -109,16 +109,17 @@ class EngineKV:
             raise
 
     def load(self, keys: Keys, slots: Slots) -> Load:
-        """Copy what the host has of a prompt to the device. Returns at once: `tokens` of the result
-        says how many tokens come, `transfer.wait_on()` makes the current stream wait for them.
+        """Copy the pages of a prompt that the host has to the device. Returns at once: `tokens` of
+        the result is the number of tokens, `transfer.wait_on()` makes the current stream wait for
+        them.
 
         Args:
-            keys: of the prompt's full pages, (n, 2) uint64.
-            slots: device slots for all their tokens, in order; those of tokens that the host does
-                not have are left alone.
+            keys: keys of the prompt's full pages, (n, 2) uint64.
+            slots: device slots for all their tokens, in order; slots of tokens that the host does
+                not have are not written.
 
         Raises:
-            ConfigError: fewer slots, or none that the engine takes.
+            ConfigError: too few slots, or slots that the engine does not accept.
             Otherwise as `Cache.match`.
         """
         self._check(keys, slots)
@@ -133,7 +134,7 @@ class EngineKV:
         """Close managers, wait for copies, leave the cache. The tensors stay.
 
         Raises:
-            InUse: a lease or a view of the pool is held still.
+            InUse: a lease or a view of the pool is still held.
         """
         self._closing.close()
 
@@ -161,8 +162,8 @@ def open_kv(
     value_dim: int | None = None,
     **options: Any,
 ) -> EngineKV:
-    """A host cache for an engine's KV tensors, geometry, planes, pinned pool and engine, for one
-    process that has all heads, in CPU memory or on one GPU.
+    """Open a host cache for an engine's KV tensors, with geometry, planes, pinned pool and engine.
+    For one process that has all heads, in CPU memory or on one GPU.
 
         with open_kv("llama", kv_caches, model="llama-3-8b@5206a32", axes="kbnhc",
                      size="64GiB") as kv:
@@ -172,19 +173,19 @@ def open_kv(
     `PageGeometry`, `lightcache.kernels.layouts`, `Cache.engine`.
 
     Args:
-        name: of the host cache, which all engines of the node share; made if there is none.
-        tensors: for each layer, or one of all layers: see `lightcache.kernels.layouts`.
-        model: what makes KV useless to another model: name, revision, quantisation.
-        axes: of a layer's tensor, a letter for each, such as "kbnhc" for vLLM's FlashAttention: see
-            `layouts.vllm`. Without `k` and with `h`, K and V are the two halves of `c`; without
+        name: name of the host cache, which all engines of the node share; created if missing.
+        tensors: one for each layer, or one for all layers: see `lightcache.kernels.layouts`.
+        model: identity of the model whose KV this is: name, revision, quantisation.
+        axes: axes of a layer's tensor, one letter each, such as "kbnhc" for vLLM's FlashAttention:
+            see `layouts.vllm`. With `h` and without `k`, K and V are the two halves of `c`; without
             both, a row is a latent.
-        page_tokens: of a host page, a multiple of the device's block or a divisor of it.
-        value_dim: elements of a value where they are not half of `c`.
+        page_tokens: tokens of a host page, a multiple or a divisor of the device's block.
+        value_dim: elements of a value if they are not half of `c`.
         options: for `Cache.open`: size or pages, lifetime, secret, numa and so on.
 
     Raises:
         ConfigError: axes that do not fit, tensors that differ, or options that the tensors decide.
-        LayoutMismatch: there is a cache of that name for other KV.
+        LayoutMismatch: a cache of that name exists for other KV.
         Otherwise as `Cache.open` and `Cache.pin`.
     """
     geometry, planes = describe(tensors, axes, page_tokens, value_dim)
@@ -207,7 +208,7 @@ def open_kv(
 def describe(
     tensors: layouts.Tensors, axes: str, page_tokens: int, value_dim: int | None
 ) -> tuple[PageGeometry, DevicePlanes]:
-    """The pages that one group of attention layers makes, and where the engine keeps them.
+    """Geometry and device planes of one group of attention layers.
 
     Raises:
         ConfigError: see `open_kv`.
@@ -226,7 +227,7 @@ def describe(
 
 
 def _group(one: View, layers: int, page_tokens: int, value_dim: int | None) -> KVGroup:
-    """The group of layers that look like this one."""
+    """The KV group of layers with this view's shape."""
     width, heads = one.row_bytes // one.element_bytes, one.axis("h").size
     shape: dict[str, Any] = {"layers": layers, "heads": heads, "page_tokens": page_tokens}
     shape["dtype_bytes"] = one.element_bytes

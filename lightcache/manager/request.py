@@ -1,5 +1,4 @@
-"""Requests: the prompt, what its caller asks for, the match that was found, and its state while it
-runs."""
+"""Requests: prompt, options, match, and the state of a running request."""
 
 from __future__ import annotations
 
@@ -23,19 +22,19 @@ if TYPE_CHECKING:
     from lightcache.manager.transfers import BlockTransfer
 
 
-# ---- Prompt: tokens and what else decides their KV, with keys for every tier's page size.
+# ---- Prompt: tokens and everything else that decides their KV
 
 TokenIds = npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True)
 class MultimodalItem:
-    """A multimodal item: an image, a piece of audio. Its placeholders are tokens [start, end)."""
+    """An image, or a piece of audio. Its placeholders are tokens [start, end)."""
 
     start: int
     end: int
     digest: bytes
-    """Of its content: it enters the key of every page that the item touches."""
+    """Digest of the content. It enters the key of every page that the item touches."""
 
     def __post_init__(self) -> None:
         count(self.start, "item: start", 0, 1 << 40)
@@ -45,11 +44,11 @@ class MultimodalItem:
 
 
 class Prompt:
-    """One sequence of tokens. Keys are computed once for each page size, however often it is
-    planned and by however many requests; nothing of it changes.
+    """One sequence of tokens, immutable. Keys are hashed once for each page size, however many
+    requests plan it and however often.
 
-    Two prompts of the same content are equal: a scheduler may make a new one in each step. It
-    costs the copy of the tokens and a comparison, and no key is hashed again."""
+    Two prompts of the same content are equal: a scheduler may make a new one in each step. That
+    costs a copy of the tokens and a comparison; no key is hashed again."""
 
     def __init__(
         self,
@@ -65,11 +64,11 @@ class Prompt:
         Args:
             tokens, salt, lora: as for `hash_pages`.
             items: in the order of their starts, not overlapping.
-            tenant: whose namespace its pages belong to, see `PageIndex.namespace`.
+            tenant: the pages belong to its namespace, see `PageIndex.namespace`.
 
         Raises:
-            ConfigError: tokens that are none, items out of order or out of the prompt, or
-                something else than it says.
+            ConfigError: no token ids, items out of order or out of the prompt, or an argument of
+                the wrong type.
         """
         try:
             array = np.asarray(tokens)
@@ -100,7 +99,7 @@ class Prompt:
         return len(self.tokens)
 
     def __eq__(self, other: object) -> bool:
-        """Whether the content is the same, and so every key."""
+        """Whether the content, and so every key, is the same."""
         if self is other:
             return True
         if not isinstance(other, Prompt):
@@ -111,31 +110,31 @@ class Prompt:
         return hash((self.identity(), self.tokens[-64:].tobytes()))
 
     def identity(self) -> tuple[object, ...]:
-        """All that decides its keys, with the number of tokens instead of the tokens."""
+        """Everything that decides the keys, with the number of tokens instead of the tokens."""
         return len(self.tokens), self.tenant, self.salt, self.lora, self.items
 
     def keys(self, spec: KeySpec) -> Keys:
-        """Keys of all its complete pages, uint64 of shape (n, 2). Hashed at the first call."""
+        """Keys of all complete pages, uint64 of shape (n, 2). Hashed at the first call."""
         for known in self._keys:
             if known[0] is spec:
                 return known[2]
         return self._hash(spec)[2]
 
     def hasher(self, spec: KeySpec) -> PageHasher:
-        """A hasher that has taken in the whole prompt, to go on with what is generated."""
+        """A hasher that has hashed the whole prompt, to continue with generated tokens."""
         self.keys(spec)
         return next(hasher for known, hasher, _ in self._keys if known is spec).copy()
 
     def is_hashed(self, spec: KeySpec) -> bool:
-        """Whether `keys` costs nothing more."""
+        """Whether the keys of `spec` are hashed already."""
         hashed = False
         for known in self._keys:  # two at most; `any` takes four times as long
             hashed |= known[0] is spec
         return hashed
 
     def first_key(self, spec: KeySpec) -> bytes:
-        """The key of its first page, as it lies in an array of keys; empty if it fills none. No
-        more is hashed for it."""
+        """The key of the first page, as it lies in an array of keys; empty if the prompt fills no
+        page. Only this page is hashed."""
         if len(self.tokens) < spec.page_tokens:
             return b""
         if self.is_hashed(spec):
@@ -162,15 +161,15 @@ class Prompt:
         return self._keys[-1]
 
     def cut_item(self, tokens: int) -> MultimodalItem | None:
-        """The item that lies on both sides of a position, if one does."""
+        """The item that a cut at this position would split, if any."""
         for item in self.items:
             if item.start < tokens < item.end:
                 return item
         return None
 
     def item_marks(self, page_tokens: int) -> dict[int, bytes]:
-        """By page, the digests of the items that touch it, and the offsets at which they begin: the
-        same image one token later is another content."""
+        """For each page, the digests of the items that touch it and the offsets at which they
+        begin: the same image one token later is different content."""
         marks: dict[int, bytes] = {}
         for item in self.items:
             for page in range(item.start // page_tokens, (item.end - 1) // page_tokens + 1):
@@ -191,12 +190,12 @@ class Prompt:
             end = item.end
 
 
-# ---- What a match found, and what a request asks for.
+# ---- Match, request options, manager configuration
 
 TIERS = frozenset({"device", "host", "storage"})
 DEVICE_ALONE = frozenset({"device"})
-"""Of a manager without a host cache."""
-_LOW_WATER = 0.02  # of a device's blocks; a step of decoding takes less, and a prefill waits once
+"""Tiers of a manager without a host cache."""
+_LOW_WATER = 0.02  # of a device's blocks; a decode step takes less, and a prefill waits once
 
 
 class MissReason(Enum):
@@ -216,39 +215,39 @@ class MissReason(Enum):
 
 @dataclass(frozen=True)
 class PrefixMatch:
-    """How much of a prompt is where, in tokens. The three tiers do not overlap: each counts what
-    those before it do not have."""
+    """Tokens of a prompt that each tier has. The tiers do not overlap: each counts only what those
+    before it do not have."""
 
     tokens: int
-    """Of the prompt."""
+    """Length of the prompt."""
     device: int = 0
-    """In the device's blocks, whole blocks."""
+    """In device blocks, whole blocks."""
     host: int = 0
-    """Behind these, in host pages."""
+    """After these, in host pages."""
     storage: int = 0
-    """Behind these, in storage; of what was brought to the host for this request already, too."""
+    """After these, in storage; includes what was already read to the host for this request."""
     usable: int = 0
-    """That the request need not compute if it takes and fetches: never more than the sum, never
-    all of the prompt."""
+    """Tokens that the request need not compute if it takes and loads: never more than the sum,
+    never the whole prompt."""
     why: MissReason = MissReason.NOTHING
     """Why `usable` is less than the sum."""
     cut: MultimodalItem | None = None
-    """The item that would have been cut."""
+    """The item that would have been split."""
     pending: bool = False
-    """Storage is still being asked or read: planning again may find more."""
+    """A storage lookup or read is in flight: planning again may find more."""
 
     waits_for: Hashable | None = None
-    """A running request that computes what comes next of this prefix: with `same_prefix="wait"`,
-    plan again later rather than compute it as well. None when the limit of waiting is over."""
+    """A running request that computes the next part of this prefix: with `same_prefix="wait"`,
+    plan again later instead of computing it too. None after `wait_limit`."""
 
     @property
     def found(self) -> int:
-        """In all tiers together."""
+        """Tokens in all tiers together."""
         return self.device + self.host + self.storage
 
     @property
     def load(self) -> int:
-        """Tokens to bring to the device."""
+        """Tokens to load to the device."""
         return max(0, self.usable - self.device)
 
 
@@ -259,24 +258,24 @@ class RequestOptions:
     read: bool = True
     """False: match nothing, as for prompt log-probabilities."""
     write: bool = True
-    """False: publish nothing of it, on the device neither."""
+    """False: publish nothing of the request, on the device neither."""
     tiers: frozenset[str] = TIERS
-    """Where it may read from and be written to."""
+    """Tiers that it may read from and be written to."""
     priority: int = 0
-    """When its pages are written, and no more. 0: as everybody's. 1: they go to the host as each
-    fills, under SELECTIVE at first sight, too; under BACK as everybody's. -1: what it computed does
-    not go to the host.
+    """Decides when pages are written, and nothing else. 0: by the write policy. 1: each page is
+    written to the host as it fills, under SELECTIVE at first sight too; under BACK as with 0. -1:
+    what the request computed is not written to the host.
 
-    It does not change what is evicted first: on the device and on the host that is what was unused
-    for longest, whoever had it. `KVCacheManager.keep` spares a prompt, `drop` gives one up at once,
-    and a tenant's quota and minimum say how much it may have and has for sure."""
+    Eviction is least recently used on the device and on the host, whatever the priority.
+    `KVCacheManager.protect` keeps a prompt, `drop` evicts one at once, and a tenant's quota and
+    minimum say how many pages it may have at most and keeps at least."""
     ttl: float | None = None
-    """Seconds until what is planned for it is let go; None: the manager's."""
+    """Seconds after which its plan expires; None: `ManagerConfig.plan_ttl`."""
     output: bool = True
-    """False: only the prompt is published, not what was generated."""
+    """False: only the prompt is published, not the generated tokens."""
 
     def within(self, tiers: frozenset[str]) -> RequestOptions:
-        """The same, of these tiers at most."""
+        """The same options, limited to these tiers."""
         return self if self.tiers <= tiers else replace(self, tiers=self.tiers & tiers)
 
     def __post_init__(self) -> None:
@@ -293,46 +292,47 @@ ANY = RequestOptions()
 
 
 class WritePolicy(Enum):
-    """When blocks go to the host. With a storage, which is written from there, at the end of their
-    request at the latest, whatever the policy."""
+    """When blocks are written to the host. With a storage, which is written from host pages, at the
+    end of their request at the latest, whatever the policy."""
 
     THROUGH = "through"
     """As they fill."""
     BACK = "back"
-    """When the device needs their room."""
+    """When the device needs room."""
     SELECTIVE = "selective"
-    """As they fill, if their prefix was asked for before."""
+    """As they fill, if their prefix was requested before."""
 
 
 @dataclass(frozen=True)
 class ManagerConfig:
-    """How a manager decides."""
+    """Policy and limits of a manager."""
 
     write: WritePolicy = WritePolicy.THROUGH
     write_group: int = 8
-    """Pages of a request that are written together; the rest follows when it ends."""
+    """Pages of a request that are written together; the rest is written when it ends."""
     seen: int = 2
-    """SELECTIVE: the time at which a page is asked for and then written."""
+    """SELECTIVE: a page is written when it is requested for the `seen`-th time."""
     plan_ttl: float = 10.0
-    """Seconds that a plan holds what it found; at least half of them after each call of `plan`."""
+    """Seconds that a plan pins what it found; at least half of them after each call of `plan`."""
     reserve_blocks: int = 0
     """Decode reserve: blocks that a running request has beyond its tokens."""
     min_load_tokens: int | None = None
-    """Fewer are computed rather than loaded; None: as the costs say, 0: always load."""
+    """Compute fewer tokens than this instead of loading them; None: as the costs say, 0: always
+    load."""
     low_water: float | None = None
     """BACK: share of the device's blocks that is kept free by writing back ahead of need; None: a
-    fiftieth. Where they are all in use, `allocate` has what is in its way written first."""
+    fiftieth. If none are free, `allocate` first writes back the blocks it needs."""
     time_limit: float = 0.02
-    """Seconds that a call waits for the lock of a tier, at most once a second; what it was to do is
-    a miss then, or is done by a later call. No call takes two of them more than once."""
+    """Seconds that a call waits for the lock of a tier, at most once a second. The call is then a
+    miss, or a later call does its work. No call takes two tiers' locks more than once."""
     failures: int = 3
-    """One behind the other, and the manager disables itself."""
+    """Errors in a row after which the manager disables itself."""
     same_prefix: str = "compute"
-    """What a request does whose prefix another is computing: "compute" it too, or "wait"."""
+    """For a request whose prefix another request is computing: "compute" it too, or "wait"."""
     wait_limit: float = 5.0
-    """Seconds that a request waits so; then it computes."""
+    """Seconds that a request waits with "wait"; then it computes."""
     window: int = 1000
-    """Requests that `KVCacheManager.recent_stats` looks back on."""
+    """Number of last requests that `KVCacheManager.recent_stats` covers."""
 
     def __post_init__(self) -> None:
         if type(self.write) is not WritePolicy:
@@ -356,23 +356,23 @@ class ManagerConfig:
 
     @property
     def kept_free(self) -> float:
-        """`low_water`, whatever was said."""
+        """`low_water`, or its default."""
         if self.low_water is None:
             return _LOW_WATER if self.write is WritePolicy.BACK else 0.0
         return self.low_water
 
 
-# ---- What a manager knows of a request that was planned or runs.
+# ---- Running requests
 
-_MANY = 64  # keys one by one, of which it is worth making an array
+_MANY = 64  # single keys from which an array is worth its cost
 
-# What a block of a request's table is to us (owned devices).
+# Kinds of blocks in a request's table (owned devices).
 HELD, PINNED, LEASED = 0, 1, 2
 
 
 @dataclass(frozen=True, eq=False)
 class CacheScope:
-    """A weights version and a tenant, in every tier."""
+    """Namespaces and key specs of one weights version and tenant, in every tier."""
 
     weights: str
     tenant: str
@@ -380,11 +380,11 @@ class CacheScope:
     device: Namespace | None
     host_spec: KeySpec
     device_spec: KeySpec
-    """The same object where both tiers have pages of one size."""
+    """The same object as `host_spec` if both tiers have the same page size."""
 
 
 class Chain:
-    """The keys of a sequence that grows, for one page size."""
+    """The keys of a growing sequence, for one page size."""
 
     def __init__(self, prompt: Prompt, spec: KeySpec) -> None:
         """Nothing is hashed before a key is asked for."""
@@ -392,14 +392,14 @@ class Chain:
         self._known: Keys | None = None
         self._room: Keys = NO_KEYS
         self._more: list[bytes] = []
-        """What comes behind `_known`: an array is made of it when one is asked for."""
+        """Keys after `_known`, put into the array when one is asked for."""
         self._hasher: PageHasher | None = None
         self._late = b""
-        """Tokens that were appended and are not hashed yet."""
+        """Appended tokens that are not hashed yet."""
 
     @property
     def keys(self) -> Keys:
-        """Of all complete pages, shape (n, 2)."""
+        """Keys of all complete pages, shape (n, 2)."""
         if self._late:
             self._hash_late()
         before = self._known if self._known is not None else self._begin()
@@ -415,7 +415,7 @@ class Chain:
         return before
 
     def packed(self, begin: int, end: int) -> list[bytes]:
-        """The bytes of keys [begin, end), in pieces: at little cost where they were made lately."""
+        """The bytes of keys [begin, end), in pieces: cheap for recently made keys."""
         if self._late:
             self._hash_late()
         before = self._known if self._known is not None else self._begin()
@@ -428,12 +428,13 @@ class Chain:
         return [before[begin:end].tobytes(), *pieces]
 
     def extend(self, tokens: bytes) -> None:
-        """Append what was generated, as `pack_tokens` has it. Hashed when a key is asked for."""
+        """Append generated tokens, packed by `pack_tokens`. They are hashed when a key is asked
+        for."""
         self._late += tokens
 
     def unfilled(self, page: int) -> bytes:
-        """Tokens after the last complete page, packed, if that is page number `page`; empty if the
-        chain has hashed another number of pages: then they are not known any more."""
+        """Packed tokens after the last complete page, if the chain has hashed exactly `page` pages;
+        else empty: they are not known any more."""
         hasher = self._hasher
         if hasher is None or hasher.pages != page:
             return b""
@@ -446,38 +447,38 @@ class Chain:
         self._late = b""
 
     def _begin(self) -> Keys:
-        """The prompt's keys, hashed if nobody has before."""
+        """The prompt's keys, hashed if they are not yet."""
         self._known = self._room = self._prompt.keys(self._spec)
         return self._known
 
 
 class NoChain(Chain):
-    """No keys at all: of a request that the cache failed."""
+    """A chain without keys: for a request whose cache lookup failed."""
 
     def __init__(self) -> None:
-        """Empty, and stays so."""
+        """Empty, for good."""
         self._known = NO_KEYS
         self._more = []
         self._late = b""
 
     def extend(self, tokens: bytes) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 @dataclass(eq=False)
 class Delivery:
-    """Whether a call that tells its caller something came to its return."""
+    """Whether a call reached its return, so its caller has the result."""
 
     done: bool = False
 
 
 @dataclass(eq=False)
 class Owed:
-    """Blocks that a caller is to exchange in its table, position -> block."""
+    """Blocks that the caller must exchange in its table, position -> block."""
 
     changed: Mapping[int, int]
     delivery: Delivery | None = None
-    """The last call that was to tell it; None: none was."""
+    """The last call that returned them, or tried to; None: no call yet."""
 
     @property
     def told(self) -> bool:
@@ -485,7 +486,7 @@ class Owed:
         return self.delivery is not None and self.delivery.done
 
     def by(self, delivery: Delivery) -> Mapping[int, int]:
-        """The blocks, for a call that tells its caller with this delivery; none if it knows."""
+        """The blocks, for a call that returns them with this delivery; none if the caller knows."""
         if self.told:
             return {}
         self.delivery = delivery
@@ -500,64 +501,62 @@ class Request:
     prompt: Prompt
     options: RequestOptions
     space: CacheScope | None
-    """None: the cache failed when it began; nothing of it is found or published."""
+    """None: the cache failed when the request began; nothing of it is found or published."""
     match: PrefixMatch
     device_chain: Chain
     host_chain: Chain
     hit: Lease | None = None
     """Device blocks that were found; owned devices."""
     host: Lease | None = None
-    """Host pages that were found, until they are fetched."""
+    """Host pages that were found, until they are loaded."""
     host_first: int = 0
-    """Number of the first of them in the host's keys."""
+    """Position of the first of these pages in the host's keys."""
     table: Pages = field(default_factory=lambda: NONE)
     """Device blocks, in order of their tokens."""
     kind: bytearray = field(default_factory=bytearray)
     """HELD, PINNED or LEASED, for each block of the table."""
     named: int = 0
-    """Leading blocks that were given names, or tried to."""
+    """Leading blocks that were named, or whose naming was tried."""
     written: int = 0
-    """Leading host pages that are there, on their way, or were tried."""
+    """Leading host pages that are there, are being written, or whose write was tried."""
     left_to_others: int = 0
-    """Up to here others were writing some of its host pages; 0: none."""
+    """Host pages up to this position include some that other requests were writing; 0: none."""
     failed_then: int = 0
-    """Copies that had failed when that was seen."""
+    """Number of failed offloads when `left_to_others` was set."""
     known: int = 0
     """Tokens whose ids are known: the prompt's and those reported."""
     total: int = 0
-    """Tokens that are computed and accepted."""
+    """Tokens computed and accepted."""
     transfers: list[BlockTransfer] = field(default_factory=list)
-    """Copies that touch its blocks, those of writing included."""
+    """Copies that touch its blocks, offloads included."""
     loading: BlockTransfer | None = None
-    """Of these, the one that brings what the host had."""
+    """The one of these that loads the host pages."""
     begun: float = 0.0
-    """When it was taken; 0: how long its prompt takes is known, or says nothing."""
+    """Time of `take`; 0: the time that its prompt takes is not to be noted any more."""
     loaded: bool = False
     """`load` was called."""
     counted: Counters = field(default_factory=Counters)
-    """What it adds to the manager's figures."""
+    """What it added to the manager's counters."""
     generated: bytearray | None = None
-    """Ids of the tokens that were generated, as `pack_tokens` has them; None: the storage does not
-    want them."""
+    """Ids of generated tokens, packed by `pack_tokens`; None: the storage does not want them."""
     stored: bool = True
-    """Whether it goes to storage when it ends: not if it was aborted."""
+    """Whether its pages are written to storage when it ends: not if it was aborted."""
     owed: Owed | None = None
-    """What the last commit has exchanged in its table."""
+    """Blocks that the last commit exchanged in its table."""
     sound: Callable[[], bool] | None = None
-    """Whether what was computed may be believed. None: it may; who computes nothing of what did not
-    come needs not ask."""
+    """Returns False if a load that this KV depends on failed. None: the KV is valid."""
     on_device: bool = field(init=False)
-    """Whether its blocks get names."""
+    """Whether its blocks are named."""
 
     def __post_init__(self) -> None:
         wanted = self.options.write and "device" in self.options.tiers
         self.on_device = wanted and self.space is not None and self.space.device is not None
 
     def check(self, total: Any, count: int) -> None:
-        """Whether so many tokens may be computed, `count` of them newly known.
+        """Check a new `total`, with the ids of `count` more tokens.
 
         Raises:
-            ConfigError: fewer than before, or more than are known.
+            ConfigError: less than before, or more than the known tokens.
         """
         if type(total) is not int and not isinstance(total, np.integer):
             raise ConfigError(f"commit {self.id!r}: expected a number of tokens, found {total!r}")
@@ -568,10 +567,10 @@ class Request:
             )
 
     def note(self, total: int, new_tokens: bytes) -> None:
-        """More tokens are computed: what `check` has let pass.
+        """Note a new `total` that `check` accepted.
 
         Args:
-            new_tokens: as `pack_tokens` has them.
+            new_tokens: packed by `pack_tokens`.
         """
         if new_tokens:
             self.known += len(new_tokens) // 4
@@ -583,22 +582,22 @@ class Request:
         self.total = total
 
     def token_ids(self, count: int) -> npt.NDArray[np.uint32] | None:
-        """Of its first tokens; None where they are not kept."""
+        """Ids of its first `count` tokens; None if they are not kept."""
         if self.generated is None:
             return None
         generated = np.frombuffer(bytes(self.generated), "<u4").astype(np.uint32, copy=False)
         return np.concatenate((self.prompt.tokens, generated))[:count]
 
     def let_go_of_host(self) -> None:
-        """What was found on the host and is not on its way is not wanted. Harmless twice, and if
-        the cache was closed."""
+        """Give back the host pages that were found, unless they are being loaded. Safe to repeat,
+        and after the cache was closed."""
         lease = self.host
         if lease is not None:
             lease.close()
-            self.host = None  # last: an interrupt before lets go of it once more
+            self.host = None  # last: after an interrupt before this, the lease is closed again
 
     def unfilled(self, begin: int) -> TokenIds:
-        """Ids of the computed tokens from `begin` on, where the last full host page ends; empty if
+        """Ids of the computed tokens from `begin`, the end of the last full host page; empty if
         they are not known any more."""
         assert self.space is not None
         if self.total <= len(self.prompt):
@@ -608,11 +607,11 @@ class Request:
 
     @property
     def is_loading(self) -> bool:
-        """Whether a part of its blocks may not be filled yet, as far as was looked."""
+        """Whether some of its blocks may not be loaded yet, as of the last poll."""
         return self.loading is not None and not self.loading.over
 
     def publishable(self) -> int:
-        """Tokens that may be shared: computed, and not on their way to the device still."""
+        """Tokens that may be shared: computed, and no longer being loaded."""
         if self.space is None:
             return 0
         total = self.total if self.options.output else min(self.total, len(self.prompt))
@@ -622,7 +621,7 @@ class Request:
 
 
 def slots_of(table: Pages, block_tokens: int, begin: int, end: int) -> npt.NDArray[np.int64]:
-    """Device slots of tokens [begin, end) by a block table."""
+    """Device slots of tokens [begin, end) of a block table."""
     first = begin // block_tokens
     slots = slots_of_blocks(table[first : -(-end // block_tokens)], block_tokens)
     return slots[begin - first * block_tokens : end - first * block_tokens]
@@ -635,25 +634,24 @@ def slots_of_blocks(blocks: Pages, block_tokens: int) -> npt.NDArray[np.int64]:
     return slots
 
 
-# ---- Arguments of calls for requests, checked before anything is done: a refused call changes
-# nothing.
+# ---- Argument checks: a refused call changes nothing
 
 
 def check_ids(requests: Sequence[Hashable], call: str) -> None:
-    """Ids of the requests of one call.
+    """Check the request ids of one call.
 
     Raises:
-        ConfigError: one is named twice, or cannot be looked up.
+        ConfigError: an id occurs twice, or is not hashable.
     """
     if check_hashable(requests, call) != len(requests):
         raise ConfigError(f"{call}: one of the requests is named twice; name each once")
 
 
 def check_hashable(requests: Sequence[Hashable], call: str) -> int:
-    """Ids of requests; how many different ones.
+    """Check request ids; returns how many different ones there are.
 
     Raises:
-        ConfigError: one cannot be looked up.
+        ConfigError: an id is not hashable.
     """
     try:
         return len(set(requests))
@@ -668,7 +666,7 @@ def check_commits(
     new_tokens: Sequence[Tokens | None] | None,
     tables: Sequence[Pages] | None,
 ) -> tuple[list[bytes], Sequence[Pages] | None]:
-    """What is to be committed; returns new tokens, packed, and tables as they can be used.
+    """Check the arguments of a commit. Returns the new tokens, packed, and the converted tables.
 
     Raises:
         ConfigError: says which request's arguments are wrong, and why.
@@ -684,7 +682,7 @@ def check_commits(
         packed = [_packed(one, each) for one, each in zip(running, new_tokens, strict=True)]
     for one, total, fresh in zip(running, totals, packed, strict=True):
         if type(total) is not int or not one.total <= total <= one.known + len(fresh) // 4:
-            one.check(total, len(fresh) // 4)  # which says what is wrong, if anything is
+            one.check(total, len(fresh) // 4)  # raises an error that says what is wrong
     if tables is not None:
         return packed, [
             check_table(device, one, table, total)
@@ -709,10 +707,11 @@ def _packed(one: Request, tokens: Tokens | None) -> bytes:
 
 
 def check_table(device: DeviceTier, one: Request, table: Any, total: int) -> Pages:
-    """A request's blocks, of an attached device. Those that are of no use now are not looked at.
+    """Check and convert a request's block table, of an attached device. Only blocks that can be
+    named now are checked.
 
     Raises:
-        ConfigError: no row of block numbers, or of an owned device, which knows them.
+        ConfigError: no row of block numbers, or a table for an owned device, which has its own.
     """
     if device.owned:
         raise ConfigError(
@@ -721,7 +720,7 @@ def check_table(device: DeviceTier, one: Request, table: Any, total: int) -> Pag
         )
     found = pages(table)
     fresh = found[one.named : total // device.block_tokens]
-    if device.index is not None and len(fresh):  # seldom, while single tokens are generated
+    if device.index is not None and len(fresh):  # rare while single tokens are generated
         least, most = int(fresh.min()), int(fresh.max())
         if not 0 <= least <= most < device.blocks:
             raise ConfigError(

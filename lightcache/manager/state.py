@@ -1,4 +1,4 @@
-"""What the parts of a manager share: each is given this instead of the manager."""
+"""State that the parts of a manager share: each part gets this instead of the manager."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _STORAGE = {
 
 
 class ManagerState:
-    """The tiers of one manager, its requests and copies, and its counts: for its parts, and for a
-    manager that is built on it, as `lightcache.hybrid` is. `lock` is held around every use, except
-    where a method says that it blocks."""
+    """Tiers, requests, copies and counters of one manager, for its parts and for a manager that is
+    built on it, such as `lightcache.hybrid`. `lock` is held around every use, except in methods
+    that block."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class ManagerState:
         """No request runs yet.
 
         Args:
-            tiers: where requests may be read from and written to at most.
+            tiers: tiers that requests may read from and be written to.
             weights: version of the weights that are being served.
             let_go: see `FailOpen`.
         """
@@ -72,34 +72,34 @@ class ManagerState:
         self.weights = Weights(host, device, weights)
         self.tasks = Tasks(self.counts)
         self.requests: dict[Hashable, Request] = {}
-        """Those between `take` and `release`."""
+        """Requests between `take` and `release`."""
 
     def new_guard(self, let_go: Callable[[], None], of: str) -> FailOpen:
-        """A guard with this manager's limits. Its errors are counted among the manager's.
+        """A guard with this manager's limits. Its errors count among the manager's.
 
         Args:
-            let_go: gives back what is not needed without the cache.
+            let_go: drops pins that are not needed without the cache.
             of: the class whose `enable` makes calls again.
         """
         config = self.config
         return FailOpen(config.failures, config.time_limit, self.counts, let_go, of)
 
     def check_open(self, call: str) -> None:
-        """Raises Detached: the manager is closed."""
+        """Raises Detached if the manager is closed."""
         if self.closed:
             raise Detached(f"{call}: the manager is closed; make another one")
 
     def moved_bytes(self, tokens: int, known: int | None) -> int:
-        """Bytes of a copy: as its transfer backend counted them, else the part of the pages that
-        so many tokens fill."""
+        """Bytes of a copy: as counted by its transfer backend (`known`), else the share of the
+        pages that `tokens` tokens fill."""
         return tokens * self.page_bytes // self.page_tokens if known is None else known
 
     def gather(self) -> None:
-        """Add to the figures what others have counted since the last time: the indices, an attached
-        device, the storage tier. Takes no lock of the cache or of a storage.
+        """Add the counts of the indices, an attached device and the storage tier since the last
+        call. Takes no lock of the cache or of a storage.
 
-        Each figure is given away once. So managers of one process that share a cache, or a storage
-        tier, have the right sum together; which of them has a figure means nothing."""
+        Each count is taken once. So if managers of one process share a cache or a storage tier,
+        their sum is right, and it means nothing which of them has a count."""
         counts = self.counts
         for name, blocks in self.device.take_evicted().items():
             counts.add(**{f"device_evicted_{name}": blocks})

@@ -1,4 +1,4 @@
-"""What a manager counts."""
+"""A manager's counters, gauges, and the counters of a node."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ManagerStats:
-    """One process's figures since the manager began, or since `reset`. Tokens unless said
+    """One process's counts since the manager began, or since `reset_stats`. Tokens unless said
     otherwise."""
 
     requests: int = 0
-    """Taken."""
+    """Requests taken."""
     hit_requests: int = 0
-    """Of these, with any usable token."""
+    """Requests taken with any usable token."""
     prompt_tokens: int = 0
     device_tokens: int = 0
     """Reused from the device's blocks."""
@@ -30,37 +30,38 @@ class ManagerStats:
     storage_tokens: int = 0
     """Reused from storage."""
     below_break_even: int = 0
-    """Found on the host and computed all the same: so few are computed faster than loaded."""
+    """Found on the host and computed all the same: so few tokens are faster to compute than to
+    load."""
     cut_items: int = 0
     """Matches that were cut back to the start of a multimodal item."""
     loads: int = 0
-    """Transfers to the device that were over."""
+    """Finished transfers to the device."""
     loaded_pages: int = 0
-    """That these read, some of them only in part."""
+    """Pages that these read, some only in part."""
     loaded_bytes: int = 0
-    """That they moved: of a page that was loaded in part, that part. Of copies that ranks make, all
-    ranks' shares together, what several of them load counted once."""
+    """Bytes that they moved; of a page loaded in part, that part. For copies by ranks, the sum of
+    all ranks' shares; bytes that several ranks load count once."""
     offloads: int = 0
     offloaded_pages: int = 0
     offloaded_bytes: int = 0
     """As `loaded_bytes`."""
     storage_read_bytes: int = 0
-    """Brought by our storage tier's calls, whatever became of the pages."""
+    """Read by our storage tier's calls, even if the pages were not used."""
     storage_written_bytes: int = 0
-    """Stored by them."""
+    """Stored by our storage tier's calls."""
     failed_loads: int = 0
     failed_offloads: int = 0
     absent_pages: int = 0
-    """Pages that were looked for on the host and not there; failures are counted apart."""
+    """Pages that a lookup on the host missed, without failed lookups."""
     no_room_pages: int = 0
-    """Pages that were to be written to the host and found no room."""
+    """Pages that were not written to the host for want of room."""
     duplicates: int = 0
-    """Device blocks whose content another one had already."""
+    """Device blocks whose content another block had already."""
     device_evicted_room: int = 0
-    """Blocks evicted because `allocate` needed room, or `can_allocate` with `evict`. Like those
-    below: whatever other tiers have of them."""
+    """Blocks evicted because `allocate` needed room, or `can_allocate` with `evict`. As in the next
+    counters, other tiers may have their content."""
     device_evicted_low_water: int = 0
-    """Blocks that made way ahead of need: `ManagerConfig.low_water`."""
+    """Blocks evicted ahead of need: `ManagerConfig.low_water`."""
     device_evicted_demote: int = 0
     """Blocks evicted by `KVCacheManager.demote`."""
     device_evicted_drop: int = 0
@@ -70,94 +71,94 @@ class ManagerStats:
     device_evicted_engine: int = 0
     """Blocks that the engine of an attached device evicted or overwrote."""
     host_evicted_room: int = 0
-    """Pages evicted because this process needed room: for what it wrote, or read from storage."""
+    """Pages evicted because this process needed room, for what it wrote or read from storage."""
     host_evicted_quota: int = 0
     """Pages that a tenant at its quota gave up for its own new ones."""
     host_evicted_drop: int = 0
     """Pages evicted by `drop`."""
     host_evicted_clear: int = 0
-    """Pages whose weights or tenant were cleared, taken away by this process."""
+    """Pages of cleared weights or tenants, evicted by this process."""
     host_evicted_asked: int = 0
     """Pages evicted by calls of the cache itself: `evict`, `discard`."""
     storage_evicted_room: int = 0
-    """Pages that the storage let go of to make room, if it says so."""
+    """Pages that the storage evicted to make room, if it reports them."""
     storage_declined_pages: int = 0
-    """Pages that our storage tier did not read: computing them is faster."""
+    """Pages that our storage tier did not read, because computing them is faster."""
     storage_refused_pages: int = 0
-    """Pages that were to be stored, and for which the storage, or the queue before it, had no room.
-    Of these and of the following two `TierStats` has finer reasons, the log the first of each."""
+    """Pages that were not stored because the storage, or its queue, had no room. `TierStats` has
+    finer reasons for these and the next two counters; the log has the first of each."""
     storage_failed_pages: int = 0
     """Pages whose write to storage failed, hung, or was broken off."""
     storage_skipped_pages: int = 0
-    """Pages that were to be stored and passed over: behind one that was not stored, gone from the
-    host before, the storage disabled, or as the tier was told to (`min_tokens`, `seen`)."""
+    """Pages that were skipped instead of stored: after a page that was not stored, evicted from the
+    host before, with the storage disabled, or by the tier's `min_tokens` or `seen`."""
     plan_ns: int = 0
-    """Nanoseconds within `plan` and `plan_many`; see also `plan_seconds`. Like those below it never
-    falls."""
+    """Nanoseconds within `plan` and `plan_many`; see also `plan_seconds`. Like the next counters it
+    never decreases."""
     load_ns: int = 0
-    """Of transfers to the device that went well, from asking for one until a call saw its end;
-    those that go on together count each."""
+    """Nanoseconds of successful transfers to the device, each from its request until a call saw its
+    end; concurrent transfers add up."""
     offload_ns: int = 0
-    """The same of transfers to the host."""
+    """The same for transfers to the host."""
     storage_read_ns: int = 0
-    """The same of reads from storage for requests, whatever they brought."""
+    """The same for storage reads of requests, successful or not."""
     storage_write_ns: int = 0
-    """The same of writes to storage."""
+    """The same for writes to storage."""
     storage_wait_ns: int = 0
-    """For which requests waited for a read from storage: from the first `take` to the one that
+    """Nanoseconds that requests waited for a storage read: from their first `take` to the one that
     began them."""
     demotions: int = 0
-    """Of the blocks that write-back evicted (for room, for low water, by `demote`), those that the
+    """Blocks that write-back evicted (for room, for low water, by `demote`) and whose content the
     host had then: written back, or there before."""
     demotions_lost: int = 0
-    """The others of these: the host had no room, a copy failed, they filled no page of it, or were
-    not to go there: `RequestOptions`."""
+    """Blocks that write-back evicted and the host did not have: no room, a failed copy, not a full
+    host page, or excluded by `RequestOptions`."""
     kept_by_match: int = 0
-    """Of those to be demoted, blocks that a request came for meanwhile."""
+    """Blocks that were to be demoted and were kept because a request matched them meanwhile."""
     waits: int = 0
-    """Requests that waited for another one's prefix."""
+    """Requests that waited for another request's prefix."""
     errors: int = 0
     """Calls that failed and were answered as a miss."""
 
     @property
     def plan_seconds(self) -> float:
-        """Within `plan` and `plan_many`."""
+        """Seconds within `plan` and `plan_many`."""
         return self.plan_ns * 1e-9
 
     @property
     def load_seconds(self) -> float:
-        """Of transfers from the host to the device, added up: see `load_ns`."""
+        """Seconds of transfers from the host to the device: see `load_ns`."""
         return self.load_ns * 1e-9
 
     @property
     def offload_seconds(self) -> float:
-        """The same to the host."""
+        """Seconds of transfers to the host: see `offload_ns`."""
         return self.offload_ns * 1e-9
 
     @property
     def storage_read_seconds(self) -> float:
-        """Of reads from storage, added up: see `storage_read_ns`."""
+        """Seconds of reads from storage: see `storage_read_ns`."""
         return self.storage_read_ns * 1e-9
 
     @property
     def storage_write_seconds(self) -> float:
-        """The same of writes."""
+        """Seconds of writes to storage: see `storage_write_ns`."""
         return self.storage_write_ns * 1e-9
 
     @property
     def storage_wait_seconds(self) -> float:
-        """For which requests waited for reads."""
+        """Seconds that requests waited for reads: see `storage_wait_ns`."""
         return self.storage_wait_ns * 1e-9
 
     @property
     def device_evictions(self) -> int:
-        """Blocks that the engine, or we for want of room, evicted: without `drop` and clears."""
+        """Blocks evicted by the engine, or by us for room: without `drop` and clears."""
         ours = self.device_evicted_room + self.device_evicted_low_water + self.device_evicted_demote
         return ours + self.device_evicted_engine
 
     @property
     def host_evictions(self) -> int:
-        """Pages that this process evicted for want of room, in the pool or in a tenant's quota."""
+        """Pages that this process evicted for room, in the pool or in a tenant's quota."""
         return self.host_evicted_room + self.host_evicted_quota
 
     @property
@@ -167,41 +168,41 @@ class ManagerStats:
 
     @property
     def request_ratio(self) -> float:
-        """Requests with any hit of all requests, 0 to 1."""
+        """Share of requests with any hit, 0 to 1."""
         return self.hit_requests / self.requests if self.requests else 0.0
 
     @property
     def hit_ratio(self) -> float:
-        """Reused tokens of all prompts' tokens, 0 to 1."""
+        """Share of prompt tokens that were reused, 0 to 1."""
         reused = self.device_tokens + self.host_tokens + self.storage_tokens
         return reused / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
 @dataclass(frozen=True)
 class TierCapacity:
-    """Of one tier, in blocks or pages."""
+    """Capacity of one tier, in blocks or pages."""
 
     most: int
-    """There are; 0: not known yet."""
+    """In all; 0: not known yet."""
     free: int
-    """Nothing is in them, and nobody has them."""
+    """Empty and unused."""
     available: int
-    """Free, or to be evicted for whoever asks. Advisory."""
+    """Free, or evictable. Advisory."""
 
 
 @dataclass(frozen=True)
 class TierGauges:
-    """How things stand now."""
+    """Current capacity, requests and transfers."""
 
     device: TierCapacity
-    """Of an attached device: free are the blocks without a name, and nothing is evicted by us."""
+    """For an attached device, blocks without a name count as free, and we evict none."""
     host: TierCapacity
     running: int
-    """Requests that were taken and not released."""
+    """Requests taken and not released."""
     leaving: int
-    """Released, and a copy touches their blocks still."""
+    """Released requests whose blocks a copy still touches."""
     transfers: int
-    """That go on."""
+    """Transfers in flight."""
     queued: int
     """Transfers that wait for `resume`."""
 
@@ -213,21 +214,21 @@ class Counters(Counter[str]):
     """Counts by the names of `ManagerStats`."""
 
     def add(self, **counts: int) -> None:
-        """Raise some of them."""
+        """Increase these counts."""
         for name, count in counts.items():
             assert name in NAMES, name
             self[name] += count
 
     def snapshot(self) -> ManagerStats:
-        """As they are now."""
+        """The present counts."""
         return ManagerStats(**self)
 
 
 class Recent:
-    """What the last requests found. Takes no longer for a long window than for a short one."""
+    """Sum of the counts of the last requests. Its cost does not depend on the window."""
 
     def __init__(self, most: int) -> None:
-        """Nobody was counted.
+        """No request was counted.
 
         Args:
             most: requests of the window.
@@ -237,39 +238,39 @@ class Recent:
         self._sum = Counters()
 
     def add(self, counts: Counters) -> None:
-        """One more request; the oldest goes."""
+        """Add a request; the oldest leaves the window."""
         self._each.append(counts)
         self._sum.update(counts)
         if len(self._each) > self._most:
             self._sum.subtract(self._each.popleft())
 
     def change(self, counts: Counters, **by: int) -> None:
-        """A request that was added found something else in the end."""
+        """Change the counts of a request that was added."""
         if any(each is counts for each in self._each):
             self._sum.update(by)
         counts.update(by)
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Forget all requests."""
         self._each.clear()
         self._sum.clear()
 
     def snapshot(self) -> ManagerStats:
-        """As they are now: figures of requests alone."""
+        """The present sum: counts of requests alone."""
         return self._sum.snapshot()
 
 
-# ---- What all managers of a node have counted, those that are gone included.
+# ---- Counters of a node
 
 _NAMES = tuple(each.name for each in fields(ManagerStats))
 
 
 class NodeCounters:
-    """The figures of `ManagerStats`, counted by every process that uses one cache and kept beside
-    it, in the segment `NAME.counters`. They last as long as somebody is attached to them; a
-    process that is killed takes nothing of what it had counted with it.
+    """The counts of `ManagerStats`, summed over all processes that use one cache, in the segment
+    `NAME.counters`. They last as long as a process is attached to them; the counts of a killed
+    process stay.
 
-    Close them, or use a with statement; before or after the cache, as you like.
+    Close them, or use a with statement, before or after the cache is closed.
     """
 
     def __init__(self, counters: SharedCounters) -> None:
@@ -278,14 +279,14 @@ class NodeCounters:
 
     @classmethod
     def open(cls, cache: Cache) -> NodeCounters:
-        """Attach to a cache's counters, or make them; for the group that the cache is for. Through
-        a cache that is attached read-only they can only be read.
+        """Attach to a cache's counters, or create them for the cache's group. With a cache that is
+        attached read-only they can only be read.
 
         Raises:
-            NotReady: the cache is read-only, and nobody has made the counters yet.
-            LayoutMismatch: another release's managers are counting, by other names.
+            NotReady: the cache is read-only, and the counters do not exist yet.
+            LayoutMismatch: managers of another release are counting, under other names.
             InUse: all 63 slots are taken.
-            ConfigError: the cache's name is too long for one more word.
+            ConfigError: the cache's name is too long to append ".counters".
             CacheCorrupted, NoSpace, PermissionDenied, Detached.
         """
         name, access = f"{cache.name}.counters", cache.index.segment.stat()
@@ -295,19 +296,20 @@ class NodeCounters:
         return cls(SharedCounters.open(name, names=_NAMES, lifetime="attached", group=group))
 
     def add(self, /, **counts: int) -> None:
-        """Raise some of them; see `SharedCounters.add`."""
+        """Increase these counts; see `SharedCounters.add`."""
         self._counters.add(**counts)
 
     def own(self) -> ManagerStats:
-        """What was counted through this object. No lock."""
+        """The counts added through this object. Takes no lock."""
         return ManagerStats(**self._counters.own())
 
     def total(self) -> ManagerStats:
-        """What everybody has counted, the dead included; see `SharedCounters.total`. No lock."""
+        """The counts of all processes, dead ones included; see `SharedCounters.total`. Takes no
+        lock."""
         return ManagerStats(**self._counters.total())
 
     def close(self) -> None:
-        """Leave. What we counted stays, as long as anybody else is attached."""
+        """Leave. Our counts stay while another process is attached."""
         self._counters.close()
 
     def __enter__(self) -> NodeCounters:
@@ -317,30 +319,30 @@ class NodeCounters:
         self._counters.__exit__(kind, error, trace)
 
 
-# ---- What was asked of storage.
+# ---- Storage tasks
 
-_MANY = 64  # tasks, of which it is worth looking which are over
+_MANY = 64  # tasks from which looking for finished ones is worth its cost
 
 
 class Tasks:
-    """What was asked of storage, until it is over: then it is counted. The manager's lock is around
+    """Storage tasks in flight; each is counted when it has finished. The manager's lock is around
     every call."""
 
     def __init__(self, counts: Counters) -> None:
-        """Nothing was asked."""
+        """No task yet."""
         self._counts = counts
         self._going: list[StorageTask] = []
         self._many = _MANY
 
     def add(self, task: StorageTask) -> None:
-        """One was begun."""
+        """Add a task that was begun."""
         self._going.append(task)
         if len(self._going) >= self._many:
             self.settle()
             self._many = max(_MANY, 2 * len(self._going))
 
     def settle(self) -> None:
-        """Count those that are over."""
+        """Count and forget finished tasks."""
         every, self._going = self._going, []
         for task in every:
             if not task.over:
@@ -354,7 +356,7 @@ class Tasks:
         self._counts.add(storage_write_ns=int(task.seconds * 1e9))
         result = task.result
         lost = {"refused": result.refused, "failed": result.failed, "skipped": result.skipped}
-        if task.state.name == "FAILED":  # the rest of what was broken off
+        if task.state.name == "FAILED":  # the remaining pages of a broken-off write
             lost["failed"] += max(
                 0, result.pages - result.stored - result.present - sum(lost.values())
             )

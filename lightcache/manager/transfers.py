@@ -1,8 +1,8 @@
-"""Transfers of a manager: which go on, which blocks they touch, and what waits for them.
+"""Transfers of a manager: which are in flight, and which blocks they touch.
 
-An interrupt may come between any two steps of a movement. So each state is told by one assignment,
-a movement is known to its manager and to whoever holds its blocks from the same instant on, and
-every step may be made again: the next look at all movements takes up each where it was left.
+An interrupt may come between any two steps of a transfer. Therefore each change of state is one
+assignment, the manager and the owner of the blocks learn of a transfer in the same instant, and
+every step can be repeated: the next `poll` continues each transfer where it was left.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from lightcache.shm.locking import Hurried
 
 
 class State(Enum):
-    """Of a movement."""
+    """State of a transfer."""
 
     QUEUED = "queued"
     """Not begun: the manager is paused."""
     BEGINNING = "beginning"
-    """Its transfer backend is asked to begin it. After an interrupt of that, until the next
+    """Its transfer backend is being called to begin it; after an interrupt, until the next
     `poll`."""
     RUNNING = "running"
     DONE = "done"
@@ -44,11 +44,11 @@ class State(Enum):
     """Never begun."""
 
 
-# Looking a member up costs a microsecond in Python 3.11; these are looked up for every movement.
+# Reading an enum member costs a microsecond in Python 3.11; these are read for every transfer.
 _QUEUED, _BEGINNING, _RUNNING = State.QUEUED, State.BEGINNING, State.RUNNING
 _DONE, _FAILED, _CANCELLED = State.DONE, State.FAILED, State.CANCELLED
 _UNDER_WAY = (_BEGINNING, _RUNNING)
-_FIRST = (0,)  # what a load begins with
+_FIRST = (0,)  # `first` of a load
 
 
 Over = Callable[[bool, "int | None"], None]
@@ -56,18 +56,18 @@ Ends = Callable[[bool], None]
 
 
 class BlockTransfer:
-    """One copy, asked for. Its blocks are in flight until it is over, whatever becomes of the
-    request: nothing cuts a copy off."""
+    """One requested copy. Its blocks are in flight until it has finished, even if its request ends:
+    a copy cannot be aborted."""
 
     _asked: Iterator[Releasable]
-    """Has an element as long as the transfer backend was not asked."""
+    """Has an element until the transfer backend is called."""
     _result: tuple[bool, int | None] | None = None
-    """Whether its copy, which is over, went well, and how many bytes it moved."""
+    """Of a finished copy: whether it succeeded, and how many bytes it moved."""
     _counted = False
     _why: Exception | None = None
-    """What came out of the call that has begun it."""
+    """What the call that began the copy raised."""
     error: Exception | None = None
-    """Why it failed: an error of ours, or whatever its transfer backend has raised."""
+    """Why it failed: one of our errors, or what its transfer backend raised."""
 
     def __init__(
         self,
@@ -88,33 +88,33 @@ class BlockTransfer:
         """Device blocks that it reads or writes."""
         self.state = _QUEUED
         self._box: list[TransferHandle | None] = []
-        """What its transfer backend has begun; None: nothing, though it was asked."""
+        """The copy that its transfer backend began; None: it was called and began none."""
 
     @property
     def moving(self) -> TransferHandle | None:
-        """What its transfer backend has begun."""
+        """The copy that its transfer backend began."""
         return self._box[0] if self._box else None
 
     @property
     def over(self) -> bool:
-        """Whether nothing of it goes on, as far as was looked."""
+        """Whether it has finished, as of the last poll."""
         return self.state not in (_QUEUED, _BEGINNING, _RUNNING)
 
     def done(self) -> bool:
-        """Whether it is over. Does not block.
+        """Whether it has finished. Does not block.
 
         Raises:
-            TransferFailed: it is over, and failed; the error is chained.
+            TransferFailed: it has finished, and failed; the error is chained.
         """
         self._traffic.poll()
         self._raise()
         return self.over
 
     def wait(self, timeout: float | None = None) -> None:
-        """Until it is over. Blocks; no lock is held meanwhile.
+        """Block until it has finished, without the lock.
 
         Raises:
-            WaitTimeout: it goes on, or is paused; wait again.
+            WaitTimeout: it is in flight, or paused; wait again.
             TransferFailed: as `done`.
             ConfigError: no number of seconds.
         """
@@ -127,11 +127,11 @@ class BlockTransfer:
         self._raise()
 
     def block(self, timeout: float | None) -> None:
-        """Until its copy is over, whether it went well or not.
+        """Block until its copy has finished or failed.
 
         Raises:
-            WaitTimeout: it goes on.
-            Whatever has ended the waiting and not the copy, as an exception of a signal handler.
+            WaitTimeout: it is in flight.
+            Any exception that ended the wait and not the copy, such as one of a signal handler.
         """
         moving = self.moving
         if moving is None or self.over:
@@ -148,7 +148,7 @@ class BlockTransfer:
             self.error = without_frames(error)
 
     def cancel(self) -> None:
-        """Not begun yet: never begin, and give back what it holds. Begun: nothing."""
+        """If it has not begun, never begin it, and give back what it holds. Else do nothing."""
         with self._traffic.lock:
             if self.state is _QUEUED:
                 if self._result is None:
@@ -163,8 +163,8 @@ class BlockTransfer:
             ) from self.error
 
     def go_on(self, *, paused: bool) -> None:
-        """Take the next steps that can be taken now. Raises what came out of asking whether it is
-        over, and not of the copy, which goes on: as in `block`."""
+        """Take the next steps that are possible now. Raises an exception that ended the check and
+        not the copy, as in `block`; the copy continues."""
         if self.state is _QUEUED:
             if self._result is not None:
                 self._finish(_CANCELLED)
@@ -191,9 +191,10 @@ class BlockTransfer:
             self.state = _RUNNING
 
     def _see_what_began(self) -> None:
-        """Its transfer backend has raised, or an interrupt came: has it begun?"""
+        """Find out whether the copy began, after an error of its transfer backend or an
+        interrupt."""
         if not self._box:
-            if length_hint(self._asked):  # the transfer backend knows nothing of it
+            if length_hint(self._asked):  # the transfer backend was not called
                 self.state = _QUEUED
                 return
             keep_result(self._box, partial(begun_of, self._backend), (self._held,))
@@ -225,7 +226,7 @@ class BlockTransfer:
         return True
 
     def _finish(self, state: State) -> None:
-        """What is owed at the end. All but the counting is done once more after an interrupt."""
+        """Steps at the end of a copy. After an interrupt all but the counting is repeated."""
         assert self._result is not None
         ok, moved = self._result
         if not self._counted:
@@ -235,7 +236,7 @@ class BlockTransfer:
                 self._traffic.foreign.note(self.error)
             self._over(ok, moved)
         if not ok:
-            # A lock that is held for too long: the pages go with the last reference to them.
+            # If the lock does not come in time, the last reference to the pages frees them.
             with contextlib.suppress(LightcacheError):
                 self._held.close()
         if self._ends is not None:
@@ -245,38 +246,38 @@ class BlockTransfer:
 
 
 def begun_of(backend: TransferBackend, held: Releasable) -> TransferHandle | None:
-    """What a transfer backend has begun with these pages, though its call has raised. None:
-    nothing, or it does not say, and then what raises moves nothing."""
+    """The copy that a transfer backend began with these pages although its call raised. None: no
+    copy, or no method `begun`; then a call that raises moves nothing."""
     begun = getattr(backend, "begun", None)
     found: TransferHandle | None = None if begun is None else begun(held)
     return found
 
 
 def without_frames(error: Exception) -> Exception:
-    """An error that is kept: what the calls had that raised it is let go of, such as views of the
-    pool, which could not be closed otherwise before a garbage collection."""
+    """Clear the frames of an error that is kept. Their locals, such as views of the pool, would
+    keep the pool open until a garbage collection."""
     traceback.clear_frames(error.__traceback__)
     return error
 
 
 class Asked(Protocol):
-    """What can be asked whether it is over."""
+    """An object with `done`."""
 
     def done(self) -> bool:
         """See `TransferHandle`, and `Copying`."""
 
 
 def goes_on(copy: Asked) -> bool:
-    """Of a copy that something foreign came out of when it was asked or waited for: whether that
-    was not its own end, as an exception of a signal handler. It is asked once more."""
+    """Whether a copy is still in flight after `done` or `wait` raised a foreign exception, such as
+    one of a signal handler. Calls `done` once more."""
     try:
         return not copy.done()
-    except Exception:  # its own, then
+    except Exception:  # the copy itself failed
         return False
 
 
 class TransferTracker:
-    """All movements of one manager."""
+    """All transfers of one manager."""
 
     def __init__(
         self,
@@ -288,28 +289,27 @@ class TransferTracker:
 
         Args:
             lock: the manager's; never held while waiting for a copy.
-            time_limit: seconds that a look waits for a tier's lock, to abandon what has failed: see
+            time_limit: seconds that a poll waits for a tier's lock, to abandon failed pages: see
                 `Hurried`.
         """
         self.lock, self._time_limit = lock, time_limit
         self._clock = clock
         self._all: list[BlockTransfer] = []
-        """Those that are not over, in their order, and perhaps some that are."""
+        """Unfinished transfers in order, and perhaps some that have finished."""
         self.paused = False
         self.failed = 0
-        """Movements that failed."""
+        """Number of failed transfers."""
         self.foreign = Foreign()
-        """What transfer backends have raised that is none of ours: for whoever polls the
-        manager."""
+        """Exceptions of transfer backends that are none of our errors, for the manager's `poll`."""
 
     @property
     def in_flight(self) -> int:
-        """Movements that run."""
+        """Number of running transfers."""
         return sum([each.state in _UNDER_WAY for each in self._all])
 
     @property
     def queued(self) -> int:
-        """Movements that wait for `resume`."""
+        """Number of transfers that wait for `resume`."""
         return sum([each.state is _QUEUED for each in self._all])
 
     def begin(
@@ -329,24 +329,24 @@ class TransferTracker:
         """Begin a copy, or queue it while paused.
 
         Args:
-            blocks: that it touches.
-            backend: who makes it.
-            verb: "load", "offload" or "save". What it raises fails the movement, and comes out of
-                nothing here; what is none of ours is for `foreign`.
-            held: what the transfer backend is given. The movement's from now on: it gives it back
-                if it never begins and if it fails, unless the transfer backend has done so, or has
-                made it its own.
+            blocks: device blocks that it touches.
+            backend: makes the copy.
+            verb: "load", "offload" or "save". What this method raises fails the transfer and is not
+                raised here; an exception that is none of our errors goes to `foreign`.
+            held: pages for the transfer backend. The transfer owns them from now on: it gives them
+                back if it never begins and if it fails, unless the transfer backend has done so or
+                has taken them over.
             slots: for the transfer backend.
-            over: told whether it went well, and how many bytes it moved; None: who moved them does
-                not say. For counting: an interrupt may lose this call.
-            of: of whoever holds its blocks while it goes on; it is appended. None: something else
-                holds them.
-            ends: told whether it went well, when it is over. Perhaps twice.
-            into: an object and its attribute that is to be this movement from the same instant on.
-            instead_of: an object and its attribute that had `held`; None from then on.
+            over: called with whether it succeeded and how many bytes it moved (None: the backend
+                does not know). For counting: an interrupt may lose this call.
+            of: list of transfers of the owner of its blocks, to which it is appended. None: the
+                blocks are held otherwise.
+            ends: called with whether it succeeded, when it has finished. Perhaps twice.
+            into: an object and an attribute that is set to this transfer in the same instant.
+            instead_of: an object and an attribute that had `held`, set to None in the same instant.
         """
         made = BlockTransfer(self, blocks, backend, verb, held, slots, over, ends)
-        if into is None and instead_of is None:  # nearly always: this is the shorter way
+        if into is None and instead_of is None:  # nearly always, and faster
             append_to((self._all,) if of is None else (self._all, of), made)
         else:
             known = [partial(list.append, self._all, made)]
@@ -363,12 +363,11 @@ class TransferTracker:
         return made
 
     def sort_out(self) -> None:
-        """Forget those that are over."""
+        """Forget finished transfers."""
         self._all = [each for each in self._all if not each.over]
 
     def poll(self) -> int:
-        """Begin what waits, if not paused; notice what is over. Returns how many go on: see
-        `in_flight`."""
+        """Begin queued transfers unless paused; notice finished ones. Returns `in_flight`."""
         with self.lock, Hurried(self._time_limit):
             for transfer in self._all:
                 transfer.go_on(paused=self.paused)
@@ -376,8 +375,8 @@ class TransferTracker:
             return self.in_flight
 
     def busy(self, blocks: Pages) -> npt.NDArray[np.bool_]:
-        """Which of these blocks a copy reads or writes, or will when transfers are resumed, as far
-        as was looked."""
+        """Which of these blocks a copy reads or writes, or will when transfers are resumed, as of
+        the last poll."""
         found = np.zeros(blocks.shape, np.bool_)
         touched = [each.blocks for each in self._all if not each.over]
         if touched and blocks.size:
@@ -389,7 +388,7 @@ class TransferTracker:
         return found
 
     def touching(self, blocks: Pages | None) -> list[BlockTransfer]:
-        """Movements that touch any of these blocks, or will; None: all that go on."""
+        """Transfers that touch any of these blocks, or will; None: all in flight."""
         with self.lock:
             if blocks is None:
                 return [each for each in self._all if each.state in _UNDER_WAY]
@@ -398,16 +397,17 @@ class TransferTracker:
             return [each for each in every if not wanted.isdisjoint(each.blocks.tolist())]
 
     def wait(self, blocks: Pages | None, timeout: float | None) -> None:
-        """Until no copy touches these blocks; None: until none goes on. Blocks, without the lock.
+        """Block, without the lock, until no copy touches these blocks; None: until none is in
+        flight.
 
         Raises:
-            WaitTimeout: some go on, or wait for `resume`; says which.
+            WaitTimeout: some are in flight, or wait for `resume`; says which.
             ConfigError: no number of seconds.
             As `BlockTransfer.block`.
         """
         limit = seconds_of(timeout)
         end = None if limit is None else self._clock() + limit
-        self.poll()  # after an interrupt, some may have to be begun or ended still
+        self.poll()  # after an interrupt, some may still have to begin or to end
         for transfer in self.touching(blocks):
             if transfer.state is State.QUEUED:
                 raise WaitTimeout(

@@ -1,5 +1,5 @@
-"""Weights: which namespaces tokens get, by version and tenant, and how a version is forgotten in
-every tier by one call that every process sees."""
+"""Weights: the namespaces of a version and its tenants, and clearing a version in every tier and
+process by one call."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from lightcache.manager.request import CacheScope
 from lightcache.namespaces import NamespaceState
 
 _KEYS_ALONE = "device alone"
-"""Fingerprint of caches that only make keys. It is the same for all, so devices of several ranks
-have equal keys, and a router looks into all of them with the same."""
+"""Fingerprint of all caches that only make keys. So devices of several ranks have equal keys, and a
+router uses the same keys for all of them."""
 
 
 def open_keys(device: DeviceTier) -> Cache:
-    """The cache that makes keys where there is no host cache: one page, named after the device's
-    index. Routers attach to it for `hash_pages`."""
+    """The cache that makes keys without a host cache: one page, named after the device's index.
+    Routers attach to it for `hash_pages`."""
     return Cache.open(
         f"{device.name}.keys",
         pages=1,
@@ -31,15 +31,15 @@ def open_keys(device: DeviceTier) -> Cache:
 
 
 class WeightsState(Enum):
-    """Of the version that a manager serves."""
+    """State of the version that a manager serves."""
 
     NORMAL = "normal"
     UPDATING = "updating"
-    """`begin_update` was called, `finish_update` was not: nothing is found, nothing published."""
+    """Between `begin_update` and `finish_update`: nothing is found or published."""
     CLEARING = "clearing"
     """Another process has cleared our version: its pages are being given back."""
     CLEARED = "cleared"
-    """They are gone. `finish_update` says what is served now."""
+    """Its pages are gone. Call `finish_update` with the version that is served now."""
 
 
 _SEEN = {
@@ -52,20 +52,20 @@ _SEEN = {
 
 class Weights:
     """The version that one manager serves, and its spaces, one for each tenant. The namespaces of
-    the host cache say to every process whether a version is still good: a manager looks before each
-    plan, take and commit. A space of a former version stays usable for requests that run, and finds
-    and accepts nothing after it was cleared.
+    the host cache tell every process whether a version is valid: a manager checks before each plan,
+    take and commit. Running requests may use a space of a former version; once cleared, it finds
+    and accepts nothing.
 
-    A version has a namespace for each tenant, and any process may open one more at any moment. The
-    anchor, the namespace without a tenant, speaks for all of them: `begin` clears it after the
-    others, and then looks once more for namespaces that were opened meanwhile. A process that opens
-    one re-reads the anchor afterwards, so either the opener or the clearer sees the other."""
+    A version has a namespace for each tenant, and any process may open another one at any moment.
+    The anchor, the namespace without a tenant, stands for all of them: `begin` clears it after the
+    others, and then looks again for namespaces that were opened meanwhile. A process that opens one
+    re-reads the anchor afterwards, so either the opener or the clearer sees the other."""
 
     def __init__(self, host: Cache, device: DeviceTier, version: str) -> None:
         """Opens the version's namespace on the host.
 
         Raises:
-            ConfigError: no text.
+            ConfigError: `version` is no text.
             OutOfPages, LockTimeout: as `PageIndex.namespace`.
         """
         if not isinstance(version, str):
@@ -73,29 +73,29 @@ class Weights:
         self._host, self._device = host, device
         self._index = device.index
         self.version = version
-        """The one that is served."""
+        """The version that is served."""
         self._anchor = host.namespace(version, "")
         self._spaces: dict[str, CacheScope] = {}
-        """By tenant."""
+        """Spaces by tenant."""
         self._updating = self._begun = False
         self.ours = True
-        """During an update: whether the version was good when we began it. If not, another process
-        has cleared it, and may serve others under its name by now."""
+        """During an update: whether the version was valid when we began it. If not, another process
+        has cleared it, and may serve other weights under its name by now."""
         self._gone = WeightsState.NORMAL
-        """What another process did to our version."""
+        """The state of our version as other processes have left it."""
 
     def state(self) -> WeightsState:
-        """Looked up in shared memory; about a microsecond."""
+        """The state now, read from shared memory in about a microsecond."""
         if self._updating:
             return WeightsState.UPDATING
         self._look()
         return self._gone
 
-    # ---- spaces
+    # ---- Spaces
 
     def scope_of(self, tenant: str) -> CacheScope | None:
-        """Where a tenant's tokens may be found and published; None: nowhere, the version is gone or
-        going. A tenant that was cleared alone begins again, empty."""
+        """The space where a tenant's tokens may be found and published; None: the version is
+        cleared or being updated. A tenant that was cleared alone gets a new, empty space."""
         for _ in range(2):
             if self._updating:
                 return None
@@ -109,20 +109,20 @@ class Weights:
         return None
 
     def space_or_none(self, tenant: str) -> CacheScope | None:
-        """As `scope_of`; None, too, where no namespace is left for the tenant: nothing of it is
-        found or published then."""
+        """As `scope_of`; also None if no namespace is left for the tenant: then nothing of it is
+        found or published."""
         try:
             return self.scope_of(tenant)
         except OutOfPages:
             return None
 
     def open_space(self, tenant: str) -> CacheScope:
-        """A tenant's space under the present version, whether that is good or not.
+        """A tenant's space under the present version, even if the version is not valid.
 
         Raises:
             OutOfPages, LockTimeout: as `PageIndex.namespace`.
         """
-        if self._index is not self._device.index:  # the number of blocks is known, or another
+        if self._index is not self._device.index:  # the number of blocks was set or changed
             self._index = self._device.index
             self._spaces.clear()
         space = self._spaces.get(tenant)
@@ -144,22 +144,22 @@ class Weights:
         )
 
     def good(self, space: CacheScope) -> bool:
-        """Whether anything of a space may be found or published. If another process has cleared
-        our version, our device forgets it, and nothing is opened again before an update: the
-        process that cleared it knows of other weights."""
+        """Whether anything of a space may be found or published. If another process has cleared our
+        version, our device forgets it, and no space is opened again before an update: the process
+        that cleared it has other weights."""
         if self._updating or not self._look():
             return False
         if space.host.ref == self._anchor.ref:
             return True
         if self._host.index.namespace_state(space.host) is NamespaceState.NORMAL:
             return True
-        if self._spaces.get(space.tenant) is space:  # else it was forgotten before
+        if self._spaces.get(space.tenant) is space:  # else it is forgotten already
             del self._spaces[space.tenant]
             self._device.clear_tenant(space.weights, space.tenant)
         return False
 
     def _look(self) -> bool:
-        """Whether our version is good."""
+        """Whether our version is valid."""
         seen = _SEEN[self._host.index.namespace_state(self._anchor)]
         if seen is self._gone:
             return seen is WeightsState.NORMAL
@@ -169,18 +169,18 @@ class Weights:
             self._forget()
         return False
 
-    # ---- forgetting
+    # ---- Clearing
 
     def _forget(self) -> None:
-        """Another process has cleared our version. If it died before it had cleared all, tenants
-        that it did not see are cleared here."""
+        """Forget our version after another process has cleared it. Tenants are cleared here too, in
+        case that process died before it had cleared all."""
         for space in list(self._spaces.values()):
             self._host.clear(space.host)
         self._device.clear_weights(self.version)
 
     def begin(self) -> None:
-        """From here on nothing of the version is found or published, in any tier and process. An
-        error leaves it begun and not done: call it again."""
+        """Clear the version: from here on nothing of it is found or published, in any tier and
+        process. After an error the update is begun but not done: call it again."""
         if self._begun:
             return
         if not self._updating:
@@ -190,7 +190,7 @@ class Weights:
             self._clear(self.version)
             self._device.clear_weights(self.version)
         else:
-            self._forget()  # and not what others serve under this name by now
+            self._forget()  # but not what others serve under this name by now
         self._begun = True
 
     def clear_tenant(self, tenant: str) -> bool:
@@ -204,7 +204,7 @@ class Weights:
         if space is None:
             return False
         self._host.clear(space.host)
-        self.good(space)  # sees it as any process will, and forgets it here and on the device
+        self.good(space)  # notices the clear, and forgets the tenant here and on the device
         return True
 
     def _clear(self, version: str) -> None:
@@ -213,7 +213,7 @@ class Weights:
             if space.weights == version and space != anchor:
                 host.clear(space)
         host.clear(anchor)
-        for space in host.index.namespaces():  # opened before their opener saw the anchor cleared
+        for space in host.index.namespaces():  # opened before the opener saw the anchor cleared
             if space.weights == version and space.tenant:
                 host.clear(space)
 
@@ -221,7 +221,7 @@ class Weights:
         """Serve another version, or the same name again, which begins empty.
 
         Raises:
-            ConfigError: not begun, or `begin` was not done.
+            ConfigError: no update was begun, or `begin` did not finish.
             OutOfPages, LockTimeout: as `PageIndex.namespace`; call it again.
         """
         if not self._begun:
@@ -235,10 +235,10 @@ class Weights:
 
 
 class CheckedSpaces:
-    """Spaces during one call of a manager: each is checked when it is first asked for, and once."""
+    """Checks of spaces during one call of a manager: each space is checked once, at first use."""
 
     def __init__(self, weights: Weights) -> None:
-        """None was checked."""
+        """No space was checked."""
         self._weights = weights
         self._checked: dict[CacheScope, bool] = {}
 

@@ -1,1 +1,1 @@
-"""The ranks of one engine: a scheduler orders their copies, and each makes its share."""
+"""The ranks of one engine: a scheduler orders copies, and each rank copies its share."""

@@ -1,4 +1,4 @@
-"""Leader: the scheduler's side of ranks that copy and compute but decide nothing."""
+"""RankCoordinator: a transfer backend of a scheduler, whose copies its engine's ranks make."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from lightcache.reservations import Reservation
 from lightcache.shm import Event, SharedLog
 from lightcache.transfers import Keeper
 
-# ---- Ordered: one copy that all ranks of an engine make.
+# ---- RankTransfer
 
 
 class RankTransfer:
-    """One copy that all ranks make, each of its share: a `TransferHandle`. It is over when every
-    rank has given its verdict or is dead; until then any of them may read or write its blocks."""
+    """One copy that all ranks make, each of its share: a `TransferHandle`. It has finished when
+    every rank has given its verdict or is dead; until then any of them may touch its blocks."""
 
     def __init__(
         self,
@@ -44,21 +44,21 @@ class RankTransfer:
         """For `RankCoordinator`."""
         self._leader, self._core, self._ticket = leader, held.hold().core, ticket
         self.held = held
-        """What it moves."""
+        """The pages that it moves."""
         self._ranks = leader.ranks
         self._keeper: Keeper | None = None
         self._given_up = False
         self._over = False
         self._why = ""
         self.number = number
-        """As ranks and `Decisions` call it."""
+        """Its number in `Decisions` and in the rank messages."""
 
     def done(self) -> bool:
-        """Whether it is over, and what it held given back. Does not block; takes the lock when it
-        ends.
+        """Whether it has finished and its pages are given back. Does not block; takes the lock when
+        it finishes.
 
         Raises:
-            TransferFailed: it is over, and failed; names the rank.
+            TransferFailed: it has finished, and failed; names the rank.
         """
         over = self._look()
         if self._why:
@@ -66,17 +66,17 @@ class RankTransfer:
         return over
 
     def wait(self, timeout: float | None = None) -> None:
-        """Block until it is over.
+        """Block until it has finished.
 
         Args:
-            timeout: seconds; None: as long as it takes.
+            timeout: seconds; None: no limit.
 
         Raises:
-            WaitTimeout: it goes on; says which ranks have not finished. Wait again.
+            WaitTimeout: it is in flight; says which ranks have not finished. Wait again.
             TransferFailed: as `done`.
         """
         if not self._look():
-            # Every verdict notifies the index's event; a death does not, hence its looking again.
+            # A verdict notifies the index's event; a death does not, so `wait_for` looks again.
             event = Event(self._core.segment, layout.RootRecord.event.offset)
             try:
                 event.wait_for(self._look, timeout)
@@ -88,11 +88,11 @@ class RankTransfer:
         self.done()
 
     def unfinished(self) -> list[int]:
-        """Ranks that have given no verdict, as far as was looked. No lock."""
+        """Ranks without a verdict, as of now. Takes no lock."""
         try:
             status = self._ticket.poll()
         except LeaseLost:
-            return []  # it is over
+            return []  # it has finished
         left = status.adopters - status.done - status.failed
         return [rank for rank, client in enumerate(self._ranks) if client.slot in left]
 
@@ -107,16 +107,16 @@ class RankTransfer:
                     return False
                 return self._end(self._judged(status))
             except LockTimeout:
-                return False  # somebody is slow: what it holds is given back at the next look
+                return False  # the lock is held: the next look gives the pages back
             except LightcacheError as error:
                 return self._end(f"its ticket is lost ({error})")
 
     def _settled(self) -> TicketStatus | None:
-        """What became of it; None: some rank may still copy.
+        """The final status of its ticket; None: some rank may still copy.
 
-        A rank that failed has abandoned the reservation, and one that comes too late can no more
-        adopt it, nor say so. So once we have abandoned it too, only those that have adopted are
-        waited for: nobody joins them.
+        A rank that failed has abandoned the reservation, and a late rank can neither adopt it nor
+        give a verdict. So once we have abandoned it too, only ranks that have adopted it are waited
+        for; no other rank can join.
         """
         status = self._ticket.poll()
         if status.failed and self._keeper is not None and not self._given_up:
@@ -133,7 +133,7 @@ class RankTransfer:
         return self._keeper is not None and self._keeper.writes
 
     def _judged(self, status: TicketStatus) -> str:
-        """Why it failed; empty: it went well."""
+        """Why it failed; empty: it succeeded."""
         bad = [rank for rank, one in enumerate(self._ranks) if one.slot in status.failed]
         if not bad:
             return ""
@@ -154,10 +154,10 @@ class RankTransfer:
     def _end(self, why: str) -> bool:
         """Give everything back. LockTimeout: call again."""
         if not self._ticket.ended and not self._core.unusable():
-            self._ticket.revoke()  # of those who have not adopted, nobody comes any more
+            self._ticket.revoke()  # ranks that have not adopted it no longer can
         keeper = self._keeper
         if keeper is not None:
-            # We publish nothing ourselves: the last rank's publishing has made the pages ready.
+            # We publish nothing: the last rank to publish has made the pages ready.
             keeper.over(False, published=not why)
         self._why, self._over = why, True
         self._leader._ended(self)
@@ -165,21 +165,21 @@ class RankTransfer:
 
 
 def living(core: Core) -> set[ClientId]:
-    """Who is attached and lives. About 60 us, no lock."""
+    """Live clients of the segment. Costs about 60 us, takes no lock."""
     return {ClientId(one.slot, one.epoch) for one in core.segment.clients() if one.alive}
 
 
-# ---- Leader: the scheduler's side of ranks that copy and compute but decide nothing.
+# ---- RankCoordinator
 
-_LOOK_FOR_THE_DEAD = 0.05  # seconds between two looks at who lives, while copies go on
+_LOOK_FOR_THE_DEAD = 0.05  # seconds between two looks for dead ranks, while copies are in flight
 Give = Callable[[list[ClientId]], Ticket]
 
 
 class RankCoordinator:
-    """A `TransferBackend` whose copies are made by the ranks of this engine, each in its own
-    process, of its own share of every page: rank i writes shard i. It tells them through a log,
-    which they follow (`RankWorker`), and hands them pages by tickets. No collective operation, no
-    answer but the ticket's verdict.
+    """A `TransferBackend` whose copies are made by the ranks of this engine. Each rank is a process
+    and copies its own share of every page: rank i writes shard i. The coordinator writes orders to
+    a log that the ranks read (`RankWorker`), and hands them pages by tickets. There is no
+    collective operation, and the only reply is the ticket's verdict.
 
     Threads may share it.
     """
@@ -193,17 +193,17 @@ class RankCoordinator:
         adopt_timeout: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Orders nothing yet. The log stays the caller's to close.
+        """Orders nothing yet. The caller closes the log.
 
         Args:
             log: attached as its writer.
             ranks: the ranks' clients of the host cache, in order; see `wait_for_ranks`.
-            append_timeout: seconds that an order may wait for a rank that does not read.
-            adopt_timeout: seconds in which a rank must begin with an order; then it has failed.
+            append_timeout: seconds that an order waits for a rank that does not read.
+            adopt_timeout: seconds in which a rank must begin an order; after them it has failed.
             clock: in seconds.
 
         Raises:
-            ConfigError: no ranks, more than 63, one named twice, or a log that is only read.
+            ConfigError: no ranks, more than 63, one named twice, or a log without write access.
         """
         if not log.is_writer:
             raise ConfigError("log: expected one that was attached with writer=True")
@@ -218,7 +218,7 @@ class RankCoordinator:
         self._completed: list[int] = []
         self._failed: list[int] = []
         self.ranks: tuple[ClientId, ...] = ()
-        """Who adopts what is ordered now."""
+        """The clients that adopt new orders."""
         self._set_ranks(ranks)
 
     def _set_ranks(self, ranks: Sequence[ClientId]) -> None:
@@ -236,18 +236,18 @@ class RankCoordinator:
         return len(self.ranks)
 
     def replace(self, rank: int, client: ClientId) -> None:
-        """Another process is this rank from now on; see `wait_for_ranks`. What was ordered of its
-        predecessor has failed with that.
+        """Make another process this rank from now on; see `wait_for_ranks`. Unfinished orders of
+        its predecessor fail.
 
         Raises:
-            ConfigError: no such rank, or this client is another rank.
+            ConfigError: no such rank, or this client is another rank already.
         """
         with self._lock:
             if not 0 <= rank < len(self.ranks):
                 raise ConfigError(f"rank: expected 0 to {len(self.ranks) - 1}, found {rank!r}")
             self._set_ranks([*self.ranks[:rank], client, *self.ranks[rank + 1 :]])
 
-    # ---- copies
+    # ---- Copies
 
     def load(self, lease: Lease, slots: Slots, first: int) -> RankTransfer:
         """See `TransferBackend`: every rank loads its share.
@@ -255,7 +255,8 @@ class RankCoordinator:
         Raises:
             TransferFailed: a rank is gone, or does not read the log.
             OutOfPages: too many tickets are outstanding.
-            LockTimeout, Detached. The lease is the caller's still.
+            LockTimeout, Detached.
+            After each of these the lease is still the caller's.
         """
         return self._order(
             lease,
@@ -268,7 +269,7 @@ class RankCoordinator:
         """See `TransferBackend`: every rank writes its shard; the last one makes the pages ready.
 
         Raises:
-            ConfigError: the reservation has not as many shards as there are ranks.
+            ConfigError: the reservation's shards are not as many as the ranks.
             Otherwise as `load`.
         """
         if new.shards != self.shards:
@@ -314,15 +315,15 @@ class RankCoordinator:
             self._number += 1
             made = RankTransfer(self, self._number, held, ticket)
             order = Order(kind, made.number, bytes(ticket), slots, first)
-            # From here on ranks may copy: an interrupt leaves it among those that go on, with its
-            # pages, and `poll` sees to it.
+            # From here on ranks may copy: after an interrupt it stays in flight, with its pages,
+            # and `poll` finishes it.
             self._going[made.number] = made
             if keeper is not None:
                 keeper.take()
                 made._keeper = keeper
             try:
                 append(self.log, order, self._append_timeout)
-            except LightcacheError as error:  # no rank has read all of it, or will
+            except LightcacheError as error:  # no rank has read the whole order, or will
                 del self._going[made.number]
                 if keeper is not None:
                     made._keeper = None
@@ -343,21 +344,21 @@ class RankCoordinator:
                 f"ranks {gone} have died or left; start others, and `replace` them"
             ) from error
 
-    # ---- steps
+    # ---- Steps
 
     def step(self, decisions: Decisions) -> Decisions:
-        """Tell the ranks what this step decided. They do what was ordered before it first. Blocks
-        while one of them is a whole log behind.
+        """Send the decisions of this step to the ranks. They begin earlier orders first. Blocks
+        while a rank is a whole log behind.
 
         Args:
-            decisions: numbers of copies that ended since the last step are added to it here.
+            decisions: the numbers of copies that ended since the last step are added here.
 
         Returns:
-            What was written: what every rank's `RankWorker.step` returns.
+            The decisions as sent; every rank's `RankWorker.step` returns the same.
 
         Raises:
-            WaitTimeout: a living rank did not read for `append_timeout` seconds; names it. Nothing
-                was decided; the same step may be told again.
+            WaitTimeout: a live rank did not read for `append_timeout` seconds; names it. Nothing
+                was decided; the same step may be sent again.
         """
         with self._lock:
             self.poll()
@@ -371,15 +372,16 @@ class RankCoordinator:
             return told
 
     def poll(self) -> int:
-        """Notice what is over, and who has died. Returns copies that go on. Does not block."""
+        """Notice finished copies and dead ranks. Returns the number of copies in flight. Does not
+        block."""
         with self._lock:
             for one in list(self._going.values()):
                 one._look()
             return len(self._going)
 
     def in_flight(self) -> tuple[int, ...]:
-        """Copies that go on, for each rank: ordered, and without its verdict. No lock of the
-        cache."""
+        """For each rank, the number of copies that were ordered and have no verdict of it. Takes no
+        lock of the cache."""
         counts = [0] * len(self.ranks)
         with self._lock:
             for one in self._going.values():
@@ -393,8 +395,8 @@ class RankCoordinator:
         (self._failed if one._why else self._completed).append(one.number)
 
     def _look_for_the_dead(self, core: Core) -> None:
-        """Reap when a rank that is waited for has died: nobody else might. About 60 us, so not at
-        every look."""
+        """Reap if a rank that is waited for has died: no other process may do it. Costs about 60
+        us, so not at every poll."""
         now = self._clock()
         if now - self._looked < _LOOK_FOR_THE_DEAD:
             return

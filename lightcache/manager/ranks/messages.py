@@ -1,8 +1,8 @@
-"""What a leader writes into its log for the ranks: orders to copy, and what a step decided.
+"""Messages that a coordinator writes to its log for the ranks: copy orders and step decisions.
 
-A message is a head, JSON and bytes. One that is longer than an entry of the log goes in several;
-each entry says whether a message begins or ends in it, so that who joined in the middle of one, or
-lost its writer there, goes on with the next."""
+A message is a head, JSON and bytes. A message longer than a log entry is split over several. Each
+entry says whether a message begins or ends in it. So a reader that joined in the middle of a
+message, or whose writer died there, continues with the next one."""
 
 from __future__ import annotations
 
@@ -23,42 +23,42 @@ from lightcache.shm import SharedLog
 
 Slots = npt.NDArray[np.int64]
 RequestId = int | str
-"""What travels of a request; the same value on the other side."""
+"""A request's id in messages; the same value on both sides."""
 
 VERSION = 1
 _PART = struct.Struct("<BB")  # version, flags
 _BEGINS, _ENDS = 1, 2
 _HEAD = struct.Struct("<BI")  # kind, bytes of JSON
 LEAST_ENTRY = 16
-"""Bytes that an entry of the log must have room for."""
+"""Least size of a log entry, in bytes."""
 
 
 class Kind(IntEnum):
-    """Of a message."""
+    """Kind of a message."""
 
     LOAD = 1
     OFFLOAD = 2
     SAVE = 3
-    """Into pages without a key."""
+    """Offload to pages without a key."""
     STEP = 4
     ROLL_CALL = 5
-    """Says nothing: who has read it was ready to."""
+    """Startup: empty. A rank that has read it is ready."""
 
 
 @dataclass(frozen=True)
 class Decisions:
-    """What one step of a scheduler decided: every rank does just this, and asks nobody."""
+    """The decisions of one scheduler step. Every rank carries out exactly these."""
 
     step: int
-    """Its number."""
+    """Number of the step."""
     lengths: Mapping[RequestId, tuple[int, int]] = field(default_factory=dict)
-    """Of requests that begin: tokens that the device has, and tokens that need not be computed."""
+    """For each request that begins: tokens on the device, and tokens that need not be computed."""
     extra: bytes = b""
-    """Whatever the engine sends along: block tables, or what changed of them."""
+    """Data of the engine: block tables, or their changes."""
     completed: tuple[int, ...] = ()
-    """Numbers of the copies that are over since the last step, on every rank."""
+    """Numbers of the copies that have finished on every rank since the last step."""
     failed: tuple[int, ...] = ()
-    """Numbers of those that failed on one rank at least, so on all: their tokens are computed."""
+    """Numbers of the copies that failed on at least one rank, so for all: compute their tokens."""
     releases: tuple[RequestId, ...] = ()
     """Requests that have ended."""
 
@@ -76,29 +76,29 @@ class Decisions:
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """One copy that every rank is to make of its own share."""
+    """One copy that every rank makes, each of its own share."""
 
     kind: Kind
     number: int
-    """Counts a leader's orders, from 1 on."""
+    """Number of the order, from 1 on."""
     ticket: bytes
     slots: Slots
-    """Of every token of the ticket's pages from `first` on; -1 leaves one out."""
+    """Slots of all tokens of the ticket's pages from `first` on; -1 skips a token."""
     first: int = 0
 
 
 Message = Order | Decisions | None
-"""None: a roll call."""
+"""None: the startup message, ROLL_CALL."""
 
 
-# ---- messages as bytes
+# ---- Messages as bytes
 
 
 def encode(message: Message) -> bytes:
-    """A message as it travels.
+    """The bytes of a message.
 
     Raises:
-        ConfigError: something in it is neither a number nor text, or slots are no row of integers.
+        ConfigError: a value is neither a number nor text, or slots are no row of integers.
     """
     if message is None:
         return _packed(Kind.ROLL_CALL, {}, b"")
@@ -117,10 +117,10 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """What `encode` was given.
+    """The message that `encode` wrote.
 
     Raises:
-        CacheCorrupted: it is nothing that `encode` makes.
+        CacheCorrupted: the bytes were not written by `encode`.
     """
     try:
         kind, size = _HEAD.unpack_from(data)
@@ -152,7 +152,7 @@ def _packed(kind: Kind, said: dict[str, Any], rest: bytes) -> bytes:
 
 
 def _runs(slots: Slots) -> bytes:
-    """Slots as runs that go up by one, or stay -1: a block is one of them, 12 bytes."""
+    """Slots as runs that increase by one, or stay -1. A block is one run, 12 bytes."""
     array = np.ascontiguousarray(slots)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ConfigError(f"slots: expected one row of integers, found {array.dtype} {array.shape}")
@@ -177,7 +177,7 @@ def _slots(data: bytes) -> Slots:
     return found
 
 
-# ---- messages in entries
+# ---- Messages in log entries
 
 
 def check_entries(log: SharedLog) -> None:
@@ -190,7 +190,7 @@ def check_entries(log: SharedLog) -> None:
 
 
 def parts_of(message: bytes, entry_bytes: int) -> list[bytes]:
-    """A message as entries of a log."""
+    """A message as log entries."""
     room = entry_bytes - _PART.size
     cuts = range(0, max(1, len(message)), room)
     last = cuts[-1]
@@ -202,19 +202,19 @@ def parts_of(message: bytes, entry_bytes: int) -> list[bytes]:
 
 
 class Joiner:
-    """Makes messages of entries again."""
+    """Joins log entries to messages."""
 
     def __init__(self) -> None:
         """Waits for a message to begin."""
         self._parts: list[bytes] | None = None
 
     def take(self, entry: bytes) -> bytes | None:
-        """The message that ends with this entry; None: there is more to come, or it began before
-        we read.
+        """The message that ends with this entry; None: it continues in the next entry, or began
+        before we joined.
 
         Raises:
             LayoutMismatch: written by another release.
-            CacheCorrupted: not written by a leader.
+            CacheCorrupted: not written by a coordinator.
         """
         if len(entry) < _PART.size:
             raise CacheCorrupted(f"an entry of {len(entry)} bytes is not a leader's")
@@ -236,10 +236,10 @@ class Joiner:
 
 
 def append(log: SharedLog, message: Message, timeout: float) -> None:
-    """Append a message. Blocks while a living reader is too far behind, for each entry.
+    """Append a message. For each entry, blocks while a live reader is too far behind.
 
     Raises:
-        WaitTimeout: a reader was; what was appended of it is ignored by all.
+        WaitTimeout: a reader was too far behind; readers ignore the entries appended so far.
         PermissionDenied: not the log's writer.
     """
     for part in parts_of(encode(message), log.message_bytes):

@@ -1,8 +1,8 @@
-"""Starting: a scheduler waits until its ranks are ready to copy, and no longer than that.
+"""Startup barrier: a scheduler waits until its ranks are ready to copy.
 
-A rank attaches to the cache, registers its memory, joins the log and reads it. So nothing has to be
-written for the handshake: the scheduler appends a roll call for each reader that it has not seen
-before, and a rank is ready when it has read one."""
+A rank attaches to the cache, registers its memory, joins the log and reads it. The handshake needs
+no reply: the scheduler appends a startup message for each reader that it has not seen before, and a
+rank is ready when it has read one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _Process = tuple[int, int, int]
 
 
 class RankStage(Enum):
-    """How far a rank has come."""
+    """How far a rank's start has come."""
 
     ABSENT = "has not attached to the cache"
     ATTACHED = "is attached to the cache and has not joined the log: registering its memory?"
@@ -34,8 +34,8 @@ class RankStage(Enum):
 
 
 class StartupBarrier:
-    """Ranks that start. `wait_for_ranks` is all that most need; a scheduler that goes on serving
-    while a rank is replaced calls `look` in between."""
+    """The starting ranks of a scheduler. `wait_for_ranks` is enough for most; a scheduler that
+    keeps serving while a rank is replaced calls `look` between its steps."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class StartupBarrier:
         *,
         watch: Mapping[str, int] | None = None,
     ) -> None:
-        """Looks for nobody yet; see `wait_for_ranks`."""
+        """Looks for no rank yet; see `wait_for_ranks`."""
         if len(set(names)) != len(names) or not all(type(name) is str and name for name in names):
             raise ConfigError(f"names: expected roles, each once, found {list(names)}")
         if not log.is_writer:
@@ -60,13 +60,13 @@ class StartupBarrier:
             self._watched[name] = _opened(pid)
         self._seen: dict[str, ClientId] = {}
         self._called: dict[tuple[int, int], int] = {}
-        """For each reader the number of an entry that it must have read."""
+        """For each reader, the number of the entry that it must have read to be ready."""
 
     def look(self) -> dict[str, RankStage]:
-        """How far each has come. Does not block.
+        """The stage of each rank. Does not block.
 
         Raises:
-            Abandoned: one has died while starting, or left; names it.
+            Abandoned: a rank has died while starting, or left; names it.
         """
         found = {}
         attached = self._attached()
@@ -78,8 +78,8 @@ class StartupBarrier:
                 found[name] = RankStage.ABSENT
                 continue
             self._seen[name] = ClientId(one.slot, one.epoch)
-            # Several ranks of one process have a reader each: which is whose does not matter, as
-            # long as all of them are counted.
+            # Several ranks of one process have a reader each. The assignment of readers to ranks
+            # does not matter, as long as each reader counts once.
             mine = readers.get(_process(one), [])
             read = mine.pop() if mine else None
             if read is None:
@@ -93,14 +93,14 @@ class StartupBarrier:
         return [self._seen[name] for name in self._names]
 
     def close(self) -> None:
-        """Give back what `watch` needed."""
+        """Close the process descriptors of `watch`."""
         for fd in self._watched.values():
             if fd is not None:
                 os.close(fd)
         self._watched.clear()
 
     def _attached(self) -> dict[str, ClientInfo]:
-        """By role; the living before the dead."""
+        """Attached clients by role; a live client replaces a dead one."""
         found: dict[str, ClientInfo] = {}
         for one in self._cache.clients():
             if one.role in self._names and (one.role not in found or one.alive):
@@ -121,10 +121,10 @@ class StartupBarrier:
             )
 
     def _readers(self, wanted: set[_Process]) -> dict[_Process, list[bool]]:
-        """For each of these processes its readers, by whether they have read a roll call, unread
-        ones first. Calls the roll for those that are new."""
+        """For each of these processes, whether each of its readers has read a startup message,
+        False first. Appends such a message for new readers."""
         log = self._log
-        appended = log.appended  # before the others: it can only make a reader look less far
+        appended = log.appended  # read first: readers can only seem further behind than they are
         behind = {one.slot: one.behind for one in log.behind()}
         found: dict[_Process, list[bool]] = {}
         fresh = []
@@ -142,7 +142,7 @@ class StartupBarrier:
 
     def _call(self, fresh: list[tuple[int, int]]) -> None:
         number = self._log.appended
-        with contextlib.suppress(WaitTimeout):  # full: somebody has one to read still
+        with contextlib.suppress(WaitTimeout):  # the log is full: the next look tries again
             append(self._log, None, 0)
             self._called.update(dict.fromkeys(fresh, number))
 
@@ -155,25 +155,25 @@ def wait_for_ranks(
     *,
     watch: Mapping[str, int] | None = None,
 ) -> list[ClientId]:
-    """Wait until every rank has attached to the cache, registered its memory, joined the log and
-    said so (`RankWorker.ready`). Blocks. Nobody else may append to the log meanwhile.
+    """Block until every rank has attached to the cache, registered its memory, joined the log and
+    called `RankWorker.ready`. Append nothing else to the log meanwhile.
 
     Args:
-        cache: the host cache. What died in it under one of these names counts as a rank that died
+        cache: the host cache. A dead client under one of these names counts as a rank that died
             while starting: if there were ranks before, `reap` before you start others.
         log: attached as its writer.
         names: the roles that ranks attach with, f"rank {i}", in order.
         timeout: seconds; None: no limit.
-        watch: name -> process id, in our PID namespace, of ranks whose processes we know: one that
-            ends before it attaches is noticed, too.
+        watch: name -> process id, in our PID namespace, of known rank processes: one that ends
+            before it attaches is noticed too.
 
     Returns:
         The ranks' clients, in order: for `RankCoordinator`.
 
     Raises:
-        Abandoned: a rank has died or left, at once; names it.
-        WaitTimeout: names those that are missing, and how far each has come.
-        ConfigError: names that are no roles, or a log that is only read.
+        Abandoned: a rank has died or left; raised at once, names it.
+        WaitTimeout: names the missing ranks and their stages.
+        ConfigError: names that are no roles, or a log without write access.
     """
     end = None if timeout is None else time.monotonic() + timeout
     roll = StartupBarrier(cache, log, names, watch=watch)
@@ -200,7 +200,7 @@ def _process(one: ClientInfo) -> _Process:
 
 
 def _opened(pid: int) -> int | None:
-    """A descriptor of a process; None: it has ended."""
+    """A descriptor of the process; None: it has ended."""
     try:
         return os.pidfd_open(pid)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""Follower: a rank that does what its leader decided."""
+"""RankWorker: a rank that carries out the orders and decisions of its coordinator."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightcache.manager.ranks.messages import (
 from lightcache.reservations import ReservationShard
 from lightcache.shm import SharedLog
 
-_NAP = 0.001  # seconds that a read waits while copies go on, whose verdicts others wait for
+_NAP = 0.001  # seconds that a read waits while copies are in flight: their verdicts are urgent
 
 
 class _Copy:
@@ -33,18 +33,17 @@ class _Copy:
     def __init__(self, order: Order, held: Lease | None, moving: TransferHandle) -> None:
         self.order, self.moving = order, moving
         self.held = held
-        """Of a save: its transfer backend leaves it to us."""
+        """The lease of a save, which its transfer backend does not release."""
 
 
 class RankWorker:
-    """One rank's end of a `RankCoordinator`'s log. It matches nothing and decides nothing: it
-    copies its share of the pages that it is handed, in the order in which that was ordered, and is
-    told what every step decided. A copy of it that fails is a verdict that its leader reads, and
-    no error
-    here: `failures` counts them, `last_error` has the last.
+    """One rank's end of a `RankCoordinator`'s log. It matches and decides nothing: it copies its
+    share of the ordered pages, in order, and receives the decisions of every step. A failed copy is
+    a verdict for the coordinator and raises nothing here: `failures` counts them, `last_error` has
+    the last error.
 
-    For one thread. Call `step` for each step of the engine; while that computes, `poll` gives
-    verdicts sooner.
+    For one thread. Call `step` for each step of the engine; call `poll` while the engine computes
+    to give verdicts sooner.
     """
 
     def __init__(
@@ -56,14 +55,14 @@ class RankWorker:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Log, cache and transfer backend stay the caller's to close, after `close`.
+        """The caller closes log, cache and transfer backend, after `close`.
 
         Args:
             log: attached as a reader.
             cache: the host cache, attached with role f"rank {rank}".
-            backend: what copies: an engine whose share is this rank's (`Cache.engine`), or a
+            backend: makes the copies: an engine with this rank's share (`Cache.engine`), or a
                 `RankBackend`.
-            rank: number of our shard.
+            rank: number of this rank and its shard.
             clock: in seconds.
 
         Raises:
@@ -76,34 +75,32 @@ class RankWorker:
         self._clock = clock
         self._joiner = Joiner()
         self._waiting: deque[Order] = deque()
-        """Not adopted yet: somebody held the cache's lock for too long."""
+        """Orders not adopted yet, because the cache's lock did not come in time."""
         self._going: list[_Copy] = []
         self.failures = 0
-        """Copies of this rank that failed."""
+        """Number of failed copies of this rank."""
         self.loaded_bytes = self.offloaded_bytes = 0
-        """That copies of this rank have moved, of its share alone; the manager's figures are those
-        of all ranks together. Counted where the transfer backend says how many:
-        `TransferHandle`."""
+        """Bytes that this rank's copies have moved, of its share alone; the manager's counters add
+        up all ranks. Counted if the handles have `nbytes`: `TransferHandle`."""
         self.last_error: Exception | None = None
-        """Why the last of them did, or why an order was not for us."""
+        """Why the last copy failed, or an order could not be adopted."""
 
     @property
     def in_flight(self) -> int:
-        """Copies ordered and not over, as far as was looked."""
+        """Number of ordered, unfinished copies, as of the last poll."""
         return len(self._going) + len(self._waiting)
 
     def ready(self, timeout: float | None = None) -> None:
-        """Say that this rank may be ordered to copy: its memory is registered, its engine stands.
-        Blocks until the scheduler has called the roll (`wait_for_ranks`); what was told to others
-        before that is not ours. Nobody is told in any other way, so a rank that never calls this
-        is never ordered anything. Join the log late, when the memory is registered: a reader that
-        does not read stops its writer.
+        """Report that this rank can copy: its memory is registered, its engine exists. Blocks until
+        the scheduler's startup message (`wait_for_ranks`); earlier messages are for other ranks and
+        are skipped. A rank that never calls this gets no orders. Join the log late, after
+        registering the memory: a reader that does not read blocks the log's writer.
 
         Args:
             timeout: seconds; None: no limit.
 
         Raises:
-            WaitTimeout: no scheduler has called; call again.
+            WaitTimeout: no startup message yet; call again.
             Abandoned: the scheduler is dead.
         """
         end = self._end(timeout)
@@ -113,18 +110,18 @@ class RankWorker:
                 return
 
     def step(self, timeout: float | None = None) -> Decisions:
-        """What the leader's next step decided. Begins every copy that was ordered before it; does
-        not wait for them. Blocks until the leader has told.
+        """The decisions of the coordinator's next step. Blocks until they are in the log. Begins
+        every copy that was ordered before them, without waiting for it to finish.
 
         Args:
             timeout: seconds; None: no limit.
 
         Raises:
-            WaitTimeout: it has not; what was ordered goes on. Call again.
-            Abandoned: the leader has left or was killed, and our copies are over and given back.
-                When another one has attached as the log's writer, `step` goes on.
-            LayoutMismatch, CacheCorrupted: what is in the log is not for this release, or not a
-                leader's.
+            WaitTimeout: no decisions yet; ordered copies continue. Call again.
+            Abandoned: the coordinator has left or was killed; our copies have finished and their
+                pages are given back. Call again when another one has attached as the log's writer.
+            LayoutMismatch, CacheCorrupted: the log was written by another release, or not by a
+                coordinator.
         """
         end = self._end(timeout)
         while True:
@@ -147,8 +144,8 @@ class RankWorker:
                 self._waiting.append(message)
 
     def poll(self) -> int:
-        """Begin what waits, notice what is over, give the verdicts. Returns copies that go on.
-        Does not block but for the cache's lock, which adopting takes."""
+        """Begin waiting orders, notice finished copies, give the verdicts. Returns `in_flight`.
+        Blocks only for the cache's lock, which adopting takes."""
         while self._waiting and self._begin(self._waiting[0]):
             self._waiting.popleft()
         for copy in list(self._going):
@@ -156,10 +153,10 @@ class RankWorker:
         return self.in_flight
 
     def drain(self, timeout: float | None = None) -> None:
-        """Until no copy of ours goes on. Blocks.
+        """Block until no copy of ours is in flight.
 
         Raises:
-            WaitTimeout: one does; the blocks it touches are not free yet.
+            WaitTimeout: one is; the blocks it touches are not free yet.
         """
         end = self._end(timeout)
         while self.poll():
@@ -171,14 +168,14 @@ class RankWorker:
                 )
 
     def close(self, timeout: float | None = 10.0) -> None:
-        """Wait for our copies. Orders that come later find nobody, and fail."""
+        """Wait for our copies. Later orders are not adopted, and fail."""
         self._waiting.clear()
         self.drain(timeout)
 
-    # ---- reading
+    # ---- Reading the log
 
     def _message(self, entry: bytes) -> tuple[bool, Message]:
-        """(whether one ended with this entry, it)."""
+        """(whether a message ended with this entry, the message)."""
         whole = self._joiner.take(entry)
         return (False, None) if whole is None else (True, decode(whole))
 
@@ -192,24 +189,24 @@ class RankWorker:
         left = self._left(end)
         return _NAP if left is None else min(_NAP, left)
 
-    # ---- copying
+    # ---- Copying
 
     def _begin(self, order: Order) -> bool:
-        """Adopt and begin. False: the lock was held for too long, later again."""
+        """Adopt the order's pages and begin the copy. False: the lock did not come; try again."""
         shard = self.rank if order.kind is Kind.OFFLOAD else None
         try:
             held = self.cache.adopt(order.ticket, shard=shard)
         except LockTimeout:
             return False
         except LightcacheError as error:
-            # Ended before we came, or ordered of somebody else: there is no verdict to give.
+            # The ticket has ended, or is for another client: there is no verdict to give.
             self.last_error = error
             return True
         try:
             self._going.append(self._moving(order, held))
-        except Exception as error:  # whatever a driver may raise: the leader has to be told
+        except Exception as error:  # of a driver, say: the coordinator needs the verdict
             self._failed(error)
-            held.close()  # a shard tells as well
+            held.close()  # for a shard this gives the verdict too
             if isinstance(held, Lease):
                 self._tell(order, False)
         return True
@@ -227,7 +224,7 @@ class RankWorker:
             if not copy.moving.done():
                 return
         except LockTimeout:
-            return  # it could not be given back yet; `done` tries again
+            return  # its pages could not be given back yet; `done` tries again
         except Exception as error:
             self._failed(error)
             ok = False
@@ -252,20 +249,20 @@ class RankWorker:
         except WaitTimeout:
             return
         except Exception:
-            return  # `_look` hears of it again, and counts it
+            return  # `_look` gets the error again, and counts it
 
     def _refuse_the_rest(self) -> None:
-        """The leader is gone, and all that it wrote was read: what else it handed out, between a
-        ticket and its order, comes no more. Without us its pages stay pinned until the deadline."""
+        """Refuse tickets of a dead coordinator that have no order in the log, which was read to its
+        end. Otherwise their pages stay pinned until the deadline."""
         try:
             self.cache.index.refuse_orphans()
-        except LightcacheError as error:  # then they go at the deadline
+        except LightcacheError as error:  # the pages are released at the deadline
             self.last_error = error
 
     def _tell(self, order: Order, ok: bool) -> None:
         try:
             self.cache.done(order.ticket, ok)
-        except LightcacheError as error:  # nobody waits for it any more
+        except LightcacheError as error:  # no process waits for the verdict any more
             self.last_error = error
 
     def _failed(self, error: Exception) -> None:
