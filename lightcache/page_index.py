@@ -1184,7 +1184,7 @@ class PageIndex:
             pages: len(keys) - start pages that this client holds.
             keys: the whole chain from its root; the page of the key before is the parent.
             start: first key to give.
-            merge: if another page has a key already, free ours.
+            merge: if a key has a page already, free the new one.
             into: an empty `NamingResult(len(pages))`. After an error it has the progress so far;
                 the same call with it continues there.
             timeout: seconds to wait for the lock; None: the handle's `lock_timeout`.
