@@ -44,7 +44,7 @@ class Hold:
         self._views: dict[object, weakref.ref[Any]] = {}
         self._closed = False
         self._left = self._ended = False
-        """How far the thread `_closer` has come in `close`, for another call after an interrupt."""
+        """Progress of the thread `_closer` in `close`, for another call after an interrupt."""
         self._closer = 0
 
     def map(self, fd: int, length: int) -> None:
