@@ -19,7 +19,7 @@ class LogReader:
     slot: int
     pid: int  # in its own PID namespace; 0: it has left meanwhile
     role: str
-    alive: bool  # False: killed, and not reaped yet
+    alive: bool  # False: killed; the writer removes it once it is in the way
     behind: int  # entries that it has still to read
 
     def __str__(self) -> str:
