@@ -1,7 +1,7 @@
-"""Arguments on their way to C: checked, and turned into addresses at the least cost.
+"""Checks arguments and turns them into addresses for C, at the least cost.
 
 `(c_char * 1).from_buffer(array)` is the cheapest address of a writable array that keeps the array
-alive (0.2 us; `array.ctypes` costs a microsecond and more).
+alive (0.2 us; `array.ctypes` takes a microsecond and more).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from lightcache.errors import ConfigError
 
-# ---- Sizes as people write them.
+# ---- Sizes as text.
 
 _UNITS = {
     "": 1,
@@ -51,7 +51,7 @@ def parse_size(size: int | str, what: str = "size") -> int:
 
 
 def format_size(size: int) -> str:
-    """A count of bytes for people: "64.0 GiB"."""
+    """A count of bytes as text: "64.0 GiB"."""
     value, units = float(size), ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"]
     while value >= 1024 and len(units) > 1:
         value /= 1024
@@ -59,10 +59,7 @@ def format_size(size: int) -> str:
     return f"{size} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
 
 
-# ---- Arguments on their way to C: checked, and turned into addresses at the least cost.
-#
-# `(c_char * 1).from_buffer(array)` is the cheapest address of a writable array that keeps the
-# array alive (0.2 us; `array.ctypes` costs a microsecond and more).
+# ---- Arguments of calls of the core.
 
 Keys = npt.NDArray[np.uint64]  # shape (n, 2): low and high word of each page's digest
 Offsets = npt.NDArray[np.int64]  # shape (requests + 1,): request i is keys[offsets[i]:offsets[i+1]]
@@ -75,10 +72,11 @@ _MAX_KEYS = 1 << 30
 
 
 def address(array: Any) -> Any:
-    """Something ctypes passes as the address of this array's data, valid while it lives."""
+    """Return an object that ctypes passes as the address of this array's data, valid while it
+    lives."""
     try:
         return _Bytes0.from_buffer(array)
-    except TypeError:  # read-only: the core does not write to it either
+    except TypeError:  # read-only: the core does not write to it
         return ctypes.c_void_p(array.ctypes.data)
 
 
@@ -93,7 +91,7 @@ def keys(array: Any) -> tuple[Any, int]:
         if words == 2 and array.dtype is _U64:
             return _Bytes0.from_buffer(array), n
     except (AttributeError, TypeError, ValueError):
-        pass  # said in full below
+        pass  # `_keys_slowly` raises the error
     return _keys_slowly(array)
 
 
@@ -119,7 +117,7 @@ def _keys_slowly(array: Any) -> tuple[Any, int]:
 
 
 def offsets(array: Any, key_count: int) -> Offsets:
-    """Offsets of many requests, checked: ascending from 0 to the number of keys.
+    """Check the offsets of many requests: ascending from 0 to the number of keys.
 
     Raises:
         ConfigError: wrong shape or dtype, or not ascending, or not ending at the last key.
@@ -144,7 +142,7 @@ def offsets(array: Any, key_count: int) -> Offsets:
 
 
 def pages(array: Any) -> Pages:
-    """Page numbers, checked: C-contiguous int32 of shape (n,). Other integers are converted.
+    """Check page numbers: C-contiguous int32 of shape (n,). Other integers are converted.
 
     Raises:
         ConfigError: not integers of one dimension, or out of range.
@@ -164,7 +162,7 @@ def pages(array: Any) -> Pages:
 
 
 def count(value: Any, what: str, low: int, high: int) -> int:
-    """An integer within [low, high].
+    """Check that a value is an integer within [low, high].
 
     Raises:
         ConfigError: it is not.

@@ -1,4 +1,4 @@
-"""When to stop calling something that fails, and when to try it again: the one circuit breaker."""
+"""The circuit breaker: stops calls to a component that fails, and retries later."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Literal
 
 Clock = Callable[[], float]
 Text = Callable[[int, str], str]
-"""What messages say: from the number of failures in a row, and the last of them."""
+"""Makes messages from the number of consecutive failures and the last reason."""
 
 
 class CircuitBreaker:
-    """Closed: calls are made. It opens after `failures` failures in a row, or at the first call
-    that used up its time while no other call succeeded: then no call is made. `retry` seconds later
-    one call may be made to see whether it works again, the probe; until it has ended, the breaker
-    is half-open. Its success closes the breaker, its failure opens it for as long again.
+    """Closed: calls are made. It opens after `failures` consecutive failures, or at the first call
+    that timed out while no other call succeeded: then no call is made. `retry` seconds later one
+    call, the probe, may be made; until it ends, the breaker is half-open. Its success closes the
+    breaker, its failure opens it for as long again.
 
-    Any thread may call it. It makes no call itself.
+    Thread-safe. The breaker itself makes no call.
     """
 
     def __init__(
@@ -33,13 +33,13 @@ class CircuitBreaker:
         works: str = "",
         log: logging.Logger | None = None,
     ) -> None:
-        """Closed.
+        """Closed at first.
 
         Args:
-            failures: in a row that open it.
+            failures: number of consecutive failures that open it.
             retry: seconds until a probe may be made; infinite: never, until `reset`.
-            text: what is logged when it opens, and given as the reason while it is open.
-            works: what is logged when a probe has closed it.
+            text: the log message when it opens, and the reason while it is open.
+            works: the log message when a probe has closed it.
         """
         self._most, self._retry, self._clock = failures, retry, clock
         self._text, self._works = text, works
@@ -47,13 +47,13 @@ class CircuitBreaker:
         self._lock = threading.Lock()
         self._failures = 0
         self._opened: float | None = None
-        self._succeeded = -math.inf  # when a call did last
+        self._succeeded = -math.inf  # time of the last success
         self._probing = False
         self._why = ""
 
     @property
     def state(self) -> Literal["closed", "open", "half-open"]:
-        """As it is now. Half-open: a probe is due, or under way."""
+        """The state at this moment. Half-open: a probe is due, or running."""
         with self._lock:
             if self._opened is None:
                 return "closed"
@@ -61,12 +61,13 @@ class CircuitBreaker:
 
     @property
     def failing(self) -> bool:
-        """Whether the last call failed. No lock."""
+        """True if the last call failed. Takes no lock."""
         return self._failures > 0
 
     @property
     def shut(self) -> bool:
-        """Whether calls are refused. Also while a probe is due, which is not any caller's."""
+        """True if calls are refused. Also true while a probe is due, which only one caller may
+        make."""
         return self._opened is not None
 
     @property
@@ -77,7 +78,7 @@ class CircuitBreaker:
 
     @property
     def wait(self) -> float | None:
-        """Seconds until a probe is due; None: none will be."""
+        """Seconds until a probe is due; None: no probe will be due."""
         with self._lock:
             return None if self._opened is None or self._probing else max(0.0, self._wait())
 
@@ -85,8 +86,8 @@ class CircuitBreaker:
         return 0.0 if self._opened is None else self._opened + self._retry - self._clock()
 
     def probe(self) -> bool:
-        """Whether a probe is due: then it is this caller's, who tells `success` or `failure` of it,
-        always. False for all others until then."""
+        """Return True if a probe is due. This caller must then make it, and always report `success`
+        or `failure`. Other callers get False until then."""
         with self._lock:
             if self._opened is None or self._probing or self._wait() > 0.0:
                 return False
@@ -99,7 +100,7 @@ class CircuitBreaker:
             self._probing = False
 
     def success(self) -> None:
-        """A call did what it should."""
+        """Report that a call succeeded."""
         with self._lock:
             was, self._opened = self._opened, None
             self._failures, self._probing, self._succeeded = 0, False, self._clock()
@@ -107,14 +108,14 @@ class CircuitBreaker:
             self._log.info("%s", self._works)
 
     def failure(self, why: str, since: float | None = None) -> bool:
-        """A call failed, or has not come back.
+        """Report that a call failed, or timed out.
 
         Args:
-            since: when it began, of one that used up all of the time that calls are given. If no
-                call succeeded since then, it is enough to open.
+            since: start time of a call that timed out. If no call succeeded since then, this
+                failure alone opens the breaker.
 
         Returns:
-            Whether this has opened it.
+            True if this call has opened it.
         """
         with self._lock:
             self._failures += 1
@@ -129,7 +130,7 @@ class CircuitBreaker:
         return opens
 
     def reset(self) -> None:
-        """Closed, without a word."""
+        """Close it, without a log message."""
         with self._lock:
             self._opened, self._failures, self._probing = None, 0, False
 

@@ -1,4 +1,4 @@
-"""Cache: a page index and a host pool, and the keys that go with them."""
+"""Cache: a page index, its host pool, and the hashing of its keys."""
 
 from __future__ import annotations
 
@@ -52,16 +52,15 @@ if TYPE_CHECKING:
     from lightcache.kernels.pinned import Driver, PinnedPages
 
 
-# ---- What a cache was asked to be: arguments checked, the configuration in its header, the
-# secret.
+# ---- Arguments, configuration and secret of a cache.
 
 DEFAULT_SECRET = Path("~/.local/share/lightcache/secret")
 _MAX_PAGE = 1 << 40
 
 
 class CacheSpec:
-    """The arguments of create and open, checked, in one place: as the index and the pool take
-    them."""
+    """The arguments of `create` and `open`, checked, in the form that the index and the pool
+    take."""
 
     def __init__(
         self,
@@ -75,7 +74,8 @@ class CacheSpec:
         pool_path: str | os.PathLike[str] | None,
         numa: Numa,
     ) -> None:
-        """`secret` None: that of the file, which is made, if need be, after all else is checked."""
+        """If `secret` is None it is read from the file, which is created if needed after all
+        checks."""
         check_numa(numa)
         self.page_bytes = parse_size(page_bytes, "page_bytes")
         if self.page_bytes > _MAX_PAGE:
@@ -86,7 +86,7 @@ class CacheSpec:
         self.numa: Numa = numa
         folder = None if pool_path is None else checked_path(pool_path)
         self.first = min(self.pages, max(1, CHUNK_BYTES // self.page_bytes))
-        KeySpec(  # says what is wrong with the rest
+        KeySpec(  # checks the other arguments
             fingerprint=fingerprint,
             page_tokens=1 if page_tokens is None else page_tokens,
             secret=bytes(SECRET_BYTES) if secret is None else secret,
@@ -114,7 +114,7 @@ class CacheSpec:
         return _arguments.count(pages, "pages", 1, MAX_PAGES)
 
     def index_arguments(self) -> dict[str, Any]:
-        """For `PageIndex.create` and `PageIndex.open`."""
+        """Arguments for `PageIndex.create` and `PageIndex.open`."""
         return {
             "pages": self.pages,
             "config": self.config,
@@ -129,7 +129,8 @@ class CacheSpec:
 
 
 def check_config(name: str, config: Mapping[str, Any]) -> None:
-    """What `create` has written is of these types; whoever may write the segment may change it."""
+    """Check the types of the configuration that `create` wrote: other writers may have changed
+    it."""
     each, tokens = config["page_bytes"], config.get("page_tokens")
     if FOLDER_ITEM in config and path_in(dict(config)) is None:
         raise CacheCorrupted(
@@ -150,29 +151,29 @@ def check_config(name: str, config: Mapping[str, Any]) -> None:
 
 
 def secret_of(given: bytes | None) -> bytes:
-    """The secret that was given; None: that of the file, which is made if it is not there."""
+    """Return the given secret; None: that of the file, which is created if it is missing."""
     return given if given is not None else load_or_create_secret(DEFAULT_SECRET.expanduser())
 
 
 def digest_of(secret: bytes) -> str:
-    """Tells two secrets apart, and nothing about them: 32 bits of a keyed digest."""
+    """Return 32 bits of a keyed digest: tells two secrets apart and reveals nothing about them."""
     if not isinstance(secret, bytes):
         raise ConfigError(f"secret: expected bytes, found {type(secret).__name__}")
     return hashlib.blake2b(secret, digest_size=4, person=b"lightcache check").hexdigest()
 
 
-# ---- The pool of a cache, pinned for a GPU: once in a process, given back when the cache closes.
+# ---- The pool of a cache, pinned for a GPU: once in a process, until the cache closes.
 
 
 class PoolPin:
-    """What `Cache.pin` has made, if anything."""
+    """The pinned memory that `Cache.pin` made, if any."""
 
     def __init__(self, pool: HostPool) -> None:
-        """Nothing is pinned, and no driver loaded."""
+        """Pins nothing and loads no driver."""
         self._pool = pool
         self._pinned: PinnedPages | None = None
         self.lent: object = None
-        """Under which the pool counts the memory that is pinned; see `HostPool.lend`."""
+        """The token under which the pool counts the pinned memory; see `HostPool.lend`."""
 
     def make(
         self,
@@ -211,24 +212,23 @@ class PoolPin:
         )
 
     def close(self) -> None:
-        """Unregister what is pinned.
+        """Unregister the pinned memory.
 
         Raises:
-            InUse: engines use it, or somebody else has views of the pool; nothing was changed.
+            InUse: engines use it, or other views of the pool exist; nothing was changed.
         """
         self._pool.check_closable(besides=self.lent)
         if self._pinned is not None:
             self._pinned.close()
 
 
-# ---- Opening a cache: its index and its pool together, and leaving both again.
+# ---- Shared by the classes below.
 
 T = TypeVar("T", bound="Cache")
 _log = logging.getLogger("lightcache.pool")
 
 
-# ---- The engine for a cache: which one, and whether its pages are what the engine thinks they
-# are.
+# ---- The engine for a cache.
 
 
 def engine_of(
@@ -253,7 +253,7 @@ def engine_of(
             f"memory=cache.pin(device={planes.device!r}), a PinnedPages"
         )
     require("torch", "kernels", f"an engine for planes on {planes.device}")
-    from importlib import import_module  # torch is imported where a device is, not before
+    from importlib import import_module  # torch is imported only if there is a device
 
     made: Engine = import_module("lightcache.kernels.engine").TransferEngine(
         geometry, planes, memory, **how
@@ -262,11 +262,12 @@ def engine_of(
 
 
 def check_format(cache: Cache, geometry: PageGeometry) -> None:
-    """Whether a cache was created for pages of this geometry. Equal sizes are not enough: pages
-    written with one geometry and read with another are nonsense that nothing else would notice.
+    """Check that a cache was created for pages of this geometry. Equal sizes are not enough:
+    reading pages with another geometry than they were written with gives wrong data without an
+    error.
 
     Raises:
-        LayoutMismatch: it was not.
+        LayoutMismatch: the cache was created for other pages.
     """
     tokens = cache.index.segment.config.get("page_tokens")
     if cache.page_bytes != geometry.page_bytes or tokens not in (None, geometry.page_tokens):
@@ -275,7 +276,7 @@ def check_format(cache: Cache, geometry: PageGeometry) -> None:
             f"the geometry of {geometry.page_bytes} and {geometry.page_tokens}; create it with "
             "page_bytes=geometry.page_bytes and page_tokens=geometry.page_tokens"
         )
-    # As a word of its own: the fingerprint of one geometry may begin another's.
+    # As a whole word: the fingerprint of one geometry may be a prefix of another's.
     if not re.search(rf"(^|\s){re.escape(geometry.fingerprint())}($|\s)", cache.fingerprint):
         raise LayoutMismatch(
             f"the cache {cache.name!r} is for {cache.fingerprint!r}, which does not have the "
@@ -284,14 +285,14 @@ def check_format(cache: Cache, geometry: PageGeometry) -> None:
         )
 
 
-# ---- Cache: a page index and a host pool, and the keys that go with them.
+# ---- The cache.
 
 
 class Cache:
-    """An attach of this process to a cache: `index` says what is where, `pool` has the bytes.
+    """This process's handle of a cache: `index` finds pages, `pool` has their bytes.
 
-    `create` fails if the name exists, `attach` if it does not or differs, `open` does either. All
-    calls of `PageIndex` that an engine needs are here too, and say the same.
+    `create` fails if the name exists, `attach` if it does not exist or differs; `open` creates or
+    attaches. The calls of `PageIndex` that an engine needs are here too, unchanged.
     """
 
     def __init__(
@@ -326,7 +327,7 @@ class Cache:
         if grow:
             self._grower = Grower(self.pool)
 
-    # ---- making one
+    # ---- create, attach, open
 
     @classmethod
     def create(
@@ -356,23 +357,23 @@ class Cache:
         """Create a cache that does not exist yet.
 
         Args:
-            name: ASCII letters, digits and `._-`, at most 180.
+            name: ASCII letters, digits and `._-`, at most 180 characters.
             pages: capacity in pages; or
-            size: in bytes, or as "64GiB".
-            page_bytes: of one page, in bytes or as "8MiB".
-            fingerprint: model, KV dtype and geometry: whatever makes pages of one process
-                useless to another must be in it.
-            page_tokens: tokens of a page; None: said in each `hash_pages`.
+            size: capacity in bytes, or as "64GiB".
+            page_bytes: size of a page, in bytes or as "8MiB".
+            fingerprint: model, KV dtype and geometry. Include everything that makes the pages of
+                one process useless to another.
+            page_tokens: tokens of a page; None: given in each `hash_pages`.
             algorithm: of the keys: "xxh3_128", "blake2b" or "sha256"; see docs/guides/keys.md.
             secret: of the keys, at least 16 bytes, the same in every process; None: the file
-                ~/.local/share/lightcache/secret, made if it is not there.
+                ~/.local/share/lightcache/secret, created if it is missing.
             huge_pages, numa: see `HostPool`.
-            pool_path: folder on a tmpfs or hugetlbfs to have the pool in (huge pages, or a size
-                limit of its own); None: /dev/shm. Whoever attaches finds it by itself and must
-                see the same folder there.
-            independent: for pages that are worth something without those before them, as
-                checkpoints of recurrent state are; see `PageIndex.create`.
-            grow: let a thread give memory to the rest of the pool; else call `pool.prefault`.
+            pool_path: folder of the pool on a tmpfs or hugetlbfs (for huge pages, or a separate
+                size limit); None: /dev/shm. Other processes find it by themselves and must see the
+                same folder there.
+            independent: for pages that are useful without their prefix, such as checkpoints of
+                recurrent state; see `PageIndex.create`.
+            grow: True: a thread gives memory to the rest of the pool. False: call `pool.prefault`.
             Otherwise as `PageIndex.create`.
 
         Raises:
@@ -422,17 +423,17 @@ class Cache:
         lock_timeout: float = 10.0,
         timeout: float | None = 10.0,
     ) -> T:
-        """Attach to a cache that exists.
+        """Attach to an existing cache.
 
         Args:
-            readonly: for routers and tools: `peek` and `hash_pages`; writes nothing at all.
-            fingerprint: what it must be for; None: anything.
+            readonly: for routers and tools, which `peek` and `hash_pages`; writes nothing.
+            fingerprint: the fingerprint that the cache must have; None: any.
             independent: whether it must be independent; None: either.
             Otherwise as `create`.
 
         Raises:
-            NotReady: there is none, or its creator did not finish in time.
-            LayoutMismatch: another version or fingerprint, or it is independent or is not.
+            NotReady: the cache does not exist, or its creator did not finish in time.
+            LayoutMismatch: version, fingerprint or `independent` differs.
             InUse: all 63 slots are taken. ConfigError, CacheCorrupted, PermissionDenied.
         """
         index = PageIndex.attach(
@@ -483,20 +484,20 @@ class Cache:
         lock_timeout: float = 10.0,
         timeout: float | None = 10.0,
     ) -> T:
-        """Attach to a cache with exactly this configuration, or create it. What killed processes
-        left goes on warm.
+        """Attach to a cache with exactly this configuration, or create it. A cache whose clients
+        have all died is attached to with its content.
 
         Args:
-            lifetime: None: whatever it has, "attached" for a new one.
-            idle_limit: seconds; a persistent one that no client used for so long, and in which none
-                lives, is removed by the next `open`, `create` or `sweep` that needs its room.
-                None: never. With lifetime None a new one is persistent then.
-            replace: remove one that differs, if nobody lives in it.
+            lifetime: None: keep that of an existing cache; "attached" for a new one.
+            idle_limit: seconds. A persistent cache that was unused for this long and has no live
+                client is removed by the next `open`, `create` or `sweep` that needs its room. None:
+                never. If given with lifetime None, a new cache is persistent.
+            replace: remove a cache that differs, if it has no live client.
             Otherwise as `create`.
 
         Raises:
-            LayoutMismatch: it differs and `replace` is False; names each item.
-            InUse: it differs, `replace` is True, and somebody lives in it.
+            LayoutMismatch: the cache differs and `replace` is False; names each item.
+            InUse: the cache differs, `replace` is True, and it has a live client.
             Otherwise as `create` and `attach`.
         """
         spec = CacheSpec(
@@ -536,15 +537,16 @@ class Cache:
             raise
         return cache
 
-    # ---- the end
+    # ---- close
 
     def close(self) -> None:
-        """Leave; see `PageIndex.close`. Stops growing the pool; others carry on. What `pin` made is
-        unregistered first: close engines before, and drop arrays and tensors made of the pool.
+        """Detach; see `PageIndex.close`. Stops growing the pool; other processes continue.
+        Unregisters the memory that `pin` registered. Close engines first, and drop arrays and
+        tensors made of the pool.
 
         Raises:
-            InUse: views of the pool live, or engines use its pinned pages. Nothing was changed.
-                For views of the array of the pinned pages themselves: those pages were closed.
+            InUse: views of the pool exist, or engines use its pinned pages. Nothing was changed,
+                except that pinned pages whose own array has views were closed.
             Detached: in a forked child.
         """
         if not self.index.core.unusable():
@@ -576,11 +578,11 @@ class Cache:
     def key_spec(
         self, page_tokens: int | None = None, *, namespace: Namespace | None = None
     ) -> KeySpec:
-        """What this cache's keys are seeded with, for `hash_pages` and `PageHasher`.
+        """Return the seeds of this cache's keys, for `hash_pages` and `PageHasher`.
 
         Raises:
-            ConfigError: `page_tokens` neither here nor in the cache, or they differ.
-            LayoutMismatch: our secret is not the one the cache was created with.
+            ConfigError: `page_tokens` is given neither here nor by the cache, or they differ.
+            LayoutMismatch: this process's secret is not the one that the cache was created with.
         """
         config = self.index.segment.config
         tokens = page_tokens if page_tokens is not None else config.get("page_tokens")
@@ -625,12 +627,11 @@ class Cache:
         namespace: Namespace | None = None,
         leave_one: bool = False,
     ) -> Keys:
-        """Keys of all complete pages of a prompt; see `lightcache.hashing.hash_pages`.
+        """Return the keys of all complete pages of a prompt; see `lightcache.hashing.hash_pages`.
 
         Args:
-            leave_one: no key for a page that would leave no token to compute: for matching a
-                whole prompt. `match(keys[:matchable_pages(...)])` does the same without hashing
-                twice.
+            leave_one: omit the key of a page that would leave no token to compute, to match a whole
+                prompt. `match(keys[:matchable_pages(...)])` does the same without hashing twice.
         """
         spec = self.key_spec(page_tokens, namespace=namespace)
         return hash_pages(spec, tokens, salt=salt, lora=lora, extra=extra, leave_one=leave_one)
@@ -643,10 +644,10 @@ class Cache:
         lora: bytes = b"",
         namespace: Namespace | None = None,
     ) -> PageHasher:
-        """A resumable hasher, for tokens that come one by one."""
+        """Return a resumable hasher, for tokens that arrive one by one."""
         return PageHasher(self.key_spec(page_tokens, namespace=namespace), salt=salt, lora=lora)
 
-    # ---- the index's calls
+    # ---- calls of the index
 
     def peek(self, keys: Keys, *, namespace: Namespace | None = None) -> int:
         """See `PageIndex.peek`."""
@@ -756,7 +757,7 @@ class Cache:
         return self.index.namespace(weights, tenant, quota=quota, minimum=minimum)
 
     def use(self, namespace: Namespace) -> None:
-        """See `PageIndex.use`; keys are then seeded with it, too."""
+        """See `PageIndex.use`; also seeds the keys."""
         self.index.use(namespace)
 
     def clear(self, namespace: Namespace | None = None) -> None:
@@ -806,21 +807,21 @@ class Cache:
         progress: Callable[[int, int], None] | None = None,
         driver: Driver | None = None,
     ) -> PinnedPages:
-        """Register the pool with the driver of a GPU, in the background: its pages can then be
-        copied without the processor, each as soon as its piece is registered. Every process pins
-        for itself. Returns at once, loads the driver; `close` undoes it.
+        """Register the pool with the driver of a GPU, in the background. The GPU can then copy each
+        page without the CPU, as soon as its piece is registered. Every process pins for itself.
+        Loads the driver and returns at once; `close` undoes it.
 
         Args:
             device: "cuda:0", or its number; None: the current one. All devices may use it.
             threads, chunk_bytes: see `PinnedPages`.
-            grow_threads: that also give memory to the pool meanwhile, faster than the one thread
-                that every cache has; 0: leave it to that.
+            grow_threads: threads that also give memory to the pool meanwhile, faster than the one
+                thread of every cache; 0: only that thread.
             progress: called with (pages registered, pages).
-            driver: instead of the device's; for tests.
+            driver: replaces the device's driver; for tests.
 
         Raises:
             ConfigError: no such device, or counts out of range.
-            InUse: it is pinned already by this object.
+            InUse: this object has pinned it already.
             PermissionDenied: attached read-only.
             Detached: closed, replaced, or a forked child.
         """
@@ -837,17 +838,17 @@ class Cache:
         memory: HostPages | None = None,
         **how: Any,
     ) -> Engine:
-        """What moves pages of this cache from and to one rank's planes: a `HostEngine` for planes
-        in CPU memory, else a `TransferEngine`. Close it before the cache.
+        """Return the engine that moves pages between this cache and one rank's planes: a
+        `HostEngine` for planes in CPU memory, else a `TransferEngine`. Close it before the cache.
 
         Args:
             geometry: of the pages. The cache must have been created for it: with
-                page_bytes=geometry.page_bytes, and a fingerprint that ends in
-                geometry.fingerprint(), behind a space, or has it between spaces.
+                page_bytes=geometry.page_bytes, and a fingerprint that has geometry.fingerprint() as
+                a whole word, separated by spaces.
             memory: None: the pool as it is, for planes in CPU memory. A device needs the pool
                 registered with its driver: the `PinnedPages` that `pin` returns, one for all
                 engines of this process.
-            how: for the engine: share, threads, rate and so on.
+            how: options of the engine: share, threads, rate and so on.
 
         Raises:
             LayoutMismatch: the cache was created for other pages.

@@ -3,8 +3,8 @@
 costs = Costs.load("costs.json", prefill_tokens_per_s=12_000, page_tokens=64)
 if costs.worth_loading(len(lease)): ...
 
-The file is made by `lightcache doctor --calibrate --out costs.json`; what a model computes in a
-second only its engine knows.
+`lightcache doctor --calibrate --out costs.json` makes the file. The prefill speed of a model is
+known only to its engine.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ class Costs:
     computing them `n * page_tokens / prefill_tokens_per_s`."""
 
     load_bytes_per_s: float
-    """Of one transfer from the host to the device, however many pages it has."""
+    """Of one transfer from host to device, for any number of pages."""
     per_load_overhead_s: float
-    """What each transfer costs beside, in seconds."""
+    """Fixed cost of each transfer, in seconds."""
     prefill_tokens_per_s: float
-    """What the model computes."""
+    """Prefill speed of the model."""
     page_bytes: int
-    """That this rank loads of a page."""
+    """Bytes of a page that this rank loads."""
     page_tokens: int
 
     def __post_init__(self) -> None:
-        """Check.
+        """Check the fields.
 
         Raises:
-            ConfigError: a figure that is none, or out of range.
+            ConfigError: a value is not a number, or out of range.
         """
         for name in ("load_bytes_per_s", "per_load_overhead_s", "prefill_tokens_per_s"):
             _check(getattr(self, name), name, zero=name == "per_load_overhead_s")
@@ -60,14 +60,13 @@ class Costs:
         prefill_tokens_per_s: float | None = None,
         page_tokens: int | None = None,
     ) -> Costs:
-        """What `lightcache doctor --calibrate --out` has written.
+        """Read a file that `lightcache doctor --calibrate --out` wrote.
 
         Args:
-            prefill_tokens_per_s, page_tokens: None: what the file says, if it was told.
+            prefill_tokens_per_s, page_tokens: None: as in the file, if it has them.
 
         Raises:
-            ConfigError: no such file, it says something else, or a figure is neither in it nor
-                given.
+            ConfigError: no such file, another format, or a value is neither in it nor given.
         """
         try:
             data = json.loads(Path(path).read_text())
@@ -86,23 +85,23 @@ class Costs:
         return cls(**{name: found[name] for name in (*_MEASURED, *_GIVEN)})
 
     def load_seconds(self, pages: int) -> float:
-        """Of loading so many pages in one transfer; 0 for none."""
+        """Seconds to load this many pages in one transfer; 0 for none."""
         if pages <= 0:
             return 0.0
         return self.per_load_overhead_s + pages * self.page_bytes / self.load_bytes_per_s
 
     def prefill_seconds(self, pages: int) -> float:
-        """Of computing them."""
+        """Seconds to compute this many pages."""
         return pages * self.page_tokens / self.prefill_tokens_per_s
 
     def break_even_pages(self) -> int | None:
-        """The smallest number of pages for which loading is faster than computing. 0: it always is,
-        for it costs nothing but the bytes; None: it never is."""
+        """The smallest number of pages for which loading is faster than computing. 0: loading is
+        always faster, since it has no overhead; None: it never is."""
         return self._break_even
 
     @cached_property
     def _break_even(self) -> int | None:
-        # Exact: near the point where neither is faster, rounding would decide.
+        # Exact fractions: near the break-even point rounding would decide.
         gain = Fraction(self.page_tokens) / Fraction(float(self.prefill_tokens_per_s))
         gain -= Fraction(int(self.page_bytes)) / Fraction(float(self.load_bytes_per_s))
         if gain <= 0:
@@ -111,14 +110,14 @@ class Costs:
         return math.floor(overhead / gain) + 1 if overhead else 0
 
     def worth_loading(self, pages: int) -> bool:
-        """Whether so many pages are loaded faster than computed; no pages are not."""
+        """True if loading this many pages is faster than computing them. False for no pages."""
         least = self._break_even
         return least is not None and pages >= max(least, 1)
 
     @property
     def host_weight(self) -> float:
-        """Loading a token, compared with computing it, at most 1: for `RouterPolicy.host_weight`.
-        Without the overhead, which is one for each request."""
+        """Cost of loading a token, relative to computing it, at most 1: for
+        `RouterPolicy.host_weight`. Excludes the overhead, which is per request."""
         each = self.page_bytes / self.load_bytes_per_s
         return min(1.0, each * self.prefill_tokens_per_s / self.page_tokens)
 

@@ -1,22 +1,21 @@
-"""Page keys: the name under which the KV of a prefix of tokens is found.
+"""Page keys: they identify the KV of a prefix of tokens.
 
-The key of page i is the digest of everything that decides the content of that page: first a seed
-block (model, weights, namespace, page size, tenant salt, adapter), then all tokens from position 0
-to the end of the page, and the digests of images and the like at the pages they touch. Equal keys
-therefore mean equal prefixes, and a chain of keys needs no links.
+The key of page i is the digest of everything that determines the content of that page: a seed
+block (model, weights, namespace, page size, tenant salt, adapter), all tokens from position 0 to
+the end of the page, and the digests of images and the like at the pages they touch. So equal keys
+mean equal prefixes, and a chain of keys needs no links.
 
-What is hashed can be taken apart again in one way only:
+The hashed bytes can be parsed in one way only:
 
     seed block    format tag, then each field as its length (u64, little-endian) and its bytes
     each page     mark FFFFFFFF, length (u64) and bytes of `extra`: only where one was given
                   the page's tokens, each a little-endian u32; no token is FFFFFFFF
 
-Keys are an array of shape (n, 2) and dtype uint64, C-contiguous. A digest read as a big-endian
-number of 128 bits is stored as column 0 = its low word, column 1 = its high word, whatever the
-algorithm.
+Keys are an array of shape (n, 2) and dtype uint64, C-contiguous. A digest is a big-endian number
+of 128 bits: column 0 has its low word, column 1 its high word, for every algorithm.
 
-Chained block hashes as the name of a KV block come from vLLM; that xxh3 with a public seed is open
-to constructed collisions, and what follows from it for the choice of algorithm, is at `KeySpec`.
+Naming KV blocks by chained hashes comes from vLLM. `KeySpec` says how to choose the algorithm,
+since collisions of xxh3 with a public seed can be constructed.
 """
 
 import contextlib
@@ -45,19 +44,19 @@ Algorithm: TypeAlias = Literal["xxh3_128", "blake2b", "sha256"]
 Keys: TypeAlias = NDArray[np.uint64]
 Tokens: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
 
-FORMAT = b"lightcache key 1"  # changes whenever any byte of what is hashed does
-MARK = 0xFFFF_FFFF  # starts an extra; so it is the one u32 that is no token
+FORMAT = b"lightcache key 1"  # changes with any change of the hashed bytes
+MARK = 0xFFFF_FFFF  # starts an extra; it is the only u32 that is not a token
 _MARK_BYTES = struct.pack("<I", MARK)
 SECRET_BYTES = 32
 _MIN_SECRET, _MAX_SECRET = 16, 1024
 _FEW = 64  # tokens that are cheaper packed one by one than as an array
-# How many of them are packed; a format that is given as text is looked up at each call.
+# Packers by number of tokens; a format given as text is looked up at each call.
 _PACKED = [struct.Struct(f"<{n}I").pack for n in range(_FEW + 1)]
 _NO_KEYS: Keys = np.empty((0, 2), np.uint64)
 
 
 class _Digest(Protocol):
-    # `update` returns None always, which the hot loop relies on (`update(row) or digest()`).
+    # `update` always returns None; the hot loop relies on that (`update(row) or digest()`).
     def update(self, data: bytes, /) -> bytes | None: ...
     def digest(self) -> bytes: ...
     def copy(self) -> "_Digest": ...
@@ -65,20 +64,19 @@ class _Digest(Protocol):
 
 @dataclass(frozen=True)
 class KeySpec:
-    """What all keys of one namespace have in common.
+    """The parameters that all keys of one namespace share.
 
-    Two caches share entries exactly when every field is equal; storage that is to outlive a segment
-    must keep the secret.
+    Two caches share entries exactly if every field is equal. Storage that outlives a segment must
+    keep the secret.
 
-    The default algorithm is fast but no cryptographic hash. With its default seed, 0, xxh3 mixes
-    the data with constants that everybody knows, and pages that collide behind any prefix can be
-    constructed, whatever was hashed in front of them. Our seed comes from the secret and is never
-    0, and a seed changes those constants. That stops collisions computed beforehand; it is no
-    promise against tenants who can learn keys. Where tenants do not trust each other choose
-    `blake2b` (keyed) or `sha256` (HMAC), both truncated to 128 bits.
+    The default algorithm is fast but not cryptographic. With its default seed, 0, xxh3 mixes the
+    data with public constants, so colliding pages can be constructed after any prefix. Our seed is
+    derived from the secret, is never 0, and changes those constants. This prevents collisions
+    computed in advance, but does not protect against tenants that can learn keys. If tenants do not
+    trust each other choose `blake2b` (keyed) or `sha256` (HMAC), both truncated to 128 bits.
 
     Raises:
-        ConfigError: a field has the wrong type, is empty where it must not be, or is out of range.
+        ConfigError: a field has the wrong type, is empty but must not be, or is out of range.
     """
 
     fingerprint: str  # model, KV dtype, geometry, state layout, speculative scheme
@@ -101,7 +99,7 @@ class KeySpec:
                 f"secret has {len(self.secret)} bytes, expected {_MIN_SECRET} to {_MAX_SECRET}; "
                 "load_or_create_secret(path) makes a good one"
             )
-        # bool is an int, and a page of True tokens is a mistake
+        # type(), not isinstance: bool is an int
         if type(self.page_tokens) is not int or not 1 <= self.page_tokens <= 1 << 20:
             raise ConfigError(f"page_tokens must be an int of 1 to 2**20, not {self.page_tokens!r}")
         if self.algorithm not in get_args(Algorithm):
@@ -111,13 +109,14 @@ class KeySpec:
 
     @cached_property
     def _key(self) -> bytes:
-        """The secret at a fixed length, another for each algorithm: one gives no other away."""
+        """The secret at a fixed length, derived for each algorithm: one reveals nothing about
+        another."""
         person = self.algorithm.encode()
         return hashlib.blake2b(self.secret, digest_size=64, person=person).digest()
 
     @cached_property
     def _xxh3_seed(self) -> int:
-        """64 bits of the secret, never 0: with seed 0 xxh3 uses constants that everybody knows."""
+        """64 bits of the secret, never 0: with seed 0 xxh3 uses public constants."""
         seed = hashlib.blake2b(self.secret, digest_size=8, person=b"xxh3 seed").digest()
         return int.from_bytes(seed, "little") or 1
 
@@ -129,7 +128,7 @@ class KeySpec:
         return b"".join([FORMAT, *encoded, struct.pack("<Q", self.page_tokens)])
 
     def _start(self, salt: str | bytes, lora: bytes) -> _Digest:
-        """A digest that has taken in the key and the seed block."""
+        """Return a digest that has hashed the key and the seed block."""
         given = _sized(_as_bytes("salt", salt)) + _sized(_as_bytes("lora", lora))
         block = self._seed_prefix + given
         state: _Digest
@@ -144,10 +143,10 @@ class KeySpec:
 
 
 def matchable_pages(tokens: int, page_tokens: int) -> int:
-    """How many pages of a prompt of `tokens` tokens may come from the cache.
+    """Return how many pages of a prompt of `tokens` tokens may come from the cache.
 
-    One token at least is left to compute, because the first output token needs its logits: a prompt
-    that fills p pages exactly has p - 1.
+    At least one token must be computed, because the first output token needs its logits. So a
+    prompt that fills p pages exactly has p - 1.
     """
     return max(tokens - 1, 0) // page_tokens
 
@@ -161,20 +160,20 @@ def hash_pages(
     extra: Mapping[int, bytes] | None = None,
     leave_one: bool = False,
 ) -> Keys:
-    """Keys of the complete pages of `tokens`.
+    """Return the keys of the complete pages of `tokens`.
 
     Args:
         tokens: one-dimensional integers of 0 to 2**32 - 2: an array of any integer dtype or a
-            sequence. An array is converted once; converting a list costs ten times the hashing.
-        salt: keeps tenants apart; text counts as its UTF-8.
-        lora: digest of the adapter in use; empty for none.
-        extra: for a page's number, what else its content depends on, such as the digests of the
-            images whose placeholders it holds. Where two items touch a page, pass their digests
-            concatenated. It changes the keys of that page and all later ones. An extra of a page
-            that gets no key has no effect.
-        leave_one: no key for a page that would leave no token to compute, as matching needs it
-            (see `matchable_pages`). False gives every complete page a key, as publishing of
-            computed pages needs it.
+            sequence. An array is converted once; converting a list takes ten times as long as
+            hashing.
+        salt: separates tenants; text is encoded as UTF-8.
+        lora: digest of the adapter in use; empty: none.
+        extra: by page number, other data that the page's content depends on, such as the digests of
+            images whose placeholders it holds. If two items touch a page, concatenate their
+            digests. An extra changes the keys of its page and of all later ones. An extra of a page
+            without a key has no effect.
+        leave_one: True: no key for a page that would leave no token to compute, for matching (see
+            `matchable_pages`). False: a key for every complete page, for publishing computed pages.
 
     Returns:
         shape (pages, 2), uint64, columns (low, high). The keys of a shorter prompt are a prefix of
@@ -195,11 +194,10 @@ def hash_pages(
 
 
 class PageHasher:
-    """Keys of a sequence that grows, for example while it is decoded.
+    """Keys of a growing sequence, for example during decoding.
 
-    However the tokens are split, the keys of all `update` calls together equal those of one
-    `hash_pages`. Holds less than one page of tokens. Not for several threads
-    at once.
+    The keys of all `update` calls together equal those of one `hash_pages`, for any split of the
+    tokens. Holds less than one page of tokens. Not thread-safe.
     """
 
     def __init__(self, spec: KeySpec, *, salt: str | bytes = b"", lora: bytes = b"") -> None:
@@ -212,7 +210,7 @@ class PageHasher:
         self._pending: dict[int, bytes] = {}
 
     def copy(self) -> "PageHasher":
-        """Another one that has taken in the same, to go on in another way. About 1 us."""
+        """Return an independent hasher with the same state. About 1 us."""
         made: PageHasher = object.__new__(PageHasher)
         made.__dict__.update(self.__dict__)
         made._state, made._pending = self._state.copy(), dict(self._pending)
@@ -220,25 +218,25 @@ class PageHasher:
 
     @property
     def pages(self) -> int:
-        """Pages that have been given a key so far."""
+        """Pages that have a key so far."""
         return self._pages
 
     @property
     def tail(self) -> bytes:
-        """Tokens after the last page that has a key, as `pack_tokens` has them."""
+        """Tokens after the last page that has a key, in the format of `pack_tokens`."""
         return self._tail
 
     @property
     def tokens(self) -> int:
-        """Tokens taken in so far, the incomplete page included."""
+        """Tokens appended so far, including the incomplete page."""
         return self._pages * self.spec.page_tokens + len(self._tail) // 4
 
     def update(self, tokens: Tokens, *, extra: Mapping[int, bytes] | None = None) -> Keys:
         """Append tokens; return the keys of the pages they complete, shape (n, 2), n possibly 0.
 
-        `extra` is as for `hash_pages`, by page number from the start of the sequence, and is kept
-        until that page is complete; given again before then, it is replaced. A few tokens at a
-        time, as they are generated, cost 1 to 2 us as a list.
+        `extra` is as for `hash_pages`, by page number from the start of the sequence. It is kept
+        until its page is complete; a later value replaces it. Appending a few generated tokens as a
+        list takes 1 to 2 us.
 
         Raises:
             ConfigError: tokens cannot be encoded, or an extra is for a page that already has its
@@ -251,8 +249,8 @@ class PageHasher:
         return self._extend(canonical, blocks)
 
     def append(self, tokens: list[int]) -> list[bytes]:
-        """`update` for what is generated step by step: each key as the 16 bytes that it has in an
-        array of keys. Half a microsecond where a few tokens complete no page, else 1 us.
+        """`update` for step-by-step generation. Returns each key as its 16 bytes in an array of
+        keys. Takes half a microsecond if a few tokens complete no page, else 1 us.
 
         Raises:
             ConfigError: as `update`.
@@ -261,7 +259,7 @@ class PageHasher:
         return self.append_packed(_canonical(tokens).tobytes() if few is None else few)
 
     def append_packed(self, tokens: bytes) -> list[bytes]:
-        """`append` for ids that `pack_tokens` has looked at."""
+        """`append` for tokens from `pack_tokens`."""
         data, row = self._tail + tokens, self._row
         if len(data) < row:
             self._tail = data
@@ -280,7 +278,7 @@ class PageHasher:
         size = self.spec.page_tokens
         pages = tokens.size // size
         self._pending.update(blocks)
-        # Cut by a void dtype, in C: 35 ns a page against 100 for slices of a memoryview.
+        # Splitting by a void dtype in C: 35 ns a page, against 100 for slices of a memoryview.
         rows: list[bytes] = tokens[: pages * size].view(f"V{4 * size}").tolist()
         for page in [page for page in self._pending if page < self._pages + pages]:
             rows[page - self._pages] = self._pending.pop(page) + rows[page - self._pages]
@@ -290,14 +288,14 @@ class PageHasher:
 
 
 def load_or_create_secret(path: str | os.PathLike[str]) -> bytes:
-    """The secret kept in a file, made from 32 random bytes when the file does not exist.
+    """Return the secret in a file; create the file with 32 random bytes if it does not exist.
 
-    The file is complete before it has its name, and of several processes that create it at once one
-    wins and all return the same. Missing folders are created for the owner alone. May block on the
+    The file gets its name only when complete. If several processes create it at once, one succeeds
+    and all return its secret. Missing folders are created for the owner alone. May block on the
     disk.
 
     Raises:
-        PermissionDenied: the file belongs to somebody else, others may access it, or it is no
+        PermissionDenied: the file belongs to another user, others may access it, or it is not a
             plain file.
         ConfigError: it holds fewer than 16 bytes or more than 1024.
         StorageError: it cannot be read or written.
@@ -321,10 +319,10 @@ def load_or_create_secret(path: str | os.PathLike[str]) -> bytes:
 
 
 def _read_secret(path: Path) -> bytes:
-    # O_NONBLOCK: opening a fifo that somebody put here must not wait for its writer
+    # O_NONBLOCK: if the path is a fifo, opening it must not wait for a writer
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        # of what was opened, not of the name: nobody can exchange it in between
+        # fstat of the descriptor, not of the name: the file cannot be exchanged in between
         _refuse_unsafe(path, os.fstat(descriptor))
         content = os.read(descriptor, _MAX_SECRET + 1)
     finally:
@@ -354,7 +352,7 @@ def _refuse_unsafe(path: Path, found: os.stat_result) -> None:
 
 def _create_secret(path: Path) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    import secrets  # these two cost 10 ms, and most imports of us never make a secret
+    import secrets  # imported late: these two take 10 ms, and few processes create a secret
     import tempfile
 
     descriptor, draft = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # 0600, O_EXCL
@@ -362,8 +360,8 @@ def _create_secret(path: Path) -> None:
         with os.fdopen(descriptor, "wb") as file:
             file.write(secrets.token_bytes(SECRET_BYTES))
             file.flush()
-            os.fsync(descriptor)  # a name must not outlive its bytes in a power failure
-        # Unlike rename, link never replaces what another process has made; that one is the secret.
+            os.fsync(descriptor)  # after a power failure a name must not exist without its bytes
+        # Unlike rename, link never replaces another process's file, which has the secret then.
         with contextlib.suppress(FileExistsError):
             os.link(draft, path)
     finally:
@@ -385,7 +383,7 @@ def _as_bytes(name: str, value: str | bytes) -> bytes:
 def _canonical(tokens: Tokens) -> NDArray[np.uint32]:
     """Tokens as contiguous little-endian u32; may share memory with the caller's array.
 
-    One pass checks the range, one converts: read as unsigned, a negative number is a huge one.
+    One pass checks the range and one converts: as unsigned, a negative number is very large.
     """
     try:
         array = np.asarray(tokens)
@@ -407,18 +405,18 @@ def _canonical(tokens: Tokens) -> NDArray[np.uint32]:
 
 
 def _few(tokens: list[int]) -> bytes | None:
-    """A short list of tokens as little-endian u32; None: it is long, or may not be sound."""
+    """A short list of tokens as little-endian u32; None: it is long, or may be invalid."""
     if len(tokens) > _FEW or (tokens and type(tokens[0]) is bool):
         return None
     try:
         found = _PACKED[len(tokens)](*tokens)
     except struct.error:
-        return None  # said in full by `_canonical`
-    return None if _MARK_BYTES in found else found  # perhaps one only across two tokens
+        return None  # `_canonical` raises the error
+    return None if _MARK_BYTES in found else found  # a match across two tokens is harmless
 
 
 def pack_tokens(tokens: Tokens) -> bytes:
-    """Tokens as pages are hashed: u32, little-endian.
+    """Tokens in the hashed format: u32, little-endian.
 
     Raises:
         ConfigError: as `hash_pages`.
@@ -428,21 +426,21 @@ def pack_tokens(tokens: Tokens) -> bytes:
 
 
 def _key_bytes(digest: bytes) -> bytes:
-    """A key as it lies in memory: the words (low, high) of the digest's first 128 bits."""
+    """A key's bytes in memory: the words (low, high) of the digest's first 128 bits."""
     if sys.byteorder == "little":
         return digest[15::-1]
     return digest[8:16] + digest[:8]
 
 
 def _keys_of(digests: list[bytes]) -> Keys:
-    """Keys that are given as bytes."""
+    """Keys from their bytes."""
     if not digests:
         return _NO_KEYS
     return np.frombuffer(bytearray().join(digests), np.uint64).reshape(-1, 2)
 
 
 def _blocks(extra: Mapping[int, bytes] | None, first: int) -> dict[int, bytes]:
-    """The extras, encoded; all are checked before any is used."""
+    """The encoded extras; all are checked before any is used."""
     blocks: dict[int, bytes] = {}
     for number, data in (extra or {}).items():
         try:
@@ -458,11 +456,11 @@ def _blocks(extra: Mapping[int, bytes] | None, first: int) -> dict[int, bytes]:
 
 
 def _digest_rows(state: _Digest, rows: list[bytes]) -> Keys:
-    """Feed the rows one by one; the digest after each, as words (low, high)."""
+    """Hash the rows one by one; return the digest after each, as words (low, high)."""
     if not rows:
         return np.empty((0, 2), np.uint64)
     update, digest = state.update, state.digest
-    # Both calls in one expression of a comprehension: 0.12 us a page, nearly all of it in xxhash.
+    # Both calls in one expression of a comprehension: 0.12 us a page, nearly all in xxhash.
     digests = [update(row) or digest() for row in rows]
     words = np.frombuffer(b"".join(digests), ">u8").reshape(len(rows), -1)
     return words[:, 1::-1].astype(np.uint64, order="C")

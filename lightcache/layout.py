@@ -1,6 +1,6 @@
-"""The records of a page index, declared once more for Python and compared with the C core at load.
+"""The records of a page index, declared for Python and compared with the C core at load time.
 
-The C side, with what each field means and who may change it, is `lightcache/native/index.h`.
+`lightcache/native/index.h` has the C declarations, the meaning of each field, and who may write it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ LISTS = LEVELS * DIGITS + 1
 DOOMED_LIST = LEVELS * DIGITS
 CHAIN_MAX = 32
 MAX_PAGES = 40_000_000
-"""What the undo log can address: an index of 8 GiB."""
+"""Limit of the undo log's addresses: an index of 8 GiB."""
 
 
 class PageState(IntEnum):
-    """Of a page. FREE -> WRITING -> READY -> EVICTING -> FREE; FREE -> HELD -> READY -> HELD ->
-    FREE; WRITING, READY, HELD -> DOOMED -> FREE."""
+    """State of a page. FREE -> WRITING -> READY -> EVICTING -> FREE; FREE -> HELD -> READY -> HELD
+    -> FREE; WRITING, READY, HELD -> DOOMED -> FREE."""
 
     FREE = 0
     WRITING = 1
@@ -48,7 +48,7 @@ RESERVATION_SHIFT = 16
 
 
 class KeyStatus(IntEnum):
-    """What became of one key of a reserve, or of a name."""
+    """Outcome for one key of a reserve or name call."""
 
     UNKNOWN = 0
     PRESENT = 1
@@ -69,7 +69,7 @@ class Cause(IntEnum):
 
 
 class MayGrow(IntEnum):
-    """Whether pages without memory are to be had, for `lci_may_allocate`."""
+    """Whether pages without memory count as available, for `lci_may_allocate`."""
 
     ASK = 0
     NONE = 1
@@ -77,7 +77,7 @@ class MayGrow(IntEnum):
 
 
 class Operation(IntEnum):
-    """What the holder of the lock is doing, for people."""
+    """The operation of the lock's holder, for operators."""
 
     NONE = 0
     RESERVE = 1
@@ -106,7 +106,7 @@ class Link(ctypes.Structure):
 
 
 class PageList(ctypes.Structure):
-    """The head of such a list."""
+    """The head of a list."""
 
     _fields_ = [
         ("count", ctypes.c_uint32),
@@ -144,7 +144,7 @@ class ChunkRecord(ctypes.Structure):
 
 
 class ReservationRecord(ctypes.Structure):
-    """Pages being written, and who owes which shard."""
+    """Pages being written, and the owner of each shard."""
 
     _fields_ = [
         ("gen", ctypes.c_uint32),
@@ -161,7 +161,7 @@ class ReservationRecord(ctypes.Structure):
 
 
 class TicketRecord(ctypes.Structure):
-    """Pins on their way from one client to others."""
+    """Pins being handed from one client to others."""
 
     _fields_ = [
         ("gen", ctypes.c_uint32),
@@ -245,7 +245,7 @@ class RootRecord(ctypes.Structure):
 
 
 class Geometry(ctypes.Structure):
-    """Where everything lies, as byte offsets in the segment."""
+    """The byte offset of each part of the segment."""
 
     _fields_ = [
         ("pages", ctypes.c_uint64),
@@ -268,7 +268,7 @@ class Geometry(ctypes.Structure):
 
 
 class LeaseHeader(ctypes.Structure):
-    """Begins a lease's buffer in the process's own memory."""
+    """Header of a lease's buffer, in the process's own memory."""
 
     _fields_ = [
         ("held", ctypes.c_uint32),
@@ -277,7 +277,7 @@ class LeaseHeader(ctypes.Structure):
 
 
 class LookProgress(ctypes.Structure):
-    """What one call has done about dead clients."""
+    """Progress of one call with reaping dead clients."""
 
     _fields_ = [
         ("begun_ns", ctypes.c_uint64),
@@ -289,7 +289,7 @@ class LookProgress(ctypes.Structure):
 
 
 class ReserveProgress(ctypes.Structure):
-    """How far one reserve has come; also in the process's own memory."""
+    """Progress of one reserve; in the process's own memory."""
 
     _fields_ = [
         ("rid", ctypes.c_uint32),
@@ -312,7 +312,7 @@ class ReserveProgress(ctypes.Structure):
 
 
 class NamespaceLimits(ctypes.Structure):
-    """What a namespace may have, and what it and the others were promised."""
+    """Limits of a namespace, and the minimums of all others."""
 
     _fields_ = [
         ("quota", ctypes.c_uint32),
@@ -322,7 +322,7 @@ class NamespaceLimits(ctypes.Structure):
 
 
 class WalkProgress(ctypes.Structure):
-    """How far a protect, unprotect or drop has come."""
+    """Progress of a protect, unprotect or drop."""
 
     _fields_ = [
         ("cursor", ctypes.c_uint32),
@@ -332,7 +332,7 @@ class WalkProgress(ctypes.Structure):
 
 
 class OldestProgress(ctypes.Structure):
-    """How far the listing of what is evicted next has come."""
+    """Progress of listing the pages that are evicted next."""
 
     _fields_ = [
         ("since", ctypes.c_uint64),
@@ -346,7 +346,7 @@ class OldestProgress(ctypes.Structure):
 
 
 class DiscardProgress(ctypes.Structure):
-    """How far a discard has come."""
+    """Progress of a discard."""
 
     _fields_ = [
         ("taken", ctypes.c_uint32),
@@ -357,7 +357,7 @@ class DiscardProgress(ctypes.Structure):
 
 
 class HeldProgress(ctypes.Structure):
-    """The same of what is done with pages that have no key."""
+    """Progress of a call on pages without a key."""
 
     _fields_ = [
         ("done", ctypes.c_uint32),
@@ -376,7 +376,7 @@ class HeldProgress(ctypes.Structure):
 
 
 class TicketRef(ctypes.Structure):
-    """The 16 bytes of a ticket that travel."""
+    """The 16 bytes of a ticket that are sent to adopters."""
 
     _fields_ = [
         ("index", ctypes.c_uint32),
@@ -386,7 +386,7 @@ class TicketRef(ctypes.Structure):
 
 
 class TicketStatusRecord(ctypes.Structure):
-    """Where a ticket stands: sets of client slots, one bit each."""
+    """State of a ticket: sets of client slots, one bit each."""
 
     _fields_ = [
         ("adopters", ctypes.c_uint64),
@@ -424,7 +424,7 @@ class IndexCounts(ctypes.Structure):
 
 
 class CheckRecord(ctypes.Structure):
-    """What `check` found."""
+    """Result of `check`."""
 
     _fields_ = [
         ("broken", ctypes.c_int32),
@@ -483,11 +483,10 @@ CONSTANTS: Mapping[str, int] = {
 }
 
 
-# ---- The C core of the page index: loaded through ctypes, checked against `layout`, declared.
+# ---- The C core of the page index, loaded through ctypes.
 #
-# Every call takes the handle first. Those that may block end in (wait, deadline): they are tried
-# on the handle that keeps the GIL, and only then called on the one that lets it go; `Core.locked`
-# does that.
+# Every call takes the handle first. Calls that may block end in (wait, deadline): `Core.locked`
+# tries them first on the library that keeps the GIL, then on the one that releases it.
 
 U32 = ctypes.c_uint32
 U64 = ctypes.c_uint64
@@ -576,7 +575,7 @@ SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
 
 @functools.cache
 def load(path: Path | None = None) -> shm_native.Library:
-    """The library, checked; loaded once for each path (tests give one with pause points).
+    """Return the library, checked; loaded once for each path (tests pass one with pause points).
 
     Raises:
         LayoutMismatch: compiled from another layout or version.

@@ -1,9 +1,9 @@
-"""Figures of a cache for Prometheus (extra: `pip install lightcache[metrics]`).
+"""Metrics of a cache for Prometheus (extra: `pip install lightcache[metrics]`).
 
     prometheus_client.REGISTRY.register(CacheMetrics(cache, counters))
     prometheus_client.REGISTRY.register(CheckpointMetrics(checkpoints))
 
-Only this module imports prometheus_client. What is served, and how: docs/guides/metrics.md.
+Only this module imports prometheus_client. docs/guides/metrics.md lists the metrics.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ except ImportError as error:
         "pip install 'lightcache[metrics]'"
     ) from error
 
-if TYPE_CHECKING:  # who has none need not import them
+if TYPE_CHECKING:  # only hybrid models need these modules
     from lightcache.hybrid.checkpoints import Checkpoints, CheckpointStats
 
 _K = TypeVar("_K", bound=tuple[str, ...])
 
-# Fields of `ManagerStats` that are one metric with a label; the others are a metric each.
+# Fields of `ManagerStats` that share a metric with a label; each other field is its own metric.
 _TOKENS = {"device": "device_tokens", "host": "host_tokens", "storage": "storage_tokens"}
 _MOVED = {"load": "loads", "offload": "offloads"}
 _FAILED = {"load": "failed_loads", "offload": "failed_offloads"}
@@ -57,7 +57,7 @@ _NS = {
     "plan_seconds": ("plan_ns", "Time within plan and plan_many."),
     "storage_wait_seconds": ("storage_wait_ns", "Time that requests waited for storage."),
 }
-# As these are named: TIER_evicted_CAUSE.
+# Fields named TIER_evicted_CAUSE.
 _EVICTED = {
     (tier, cause): each.name
     for each in fields(ManagerStats)
@@ -70,7 +70,7 @@ _LABELLED = frozenset(
     for name in group.values()
 ) | frozenset(_EVICTED.values())
 
-# The same of `CheckpointStats`; hits of the host are those that storage had no part in.
+# Labelled fields of `CheckpointStats`; host hits exclude those loaded from storage.
 _CHECKPOINT_HITS = {"device": "device_hits", "host": "host_hits", "storage": "storage_hits"}
 _CHECKPOINT_LABELLED = frozenset(
     name for group in (_CHECKPOINT_HITS, _MOVED, _FAILED) for name in group.values()
@@ -114,7 +114,7 @@ _CHECKPOINTS_SAID = {
 
 @dataclass(frozen=True)
 class _Reading:
-    """What is served of one index."""
+    """The metrics of one index."""
 
     stats: IndexStats
     lock: LockRecord
@@ -122,14 +122,14 @@ class _Reading:
 
 
 class Totals(Protocol):
-    """What a manager's figures are asked of, such as `NodeCounters`."""
+    """A source of the managers' counters, such as `NodeCounters`."""
 
     def total(self) -> ManagerStats:
-        """All that was counted so far; every figure only rises."""
+        """All counts so far; every figure only rises."""
 
 
 class _Labelled(Collector):
-    """Metrics that have some labels in common."""
+    """Metrics that share some labels."""
 
     def __init__(self, cache: str, labels: Mapping[str, str] | None) -> None:
         own = _OWN & (labels or {}).keys()
@@ -140,14 +140,14 @@ class _Labelled(Collector):
         self._labels = {"cache": cache, **(labels or {})}
 
     def _gauge(self, name: str, said: str, values: Mapping[_K, float], *labels: str) -> Metric:
-        """`values` by the values of `labels`."""
+        """A gauge of `values`, which are keyed by the values of `labels`."""
         metric = GaugeMetricFamily(f"lightcache_{name}", said, labels=[*self._labels, *labels])
         for more, value in values.items():
             metric.add_metric([*self._labels.values(), *more], value)
         return metric
 
     def _counter(self, name: str, said: str, values: Mapping[_K, float], *labels: str) -> Metric:
-        """The same; `_total` is put behind the name."""
+        """Like `_gauge`, for a counter; appends `_total` to the name."""
         metric = CounterMetricFamily(f"lightcache_{name}", said, labels=[*self._labels, *labels])
         for more, value in values.items():
             metric.add_metric([*self._labels.values(), *more], value)
@@ -157,8 +157,8 @@ class _Labelled(Collector):
 class CacheMetrics(_Labelled):
     """A collector for a registry of prometheus_client. One for each registry and cache.
 
-    Scraping takes no lock of the cache and waits for nobody. A cache that is closed or was replaced
-    is a `lightcache_up` of 0, and never a failed scrape.
+    A scrape takes no lock of the cache and never waits for another process. If the cache is closed
+    or was replaced, `lightcache_up` is 0, and the scrape still succeeds.
     """
 
     def __init__(
@@ -168,22 +168,22 @@ class CacheMetrics(_Labelled):
         device: DeviceTier | PageIndex | None = None,
         labels: Mapping[str, str] | None = None,
     ) -> None:
-        """Nothing is read yet.
+        """Reads nothing yet.
 
         Args:
-            cache: read-only will do.
-            counters: the managers' figures; None: they are not served.
-            device: whose blocks are served as those of tier "device"; None: nobody's.
-            labels: for every metric, beside `cache`, the cache's name.
+            cache: a read-only handle is enough.
+            counters: the managers' counters; None: not served.
+            device: the device whose blocks are served with tier "device"; None: none.
+            labels: for every metric, in addition to `cache`, the cache's name.
 
         Raises:
-            ConfigError: a label that the metrics have themselves.
+            ConfigError: a label that the metrics define themselves.
         """
         super().__init__(cache.name, labels)
         self._cache, self._counters, self._device = cache, counters, device
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics as they are now; those of a part that cannot be read are left out."""
+        """All metrics at this moment, without the parts that cannot be read."""
         read, found = {"host": _read(self._cache.index)}, self._total()
         device = self._device.index if isinstance(self._device, DeviceTier) else self._device
         if device is not None:
@@ -205,7 +205,7 @@ class CacheMetrics(_Labelled):
             return self._counters.total() if self._counters is not None else None
         return None
 
-    # ---- indices: the host's, and the device's
+    # ---- the indexes of host and device
 
     def _clients(self, tiers: Mapping[str, _Reading]) -> Metric:
         clients = Counter(
@@ -260,7 +260,7 @@ class CacheMetrics(_Labelled):
         longest = {(tier,): lock.hold_max_ns * 1e-9 for tier, lock in locks.items()}
         yield self._gauge("lock_hold_max_seconds", "Longest that it was held.", longest, "tier")
 
-    # ---- the managers' figures
+    # ---- the managers' counters
 
     def _figures(self, found: ManagerStats) -> Iterator[Metric]:
         def each(names: Mapping[str, str]) -> dict[tuple[str, ...], float]:
@@ -296,21 +296,20 @@ class CacheMetrics(_Labelled):
 
 
 class CheckpointMetrics(_Labelled):
-    """A collector of what the checkpoints of a hybrid model count. These are figures of this
-    process: each that has `Checkpoints` serves its own. Takes their lock, which nobody holds while
-    bytes move; they may be closed.
-    """
+    """A collector for the checkpoint counters of a hybrid model. The counters belong to this
+    process: each process that has `Checkpoints` serves its own. A scrape takes the checkpoints'
+    lock, which is never held while bytes move. The checkpoints may be closed."""
 
     def __init__(self, checkpoints: Checkpoints, labels: Mapping[str, str] | None = None) -> None:
-        """Nothing is read yet.
+        """Reads nothing yet.
 
         Args:
-            checkpoints: of a `HybridManager`, or by themselves.
-            labels: for every metric, beside `cache`: the name of the states' cache on the host, or
-                of the slots' index where there is none.
+            checkpoints: of a `HybridManager`, or standalone.
+            labels: for every metric, in addition to `cache`: the name of the states' host cache, or
+                of the slots' index if there is no host cache.
 
         Raises:
-            ConfigError: a label that the metrics have themselves.
+            ConfigError: a label that the metrics define themselves.
         """
         where = checkpoints.slots if checkpoints.host is None else checkpoints.host
         assert where is not None
@@ -319,7 +318,7 @@ class CheckpointMetrics(_Labelled):
         self._most: dict[str, int] = {}
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics as they are now."""
+        """All metrics at this moment."""
         found = self._risen(self._checkpoints.stats())
         own = found["host_hits"] - found["storage_hits"]
         hits = {(tier,): float(found[name]) for tier, name in _CHECKPOINT_HITS.items()}
@@ -336,15 +335,15 @@ class CheckpointMetrics(_Labelled):
             yield self._counter(f"checkpoint_{name}", said, {(): float(found[name])})
 
     def _risen(self, stats: CheckpointStats) -> dict[str, int]:
-        """What a request that begins anew takes back is held against what comes: a counter that
-        falls is taken for one that began again."""
+        """The highest value so far of each counter. A request that restarts lowers some counts, and
+        Prometheus would take a lower value for a restarted counter."""
         for name in (each.name for each in fields(stats)):
             self._most[name] = max(self._most.get(name, 0), getattr(stats, name))
         return self._most
 
 
 def _read(index: PageIndex) -> _Reading | None:
-    """An index's figures, each of some instant of the call; None: closed, replaced or damaged."""
+    """Metrics of an index, each of some instant of the call; None: closed, replaced or damaged."""
     with contextlib.suppress(LightcacheError), index.segment.busy():
         where = index.segment.address + LOCK_OFFSET
         lock = LockRecord.from_buffer_copy(ctypes.string_at(where, ctypes.sizeof(LockRecord)))

@@ -1,10 +1,10 @@
 """PageIndex: which page holds the KV of which prefix, in shared memory, for many processes.
 
-It says nothing of what a page is: a range of a host pool, a block of a device, a slot of a file, a
-checkpoint of recurrent state. To make a tier of anything, give it as many pages as the medium has
-slots of one size, move bytes only to and from pages that you hold (`match`, `reserve`, `adopt`),
-and publish what you have written when the write is over. The protocol, with what a kill between
-any two stores leaves behind, is docs/design/index.md.
+The index does not know what a page is: a range of a host pool, a block of a device, a slot of a
+file, a checkpoint of recurrent state. To build a tier over any medium, give the index as many pages
+as the medium has slots of one size, move bytes only to and from pages that you hold (`match`,
+`reserve`, `adopt`), and publish a page when its write has finished. docs/design/index.md has the
+protocol, and the state that a kill between any two stores leaves.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ from lightcache.shm.errors import leave
 from lightcache.shm.locking import deadline_ns
 from lightcache.snapshot import CheckReport, IndexStats
 
-# ---- Attaching a process to the segment of an index, and leaving it again.
+# ---- The segment of an index.
 
 T = TypeVar("T", bound="PageIndex")
 Hook = Callable[[Segment], None]
@@ -83,8 +83,7 @@ def _reaper(segment: Segment) -> None:
 
 @dataclass(frozen=True)
 class IndexSpec:
-    """An index as `create` and `open` are asked for it, in one place: what they pass to
-    `Segment`."""
+    """The arguments of `create` and `open`, and the segment arguments made from them."""
 
     name: str
     pages: int
@@ -98,10 +97,10 @@ class IndexSpec:
     timeout: float | None
 
     def segment_arguments(self) -> dict[str, Any]:
-        """For `Segment.create` and `Segment.open`.
+        """Arguments for `Segment.create` and `Segment.open`.
 
         Raises:
-            ConfigError: pages, grown or the configuration.
+            ConfigError: pages, grown or the configuration is invalid.
         """
         end = geometry(self.pages).end
         if self.config and "independent" in self.config:
@@ -135,7 +134,7 @@ class IndexSpec:
             self.initialise(segment)
 
 
-# ---- Pages without a key in an index: allocating them, giving them names, taking those away.
+# ---- Arguments of `name_many`.
 
 MERGE = 1
 
@@ -151,46 +150,49 @@ def _starts(starts: Any, requests: int) -> Offsets:
     return np.ascontiguousarray(found, np.int64)
 
 
-# ---- What an engine decides itself about pages of an index: to keep some for good, to let a
-# branch go, and to write back what eviction would take next before it is gone.
+# ---- Eviction candidates, and discarding them.
 
 MAX_OLDEST = 4096
 
 
 class ColdLease(Lease):
-    """A lease that `PageIndex.oldest` has made. It knows how often each page had been matched."""
+    """A lease made by `PageIndex.oldest`. It has the hit count of each page at that time."""
 
     __slots__ = ()
 
     def hold(self) -> Hold:
-        """As `Lease.hold`, with the hits of each page when it was listed."""
+        """Like `Lease.hold`, with the hits of each page when it was listed."""
         words = np.frombuffer(memoryview(self._buffer).cast("B"), np.int32)
         start = HEADER_BYTES // 4 + int(self._buffer[1])
         return dataclasses.replace(super().hold(), hits=words[start : start + len(self)].copy())
 
 
 class LRUPages:
-    """Pages that eviction would take next, pinned: the next first, and each before its parent.
+    """The pages that eviction takes next, pinned. First to be evicted first, children before
+    parents.
 
-    Copy them elsewhere, then `PageIndex.discard` this; or `release` it, and they stay.
+    Copy them elsewhere, then call `PageIndex.discard` with this object. `release` keeps them
+    cached.
     """
 
     def __init__(self, lease: Lease, keys: Keys, parents: Pages) -> None:
-        """For PageIndex: as the core wrote it, with room for as many as were asked for."""
+        """For PageIndex: the arrays as the core filled them, with room for all pages that were
+        asked for."""
         self.lease = lease
-        """The pins. Whoever does not discard releases it (or leaves its `with`)."""
+        """The pins. A caller that does not discard the pages releases the lease or leaves its
+        `with`."""
         self.keys: Keys = keys[: len(lease)].copy()
         """Their keys, uint64 of shape (n, 2)."""
         self.parent: Pages = _positions(lease.pages, parents[: len(lease)])
-        """Where in this list the page of the prefix before it is, int32 of shape (n,); -1: it is
-        not in the list, or there is none."""
+        """Position in this list of each page's parent, int32 of shape (n,). -1: the parent is not
+        in the list, or the page has none."""
 
     @property
     def pages(self) -> Pages:
         """The pages, int32 of shape (n,), read-only.
 
         Raises:
-            LeaseLost: released or discarded already.
+            LeaseLost: already released or discarded.
         """
         return self.lease.pages
 
@@ -199,7 +201,7 @@ class LRUPages:
         return len(self.lease)
 
     def release(self) -> None:
-        """Unpin; they stay in the cache. As `Lease.release`."""
+        """Unpin the pages; they stay in the cache. See `Lease.release`."""
         self.lease.release()
 
     def __enter__(self) -> LRUPages:
@@ -218,7 +220,7 @@ class LRUPages:
 
 
 def _positions(pages: Pages, parents: Pages) -> Pages:
-    """Position in `pages` of each parent; -1: none."""
+    """Return the position in `pages` of each parent; -1: not in `pages`."""
     if not len(pages):
         return np.zeros(0, np.int32)
     order = np.argsort(pages)
@@ -229,7 +231,7 @@ def _positions(pages: Pages, parents: Pages) -> Pages:
 
 
 class _Discarding:
-    """Pins that a call of `discard` has taken: however it ends, what is left is given back."""
+    """The pins that one `discard` call took. `end` gives back those that remain after any exit."""
 
     def __init__(self, core: Core, pages: Pages) -> None:
         self.core = core
@@ -239,7 +241,7 @@ class _Discarding:
         self.progress = layout.DiscardProgress()
 
     def end(self) -> None:
-        """May be repeated after an interrupt anywhere in it."""
+        """Give back the remaining pins. Can be repeated after an interrupt at any point."""
         if self.core.unusable():
             return
         code = self.core.quick.lci_discard_end(
@@ -258,7 +260,7 @@ class _Discarding:
 
 
 def _numbers(pages: object, what: str) -> Pages:
-    """A copy of page numbers.
+    """Return a copy of page numbers.
 
     Raises:
         ConfigError: not int32 of one dimension.
@@ -269,7 +271,7 @@ def _numbers(pages: object, what: str) -> Pages:
     return copied
 
 
-# ---- The namespaces of an index: opening, choosing and forgetting them.
+# ---- Namespace records.
 
 _RECORD = ctypes.sizeof(layout.NamespaceRecord)
 
@@ -288,24 +290,18 @@ def _state_of(found: layout.NamespaceRecord, entry: int) -> NamespaceState:
         ) from None
 
 
-# ---- PageIndex: which page holds the KV of which prefix, in shared memory, for many processes.
-#
-# It says nothing of what a page is: a range of a host pool, a block of a device, a slot of a
-# file, a checkpoint of recurrent state. To make a tier of anything, give it as many pages as the
-# medium has slots of one size, move bytes only to and from pages that you hold (`match`,
-# `reserve`, `adopt`), and publish what you have written when the write is over. The protocol,
-# with what a kill between any two stores leaves behind, is docs/design/index.md.
+# ---- The index.
 
 
 class PageIndex:
-    """An attach of this process to an index. Make it with `create`, `attach` or `open`.
+    """This process's handle of an index. Make it with `create`, `attach` or `open`.
 
-    Lookups (`peek`, `match`, `release`, `publish`) take no lock and never wait for anybody. What
-    makes room (`reserve`, `evict`) and what is rare takes the segment's one lock, for at most 256
-    pages of work at a time. Threads may share a handle; a forked child may not.
+    Lookups (`peek`, `match`, `release`, `publish`) take no lock and never wait for another client.
+    Calls that make room (`reserve`, `evict`) and rare calls take the segment's one lock, for at
+    most 256 pages of work at a time. Threads may share a handle; a forked child may not use it.
 
-    Keys are uint64 arrays of shape (n, 2), C-contiguous: 128-bit digests, each of the whole prefix
-    up to the end of its page (`lightcache.hashing`). Where a call takes many requests, request i
+    Keys are uint64 arrays of shape (n, 2), C-contiguous. Each key is a 128-bit digest of the whole
+    prefix up to the end of its page (`lightcache.hashing`). In a call for many requests, request i
     has the keys [offsets[i], offsets[i+1]).
     """
 
@@ -325,21 +321,22 @@ class PageIndex:
                 f"{MAX_PAGES}; remove it with `lightcache rm`"
             )
         self.pages = pages
-        """Pages of the medium."""
+        """Number of pages of the medium."""
         self.independent: bool = segment.config.get("independent", False) is True
-        """Whether a page may go while others hang on it."""
+        """True if a page may be evicted while it has children."""
         if not segment.readonly:
             segment.join(role, device=device)
         self.core = Core(segment, pages, lock_timeout)
-        """For the parts of lightcache: what leases, reservations and plans call."""
-        # For calls of a microsecond.
+        """For the other modules of lightcache: the core that leases, reservations and plans
+        call."""
+        # Bound once, for calls that take about a microsecond.
         self._handle = self.core.handle
         self._match1, self._peek1 = self.core.match1, self.core.quick.lci_peek1
         self._closed = False
         self._book = PlanBook()
         self.use(self._find_default())
 
-    # ---- making one
+    # ---- create, attach, open
 
     @classmethod
     def create(
@@ -359,31 +356,33 @@ class PageIndex:
         lock_timeout: float = 10.0,
         timeout: float | None = 10.0,
     ) -> T:
-        """Create an index that does not exist yet. Takes 206 bytes a page, all at once.
+        """Create an index that does not exist yet. It takes 206 bytes of shared memory a page, at
+        once.
 
         Args:
-            name: ASCII letters, digits and `._-`, at most 180.
-            pages: of the medium, 1 to 40 million.
-            config: what others must give alike to `attach` or `open` it (JSON); say here what the
-                medium is, how large a page is and what model it is for.
-            grown: pages whose memory is there already; None: all. More with `grow`.
-            independent: a page may be evicted while others hang on it, least recently used first;
-                these hang on nothing from then on. For what is worth something without what it
-                hangs on, as checkpoints of recurrent state are. False: prefixes outlive what hangs
-                on them.
-            lifetime: "attached" (it goes with the last client that closes it or ends; if all were
-                killed it stays, warm) or "persistent" (it stays until it is removed).
-            idle_limit: seconds; a persistent one that no client used for so long, and in which none
-                lives, is removed by the next `open`, `create` or `sweep` that needs its room.
-                None: never.
-            group: whose members may attach too (mode 0660).
-            role: who we are, for people, at most 31 bytes.
-            device: we have a device that may go on writing pages after our death: pages that we
-                were writing stay in quarantine until that is over.
-            initialise: called once, before anybody can attach: make the medium here. Objects
+            name: ASCII letters, digits and `._-`, at most 180 characters.
+            pages: number of pages of the medium, 1 to 40 million.
+            config: JSON that other processes must give alike to `attach` or `open` the index.
+                Describe the medium, the page size and the model.
+            grown: number of pages that have memory already; None: all. `grow` adds more.
+            independent: True: a page may be evicted while it has children, least recently used
+                first; the children then have no parent. For pages that are useful without their
+                prefix, such as checkpoints of recurrent state. False: a page is evicted after its
+                children.
+            lifetime: "attached" (removed when the last client closes it or exits; if all clients
+                were killed it stays, warm) or "persistent" (stays until it is removed).
+            idle_limit: seconds. A persistent index that was unused for this long and has no live
+                client is removed by the next `open`, `create` or `sweep` that needs its room. None:
+                never.
+            group: the group whose members may attach too (mode 0660).
+            role: a label of this client for operators, at most 31 bytes.
+            device: True: this client has a device that may write to pages after the client's death.
+                Pages that the client was writing then stay in quarantine until the device has
+                stopped.
+            initialise: called once, before another process can attach, to make the medium. Objects
                 named by `segment.dependent_name` are removed together with the segment.
             lock_timeout: seconds to wait for the lock before LockTimeout.
-            timeout: seconds to wait for somebody who is creating it.
+            timeout: seconds to wait for another process that is creating the index.
 
         Raises:
             ConfigError, InUse (it exists), NoSpace, NotReady, PermissionDenied.
@@ -417,19 +416,19 @@ class PageIndex:
         lock_timeout: float = 10.0,
         timeout: float | None = 10.0,
     ) -> T:
-        """Attach to an index that exists; never changes its layout.
+        """Attach to an existing index. Never changes its layout.
 
         Args:
-            readonly: only `peek`, `wait`, `stats`, `clients`, `check`; takes no slot and can
-                corrupt nothing.
-            config: what it must have been created with, without `pages`; None: anything.
-            independent: whether it must be independent; None: either.
+            readonly: only `peek`, `wait`, `stats`, `clients` and `check` work. The handle takes no
+                client slot and can corrupt nothing.
+            config: the configuration that the index must have, without `pages`; None: any.
+            independent: whether the index must be independent; None: either.
             Otherwise as `create`.
 
         Raises:
-            NotReady: there is none, or its creator did not finish in time.
-            LayoutMismatch: another version, another configuration, or it is independent or is not.
-            InUse: all 63 slots are taken by the living.
+            NotReady: the index does not exist, or its creator did not finish in time.
+            LayoutMismatch: version, configuration or `independent` differs.
+            InUse: live clients hold all 63 slots.
             CacheCorrupted, PermissionDenied, ConfigError.
         """
         segment = Segment.attach(
@@ -471,20 +470,20 @@ class PageIndex:
         lock_timeout: float = 10.0,
         timeout: float | None = 10.0,
     ) -> T:
-        """Attach to an index with exactly this configuration, or create it. One whose processes
-        have all died goes on warm.
+        """Attach to an index with exactly this configuration, or create it. An index whose clients
+        have all died is attached to with its content.
 
         Args:
-            lifetime: None: whatever it has, "attached" for a new one.
-            idle_limit: seconds; a persistent one that no client used for so long, and in which none
-                lives, is removed by the next `open`, `create` or `sweep` that needs its room.
-                None: never. With lifetime None a new one is persistent then.
-            replace: remove one that differs, if nobody lives in it.
+            lifetime: None: keep that of an existing index; "attached" for a new one.
+            idle_limit: seconds. A persistent index that was unused for this long and has no live
+                client is removed by the next `open`, `create` or `sweep` that needs its room. None:
+                never. If given with lifetime None, a new index is persistent.
+            replace: remove an index that differs, if it has no live client.
             Otherwise as `create`.
 
         Raises:
-            LayoutMismatch: it differs and `replace` is False.
-            InUse: it differs, `replace` is True, and somebody lives in it.
+            LayoutMismatch: the index differs and `replace` is False.
+            InUse: the index differs, `replace` is True, and it has a live client.
             Otherwise as `create` and `attach`.
         """
         spec = IndexSpec(
@@ -511,12 +510,12 @@ class PageIndex:
             raise
 
     def clients(self) -> list[ClientInfo]:
-        """Everybody who is attached for writing, the dead ones not yet reaped included."""
+        """All clients attached for writing, including dead ones that are not reaped yet."""
         return self._segment.clients()
 
     @property
     def segment(self) -> Segment:
-        """The segment underneath: name, configuration, header."""
+        """The segment of the index: name, configuration, header."""
         return self._segment
 
     @property
@@ -526,27 +525,28 @@ class PageIndex:
 
     @property
     def readonly(self) -> bool:
-        """Whether it was attached read-only."""
+        """True if this handle was attached read-only."""
         return self._segment.readonly
 
     @property
     def page_tokens(self) -> int:
-        """Tokens of a page, if the configuration says so (`page_tokens`).
+        """Tokens of a page, from the configuration item `page_tokens`.
 
         Raises:
-            ConfigError: it does not.
+            ConfigError: the configuration has no such item.
         """
         return self.core.page_tokens
 
-    # ---- the end
+    # ---- close
 
     def close(self) -> None:
-        """Leave. Leases and reservations still held are given back; their pages are lost to us.
-        The last client of a lifetime "attached" removes the segment. A second call does nothing.
+        """Detach. Leases and reservations still held are given back and cannot be used any more.
+        The last client of an index of lifetime "attached" removes the segment. A second call does
+        nothing.
 
         Raises:
-            InUse: views live or calls are under way.
-            LockTimeout: the lock's holder did not give it back; call again.
+            InUse: views of the segment exist, or calls are running.
+            LockTimeout: the lock's holder did not release it; call again.
             Detached: in a forked child.
         """
         if self._closed:
@@ -577,11 +577,12 @@ class PageIndex:
         state = "closed" if self._closed else f"{self.pages} pages"
         return f"<{type(self).__name__} {self._segment.name!r} {state}>"
 
-    # ---- looking up
+    # ---- lookup
 
     def peek(self, keys: Keys, *, namespace: Namespace | None = None) -> int:
-        """Pages of the longest ready prefix. Advisory: each was ready at some instant of the call;
-        to use them, `match`. No lock, no write, about 5 ns a key when hot; also read-only.
+        """Return the length of the longest ready prefix, in pages. Advisory: each page was ready at
+        some instant of the call; call `match` to use them. Takes no lock and writes nothing; about
+        5 ns a key if hot. Works read-only.
 
         Raises:
             ConfigError: keys of another shape, dtype or layout.
@@ -613,8 +614,8 @@ class PageIndex:
         return counts
 
     def match(self, keys: Keys, *, namespace: Namespace | None = None) -> Lease:
-        """Pin the longest ready prefix. Until the lease is released, nobody reuses these pages,
-        not even if they are evicted, cleared or replaced meanwhile. No lock; about 12 ns a key.
+        """Pin the longest ready prefix. Until the lease is released, these pages are not reused,
+        even if they are evicted, cleared or replaced meanwhile. Takes no lock; about 12 ns a key.
 
         Raises:
             ConfigError: keys of another shape, dtype or layout.
@@ -634,8 +635,8 @@ class PageIndex:
     def match_many(
         self, keys: Keys, offsets: Offsets, *, namespace: Namespace | None = None
     ) -> LeaseBatch:
-        """`match` for many requests in one call. Each request's prefix is pinned for itself, so
-        a page that two of them share is pinned twice. On an error nothing is pinned."""
+        """`match` for many requests in one call. Each request has its own pins: a page that two
+        requests share is pinned twice. On an error nothing is pinned."""
         where, n = _arguments.keys(keys)
         bounds = _arguments.offsets(offsets, n)
         counts = np.zeros(len(bounds) - 1, np.int32)
@@ -665,25 +666,27 @@ class PageIndex:
         namespace: Namespace | None = None,
         timeout: float | None = None,
     ) -> Reservation:
-        """Get pages to write for `keys[start:]`. What is there is pinned, what another client is
-        writing is told, the rest gets pages, evicting the least recently used that nobody pins,
-        from the ends of prefixes (in an independent index from anywhere); never of this chain.
-        Partial success is no error: see `Reservation.missing`. Before it gives less than was asked
-        for, it takes back what dead clients hold.
+        """Get pages to write for `keys[start:]`. Ready pages are pinned, pages that another client
+        is writing are reported as busy, and each other key gets a new page. New pages come from
+        evicting the least recently used unpinned pages: the ends of prefixes (in an independent
+        index any page), never pages of this chain. Fewer pages than asked for is not an error: see
+        `Reservation.missing`. Before the call returns fewer, it takes back the pages of dead
+        clients.
 
         Args:
-            keys: of the whole chain from its root: `keys[:start]` is marked as used. In a flat
-                index rather [what it hangs on, itself] with start 1: the others stay as old as they
-                are.
+            keys: the whole chain from its root; `keys[:start]` is marked as used. In an independent
+                index pass [key of the parent, own key] with start 1 instead: the pages before keep
+                their age.
             start: first key to reserve, usually `len(lease)`.
-            shards: parts that are published apart, 1 to 64: one for each rank that writes.
+            shards: number of parts that are published separately, 1 to 64: one for each rank that
+                writes.
             timeout: seconds to wait for the lock; None: the handle's `lock_timeout`.
 
         Raises:
             ConfigError: keys, start or shards out of range.
             Abandoned: the namespace was cleared.
-            LockTimeout: says who holds the lock. Nothing is held.
-            NoSpace: in an index without a pool, pages have no memory behind them yet; `grow`.
+            LockTimeout: names the lock's holder. Nothing is held.
+            NoSpace: an index without a pool has pages without memory; call `grow`.
             PermissionDenied, Detached.
         """
         ref = self._ref(namespace)
@@ -699,9 +702,9 @@ class PageIndex:
         namespace: Namespace | None = None,
         timeout: float | None = None,
     ) -> ReservationBatch:
-        """`reserve` for many requests in one call of the core, each with a reservation of its own.
-        `starts[i]` counts from request i's first key. A key that two of them ask for is new for
-        the first and busy for the other. On an error all of them are given back.
+        """`reserve` for many requests in one call of the core, with one reservation a request.
+        `starts[i]` counts from the first key of request i. A key that two requests ask for is new
+        for the first and busy for the second. On an error all pages are given back.
 
         Raises:
             As `reserve`; ConfigError also for offsets or starts that do not fit the keys.
@@ -719,7 +722,8 @@ class PageIndex:
         namespace: Namespace | None = None,
         timeout: float | None = None,
     ) -> list[Reservation]:
-        """As `reserve_batch`, split: each is published and released on its own."""
+        """Like `reserve_batch`, but returns one reservation a request, published and released
+        separately."""
         batch = self.reserve_batch(
             keys, offsets, starts, shards=shards, namespace=namespace, timeout=timeout
         )
@@ -732,13 +736,13 @@ class PageIndex:
         timeout: float | None = None,
         namespace: Namespace | None = None,
     ) -> int:
-        """Sleep until none of the keys is being written: published, abandoned, cleared, or its
-        writer died (then it is taken back here). Returns the longest ready prefix, as `peek`.
+        """Sleep until none of the keys is being written: each was published, abandoned or cleared,
+        or its writer died (this call then reaps it). Returns the longest ready prefix, as `peek`.
 
-        Blocks; Ctrl-C ends it at once. `timeout` in seconds, None: for ever.
+        Blocks; Ctrl-C ends it at once. `timeout` is in seconds; None: no limit.
 
         Raises:
-            WaitTimeout: some key was still being written.
+            WaitTimeout: a key was still being written.
             ConfigError, Detached.
         """
         where, n = _arguments.keys(keys)
@@ -765,40 +769,42 @@ class PageIndex:
         timeout: float | None = None,
         namespace: Namespace | None = None,
     ) -> Pages:
-        """`wait` for the keys of many requests; returns their ready prefixes, as `peek_many`."""
+        """`wait` for the keys of many requests. Returns their ready prefixes, as `peek_many`."""
         self.wait(keys, timeout=timeout, namespace=namespace)
         return self.peek_many(keys, offsets, namespace=namespace)
 
     def evict(self, n: int) -> int:
-        """Free up to n pages, least recently used first, never pinned or kept ones, nor what a
-        namespace was promised. Returns how many."""
+        """Free up to n pages, least recently used first. Never frees pinned or protected pages, or
+        the `minimum` of a namespace. Returns the number of pages freed."""
         _arguments.count(n, "n", 0, MAX_PAGES)
         freed = ctypes.c_uint32()
         check(self.core.locked("lci_evict_pages", n, ctypes.byref(freed), what="evict"), "evict")
         return freed.value
 
-    # ---- keeping order
+    # ---- maintenance
 
     def reap(self) -> int:
-        """Take back what dead clients held: pins, half-written pages, tickets, slots. Returns how
-        many were dead, those in quarantine included.
+        """Take back the pins, half-written pages, tickets and slots of dead clients. Returns the
+        number of dead clients, including those in quarantine.
 
-        What needs pages does this by itself: `reserve`, `allocate`, `can_allocate` and tickets
-        before they give less than was asked for, evicting once a second, `wait` after 20 ms. About
-        0.2 us a slot that is taken, plus 1 ms per million pages for each dead client."""
+        Calls that need pages reap by themselves: `reserve`, `allocate`, `can_allocate` and tickets
+        before they return fewer than asked for, evicting calls once a second, `wait` after 20 ms.
+        Takes about 0.2 us a slot in use, plus 1 ms per million pages for each dead client.
+        """
         return self.core.reap()
 
     def grow(self, pages: int) -> None:
-        """Say that memory stands behind the first `pages` pages of the medium."""
+        """Declare that the first `pages` pages of the medium have memory."""
         _arguments.count(pages, "pages", 0, self.pages)
         check(self.core.locked("lci_grow", pages, what="grow"), "grow")
 
     def no_memory(self, seconds: float) -> None:
-        """Say that the medium finds no memory for more pages: for so long (60 s at most) calls of
-        all clients make do with the pages that have some, and evict. 0, or growing: forget it.
+        """Declare that the medium finds no memory for more pages. For `seconds` (at most 60) the
+        calls of all clients use only pages that have memory, and evict. 0, or a call of `grow`,
+        ends this.
 
         Raises:
-            ConfigError: `seconds` is below 0 or no number.
+            ConfigError: `seconds` is below 0 or not a number.
             PermissionDenied, Detached.
         """
         given: object = seconds
@@ -807,12 +813,13 @@ class PageIndex:
         check(self.core.quick.lci_no_memory(self.core.handle, int(given * 1e9)), "no_memory")
 
     def grows_by(self, memory: Memory) -> None:
-        """Ask this for memory, instead of raising NoSpace, when pages are left that have none."""
+        """Set the object that is asked for memory, instead of NoSpace, when free pages have
+        none."""
         self.core.memory = memory
 
     def check(self) -> CheckReport:
-        """Derive every invariant again and name the first that is broken. Works on a copy; only
-        in a cache that is never quiet are allocations held up while it is taken.
+        """Derive every invariant again and name the first that is broken. Works on a copy.
+        Allocations are held up while the copy is taken only if the cache is never quiet.
 
         Raises:
             LockTimeout, Detached.
@@ -820,19 +827,20 @@ class PageIndex:
         return snapshot.check_attached(self.core, self.pages)
 
     def repair(self) -> None:
-        """Rebuild everything derived from the page, reservation and ticket records. Allocations
-        wait meanwhile (about 0.3 s for a million pages), lookups do not."""
+        """Rebuild all data derived from the page, reservation and ticket records. Allocations wait
+        (about 0.3 s for a million pages), lookups do not."""
         check(self.core.locked("lci_repair", what="repair", timeout=60.0), "repair")
 
     def stats(self) -> IndexStats:
-        """Totals. Each figure is read once, all at slightly different instants. No lock."""
+        """Totals. Each figure is read once, all at slightly different instants. Takes no lock."""
         counts = layout.IndexCounts()
         check(self.core.quick.lci_count(self.core.handle, ctypes.byref(counts)), "stats")
         return snapshot.stats_of(counts)
 
     @property
     def plans(self) -> Plans:
-        """How many requests have a plan in this process, and pages pinned for them. 0.2 us each.
+        """Number of requests that have a plan in this process, and of pages pinned for them. Takes
+        0.2 us a plan.
 
         Raises:
             Detached: closed, replaced, or a forked child.
@@ -852,29 +860,30 @@ class PageIndex:
         timeout: float = TIMEOUT,
         frozen: bool = False,
     ) -> int:
-        """Pin the longest ready prefix tentatively, for a request; returns its pages. `take`
-        gives them as a lease, `cancel` lets them go.
+        """Pin the longest ready prefix of a waiting request; returns its length in pages. `take`
+        turns the plan into a lease, `cancel` drops it.
 
-        Planning the same keys again keeps what is pinned, looks whether the prefix has grown, and
-        renews the time limit: two keys are looked at, however many there are. Other keys, or
-        another namespace, replace the plan; pages that both have are not let go in between.
+        Planning the same keys again keeps the pins, checks whether the prefix has grown, and renews
+        the time limit; it looks at two keys, for any length. Other keys or another namespace
+        replace the plan; pages in both plans stay pinned throughout.
 
-        A plan belongs to this handle. It ends with it, when the process dies, and `timeout` seconds
-        after the last call of `plan` for it; its pages are then let go as soon as any of the calls
-        about plans is made here. Threads may call all of them. No lock that another process could
-        hold; a new plan costs a `match` and 5 us, an unchanged one 4 us, in `plan_many` 0.3 us.
+        A plan belongs to this handle. It ends when the handle closes, when the process dies, and
+        `timeout` seconds after the last `plan` call for it. Its pages are released by the next call
+        about plans on this handle. All these calls are thread-safe and take no lock that another
+        process can hold. A new plan costs a `match` and 5 us, an unchanged one 4 us, in `plan_many`
+        0.3 us.
 
         Args:
             request: its id, anything hashable.
-            keys: of the request's whole prompt; copied, unless they are frozen.
+            keys: of the request's whole prompt; copied unless `frozen`.
             limit: most pages to pin; None: all.
-            timeout: seconds; `math.inf`: for ever.
-            frozen: nobody will ever write to this array, or use it for something else.
+            timeout: seconds; `math.inf`: no limit.
+            frozen: True: the caller promises that the array is never written to or reused.
 
         Raises:
             ConfigError: keys of another shape, dtype or layout; an id that cannot be hashed; limit
-                or timeout out of range. What was planned stays planned.
-            NoSpace: one of the pages is pinned 65,535 times by this client. What was planned stays.
+                or timeout out of range. An existing plan stays.
+            NoSpace: a page is pinned 65,535 times by this client. An existing plan stays.
             PermissionDenied: attached read-only.
             Detached: closed, replaced, or a forked child.
         """
@@ -911,17 +920,17 @@ class PageIndex:
         namespace: Namespace | None = None,
         timeout: float = TIMEOUT,
     ) -> Pages:
-        """`plan` for a whole queue in one call: int32 of shape (requests,), the pages of each. One
-        call of the core for those that are known, one for those that are new or have changed or
-        grown. About 0.3 us a request that is unchanged.
+        """`plan` for a whole queue in one call. Returns the pages of each, int32 of shape
+        (requests,). Makes one call of the core for known requests and one for new, changed or grown
+        ones. Takes about 0.3 us an unchanged request.
 
         Args:
             ids: of the requests, each once.
-            limit: most pages to pin for each.
+            limit: most pages to pin for each request.
 
         Raises:
             As `plan`; on an error nothing has changed.
-            ConfigError: also when an id is named twice, or their number is not that of `offsets`.
+            ConfigError: also if an id is named twice, or the number of ids does not fit `offsets`.
         """
         space = self.default_namespace if namespace is None else namespace
         queue = queue_of(ids, keys, offsets, limit, self._ref_of(space))
@@ -961,17 +970,16 @@ class PageIndex:
             return counts
 
     def take(self, request: Hashable) -> Lease:
-        """The plan's pages as a lease: no fewer than were planned, more if the prefix has grown
-        (never more than `limit`). The plan is gone then.
+        """Turn a plan into a lease of at least the planned pages, and of more if the prefix has
+        grown (never more than `limit`). Removes the plan.
 
-        If its namespace was cleared meanwhile the lease is empty: nothing computed with old weights
-        is handed out. About 4 us; as `match`, if the prefix has grown.
+        The lease is empty if the namespace was cleared meanwhile, so KV of old weights is never
+        handed out. About 4 us; as `match` if the prefix has grown.
 
         Raises:
-            LeaseLost: there is no plan of this id: never planned, taken, cancelled, or past its
-                time limit.
+            LeaseLost: no plan has this id: never planned, taken, cancelled or expired.
             ConfigError: an id that cannot be hashed.
-            NoSpace: as `plan`. The plan is still there.
+            NoSpace: as `plan`. The plan is kept.
             Detached: closed, replaced, or a forked child.
         """
         self.core.check_usable("plan")
@@ -985,11 +993,11 @@ class PageIndex:
                     "or not renewed within its timeout; plan it again, or match"
                 )
             self._look_again(plan)
-            del book.plans[request]  # an interrupt behind this drops the lease, which releases it
+            del book.plans[request]  # an interrupt after this drops the lease, which releases it
             return plan.lease
 
     def cancel(self, request: Hashable) -> bool:
-        """Let a plan's pages go. False: there was none, or its time limit has passed.
+        """Drop a plan and release its pages. Returns False if there is none, or it has expired.
 
         Raises:
             ConfigError: an id that cannot be hashed.
@@ -1002,7 +1010,7 @@ class PageIndex:
             book.expire()
             return self._plan_of(request) is not None and book.drop(request)
 
-    # ---- underneath
+    # ---- internals of plans
 
     def _plan_of(self, request: Hashable) -> PinnedPrefix | None:
         try:
@@ -1016,14 +1024,14 @@ class PageIndex:
         return space.ref
 
     def _look_again(self, plan: PinnedPrefix) -> None:
-        """Pin more if the prefix has grown, nothing if its namespace is gone. As long as nothing
-        has changed the last page that is pinned is found, and none behind it."""
+        """Pin more if the prefix has grown, and nothing if its namespace was cleared. If nothing
+        has changed, the peek finds the last pinned page and no page after it."""
         found = self.peek(plan.edge, namespace=plan.space)
         if found != (plan.pages > 0):
             self._exchange(plan, self.match(plan.keys, namespace=plan.space))
 
     def _exchange(self, plan: PinnedPrefix, lease: Lease) -> int:
-        """Pin the new before the old is let go. Returns the pages that are pinned now."""
+        """Pin the new pages, then release the old ones. Returns the number of pages pinned now."""
         before = plan.lease
         lease = self._better(plan, plan.keys, lease, plan.space)
         if lease is not before:
@@ -1034,9 +1042,9 @@ class PageIndex:
     def _better(
         self, plan: PinnedPrefix | None, keys: Keys, lease: Lease, space: Namespace
     ) -> Lease:
-        """What the request is to hold now: what was just matched for its keys, or what it has, if
-        that is more of the same prefix. Then the match came out short: an evictor is marking one
-        of the pages at this instant, and will give it back, for it is pinned (section 7)."""
+        """Return the lease to hold: the new match, or the old lease if that has more pages of the
+        same prefix. The match is shorter if an evictor is marking a page at this instant; the
+        evictor gives the page back because it is pinned (section 7)."""
         if plan is None or len(lease) >= plan.pages or plan.space.ref != space.ref:
             return lease
         last = plan.pages - 1
@@ -1046,7 +1054,7 @@ class PageIndex:
         return plan.lease
 
     def _open(self, space: Namespace) -> bool:
-        """Whether it has not been cleared; of the name there may be a successor."""
+        """True if this namespace has not been cleared. A new namespace may have the same name."""
         found = ctypes.c_uint32()
         names = (namespaces.encoded(name, "namespace") for name in (space.weights, space.tenant))
         code = self.core.quick.lci_namespace_find(self.core.handle, *names, ctypes.byref(found))
@@ -1056,7 +1064,7 @@ class PageIndex:
         return found.value == space.ref
 
     def _grown(self, queue: Queue, same: Offsets, counts: Pages, space: Namespace) -> list[int]:
-        """Which of the known plans have to be matched again, by one look at the edges of all."""
+        """Return the known plans that must be matched again, from one peek at the edges of all."""
         pages = counts[same].astype(np.int64)
         begins = queue.begins[same] + np.maximum(pages - 1, 0)
         ends = np.minimum(queue.begins[same] + pages + 1, queue.ends[same])
@@ -1066,27 +1074,26 @@ class PageIndex:
         return grown
 
     def _match_some(self, queue: Queue, which: list[int], space: Namespace) -> list[Lease]:
-        """A lease for each of these requests, from one call of the core."""
+        """Return a lease for each of these requests, from one call of the core."""
         if not which:
             return []
         keys, bounds = queue.part(which)
         return self.match_many(keys, bounds, namespace=space).split()
 
     def allocate(self, n: int, *, timeout: float | None = None) -> Allocation:
-        """n pages without a key: all, or none. Evicts, and takes back from the dead, as `reserve`
-        does. Takes the lock, for at
-        most 256 pages at a time; 0.1 us a page that is free. `allocate(index.pages)` of a fresh
-        index gives them in order, 0 to pages - 1: for an engine that numbers its blocks itself.
+        """Return n pages without a key, or raise. Evicts, and takes back the pages of dead clients,
+        like `reserve`. Takes the lock, for at most 256 pages at a time; 0.1 us a free page.
+        `allocate(index.pages)` of a fresh index returns the pages in order, 0 to pages - 1, for an
+        engine that numbers its own blocks.
 
         Args:
-            n: how many, at most all pages of the index.
+            n: number of pages, at most all pages of the index.
             timeout: seconds to wait for the lock; None: the handle's `lock_timeout`.
 
         Raises:
-            OutOfPages: so many cannot be had: says how many are free. Nothing is held.
-            NoSpace: in an index without a pool, pages have no memory behind them yet; `grow`.
-                Nothing is held.
-            LockTimeout: says who holds the lock. Nothing is held.
+            OutOfPages: not enough pages; says how many are free. Nothing is held.
+            NoSpace: an index without a pool has pages without memory; call `grow`. Nothing is held.
+            LockTimeout: names the lock's holder. Nothing is held.
             ConfigError: n is out of range.
             NotReady: an operator disabled the cache.
             PermissionDenied, Detached.
@@ -1127,10 +1134,11 @@ class PageIndex:
         )
 
     def can_allocate(self, n: int) -> bool:
-        """Whether `allocate(n)` would succeed now: free pages, and ready ones that we do not pin.
-        Advice: pins of living clients are not looked at, and others allocate meanwhile. No lock,
-        unless there are too few and a client has died: then what it held is taken back first, as
-        `allocate` does. When the totals alone do not tell, 1 to 2 ns a page of the index.
+        """True if `allocate(n)` would succeed now, from free pages and ready pages that this client
+        does not pin. Advisory: it ignores the pins of other live clients, which may also allocate
+        meanwhile. Takes no lock, unless pages are short and a client has died: then the dead
+        client's pages are taken back first, as in `allocate`. If the totals do not decide, takes 1
+        to 2 ns a page of the index.
 
         Raises:
             ConfigError: n is below 0.
@@ -1168,23 +1176,23 @@ class PageIndex:
         into: NamingResult | None = None,
         timeout: float | None = None,
     ) -> NamingResult:
-        """Give pages that we hold their keys: pages[i] holds what keys[start + i] stands for. From
-        then on lookups find them; our pin of each stays until `unpin`. Their content must be
-        complete before.
+        """Give keys to pages that this client holds: pages[i] gets keys[start + i]. Lookups find
+        the pages from then on; the client's pin of each stays until `unpin`. The content must be
+        complete before the call.
 
         Args:
-            pages: len(keys) - start pages that we hold.
-            keys: of the whole chain from its root: the page of the key before is the parent.
-            start: first key to be given.
-            merge: where another page stands under a key already, free ours.
-            into: an empty `NamingResult(len(pages))`, which after an error says how far this came;
-                the same call with it goes on there.
+            pages: len(keys) - start pages that this client holds.
+            keys: the whole chain from its root; the page of the key before is the parent.
+            start: first key to give.
+            merge: if a key has a page already, free the new one.
+            into: an empty `NamingResult(len(pages))`. After an error it has the progress so far;
+                the same call with it continues there.
             timeout: seconds to wait for the lock; None: the handle's `lock_timeout`.
 
         Raises:
-            LeaseLost: one of the pages is not held by us, or stands twice among them; it says
-                which. Those before it may have been named: see `into`.
-            ConfigError: not as many pages as keys.
+            LeaseLost: a page is not held by this client, or is passed twice; says which. Pages
+                before it may have been named: see `into`.
+            ConfigError: the number of pages does not fit the keys.
             Abandoned: the namespace was cleared.
             LockTimeout, PermissionDenied, Detached.
         """
@@ -1213,9 +1221,9 @@ class PageIndex:
         into: NamingResult | None = None,
         timeout: float | None = None,
     ) -> NamingResult:
-        """`name_pages` for many requests in one call. Request i has the keys
-        [offsets[i], offsets[i+1]), and names its pages by those from `starts[i]` on, counted from
-        its first; `pages` are those of one request behind another. About 0.1 us a page."""
+        """`name_pages` for many requests in one call. Request i has the keys [offsets[i],
+        offsets[i+1]) and names its pages by the keys from `starts[i]` on, counted from its first.
+        `pages` has the pages of all requests, in order. About 0.1 us a page."""
         where, n = _arguments.keys(keys)
         bounds = _arguments.offsets(offsets, n)
         begins = _starts(starts, len(bounds) - 1)
@@ -1257,19 +1265,19 @@ class PageIndex:
         into: layout.HeldProgress | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Take the names of ready pages that we pin and nobody else: they are held again, with
-        their content, and no lookup finds them. What hung on them stays, without a parent. Takes
-        the lock; about 0.1 us a page.
+        """Remove the keys of ready pages that only this client pins. The pages are held again, keep
+        their content, and no lookup finds them. Their children stay, without a parent. Takes the
+        lock; about 0.1 us a page.
 
-        A page that only a lease of ours pins must not be unnamed: its release would leave it
-        without a pin.
+        Do not unname a page whose only pin belongs to a lease: releasing the lease would leave the
+        page without a pin.
 
         Args:
-            into: a new one, which after an error or an interrupt says how many were unnamed.
+            into: a new one. After an error or an interrupt it has the number of pages unnamed.
 
         Raises:
-            InUse: another client pins one of them, or a ticket does; it says which.
-            LeaseLost: one of them is not ready, or not pinned by us; it says which.
+            InUse: another client or a ticket pins a page; says which.
+            LeaseLost: a page is not ready, or not pinned by this client; says which.
             ConfigError, LockTimeout, PermissionDenied, Detached.
         """
         held = _arguments.pages(pages)
@@ -1290,14 +1298,14 @@ class PageIndex:
             )
         self._check_pages(code, "unname", held, progress, "is not ready, or not pinned by us")
 
-    # ---- giving back
+    # ---- free, unpin
 
     def free(self, pages: Pages, *, timeout: float | None = None) -> None:
-        """Give back pages that we hold. Those that others pin (through a ticket) are doomed, and
-        go when they are released. Takes the lock; about 0.1 us a page.
+        """Give back pages that this client holds. Pages that others pin (through a ticket) are
+        doomed: they are freed at their last release. Takes the lock; about 0.1 us a page.
 
         Raises:
-            LeaseLost: one of them is not held by us, or stands twice among them; it says which.
+            LeaseLost: a page is not held by this client, or is passed twice; says which.
             ConfigError, LockTimeout, PermissionDenied, Detached.
         """
         held = _arguments.pages(pages)
@@ -1314,12 +1322,12 @@ class PageIndex:
         self._check_pages(code, "free", held, progress, "is not held by this client")
 
     def unpin(self, pages: Pages) -> None:
-        """Release one pin of each page: of pages that were named, and whose numbers we kept. No
-        lock, does not block; a page may stand there more than once.
+        """Release one pin of each of these named pages. A page may be passed several times. Takes
+        no lock and does not block.
 
         Raises:
-            LeaseLost: one of them is not pinned by us, or has no key and no other pin (`free`
-                it); it says which. Nothing was released.
+            LeaseLost: a page is not pinned by this client, or has no key and no other pin (call
+                `free`); says which. Nothing was released.
             ConfigError, PermissionDenied, Detached.
         """
         held = _arguments.pages(pages)
@@ -1335,15 +1343,16 @@ class PageIndex:
         check(code, "unpin")
 
     def ticket(self, pages: Pages, adopters: list[ClientId], *, timeout: float = 60.0) -> Ticket:
-        """A ticket of pages that we pin, held or named: who adopts it gets a `Lease`. If we free a
-        page meanwhile, it stays until the adopters have released it. See `Ticket`.
+        """Return a ticket of held or named pages that this client pins. A client that adopts it
+        gets a `Lease`. A page freed by this client meanwhile stays until the adopters have released
+        it. See `Ticket`.
 
         Args:
-            adopters: who may adopt, each once; see `client_id`.
-            timeout: seconds until adopting ends.
+            adopters: the clients that may adopt, each once; see `client_id`.
+            timeout: seconds until the ticket can no longer be adopted.
 
         Raises:
-            LeaseLost: one of the pages is not pinned by us.
+            LeaseLost: a page is not pinned by this client.
             OutOfPages: too many tickets are outstanding.
             ConfigError, LockTimeout, PermissionDenied, Detached.
         """
@@ -1368,20 +1377,21 @@ class PageIndex:
         quota: int | None = None,
         minimum: int | None = None,
     ) -> Namespace:
-        """The namespace of a weights version and a tenant, made if need be (256 at most).
+        """Return the namespace of a weights version and a tenant. Creates it if needed (at most
+        256).
 
         Args:
-            quota: most pages it may have at a time, then it evicts its own; 0: no limit; None:
-                as it is.
-            minimum: pages that making room for others never takes from it: while it has no more
-                than these only its own calls, `drop`, `discard` and `clear` do. 0: none; None: as
-                it is. It ends with `clear`.
+            quota: most pages that it may have; at the limit it evicts its own. 0: no limit; None:
+                unchanged.
+            minimum: pages that are safe from other namespaces. At or below this number only the
+                namespace's own calls, `drop`, `discard` and `clear` evict its pages. 0: none; None:
+                unchanged. `clear` ends it.
 
         Raises:
             OutOfPages: all 256 entries are taken.
-            LeaseLost: read-only, and there is none of that name.
-            ConfigError: a name longer than 47 bytes; a minimum above the quota; or minimums of
-                more pages than the index has. Nothing was changed then.
+            LeaseLost: read-only, and no such namespace exists.
+            ConfigError: a name longer than 47 bytes; a minimum above the quota; or minimums that
+                exceed the pages of the index. Nothing was changed.
         """
         names = namespaces.encoded(weights, "weights"), namespaces.encoded(tenant, "tenant")
         found = ctypes.c_uint32()
@@ -1409,14 +1419,15 @@ class PageIndex:
         return Namespace(weights, tenant, found.value)
 
     def clear(self, namespace: Namespace | None = None) -> None:
-        """Forget a namespace (None: the default one): from the first instant no lookup finds
-        anything of it, in flight included, and nothing is accepted under it. Pages that are
-        pinned keep their bytes until released. Clearing again does nothing.
+        """Clear a namespace (None: the default one). From the first instant lookups find none of
+        its pages, even for requests in flight, and no new page is accepted. Pinned pages keep their
+        bytes until released. Clearing again does nothing.
 
-        The same name can be opened again and is empty then: here this is done at once if it was our
-        default. Other clients hold on to the cleared one, find nothing and may reserve nothing
-        until they do so too (`use(namespace(...))`): they have to know that what they compute is
-        of the new weights. Takes the lock, in pieces; about 10 ns a page of the pool.
+        The name can be opened again, as an empty namespace; if it was this handle's default, this
+        call does so. Other clients still refer to the cleared namespace: they find nothing and
+        cannot reserve until they open it again (`use(namespace(...))`), because they must know that
+        they now compute with new weights. Takes the lock, in pieces; about 10 ns a page of the
+        pool.
         """
         cleared = self.default_namespace if namespace is None else namespace
         check(self.core.locked("lci_clear", self._ref(namespace), what="clear"), "clear")
@@ -1424,8 +1435,8 @@ class PageIndex:
             self.use(self.namespace(cleared.weights, cleared.tenant))
 
     def namespace_state(self, namespace: Namespace | None = None) -> NamespaceState:
-        """Whether a namespace (None: the default one) is in use, or has been cleared, by whatever
-        process. No lock, about a microsecond.
+        """Return whether a namespace (None: the default one) is in use or was cleared by any
+        process. Takes no lock, about a microsecond.
 
         Raises:
             Detached: closed, replaced, or a forked child.
@@ -1435,11 +1446,12 @@ class PageIndex:
             return NamespaceState.NORMAL
         found = self._namespace_record(ref & 0xFF)
         if found.epoch & 0xFFFFFF != ref >> 8:
-            return NamespaceState.CLEARED  # and its entry is another's by now
+            return NamespaceState.CLEARED  # and another namespace has its entry now
         return _state_of(found, ref & 0xFF)
 
     def namespaces(self) -> list[Namespace]:
-        """Those in use, whoever opened them. No lock; others may open and clear meanwhile.
+        """All namespaces in use, of all clients. Takes no lock; others may open and clear
+        meanwhile.
 
         Raises:
             Detached: closed, replaced, or a forked child.
@@ -1453,8 +1465,8 @@ class PageIndex:
         return found
 
     def namespace_pages(self, namespace: Namespace | None = None) -> int:
-        """Pages that count as a namespace's (None: the default one's). No lock, a microsecond; 0
-        once it was cleared.
+        """Number of pages of a namespace (None: the default one); 0 after it was cleared. Takes no
+        lock, about a microsecond.
 
         Raises:
             Detached: closed, replaced, or a forked child.
@@ -1469,7 +1481,7 @@ class PageIndex:
             return layout.NamespaceRecord.from_buffer_copy(ctypes.string_at(at, _RECORD))
 
     def use(self, namespace: Namespace) -> None:
-        """From now on calls of this handle without `namespace=` mean this one."""
+        """Set the namespace that calls of this handle use without `namespace=`."""
         self._namespace = self._ref(namespace)
         self.default_namespace = namespace
 
@@ -1488,12 +1500,13 @@ class PageIndex:
         return namespace.ref
 
     def protect(self, keys: Keys, *, namespace: Namespace | None = None) -> int:
-        """Keep the longest ready prefix for good: whoever lives or dies, it is never evicted until
+        """Protect the longest ready prefix from eviction. It stays, even if clients die, until
         `unprotect`, `clear` of its namespace, or a `repair` that finds it damaged. Returns its
-        length in pages, those kept before included.
+        length in pages, including those protected before.
 
-        Nothing bounds what may be kept: a pool that is kept whole takes in nothing more. Takes the
-        lock, for 256 pages at a time; about 20 ns a page. After an error the beginning may be kept.
+        The number of protected pages has no limit: a pool that is fully protected accepts no more
+        pages. Takes the lock, for 256 pages at a time; about 20 ns a page. After an error the
+        beginning of the prefix may be protected.
 
         Raises:
             ConfigError: keys of another shape, dtype or layout.
@@ -1502,9 +1515,9 @@ class PageIndex:
         return int(self._walk_keys(keys, namespace, True).cursor)
 
     def unprotect(self, keys: Keys, *, namespace: Namespace | None = None) -> int:
-        """Let those of the keys be evicted again that are kept, wherever in the chain. Returns how
-        many were. A prefix that several prompts share is then not kept for the others either, but
-        stays as long as what hangs on it. As `keep` otherwise."""
+        """Unprotect the pages of these keys, at any position in the chain. Returns the number of
+        pages that were protected. A prefix that several prompts share loses protection for all of
+        them, but is evicted only after its children. Otherwise as `protect`."""
         return int(self._walk_keys(keys, namespace, False).pages)
 
     def _walk_keys(
@@ -1518,17 +1531,17 @@ class PageIndex:
         return progress
 
     def drop(self, keys: Keys, *, start: int = 0, namespace: Namespace | None = None) -> int:
-        """Evict the branch of `keys[start:]` now, from its end upward: as far as pages can go.
-        Stops at the first that is pinned, kept, being written, or has something else hanging on it.
-        Keys at the end whose pages are gone already are passed over. Returns how many pages went.
-        In an independent index what hangs on a page holds nothing up.
+        """Evict the branch of `keys[start:]` now, from its end upward. Stops at the first page that
+        is pinned, protected, being written, or has another child (in an independent index children
+        do not matter). Skips keys at the end whose pages are gone already. Returns the number of
+        pages evicted.
 
-        Takes the lock, for 256 pages at a time; about 50 ns a page. A namespace's `minimum` does
-        not count here.
+        Takes the lock, for 256 pages at a time; about 50 ns a page. Ignores the namespace's
+        `minimum`.
 
         Raises:
             ConfigError: keys of another shape, dtype or layout; start out of range.
-            LockTimeout: what has gone is gone.
+            LockTimeout: pages evicted so far stay evicted.
             PermissionDenied, Detached.
         """
         where, n = _arguments.keys(keys)
@@ -1540,24 +1553,24 @@ class PageIndex:
         return int(progress.pages)
 
     def oldest(self, n: int, *, keep_order: bool = True) -> LRUPages:
-        """Pin the up to n pages that eviction would take next, for a caller that writes them back
-        to another tier: ends of prefixes, least recently used first, and a parent behind its last
-        child when it was used together with it, as eviction goes on. A parent that was used later
-        is listed when its children are gone: call again after `discard`. What is pinned, kept or
-        promised to a namespace is left out, and counts as just used, as when eviction meets it. Of
-        an independent index pages are listed in the order of their last use, whatever hangs on
-        what.
+        """Pin up to n pages that eviction would take next, for a caller that writes them back to
+        another tier. Ends of prefixes come first, least recently used first; a parent follows its
+        last child if both were last used together. A parent that was used later is listed once its
+        children are gone: call again after `discard`. Pages that are pinned, protected or within a
+        namespace's `minimum` are left out and count as just used, as when eviction meets them. In
+        an independent index the order is that of last use only.
 
         Takes the lock, for 256 pages of work at a time; 100 to 250 ns a page.
 
         Args:
             n: 0 to 4,096.
-            keep_order: they stay the next to go. False: they count as just used, should they stay.
+            keep_order: True: the pages stay next in line for eviction. False: pages that are not
+                discarded count as just used.
 
         Raises:
             ConfigError: n out of range.
             LockTimeout: nothing is held.
-            NoSpace: one of the pages is pinned 65,535 times by this client; nothing is held.
+            NoSpace: a page is pinned 65,535 times by this client; nothing is held.
             PermissionDenied, Detached.
         """
         _arguments.count(n, "n", 0, MAX_OLDEST)
@@ -1581,23 +1594,22 @@ class PageIndex:
             raise
 
     def discard(self, pages: LRUPages | Lease | Pages) -> int:
-        """Give up our pins of these pages and evict exactly these, from the ends of prefixes
-        upward. Stay: those that somebody else pins, that were matched since `oldest` listed them,
-        that are kept, and on which something else hangs (which in an independent index is no
-        reason).
-        Returns how many went.
+        """Release this client's pins of these pages and evict exactly these, from the ends of
+        prefixes upward. A page stays if another client pins it, if it was matched since `oldest`
+        listed it, if it is protected, or if it has other children (unless the index is
+        independent). Returns the number of pages evicted.
 
-        Takes the lock, for 256 pages at a time; about 250 ns a page. A namespace's `minimum` does
-        not count here. In whatever order they stand, all are looked at.
+        Takes the lock, for 256 pages at a time; about 250 ns a page. Ignores namespaces' `minimum`.
+        Considers every page, in any order of `pages`.
 
         Args:
-            pages: what `oldest` returned, or its lease; another lease; or page numbers (int32),
-                each once, of which one pin each is given up. A lease is released by this.
+            pages: the result of `oldest`, or its lease; another lease; or page numbers (int32),
+                each once, of which one pin each is released. A lease is released by this call.
 
         Raises:
-            LeaseLost: a lease that was released, or a page that we do not pin. Nothing was done.
-            ConfigError: not page numbers of this index, or one of them twice. Nothing was done.
-            LockTimeout: our pins are given up; some may have gone.
+            LeaseLost: a released lease, or a page that this client does not pin. Nothing was done.
+            ConfigError: not page numbers of this index, or a page twice. Nothing was done.
+            LockTimeout: the pins are released; some pages may be evicted.
             PermissionDenied, Detached.
         """
         chosen = pages.lease if isinstance(pages, LRUPages) else pages
@@ -1630,11 +1642,12 @@ class PageIndex:
         return int(discarding.progress.freed)
 
     def keys_of(self, pages: Pages) -> Keys:
-        """The keys of ready pages that we pin, uint64 of shape (n, 2). No lock; about 20 ns a page.
+        """Return the keys of ready pages that this client pins, uint64 of shape (n, 2). Takes no
+        lock; about 20 ns a page.
 
         Raises:
-            LeaseLost: one of them is not pinned by this client, or has no key: it is being
-                written, or was cleared meanwhile.
+            LeaseLost: a page is not pinned by this client, or has no key: it is being written, or
+                was cleared meanwhile.
             ConfigError: not page numbers of this index (int32).
             PermissionDenied: attached read-only.
             Detached: closed, replaced, or a forked child.
@@ -1666,10 +1679,10 @@ class PageIndex:
         check(code, what)
 
     def last_ready(self, keys: Keys, *, namespace: Namespace | None = None) -> int:
-        """How many keys there are up to the last that is ready, whatever of those before it is; 0:
-        none is. Goes from the end to the front and stops at the first it finds: a few ns for each
-        key that is not there. Advisory, as `peek`: to use its page, `match(keys[n - 1 : n])`.
-        No lock, no write; also read-only.
+        """Return the number of keys up to and including the last ready one, whether or not those
+        before it are ready; 0: none is ready. Searches from the end and stops at the first ready
+        key: a few ns for each key that is missing. Advisory, as `peek`: to use the page call
+        `match(keys[n - 1 : n])`. Takes no lock and writes nothing. Works read-only.
 
         Raises:
             ConfigError: keys of another shape, dtype or layout.
@@ -1701,10 +1714,10 @@ class PageIndex:
         return counts
 
     def children(self, keys: Keys, *, namespace: Namespace | None = None) -> Pages:
-        """How many pages hang on each key's page, int32 of shape (n,): those reserved or named
-        right behind it, ready or still being written, that have not gone since; -1: the key is not
-        ready. Two and more: here prompts part. Each was so at about some instant of the call. No
-        lock, no write; also read-only.
+        """Return the number of children of each key's page, int32 of shape (n,): pages reserved or
+        named directly after it, ready or being written, and not gone since. -1: the key is not
+        ready. Prompts diverge at a page with two or more children. Each count was true at some
+        instant of the call. Takes no lock and writes nothing. Works read-only.
 
         Raises:
             ConfigError: keys of another shape, dtype or layout.
@@ -1719,7 +1732,7 @@ class PageIndex:
 
     @property
     def client_id(self) -> ClientId:
-        """Who we are, to be named as an adopter.
+        """The id of this client, to be named as an adopter.
 
         Raises:
             PermissionDenied: attached read-only.
@@ -1733,21 +1746,24 @@ class PageIndex:
     def adopt(
         self, ticket: bytes, *, shard: int | None = None, timeout: float | None = None
     ) -> Lease | ReservationShard:
-        """Pin a ticket's pages in our own name. A lease's ticket gives a `Lease` (then tell its
-        giver with `done`), a reservation's a `ReservationShard` to write; say which.
+        """Pin a ticket's pages for this client. A lease's ticket gives a `Lease` (then tell its
+        giver with `done`). A reservation's ticket gives a `ReservationShard` to write; pass
+        `shard`.
 
         Raises:
-            LeaseLost: of another cache, ended, past its deadline, not for us, adopted before.
+            LeaseLost: a ticket of another cache, ended, past its deadline, not for this client, or
+                adopted before.
             ConfigError: no such shard.
             LockTimeout, PermissionDenied, Detached.
         """
         return reservations.adopt(self.core, ticket, shard, timeout)
 
     def done(self, ticket: bytes, ok: bool = True) -> None:
-        """Our verdict on a lease's ticket that we adopted: its giver sees it in `poll`. No lock.
+        """Report the outcome of a lease's ticket that this client adopted. The giver sees it in
+        `poll`. Takes no lock.
 
         Raises:
-            LeaseLost: told before, or not ours to tell.
+            LeaseLost: reported before, or not adopted by this client.
         """
         code = ticket_done_code(self.core, ticket, ok)
         if code == Code.TWICE:
@@ -1757,17 +1773,17 @@ class PageIndex:
         check(code, "done")
 
     def refuse_orphans(self) -> int:
-        """Adopt nothing any more of what dead clients have given: for whoever has read all that
-        they had to tell. Pins of tickets that nobody else is to adopt go at once, and not at their
-        deadline. The dead are not reaped by it: others may go on with what they adopted, or will.
-        Takes the lock. Returns how many tickets we refused.
+        """Refuse all tickets of dead clients from now on. For a client that has read all their
+        messages. Tickets that no other client can adopt release their pins at once, not at their
+        deadline. Dead clients are not reaped: other clients may use what they adopted, or adopt
+        later. Takes the lock. Returns the number of tickets refused.
 
         Raises:
             LockTimeout, PermissionDenied, Detached.
         """
         refused = 0
         dead = [(one.slot, one.epoch) for one in self._segment.clients() if not one.alive]
-        for slot, epoch in dead or [(0, 0)]:  # with each also what of the reaped is left
+        for slot, epoch in dead or [(0, 0)]:  # each call also covers clients already reaped
             code = self.core.locked(
                 "lci_ticket_refuse_orphans", slot, epoch, what="refuse orphaned tickets"
             )

@@ -1,8 +1,9 @@
-"""The plans of an index: pages pinned tentatively for requests that wait, until they are taken.
+"""Plans: pages pinned for requests that wait, until the requests take them.
 
-A scheduler looks at every waiting request in every step, long before it runs. What it counted on
-must still be there when the request's turn comes; so what a look has found stays pinned, under the
-request's name, and looking again costs next to nothing. docs/design/index.md, section 7.
+A scheduler looks up every waiting request in every step, long before it runs. The pages that it
+counts on must still be there when the request's turn comes. So the pages of a lookup stay pinned
+under the request's id, and repeating the lookup costs next to nothing. docs/design/index.md,
+section 7.
 """
 
 from __future__ import annotations
@@ -24,31 +25,31 @@ from lightcache.layout import MAX_PAGES
 from lightcache.leases import Lease
 from lightcache.namespaces import Namespace
 
-# ---- The plans of one handle: by request, and by when they end. Knows nothing of the index.
+# ---- The plans of one handle, by request and by deadline. Independent of the index.
 
 PlanKey = tuple[int, bytes, int]
-"""What tells two requests apart: number of keys, the last of them (a key is a digest of all of its
-prefix, so it names them all), namespace."""
-_SPARE = 64  # entries of ended plans that are not worth sorting out
+"""Identifies the keys of a request: their number, the last key (a digest of the whole prefix, so it
+identifies them all), and the namespace."""
+_SPARE = 64  # stale heap entries that are not worth removing
 
 
 @dataclass(frozen=True)
 class Plans:
-    """What is planned now in one process."""
+    """The plans of one process."""
 
     requests: int
-    """How many of them have a plan, those that found nothing included."""
+    """Requests that have a plan, including plans without pages."""
     pages: int
-    """Pages pinned for them; one that two plans share counts twice."""
+    """Pages pinned for them. A page that two plans share counts twice."""
 
 
 class PinnedPrefix:
-    """What is pinned for one request, and for which keys."""
+    """The pages pinned for one request, and the keys that they were pinned for."""
 
     __slots__ = ("asked", "deadline", "due", "keys", "number", "pinned", "space")
 
     def __init__(self, keys: Keys, asked: PlanKey, space: Namespace, lease: Lease) -> None:
-        """`keys` is ours alone: callers may use their buffers again, or have cut it from a large
+        """`keys` must not be shared: callers may reuse their buffers, or pass a slice of a large
         one."""
         self.keys = keys
         self.asked = asked
@@ -58,42 +59,43 @@ class PinnedPrefix:
         self.pin(lease)
 
     def pin(self, lease: Lease) -> None:
-        """Hold this lease. One store: an interrupt finds the old or the new, not parts of both."""
+        """Hold this lease. A single store, so an interrupt leaves either the old or the new
+        state."""
         pages = len(lease)
         self.pinned = (lease, pages, self.keys[max(pages - 1, 0) : pages + 1])
 
     def let_go(self) -> None:
-        """Unpin; nothing, if that was done."""
+        """Unpin. A second call does nothing."""
         self.lease.__exit__(None, None, None)
 
     @property
     def lease(self) -> Lease:
-        """What is held."""
+        """The lease of the pinned pages."""
         return self.pinned[0]
 
     @property
     def pages(self) -> int:
-        """How many of them."""
+        """Number of pinned pages."""
         return self.pinned[1]
 
     @property
     def edge(self) -> Keys:
-        """The last key that is pinned, and the first that is not: what a look must cover to learn
-        whether the namespace lives, and whether the prefix has grown."""
+        """The last pinned key and the first unpinned one. Looking up these two tells whether the
+        namespace is still open and whether the prefix has grown."""
         return self.pinned[2]
 
 
 class PlanBook:
-    """Plans in a dict, and a heap of (when, number, request).
+    """Plans in a dict, and a heap of (deadline, number, request).
 
-    An entry of the heap counts when its plan still bears its number. It may come up too early, for
-    renewing a plan only notes the new time: then it is put back. Never too late: a plan is entered
-    before it is known, and again if its time is shortened. So renewing costs one store, and
-    dropping what has ended one comparison when nothing has.
+    A heap entry is valid while its plan has the same number. An entry may come up too early,
+    because renewing only stores the new deadline in the plan: then it is put back. It never comes
+    up too late: a plan is pushed before it is stored, and again if its deadline is shortened. So
+    renewing costs one store, and expiring one comparison if nothing has expired.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Empty. `clock` gives seconds; tests have their own."""
+        """Empty. `clock` returns seconds; tests pass their own."""
         self.clock = clock
         self.lock = threading.RLock()  # re-entrant: a signal's handler may plan or cancel
         self.plans: dict[Hashable, PinnedPrefix] = {}
@@ -101,7 +103,7 @@ class PlanBook:
         self._numbers = itertools.count()
 
     def enter(self, request: Hashable, plan: PinnedPrefix, deadline: float) -> None:
-        """From now on this is the request's plan; what it had before is let go behind that."""
+        """Make this the request's plan, then release the pages of its previous plan."""
         if len(self._due) > _SPARE + 4 * len(self.plans):
             self._sort_out()
         self._schedule(request, plan, deadline)
@@ -111,7 +113,7 @@ class PlanBook:
             before.let_go()
 
     def renew(self, request: Hashable, plan: PinnedPrefix, deadline: float) -> None:
-        """Let it end then."""
+        """Set the plan's deadline."""
         if deadline < plan.due:
             self._schedule(request, plan, deadline)
         plan.deadline = deadline
@@ -119,12 +121,12 @@ class PlanBook:
     def _schedule(self, request: Hashable, plan: PinnedPrefix, deadline: float) -> None:
         number = next(self._numbers)
         heapq.heappush(self._due, (deadline, number, request))
-        # Behind the push: an interrupt in between leaves an entry that counts for nobody.
+        # After the push: an interrupt in between leaves an entry that no plan matches.
         plan.number = number
         plan.deadline = plan.due = deadline
 
     def expire(self) -> float:
-        """Let go what has ended. Returns the present."""
+        """Drop expired plans. Returns the current time."""
         now = self.clock()
         while self._due and self._due[0][0] <= now:
             _, number, request = self._due[0]
@@ -139,7 +141,7 @@ class PlanBook:
         return now
 
     def drop(self, request: Hashable) -> bool:
-        """Let its pages go. Whether there was a plan."""
+        """Drop a plan and release its pages. Returns False if there is none."""
         plan = self.plans.pop(request, None)
         if plan is None:
             return False
@@ -153,36 +155,37 @@ class PlanBook:
             plan.due = plan.deadline
 
     def totals(self) -> Plans:
-        """How many, and how much."""
+        """Count the plans and their pages."""
         return Plans(len(self.plans), sum(plan.pages for plan in self.plans.values()))
 
 
-# ---- The arguments of `plan_many`, checked, and keys gathered for the core.
+# ---- Arguments of `plan_many`.
 
 _KEY = np.dtype("V16")
 
 
 @dataclass
 class Queue:
-    """A queue: request i asks for keys[begins[i]:ends[i]]."""
+    """A queue of requests: request i has keys[begins[i]:ends[i]]."""
 
     ids: list[Hashable]
     keys: Keys
     bounds: Offsets
-    """As they were given."""
+    """The offsets as the caller passed them."""
     begins: Offsets
     ends: Offsets
     asked: list[PlanKey]
     limited: bool
-    """Whether there may be keys behind `ends[i]` that are not asked for."""
+    """True if there may be keys after `ends[i]` that are not looked up."""
 
     def keys_of(self, i: int) -> Keys:
-        """Request i's, copied: a plan must not keep the keys of a whole queue alive."""
+        """Return a copy of request i's keys, so that a plan does not keep the keys of the whole
+        queue."""
         found: Keys = self.keys[self.begins[i] : self.ends[i]].copy()
         return found
 
     def part(self, which: list[int]) -> tuple[Keys, Offsets]:
-        """The keys of some requests, one behind the other, and their offsets."""
+        """Return the keys of some requests, concatenated, and their offsets."""
         if len(which) == len(self.ids) and not self.limited and which == sorted(which):
             return self.keys, self.bounds
         return gathered(self.keys, self.begins[which], self.ends[which])
@@ -191,10 +194,10 @@ class Queue:
 def queue_of(
     ids: Sequence[Hashable], keys: Keys, offsets: Offsets, limit: int | None, ref: int
 ) -> Queue:
-    """Check what `plan_many` was given; `ref` names the namespace.
+    """Check the arguments of `plan_many`; `ref` is the namespace.
 
     Raises:
-        ConfigError: see there.
+        ConfigError: see `PageIndex.plan_many`.
     """
     n = _arguments.keys(keys)[1]
     bounds = _arguments.offsets(offsets, n)
@@ -213,15 +216,15 @@ def queue_of(
     if twice:
         raise ConfigError("ids: one of them is named twice; a request has one plan")
     counts = (ends - begins).tolist()
-    # A record of 16 bytes becomes one `bytes`, at a third of what a list of two integers costs. A
-    # request without keys gets somebody's: it may count as changed, and is matched in no time.
+    # A record of 16 bytes becomes one `bytes`, at a third of the cost of a list of two integers.
+    # A request without keys gets another's last key: it may count as changed, at no cost.
     lasts = keys[ends - 1].view(_KEY).ravel().tolist() if n else [b""] * len(names)
     asked = list(zip(counts, lasts, itertools.repeat(ref)))
     return Queue(names, keys, bounds, begins, ends, asked, limit is not None)
 
 
 def gathered(keys: Keys, begins: Offsets, ends: Offsets) -> tuple[Keys, Offsets]:
-    """Runs of keys one behind the other, as the core takes them, and their offsets."""
+    """Return runs of keys, concatenated as the core takes them, and their offsets."""
     sizes = ends - begins
     bounds = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(sizes, out=bounds[1:])
@@ -230,7 +233,7 @@ def gathered(keys: Keys, begins: Offsets, ends: Offsets) -> tuple[Keys, Offsets]
 
 
 def seconds_of(timeout: Any) -> float:
-    """A time limit.
+    """Check a time limit.
 
     Raises:
         ConfigError: not a number of seconds, or below 0.
@@ -242,16 +245,10 @@ def seconds_of(timeout: Any) -> float:
     return float(timeout)
 
 
-# ---- The plans of an index: pages pinned tentatively for requests that wait, until they are
-# taken.
-#
-# A scheduler looks at every waiting request in every step, long before it runs. What it counted
-# on must still be there when the request's turn comes; so what a look has found stays pinned,
-# under the request's name, and looking again costs next to nothing. docs/design/index.md,
-# section 7.
+# ---- The default time limit.
 
 TIMEOUT = 60.0
-"""Seconds that a plan holds unless it is planned again: long for a queue, short for a leak."""
+"""Seconds until a plan expires unless it is renewed: long for a queue, short for a leak."""
 
 
 __all__ = [

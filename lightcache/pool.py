@@ -1,8 +1,8 @@
-"""HostPool: the pages themselves, in a shared memory object of their own beside the index.
+"""HostPool: the bytes of the pages, in a shared memory object beside the index.
 
-The object has its full length from the beginning, and no memory: that comes in chunks, behind a
-mark in the index (`grown`), so that the first pages can be used at once and a full /dev/shm is an
-error instead of a signal. Whoever is attached for writing carries on for one that died.
+The object has its full length from the beginning, but no memory. Memory comes in chunks, up to a
+mark in the index (`grown`). So the first pages can be used at once, and a full /dev/shm is an error
+instead of a signal. If a growing process dies, any process attached for writing continues.
 """
 
 from __future__ import annotations
@@ -54,12 +54,11 @@ if TYPE_CHECKING:
     from lightcache.page_index import PageIndex
 
 
-# ---- On which memory node a pool's memory should be: `numa=` of a cache.
+# ---- The memory node of a pool: `numa=` of a cache.
 #
-# A GPU's node comes from its PCI address. Asking torch for that loads the driver, so it is asked
-# when the pool is made or mapped and not before: by then the process is attached, and what a
-# client's death means for its device's copies depends on that order (docs/design/index.md,
-# section 12).
+# A GPU's node comes from its PCI address. Asking torch for the address loads the driver, so it is
+# asked only when the pool is made or mapped. By then the process is attached, and the handling of
+# a dead client's device copies depends on that order (docs/design/index.md, section 12).
 
 Numa = str | int | None
 _GPU = re.compile(r"gpu:([0-9]{1,4})", re.ASCII)
@@ -68,10 +67,10 @@ _PCI = Path("/sys/bus/pci/devices")
 
 
 def check_numa(numa: Numa, nodes: Path = _NODES) -> Numa:
-    """`numa` itself, if it can be meant.
+    """Return `numa` if it is valid.
 
     Raises:
-        ConfigError: not None, "interleave", "gpu:N", or the number of a memory node there is.
+        ConfigError: not None, "interleave", "gpu:N", or the number of an existing memory node.
     """
     if numa is None or numa == "interleave" or (isinstance(numa, str) and _GPU.fullmatch(numa)):
         return numa
@@ -85,7 +84,7 @@ def check_numa(numa: Numa, nodes: Path = _NODES) -> Numa:
 
 
 def parse_numa(text: str | None) -> Numa:
-    """As the command line has it.
+    """Parse the command line's form of `numa`.
 
     Raises:
         ConfigError: see `check_numa`.
@@ -94,7 +93,8 @@ def parse_numa(text: str | None) -> Numa:
 
 
 def advised_node(numa: Numa) -> int:
-    """What the core's `lcs_advise` takes. With "gpu:N" this imports torch and loads the driver.
+    """Return the node argument of the core's `lcs_advise`. "gpu:N" imports torch and loads the
+    driver.
 
     Raises:
         ConfigError: there is no such GPU.
@@ -110,7 +110,7 @@ def advised_node(numa: Numa) -> int:
 
 
 def pci_address(gpu: int) -> str:
-    """Of a GPU as torch numbers it, in the form of /sys: "0000:1b:00.0".
+    """PCI address of a GPU, numbered as in torch, in the form of /sys: "0000:1b:00.0".
 
     Raises:
         ConfigError: no torch, or no such GPU.
@@ -135,7 +135,7 @@ def pci_address(gpu: int) -> str:
 
 
 def node_of_pci(address: str, devices: Path = _PCI) -> int | None:
-    """The memory node next to a device; None where the machine does not say, or has only one."""
+    """The memory node next to a device; None: the machine does not say, or has only one."""
     try:
         node = int((devices / address / "numa_node").read_text())
     except (OSError, ValueError):
@@ -143,26 +143,25 @@ def node_of_pci(address: str, devices: Path = _PCI) -> int | None:
     return node if node >= 0 else None
 
 
-# ---- The object behind a HostPool: where it lies, how it is made, and what it must look like.
+# ---- The object of a pool, in /dev/shm or in the folder that the cache's configuration names.
 #
-# In /dev/shm, or in the folder that the cache's configuration names. It is made after the header
-# that names it and before the segment is ready, and removed before the segment's name:
-# `shm/folders.py` says why nothing of it can be left.
+# It is made after the header that names it and before the segment is ready, and removed before
+# the segment's name: `shm/folders.py` says why it can never be left behind.
 
 
 def pool_name(segment: Segment) -> str:
-    """Of the object, with a slash in front."""
+    """Name of the object, with a leading slash."""
     return segment.dependent_name("pool")
 
 
 def make_object(segment: Segment, total: int, first: int, numa: Numa = None) -> None:
-    """Make the pool object of an index that is being created: `total` bytes long, `first` of them
-    with memory. Called before anybody can attach. When it fails, what it has made goes with the
-    segment, which its creator then removes.
+    """Make the pool object of an index that is being created: `total` bytes long, the first `first`
+    of them with memory. Called before another process can attach. If it fails, the segment's
+    creator removes the object together with the segment.
 
     Raises:
         NoSpace: fewer bytes are available than the pool will have.
-        PermissionDenied: no object may be made where it is to lie.
+        PermissionDenied: the object may not be made in this folder.
     """
     with segment.folder() as folder:
         length = folder.length(total)
@@ -202,8 +201,9 @@ def _furnish(
 
 
 def _place(fd: int, length: int, numa: Numa) -> None:
-    """The policy stays with the object: also memory that another process gives it later, and the
-    first chunk, obey it. Advice: where the kernel refuses it, memory comes as it comes."""
+    """Set the memory policy of the object. It also applies to memory that other processes give the
+    object later, and to the first chunk. The policy is advice: if the kernel refuses it, memory is
+    placed as usual."""
     node = advised_node(numa)
     base, quick = ctypes.c_void_p(), shm_native.quick()
     check(quick.lcs_map(fd, length, True, ctypes.byref(base)), "map the pool to place its memory")
@@ -224,18 +224,18 @@ def _allocate(fd: int, offset: int, length: int, folder: Folder) -> None:
 
 
 def room_of(segment: Segment) -> memory.FreeMemory:
-    """What may still be allocated where a segment's pool lies."""
+    """The memory that can still be allocated in the folder of a segment's pool."""
     with segment.folder() as folder:
         return folder.room()
 
 
 def lacking_room(segment: Segment) -> str | None:
-    """What to tell who opens a cache whose pool will not get all of its memory, because it and the
-    other pools in its folder are to have more than there is; None: they fit."""
+    """Return a warning if the pools of this folder together need more memory than is available, so
+    that some will not get all of theirs; None: they fit."""
     owed, pools = 0, 0
     with segment.folder() as folder:
         if folder.kind is FolderKind.HUGETLBFS:
-            return None  # mapping a pool has set its pages aside
+            return None  # mapping a pool has reserved its pages
         for entry in os.listdir(folder.fd):
             parsed = names.parse_dependent(f"/{entry}")
             if parsed is None or parsed.what != "pool":
@@ -259,12 +259,12 @@ def lacking_room(segment: Segment) -> str | None:
 
 @contextlib.contextmanager
 def opened(segment: Segment, nbytes: int) -> Iterator[tuple[Folder, int, int]]:
-    """The folder, a descriptor to map through, and the object's length.
+    """Return the folder, a descriptor to map, and the object's length.
 
     Raises:
-        NotReady: the object, or its folder, is gone or not mounted here.
-        CacheCorrupted: it has another length than a pool of `nbytes`.
-        PermissionDenied: its owner, mode or links are not what they should be.
+        NotReady: the object or its folder is gone, or not mounted here.
+        CacheCorrupted: its length is not that of a pool of `nbytes`.
+        PermissionDenied: its owner, mode or links are wrong.
     """
     with segment.folder() as folder:
         name = pool_name(segment)
@@ -297,7 +297,7 @@ def _check(fd: int, segment: Segment, path: str, length: int) -> None:
 
 
 def _strange(found: os.stat_result, owner: int, path: str) -> str | None:
-    """What is wrong with who made it; None: it is a pool that this owner may have made."""
+    """Return why this owner cannot have made the object; None: it is valid."""
     if stat.S_ISLNK(found.st_mode):
         kind = "a symbolic link"
     elif not stat.S_ISREG(found.st_mode):
@@ -326,27 +326,27 @@ def _too_short(found: os.stat_result, length: int, path: str) -> str | None:
 
 @dataclass(frozen=True)
 class PoolObject:
-    """A pool's object as it was a moment ago, looked at without opening it."""
+    """The state of a pool's object, read without opening it."""
 
     path: str
     length: int
     allocated: int
-    """Bytes of memory that it takes."""
+    """Bytes of memory in use."""
     problem: str | None
-    """Why the cache cannot be used, or holds other bytes than were written; and what to do."""
+    """Why the cache cannot be used, or has lost bytes that were written, and what to do."""
     seen: bool = True
-    """False: its folder cannot be seen from here, so nothing is known."""
+    """False: the folder is not visible from this process, so nothing is known."""
 
 
 def look(
     cache: str, uuid: str, owner: int, config: Mapping[str, Any], pages: int, grown: int
 ) -> PoolObject | None:
-    """Look at the pool of a cache: for tools, which attach to nothing. None: an index without one.
+    """Look at the pool of a cache without attaching, for tools. None: the index has no pool.
 
     Args:
         cache, uuid, owner: name, UUID and user of its segment.
-        config: in its header; nothing of it is believed.
-        pages, grown: that the index has, and for which it says there is memory.
+        config: in its header; not trusted.
+        pages, grown: pages of the index, and those that have memory according to it.
     """
     each = config.get("page_bytes")
     if type(each) is not int or each < 1:
@@ -372,25 +372,21 @@ def look(
     return PoolObject(path, found.st_size, allocated, problem)
 
 
-# ---- HostPool: the pages themselves, in a shared memory object of their own beside the index.
-#
-# The object has its full length from the beginning, and no memory: that comes in chunks, behind a
-# mark in the index (`grown`), so that the first pages can be used at once and a full /dev/shm is
-# an error instead of a signal. Whoever is attached for writing carries on for one that died.
+# ---- The pool.
 
 CHUNK_BYTES = 64 << 20  # about 30 ms of zeroing: short enough to take turns with others
-MAX_GROWTH = 1 << 62  # more than there is left means all of it
+MAX_GROWTH = 1 << 62  # a growth beyond the pool's size means the rest of the pool
 MAX_THREADS = 256
-TURN = 0.05  # seconds that a call waits for another's growth before it evicts instead
-RETRY = 1.0  # seconds until memory is asked for again, when there was none; then twice as many
+TURN = 0.05  # seconds that a call waits for another's growth; then it evicts
+RETRY = 1.0  # seconds until memory is asked for again after a failure; doubles each time
 MAX_RETRY = 30.0
-_NO_MEMORY = (errno.EFAULT, errno.ENOMEM, errno.ENOSPC)  # EFAULT: touching it found none
+_NO_MEMORY = (errno.EFAULT, errno.ENOMEM, errno.ENOSPC)  # EFAULT: touching found no memory
 Bytes = npt.NDArray[np.uint8]
 _log = logging.getLogger("lightcache.pool")
 
 
 class HostPool:
-    """An attach of this process to the pages of a cache: `pool[page]` is one page's bytes.
+    """This process's handle of the pages of a cache: `pool[page]` is one page's bytes.
 
     Hold a page (`match`, `reserve`, `adopt`) while you touch it. Views keep the pool mapped: drop
     them before `close`.
@@ -407,18 +403,18 @@ class HostPool:
         """Map the pool of an attached index.
 
         Args:
-            index: whose pages these are; read-only if it is.
-            page_bytes: of one page, any size.
+            index: the index of these pages; the pool is read-only if the index is.
+            page_bytes: size of a page, any number.
             huge_pages: ask for transparent huge pages.
-            numa: where memory that it gets from now on should be: "interleave" over all memory
-                nodes; on one as long as there is room, by its number or as that of a GPU
-                ("gpu:0"); None: as whoever made it said. Both are advice.
+            numa: placement of memory allocated from now on: "interleave" over all memory nodes; one
+                node while it has room, by its number or as that of a GPU ("gpu:0"); None: as the
+                pool's creator chose. The setting is advice.
 
         Raises:
             NotReady: the pool object is gone, or its folder is not mounted here.
             CacheCorrupted: it has another length.
-            PermissionDenied: its owner, mode or links are not what they should be.
-            ConfigError: `numa` cannot be meant.
+            PermissionDenied: its owner, mode or links are wrong.
+            ConfigError: `numa` is invalid.
         """
         check_numa(numa)
         self.pages = index.pages
@@ -431,7 +427,7 @@ class HostPool:
         self._growing = threading.Lock()
         self._window: weakref.ref[Any] | None = None
         self._users: dict[object, weakref.ref[Any]] = {}
-        """Views, by what they are counted under. Those that are gone need nobody to say so."""
+        """Views by token. Dead entries are removed when a new one is added."""
         self._mapped = 0
         self._reserved = False
         self._map(index.segment, huge_pages, numa)
@@ -444,7 +440,7 @@ class HostPool:
                 f"map the pool ({format_size(length)})",
             )
             self._mapped = length
-            # Mapping a file of huge pages sets all of them aside: nobody else can take them.
+            # Mapping a file of huge pages reserves all of them: no other process can take them.
             self._reserved = folder.kind is FolderKind.HUGETLBFS
             try:
                 if huge or numa is not None:
@@ -463,7 +459,7 @@ class HostPool:
     # ---- memory
 
     def _live_window(self) -> Any:
-        """A ctypes array over the pool that every view made of it keeps alive."""
+        """A ctypes array over the pool. Every view of the pool keeps it alive."""
         window = self._window() if self._window else None
         if window is None:
             window = self._new_window(object())
@@ -482,8 +478,8 @@ class HostPool:
         return window
 
     def lend(self, token: object) -> Bytes:
-        """All pages as `array` has them, but counted under `token`: for one who can be told to let
-        go of them, as `Cache.close` tells what `Cache.pin` made. A token is used once."""
+        """All pages, as `array`, but counted under `token`: for an object that can be told to drop
+        them, as `Cache.close` tells the pinned memory of `Cache.pin`. Use a token once."""
         independent = np.frombuffer(memoryview(self._new_window(token)).cast("B"), np.uint8)
         return independent.reshape(self.pages, self.page_bytes)
 
@@ -504,7 +500,7 @@ class HostPool:
 
     @property
     def readonly(self) -> bool:
-        """Whether it is mapped so that nothing can be written."""
+        """True if it is mapped read-only."""
         return self._index.readonly
 
     def __len__(self) -> int:
@@ -514,14 +510,15 @@ class HostPool:
     @property
     def array(self) -> Bytes:
         """All pages: uint8 of shape (pages, page_bytes), no copy. Touch only pages that you hold:
-        beyond `grown` there is no memory, and a full /dev/shm makes touching it fatal."""
+        pages from `grown` on have no memory, and touching one kills the process if /dev/shm is
+        full."""
         return np.frombuffer(self._view(), np.uint8).reshape(self.pages, self.page_bytes)
 
     def tensor(self) -> torch.Tensor:
-        """The same as a torch tensor on the CPU. Imports torch.
+        """`array` as a torch tensor on the CPU. Imports torch.
 
         Raises:
-            NotInstalled: there is no torch.
+            NotInstalled: torch is not installed.
         """
         require("torch", "kernels", "HostPool.tensor")
         import torch
@@ -533,22 +530,22 @@ class HostPool:
 
     @property
     def grown(self) -> int:
-        """Pages that have memory. The others are not handed out yet."""
+        """Number of pages that have memory. The others are not handed out yet."""
         return self._index.stats().grown
 
     def grow(self, pages: int, *, threads: int = 1) -> int:
-        """Give memory to `pages` more pages, together with whoever else does so. Blocks.
+        """Give memory to `pages` more pages. Other processes may grow the pool meanwhile. Blocks.
 
         Args:
-            threads: that zero the memory side by side; about 2 GB/s each.
+            threads: number of threads that zero the memory; about 2 GB/s each.
 
         Returns:
             Pages that have memory now.
 
         Raises:
-            NoSpace: /dev/shm or the memory limit is full; what has grown stays. `reserve` and
-                `allocate` evict then.
-            ConfigError: no count of pages or threads.
+            NoSpace: /dev/shm or the memory limit is full; the memory added so far stays. `reserve`
+                and `allocate` then evict.
+            ConfigError: pages or threads out of range.
             PermissionDenied: attached read-only.
             Detached: closed, replaced, or a forked child.
         """
@@ -560,7 +557,7 @@ class HostPool:
         return self._grow(pages, threads, None)
 
     def _grow(self, pages: int, threads: int, patience: float | None) -> int:
-        """As `grow`. LockTimeout: another was growing it for `patience` seconds."""
+        """See `grow`. Raises LockTimeout if another is growing the pool for `patience` seconds."""
         with self._turn(patience):
             have = self.grown
             target = min(self.pages, have + pages)
@@ -579,8 +576,8 @@ class HostPool:
 
     @contextlib.contextmanager
     def _turn(self, patience: float | None) -> Iterator[None]:
-        """One grows at a time, of all threads and processes."""
-        got: list[bool] = []  # known to us from the instant on in which it is taken
+        """One thread of one process grows the pool at a time."""
+        got: list[bool] = []  # set at the instant at which the lock is taken
         try:
             wait = -1 if patience is None else patience
             keep_result(got, self._growing.acquire, (True,), (wait,))
@@ -601,8 +598,8 @@ class HostPool:
         )
 
     def _populate(self, start: int, end: int, threads: int) -> int:
-        """Give memory to these bytes; 0, or the error number with which that ended."""
-        from concurrent.futures import ThreadPoolExecutor  # 20 ms that importing us need not cost
+        """Give memory to these bytes. Returns 0, or the error number of the failure."""
+        from concurrent.futures import ThreadPoolExecutor  # imported late: takes 20 ms
 
         share = max(1 << 21, -(-(end - start) // max(1, threads)) + 4095 & ~4095)
         parts = [(at, min(end, at + share)) for at in range(start, end, share)]
@@ -616,7 +613,7 @@ class HostPool:
         return 0
 
     def _keep_filled(self, have: int) -> int:
-        """Of a growth that found no memory half-way, use the pages that have it all the same."""
+        """After a growth that ran out of memory halfway, use the pages that got memory."""
         with contextlib.suppress(OSError):
             if self._reserved:  # hugetlbfs cannot tell
                 return have
@@ -636,30 +633,30 @@ class HostPool:
             )
         return code
 
-    # ---- memory for calls that need pages: see `PageIndex.grows_by`
+    # ---- memory for calls that need pages, see `PageIndex.grows_by`
 
     def need(self, pages: int) -> bool:
-        """Give memory to so many pages more, by a chunk if there is as much. False: there is none,
-        or whoever is growing the pool does not get on; then calls of all processes make do with
-        what there is for a second."""
+        """Give memory to this many more pages, or to a chunk if it fits. False: there is no memory,
+        or another process is growing the pool too slowly; then for one second the calls of all
+        processes use only the pages that have memory."""
         had, chunk = self.grown, max(1, CHUNK_BYTES // self.page_bytes)
         for more in (max(pages, chunk), pages):
             with contextlib.suppress(NoSpace, LockTimeout):
                 self._grow(more, 1, TURN)
                 return True
-            if self.grown > had:  # by another, or half-way
+            if self.grown > had:  # by another process, or halfway
                 return True
         self._index.no_memory(RETRY)
         return False
 
     def could(self, pages: int) -> bool:
-        """Whether the file system and the memory limit have room for so many pages more."""
+        """True if the file system and the memory limit have room for this many more pages."""
         room = room_of(self._index.segment)
         return self._reserved or pages * self.page_bytes <= room.bytes
 
     @property
     def name(self) -> str:
-        """Of the cache."""
+        """Name of the cache."""
         return self._index.name
 
     @property
@@ -672,7 +669,7 @@ class HostPool:
         self._index.no_memory(seconds)
 
     def grow_some(self) -> bool:
-        """Grow by a chunk; whether the pool has its size.
+        """Grow by a chunk. Returns True if the pool has its full size.
 
         Raises:
             NoSpace: as `grow`.
@@ -686,7 +683,8 @@ class HostPool:
         threads: int | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Grow to the full size, chunk by chunk, while others use what there is already.
+        """Grow to the full size, chunk by chunk, while other processes use the pages that have
+        memory.
 
         Args:
             threads: None: one for each processor, at most 8.
@@ -703,10 +701,10 @@ class HostPool:
             if progress:
                 progress(have, self.pages)
 
-    # ---- the end
+    # ---- close
 
     def check_closable(self, besides: object = None) -> None:
-        """Raise InUse while views live, but for those lent under `besides`."""
+        """Raise InUse if views exist, other than those lent under `besides`."""
         users = list(self._users.items())
         if any(user() is not None for token, user in users if token is not besides):
             raise InUse(
@@ -718,9 +716,9 @@ class HostPool:
         """Unmap. A second call does nothing.
 
         Raises:
-            InUse: views live.
+            InUse: views exist.
         """
-        if self._fork_word.inherited:  # nothing is mapped here, and the number is not ours
+        if self._fork_word.inherited:  # forked: nothing is mapped, and the fd is the parent's
             return
         self.check_closable()
         shm_native.quick().lcs_life_close(ctypes.byref(self._fd))
@@ -728,19 +726,20 @@ class HostPool:
 
 
 class Grower:
-    """A background thread that grows a pool to its size, and ends with it.
+    """A background thread that grows a pool to its full size, then ends.
 
-    Where there is no memory it says so, once in the log and to all processes (`no_memory`), so that
-    calls evict; and tries again later, until the pool has its size or is closed.
+    If there is no memory it reports that once in the log and to all processes (`no_memory`), so
+    that calls evict. It retries until the pool has its full size or is closed.
     """
 
     def __init__(self, pool: HostPool) -> None:
-        """Starts at once."""
+        """Starts the thread."""
         self._stop = Event()
         self._pool = pool
         self._told = False
         self.error: LightcacheError | None = None
-        """Why the pool does not grow just now; what has grown can be used. None: it does."""
+        """Why the pool does not grow at present; pages that have memory can be used. None: no
+        problem."""
         self._thread = threading.Thread(target=self._run, name="lightcache-grow", daemon=True)
         self._thread.start()
 
@@ -756,15 +755,15 @@ class Grower:
             _log.warning("%s: the pool grows no more: %s", self._pool.name, error)
 
     def _step(self, waited: float) -> float | None:
-        """Grow by a chunk. Returns how long to wait before the next; None: it has its size."""
+        """Grow by a chunk. Returns the seconds to wait before the next; None: full size."""
         pool = self._pool
         marked = pool.no_memory_s
         if marked > 0 and not waited:
-            return marked  # another has tried just now
+            return marked  # another process has just tried
         try:
             done = pool.grow_some()
         except LockTimeout:
-            return 0.0  # another is growing it; or is stopped, or we are
+            return 0.0  # another thread is growing it, or a thread was stopped
         except NoSpace as error:
             return self._failed(error, waited)
         if self.error is not None:
@@ -787,7 +786,7 @@ class Grower:
         return delay
 
     def stop(self) -> None:
-        """End after the chunk at hand, and wait for that."""
+        """End after the current chunk, and wait for the thread."""
         self._stop.set()
         self._thread.join()
 

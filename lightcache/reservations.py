@@ -1,4 +1,4 @@
-"""Reservations: pages that this client is going to write, and those it found on the way."""
+"""Reservations: pages that this client is about to write, and the status of each key."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from lightcache._arguments import Keys, Offsets, Pages
     from lightcache.leases import ClientId
 
-NOT_ADOPTED = layout.NIL - 1  # a shard's reservation before the core has named it
+NOT_ADOPTED = layout.NIL - 1  # the id of a shard's reservation until the core has set it
 _WHY = {
     0: "",
     1: "every page is pinned, kept, being written, guaranteed to another namespace, or a prefix of "
@@ -49,15 +49,16 @@ _WHY = {
 
 
 class Reservation(Releasable):
-    """What became of `keys[start:]`. Every key is one of
+    """The result of reserving `keys[start:]`. Every key is one of
 
     - new: a page to be written, pinned; `pages` has them in order, `new` their positions in keys
-    - present: ready already, pinned too; `present_pages` at `present`
-    - busy: another client is writing it; `wait` for it, or go on without
-    - missing: no room; `why` says why. All keys behind the first of these are missing or present.
+    - present: already ready, and now pinned; `present_pages` has the pages, `present` the positions
+    - busy: another client is writing it; `wait` for it, or continue without it
+    - missing: no room; `why` has the reason. All keys after the first missing one are missing or
+      present.
 
     Write the new pages, then `publish`: the pages become ready when every shard is published.
-    Leaving the `with` abandons what is not published (the pages are gone at once, others stop
+    Leaving the `with` abandons unpublished pages (they are gone at once, and other clients stop
     waiting) and unpins everything.
     """
 
@@ -69,7 +70,7 @@ class Reservation(Releasable):
         status: npt.NDArray[np.uint8],
         progress: layout.ReserveProgress,
     ) -> None:
-        """For PageIndex, and for a batch that is split: what the core has filled, or will."""
+        """For PageIndex, and for splitting a batch. The core has filled the arrays, or will."""
         self.ended = True  # an interrupt before the last line: nothing to give back
         self._core = core
         self._start = start
@@ -90,13 +91,14 @@ class Reservation(Releasable):
 
     @property
     def all_new(self) -> bool:
-        """Whether every key that was asked for has a new page."""
+        """True if every key that was asked for has a new page."""
         made: int = self._progress.made
         return made == len(self._page)
 
     @property
     def pages(self) -> Pages:
-        """The pages to write, int32, in the order of their keys; pinned until the end."""
+        """The pages to write, int32, in the order of their keys; pinned until the reservation
+        ends."""
         if self.all_new:
             every: Pages = self._page.copy()
             return every
@@ -109,12 +111,12 @@ class Reservation(Releasable):
 
     @property
     def present(self) -> Positions:
-        """Positions in `keys` (from `start` on) that were ready already."""
+        """Positions in `keys` (from `start` on) that were already ready."""
         return self._where(KeyStatus.PRESENT)
 
     @property
     def present_pages(self) -> Pages:
-        """Their pages, pinned as well."""
+        """The pages of `present`, also pinned."""
         return self._pages_of(KeyStatus.PRESENT)
 
     @property
@@ -129,28 +131,29 @@ class Reservation(Releasable):
 
     @property
     def why(self) -> str:
-        """Why there was no room; empty when there was."""
+        """Why there was no room; empty if there was."""
         why = _WHY.get(self._progress.reason, "unknown")
         kept = self._progress.kept if self._progress.reason in (1, 5) else 0
         return f"{why} ({kept} are kept)" if kept else why
 
     @property
     def shards(self) -> int:
-        """How many shards must be published."""
+        """Number of shards that must be published."""
         return int(self._progress.shards)
 
     def publish(self, shard: int | None = None) -> bool:
-        """Say that a shard of all new pages is written. No lock; 5 to 10 ns a page for the last.
+        """Declare a shard of all new pages written. Takes no lock; 5 to 10 ns a page for the last
+        shard.
 
         Args:
-            shard: which one; None: all that are ours and not yet published.
+            shard: its number; None: all that belong to this client and are not yet published.
 
         Returns:
-            Whether the pages are ready now: this was the last shard.
+            True if the pages are ready now: this was the last shard.
 
         Raises:
-            Abandoned: abandoned or cleared before (also when a shard's owner died). Release it, or
-                leave the `with`: until then its keys may stay busy for all.
+            Abandoned: abandoned or cleared before (also if a shard's owner died). Release it, or
+                leave the `with`: until then its keys may stay busy for all clients.
             LeaseLost: this shard was published before, or belongs to another client.
             ConfigError: no such shard.
             Detached: closed, or a forked child.
@@ -192,11 +195,12 @@ class Reservation(Releasable):
         return True
 
     def ticket(self, adopters: list[ClientId], *, timeout: float = 60.0) -> Ticket:
-        """Let others write shards of these pages: who adopts it with `shard=k` owns shard k.
+        """Let other clients write shards of these pages: a client that adopts the ticket with
+        `shard=k` owns shard k.
 
         Args:
-            adopters: who may adopt, each once; see `PageIndex.client_id`.
-            timeout: seconds until adopting ends.
+            adopters: the clients that may adopt, each once; see `PageIndex.client_id`.
+            timeout: seconds until the ticket can no longer be adopted.
 
         Raises:
             ConfigError: there is no new page to write.
@@ -206,26 +210,26 @@ class Reservation(Releasable):
         return give_ticket(self._core, self.pages, self._progress, adopters, timeout)
 
     def abandon(self) -> None:
-        """Give up what is not published: its keys are gone from every lookup when this returns,
-        and whoever waits for them goes on. Unpins everything. Takes the lock; once is enough.
+        """Give up the unpublished pages. When this returns, no lookup finds their keys and no
+        client waits for them. Unpins everything. Takes the lock. Call it once.
 
         Raises:
-            LeaseLost: ended already.
-            LockTimeout: the lock's holder did not give it back in time.
+            LeaseLost: already ended.
+            LockTimeout: the lock's holder did not release it in time.
         """
         if self.ended:
             raise LeaseLost("abandon: this reservation has ended before")
         self._end()
 
     def release(self) -> None:
-        """The same as leaving the `with`: abandon what is not published, unpin everything."""
+        """Like leaving the `with`: abandon unpublished pages, unpin everything."""
         if self.ended:
             raise LeaseLost("release: this reservation has ended before; release it once")
         self._end()
 
     def _end(self) -> None:
-        """Abandon first, while our pins keep the pages ours, then unpin; may be called again
-        after an interrupt anywhere in between."""
+        """Abandon first, while the pins still hold the pages, then unpin. Can be repeated after an
+        interrupt at any point."""
         self._give_up()
         code = self._core.quick.lci_unreserve(
             self._core.handle,
@@ -239,7 +243,7 @@ class Reservation(Releasable):
             check(code, "unpin a reservation")
 
     def hold(self) -> Hold:
-        """For code of lightcache that takes the pages over."""
+        """For modules of lightcache that take the pages over."""
         note = partial(setattr, self, "_ready", True)
         return Hold(self._core, self._give_back, self._give_up, self._publish_all, note)
 
@@ -250,9 +254,9 @@ class Reservation(Releasable):
         return self._ready
 
     def _give_up(self) -> None:
-        """Abandon what is not published, and keep the pins: the pages are not given out yet."""
+        """Abandon unpublished pages but keep the pins, so that the pages are not handed out yet."""
         if self._progress.gen and not self._ready:
-            # LeaseLost: a shard's owner died or the namespace was cleared, it ended without us
+            # LeaseLost: already ended, since a shard's owner died or the namespace was cleared
             with contextlib.suppress(LeaseLost):
                 self._core.abandon(self._progress.rid, self._progress.gen)
 
@@ -264,9 +268,9 @@ class Reservation(Releasable):
 
 
 class ReservationShard(Releasable):
-    """One shard of another client's reservation, adopted from a ticket: pages to write, pinned in
-    our own name. `publish` it, or leave the `with`: then it can no longer be published, so the
-    whole reservation is abandoned, and its giver is told that it failed."""
+    """One shard of another client's reservation, adopted from a ticket: pages to write, pinned by
+    this client. `publish` it, or leave the `with`. An unpublished shard abandons the whole
+    reservation, and its giver is told that it failed."""
 
     def __init__(
         self,
@@ -277,7 +281,7 @@ class ReservationShard(Releasable):
         rid: ctypes.c_uint32,
         gen: ctypes.c_uint32,
     ) -> None:
-        """For `adopt`, before the call that adopts and names the reservation in `rid` and `gen`."""
+        """For `adopt`, before the call that adopts and sets `rid` and `gen`."""
         self.ended = True  # as in Reservation
         self._core = core
         self._lease = lease
@@ -293,15 +297,15 @@ class ReservationShard(Releasable):
         """The pages to write, int32, in the order of their keys.
 
         Raises:
-            LeaseLost: released already.
+            LeaseLost: already released.
         """
         return self._lease.pages
 
     def publish(self) -> bool:
-        """Publish our shard of all pages, which is written; also gives the ticket's verdict.
+        """Publish this shard of all pages. Also reports success to the ticket's giver.
 
         Returns:
-            Whether the pages are ready now: this was the last shard.
+            True if the pages are ready now: this was the last shard.
 
         Raises:
             As `Reservation.publish`.
@@ -323,39 +327,39 @@ class ReservationShard(Releasable):
             raise Abandoned("publish: the reservation was abandoned, cleared, or its owner died")
         check(code, f"publish shard {self.shard}")
         self._told = True
-        # It is published, whatever became of the ticket: revoked, late, or its giver died.
+        # It is published even if the ticket was revoked or late, or its giver died.
         ticket_done_code(self._core, self._ticket, True)
         return bool(code)
 
     def release(self) -> None:
-        """Unpin. A shard that was not published abandons the reservation, which takes the lock.
+        """Unpin. Releasing an unpublished shard abandons the reservation, which takes the lock.
 
         Raises:
-            LeaseLost: released already.
+            LeaseLost: already released.
         """
         if self.ended:
             raise LeaseLost("release: this shard was released before; release it once")
         self._end()
 
     def hold(self) -> Hold:
-        """For code of lightcache that takes the pages over."""
+        """For modules of lightcache that take the pages over."""
         return Hold(self._core, self._give_back, self._give_up, self._publish)
 
     def _end(self) -> None:
-        """May be repeated after an interrupt anywhere in between."""
+        """Can be repeated after an interrupt at any point."""
         self._give_up()
-        if self._rid.value != layout.NIL:  # else the lease is held alone
+        if self._rid.value != layout.NIL:  # else the ticket was a lease's, and the lease is used
             self._lease.close()
         self.ended = True
 
     def _give_up(self) -> None:
-        """Abandon if it is not published, and keep the pins: the pages are not given out yet."""
+        """Abandon if unpublished but keep the pins, so that the pages are not handed out yet."""
         if not self._told and self._rid.value not in (NOT_ADOPTED, layout.NIL):
             code = ticket_done_code(self._core, self._ticket, False)
             if code not in (Code.OK, Code.STALE, Code.TWICE, Code.FORKED, Code.CLOSED):
                 check(code, "tell that a shard failed")
             if not self._core.unusable():
-                with contextlib.suppress(LeaseLost):  # it has ended in another way
+                with contextlib.suppress(LeaseLost):  # already ended
                     self._core.abandon(self._rid.value, self._gen.value)
 
 
@@ -434,7 +438,7 @@ def reserve(
     return reservation
 
 
-# ---- ReservationBatch: reservations of several requests, made by one call of the core.
+# ---- Reservations of several requests, made by one call of the core.
 
 _PROGRESS = np.dtype(layout.ReserveProgress)
 _NEW = int(KeyStatus.NEW)
@@ -442,7 +446,7 @@ _NEW = int(KeyStatus.NEW)
 
 class ReservationBatch:
     """The reservations of several requests, made in one call. Published and released together, or
-    split. Each is one of its own: others may see some of them and not the rest."""
+    split. They are independent: other clients may see some of them before the rest."""
 
     def __init__(
         self,
@@ -453,8 +457,8 @@ class ReservationBatch:
         status: npt.NDArray[np.uint8],
         records: bytearray,
     ) -> None:
-        """For `reserve_batch`: nothing is reserved yet. `records` is a `ReserveProgress` for each
-        request; the core writes into it, `page` and `status`."""
+        """For `reserve_batch`: nothing is reserved yet. `records` has a `ReserveProgress` for each
+        request. The core writes into it, `page` and `status`."""
         self.ended = True  # an interrupt before the last line: nothing to give back
         self._core, self._bounds, self._starts = core, bounds, starts
         self._sizes = bounds[1:] - bounds[:-1] - starts
@@ -470,12 +474,12 @@ class ReservationBatch:
 
     @property
     def all_new(self) -> bool:
-        """Whether every key that was asked for has a new page."""
+        """True if every key that was asked for has a new page."""
         return int(self._progress["made"].sum()) == len(self._page)
 
     @property
     def pages(self) -> Pages:
-        """The pages to write, int32, one request's behind the other's; pinned until the end."""
+        """The pages to write, int32, request after request; pinned until the batch ends."""
         if self.all_new:
             every: Pages = self._page.copy()
             return every
@@ -483,8 +487,8 @@ class ReservationBatch:
         return found
 
     def publish(self) -> list[LightcacheError | None]:
-        """Say that all shards of all new pages are written. No lock. One that fails holds up no
-        other: for each request None, or what `Reservation.publish` would have raised.
+        """Declare all shards of all new pages written. Takes no lock. A failure does not stop the
+        others: returns for each request None, or the error that `Reservation.publish` would raise.
 
         Raises:
             Abandoned: released or split before.
@@ -509,8 +513,8 @@ class ReservationBatch:
         return self._published
 
     def split(self) -> list[Reservation]:
-        """A reservation for each request, each to be published and released on its own; this batch
-        is empty then.
+        """Return a reservation for each request, to be published and released separately. This
+        batch is then empty.
 
         Raises:
             LeaseLost: released, split or published before.
@@ -527,7 +531,7 @@ class ReservationBatch:
         return parts
 
     def release(self) -> None:
-        """Abandon what is not published, unpin everything. Takes the lock if anything is not.
+        """Abandon unpublished pages, unpin everything. Takes the lock if any page is unpublished.
 
         Raises:
             LeaseLost: released or split before.
@@ -537,10 +541,10 @@ class ReservationBatch:
         self._end()
 
     def _end(self) -> None:
-        """As `Reservation._end`, for each."""
+        """See `Reservation._end`, for each request."""
         for i, failed in enumerate(self._published or [_NEVER] * len(self)):
             if failed is not None and (gen := int(self._progress["gen"][i])):
-                with contextlib.suppress(LeaseLost):  # it has ended in another way
+                with contextlib.suppress(LeaseLost):  # already ended
                     self._core.abandon(int(self._progress["rid"][i]), gen)
         code = self._core.quick.lci_unreserve_many(
             self._core.handle,
@@ -625,7 +629,7 @@ def reserve_batch(
 
 
 def _pages_wanted(progress: Any, sizes: Offsets) -> int:
-    """Pages without memory that the first unfinished request wants."""
+    """Pages without memory that the first unfinished request needs."""
     finished = (progress["pinned"] != 0) & (
         (progress["stopped"] != 0) | (progress["cursor"] >= sizes)
     )
@@ -633,7 +637,7 @@ def _pages_wanted(progress: Any, sizes: Offsets) -> int:
 
 
 def _starts(starts: object, bounds: Offsets) -> npt.NDArray[np.int64]:
-    """The first key to reserve of each request, checked."""
+    """Check the first key to reserve of each request."""
     requests = len(bounds) - 1
     if starts is None:
         return np.zeros(requests, np.int64)

@@ -1,7 +1,7 @@
-"""Router: which worker should serve a request, by what is cached where and how busy they are.
+"""Router: picks a worker for each request, by cached prefixes and load.
 
-It reads shared memory and sends nothing: the lengths of prefixes come from peeking each worker's
-device index and the node's host index. Without torch, and cheap enough for every request.
+It only reads shared memory and sends nothing: it gets prefix lengths by peeking each worker's
+device index and the node's host index. Needs no torch, and is cheap enough for every request.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from lightcache.page_index import PageIndex
 from lightcache.shm import names
 from lightcache.shm.codes import Code, check
 
-# ---- What a request costs a worker, and who gets it when several cost the same.
+# ---- Costs, and ties.
 
 _MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
 class RouterPolicy:
-    """What a request costs, in tokens of prefill. For a worker with `device` pages of the prompt, a
-    node with `host` pages of it, and n pages in all:
+    """The cost of a request, in tokens of prefill. For a worker with `device` pages of the prompt,
+    a node with `host` pages of it, and n pages in total:
 
         compute = (n - max(device, host)) * page_tokens
         load    = max(host - device, 0) * page_tokens
@@ -46,16 +46,17 @@ class RouterPolicy:
     """
 
     page_tokens: int | None = None
-    """Tokens of a page; None: what the host index says."""
+    """Tokens of a page; None: as in the host index."""
     load_weight: float = 1.0
-    """Tokens of prefill that one unit of `loads` is worth: 1 if loads are tokens that wait."""
+    """Tokens of prefill that one unit of `loads` is worth: 1 if loads are waiting tokens."""
     host_weight: float = 0.1
-    """Loading a token from the host, compared with computing it, 0 to 1; see `costs.Costs`."""
+    """Cost of loading a token from the host, relative to computing it, 0 to 1; see
+    `costs.Costs`."""
     refresh: float = 1.0
-    """Seconds between two looks at whether the indexes are there and their owners live."""
+    """Seconds between two checks that the indexes exist and their owners live."""
 
     def __post_init__(self) -> None:
-        """Check.
+        """Check the fields.
 
         Raises:
             ConfigError: a figure out of range.
@@ -68,13 +69,13 @@ class RouterPolicy:
 
 
 def check_figure(value: Any, what: str, most: float) -> None:
-    """A finite number from 0 to `most`.
+    """Check that a value is a finite number from 0 to `most`.
 
     Raises:
         ConfigError: it is not.
     """
     if type(value) in (int, float) and 0 <= value <= most and value != math.inf:
-        return  # the rest costs as much as a peek
+        return  # the rest takes as long as a peek
     number = -1.0 if isinstance(value, bool) or not isinstance(value, Real) else float(value)
     if not 0 <= number <= most or number == math.inf:
         limit = "a finite number of at least 0" if most == math.inf else f"0 to {most:g}"
@@ -87,15 +88,15 @@ def seed_of(name: str) -> int:
 
 
 def mixed(word: int) -> int:
-    """A word in which each bit depends on all bits. The worker with the largest one for a key has
-    it (rendezvous hashing, Thaler and Ravishankar 1996): when one leaves, only its keys move."""
+    """Mix a word so that each bit depends on all bits. A key goes to the worker with the largest
+    mixed word (rendezvous hashing, Thaler and Ravishankar 1996): if a worker leaves, only its keys
+    move."""
     word = (word ^ word >> 32) * 0xD6E8FEB86659FD93 & _MASK
     word = (word ^ word >> 32) * 0xD6E8FEB86659FD93 & _MASK
     return word ^ word >> 32
 
 
-# ---- The indexes that a router looks at: attached read-only, let go when their owner is gone,
-# and attached again when they appear.
+# ---- The indexes of a router: attached read-only, closed when their owner dies, reattached later.
 
 _NOT_YET = "was not looked at so far"
 _DEAD = "nobody who writes it lives"
@@ -103,19 +104,19 @@ _Names = tuple[str, str]
 
 
 class Source:
-    """One index by name, or none. Nothing that becomes of it is an error here: it is `stale` then,
-    and has no pages.
+    """One index by name, or none. A missing or broken index is not an error: the source is then
+    stale and has no pages.
 
-    A handle that the caller gave is used as long as it is usable, and never closed. Our own are
-    read-only: they take no slot and cannot change anything.
+    A handle that the caller passed is used while it is usable, and never closed. The source's own
+    handles are read-only: they take no slot and cannot change anything.
     """
 
     def __init__(self, given: PageIndex | str | None, *, owned: bool, page_tokens: int) -> None:
-        """Nothing is attached yet.
+        """Attaches to nothing yet.
 
         Args:
-            owned: it is of no use when no client that is attached for writing lives.
-            page_tokens: of the keys that are looked for.
+            owned: True: the index is stale if no client attached for writing lives.
+            page_tokens: page size of the keys that are looked up.
 
         Raises:
             ConfigError: neither an index nor a segment's name.
@@ -129,14 +130,14 @@ class Source:
         if self.name is not None:
             names.object_name(self.name)
         self.problem: str | None = None if given is None else _NOT_YET
-        """Why it counts as having no pages; None: it has those that are found."""
+        """Why it counts as having no pages; None: it is usable."""
         self.misfit = False
-        """Whether the problem is that its pages have another size than the keys."""
+        """True if the problem is a page size that differs from that of the keys."""
         self._refs: dict[_Names, Namespace | None] = {}
 
     def refresh(self) -> None:
-        """Look whether it is there, and whose. Does not block; some 60 us, and as much again if it
-        has to be attached."""
+        """Check that the index exists and has a live owner. Does not block. Takes about 60 us, and
+        twice as long if it attaches."""
         if self.name is None:
             return
         self._refs.clear()
@@ -152,7 +153,7 @@ class Source:
             self._fail(error)
             return
         if not living:
-            # A reader keeps a segment from being replaced: its next owner may want another one.
+            # A reader prevents replacing a segment, and its next owner may need a different one.
             self.let_go()
             self.problem = _DEAD
         elif (tokens := page_tokens_of(self._index)) not in (None, self._page_tokens):
@@ -175,7 +176,7 @@ class Source:
         self.problem = str(error)
 
     def let_go(self) -> None:
-        """Close what is ours."""
+        """Close the source's own handle."""
         index, self._index = self._index, None
         if index is not None and self._ours:
             with contextlib.suppress(LightcacheError):
@@ -183,7 +184,7 @@ class Source:
         self._ours = False
 
     def peek(self, keys: Keys, weights: str, tenant: str) -> int:
-        """Pages of the longest ready prefix; 0 if it is stale."""
+        """Pages of the longest ready prefix; 0 if the source is stale."""
         try:
             space = self._space(weights, tenant)
             if space is not None and self._index is not None:
@@ -193,7 +194,7 @@ class Source:
         return 0
 
     def peek_many(self, keys: Keys, offsets: Offsets, weights: str, tenant: str) -> Pages:
-        """The same for many requests: int32 of shape (requests,)."""
+        """`peek` for many requests: int32 of shape (requests,)."""
         try:
             space = self._space(weights, tenant)
             if space is not None and self._index is not None:
@@ -203,8 +204,8 @@ class Source:
         return np.zeros(len(offsets) - 1, np.int32)
 
     def pages_of(self, weights: str, tenant: str) -> tuple[int, list[_Names]]:
-        """Pages in the namespace of these names, and the names of all others that have some. About
-        a microsecond for each of the 256 namespaces that there may be."""
+        """Return the number of pages in this namespace, and the names of all other namespaces that
+        have pages. About a microsecond for each of at most 256 namespaces."""
         own, others = 0, []
         with contextlib.suppress(LightcacheError):
             index = self._index if self.problem is None else None
@@ -217,8 +218,8 @@ class Source:
         return own, others
 
     def _space(self, weights: str, tenant: str) -> Namespace | None:
-        """The namespace of these names as this index numbers it; it is looked for once between two
-        refreshes, since clearing gives the name another number."""
+        """This index's namespace of these names. Looked up once between two refreshes, because
+        clearing gives the name another number."""
         if self.problem is not None or self._index is None:
             return None
         wanted = weights, tenant
@@ -235,58 +236,55 @@ class Source:
 
 
 def page_tokens_of(index: PageIndex) -> int | None:
-    """Tokens of an index's page, be it a device block; None: it does not say."""
+    """Tokens of a page or device block of an index; None: not in its configuration."""
     config = index.segment.config
     found = config.get("page_tokens", config.get("block_tokens"))
     return found if type(found) is int else None
 
 
-# ---- Router: which worker should serve a request, by what is cached where and how busy they are.
-#
-# It reads shared memory and sends nothing: the lengths of prefixes come from peeking each
-# worker's device index and the node's host index. Without torch, and cheap enough for every
-# request.
+# ---- The router.
 
 _log = logging.getLogger("lightcache.router")
 _IN_A_ROW = 64
-"""Requests without a page anywhere, one after another, that are told of once."""
+"""Number of consecutive requests without a page in any index that causes a warning, once."""
 
 
 @dataclass(frozen=True)
 class RoutingDecision:
-    """Where a request should go, and why."""
+    """The chosen worker for a request, and the reasons."""
 
     worker: str
     device_pages: int
-    """Pages of the prompt that the worker's device has."""
+    """Pages of the prompt on the worker's device."""
     host_pages: int
-    """Pages of it that the node's host pool has; those beyond `device_pages` can be loaded."""
+    """Pages of the prompt in the node's host pool; those beyond `device_pages` can be loaded."""
     costs: Mapping[str, float]
-    """Of every worker that was asked for, in tokens of prefill."""
+    """Cost of each candidate worker, in tokens of prefill."""
     stale: tuple[str, ...] = ()
-    """Workers among these whose device index is gone, or whose owner is dead: counted as having
-    nothing. `Router.problems` says why."""
+    """Candidates whose device index is gone or whose owner is dead. They count as having no pages.
+    `Router.problems` has the reasons."""
 
 
 @dataclass(frozen=True)
 class RouterStats:
-    """What a router has done so far."""
+    """Totals of a router."""
 
     requests: int
     by_worker: Mapping[str, int]
     pages: int
-    """Of all prompts."""
+    """Pages of all prompts."""
     device_pages: int
-    """Of these, on the device of the worker that was chosen."""
+    """Of these, pages on the device of the chosen worker."""
     host_pages: int
-    """And beyond those in the host pool."""
+    """Further pages in the host pool."""
     stale: int = 0
-    """Requests for which a worker counted as having nothing because its index could not be read:
+    """Requests for which a worker counted as having no pages because its index could not be read:
     `RoutingDecision.stale`."""
     missed: int = 0
-    """Requests of which no index had the first page."""
+    """Requests whose first page was in no index."""
     other_namespace: int = 0
-    """Of these, requests whose namespace has no page in any index, while other namespaces have."""
+    """Of these, requests whose namespace has no page in any index, while other namespaces have
+    pages."""
 
 
 @dataclass
@@ -309,7 +307,7 @@ class _Tally:
 
 @dataclass
 class _Asked:
-    """The workers of a call, with what is the same for all of its requests."""
+    """The workers of a call, and the data shared by its requests."""
 
     names: list[str]
     loads: list[float]
@@ -317,7 +315,7 @@ class _Asked:
     tenant: str
     stale: tuple[str, ...] = ()
     named: bool = True
-    """Whether the call named a namespace."""
+    """True if the call passed a namespace."""
 
 
 class Router:
@@ -326,9 +324,10 @@ class Router:
         router = Router(cache, {"gpu0": "llama-gpu0", "gpu1": "llama-gpu1"})
         choice = router.route(keys, {"gpu0": 1200, "gpu1": 0})
 
-    It takes no slot and no lock of any index and changes nothing in them. An index that is not
-    there, was replaced, or has lost its owner is no error: its worker counts as having nothing on
-    its device, is named in `RoutingDecision.stale`, and is attached again when it appears.
+    It takes no slot and no lock of any index and changes nothing in them. An index that is missing,
+    was replaced, or has lost its owner is not an error: its worker counts as having no pages on its
+    device and is named in `RoutingDecision.stale`. The router attaches again when the index
+    appears.
     """
 
     def __init__(
@@ -339,18 +338,19 @@ class Router:
         policy: RouterPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Look at all of them once.
+        """Checks all indexes once.
 
         Args:
-            host: the node's cache, or its index; None: there is none. Stays the caller's.
-            workers: by name, the device index of each worker or data-parallel rank: attached
-                already (stays the caller's), or the segment's name, or None if it shows none.
-            clock: seconds; tests have their own.
+            host: the node's cache, or its index; None: there is none. The caller closes it.
+            workers: the device index of each worker or data-parallel rank, by name: an attached
+                index (the caller closes it), a segment's name, or None if the worker publishes
+                none.
+            clock: returns seconds; tests pass their own.
 
         Raises:
-            ConfigError: no worker, a name that is no text, an index that is none, nobody says how
-                many tokens a page has, or an index has pages of another size than the keys. An
-                index of another size that appears later is no error: see `problems`.
+            ConfigError: no worker, a name that is not text, an invalid index, no page size given,
+                or an index whose page size differs from that of the keys. An index of another page
+                size that appears later is not an error: see `problems`.
         """
         if not workers:
             raise ConfigError("workers: expected at least one")
@@ -374,10 +374,10 @@ class Router:
         self._closed = False
         self._next = -math.inf
         self._told: set[object] = set()
-        """What was logged; it is logged once."""
+        """Problems that were logged; each is logged once."""
         self._where: dict[tuple[str, str], tuple[int, set[tuple[str, str]]]] = {}
-        """For each namespace in which nothing was found since the last refresh: pages that it has
-        in all indexes, and the namespaces that have others."""
+        """For each namespace without a hit since the last refresh: the number of its pages in all
+        indexes, and the other namespaces that have pages."""
         self._in_a_row = 0
         self._look()
         for name, source in {"host": self._host, **self._workers}.items():
@@ -395,22 +395,22 @@ class Router:
         among: Iterable[str] | None = None,
         namespace: Namespace | None = None,
     ) -> RoutingDecision:
-        """The worker at which the request costs least; of equal ones the least loaded, of these one
-        that is chosen by the prompt's first key: always the same, so that what a conversation
-        leaves behind is where it goes next.
+        """Return the worker with the least cost. Ties go to the least loaded worker, then to one
+        chosen by the prompt's first key. That choice is always the same, so a conversation returns
+        to the pages that it left.
 
         About 2 us a worker and 5 ns a key of its prefix.
 
         Args:
             keys: of the prompt's pages, uint64 of shape (n, 2).
-            loads: of every worker that may be chosen, at least 0, in units of which one is worth
-                `policy.load_weight` tokens of prefill. Others are not looked at.
-            among: only these; None: all.
-            namespace: of which the keys are, by its names; None: that of the host index.
+            loads: load of each candidate worker, at least 0. One unit is worth `policy.load_weight`
+                tokens of prefill. Other entries are ignored.
+            among: the candidate workers; None: all.
+            namespace: of the keys, by its names; None: that of the host index.
 
         Raises:
             ConfigError: keys of another shape, dtype or layout; a load that is missing, negative or
-                not finite; a worker that is none, or nobody to choose from.
+                not finite; an unknown worker, or no candidates.
             Detached: closed.
         """
         n = _arguments.keys(keys)[1]
@@ -439,11 +439,11 @@ class Router:
 
         Args:
             offsets: request i has the keys [offsets[i], offsets[i+1]).
-            spread: what a request costs its worker, its load apart, is added to the worker's load
-                for the requests behind it: otherwise all of them go to the one that is idle.
+            spread: True: the cost of each request, without the load, is added to its worker's load
+                for the requests after it. False: all of them may go to the same idle worker.
 
         Raises:
-            As `route`; also ConfigError for offsets that are not ascending to the number of keys.
+            As `route`; also ConfigError for offsets that do not ascend to the number of keys.
         """
         bounds = _arguments.offsets(offsets, _arguments.keys(keys)[1])
         with self._lock:
@@ -503,7 +503,7 @@ class Router:
     def _choose(
         self, n: int, first: int, host: int, device: list[int], asked: _Asked
     ) -> RoutingDecision:
-        """`asked.loads` are tokens already."""
+        """`asked.loads` are in tokens."""
         page, weight = self._page_tokens, self.policy.host_weight
         costs = [
             ((n - max(pages, host)) + weight * max(host - pages, 0)) * page + load
@@ -520,7 +520,7 @@ class Router:
         by_worker = MappingProxyType(dict(zip(asked.names, costs, strict=True)))
         return RoutingDecision(asked.names[at], device[at], host, by_worker, asked.stale)
 
-    # ---- what is never found
+    # ---- requests without a hit
 
     def _note(self, n: int, choice: RoutingDecision, found: int, asked: _Asked) -> None:
         self._tally.note(n, choice)
@@ -531,8 +531,8 @@ class Router:
             self._look_elsewhere(asked)
 
     def _look_elsewhere(self, asked: _Asked) -> None:
-        """No index has a page of a request: keys that are made otherwise than the managers' look
-        the same as a prompt that is new. Say what can be told apart."""
+        """No index has a page of a request. Keys made differently from the managers' keys look the
+        same as keys of a new prompt, so warn about the cases that can be told apart."""
         names = asked.weights, asked.tenant
         if names not in self._where:
             looked = [self._host, *(self._workers[name] for name in asked.names)]
@@ -560,7 +560,8 @@ class Router:
         )
 
     def _tell_of_namespace(self, asked: _Asked, others: set[tuple[str, str]]) -> None:
-        """A tenant that is new is no news, unless its call names none."""
+        """Warn about a namespace without pages. A new tenant is normal if the call passed its
+        namespace."""
         if asked.named and asked.weights in {weights for weights, _ in others}:
             return
         if ("weights", asked.weights) in self._told:
@@ -575,7 +576,7 @@ class Router:
             ", ".join(f"weights {one!r}, tenant {two!r}" for one, two in sorted(others)[:4]),
         )
 
-    # ---- looking after the indexes
+    # ---- refresh and statistics
 
     def _look(self) -> None:
         self._where.clear()
@@ -588,13 +589,13 @@ class Router:
 
     @property
     def problems(self) -> Mapping[str, str]:
-        """Why a worker is stale, as of the last look; the host index under the name ""."""
+        """Why each stale worker is stale, as of the last check. The host index has the name ""."""
         sources = {"": self._host, **self._workers}
         return {name: s.problem for name, s in sources.items() if s.problem is not None}
 
     @property
     def statistics(self) -> RouterStats:
-        """What was routed so far: a snapshot."""
+        """A snapshot of the totals."""
         with self._lock:
             tally, by_worker = self._tally, dict(self._tally.requests)
             return RouterStats(
@@ -609,7 +610,7 @@ class Router:
             )
 
     def close(self) -> None:
-        """Let go of the indexes that were attached here. A second call does nothing."""
+        """Close the indexes that the router attached. A second call does nothing."""
         with self._lock:
             self._closed = True
             for source in (self._host, *self._workers.values()):

@@ -1,8 +1,8 @@
-"""Copies of an index, and what can be said of them: totals, `check`, recovery on paper.
+"""Copies of an index: totals, `check`, and recovery of a copy.
 
-A copy is consistent when nobody held the lock from its beginning to its end. On a cache that is
-never quiet for so long, an attached client holds the lock while copying; a tool, which has no
-slot, finishes the copy of a stopped or dead holder as the next one would: it undoes its log.
+A copy is consistent if the lock was free from its beginning to its end. If the cache is never quiet
+for that long, an attached client holds the lock while it copies. A tool has no slot; if the lock's
+holder is stopped or dead, the tool undoes the log in its copy, as the next holder would.
 """
 
 from __future__ import annotations
@@ -22,46 +22,46 @@ from lightcache.shm.codes import check
 
 Bytes = npt.NDArray[np.uint8]
 TRIES = 3
-_PAUSES = (0, 0.001, 0.01, 0.1)  # seconds; only where something seems to be broken
+_PAUSES = (0, 0.001, 0.01, 0.1)  # seconds; only after an invariant seems broken
 PIN_INVARIANTS = frozenset(
     {26, 27, 28, 43, 44, 50, 62}
-)  # of check.c: about what is changed without the lock
+)  # of check.c: about data that is changed without the lock
 
 
 @dataclass(frozen=True)
 class IndexStats:
-    """Totals of an index, in pages unless said otherwise."""
+    """Totals of an index, in pages unless stated otherwise."""
 
     pages: int
     grown: int
-    """Have memory behind them."""
+    """Pages that have memory."""
     free: int
-    """Can be handed out without evicting: never used ones included, and those that are unlinked and
-    that nobody pins any more (as far as they are among the 4,096 that are looked at)."""
+    """Pages that can be handed out without evicting. Includes pages never used, and unlinked pages
+    without pins (if among the 4,096 that are looked at)."""
     writing: int
-    """Reserved, and not all shards of them published."""
+    """Reserved pages with a shard that is not published yet."""
     ready: int
     doomed: int
-    """Unlinked; waiting for their last pin. Pins of tickets count until their deadline."""
+    """Unlinked pages that wait for their last pin. Pins of tickets count until their deadline."""
     held: int
-    """Without a key, in the hands of a client: `PageIndex.allocate`."""
+    """Pages without a key that a client holds: `PageIndex.allocate`."""
     evictable: int
-    """In the eviction queue: ready pages on which nothing hangs (of an independent index all that
-    are not kept); pinned ones included."""
+    """Pages in the eviction queue: ready pages without children (in an independent index all that
+    are not protected), including pinned ones."""
     reservations: int
     tickets: int
     kept: int
-    """Ready pages that are never evicted; see `PageIndex.keep`."""
+    """Ready pages that are never evicted; see `PageIndex.protect`."""
     clock: int
-    """Ticks: matches and reserves so far."""
+    """Ticks: the number of matches and reserves so far."""
     no_memory_s: float = 0.0
-    """For so many seconds nobody asks for memory for the pages that have none, because there was
-    none: calls evict instead. 0: it is asked for when it is needed."""
+    """For this many seconds no process asks for memory for the pages that have none, because there
+    was none; calls evict instead. 0: memory is requested when needed."""
 
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What `check` found."""
+    """Result of `check`."""
 
     clean: bool
     message: str
@@ -76,9 +76,10 @@ class CheckReport:
     held: int
     pins: int
     quiet: bool
-    """Pins were checked as well: nobody was pinning just then."""
+    """True if pins were also checked, because no client was pinning at that moment."""
     recovered: int
-    """Words of a critical section left by a dead or stopped client, undone in the copy."""
+    """Words that were undone in the copy, from a critical section left by a dead or stopped
+    client."""
 
     def raise_if_broken(self) -> None:
         """Raise CacheCorrupted with the message unless clean."""
@@ -90,7 +91,7 @@ class CheckReport:
 
 
 def stats_of(counts: layout.IndexCounts) -> IndexStats:
-    """Totals as people want them."""
+    """Totals in the form that callers get."""
     return IndexStats(
         pages=counts.pages,
         grown=counts.grown,
@@ -115,12 +116,12 @@ def lock_of(copy: Bytes) -> shm_layout.LockRecord:
 
 
 def check_copy(copy: Bytes, pages: int, *, quiet: bool) -> CheckReport:
-    """Check a copy, after undoing in it what an unfinished critical section had done.
+    """Check a copy, after undoing an unfinished critical section in it.
 
     Args:
-        copy: uint8 array of the whole segment; it is changed by the undoing.
+        copy: uint8 array of the whole segment; the undoing changes it.
         pages: of the index.
-        quiet: nobody was pinning meanwhile.
+        quiet: True: no client was pinning meanwhile.
 
     Raises:
         ConfigError: the copy is too short for an index of that size.
@@ -165,14 +166,15 @@ def _stamp(core: Core) -> tuple[int, int, int]:
 
 
 def _copy(core: Core) -> Bytes:
-    """Not through a view of the segment: an error's traceback would keep that, and `close` wait."""
+    """Copies without a view of the segment: an error's traceback would keep the view alive, and
+    block `close`."""
     copy = np.empty(core.segment.nbytes, np.uint8)
     ctypes.memmove(copy.ctypes.data, core.segment.address, len(copy))
     return copy
 
 
 def _copy_when_quiet(core: Core) -> Bytes:
-    """Copy the segment while nobody holds the lock: by luck, else by holding it."""
+    """Copy the segment while the lock is free; if it never is, while holding it."""
     for _ in range(TRIES):
         before = _stamp(core)
         copy = _copy(core)
@@ -187,7 +189,8 @@ def _copy_when_quiet(core: Core) -> Bytes:
 
 
 def _moves(core: Core) -> list[tuple[int, ...]]:
-    """Changes when somebody looks up, reserves, comes or goes; dead clients never settle."""
+    """Changes if a client looks up, reserves, joins or leaves. Always changes if a client is
+    dead."""
     return [
         (c.slot, c.epoch, c.lookups, c.reserved_pages, 0 if c.alive else time.monotonic_ns())
         for c in core.segment.clients()
@@ -197,10 +200,10 @@ def _moves(core: Core) -> list[tuple[int, ...]]:
 def check_attached(core: Core, pages: int) -> CheckReport:
     """`check` for an attached client; see `PageIndex.check`.
 
-    Pinning and publishing take no lock, so a copy may catch a client between a count and its bit,
-    or between the last shard and its mark, and a busy machine may leave it there for a while. A
-    finding about these counts only when later copies repeat it and nobody moved in between; else
-    the copy is checked without them.
+    Pinning and publishing take no lock. So a copy may catch a client between a count and its bit,
+    or between the last shard and its mark, and a busy machine may leave it there for a while.
+    Broken counts are reported only if later copies repeat them and no client moved in between;
+    otherwise the copy is checked without these counts.
     """
     with core.segment.busy():
         moves = _moves(core)
@@ -221,6 +224,6 @@ def _copy_holding(core: Core) -> Bytes:
     copy = np.empty(core.segment.nbytes, np.uint8)
     where = _arguments.address(copy)
     check(core.locked("lci_copy", where, len(copy), what="check"), "check")
-    # Our own hold is no finding.
+    # This client's own hold of the lock is not an error.
     ctypes.memset(copy.ctypes.data + shm_layout.LOCK_OFFSET, 0, 4)
     return copy

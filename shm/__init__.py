@@ -1,18 +1,18 @@
-"""lightcache.shm: POSIX shared memory that outlives the processes in it, and structures over it.
+"""lightcache.shm: POSIX shared memory that outlives its processes, and structures in it.
 
-This layer knows nothing of caches. It gives
+This layer knows nothing of caches. It provides
 
-- `Segment`: a named piece of shared memory with a life cycle. Two verbs, `create` and `attach`, and
-  `open` for "attach to an equal one, else create". Any process may be killed at any instruction;
-  what it leaves is found and removed by the others, and never somebody else's.
-- clients: everybody who writes has a slot, and proves to live by a lock that the kernel drops
-  however the process ends, also across containers.
+- `Segment`: a named piece of shared memory with a life cycle: `create`, `attach`, and `open` for
+  "attach to an equal one, else create". Any process may be killed at any instruction; other
+  processes find and remove its leftovers, and never another user's objects.
+- clients: every writer has a slot, and a lock that the kernel drops however the process ends shows
+  that it is alive, also across containers.
 - `SharedList`, `SharedDict`, `SharedRing`, `SharedLog`, `SharedCounters`, `AtomicU32`, `AtomicU64`,
-  `Event`, `RobustLock`: each usable on its own, each with one owner for what is held, each
-  recovering from a killed holder.
+  `Event`, `RobustLock`: each can be used on its own, has one owner for what is held, and recovers
+  from a killed holder.
 
-Everything that goes wrong is a subclass of `LightcacheError` that says what was expected, what was
-found, and what to do. Importing this package loads no library and reads no environment.
+All errors are subclasses of `LightcacheError`; each says what was expected, what was found, and
+what to do. Importing this package loads no library and reads no environment.
 """
 
 from lightcache.shm.clients import ClientInfo

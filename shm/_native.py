@@ -1,7 +1,7 @@
-"""The C core of this layer: found beside the package, loaded through ctypes, checked, declared.
+"""The C core of this layer, loaded through ctypes and checked.
 
-It is loaded twice. Calls that cannot block go through `quick` (PyDLL), which keeps the GIL: letting
-it go costs milliseconds beside a busy thread. Calls that may block go through `blocking` (CDLL).
+It is loaded twice. Calls that cannot block go through `quick` (PyDLL), which keeps the GIL: beside
+a busy thread, releasing it costs milliseconds. Calls that may block go through `blocking` (CDLL).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ SIGNATURES: Mapping[str, Signature] = {
 
 @dataclass(frozen=True)
 class Library:
-    """One shared library, loaded for quick calls and for blocking ones."""
+    """One shared library, loaded for quick calls and for blocking calls."""
 
     path: Path
     quick: ctypes.PyDLL
@@ -106,10 +106,10 @@ class Library:
 
 
 def find(folder: Path, stem: str) -> Path:
-    """The library `stem` in `folder`, whatever its suffix.
+    """The library `stem` in `folder`, with any suffix.
 
     Raises:
-        LightcacheError: it is not there.
+        LightcacheError: it is missing.
     """
     names = sorted(folder.glob(f"{stem}*.so"), key=lambda path: "abi3" not in path.name)
     if not names:
@@ -121,10 +121,10 @@ def find(folder: Path, stem: str) -> Path:
 
 
 def open_library(path: Path) -> Library:
-    """Load a library for both kinds of call, without declaring or checking anything.
+    """Load a library for both kinds of calls, without declaring or checking anything.
 
     Raises:
-        LightcacheError: the loader refuses it (another machine's, truncated).
+        LightcacheError: the loader refuses it (built for another machine, truncated).
     """
     try:
         return Library(path, ctypes.PyDLL(os.fspath(path)), ctypes.CDLL(os.fspath(path)))
@@ -139,7 +139,7 @@ def load(path: Path | None = None) -> Library:
     """The core of this layer, checked against `layout`; loaded once for each path.
 
     Args:
-        path: another build of it (tests load one with pause points); None: beside the package.
+        path: another build of it (tests load one with pause points); None: the one in this package.
 
     Raises:
         LayoutMismatch: compiled from another layout or version.
@@ -158,7 +158,7 @@ def quick() -> ctypes.PyDLL:
 
 
 def blocking() -> ctypes.CDLL:
-    """Calls that may block and let the GIL go."""
+    """Calls that may block and release the GIL."""
     return load().blocking
 
 

@@ -1,4 +1,4 @@
-"""Who is attached to a segment."""
+"""The clients of a segment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROLE_BYTES = 31
 
 @dataclass(frozen=True)
 class ClientSlot:
-    """Our own slot. It lasts until the segment is closed."""
+    """This client's slot. It lasts until the segment is closed."""
 
     slot: int
     epoch: int
@@ -35,7 +35,7 @@ class ClientInfo:
     pid: int  # in its own PID namespace
     pidns: int  # that namespace's inode; 0: unknown
     start_ticks: int
-    device: bool  # it said that it has a device that copies
+    device: bool  # it declared a device that copies
     attached_s: float  # seconds since it attached, by the wall clock
     lookups: int
     hit_pages: int
@@ -50,7 +50,8 @@ class ClientInfo:
 
 
 def role_bytes(role: str) -> bytes:
-    """A role as the record holds it: UTF-8, at most 31 bytes, no broken character at the end."""
+    """A role as stored in the record: UTF-8, at most 31 bytes, no incomplete character at the
+    end."""
     encoded = role.replace("\0", "").encode("utf-8", "replace")
     return encoded[:ROLE_BYTES].decode("utf-8", "ignore").encode()
 
@@ -60,8 +61,8 @@ def read_table(table: bytes, fd: int, own_slot: int = 0) -> list[ClientInfo]:
 
     Args:
         table: 64 records.
-        fd: a description of the object, to ask which bytes are locked.
-        own_slot: the slot whose byte `fd` itself holds, which the kernel does not tell it.
+        fd: a descriptor of the object, to test which bytes are locked.
+        own_slot: the slot whose byte `fd` itself holds; the kernel does not report own locks.
     """
     now = time.time_ns()
     found = []
@@ -97,7 +98,7 @@ def _info(slot: int, record: ClientRecord, alive: bool, now_ns: int) -> ClientIn
 
 
 def describe(clients: Sequence[ClientInfo], most: int = 8) -> str:
-    """One line that names them, for messages."""
+    """One line that names the clients, for messages."""
     shown = "; ".join(str(client) for client in clients[:most])
     more = f"; and {len(clients) - most} more" if len(clients) > most else ""
     return f"{shown}{more}" if clients else "readers only"

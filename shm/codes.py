@@ -1,4 +1,4 @@
-"""Result codes of the C core, and the exceptions they become.
+"""Result codes of the C core, and their exceptions.
 
 The list equals `enum lc_error` in `shm/native/lc_base.h`; a test compares the two.
 """
@@ -41,7 +41,7 @@ class Code(IntEnum):
 
 Raised = type[errors.LightcacheError]
 
-# What was found, and what to do. Callers that know better pass `kinds` or catch and say so.
+# The problem, and what to do. Callers with a better message pass `kinds`, or catch and re-raise.
 _MEANING: Mapping[Code, tuple[Raised, str]] = {
     Code.FORKED: (
         errors.Detached,
@@ -106,8 +106,8 @@ def error(
 
     Args:
         code: as the C core returned it.
-        what: what was asked for, in the caller's words; begins the message.
-        kinds: other exception classes for some codes, for callers to whom they mean more.
+        what: the operation, in the caller's words; begins the message.
+        kinds: other exception classes for some codes.
     """
     number = system_errno(code)
     if number:
@@ -122,7 +122,7 @@ def error(
 
 
 def check(code: int, what: str, kinds: Mapping[Code, Raised] | None = None) -> int:
-    """`code` itself when it is zero or above, else raise what `error` makes of it."""
+    """Return `code` if it is at least zero, else raise its `error`."""
     if code < 0:
         raise error(code, what, kinds)
     return code

@@ -1,4 +1,4 @@
-"""SharedCounters: named 64-bit counters of many processes, summed."""
+"""SharedCounters: named 64-bit counters, summed over many processes."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from lightcache.shm.sync import AtomicU64
 
 _MOST = (1 << 64) - 1
 _WORD = ctypes.sizeof(ctypes.c_uint64)
-_LINE = 64 // _WORD  # words of a cache line: no two clients ever store into the same one
+_LINE = 64 // _WORD  # words of a cache line: no two clients store into the same line
 
 
 class SharedCounters:
-    """Each client counts in a row of its own, and the sum of all rows is what was ever counted.
+    """Each client counts in its own row; the sum of all rows is the total.
 
-    There is no lock. A row belongs to a slot and is never set back: when its client leaves or is
-    killed it stays as it is, and who takes the slot next goes on counting from there. So nothing
-    is lost, nothing counts twice, and no process has to clear up behind another. A count is one
-    atomic addition to one word: it has happened wholly or not at all, whoever is killed when, and
-    threads, signal handlers and garbage collections of one process may all count at once.
+    There is no lock. A row belongs to a slot and is never reset: it stays when its client leaves or
+    is killed, and the slot's next client continues from there. So no count is lost or counted
+    twice, and no process cleans up after another. A count is one atomic addition to one word, even
+    if the process is killed; threads, signal handlers and garbage collections of one process may
+    all count at once.
 
-    Counters wrap around at 2^64. Row 0 is of the slot that nobody has, and stays zero.
+    Counters wrap around at 2^64. Row 0 belongs to slot 0, which is never assigned, and stays zero.
     """
 
     def __init__(self, segment: Segment) -> None:
@@ -40,11 +40,11 @@ class SharedCounters:
         self._words: dict[str, AtomicU64] = {}
         if not segment.readonly:
             row = segment.join("counters").slot * self._stride
-            segment.free_slot_on_close()  # which is all that a client has, however it leaves
+            segment.free_slot_on_close()  # a client holds nothing else
             self._words = {
                 name: AtomicU64(segment, _WORD * (row + i)) for i, name in enumerate(self.names)
             }
-        # Whoever had the slot before us has left or is dead, and so counts no more.
+        # The slot's previous client has left or is dead, so it no longer counts.
         self._found = {name: word.load() for name, word in self._words.items()}
 
     @classmethod
@@ -60,11 +60,11 @@ class SharedCounters:
         group and errors.
 
         Args:
-            names: of the counters, each an identifier and said once. They stand in the segment's
+            names: of the counters, each a unique identifier. They are stored in the segment's
                 header, which has room for some hundred.
 
         Raises:
-            ConfigError: no names, one that is no identifier or said twice, or too many.
+            ConfigError: no names, one that is not an identifier or is repeated, or too many.
         """
         arranged = _arranged(name, names)
         return cls._over(Segment.create(**arranged, lifetime=lifetime, group=group))
@@ -78,8 +78,8 @@ class SharedCounters:
         lifetime: str = "attached",
         group: str | int | None = None,
     ) -> SharedCounters:
-        """Attach to counters of these names in this order, with what was counted so far, or create
-        them; see `Segment.open`."""
+        """Attach to counters of these names in this order, with their counts, or create them; see
+        `Segment.open`."""
         arranged = _arranged(name, names)
         return cls._over(Segment.open(**arranged, lifetime=lifetime, group=group))
 
@@ -87,11 +87,11 @@ class SharedCounters:
     def attach(
         cls, name: str, *, readonly: bool = False, group: str | int | None = None
     ) -> SharedCounters:
-        """Attach to counters that exist; see `Segment.attach`. A reader takes no slot and can
-        change nothing.
+        """Attach to existing counters; see `Segment.attach`. A reader takes no slot and cannot
+        change anything.
 
         Raises:
-            CacheCorrupted: what the header says is no list of names, or does not fit the segment.
+            CacheCorrupted: the header has no list of names, or they do not fit the segment.
         """
         segment = Segment.attach(
             name, readonly=readonly, group=group, kind=SegmentKind.COUNTERS, reaper=free_dead_slots
@@ -107,15 +107,15 @@ class SharedCounters:
             segment.close()
             raise
 
-    # ---- counting
+    # ---- count
 
     def add(self, /, **counts: int) -> None:
-        """Raise some of our counters. No lock; does not block; 2 to 3 us a name.
+        """Raise some of this client's counters. Takes no lock; does not block; 2 to 3 us a name.
 
         A process that is killed in here has raised some of them and not others.
 
         Raises:
-            ConfigError: an unknown name, or no integer from 0 to 2^64 - 1; nothing was counted.
+            ConfigError: an unknown name, or not an integer from 0 to 2^64 - 1; nothing was counted.
             PermissionDenied: attached read-only.
             Detached: closed, replaced, or a forked child.
         """
@@ -138,10 +138,10 @@ class SharedCounters:
         if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= _MOST:
             raise ConfigError(f"{name}: expected an integer from 0 to {_MOST}, found {count!r}")
 
-    # ---- looking
+    # ---- inspection
 
     def own(self) -> dict[str, int]:
-        """What this attach has counted, modulo 2^64; zeros for a reader. No lock.
+        """The counts of this handle, modulo 2^64; zeros for a reader. Takes no lock.
 
         Raises:
             Detached: closed, replaced, or a forked child.
@@ -153,11 +153,11 @@ class SharedCounters:
         return counted
 
     def total(self) -> dict[str, int]:
-        """What everybody has counted since the segment was made, the dead included, modulo 2^64.
-        No lock; some 15 us.
+        """The counts of all clients since the segment was made, including dead ones, modulo 2^64.
+        Takes no lock; about 15 us.
 
-        Every single counter only rises from call to call, as long as it does not wrap. They are
-        read one after another: what is counted meanwhile may be in one and not yet in another.
+        Every counter only rises from call to call, until it wraps. Counters are read one after
+        another: a concurrent count may be in one and not yet in another.
 
         Raises:
             Detached: closed, replaced, or a forked child.
@@ -167,8 +167,8 @@ class SharedCounters:
         return dict(zip(self.names, sums.tolist(), strict=True))
 
     def _rows(self) -> npt.NDArray[np.uint64]:
-        """The rows themselves, not a copy, of shape (64, names); for use while `busy`. Adding up
-        reads each word at once, which copying its bytes would not promise."""
+        """The rows themselves, not a copy, of shape (64, names); for use while `busy`. Summing
+        reads each word in one access, which copying its bytes does not guarantee."""
         words = ctypes.c_uint64 * (layout.SLOTS * self._stride)
         where = words.from_address(self.segment.address + self.segment.payload_offset)
         table = np.frombuffer(memoryview(where).cast("B"), np.uint64)
@@ -176,11 +176,10 @@ class SharedCounters:
         return table[:, : len(self.names)]
 
     def check(self) -> None:
-        """See that names and sizes are still those that we attached with, and that nobody counts
-        in the row that nobody has.
+        """Check that names and sizes are still those at attach time, and that row 0 is zero.
 
         Raises:
-            CacheCorrupted: says which of these does not hold.
+            CacheCorrupted: says which check failed.
             Detached: closed, replaced, or a forked child.
         """
         with self.segment.busy():
@@ -191,10 +190,10 @@ class SharedCounters:
         if stray:
             raise _damaged(self.segment.name, f"{stray} counters of slot 0 are not zero")
 
-    # ---- the end
+    # ---- close
 
     def close(self) -> None:
-        """Leave; see `Segment.close`. What we counted stays in the total."""
+        """Leave; see `Segment.close`. This client's counts stay in the total."""
         self.segment.free_slot_on_close()
         self.segment.close()
 
@@ -216,7 +215,7 @@ def _bytes(names: Sequence[str]) -> int:
 
 
 def _problem(names: Sequence[Any]) -> str | None:
-    """What is wrong with these names."""
+    """Why these names are invalid; None: they are valid."""
     if not names:
         return "at least one name was expected, found none"
     for name in names:

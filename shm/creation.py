@@ -1,7 +1,7 @@
-"""Making a new segment: the object, its memory, its header, and `ready` last of all.
+"""Makes a new segment: the object, its memory, its header, and finally `ready`.
 
-Whoever dies in here leaves an object that is not ready and whose life byte is free; `sweep` and
-every later creator know it by that.
+A creator that dies in here leaves an object that is not ready and whose life byte is free; `sweep`
+and later creators recognise it by that.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightcache.shm.objects import ForkWord, OpenObject
 from lightcache.shm.sweep import make_room, remove_leftover, sweep
 from lightcache.shm.wanted import SegmentSpec, fill_header
 
-_ALLOCATE_AT_ONCE = 64 << 20  # bytes between two looks for signals, about 20 ms
+_ALLOCATE_AT_ONCE = 64 << 20  # bytes between two checks for signals, about 20 ms
 _PLAIN_MODE = 0o600
 _GROUP_MODE = 0o660
 
@@ -29,9 +29,9 @@ Initialise = Callable[[Hold], None]
 
 
 def try_create(wanted: SegmentSpec, initialise: Initialise, pause: ofd.Pause) -> Hold | None:
-    """None: the name exists, or was taken from us before we had locked it."""
+    """None: the name exists, or another process removed the object before we had locked it."""
     full = names.object_name(wanted.name)
-    ForkWord()  # a kernel too old for us is refused before there is an object
+    ForkWord()  # raises on a kernel that is too old, before there is an object
     try:
         made = posix_ipc.SharedMemory(full, posix_ipc.O_CREX, mode=_PLAIN_MODE)
     except posix_ipc.ExistentialError:
@@ -43,7 +43,7 @@ def try_create(wanted: SegmentSpec, initialise: Initialise, pause: ofd.Pause) ->
         kind = NoSpace if error.errno == errno.ENOSPC else LightcacheError
         raise kind(f"create {full}: {error}") from error
     try:
-        os.fchmod(made.fd, _PLAIN_MODE)  # whatever the umask took away
+        os.fchmod(made.fd, _PLAIN_MODE)  # the umask may have narrowed it
         return _lock_and_build(made.fd, wanted, initialise, pause)
     except BaseException:
         with contextlib.suppress(LightcacheError):
@@ -56,8 +56,8 @@ def try_create(wanted: SegmentSpec, initialise: Initialise, pause: ofd.Pause) ->
 def _lock_and_build(
     fd: int, wanted: SegmentSpec, initialise: Initialise, pause: ofd.Pause
 ) -> Hold | None:
-    """Until the life byte is ours, anybody may take the new object for a dead creator's leftover
-    and remove it. Then there is nothing to undo: start over."""
+    """Until we hold the life byte, another process may take the new object for a dead creator's
+    leftover and remove it. Then there is nothing to undo: start over."""
     opened = OpenObject.open(wanted.name, writable=True)
     if opened is None:
         return None
@@ -131,7 +131,7 @@ def _check_room(wanted: SegmentSpec) -> None:
 
 
 def _allocate(fd: int, wanted: SegmentSpec) -> None:
-    """Give the object all its memory now: a write into it can then never be a SIGBUS."""
+    """Give the object all its memory now, so that writing into it never causes a SIGBUS."""
     done, swept = 0, False
     while done < wanted.total_bytes:
         step = min(_ALLOCATE_AT_ONCE, wanted.total_bytes - done)

@@ -18,12 +18,12 @@ _WORD = (1 << 64) - 1
 
 
 class SharedDict:
-    """Looking up takes no lock and never misses a key that stays, whatever others do and whoever
-    is killed; changing takes the segment's lock and happens wholly or not at all.
+    """A lookup takes no lock and always finds a key that stays, in spite of changes and killed
+    processes. A change takes the segment's lock and is atomic.
 
-    Keys are Python integers of 128 bits, spread evenly (digests): their low bits choose the chain.
-    Values are signed 32-bit integers. This is the dict that the page index is made of
-    (`shm/native/dict.h`, with the proof).
+    Keys are 128-bit Python integers, evenly distributed (digests): their low bits choose the chain.
+    Values are signed 32-bit integers. The page index uses this dict (`shm/native/dict.h`, with the
+    proof).
     """
 
     def __init__(self, segment: Segment, *, lock_timeout: float = 10.0) -> None:
@@ -37,14 +37,14 @@ class SharedDict:
             )
         if not segment.readonly:
             segment.join("dict")
-            segment.free_slot_on_close()  # which is all that a client has, however it leaves
+            segment.free_slot_on_close()  # a client holds nothing else
         self._calls = LockedCalls(structures.library(), segment, lock_timeout)
         self._calls.handle = quick.lcx_dict_open(segment.attachment, self.capacity)
         weakref.finalize(self, quick.lcx_dict_close, self._calls.handle)
 
     @classmethod
     def create(cls, name: str, *, capacity: int, lifetime: str = "attached") -> SharedDict:
-        """Create one that does not exist; see `Segment.create` for name, lifetime and errors.
+        """Create a dict that does not exist; see `Segment.create` for name, lifetime and errors.
 
         Raises:
             ConfigError: capacity not 1 to 2^25.
@@ -53,18 +53,18 @@ class SharedDict:
 
     @classmethod
     def open(cls, name: str, *, capacity: int, lifetime: str = "attached") -> SharedDict:
-        """Attach to an equal one, or create it; see `Segment.open`."""
+        """Attach to an equal dict, or create it; see `Segment.open`."""
         return cls(Segment.open(**_arranged(name, capacity), lifetime=lifetime))
 
     @classmethod
     def attach(cls, name: str, *, readonly: bool = False) -> SharedDict:
-        """Attach to one that exists; see `Segment.attach`."""
+        """Attach to an existing dict; see `Segment.attach`."""
         return cls(
             Segment.attach(name, readonly=readonly, kind=SegmentKind.DICT, reaper=free_dead_slots)
         )
 
     def get(self, key: int) -> int | None:
-        """The value of a key, or None. No lock."""
+        """The value of a key, or None. Takes no lock."""
         value = ctypes.c_int32()
         lo, hi = _split(key)
         code = self._calls.quick.lcx_dict_get(self._calls.handle, lo, hi, ctypes.byref(value))
@@ -77,14 +77,14 @@ class SharedDict:
         return self.get(key) is not None
 
     def __getitem__(self, key: int) -> int:
-        """The value of a key; KeyError when it is not there."""
+        """The value of a key; KeyError if it is missing."""
         value = self.get(key)
         if value is None:
             raise KeyError(key)
         return value
 
     def put(self, key: int, value: int) -> bool:
-        """Set a key. Returns whether it was there before. Takes the lock.
+        """Set a key. Returns True if it existed before. Takes the lock.
 
         Raises:
             NoSpace: no record is left, or 32 keys share these low bits.
@@ -93,7 +93,7 @@ class SharedDict:
         return self._put(key, value, only_new=False)
 
     def put_new(self, key: int, value: int) -> bool:
-        """Set a key unless it is there. Returns whether it was set."""
+        """Set a key unless it exists. Returns True if it was set."""
         return not self._put(key, value, only_new=True)
 
     def _put(self, key: int, value: int, *, only_new: bool) -> bool:
@@ -110,7 +110,7 @@ class SharedDict:
     __setitem__ = put
 
     def pop(self, key: int) -> int | None:
-        """Remove a key and return its value; None when it was not there. Takes the lock."""
+        """Remove a key and return its value; None if it was missing. Takes the lock."""
         value = ctypes.c_int32()
         code = self._calls.locked("lcx_dict_pop", *_split(key), ctypes.byref(value), what="pop")
         if code == Code.MISSING:
@@ -119,11 +119,11 @@ class SharedDict:
         return value.value
 
     def __len__(self) -> int:
-        """Number of keys. No lock."""
+        """Number of keys. Takes no lock."""
         return check(self._calls.quick.lcx_dict_length(self._calls.handle), "len")
 
     def items(self) -> list[tuple[int, int]]:
-        """All keys and values, as they were at one instant, in no order. Takes the lock."""
+        """All keys and values at one instant, in no order. Takes the lock."""
         keys = (ctypes.c_uint64 * (2 * self.capacity))()
         values = (ctypes.c_int32 * self.capacity)()
         code = self._calls.locked("lcx_dict_copy", keys, values, self.capacity, what="items")

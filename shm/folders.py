@@ -1,13 +1,14 @@
-"""Folders in memory in which a segment's dependents lie: /dev/shm, or one on tmpfs or hugetlbfs.
+"""Folders of a segment's dependents: /dev/shm, or a folder on tmpfs or hugetlbfs.
 
-A segment itself is always in /dev/shm. Its configuration says where its dependents are, if
-elsewhere (`FOLDER_ITEM`): the one item of it that this layer reads. The header is written before a
-dependent is made, and a dependent is removed before its segment. So whatever lies in such a folder
-is named by a segment as long as it is there, wherever somebody was killed; and what no segment
-names there is not ours to remove: another container may share the folder and not our /dev/shm.
+A segment itself is always in /dev/shm. Its configuration names the folder of its dependents if it
+is another one (`FOLDER_ITEM`); that is the only item of it that this layer reads. The header is
+written before a dependent is made, and a dependent is removed before its segment. So an existing
+dependent is always named by a segment, even after a kill at any point. A file that no segment names
+is not ours to remove: another container may share the folder but not our /dev/shm.
 
-For the same reason a segment whose folder cannot be seen from here stays, unless somebody says by
-its name that it should go: who fails to attach to it, being the last, or sweeps, takes nothing.
+For the same reason a segment whose folder is not visible from here stays, unless its removal is
+requested by name: a sweep removes nothing of it, and neither does a last client that fails to
+attach.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _OPEN_OBJECT = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class FolderKind(IntEnum):
-    """File systems, as the core tells them apart."""
+    """File systems that the core distinguishes."""
 
     OTHER = 0
     TMPFS = 1
@@ -40,11 +41,11 @@ class FolderKind(IntEnum):
 
 
 def checked_path(path: str | os.PathLike[str]) -> str | None:
-    """A folder's path as it is written into a configuration; None: /dev/shm.
+    """The path of a folder as stored in a configuration; None: /dev/shm.
 
     Raises:
-        ConfigError: not an absolute path without `..`, or the folder is not there, or it is on
-            neither tmpfs nor hugetlbfs.
+        ConfigError: not an absolute path without `..`, no such folder, or a folder on neither tmpfs
+            nor hugetlbfs.
     """
     text = os.fspath(path)
     found = Path(text)
@@ -62,25 +63,25 @@ def checked_path(path: str | os.PathLike[str]) -> str | None:
 
 
 class Folder:
-    """An open folder. Close it; nothing in it depends on its staying open."""
+    """An open folder. Close it; its objects do not depend on its staying open."""
 
     def __init__(self, path: Path, fd: int) -> None:
-        """For `open`, which also closes the descriptor when this fails."""
+        """For `open`, which closes the descriptor if this fails."""
         self.path = path
         self.fd = fd
         page = ctypes.c_uint64()
         code = _native.quick().lcs_folder_kind(fd, ctypes.byref(page))
         self.kind = FolderKind(check(code, f"look at the file system of {path}"))
         self.page_bytes = page.value
-        """Of a file in it: what lengths are multiples of on hugetlbfs."""
+        """Page size of its files. On hugetlbfs lengths are multiples of it."""
 
     @classmethod
     def open(cls, path: Path = names.FOLDER) -> Folder:
         """Open a folder for its objects.
 
         Raises:
-            NotReady: there is none.
-            PermissionDenied: not for us, or a symbolic link.
+            NotReady: no such folder.
+            PermissionDenied: not accessible, or a symbolic link.
             ConfigError: not in memory: on neither tmpfs nor hugetlbfs.
         """
         try:
@@ -108,22 +109,22 @@ class Folder:
         return folder
 
     def length(self, wanted: int) -> int:
-        """Length of an object that is to hold so many bytes."""
+        """Length of an object that holds this many bytes."""
         step = self.page_bytes if self.kind is FolderKind.HUGETLBFS else 1
         return -(-wanted // step) * step
 
     def room(self) -> memory.FreeMemory:
-        """What may still be allocated in it."""
+        """The memory that can still be allocated in it."""
         if self.path == names.FOLDER:
             return memory.available()
         if self.kind is FolderKind.HUGETLBFS:
             return memory.huge_available(self.path, self.page_bytes)
         return memory.available(self.path)
 
-    # ---- objects, by their names with a slash in front
+    # ---- objects, by their names with a leading slash
 
     def make(self, full: str, mode: int) -> int:
-        """A new empty object; its descriptor.
+        """Make an empty object; returns its descriptor.
 
         Raises:
             FileExistsError, OSError.
@@ -132,10 +133,10 @@ class Folder:
         return os.open(full.removeprefix("/"), flags, mode, dir_fd=self.fd)
 
     def open_object(self, full: str, *, writable: bool) -> int | None:
-        """A descriptor of an object, or None when there is none.
+        """A descriptor of an object, or None if there is none.
 
         Raises:
-            PermissionDenied: not for us, or a symbolic link.
+            PermissionDenied: not accessible, or a symbolic link.
         """
         flags = _OPEN_OBJECT | (os.O_RDWR if writable else os.O_RDONLY)
         try:
@@ -149,13 +150,13 @@ class Folder:
             ) from error
 
     def life_open(self, full: str, fd: ctypes.c_int) -> None:
-        """Open a description for byte locks into `fd`: see the core's `lcs_life_open`."""
+        """Open a descriptor for byte locks into `fd`; see the core's `lcs_life_open`."""
         name = full.removeprefix("/").encode()
         code = _native.quick().lcs_life_open_at(self.fd, name, 1, ctypes.byref(fd))
         check(code, f"open {self.path}{full} for its locks")
 
     def unlink(self, full: str) -> bool:
-        """Remove an object; False when there was none.
+        """Remove an object; False if there was none.
 
         Raises:
             PermissionDenied: this user may not.
@@ -172,13 +173,13 @@ class Folder:
         return True
 
     def may_unlink(self, owner: int) -> bool:
-        """Whether mode and sticky bit let this user unlink what `owner` has in it."""
+        """True if mode and sticky bit let this user unlink files of `owner` in it."""
         found = os.fstat(self.fd)
         free = not found.st_mode & stat.S_ISVTX or os.geteuid() in (0, found.st_uid, owner)
         return free and os.access(".", os.W_OK | os.X_OK, dir_fd=self.fd, effective_ids=True)
 
     def dependents(self, name: str, uuid: str, owner: int) -> list[str]:
-        """Names of what belongs to one life of a segment: regular files of its owner."""
+        """Names of the dependents of the segment with this UUID: regular files of its owner."""
         found = []
         for entry in os.listdir(self.fd):
             parsed = names.parse_dependent(f"/{entry}")
@@ -189,7 +190,7 @@ class Folder:
                         found.append(parsed.object_name)
         return sorted(found)
 
-    # ---- the end
+    # ---- close
 
     def close(self) -> None:
         """Close it. A second call does nothing."""
@@ -222,11 +223,11 @@ def path_in(config: object) -> Path | None:
 
 @contextlib.contextmanager
 def elsewhere(header: layout.SegmentHeader) -> Iterator[Folder | None]:
-    """The folder other than /dev/shm of a segment's dependents; None where its header names none,
-    or one that is not in memory: whoever can write a header can name any folder.
+    """The folder of a segment's dependents if it is not /dev/shm. None: the header names none, or
+    one that is not in memory: a process that can write a header can name any folder.
 
     Raises:
-        NotReady, PermissionDenied: it names one that cannot be seen from here.
+        NotReady, PermissionDenied: it names a folder that is not visible from here.
     """
     folder = None
     with contextlib.suppress(ConfigError, CacheCorrupted):
@@ -237,5 +238,5 @@ def elsewhere(header: layout.SegmentHeader) -> Iterator[Folder | None]:
 
 
 def path_of(full: str) -> Path:
-    """Where a dependent lies that `SegmentInfo.dependents` names: an object, or a path."""
+    """Path of a dependent from `SegmentInfo.dependents`, which names an object or a path."""
     return names.FOLDER / full[1:] if full.count("/") == 1 else Path(full)

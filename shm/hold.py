@@ -1,7 +1,7 @@
-"""What one attach holds: the mapping, the description with its locks, and the core's record.
+"""The resources of one attach: the mapping, the descriptor with its locks, and the core's record.
 
-A `Segment` has exactly one. It is apart from it so that it can be let go when the segment is
-collected or the interpreter ends, and so that nobody but this file unmaps.
+Every `Segment` has exactly one `Hold`. It is a separate object so that it can be released when the
+segment is collected or the interpreter ends, and so that only this file unmaps.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from lightcache.shm.layout import Lifetime
 from lightcache.shm.objects import OpenObject, duration
 
 log = logging.getLogger("lightcache")
-_LEAVE_SECONDS = 5.0  # who cannot get the life byte so long leaves the rest to a later sweep
+_LEAVE_SECONDS = 5.0  # wait for the life byte; after that a later sweep does the rest
 
 
 class Hold:
     """Owns a mapping and an `OpenObject`. Made by `lifecycle`; ends with `close`."""
 
     def __init__(self, opened: OpenObject, *, readonly: bool) -> None:
-        """Nothing is mapped yet; the object is ours from now on."""
+        """Nothing is mapped yet; the Hold owns `opened` from now on."""
         self.opened = opened
         self.readonly = readonly
         self.bytes = 0
         self.attachment = 0
-        self.frees_slot = True  # False: a reaper of the structure looks at it first
+        self.frees_slot = True  # False: a reaper of the structure frees the slot
         self._base = ctypes.c_void_p()
         self._closing = threading.Lock()
-        # Tokens, not a count: a view may end in a garbage collection at any point of this code,
-        # so adding and removing must be single operations that need no lock.
+        # Tokens, not a count: a garbage collection may end a view at any point of this code, so
+        # adding and removing must be single operations that need no lock.
         self._users: set[object] = set()
         self._views: dict[object, weakref.ref[Any]] = {}
         self._closed = False
         self._left = self._ended = False
-        """How far the thread `_closer` has come in `close`, for another call after an interrupt."""
+        """Progress of the thread `_closer` in `close`, for another call after an interrupt."""
         self._closer = 0
 
     def map(self, fd: int, length: int) -> None:
-        """Map the object, of which `fd` is another description, and make the core's record."""
+        """Map the object through its second descriptor `fd`, and make the core's record."""
         quick = _native.quick()
         check(
             quick.lcs_map(fd, length, not self.readonly, ctypes.byref(self._base)),
@@ -63,17 +63,17 @@ class Hold:
 
     @property
     def base(self) -> int:
-        """Address of the mapping; 0 when there is none."""
+        """Address of the mapping; 0 if there is none."""
         return self._base.value or 0
 
     @property
     def inherited(self) -> bool:
-        """Whether this process is a forked child of the one that attached."""
+        """True if this process is a forked child of the one that attached."""
         return self.opened.inherited
 
     @property
     def closed(self) -> bool:
-        """Whether `close` has begun."""
+        """True once `close` has begun."""
         return self._closed
 
     def header(self) -> layout.SegmentHeader:
@@ -83,20 +83,20 @@ class Hold:
         )
 
     def check_usable(self) -> None:
-        """Raise Detached in a forked child, after close, and when the segment was retired."""
+        """Raise Detached in a forked child, after close, and if the segment was retired."""
         check(
             _native.quick().lcs_attachment_usable(self.attachment),
             f"use the segment {self.opened.name!r}",
         )
 
-    # ---- who uses the mapping
+    # ---- users of the mapping
 
     def enter(self, token: object) -> None:
-        """Count a user in; until `leave` takes the token, `close` raises InUse. The caller made
-        the token and sees to its leaving whatever happens, an interrupt in here included.
+        """Register a user; until `leave` removes the token, `close` raises InUse. The caller made
+        the token and removes it in any case, even after an interrupt in here.
 
         Raises:
-            Detached: not attached (any more), or another thread is just closing.
+            Detached: not attached (any more), or another thread is closing.
         """
         self._users.add(token)  # before looking at `_closed`, which `close` sets before counting
         self.check_usable()
@@ -104,21 +104,21 @@ class Hold:
             check(Code.CLOSED, f"use the segment {self.opened.name!r}")
 
     def leave(self, token: object) -> None:
-        """Count a user out."""
+        """Remove a user."""
         self._users.discard(token)
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        """For the time of a blocking call: the mapping stays."""
+        """Context for a blocking call: keeps the mapping."""
         token = object()
         try:
             self.enter(token)
             yield
-        finally:  # not through a function, which an interrupt could keep from being entered
+        finally:  # not through a function: an interrupt could prevent its call
             self._users.discard(token)
 
     def view(self, offset: int, length: int, owner: object) -> memoryview:
-        """Bytes of the mapping; `owner` and the mapping live until the last view has gone."""
+        """Bytes of the mapping; `owner` and the mapping live until the last view is gone."""
         if offset < 0 or length < 0 or offset + length > self.bytes:
             raise ConfigError(
                 f"a view of [{offset}, {offset + length}) was asked for in the segment "
@@ -128,8 +128,8 @@ class Hold:
         try:
             self.enter(token)
             array = (ctypes.c_uint8 * length).from_address(self.base + offset)
-            # The array is what every memoryview, numpy array or tensor made of it keeps alive. No
-            # code runs when it goes, which an interrupt could keep from running.
+            # Every memoryview, numpy array or tensor made of this array keeps it alive. No code
+            # runs when it goes, so no interrupt can prevent the clean-up.
             array.owner = owner  # type: ignore[attr-defined]
             for gone in [each for each, view in list(self._views.items()) if view() is None]:
                 self._views.pop(gone, None)
@@ -143,10 +143,10 @@ class Hold:
         views = [view() for view in list(self._views.values())]
         return len(self._users) + sum([view is not None for view in views])
 
-    # ---- the end
+    # ---- close
 
     def check_closable(self) -> None:
-        """Raise InUse while views live or calls are under way."""
+        """Raise InUse while views exist or calls are running."""
         users = self._user_count()
         if users:
             raise InUse(
@@ -155,16 +155,17 @@ class Hold:
             )
 
     def close(self, *, force: bool = False) -> None:
-        """Leave the segment; the last to leave one of lifetime "attached" unlinks it. After an
+        """Leave the segment; the last client of one of lifetime "attached" unlinks it. After an
         interrupt another call does the rest.
 
-        Blocks for as long as somebody else holds the life byte, at most a few seconds.
+        Blocks while another process holds the life byte, at most a few seconds.
 
         Args:
-            force: also with live users, whose memory then stays mapped (at the interpreter's end).
+            force: close in spite of live users; their memory then stays mapped (at the
+                interpreter's end).
 
         Raises:
-            InUse: views live or calls are under way; nothing was changed.
+            InUse: views exist or calls are running; nothing was changed.
             Detached: in a forked child, which holds nothing.
         """
         if self.inherited:
@@ -194,7 +195,7 @@ class Hold:
         self._end()
 
     def _end(self) -> None:
-        """We live nowhere any more. May be called again."""
+        """Release the record, the descriptor and the mapping. Can be repeated."""
         if self.attachment:
             _native.quick().lcs_attachment_close(self.attachment)
         self.opened.close()
@@ -203,23 +204,23 @@ class Hold:
         self._ended = True
 
     def discard(self) -> None:
-        """Let everything go without leaving properly: an attach or creation that failed."""
+        """Release everything without leaving the segment, after a failed attach or creation."""
         if self.inherited:
             return
         self._closed = True
         self._end()
 
     def dispose(self) -> None:
-        """The segment was collected, or the interpreter ends: close what was not closed."""
+        """Close if still open, when the segment is collected or the interpreter ends."""
         if not self.inherited and not self._ended:
             with contextlib.suppress(LightcacheError, OSError):
                 self.close(force=True)
 
     def __del__(self) -> None:
-        # Not while the interpreter ends: what is destroyed later may still call the core with it.
+        # Not while the interpreter ends: objects destroyed later may still call the core with it.
         if sys.is_finalizing():
             return
-        if not self._closed:  # an interrupt came before a segment had been made of it
+        if not self._closed:  # an interrupt came before a Segment was made of it
             self.discard()
         if self.attachment:
             _native.quick().lcs_attachment_free(self.attachment)
@@ -230,18 +231,19 @@ class Hold:
             _native.quick().lcs_unmap(address, self.bytes)
 
     def mark_used(self) -> None:
-        """See `Segment.mark_used`. One aligned word: a kill leaves the former one or this one."""
+        """See `Segment.mark_used`. One aligned word: a kill leaves the old value or the new one."""
         base = self.base
         if base and not self.readonly and not self.inherited:
             where = base + layout.SegmentHeader.used_ns.offset
             ctypes.c_uint64.from_address(where).value = time.time_ns()
 
     def _give_up_bytes(self) -> None:
-        """Slot first, then the reader's byte: from here on we do not live in the segment."""
+        """Give up the slot, then the reader's byte: from here on this client does not count as
+        attached."""
         if self.frees_slot and self.attachment:
             _native.quick().lcs_slot_release(self.attachment)
         slot = _native.quick().lcs_attachment_slot(self.attachment) if self.attachment else 0
-        if slot:  # stays TAKEN: whoever reaps finds it dead
+        if slot:  # stays TAKEN: a reaper finds it dead
             ofd.unlock(self.opened.fd, layout.BYTE_SLOTS + slot)
         ofd.unlock(self.opened.fd, layout.BYTE_READERS)
 
@@ -249,9 +251,9 @@ class Hold:
         if not self.base:
             return
         client = bool(_native.quick().lcs_attachment_slot(self.attachment))
-        if client:  # who has no slot writes nothing, and says nothing
+        if client:  # without a slot it writes nothing
             self.mark_used()
-        # Through a description of its own, so that readers can do it too where they are allowed.
+        # Through a separate descriptor, so that readers with the permission can do it too.
         life = None
         with contextlib.suppress(LightcacheError):
             life = OpenObject.open(self.opened.name, writable=True)
@@ -280,8 +282,8 @@ class Hold:
 
 
 def _say_that_it_stays(opened: OpenObject) -> None:
-    """The last client has left a persistent segment. A warning where an idle limit says that it was
-    made persistent by a default; else its creator asked for that in so many words."""
+    """Log that the last client has left a persistent segment. A warning if it has an idle limit,
+    because it may be persistent by default; otherwise its creator asked for that explicitly."""
     header, name = opened.header(), opened.name
     if header.retired:
         return

@@ -1,7 +1,7 @@
-"""The records of a segment, declared once more for Python and compared with the C core at load.
+"""The records of a segment, declared for Python and compared with the C core at load time.
 
 Offsets are natural; nothing is packed. The C side is `shm/native/lc_base.h`; `verify` refuses a
-library that was compiled with anything else.
+library that was compiled with another layout.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LOG_OFFSET = LOCK_OFFSET + 4096
 PAYLOAD_OFFSET = LOG_OFFSET + LOG_ENTRIES * 8
 CONFIG_BYTES = 2048
 
-# Bytes of the object that are locked, far past any end; see docs/design/shm.md, section 2.
+# Bytes of the object that are locked, far beyond its end; see docs/design/shm.md, section 2.
 BYTE_LIFE = 1 << 46
 BYTE_READERS = BYTE_LIFE + 1
 BYTE_GROW = BYTE_LIFE + 2
@@ -35,16 +35,16 @@ RING_HOLD = 1 << 18
 RING_CAPACITY = 1 << 24
 RING_MESSAGE = 1 << 16
 
-# The same of a log, and of one call that reads; see native/log.h.
+# A log's bounds, and how much one read moves; see native/log.h.
 LOG_BATCH = 256
 LOG_HOLD = 1 << 18
 LOG_CAPACITY = 1 << 24
 LOG_MESSAGE = 1 << 16
-LOG_LEFT = 0x80  # as LogRoot.writer: the last one has left
+LOG_LEFT = 0x80  # in LogRoot.writer: the last writer has left
 
 
 class SegmentKind(IntEnum):
-    """What a segment holds."""
+    """The structure in a segment."""
 
     PLAIN = 1
     LIST = 2
@@ -63,7 +63,7 @@ class Lifetime(IntEnum):
 
 
 class ClientState(IntEnum):
-    """Of a slot. QUARANTINE: its client died and its device may still be copying."""
+    """State of a slot. QUARANTINE: its client died and its device may still be copying."""
 
     FREE = 0
     TAKEN = 1
@@ -79,7 +79,7 @@ LOCK_EPOCH_MASK = 0xFFFFFF
 
 
 class SegmentHeader(ctypes.Structure):
-    """The first page. Written by the creator alone, but for `used_ns`, `retired`, `disabled`."""
+    """The first page. Only the creator writes it, except `used_ns`, `retired`, `disabled`."""
 
     _fields_ = [
         ("magic", ctypes.c_uint64),
@@ -129,7 +129,7 @@ class ClientRecord(ctypes.Structure):
 
 
 class LockRecord(ctypes.Structure):
-    """The futex word and what is counted around it."""
+    """The futex word and the lock's counters."""
 
     _fields_ = [
         ("word", ctypes.c_uint32),
@@ -150,13 +150,14 @@ class LockRecord(ctypes.Structure):
 
     @property
     def said_by_holder(self) -> bool:
-        """Whether `operation`, `since_ns` and the thread in `holder` are of this taking. A holder
-        that was stopped or killed at once may have left those of an earlier one."""
+        """True if `operation`, `since_ns` and the thread in `holder` belong to the current
+        acquisition. A holder that was stopped or killed at once may have left those of an earlier
+        one."""
         return bool(self.holder >> 32 == self.sequence)
 
 
 class RingRoot(ctypes.Structure):
-    """What a ring's payload begins with; its slots follow. Events in lines of their own."""
+    """Start of a ring's payload; the slots follow. Each event has its own cache line."""
 
     _fields_ = [
         ("first", ctypes.c_uint32),
@@ -171,20 +172,20 @@ class RingRoot(ctypes.Structure):
 
 
 class RingSlot(ctypes.Structure):
-    """What stands before a message's bytes."""
+    """Precedes a message's bytes."""
 
     _fields_ = [("stamp", ctypes.c_uint32), ("length", ctypes.c_uint32)]
 
 
 class LogCursor(ctypes.Structure):
-    """Where a reader of a log stands: 0: nowhere, else 1 + the entry it reads next. The highest bit
-    says that it joins just now."""
+    """Position of a reader of a log. 0: no reader; else 1 + the entry it reads next. The highest
+    bit is set while it joins."""
 
     _fields_ = [("next", ctypes.c_uint64), ("pad", ctypes.c_uint64 * 7)]
 
 
 class LogRoot(ctypes.Structure):
-    """What a log's payload begins with; its slots follow. Each event has a line of its own."""
+    """Start of a log's payload; the slots follow. Each event has its own cache line."""
 
     _fields_ = [
         ("appended", ctypes.c_uint64),
@@ -199,7 +200,7 @@ class LogRoot(ctypes.Structure):
 
 
 class LogSlot(ctypes.Structure):
-    """What stands before an entry's bytes."""
+    """Precedes an entry's bytes."""
 
     _fields_ = [("stamp", ctypes.c_uint32), ("length", ctypes.c_uint32)]
 
@@ -260,12 +261,12 @@ CONSTANTS: Mapping[str, int] = {
 def facts(
     structures: Mapping[str, type[ctypes.Structure]], constants: Mapping[str, int]
 ) -> dict[str, str]:
-    """What the ctypes declarations say, in the form of the C side's facts (`native/facts.h`)."""
+    """The facts of the ctypes declarations, in the form of the C side (`native/facts.h`)."""
     found = {name: str(value) for name, value in constants.items()}
     for name, structure in structures.items():
         found[name] = str(ctypes.sizeof(structure))
         for field in structure._fields_:
-            if field[0] != "reserved" and not field[0].startswith("pad"):  # nobody looks there
+            if field[0] != "reserved" and not field[0].startswith("pad"):  # unused bytes
                 descriptor = getattr(structure, field[0])
                 found[f"{name}.{field[0]}"] = f"{descriptor.offset}+{descriptor.size}"
     return found

@@ -1,9 +1,10 @@
-"""Create, attach, open, replace, unlink: who may do what to a name, and when.
+"""Create, attach, open, replace and unlink segments by name.
 
-Every step that changes what a name leads to holds the life byte of the object exclusively and has
-seen, under that lock, that the name still leads to this object; else it starts over. A creator
-holds it until `ready` is stored, so "not ready and not locked" is a dead creator's leftover. An
-attach holds it shared while it takes the readers' byte, so nobody removes what it is entering.
+Every step that changes the object of a name holds the object's life byte exclusively. It has
+checked, under that lock, that the name still refers to this object; otherwise it starts over. A
+creator holds the life byte until `ready` is stored, so an object that is "not ready and not locked"
+is a dead creator's leftover. An attach holds it shared while it takes the readers' byte, so the
+object that it enters cannot be removed meanwhile.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ class Obstacle(Enum):
 
 
 def attach(wanted: SegmentSpec, *, readonly: bool, timeout: float | None) -> Hold:
-    """Attach to what exists, waiting for its creator to finish.
+    """Attach to an existing segment, waiting for its creator to finish.
 
     Raises:
         NotReady: no such segment (at once), or not ready within `timeout` seconds.
-        LayoutMismatch, CacheCorrupted, PermissionDenied: it is not what was wanted.
+        LayoutMismatch, CacheCorrupted, PermissionDenied: it differs from what was wanted.
     """
     pause = ofd.Pause(timeout)
     while True:
@@ -77,7 +78,7 @@ def _try_attach(wanted: SegmentSpec, *, readonly: bool) -> Hold | Obstacle:
 
 
 def _enter(hold: Hold, wanted: SegmentSpec) -> Obstacle | None:
-    """Take the readers' byte of a segment that is ready, retired by nobody, and still named."""
+    """Take the readers' byte of a segment that is ready, not retired, and still named."""
     opened = hold.opened
     opened.check_access(wanted.group)
     if not opened.header().ready:
@@ -109,7 +110,7 @@ def _unready(opened: OpenObject) -> Obstacle:
         return Obstacle.BUSY
     header = opened.header()
     if header.ready or not opened.is_named():
-        return Obstacle.MOVED  # it has finished, or has been replaced, meanwhile
+        return Obstacle.MOVED  # its creation has finished, or it was replaced, meanwhile
     if is_foreign(header):
         raise LayoutMismatch(
             f"the segment {opened.name!r}: magic {layout.MAGIC:#x} and version {layout.ABI} were "
@@ -121,8 +122,8 @@ def _unready(opened: OpenObject) -> Obstacle:
 
 @contextlib.contextmanager
 def _second_description(opened: OpenObject, readonly: bool) -> Iterator[int | None]:
-    """A descriptor to map through, because the one with the locks must never be mapped. None when
-    the name has come to mean another object."""
+    """A descriptor to map, because the one with the locks must never be mapped. None: the name now
+    refers to another object."""
     try:
         second = posix_ipc.SharedMemory(opened.object_name, read_only=readonly)
     except posix_ipc.ExistentialError:
@@ -142,12 +143,12 @@ def _second_description(opened: OpenObject, readonly: bool) -> Iterator[int | No
 
 
 def create(wanted: SegmentSpec, initialise: Initialise, *, timeout: float | None) -> Hold:
-    """Create what does not exist; a dead creator's leftover does not count.
+    """Create a segment that does not exist; a dead creator's leftover is removed first.
 
     Raises:
         InUse: the name exists.
-        NotReady: somebody else was creating it for all of `timeout` seconds.
-        NoSpace: it does not fit, even after what the dead left has been swept.
+        NotReady: another process was creating it for all of `timeout` seconds.
+        NoSpace: it does not fit, even after sweeping leftovers.
         PermissionDenied: the leftover, or the group, is not ours.
     """
     pause = ofd.Pause(timeout)
@@ -178,8 +179,8 @@ def open_or_create(
     """Attach to an equal segment or create it.
 
     Raises:
-        LayoutMismatch, CacheCorrupted: what is there differs, and `replace` is not given.
-        InUse: it differs, `replace` is given, and somebody lives in it.
+        LayoutMismatch, CacheCorrupted: the existing one differs, and `replace` is False.
+        InUse: it differs, `replace` is True, and it has a live client.
         Otherwise as `attach` and `create`.
     """
     pause = ofd.Pause(timeout)
@@ -204,12 +205,12 @@ def open_or_create(
 
 
 def unlink(name: str, group: int | None, *, force: bool, timeout: float | None) -> bool:
-    """Retire a segment and remove its name and dependents; False when there is none.
+    """Retire a segment and remove its name and dependents; False if there is none.
 
     Raises:
-        InUse: somebody lives in it and `force` is not given.
+        InUse: it has a live client and `force` is False.
         PermissionDenied: it is not ours.
-        LockTimeout: somebody else was creating or changing it all the time.
+        LockTimeout: another process was creating or changing it all the time.
     """
     opened = OpenObject.open(name, writable=True)
     if opened is None:

@@ -1,4 +1,4 @@
-"""What segments there are, read without attaching, locking or mapping anything."""
+"""Lists segments without attaching, locking or mapping."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightcache.shm.wanted import is_foreign
 
 @dataclass(frozen=True)
 class SegmentInfo:
-    """A segment as it was a moment ago. Where `problem` is set, only `name` is sure."""
+    """A segment as it was a moment ago. If `problem` is set, only `name` is certain."""
 
     name: str
     problem: str | None = None  # why it could not be read, or what is wrong with it
@@ -37,11 +37,11 @@ class SegmentInfo:
     dead_clients: int = 0  # not yet reaped
     occupied: bool = False  # also by readers and by those that have not joined
     dependents: tuple[str, ...] = ()
-    """What ends with it, such as its pool: objects, or paths in another folder."""
+    """Its dependents, such as its pool: objects, or paths in another folder."""
 
 
 def list_segments() -> list[SegmentInfo]:
-    """All segments of this machine that carry our prefix, by name. Does not block."""
+    """All segments of this machine with our prefix, by name. Does not block."""
     found = []
     for name in names.segment_names():
         info = read_segment(name)
@@ -51,7 +51,7 @@ def list_segments() -> list[SegmentInfo]:
 
 
 def read_segment(name: str) -> SegmentInfo | None:
-    """One segment, or None when it does not exist.
+    """One segment, or None if it does not exist.
 
     Raises:
         ConfigError: the name is not allowed.
@@ -68,7 +68,7 @@ def read_segment(name: str) -> SegmentInfo | None:
 
 
 def _unseen(name: str, problem: str) -> SegmentInfo:
-    """What the folder says of an object that we may not open: whose it is, and how large."""
+    """Owner and size of an object that we may not open, from its folder."""
     info = SegmentInfo(name, problem=problem, seen=False)
     with contextlib.suppress(OSError):
         path = names.FOLDER / names.object_name(name).removeprefix("/")

@@ -22,8 +22,8 @@ class SharedList:
     """Nodes 0 to `nodes - 1`, each on one of `lists` lists or on none.
 
     It holds no values: keep those in arrays indexed by node. Every change takes the segment's lock
-    and has happened wholly or not at all, whoever is killed when; `where` and `len` take none.
-    This is the list that the page index is made of (`shm/native/list.h`).
+    and is atomic, even if processes are killed; `where` and `len` take no lock. The page index uses
+    this list (`shm/native/list.h`).
     """
 
     def __init__(self, segment: Segment, *, lock_timeout: float = 10.0) -> None:
@@ -39,7 +39,7 @@ class SharedList:
             )
         if not segment.readonly:
             segment.join("list")
-            segment.free_slot_on_close()  # which is all that a client has, however it leaves
+            segment.free_slot_on_close()  # a client holds nothing else
         self._calls = LockedCalls(structures.library(), segment, lock_timeout)
         self._calls.handle = structures.library().quick.lcx_list_open(
             segment.attachment, self.nodes, self.lists
@@ -50,7 +50,7 @@ class SharedList:
     def create(
         cls, name: str, *, nodes: int, lists: int = 1, lifetime: str = "attached"
     ) -> SharedList:
-        """Create one that does not exist; see `Segment.create` for name, lifetime and errors.
+        """Create lists that do not exist; see `Segment.create` for name, lifetime and errors.
 
         Raises:
             ConfigError: nodes not 1 to 2^28, lists not 1 to 65,536.
@@ -61,20 +61,20 @@ class SharedList:
     def open(
         cls, name: str, *, nodes: int, lists: int = 1, lifetime: str = "attached"
     ) -> SharedList:
-        """Attach to an equal one, or create it; see `Segment.open`."""
+        """Attach to equal lists, or create them; see `Segment.open`."""
         return cls(Segment.open(**_arranged(name, nodes, lists), lifetime=lifetime))
 
     @classmethod
     def attach(cls, name: str, *, readonly: bool = False) -> SharedList:
-        """Attach to one that exists; see `Segment.attach`."""
+        """Attach to existing lists; see `Segment.attach`."""
         return cls(
             Segment.attach(name, readonly=readonly, kind=SegmentKind.LIST, reaper=free_dead_slots)
         )
 
-    # ---- changing
+    # ---- changes
 
     def push_back(self, node: int, which: int = 0) -> None:
-        """Put a node that is on no list at the end of one. Takes the lock.
+        """Append a node that is on no list to a list. Takes the lock.
 
         Raises:
             InUse: it is on a list; `move_back` moves it.
@@ -83,15 +83,15 @@ class SharedList:
         self._put(node, which, front=False, must_be_free=True)
 
     def push_front(self, node: int, which: int = 0) -> None:
-        """The same at the beginning."""
+        """`push_back` at the beginning."""
         self._put(node, which, front=True, must_be_free=True)
 
     def move_back(self, node: int, which: int = 0) -> None:
-        """Put a node at the end of a list, from wherever it is: what LRU calls touching."""
+        """Move a node from any list, or none, to the end of a list, as an LRU does on use."""
         self._put(node, which, front=False, must_be_free=False)
 
     def move_front(self, node: int, which: int = 0) -> None:
-        """The same to the beginning."""
+        """`move_back` to the beginning."""
         self._put(node, which, front=True, must_be_free=False)
 
     def _put(self, node: int, which: int, *, front: bool, must_be_free: bool) -> None:
@@ -109,11 +109,11 @@ class SharedList:
         return True
 
     def pop_front(self, which: int = 0) -> int | None:
-        """Take the first node off a list; None when it is empty."""
+        """Take the first node off a list; None if it is empty."""
         return self._pop(which, front=True)
 
     def pop_back(self, which: int = 0) -> int | None:
-        """Take the last node off a list; None when it is empty."""
+        """Take the last node off a list; None if it is empty."""
         return self._pop(which, front=False)
 
     def _pop(self, which: int, *, front: bool) -> int | None:
@@ -124,25 +124,25 @@ class SharedList:
         self._checked(code, "pop", 0, which)
         return node.value
 
-    # ---- looking
+    # ---- inspection
 
     def where(self, node: int) -> int | None:
-        """The list a node is on, or None. No lock."""
+        """The list of a node, or None. Takes no lock."""
         self._in_range(node, 0)
         code = self._calls.quick.lcx_list_where(self._calls.handle, node)
         return None if code == Code.MISSING else check(code, "where")
 
     def length(self, which: int = 0) -> int:
-        """Nodes on a list. No lock."""
+        """Number of nodes on a list. Takes no lock."""
         self._in_range(0, which)
         return check(self._calls.quick.lcx_list_length(self._calls.handle, which), "length")
 
     def __len__(self) -> int:
-        """Nodes on list 0."""
+        """Number of nodes on list 0."""
         return self.length()
 
     def snapshot(self, which: int = 0) -> tuple[int, ...]:
-        """The nodes of a list in order, as they were at one instant. Takes the lock."""
+        """The nodes of a list in order, at one instant. Takes the lock."""
         self._in_range(0, which)
         out = (ctypes.c_int32 * self.nodes)()
         code = self._locked("lcx_list_copy", which, out, self.nodes, what="snapshot")
@@ -159,7 +159,7 @@ class SharedList:
         """
         structures.run_check(self._calls, "lcx_list_check", f"the list {self.segment.name!r}")
 
-    # ---- the rest
+    # ---- internals, close
 
     def _locked(self, name: str, *arguments: Any, what: str) -> int:
         numbers = [a for a in arguments if isinstance(a, int)]

@@ -1,4 +1,5 @@
-"""Calling what takes a segment's lock: briefly with the GIL, then without it, in slices.
+"""Calls that take a segment's lock: first a quick try with the GIL, then waits without it, in
+slices.
 
 Shared by all structures. A call ends in (wait, deadline); see `shm/native/lock.h`.
 """
@@ -25,41 +26,40 @@ FOREVER = (1 << 63) - 1
 
 
 def deadline_ns(timeout: float | None) -> int:
-    """`timeout` seconds from now on CLOCK_MONOTONIC; None: never."""
+    """`timeout` seconds from now on CLOCK_MONOTONIC; None: no deadline."""
     if timeout is None:
         return FOREVER
     return min(FOREVER, time.monotonic_ns() + int(max(0.0, timeout) * 1e9))
 
 
 class _Patience(threading.local):
-    """Of one thread: what limits its waits for locks. Not by a strong reference: one whose `with`
-    an interrupt kept from ending limits nothing."""
+    """The limit of one thread's waits for locks. A weak reference: if an interrupt prevented the
+    end of its `with`, the limit ends with the object."""
 
     by: weakref.ref[Hurried] | None = None
 
     @property
     def seconds(self) -> float | None:
-        """For which it waits at most; None: as each call says."""
+        """The longest wait; None: as each call says."""
         by = None if self.by is None else self.by()
         return None if by is None else by.seconds
 
 
 _patience = _Patience()
 IN_VAIN = 1.0
-"""Seconds for which a hurried thread does not wait again for a lock that did not come."""
+"""Seconds for which a hurried thread does not wait again for a lock that it did not get."""
 
 
 class Hurried:
-    """While it is entered, this thread waits for no lock longer than so many seconds, whatever its
-    calls allow; and not at all for one that was waited for in vain within the last second, by any
-    hurried thread and through the same handle. So a process that is stopped while it holds a lock
-    costs a thread that must not wait one such wait a second. One thread enters it; may be nested in
-    others."""
+    """While entered, this thread waits for a lock at most this many seconds, even if a call allows
+    more. It does not wait at all for a lock that a hurried thread failed to get through the same
+    handle within the last second. So if a process is stopped while it holds a lock, a thread that
+    must not wait loses one such wait a second. For one thread; can be nested."""
 
     __slots__ = ("__weakref__", "_before", "seconds")
 
     def __init__(self, seconds: float) -> None:
-        """Not entered."""
+        """Not entered yet."""
         self.seconds = seconds
         self._before: weakref.ref[Hurried] | None = None
 
@@ -76,7 +76,7 @@ class Hurried:
 
 
 class LockedCalls:
-    """The calls of one structure in one attached segment."""
+    """The locked calls of one structure in one attached segment."""
 
     def __init__(
         self,
@@ -85,13 +85,13 @@ class LockedCalls:
         lock_timeout: float,
         operations: Mapping[int, str] | None = None,
     ) -> None:
-        """`operations` names what the lock record's `operation` may say."""
+        """`operations` has names for the lock record's `operation`."""
         self.segment = segment
         self.lock_timeout = lock_timeout
         self.quick = library.quick
         self.slow = library.blocking
         self.handle: int | None = None
-        """What every call takes first; set by the structure."""
+        """First argument of every call; set by the structure."""
         self._operations = operations or {}
         self._in_vain_until = 0.0
 
@@ -106,14 +106,14 @@ class LockedCalls:
         """Call `name`. Returns the code: at least 0, or an error that only the caller understands.
 
         Raises:
-            LockTimeout: says who holds the lock, and since when.
-            What a signal handler raises, such as KeyboardInterrupt.
+            LockTimeout: names the lock's holder, and since when.
+            The exception of a signal handler, such as KeyboardInterrupt.
         """
         code: int = getattr(self.quick, name)(self.handle, *arguments, TRY, 0)
         if code not in (Code.BUSY, Code.INTR):
             return code
         limit = deadline_ns(self._seconds(timeout))
-        # Who leaves is the last to call: nobody else closes the segment meanwhile.
+        # `leaving` is the handle's last call: the segment is not closed meanwhile.
         with contextlib.nullcontext() if leaving else self.segment.busy():
             while code in (Code.BUSY, Code.INTR):
                 code = getattr(self.slow, name)(self.handle, *arguments, BLOCK, limit)
@@ -122,7 +122,7 @@ class LockedCalls:
         return code
 
     def _seconds(self, timeout: float | None) -> float:
-        """That a call waits, which allows so many."""
+        """Seconds that a call with this timeout waits."""
         allowed, most = self.lock_timeout if timeout is None else timeout, _patience.seconds
         if most is None:
             return allowed
@@ -134,7 +134,8 @@ class LockedCalls:
         raise LockTimeout(f"{what}: {self._describe(self._lock())}")
 
     def _lock(self) -> layout.LockRecord:
-        """A copy of the lock's record of one taking, unless it changes hands all the time."""
+        """A copy of the lock's record from one acquisition, unless the lock changes hands all the
+        time."""
         where, size = self.segment.address + layout.LOCK_OFFSET, ctypes.sizeof(layout.LockRecord)
         lock = layout.LockRecord.from_buffer_copy(ctypes.string_at(where, size))
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""What a log is made of besides `SharedLog`: its segment, its entries, who reads it."""
+"""Parts of `SharedLog`: its segment's arguments, its entries, its readers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class LogReader:
     slot: int
     pid: int  # in its own PID namespace; 0: it has left meanwhile
     role: str
-    alive: bool  # False: killed, and not yet in the writer's way
+    alive: bool  # False: killed; the writer removes it once it is in the way
     behind: int  # entries that it has still to read
 
     def __str__(self) -> str:
@@ -44,7 +44,7 @@ def check_sizes(capacity: int, message_bytes: int) -> None:
 
 
 def arranged(name: str, capacity: int, message_bytes: int) -> dict[str, Any]:
-    """What `Segment.create` and `open` are told of a log; raises as `check_sizes`."""
+    """Arguments of `Segment.create` and `open` for a log; raises as `check_sizes`."""
     check_sizes(capacity, message_bytes)
     return {
         "name": name,
@@ -59,7 +59,7 @@ def entry_bytes(data: object, most: int) -> bytes:
     """A copy of an entry, checked.
 
     Raises:
-        ConfigError: no bytes, or more than `most`.
+        ConfigError: not bytes, or more than `most`.
     """
     if not isinstance(data, (bytes, bytearray, memoryview)):
         raise ConfigError(

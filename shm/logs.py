@@ -1,4 +1,4 @@
-"""SharedLog: a bounded log of entries with one writer, which every reader reads in order."""
+"""SharedLog: a bounded log of entries with one writer; every reader reads all entries in order."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def _leave_log(calls: LockedCalls, timeout: float | None) -> None:
 
 
 def _end(calls: LockedCalls) -> None:
-    """It was dropped, or the interpreter ends: leave, if nobody did, and free the handle."""
+    """Runs when the log is dropped or the interpreter ends: leave if still attached, and free the
+    handle."""
     segment = calls.segment
     if not segment.closed and not segment.readonly and segment.client is not None:
         with contextlib.suppress(LightcacheError):
@@ -49,27 +50,28 @@ def _end(calls: LockedCalls) -> None:
 
 class SharedLog:
     """Entries of at most `message_bytes` bytes each, appended by one writer and read by up to 63
-    readers, of which none may fall more than `capacity` entries behind.
+    readers. No reader may fall more than `capacity` entries behind.
 
-    Appending and reading take no lock; an entry is there wholly or not at all, whoever is killed
-    when (`shm/native/log.h`):
+    Appending and reading take no lock; an entry exists completely or not at all, even if processes
+    are killed (`shm/native/log.h`):
 
-    - A reader reads every entry that is appended from its joining on, in order, each once; not
-      those before. One is lost to it only if it leaves `read` through what a signal handler raises,
-      after taking the entry: `position` tells.
-    - A writer that is killed, or leaves `append` so, has appended the entry wholly or not at all,
-      and did if `append` had returned. Then anybody may become the writer; readers go on.
-    - A killed reader holds nobody up. A living one that does not read stops the writer, which is
-      told who it is.
+    - A reader reads every entry that is appended after it joined, in order, each once; no earlier
+      ones. It loses an entry only if it leaves `read` by a signal handler's exception after taking
+      the entry: `position` tells.
+    - If a writer is killed, or leaves `append` by such an exception, the entry is appended
+      completely or not at all; it is appended if `append` had returned. Any process may then become
+      the writer; readers continue.
+    - A killed reader delays no other process. A living reader that does not read stops the writer,
+      which is told its name.
 
-    The threads of a process that share a reader get each entry once, between them.
+    Threads of a process that share a reader get each entry once in total.
     """
 
     def __init__(
         self, segment: Segment, *, writer: bool = False, lock_timeout: float = 10.0
     ) -> None:
-        """For `create`, `attach` and `open`. `lock_timeout` limits `check` and becoming the
-        writer, or ceasing to be it, in seconds."""
+        """For `create`, `attach` and `open`. `lock_timeout` limits, in seconds, `check` and the
+        calls that start or end being the writer."""
         self.segment = segment
         self.capacity = structures.item_of(segment, "capacity")
         self.message_bytes = structures.item_of(segment, "message_bytes")
@@ -94,7 +96,7 @@ class SharedLog:
         if not segment.readonly:
             try:
                 self._lead() if writer else self._join()
-            except BaseException:  # an interrupt may have come behind it
+            except BaseException:  # an interrupt may have come after the call
                 self._leave()
                 raise
 
@@ -102,7 +104,7 @@ class SharedLog:
     def create(
         cls, name: str, *, capacity: int, message_bytes: int, lifetime: str = "attached"
     ) -> SharedLog:
-        """Create one that does not exist, as its writer; see `Segment.create` for name, lifetime
+        """Create a log that does not exist, as its writer; see `Segment.create` for name, lifetime
         and errors.
 
         Raises:
@@ -121,29 +123,29 @@ class SharedLog:
         writer: bool = False,
         lifetime: str = "attached",
     ) -> SharedLog:
-        """Attach to an equal one, as reader or writer, or create it; see `Segment.open`. So ranks
-        and leader may start in any order: who reads a log that had no writer yet waits for one.
+        """Attach to an equal log, as reader or writer, or create it; see `Segment.open`. So ranks
+        and leader may start in any order: a reader of a log without a writer waits for one.
 
         Raises:
-            InUse: `writer` is True, and there is a living one.
+            InUse: `writer` is True, and a living writer exists.
         """
         made = log_parts.arranged(name, capacity, message_bytes)
         return cls._made(Segment.open(**made, lifetime=lifetime), writer=writer)
 
     @classmethod
     def attach(cls, name: str, *, writer: bool = False, readonly: bool = False) -> SharedLog:
-        """Attach to one that exists; see `Segment.attach`.
+        """Attach to an existing log; see `Segment.attach`.
 
         Args:
-            writer: become the writer, where the last one has left or was killed. Readers that it
-                left go on with what is appended next. False: become a reader of what is appended
-                from now on.
-            readonly: become neither, and look only: `len`, `appended`, `behind`, `check`.
+            writer: True: become the writer, after the last one has left or was killed. Its readers
+                continue with the next entry. False: become a reader of entries appended from now
+                on.
+            readonly: become neither, and only inspect: `len`, `appended`, `behind`, `check`.
 
         Raises:
-            InUse: `writer` is True, and there is a living one; the message names it.
+            InUse: `writer` is True, and a living writer exists; the message names it.
             ConfigError: both are True.
-            LockTimeout: says who holds the lock, which becoming the writer takes.
+            LockTimeout: names the holder of the lock, which becoming the writer takes.
         """
         if writer and readonly:
             raise ConfigError("writer, readonly: expected one of them at most, found both")
@@ -153,7 +155,7 @@ class SharedLog:
 
     @classmethod
     def _made(cls, segment: Segment, *, writer: bool) -> SharedLog:
-        """Who could not become what it asked for leaves again."""
+        """Make the log; if it cannot become reader or writer, leave the segment."""
         try:
             return cls(segment, writer=writer)
         except BaseException:
@@ -172,25 +174,25 @@ class SharedLog:
         check(code, f"become a reader of {self.segment.name!r}")
 
     def _writer(self) -> str:
-        """Who it is, for people."""
+        """Name of the writer, for messages."""
         slot = self._calls.quick.lcx_log_writer(self._calls.handle)
         who = next((str(one) for one in self.segment.clients() if one.slot == slot), "")
         return f"it has a writer ({who})" if slot > 0 and who else "another one came first"
 
-    # ---- appending
+    # ---- append
 
     def append(self, data: Entry, timeout: float | None = None) -> None:
-        """Append an entry; while a living reader has `capacity` entries still to read, wait.
-        Blocks; Ctrl-C ends it at once. Takes no lock.
+        """Append an entry; wait while a living reader has `capacity` entries still to read. Blocks;
+        Ctrl-C ends it at once. Takes no lock.
 
         Args:
-            data: its bytes, which are copied; there may be none.
+            data: the bytes, which are copied; may be empty.
             timeout: seconds to wait for room; 0: do not wait; None: no limit.
 
         Raises:
-            WaitTimeout: there was no room for `timeout` seconds; names the readers that are slow.
-                Nothing was appended.
-            ConfigError: no bytes, or too many.
+            WaitTimeout: there was no room for `timeout` seconds; names the slow readers. Nothing
+                was appended.
+            ConfigError: not bytes, or too many.
             PermissionDenied: not attached as the writer.
         """
         if not self.is_writer:
@@ -214,18 +216,19 @@ class SharedLog:
             f"entries none has been read by ({names}); continue or kill who does not read"
         )
 
-    # ---- reading
+    # ---- read
 
     def read(self, timeout: float | None = None) -> bytes:
-        """The next entry; while there is none, wait. Blocks; Ctrl-C ends it at once. No lock.
+        """Return the next entry; wait while there is none. Blocks; Ctrl-C ends it at once. Takes no
+        lock.
 
         Args:
-            timeout: as of `append`.
+            timeout: as for `append`.
 
         Raises:
-            WaitTimeout: none came for `timeout` seconds.
-            Abandoned: the writer has left or was killed, and all that it appended was read here.
-                When there is another writer, reading goes on.
+            WaitTimeout: no entry came for `timeout` seconds.
+            Abandoned: the writer has left or was killed, and this reader has read all its entries.
+                Reading continues once there is another writer.
             PermissionDenied: attached as the writer, or read-only.
         """
         found: list[bytes] = []
@@ -244,8 +247,8 @@ class SharedLog:
         )
 
     def read_many(self, limit: int) -> list[bytes]:
-        """The entries that are there, at most `limit`, in order, without waiting for any. At least
-        one if there is any; fewer than there are beyond 256 entries or 256 KiB.
+        """Return the available entries, at most `limit`, in order, without waiting. Returns at
+        least one if there is any, and at most 256 entries or 256 KiB.
 
         Raises:
             ConfigError: limit below 1.
@@ -271,17 +274,17 @@ class SharedLog:
         return [data[begin:end] for begin, end in pairwise(ends)]
 
     def _reading(self) -> str:
-        """What is done, for messages; by a reader only."""
+        """The description of a read, for messages. Raises unless this is a reader."""
         what = f"read from {self.segment.name!r}"
         if self.is_writer:
             raise PermissionDenied(f"{what}: attached as its writer; attach once more to read")
         return what
 
-    # ---- looking
+    # ---- inspection
 
     @property
     def position(self) -> int:
-        """The number, from 0 on, of the entry that this reader reads next. No lock.
+        """Number, from 0, of the entry that this reader reads next. Takes no lock.
 
         Raises:
             PermissionDenied: attached as the writer, or read-only.
@@ -291,11 +294,12 @@ class SharedLog:
 
     @property
     def appended(self) -> int:
-        """Entries that were ever appended. No lock."""
+        """Number of entries ever appended. Takes no lock."""
         return self._behind()[0]
 
     def behind(self) -> tuple[LogReader, ...]:
-        """Each reader, and how many entries it has still to read. About 1 us a slot; no lock."""
+        """Each reader, with the number of entries that it has still to read. About 1 us a slot;
+        takes no lock."""
         counts = self._behind()[1]
         clients = {one.slot: one for one in self.segment.clients()}
         found = []
@@ -307,8 +311,8 @@ class SharedLog:
         return tuple(found)
 
     def __len__(self) -> int:
-        """Entries that the slowest reader has still to read: `capacity` when the log is full, 0
-        when there are no readers. No lock: it may change at this moment."""
+        """Number of entries that the slowest reader has still to read: `capacity` if the log is
+        full, 0 without readers. Takes no lock: it may change at this moment."""
         return max(0, *self._behind()[1])
 
     def _behind(self) -> tuple[int, list[int]]:
@@ -317,16 +321,16 @@ class SharedLog:
         return check(code, f"look at {self.segment.name!r}"), list(counts)
 
     def check(self) -> None:
-        """Derive every invariant again, while others append and read. Takes the lock, unless
-        attached read-only.
+        """Derive every invariant again, while other processes append and read. Takes the lock,
+        unless attached read-only.
 
         Raises:
             CacheCorrupted: names the first that is broken.
-            LockTimeout: says who holds the lock, and since when.
+            LockTimeout: names the lock's holder, and since when.
         """
         structures.run_check(self._calls, "lcx_log_check", f"the log {self.segment.name!r}")
 
-    # ---- the rest
+    # ---- internals, close
 
     def _until(
         self,
@@ -335,7 +339,7 @@ class SharedLog:
         timeout: float | None,
         give_up: Callable[[float | None], NoReturn],
     ) -> None:
-        """Until an attempt succeeds; between them sleep until `event`, or a twentieth second."""
+        """Repeat until an attempt succeeds; in between sleep until `event`, or for 50 ms."""
         if attempt():
             return
         with contextlib.suppress(WaitTimeout):
@@ -344,16 +348,16 @@ class SharedLog:
         give_up(timeout)
 
     def close(self) -> None:
-        """Leave, as reader or writer; see `Segment.close`. What is in the log stays for the others.
-        Takes the lock if we are the writer; if that is held for too long, whoever wants to be the
-        writer finds us gone all the same."""
+        """Leave, as reader or writer; see `Segment.close`. The entries stay for other clients. A
+        writer takes the lock; if the lock is held for too long, the next writer still finds that
+        this one has left."""
         if not self.segment.closed and not self.segment.readonly:
             self.segment.check_closable()
             self._leave()
         self.segment.close()
 
     def _leave(self) -> None:
-        """Be neither reader nor writer any more: then the slot may go, and not before."""
+        """Stop being reader or writer. The slot may be given back only after this."""
         _leave_log(self._calls, None)
 
     def __enter__(self) -> SharedLog:
@@ -361,7 +365,7 @@ class SharedLog:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if structures.library().quick.lcs_attachment_usable(self.segment.attachment) == Code.FORKED:
-            return  # a forked child leaves the statement without a word
+            return  # a forked child leaves the statement without an error
         leave(self.close, error)
 
     def __repr__(self) -> str:

@@ -1,7 +1,7 @@
-"""How much shared memory may be allocated: /dev/shm and the memory limits of our cgroups.
+"""How much shared memory can be allocated: /dev/shm and the memory limits of our cgroups.
 
-tmpfs reports a full file system, but a cgroup does not: past its limit the kernel kills. So the
-limit is looked at beforehand; both figures are a moment old when they are used.
+tmpfs reports a full file system, but a cgroup does not: beyond its limit the kernel kills. So the
+limit is checked in advance; both figures are a moment old when they are used.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _UNLIMITED = 1 << 60  # cgroup v1 writes about 2^63 for "no limit"
 
 @dataclass(frozen=True)
 class FreeMemory:
-    """Bytes that may still be allocated, and what limits them."""
+    """Bytes that can still be allocated, and what limits them."""
 
     bytes: int
     limit: str
@@ -42,8 +42,8 @@ def available(
 def huge_available(
     folder: Path, page_bytes: int, pools: Path = Path("/sys/kernel/mm/hugepages")
 ) -> FreeMemory:
-    """The same of a folder on hugetlbfs: huge pages that are free and promised to nobody, or what
-    is left of the mount's own limit. Memory limits of cgroups do not count them."""
+    """Like `available`, for a folder on hugetlbfs: free huge pages that are not reserved, or the
+    rest of the mount's own limit. Memory limits of cgroups do not count them."""
     pool = pools / f"hugepages-{page_bytes >> 10}kB"
     try:
         free, promised = (
@@ -66,7 +66,7 @@ def huge_available(
 
 
 def _cgroup_rooms(root: Path, membership: Path) -> list[FreeMemory]:
-    """What is left in our cgroup and in each one above it."""
+    """The remaining memory of our cgroup and of each one above it."""
     rooms = []
     for folder, version in _memory_groups(root, membership):
         room = _room_of(folder, version)
@@ -89,7 +89,7 @@ def _memory_groups(root: Path, membership: Path) -> list[tuple[Path, int]]:
             base, version = root / "memory", 1
         else:
             continue
-        # In a container the path may be the host's, and only the mounted root is ours.
+        # In a container the path may be the host's; then only the mounted root exists.
         parts = Path(path.lstrip("/"))
         for folder in (base / parts, *(base / parent for parent in parts.parents), base):
             if (folder, version) not in groups:
@@ -98,7 +98,7 @@ def _memory_groups(root: Path, membership: Path) -> list[tuple[Path, int]]:
 
 
 def _room_of(folder: Path, version: int) -> int | None:
-    """Limit minus use, where use does not count file pages that the kernel would drop."""
+    """Limit minus use, without file pages that the kernel would drop."""
     limit_file, use_file, file_key = (
         ("memory.max", "memory.current", "inactive_file")
         if version == 2

@@ -1,8 +1,8 @@
-"""Names of segments and of the objects that hold them.
+"""Names of segments and of their objects.
 
-A segment `llama` is the POSIX object `/lightcache.llama`. What depends on it (a page pool) is an
-object of its own whose name carries the segment's UUID: `/lightcache.llama~pool-<32 hex digits>`.
-A user's name has no tilde, so neither is ever taken for the other.
+The segment `llama` is the POSIX object `/lightcache.llama`. A dependent of it (a page pool) is a
+separate object whose name has the segment's UUID: `/lightcache.llama~pool-<32 hex digits>`. A
+segment's name has no tilde, so the two kinds of names cannot be confused.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def object_name(name: str) -> str:
     """The POSIX object of the segment `name`.
 
     Raises:
-        ConfigError: longer than 180 bytes, or other characters than ASCII letters, digits, `._-`.
+        ConfigError: longer than 180 bytes, or characters other than ASCII letters, digits, `._-`.
     """
     if not isinstance(name, str):
         raise ConfigError(f"a segment's name is a str, found {type(name).__name__}")
@@ -63,7 +63,7 @@ def dependent_name(name: str, what: str, uuid: str) -> str:
 
 
 def parse_dependent(full: str) -> Dependent | None:
-    """What a dependent's object name says, or None if it is not one."""
+    """The parts of a dependent's object name, or None if it is not one."""
     match = _DEPENDENT.fullmatch(full.removeprefix(PREFIX)) if full.startswith(PREFIX) else None
     if match is None:
         return None
@@ -71,7 +71,7 @@ def parse_dependent(full: str) -> Dependent | None:
 
 
 def _objects() -> list[str]:
-    """All object names of ours that exist at this moment."""
+    """Names of all objects with our prefix that exist at this moment."""
     start = PREFIX.removeprefix("/")
     try:
         return sorted(f"/{path.name}" for path in FOLDER.iterdir() if path.name.startswith(start))
@@ -80,13 +80,13 @@ def _objects() -> list[str]:
 
 
 def segment_names() -> list[str]:
-    """The names of all segments there are, ready or not, anybody's."""
+    """Names of all existing segments, ready or not, of all users."""
     found = (full.removeprefix(PREFIX) for full in _objects())
     return [name for name in found if _NAME.fullmatch(name)]
 
 
 def dependents(name: str | None = None, uuid: str | None = None) -> list[Dependent]:
-    """All dependent objects, or those of one segment, or of one segment's one life."""
+    """All dependents, those of one segment name, or those of one segment with this UUID."""
     parsed = (parse_dependent(full) for full in _objects())
     return [
         found

@@ -1,8 +1,8 @@
-"""One open description of a segment's object: identity, access, byte locks, removal.
+"""One open descriptor of a segment's object: identity, access, byte locks, removal.
 
-The descriptor in here is never mapped and never duplicated, because its locks must end with the
-process; a forked child closes it at once (see `native/process.c`). A name is only ever unlinked
-while the object's life byte is locked and the name has been seen to lead to this very object.
+The descriptor is never mapped and never duplicated, because its locks must end with the process; a
+forked child closes it at once (see `native/process.c`). A name is unlinked only while the object's
+life byte is locked and the name still refers to this object.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MADV_WIPEONFORK = 18
 
 
 def _check_kernel() -> None:
-    """Raises ConfigError on a kernel that cannot tell a forked child from its parent."""
+    """Raises ConfigError on a kernel that cannot distinguish a forked child from its parent."""
     with mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as page:
         try:
             page.madvise(_MADV_WIPEONFORK)
@@ -44,7 +44,7 @@ def _check_kernel() -> None:
 
 
 class ForkWord:
-    """Tells the process that made it from children that inherited it."""
+    """Distinguishes the process that made it from children that inherited it."""
 
     def __init__(self) -> None:
         address = _native.quick().lcs_fork_word()
@@ -55,15 +55,15 @@ class ForkWord:
 
     @property
     def inherited(self) -> bool:
-        """Whether this object came here through a fork."""
+        """True if this process got the object through a fork."""
         return self._word.value != 1
 
 
 class OpenObject:
-    """An object opened for its locks. Close it, or let it go: it closes itself."""
+    """An object opened for its locks. Close it, or drop it: it closes itself."""
 
     def __init__(self, name: str) -> None:
-        """Nothing is open yet; see `open`. `name` is a segment's name, checked here."""
+        """Opens nothing yet; see `open`. Checks `name`, a segment's name."""
         self.name = name
         self.object_name = names.object_name(name)
         self._fd = ctypes.c_int(-1)
@@ -72,10 +72,10 @@ class OpenObject:
 
     @classmethod
     def open(cls, name: str, *, writable: bool) -> OpenObject | None:
-        """Open the object of this segment; None when there is none. Does not block.
+        """Open the object of this segment; None if there is none. Does not block.
 
         Raises:
-            PermissionDenied: this user may not, or a symbolic link stands in its place.
+            PermissionDenied: this user may not open it, or it is a symbolic link.
             ConfigError: the name is not allowed.
         """
         opened = cls(name)
@@ -100,8 +100,8 @@ class OpenObject:
         return opened
 
     def open_for_locks(self, writable: bool) -> int:
-        """For `open`: the core's code. It writes the descriptor into `_fd` itself: an interrupt in
-        between loses nothing."""
+        """Return the core's code, for `open`. The core writes the descriptor into `_fd` itself, so
+        an interrupt in between loses nothing."""
         code: int = _native.quick().lcs_life_open(
             self.object_name.encode(), writable, ctypes.byref(self._fd)
         )
@@ -109,22 +109,22 @@ class OpenObject:
 
     @property
     def fd(self) -> int:
-        """The descriptor; -1 once closed."""
+        """The descriptor; -1 after `close`."""
         return self._fd.value
 
     @property
     def inherited(self) -> bool:
-        """Whether this process is a forked child of the one that opened it."""
+        """True if this process is a forked child of the one that opened it."""
         return self._fork_word.inherited
 
     @property
     def path(self) -> str:
-        """Where the object lies."""
+        """Path of the object."""
         return str(names.FOLDER / self.object_name.removeprefix("/"))
 
     def close(self) -> None:
-        """Close, and so drop every lock held through it. Does nothing in a forked child, where
-        the number may mean something else by now."""
+        """Close it, which drops every lock held through it. Does nothing in a forked child, where
+        the number may belong to another file."""
         if self.fd >= 0 and not self.inherited:
             _native.quick().lcs_life_close(ctypes.byref(self._fd))
 
@@ -133,8 +133,8 @@ class OpenObject:
             self.close()
 
     def is_named(self) -> bool:
-        """Whether the name still leads to this object. Stays true while the life byte is locked,
-        because nobody unlinks or replaces without that lock."""
+        """True if the name still refers to this object. Stays true while the life byte is locked,
+        because unlinking and replacing need that lock."""
         try:
             found = os.stat(self.path, follow_symlinks=False)
         except FileNotFoundError:
@@ -146,14 +146,14 @@ class OpenObject:
         return os.fstat(self.fd).st_size
 
     def check_access(self, group: int | None) -> None:
-        """Refuse what somebody else may have prepared.
+        """Refuse an object that another user may have prepared.
 
         Args:
-            group: also accept an object of this group's, whoever owns it.
+            group: also accept an object of this group, of any owner.
 
         Raises:
-            PermissionDenied: not a regular file, of several names, writable by everybody, or of a
-                user or group other than expected.
+            PermissionDenied: not a regular file, several names, writable by all users, or an
+                unexpected user or group.
         """
         found = os.fstat(self.fd)
         problem = None
@@ -176,24 +176,24 @@ class OpenObject:
             )
 
     def header(self) -> layout.SegmentHeader:
-        """A copy of the header as it is now; zeros where the object is too short."""
+        """A copy of the header at this moment; zeros if the object is too short."""
         data = os.pread(self.fd, ctypes.sizeof(layout.SegmentHeader), 0)
         return layout.SegmentHeader.from_buffer_copy(
             data.ljust(ctypes.sizeof(layout.SegmentHeader), b"\0")
         )
 
     def client_table(self) -> bytes:
-        """A copy of the client table as it is now; zeros where the object is too short."""
+        """A copy of the client table at this moment; zeros if the object is too short."""
         length = layout.SLOTS * ctypes.sizeof(layout.ClientRecord)
         return os.pread(self.fd, length, layout.CLIENTS_OFFSET).ljust(length, b"\0")
 
     def is_occupied(self) -> bool:
-        """Whether anybody is attached, through any description but this one."""
+        """True if a process is attached, through any other descriptor."""
         return ofd.held(self.fd, layout.BYTE_READERS, _LIVING_BYTES)
 
     def may_unlink(self) -> bool:
-        """Whether this user may unlink it and what depends on it: the folders' sticky bits let us,
-        and the folder that it names can be seen from here."""
+        """True if this user may unlink it and its dependents: the folders' sticky bits allow it,
+        and the folder that it names is visible from here."""
         try:
             with folders.elsewhere(self.header()) as other:
                 self._check_unlinkable(other)
@@ -202,12 +202,12 @@ class OpenObject:
         return True
 
     def _placed(self, folder: folders.Folder) -> list[str]:
-        """What depends on it in another folder than /dev/shm."""
+        """Its dependents in a folder other than /dev/shm."""
         uuid = bytes(self.header().uuid).hex()
         return folder.dependents(self.name, uuid, os.fstat(self.fd).st_uid)
 
     def dependents(self) -> list[str]:
-        """What ends with it: names of objects, and paths of what lies in another folder."""
+        """Its dependents: names of objects, and paths of files in another folder."""
         header = self.header()
         uuid = bytes(header.uuid).hex()
         found = [dependent.object_name for dependent in names.dependents(self.name, uuid)]
@@ -220,25 +220,24 @@ class OpenObject:
         return found
 
     def memory(self) -> int:
-        """Bytes of shared memory that it and its dependents take now."""
+        """Bytes of shared memory that it and its dependents use now."""
         return sum(memory_of(full) for full in (self.object_name, *self.dependents()))
 
     def unused_ns(self) -> int:
-        """How long ago a client was last seen to use it: joined, left, took its lock, or said so.
-        The lock has a clock without suspension: what it says is too late by that, never too early.
-        """
+        """Time since a client last used it: joined, left, took its lock, or called `mark_used`. The
+        lock's clock stops during suspension, so its time may be too late, but never too early."""
         found = os.pread(self.fd, ctypes.sizeof(layout.LockRecord), layout.LOCK_OFFSET)
         lock = layout.LockRecord.from_buffer_copy(
             found.ljust(ctypes.sizeof(layout.LockRecord), b"\0")
         )
         by_header = max(0, time.time_ns() - int(self.header().used_ns))
         by_lock = time.monotonic_ns() - int(lock.since_ns)
-        # Of another time namespace it may lie ahead: then only the header counts.
+        # In another time namespace it may be in the future: then only the header counts.
         return min(by_header, by_lock) if lock.since_ns and by_lock >= 0 else by_header
 
     def is_idle(self) -> bool:
-        """Whether it is persistent, nobody lives in it, and nobody used it for longer than its idle
-        limit. Sure while the life byte is held exclusively."""
+        """True if it is persistent, has no live client, and was unused for longer than its idle
+        limit. Certain only while the life byte is held exclusively."""
         header = self.header()
         return (
             header.lifetime == layout.Lifetime.PERSISTENT
@@ -248,20 +247,20 @@ class OpenObject:
         )
 
     def remove_locked(self, *, unseen: bool = False) -> None:
-        """Retire and unlink it with all that depends on it. The caller holds the life byte
-        exclusively and has seen `is_named`. Dying in here leaves it retired but named: the next
-        who opens it finishes. So the name goes last: what lies in another folder than /dev/shm is
-        found through it alone.
+        """Retire and unlink it with all its dependents. The caller holds the life byte exclusively
+        and has checked `is_named`. A process that dies in here leaves it retired but named, and the
+        next process that opens it finishes the removal. So the name goes last: dependents in
+        another folder than /dev/shm are found only through it.
 
         Args:
-            unseen: also where a folder is named that cannot be seen from here.
+            unseen: also if it names a folder that is not visible from here.
 
         Raises:
-            PermissionDenied: this user may not unlink it; then nothing was changed.
-            NotReady: the folder named cannot be seen from here; nothing was changed.
+            PermissionDenied: this user may not unlink it; nothing was changed.
+            NotReady: the folder that it names is not visible from here; nothing was changed.
         """
         if self.inherited:
-            return  # a child forked by what its parent does under the lock, which it has not got
+            return  # a child forked while its parent held the lock; the child does not hold it
         header = self.header()
         with contextlib.ExitStack() as stack:
             try:
@@ -294,7 +293,7 @@ class OpenObject:
 
 
 def memory_of(full: str) -> int:
-    """Bytes of memory that an object takes; 0 when there is none."""
+    """Bytes of memory that an object uses; 0 if there is none."""
     try:
         return os.stat(folders.path_of(full), follow_symlinks=False).st_blocks * 512
     except OSError:
@@ -302,7 +301,7 @@ def memory_of(full: str) -> int:
 
 
 def duration(seconds: float) -> str:
-    """For people: "24 h", "90 s"."""
+    """A duration as text: "24 h", "90 s"."""
     for size, unit in ((3600, "h"), (60, "min")):
         if seconds >= size and seconds % size < size / 10:
             return f"{seconds / size:.0f} {unit}"
@@ -310,7 +309,7 @@ def duration(seconds: float) -> str:
 
 
 def unlink(full: str) -> bool:
-    """Unlink an object by its name; False when there was none."""
+    """Unlink an object by its name; False if there was none."""
     try:
         posix_ipc.unlink_shared_memory(full)
     except posix_ipc.ExistentialError:

@@ -1,9 +1,9 @@
 """Locks on single bytes of an object, with time limits.
 
-They belong to an open file description: the kernel drops them with its last descriptor, however
-the process ends, and they exclude two descriptions of one process as well. The system's own
-blocking call cannot be given a limit, so waiting is asking again, at first every 0.2 ms, later
-every 10 ms; Ctrl-C ends it at once.
+A lock belongs to an open file description: the kernel drops it with the last descriptor, however
+the process ends, and it also excludes other descriptions in the same process. The system's blocking
+call has no time limit, so waiting means repeated tries, at first every 0.2 ms, later every 10 ms;
+Ctrl-C ends it at once.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _LAST_SLEEP = 0.010
 
 
 class Pause:
-    """Growing sleeps until a deadline, for whoever has to ask again."""
+    """Growing sleeps until a deadline, for repeated tries."""
 
     def __init__(self, timeout: float | None) -> None:
-        """`timeout` in seconds from now; None: for ever."""
+        """`timeout` in seconds from now; None: no limit."""
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._sleep = _FIRST_SLEEP
 
@@ -33,7 +33,7 @@ class Pause:
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
     def sleep(self) -> bool:
-        """Sleep a little; False, without sleeping, when the time is over."""
+        """Sleep a little; False, without sleeping, after the deadline."""
         left = self.left()
         if left == 0.0:
             return False
@@ -43,17 +43,17 @@ class Pause:
 
 
 def try_lock(fd: int, byte: int, *, exclusive: bool = True) -> bool:
-    """Lock the byte if nobody else's lock forbids it. Does not block.
+    """Lock the byte unless another lock forbids it. Does not block.
 
     Raises:
-        LightcacheError: the descriptor is closed or not opened for it.
+        LightcacheError: the descriptor is closed, or was not opened for locks.
     """
     code = _native.quick().lcs_byte_lock(fd, byte, exclusive)
     return code != Code.BUSY and check(code, "lock a byte of the object") == 0
 
 
 def lock(fd: int, byte: int, pause: Pause, *, exclusive: bool = True) -> bool:
-    """Lock the byte, asking again until the pause's time is over; then False."""
+    """Lock the byte, retrying until the pause's deadline; then return False."""
     while not try_lock(fd, byte, exclusive=exclusive):
         if not pause.sleep():
             return False
@@ -61,12 +61,12 @@ def lock(fd: int, byte: int, pause: Pause, *, exclusive: bool = True) -> bool:
 
 
 def unlock(fd: int, byte: int) -> None:
-    """Let go of the byte; nothing happens when it was not locked."""
+    """Unlock the byte; does nothing if it was not locked."""
     check(_native.quick().lcs_byte_unlock(fd, byte), "unlock a byte of the object")
 
 
 def held(fd: int, byte: int, length: int = 1) -> bool:
-    """Whether any description but `fd`'s holds a lock in `[byte, byte + length)`."""
+    """True if another description than that of `fd` holds a lock in `[byte, byte + length)`."""
     return check(_native.quick().lcs_byte_held(fd, byte, length), "look at a byte's lock") == 1
 
 
@@ -77,7 +77,8 @@ def locked(
     """Hold the byte for the body of a with statement.
 
     Raises:
-        LockTimeout: somebody else held it for `timeout` seconds (None: no limit; 0: try once).
+        LockTimeout: another description held it for `timeout` seconds (None: no limit; 0: try
+            once).
     """
     pause = Pause(timeout)
     try:
@@ -87,7 +88,7 @@ def locked(
                 "`lightcache ls` and `lightcache dump` who creates or replaces it"
             )
         yield
-    except GeneratorExit:  # an interrupt kept the statement from ending; perhaps `fd` is closed
+    except GeneratorExit:  # an interrupt prevented the statement's end; `fd` may be closed
         _native.quick().lcs_byte_unlock(fd, byte)
         raise
     except BaseException:

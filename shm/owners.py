@@ -1,4 +1,4 @@
-"""Whose an object is, for messages and tables."""
+"""Owners of objects, for messages and tables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def user(uid: int) -> str:
-    """A user for people: "1000 (alice)"; the number alone where it has no name here."""
+    """A user as text: "1000 (alice)"; only the number if it has no name here."""
     try:
         return f"{uid} ({pwd.getpwuid(uid).pw_name})"
     except (KeyError, OverflowError):
@@ -25,8 +25,9 @@ def _group(gid: int) -> str:
 
 
 def whose(path: str | os.PathLike[str]) -> str:
-    """Who may do what with it, and who we are: what "Permission denied" leaves out. Where it is not
-    there, or cannot be seen, the nearest folder above it that can."""
+    """Owner, group and mode of a path, and this process's user: the facts missing from "Permission
+    denied". If the path does not exist, or is not visible, uses the nearest folder above it that
+    is."""
     at = Path(path)
     while True:
         try:

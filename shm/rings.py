@@ -24,18 +24,19 @@ OPERATIONS = {1: "push", 2: "pop", 3: "check"}  # OP_* in native/ring_api.c
 class SharedRing:
     """At most `capacity` messages of at most `message_bytes` bytes each, first in, first out.
 
-    Every change takes the segment's lock and has happened wholly or not at all, whoever is killed
-    when (`shm/native/ring.h`):
+    Every change takes the segment's lock and is atomic, even if processes are killed
+    (`shm/native/ring.h`):
 
-    - All pushes have one order, and messages are popped in it; so those of one producer, or of one
-      thread of it, arrive in the order in which it pushed them.
-    - A message is returned by one pop at most. It is lost if, between taking it out and returning
-      it, its consumer is killed, or leaves `pop` through what a signal handler raises.
-    - A producer that is killed, or leaves `push` so, has pushed the message wholly or not at all,
-      and did if `push` had returned. Nobody waits for the dead. Who waits is not served in turn.
+    - All pushes have one order, and messages are popped in it. So the messages of one producer, or
+      of one thread of it, arrive in the order in which it pushed them.
+    - At most one pop returns a message. The message is lost if its consumer is killed, or leaves
+      `pop` by a signal handler's exception, after removing it and before returning it.
+    - If a producer is killed, or leaves `push` by such an exception, the message is pushed
+      completely or not at all; it is pushed if `push` had returned. No process waits for a dead
+      one. Waiters are not served in order.
 
-    The methods ending in `_many` move in one step what one hold of the lock may: at most 256
-    messages and 256 KiB. Larger things belong in pages or segments, with a message to say where.
+    A `_many` method moves as much in one step as one hold of the lock allows: at most 256 messages
+    and 256 KiB. Put larger data in pages or segments, and send its location.
     """
 
     def __init__(self, segment: Segment, *, lock_timeout: float = 10.0) -> None:
@@ -52,7 +53,7 @@ class SharedRing:
             )
         if not segment.readonly:
             segment.join("ring")
-            segment.free_slot_on_close()  # which is all that a client has, however it leaves
+            segment.free_slot_on_close()  # a client holds nothing else
         self._room_for_one = ctypes.c_char * self.message_bytes
         self._filled = Event(segment, layout.RingRoot.filled.offset)
         self._drained = Event(segment, layout.RingRoot.drained.offset)
@@ -73,10 +74,11 @@ class SharedRing:
         group: str | int | None = None,
         lock_timeout: float = 10.0,
     ) -> SharedRing:
-        """Create one that does not exist; see `Segment.create` for name, lifetime, group, errors.
+        """Create a ring that does not exist; see `Segment.create` for name, lifetime, group,
+        errors.
 
         Args:
-            lock_timeout: seconds that a call of ours waits for the ring's lock.
+            lock_timeout: seconds that a call waits for the ring's lock.
 
         Raises:
             ConfigError: capacity not 1 to 2^24, message_bytes not 1 to 65,536.
@@ -96,8 +98,8 @@ class SharedRing:
         group: str | int | None = None,
         lock_timeout: float = 10.0,
     ) -> SharedRing:
-        """Attach to an equal one, with the messages that are in it, or create it; see
-        `Segment.open`, and `create` for `lock_timeout`."""
+        """Attach to an equal ring, with its messages, or create it; see `Segment.open`, and
+        `create` for `lock_timeout`."""
         arranged = _arranged(name, capacity, message_bytes)
         segment = Segment.open(**arranged, lifetime=lifetime, group=group)
         return cls._over(segment, lock_timeout)
@@ -112,7 +114,7 @@ class SharedRing:
         lock_timeout: float = 10.0,
         timeout: float | None = DEFAULT_TIMEOUT,
     ) -> SharedRing:
-        """Attach to one that exists; see `Segment.attach`, also for `timeout`, and `create` for
+        """Attach to an existing ring; see `Segment.attach` for `timeout`, and `create` for
         `lock_timeout`."""
         segment = Segment.attach(
             name,
@@ -133,21 +135,20 @@ class SharedRing:
             segment.close()
             raise
 
-    # ---- pushing
+    # ---- push
 
     def push(self, data: Message, timeout: float | None = None) -> None:
-        """Put a message behind all others; while the ring is full, wait. Blocks; Ctrl-C ends it at
-        once.
+        """Append a message; wait while the ring is full. Blocks; Ctrl-C ends it at once.
 
         Args:
-            data: its bytes, which are copied; there may be none.
+            data: the bytes, which are copied; may be empty.
             timeout: seconds to wait for room; 0: do not wait; None: no limit. Waiting for the lock
                 is limited by `lock_timeout` instead.
 
         Raises:
             WaitTimeout: there was no room for `timeout` seconds; nothing was pushed.
-            ConfigError: no bytes, or too many; or a wait for no number of seconds.
-            LockTimeout: says who holds the lock, and since when; nothing was pushed.
+            ConfigError: not bytes, or too many; or an invalid `timeout`.
+            LockTimeout: names the lock's holder, and since when; nothing was pushed.
         """
         message = self._bytes(data)
         length = ctypes.c_uint32(len(message))
@@ -158,11 +159,11 @@ class SharedRing:
         self._until(attempt, self._drained, timeout, "full")
 
     def push_many(self, messages: Sequence[Message]) -> int:
-        """Put the first of these messages behind all others, in one step, without waiting for room.
-        Returns how many: 0 when the ring is full or there are none. Go on with the rest.
+        """Append the first of these messages in one step, without waiting for room. Returns their
+        number: 0 if the ring is full or `messages` is empty. Push the rest with further calls.
 
         Raises:
-            ConfigError: one of the first 256 is no bytes, or too many; nothing was pushed.
+            ConfigError: one of the first 256 is not bytes, or is too long; nothing was pushed.
             LockTimeout: as `push`.
         """
         some = [self._bytes(data) for data in messages[: layout.RING_BATCH]]
@@ -189,18 +190,19 @@ class SharedRing:
             )
         return data
 
-    # ---- popping
+    # ---- pop
 
     def pop(self, timeout: float | None = None) -> bytes:
-        """Take out the oldest message; while there is none, wait. Blocks; Ctrl-C ends it at once.
+        """Remove and return the oldest message; wait while there is none. Blocks; Ctrl-C ends it at
+        once.
 
         Args:
-            timeout: as of `push`.
+            timeout: as for `push`.
 
         Raises:
-            WaitTimeout: there was none for `timeout` seconds.
-            ConfigError: a wait for no number of seconds.
-            LockTimeout: says who holds the lock, and since when; nothing was taken out.
+            WaitTimeout: there was no message for `timeout` seconds.
+            ConfigError: an invalid `timeout`.
+            LockTimeout: names the lock's holder, and since when; nothing was removed.
         """
         found: list[bytes] = []
 
@@ -214,8 +216,9 @@ class SharedRing:
         return found[0]
 
     def pop_many(self, limit: int) -> list[bytes]:
-        """Take out the oldest messages, at most `limit`, in one step, without waiting for any. At
-        least one if there is any; fewer than there are when one hold of the lock takes no more.
+        """Remove and return the oldest messages, at most `limit`, in one step, without waiting.
+        Returns at least one if there is any, and fewer than available if one hold of the lock takes
+        no more.
 
         Raises:
             ConfigError: limit below 1.
@@ -232,10 +235,11 @@ class SharedRing:
         code = self._locked("lcx_ring_pop", out, len(out), lengths, limit, what="pop")
         return 0 if code == Code.MISSING else check(code, f"pop from {self.segment.name!r}")
 
-    # ---- looking
+    # ---- inspection
 
     def __len__(self) -> int:
-        """Messages in it. No lock: what others are changing at this moment may count or not."""
+        """Number of messages. Takes no lock: changes of other processes at this moment may count or
+        not."""
         return check(self._calls.quick.lcx_ring_length(self._calls.handle), "len")
 
     def check(self) -> None:
@@ -246,7 +250,7 @@ class SharedRing:
         """
         structures.run_check(self._calls, "lcx_ring_check", f"the ring {self.segment.name!r}")
 
-    # ---- the rest
+    # ---- internals, close
 
     def _locked(self, name: str, *arguments: Any, what: str) -> int:
         return self._calls.locked(name, *arguments, what=f"{what} in {self.segment.name!r}")
@@ -254,7 +258,7 @@ class SharedRing:
     def _until(
         self, attempt: Callable[[], bool], event: Event, timeout: float | None, state: str
     ) -> None:
-        """Until an attempt succeeds; between them sleep until `event`, or a twentieth second."""
+        """Repeat until an attempt succeeds; in between sleep until `event`, or for 50 ms."""
         if attempt():
             return
         try:
@@ -266,7 +270,7 @@ class SharedRing:
             ) from None
 
     def close(self) -> None:
-        """Leave; see `Segment.close`. What is in the ring stays for the others."""
+        """Leave; see `Segment.close`. The messages stay for other clients."""
         self.segment.close()
 
     def __enter__(self) -> SharedRing:

@@ -1,4 +1,4 @@
-"""A named segment of shared memory: its life, who is attached, views of its bytes."""
+"""A named segment of shared memory: its lifetime, its clients, views of its bytes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from lightcache.shm.folders import Folder
 from lightcache.shm.hold import Hold
 from lightcache.shm.layout import Lifetime, SegmentKind
 
-DEFAULT_TIMEOUT = 10.0  # seconds to wait for a creator: a million pages are laid out in less
+DEFAULT_TIMEOUT = 10.0  # seconds to wait for a creator; laying out a million pages takes less
 
 Hook = Callable[["Segment"], None]
 
 
 def free_dead_slots(segment: Segment) -> None:
-    """The reaper of a segment without a structure: a dead client leaves nothing but its slot."""
+    """The reaper of a segment without a structure, where a dead client leaves only its slot."""
     for slot in range(1, layout.SLOTS):
         code = _native.quick().lcs_slot_free_dead(segment.attachment, slot)
         if code not in (Code.BUSY, Code.MISSING, Code.RANGE):
@@ -32,19 +32,19 @@ def free_dead_slots(segment: Segment) -> None:
 
 
 class Segment:
-    """An attach of this process to a named segment.
+    """This process's handle of a named segment.
 
     Make one with `create` (fails if the name exists), `attach` (never writes the layout) or `open`
-    (attach to an equal one, else create), and end it with `close` or a with statement. Threads may
-    share it. A forked child may not use it: every method raises Detached there, and `close` too
-    touches nothing; the child attaches for itself.
+    (attaches to an equal one, else creates), and end it with `close` or a with statement. Threads
+    may share it. A forked child may not use it: every method raises Detached there, and `close`
+    changes nothing; the child attaches for itself.
 
-    Who attaches for writing counts as somebody who lives in the segment, and gets a slot of the
-    client table by `join`. Readers (`readonly=True`) map it PROT_READ and can corrupt nothing.
+    A client attached for writing keeps the segment alive, and takes a slot of the client table with
+    `join`. Readers (`readonly=True`) map it PROT_READ and can corrupt nothing.
     """
 
     def __init__(self, hold: Hold, reaper: Hook | None) -> None:
-        """For `create`, `attach` and `open`; nobody else calls this."""
+        """For `create`, `attach` and `open` only."""
         self._hold = hold
         self._client: ClientSlot | None = None
         header = hold.header()
@@ -53,13 +53,13 @@ class Segment:
         self.lifetime = Lifetime(header.lifetime)
         self.uuid = bytes(header.uuid).hex()
         self.config: Mapping[str, Any] = wanted.config_of(header)
-        # A structure's clients leave more than a slot behind; only its own reaper may free them.
+        # A structure's dead clients leave more than a slot; only its own reaper may free them.
         plain = self.kind is SegmentKind.PLAIN
         self._reaper = reaper or (free_dead_slots if plain else None)
         hold.frees_slot = plain
         self._finalizer = weakref.finalize(self, hold.dispose)
 
-    # ---- making one
+    # ---- create, attach, open
 
     @classmethod
     def create(
@@ -80,18 +80,20 @@ class Segment:
         """Create a segment that does not exist yet, with all its memory.
 
         Args:
-            name: ASCII letters, digits, `._-`; at most 180.
-            payload_bytes: room for the structure, zeroed, at `payload_offset`.
-            config: what those who attach may compare; JSON, at most 2,048 bytes.
-            layout_facts: text that describes the records inside; others must give the same.
-            lifetime: "attached" (unlinked by the last to leave) or "persistent".
-            idle_limit: seconds; a persistent one that no client used for so long, and in which none
-                lives, is removed by the next `open`, `create` or `sweep` that needs its room.
-                None: never.
-            group: also its members may attach: mode 0660 instead of 0600.
-            initialise: lays out the payload, before anybody can attach. What it raises undoes all.
+            name: ASCII letters, digits, `._-`; at most 180 characters.
+            payload_bytes: size of the structure, zeroed, at `payload_offset`.
+            config: JSON that attaching processes may compare, at most 2,048 bytes.
+            layout_facts: text that describes the records inside; other processes must pass the
+                same.
+            lifetime: "attached" (unlinked by the last client to leave) or "persistent".
+            idle_limit: seconds. A persistent segment that was unused for this long and has no live
+                client is removed by the next `open`, `create` or `sweep` that needs its room. None:
+                never.
+            group: the group whose members may attach too: mode 0660 instead of 0600.
+            initialise: lays out the payload, before another process can attach. An exception undoes
+                the creation.
             reaper: called by `join` when all slots are taken, to free those of dead clients.
-            timeout: seconds to wait while somebody else is creating it; None: for ever.
+            timeout: seconds to wait for another process that is creating it; None: no limit.
 
         Raises:
             ConfigError, InUse (it exists), NotReady, NoSpace, PermissionDenied.
@@ -122,13 +124,14 @@ class Segment:
         reaper: Hook | None = None,
         timeout: float | None = DEFAULT_TIMEOUT,
     ) -> Segment:
-        """Attach to a segment that exists. Only what is given is compared.
+        """Attach to an existing segment. Compares only the arguments that are given.
 
-        Without `layout_facts` the records of a structure inside are not compared: for tools that
-        read the header and the clients only.
+        Without `layout_facts` the records of the structure are not compared: for tools that read
+        only the header and the clients.
 
         Raises:
-            NotReady: there is none (at once), or its creator did not finish in `timeout` seconds.
+            NotReady: the segment does not exist (at once), or its creator did not finish in
+                `timeout` seconds.
             LayoutMismatch: names each item that differs.
             CacheCorrupted, PermissionDenied, ConfigError.
         """
@@ -161,19 +164,19 @@ class Segment:
         reaper: Hook | None = None,
         timeout: float | None = DEFAULT_TIMEOUT,
     ) -> Segment:
-        """Attach to a segment that equals these arguments, or create it. One that outlived its
-        processes is continued as it is.
+        """Attach to a segment that equals these arguments, or create it. A segment that outlived
+        its processes keeps its content.
 
         Args:
-            lifetime: None: whatever it has, "attached" for a new one.
-            idle_limit: seconds; a persistent one that no client used for so long, and in which none
-                lives, is removed by the next `open`, `create` or `sweep` that needs its room.
-                None: never. With lifetime None a new one is persistent then.
-            replace: remove one that differs, if nobody lives in it.
+            lifetime: None: keep that of an existing segment; "attached" for a new one.
+            idle_limit: seconds. A persistent segment that was unused for this long and has no live
+                client is removed by the next `open`, `create` or `sweep` that needs its room. None:
+                never. If given with lifetime None, a new segment is persistent.
+            replace: remove a segment that differs, if it has no live client.
 
         Raises:
-            LayoutMismatch: it differs, and `replace` is False.
-            InUse: it differs, `replace` is True, and somebody lives in it.
+            LayoutMismatch: the segment differs and `replace` is False.
+            InUse: the segment differs, `replace` is True, and it has a live client.
             Otherwise as `create` and `attach`.
         """
         expected = wanted.want(
@@ -196,12 +199,12 @@ class Segment:
         group: str | int | None = None,
         timeout: float | None = DEFAULT_TIMEOUT,
     ) -> bool:
-        """Retire a segment and remove its name and what depends on it; False when there is none.
-        Whoever is still attached finds it retired.
+        """Retire a segment and remove its name and its dependents; False if there is none. Attached
+        clients then find it retired.
 
         Raises:
-            InUse: somebody is attached, and `force` is False.
-            LockTimeout: somebody was creating or replacing it for `timeout` seconds.
+            InUse: a client is attached, and `force` is False.
+            LockTimeout: another process was creating or replacing it for `timeout` seconds.
             PermissionDenied, ConfigError.
         """
         expected = wanted.want(
@@ -218,18 +221,20 @@ class Segment:
     # ---- clients
 
     def join(self, role: str = "", *, device: bool = False) -> ClientSlot:
-        """Take a slot of the client table; it is given back by `close`.
+        """Take a slot of the client table; `close` gives it back.
 
-        Whoever uses a device attaches before making the device's context: the kernel closes files
-        last-opened first, so the slot is then seen to live as long as the device may still write.
+        A process that uses a device must attach before it makes the device's context. The kernel
+        closes files last-opened first, so the slot then counts as alive for as long as the device
+        may write.
 
         Args:
-            role: for people; at most 31 bytes of UTF-8 are kept.
-            device: this client has a device that may go on copying after its death.
+            role: a label for operators; at most 31 bytes of UTF-8 are kept.
+            device: True: this client has a device that may continue to copy after the client's
+                death.
 
         Raises:
-            InUse: all 63 slots are taken by living clients, or we have one already.
-            ConfigError: it was made in another time namespace, where the clock is another one.
+            InUse: living clients hold all 63 slots, or this handle has joined already.
+            ConfigError: the segment was made in another time namespace, which has another clock.
             PermissionDenied: attached read-only.
             Detached: closed, retired, or a forked child.
         """
@@ -250,19 +255,19 @@ class Segment:
                     f"{what}: more clients than slots; all {layout.SLOTS - 1} are taken "
                     f"({clients.describe(self.clients())}); close one, or reap the dead"
                 )
-            if code != Code.TWICE:  # an interrupt came after an earlier claim: it is ours
+            if code != Code.TWICE:  # an interrupt came after an earlier claim: the slot is ours
                 check(code, what)
             slot = _native.quick().lcs_attachment_slot(self.attachment)
             epoch = _native.quick().lcs_attachment_epoch(self.attachment)
             self._client = ClientSlot(slot, epoch, encoded.decode())
-            # From here on the slot's byte says that we live in it.
+            # From here on the slot's byte shows that this client is alive.
             ofd.unlock(self._hold.opened.fd, layout.BYTE_READERS)
             self._hold.mark_used()
             return self._client
 
     def _check_clock(self, what: str) -> None:
-        """Deadlines of tickets and quarantine are times of CLOCK_MONOTONIC, and clients are told
-        apart by when they started: both mean something else in another time namespace."""
+        """Raise in another time namespace: deadlines of tickets and quarantine use CLOCK_MONOTONIC,
+        and clients are distinguished by their start times."""
         theirs, ours = self.header().time_namespace, _native.quick().lcs_time_namespace()
         if theirs and ours and theirs != ours:
             raise ConfigError(
@@ -274,11 +279,11 @@ class Segment:
 
     @property
     def client(self) -> ClientSlot | None:
-        """Our slot, after `join`."""
+        """This client's slot, after `join`."""
         return self._client
 
     def clients(self) -> list[ClientInfo]:
-        """Everybody who has a slot, living or dead. About 1 us a slot; takes no lock."""
+        """All clients that have a slot, living or dead. About 1 us a slot; takes no lock."""
         with self._hold.used():
             length = layout.SLOTS * ctypes.sizeof(layout.ClientRecord)
             table = ctypes.string_at(self.address + layout.CLIENTS_OFFSET, length)
@@ -286,11 +291,11 @@ class Segment:
             return clients.read_table(table, self._hold.opened.fd, own)
 
     def lives(self, slot: int, epoch: int) -> bool:
-        """Whether the client that got this slot in that epoch is still there. A system call at
-        most; takes no lock.
+        """True if the client that took this slot in that epoch is still alive. Makes at most one
+        system call; takes no lock.
 
         Raises:
-            ConfigError: no slot, 1 to 63.
+            ConfigError: the slot is not 1 to 63.
             Detached: closed, retired, or a forked child.
         """
         if not 0 < slot < layout.SLOTS:
@@ -299,22 +304,22 @@ class Segment:
             own = self._client is not None and self._client.slot == slot
             alive = own or ofd.held(self._hold.opened.fd, layout.BYTE_SLOTS + slot)
             where = self.address + layout.CLIENTS_OFFSET + slot * ctypes.sizeof(layout.ClientRecord)
-            # Behind the lock: whoever took the slot over meanwhile has another epoch.
+            # After testing the lock: a client that took the slot over since has another epoch.
             record = layout.ClientRecord.from_address(where)
             taken = record.state != layout.ClientState.FREE
             return alive and taken and int(record.epoch) == epoch
 
     def mark_used(self) -> None:
-        """Say that a client uses it at this moment: an idle limit counts from the last such moment.
-        Joining, leaving and taking the lock say so by themselves. One store; nothing where it is
-        attached read-only or closed."""
+        """Record that a client uses the segment now: an idle limit counts from the last such
+        moment. Joining, leaving and taking the lock do this by themselves. One store; does nothing
+        if attached read-only or closed."""
         self._hold.mark_used()
 
     # ---- memory
 
     @property
     def address(self) -> int:
-        """Where the segment is mapped. Only valid while attached; see `busy`.
+        """Address of the mapping. Only valid while attached; see `busy`.
 
         Raises:
             Detached: closed, or a forked child, where nothing is mapped.
@@ -325,8 +330,8 @@ class Segment:
 
     @property
     def attachment(self) -> int:
-        """What the core's calls take: the address of an `lcs_attachment`, valid as long as this
-        object lives, also after `close` and in forked children (the calls then say so)."""
+        """The address of an `lcs_attachment`, for the core's calls. Valid as long as this object
+        lives, also after `close` and in forked children, where the calls report that."""
         return self._hold.attachment
 
     @property
@@ -336,24 +341,24 @@ class Segment:
 
     @property
     def payload_offset(self) -> int:
-        """Where the structure begins: past header, clients, lock and undo log."""
+        """Start of the structure: after header, clients, lock and undo log."""
         return layout.PAYLOAD_OFFSET
 
     @property
     def payload_bytes(self) -> int:
-        """Room behind `payload_offset`, rounded up to whole pages."""
+        """Size from `payload_offset` on, rounded up to whole pages."""
         return self._hold.bytes - layout.PAYLOAD_OFFSET
 
     @property
     def readonly(self) -> bool:
-        """Whether it is mapped PROT_READ."""
+        """True if it is mapped PROT_READ."""
         return self._hold.readonly
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """Bytes of the segment, counted from its beginning; read-only if the attach is.
+        """Bytes of the segment, from offset 0; read-only if the handle is.
 
-        While the view, or an array made of it, lives, `close` raises InUse. In a forked child it
-        must not be touched: nothing is mapped there.
+        While the view, or an array made of it, exists, `close` raises InUse. A forked child must
+        not touch it: nothing is mapped there.
 
         Raises:
             ConfigError: not within the segment.
@@ -362,7 +367,7 @@ class Segment:
         return self._hold.view(offset, nbytes, self)
 
     def busy(self) -> contextlib.AbstractContextManager[None]:
-        """For the time of a call that lets the GIL go: until it ends, `close` raises InUse.
+        """Context for a call that releases the GIL: until it ends, `close` raises InUse.
 
         Raises:
             Detached: closed, retired, or a forked child.
@@ -372,17 +377,17 @@ class Segment:
     # ---- state
 
     def check_usable(self) -> None:
-        """Raise Detached when closed, retired, or in a forked child."""
+        """Raise Detached if closed, retired, or in a forked child."""
         self._hold.check_usable()
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed here."""
+        """True after `close` of this handle."""
         return self._hold.closed
 
     @property
     def retired(self) -> bool:
-        """Whether it was replaced or unlinked; then close it, and open again."""
+        """True if the segment was replaced or unlinked; close this handle, and open again."""
         with contextlib.suppress(Detached):
             self._hold.check_usable()
             return False
@@ -398,7 +403,7 @@ class Segment:
         return self._hold.header()
 
     def stat(self) -> os.stat_result:
-        """Owner, group, mode and size of the object: what its dependents should have too.
+        """Owner, group, mode and size of the object, which its dependents should share.
 
         Raises:
             Detached: closed, or a forked child.
@@ -407,40 +412,40 @@ class Segment:
         return os.fstat(self._hold.opened.fd)
 
     def dependent_name(self, what: str) -> str:
-        """The name of an object that lives and ends with this segment, such as its pool."""
+        """Name of an object that is removed together with this segment, such as its pool."""
         return names.dependent_name(self.name, what, self.uuid)
 
     def folder(self) -> Folder:
-        """The folder of this segment's dependents, opened; close it. It is /dev/shm unless the
-        configuration says otherwise (`folders.FOLDER_ITEM`).
+        """Open the folder of this segment's dependents; the caller closes it. It is /dev/shm unless
+        the configuration names another (`folders.FOLDER_ITEM`).
 
         Raises:
-            NotReady: it is not there, or not mounted here.
-            PermissionDenied, ConfigError: not for us, or not in memory.
+            NotReady: it does not exist, or is not mounted here.
+            PermissionDenied, ConfigError: not accessible, or not in memory.
         """
         return Folder.open(folders.path_in(dict(self.config)) or names.FOLDER)
 
-    # ---- the end
+    # ---- close
 
     def close(self) -> None:
-        """Leave: give back the slot, and if the lifetime is "attached" and nobody else lives in
-        it, unlink it with all that depends on it. A second call does nothing.
+        """Detach and give back the slot. If the lifetime is "attached" and no other client is left,
+        unlink the segment and its dependents. A second call does nothing.
 
-        A structure takes back what its client holds before, then calls `free_slot_on_close`.
+        A structure first takes back what its client holds, then calls `free_slot_on_close`.
 
         Raises:
-            InUse: views live, or calls are under way; nothing was changed.
+            InUse: views exist, or calls are running; nothing was changed.
             Detached: in a forked child.
         """
         self._hold.close()
 
     def check_closable(self) -> None:
-        """Raise InUse while views live or calls are under way: `close` would."""
+        """Raise InUse while `close` would: views exist, or calls are running."""
         self._hold.check_closable()
 
     def free_slot_on_close(self) -> None:
-        """Say that this client holds nothing in the structure any more. Without it a structure's
-        slot stays taken at `close`, and the next reaper finds it dead."""
+        """Declare that this client holds nothing in the structure any more. Otherwise a structure's
+        slot stays taken after `close`, and the next reaper finds it dead."""
         self._hold.frees_slot = True
 
     def __enter__(self) -> Segment:
@@ -452,7 +457,7 @@ class Segment:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if not self._hold.inherited:  # a forked child leaves the statement without a word
+        if not self._hold.inherited:  # a forked child leaves the statement without an error
             leave(self.close, error)
 
     def __repr__(self) -> str:
@@ -461,7 +466,8 @@ class Segment:
 
 
 class _Maker:
-    """Wraps a hold into a Segment as soon as the header stands, for `initialise` to work with."""
+    """Wraps a hold into a Segment as soon as the header exists, so that `initialise` gets a
+    Segment."""
 
     def __init__(self, reaper: Hook | None, initialise: Hook | None) -> None:
         self._reaper = reaper
@@ -475,7 +481,7 @@ class _Maker:
                 self._made, self._wrapped = Segment(hold, self._reaper), hold
             except BaseException as error:
                 hold.discard()
-                if type(error) is ValueError:  # a kind or lifetime that only a later release knows
+                if type(error) is ValueError:  # a kind or lifetime of a later release
                     raise ConfigError(f"the segment {hold.opened.name!r}: {error}") from error
                 raise
         return self._made

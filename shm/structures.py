@@ -1,4 +1,4 @@
-"""The part of the core that the standalone structures call."""
+"""The part of the core used by the standalone structures."""
 
 from __future__ import annotations
 
@@ -87,10 +87,11 @@ def library() -> _native.Library:
 
 
 def item_of(segment: Segment, item: str) -> int:
-    """A number in the configuration of a segment, which anybody who may write it may have changed.
+    """A number in the configuration of a segment. Any process that may write the segment may have
+    changed it.
 
     Raises:
-        CacheCorrupted: it is not there, or no number of at least 1.
+        CacheCorrupted: it is missing, or not a number of at least 1.
     """
     value = segment.config.get(item)
     if type(value) is not int or value < 1:
@@ -102,7 +103,7 @@ def item_of(segment: Segment, item: str) -> int:
 
 
 def size_of(value: Any, what: str, high: int) -> int:
-    """A capacity, checked.
+    """Check a capacity.
 
     Raises:
         ConfigError: not an integer from 1 to `high`.
@@ -112,8 +113,8 @@ def size_of(value: Any, what: str, high: int) -> int:
     return value
 
 
-# Of each kind that changes under the lock alone: the items of its configuration, as the core takes
-# them, and their bounds.
+# For each kind that changes only under the lock: its configuration items in the core's order, and
+# their bounds.
 _COPIED: Mapping[SegmentKind, tuple[str, Mapping[str, int]]] = {
     SegmentKind.LIST: ("lcx_list_check_copy", {"nodes": 1 << 28, "lists": 1 << 16}),
     SegmentKind.DICT: ("lcx_dict_check_copy", {"capacity": 1 << 25}),
@@ -126,24 +127,24 @@ _COPIED: Mapping[SegmentKind, tuple[str, Mapping[str, int]]] = {
 
 @dataclass(frozen=True)
 class CopyReport:
-    """What `check_copy` found."""
+    """Result of `check_copy`."""
 
     problem: str
-    """The first invariant that is broken; empty: none."""
+    """The first broken invariant; empty: none."""
     recovered: int
-    """Entries of the undo log of an unfinished step, undone in the copy."""
+    """Undo log entries of an unfinished step that were undone in the copy."""
 
 
 def check_copy(kind: SegmentKind, config: Mapping[str, Any], where: int, nbytes: int) -> CopyReport:
-    """Check a copy of a list, dict or ring, after undoing in it what an unfinished step had stored.
-    For tools, which take no lock and no slot.
+    """Check a copy of a list, dict or ring, after undoing an unfinished step in it. For tools,
+    which take no lock and no slot.
 
     Args:
-        config: as the header has it; nothing of it is believed.
-        where, nbytes: the copy of the whole segment. It is changed by the undoing.
+        config: as in the header; not trusted.
+        where, nbytes: the copy of the whole segment. The undoing changes it.
 
     Raises:
-        ConfigError: another kind: logs and counters are checked as they are, by a reader.
+        ConfigError: another kind: readers check logs and counters in place.
     """
     if kind not in _COPIED:
         raise ConfigError(f"a copy of a {kind.name.lower()} cannot be checked")
@@ -164,7 +165,7 @@ def check_copy(kind: SegmentKind, config: Mapping[str, Any], where: int, nbytes:
 
 
 def run_check(calls: LockedCalls, name: str, what: str) -> None:
-    """Let a structure check itself.
+    """Run a structure's own check.
 
     Raises:
         CacheCorrupted: names the first invariant that is broken.

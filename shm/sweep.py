@@ -1,6 +1,6 @@
-"""Removing what nobody needs: what creators left, caches whose clients were all killed, dependents
-without their segment, and persistent caches beyond their idle limits. Only what belongs to this
-user, and never by name alone."""
+"""Removes what is no longer needed: leftovers of dead creators, caches whose clients were all
+killed, dependents without their segment, and persistent caches beyond their idle limits. Removes
+only objects of this user, and never by name alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightcache.shm.wanted import is_foreign
 
 
 def remove_leftover(name: str, group: int | None) -> bool:
-    """Remove a segment that is not ready or retired, unless somebody is at work on it. True: look
+    """Remove a segment that is retired or not ready, unless a process is working on it. True: look
     at the name again. Does not block.
 
     Raises:
@@ -28,7 +28,7 @@ def remove_leftover(name: str, group: int | None) -> bool:
         return True
     with contextlib.closing(opened):
         opened.check_access(group)
-        # The lock first, the header after: a creator that we lock out has stored `ready`.
+        # The lock first, then the header: a creator that has released the lock has stored `ready`.
         if not ofd.try_lock(opened.fd, layout.BYTE_LIFE):
             return False
         header = opened.header()
@@ -43,15 +43,15 @@ def remove_leftover(name: str, group: int | None) -> bool:
 
 @dataclass(frozen=True)
 class Leftover:
-    """Something of this user's that nobody needs."""
+    """An object of this user that is not needed."""
 
     object_name: str
-    """Begins with a slash; for a segment also all that depends on it goes."""
+    """Begins with a slash. Removing a segment also removes its dependents."""
     name: str
-    """Of the segment."""
+    """Name of the segment."""
     why: str
     bytes: int
-    """Memory that is free when it is gone, what depends on it included."""
+    """Memory that removing it frees, including that of its dependents."""
 
 
 def leftovers(prefix: str = "") -> list[Leftover]:
@@ -79,17 +79,17 @@ def sweep(
     only: Collection[str] | None = None,
     idle: bool = True,
 ) -> list[str]:
-    """Remove everything of this user's that nobody needs. Does not block.
+    """Remove all objects of this user that are not needed. Does not block.
 
-    That is: what a creator left that died before finishing, segments of lifetime "attached" in
-    which nobody lives any more, retired ones, dependents without their segment, and persistent
-    segments that nobody used for longer than their idle limit.
+    These are: leftovers of dead creators, segments of lifetime "attached" without a live client,
+    retired segments, dependents without their segment, and persistent segments beyond their idle
+    limits.
 
     Args:
-        spare: leave this segment alone.
-        prefix: only segments whose names begin so, and what belongs to them.
-        only: of these object names, as `leftovers` gives them; None: all.
-        idle: also those beyond their idle limit.
+        spare: do not remove this segment.
+        prefix: only segments whose names begin with it, and their dependents.
+        only: only these object names, as from `leftovers`; None: all.
+        idle: also remove segments beyond their idle limits.
 
     Returns:
         The names of the objects removed, each beginning with a slash.
@@ -100,7 +100,7 @@ def sweep(
             continue
         if only is not None and names.object_name(name) not in only:
             continue
-        # Whatever is wrong with somebody else's object is no matter of ours.
+        # Errors of other users' objects do not matter here.
         with contextlib.suppress(LightcacheError, OSError), _unneeded(name) as left:
             if left and (idle or not left[0].is_idle()):
                 left[0].remove_locked()
@@ -116,13 +116,13 @@ def sweep(
 
 
 def make_room(enough: Callable[[], bool], spare: str | None = None) -> list[str]:
-    """Remove what nobody needs until there is room: first what the dead left, then persistent
-    segments beyond their idle limits, the one unused for longest first, and no more of these than
-    it takes. Does not block.
+    """Remove what is not needed until there is room: first leftovers of dead processes, then
+    persistent segments beyond their idle limits, longest unused first, and no more of these than
+    necessary. Does not block.
 
     Args:
-        enough: whether there is room now.
-        spare: leave this segment alone.
+        enough: returns True if there is room.
+        spare: do not remove this segment.
 
     Returns:
         As `sweep`.
@@ -138,7 +138,7 @@ def make_room(enough: Callable[[], bool], spare: str | None = None) -> list[str]
 
 
 def _longest_idle(spare: str | None) -> list[str]:
-    """Segments beyond their idle limits, the one unused for longest first."""
+    """Segments beyond their idle limits, longest unused first."""
     found = []
     for name in names.segment_names():
         with contextlib.suppress(LightcacheError, OSError):
@@ -152,8 +152,8 @@ def _longest_idle(spare: str | None) -> list[str]:
 
 @contextlib.contextmanager
 def _unneeded(name: str) -> Iterator[tuple[OpenObject, str] | None]:
-    """A segment that nobody needs, its life byte held exclusively, and why; None: it is needed, or
-    at work.
+    """A segment that is not needed, with its life byte held exclusively, and the reason; None: it
+    is needed, or being worked on.
 
     Raises:
         PermissionDenied: it is not ours.
@@ -188,8 +188,9 @@ def _why_unneeded(opened: OpenObject) -> str | None:
 
 
 def _orphaned(dependent: names.Dependent) -> bool:
-    """A dependent is made after its segment has its UUID, and a UUID never returns: if the segment
-    has another one now, or is gone, the dependent is nobody's for ever."""
+    """True if a dependent belongs to no segment. A dependent is made after its segment has its
+    UUID, and a UUID never returns. So if the segment is gone or has another UUID, the dependent is
+    unowned for good."""
     path = names.FOLDER / dependent.object_name.removeprefix("/")
     if os.stat(path, follow_symlinks=False).st_uid != os.geteuid():
         return False
@@ -201,10 +202,10 @@ def _orphaned(dependent: names.Dependent) -> bool:
 
 
 def sweep_dependent(dependent: names.Dependent) -> list[str]:
-    """Remove a dependent of this user's whose segment is gone, or is another one by now.
+    """Remove a dependent of this user whose segment is gone, or was replaced.
 
     Raises:
-        LightcacheError, OSError: it cannot be seen whether it is needed.
+        LightcacheError, OSError: cannot tell whether it is needed.
     """
     if not _orphaned(dependent):
         return []

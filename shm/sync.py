@@ -1,4 +1,4 @@
-"""Words that processes share: atomic integers, events, and the segment's lock by itself."""
+"""Words that processes share: atomic integers, events, and the segment's lock."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from lightcache.shm.locking import LockedCalls
 from lightcache.shm.segment import Segment
 
 _LOAD, _STORE, _ADD, _OR, _AND, _SWAP = range(6)
-_LOOK_AGAIN = 0.05  # seconds after which a sleeper looks at its condition without being woken
+_LOOK_AGAIN = 0.05  # seconds after which a sleeper checks its condition without being woken
 
 
 def _word(segment: Segment, offset: int, size: int) -> int:
-    """Check that a word of so many bytes lies in the payload, aligned. `offset` counts from the
-    payload's beginning; the result from the segment's."""
+    """Check that a word of this size lies in the payload, aligned. `offset` counts from the start
+    of the payload; the result from the start of the segment."""
     if offset % size or not 0 <= offset <= segment.payload_bytes - size:
         raise ConfigError(
             f"offset: expected a multiple of {size} within the payload's {segment.payload_bytes} "
@@ -40,7 +40,7 @@ class _Atomic:
     _type: ClassVar[Any]
 
     def __init__(self, segment: Segment, offset: int) -> None:
-        """`offset` in bytes from the payload's beginning, a multiple of the size.
+        """`offset` is in bytes from the start of the payload, a multiple of the size.
 
         Raises:
             ConfigError: not aligned, or not within the payload.
@@ -64,31 +64,31 @@ class _Atomic:
         return int(old.value)
 
     def load(self) -> int:
-        """The value."""
+        """Return the value."""
         return self._run(_LOAD, 0)
 
     def store(self, value: int) -> None:
-        """Set it."""
+        """Set the value."""
         self._run(_STORE, value)
 
     def add(self, value: int) -> int:
-        """Add (or with a negative value subtract); returns what it was before."""
+        """Add (subtract, if `value` is negative); returns the previous value."""
         return self._run(_ADD, value)
 
     def fetch_or(self, value: int) -> int:
-        """Set bits; returns what it was before."""
+        """Set bits; returns the previous value."""
         return self._run(_OR, value)
 
     def fetch_and(self, value: int) -> int:
-        """Keep only these bits; returns what it was before."""
+        """Clear all other bits; returns the previous value."""
         return self._run(_AND, value)
 
     def swap(self, value: int) -> int:
-        """Set it; returns what it was before."""
+        """Set the value; returns the previous value."""
         return self._run(_SWAP, value)
 
     def compare_exchange(self, expected: int, value: int) -> bool:
-        """Set it if it is `expected`. Returns whether it was."""
+        """Set the value if it is `expected`. Returns whether it was."""
         found = self._type(expected)
         code = self._compare(
             self._segment.attachment, self._at, ctypes.byref(found), value & ((1 << self._bits) - 1)
@@ -97,33 +97,33 @@ class _Atomic:
 
 
 class AtomicU32(_Atomic):
-    """32 bits."""
+    """A 32-bit atomic."""
 
     _bits = 32
     _type = ctypes.c_uint32
 
 
 class AtomicU64(_Atomic):
-    """64 bits."""
+    """A 64-bit atomic."""
 
     _bits = 64
     _type = ctypes.c_uint64
 
 
 class Event:
-    """Something may have happened: look again. Counts notifications in a word of the payload.
+    """Wakes waiting processes. Counts notifications in a word of the payload.
 
-    Whoever waits looks at its own condition after every notification, and every 50 ms without one:
-    a wake-up lost with a killed sender delays, and no more.
+    A waiter checks its own condition after every notification, and every 50 ms without one. So a
+    wake-up lost with a killed sender only causes a delay.
     """
 
     def __init__(self, segment: Segment, offset: int) -> None:
-        """Raises ConfigError: not a multiple of 4, or not within the payload."""
+        """Raises ConfigError if the offset is not a multiple of 4, or not within the payload."""
         self._segment = segment
         self._at = _word(segment, offset, 4)
 
     def notify(self) -> None:
-        """Wake everybody who waits. Change what they wait for before."""
+        """Wake all waiters. Change their condition before this call."""
         code = structures.library().quick.lcs_event_notify(self._segment.attachment, self._at)
         check(code, "notify")
 
@@ -131,8 +131,8 @@ class Event:
         """Sleep until `condition()` is true. Blocks; Ctrl-C ends it at once.
 
         Raises:
-            ConfigError: `timeout` is no number; a nan would be waited for without an end.
-            WaitTimeout: it was not, for `timeout` seconds (None: no limit).
+            ConfigError: `timeout` is not a number; a nan would never end.
+            WaitTimeout: the condition stayed false for `timeout` seconds (None: no limit).
         """
         if timeout is not None and not _seconds(timeout):
             raise ConfigError(f"timeout: expected seconds, or None, found {timeout!r}")
@@ -164,21 +164,21 @@ def _seconds(timeout: Any) -> bool:
 
 @dataclass(frozen=True)
 class LockTaken:
-    """The lock is held. `owner_died`: its last owner was killed while holding it, so whatever the
-    lock protects may be half changed: mend it before you go on."""
+    """The lock is held. `owner_died`: its last owner was killed while holding it, so the protected
+    data may be half changed: repair it before you continue."""
 
     owner_died: bool
 
 
 class RobustLock:
-    """The lock of a plain segment: any holder may be killed, and the next one is told.
+    """The lock of a plain segment. Any holder may be killed; the next one is told.
 
-    One for each segment; structures (`SharedDict`, the page index) use theirs themselves. The
-    segment must be joined. Threads of one process exclude each other as well; not reentrant.
+    One for each segment; structures (`SharedDict`, the page index) use their segment's lock
+    themselves. The segment must be joined. Also excludes threads of one process; not reentrant.
     """
 
     def __init__(self, segment: Segment) -> None:
-        """Raises ConfigError when the segment holds a structure, whose lock is its own."""
+        """Raises ConfigError if the segment holds a structure, which uses the lock itself."""
         if segment.kind.name != "PLAIN":
             raise ConfigError(
                 f"{segment.name!r} holds a {segment.kind.name.lower()}, which uses its lock itself"
@@ -189,10 +189,10 @@ class RobustLock:
 
     @contextmanager
     def hold(self, timeout: float = 10.0) -> Iterator[LockTaken]:
-        """Hold it for the body of a with statement. Blocks.
+        """Hold the lock for the body of a with statement. Blocks.
 
         Raises:
-            LockTimeout: says who has held it for how long.
+            LockTimeout: says who has held the lock, and for how long.
             PermissionDenied: the segment was not joined.
             Detached: closed, replaced, or a forked child.
         """

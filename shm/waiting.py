@@ -1,8 +1,8 @@
 """Conditions and events that an interrupt never leaves locked.
 
-Python raises what a signal handler raises between two instructions of its own. The standard
-`threading.Condition` takes and releases its lock in functions of Python: an interrupt between the
-two steps keeps it locked for good, and every other thread waits.
+Python raises a signal handler's exception between two of its own instructions. The standard
+`threading.Condition` takes and releases its lock in Python functions: an interrupt between the two
+steps leaves it locked for good, and every other thread waits.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from typing import Any
 
 
 class Condition(threading.Condition):
-    """As the standard one, of an RLock."""
+    """The standard condition, with an RLock."""
 
     _lock: Any
     _waiters: deque[Any]
     _release_save: Callable[[], Any]
     _acquire_restore: Callable[[Any], None]
-    # A `with` looks both up before it takes the lock, then calls the lock's own C functions.
+    # A `with` looks up both before it takes the lock, then calls the lock's own C functions.
     __enter__ = property(attrgetter("_lock.__enter__"))
     __exit__ = property(attrgetter("_lock.__exit__"))
 
     def __init__(self, lock: Any = None) -> None:
-        """Its lock is an RLock, its own or that of another condition."""
+        """The lock is an RLock: a new one, or that of another condition."""
         super().__init__(lock)
 
     @property
     def lock(self) -> Any:
-        """For another condition of the same lock."""
+        """The lock, for another condition of the same lock."""
         return self._lock
 
     def wait(self, timeout: float | None = None) -> bool:
-        """As the standard one. The lock is held when it returns, and when it raises."""
+        """Like the standard one. The lock is held when it returns or raises."""
         waiter = threading.Lock()
         waiter.acquire()
         released: list[Any] = []
@@ -56,7 +56,7 @@ class Condition(threading.Condition):
 
 
 class Event(threading.Event):
-    """As the standard one."""
+    """The standard event, over this `Condition`."""
 
     def __init__(self) -> None:
         """Not set."""

@@ -1,4 +1,4 @@
-"""What a caller expects of a segment, and the comparison with what is there."""
+"""The caller's expectations of a segment, and their comparison with an existing one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MOST_IDLE = 1 << 32
 
 @dataclass(frozen=True)
 class SegmentSpec:
-    """Arguments of create, attach and open, checked. None: whatever is there will do."""
+    """Arguments of create, attach and open, checked. None: any value is accepted."""
 
     name: str
     kind: SegmentKind | None
@@ -46,7 +46,7 @@ class SegmentSpec:
 
     @property
     def layout_hash(self) -> int:
-        """As the header holds it: the common layout above, the structure's below."""
+        """As in the header: the common layout in the upper half, the structure's in the lower."""
         return self.base_hash << 32 | (self.facts_hash or 0)
 
 
@@ -61,10 +61,10 @@ def want(
     group: str | int | None,
     idle_limit: float | None = None,
 ) -> SegmentSpec:
-    """Check the arguments that create, attach and open have in common.
+    """Check the arguments that create, attach and open share.
 
     Raises:
-        ConfigError: one of them is unusable; the message says which and why.
+        ConfigError: an argument is invalid; the message says which and why.
     """
     names.object_name(name)
     size: object = payload_bytes
@@ -141,8 +141,8 @@ def _idle_ns(limit: object, lifetime: str | None) -> int:
 
 
 def fill_header(address: int, wanted: SegmentSpec) -> None:
-    """Write the header of a new segment, all but `ready`. The magic comes last, so that whoever
-    finds a dead creator's leftover sees either none or a whole header."""
+    """Write the header of a new segment, except `ready`. The magic comes last, so a dead creator's
+    leftover has either no header or a complete one."""
     header = SegmentHeader.from_address(address)
     config = (wanted.config or "{}").encode()
     header.abi = layout.ABI
@@ -152,7 +152,7 @@ def fill_header(address: int, wanted: SegmentSpec) -> None:
     ctypes.memmove(ctypes.addressof(header) + SegmentHeader.uuid.offset, uuid.uuid4().bytes, 16)
     header.created_ns = time.time_ns()
     header.creator_pid = os.getpid()
-    # For a new one that only an idle limit was given for: that says what is wanted.
+    # A new segment with an idle limit but no lifetime is persistent.
     default = Lifetime.PERSISTENT if wanted.idle_ns else Lifetime.ATTACHED
     header.lifetime = default if wanted.lifetime is None else wanted.lifetime
     header.idle_ns = wanted.idle_ns
@@ -172,12 +172,13 @@ def _boot_id() -> bytes:
 
 
 def is_foreign(header: SegmentHeader) -> bool:
-    """Whether somebody else's format stands there, which we neither use nor remove unasked."""
+    """True if the object has another program's or release's format; we neither use nor remove it
+    unless asked."""
     return bool(header.magic) and (header.magic != layout.MAGIC or header.abi != layout.ABI)
 
 
 def _finite(text: str) -> float:
-    """A number of the configuration; what `_config_text` refuses was not written by us."""
+    """A number of the configuration. Raises for values that `_config_text` refuses to write."""
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"{text} is not a number that JSON can hold")
@@ -205,7 +206,7 @@ def config_of(header: SegmentHeader) -> dict[str, Any]:
 
 
 def verify_header(header: SegmentHeader, size: int, wanted: SegmentSpec) -> None:
-    """Compare a ready segment with what is wanted.
+    """Compare a ready segment with the specification.
 
     Raises:
         LayoutMismatch: names every item that differs.
