@@ -501,9 +501,7 @@ class Asking:
         """
         at = answers = 0
         keys, deadline = self._keys, self._deadline
-        without = [-1] * len(
-            self._levels
-        )  # for each level, the last key that it reported absent
+        without = [-1] * len(self._levels)  # for each level, the last key that it reported absent
         why = ""
         while at < len(keys):
             before = at
@@ -863,9 +861,9 @@ class StackedStorage(Owned):
         parent: Keys | None = None,
         tokens: TokenRows | None = None,
     ) -> WriteResult:
-        """See `Storage.write`. A page is stored if one storage has it; the last such storage decides
-        between STORED and PRESENT. A page that neither has is FAILED if a storage that was asked
-        says so, else REFUSED. Token ids go to the storages that want them."""
+        """See `Storage.write`. A page is stored if one storage has it; the last such storage says
+        whether it is STORED or PRESENT. A page that neither has is FAILED if a storage that was
+        asked says so, else REFUSED. Token ids go to the storages that want them."""
         _, views = check_batch(keys, buffers, self.spec.page_bytes, writable=False)
         check_tokens(tokens, len(keys))
         check_parent(parent)
