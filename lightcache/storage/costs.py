@@ -169,7 +169,7 @@ def _positive(value: Any) -> float:
 
 
 class SeenKeys:
-    """Counts how often keys were offered. Bounded: keys not seen for longest are forgotten first."""
+    """Counts how often keys were offered. Bounded: the keys unseen for longest go first."""
 
     def __init__(self, times: int, most: int) -> None:
         """

@@ -91,7 +91,7 @@ class MemoryStorage(Owned):
 
     @classmethod
     def open(cls, options: Mapping[str, str], spec: StorageSpec) -> MemoryStorage:
-        """Open it with the options of a URL: `memory:?capacity=1GiB`, `memory:?pages=1&tokens=yes`.
+        """Open with the options of a URL: `memory:?capacity=1GiB`, `memory:?pages=1000&tokens=yes`.
 
         Raises:
             ConfigError: an unknown option, a bad value, or both bounds.
