@@ -146,8 +146,8 @@ class DiskStorage(Owned):
         timeout: float = 60.0,
         clock: Clock = time.monotonic,
     ) -> None:
-        """Open a folder, or make one. Blocks: a new folder's disk space is allocated, and rebuilding
-        the index reads one block of each slot.
+        """Open a folder, or make one. Blocks: the disk space of a new folder is allocated, and
+        rebuilding the index reads one block of each slot.
 
         Args:
             path: the folder; each spec has a folder of its own in it.
@@ -248,8 +248,8 @@ class DiskStorage(Owned):
         return found
 
     def read(self, keys: Keys, buffers: Sequence[Buffer], *, timeout: float) -> ReadResult:
-        """See `Storage.read`. A page that the disk cannot read is FAILED, and dropped like a corrupt
-        one; otherwise it could never be stored again."""
+        """See `Storage.read`. A page that the disk cannot read is FAILED, and dropped like a
+        corrupt one; otherwise it could never be stored again."""
         names, views = check_batch(keys, buffers, self.spec.page_bytes, writable=True)
         deadline = Deadline(timeout)
         with self._call() as lanes:
