@@ -1,4 +1,4 @@
-"""StorageService: runs the tasks that processes of a cache ask for, in a tier of its own."""
+"""StorageService: runs the storage tasks of a cache's processes, in a tier of its own."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ from lightcache.storage.service.messages import Answer, Ask, Kind, Malformed, Pa
 from lightcache.storage.tasks import COUNTS, StorageTask, TaskState
 from lightcache.storage.tier import StorageTier
 
-_IDLE = 0.05  # seconds of waiting for a message between two looks around
-_PAUSE = 0.01  # seconds until it is looked again whether more tasks may be taken
-_LOOK = 0.25  # seconds between two looks at clients, at answers to be repeated, and at the cache
-_SWEEP = 10.0  # seconds between two sweeps of rings of clients that were never met
-_BATCH = 16  # messages that are lost when the service is killed
-_MUTE = 1.0  # seconds without answers for a client that is stopped while it holds its ring's lock
+_IDLE = 0.05  # seconds of waiting for a message
+_PAUSE = 0.01  # seconds between checks whether more tasks may be taken
+_LOOK = 0.25  # seconds between checks of clients, unsent answers and the cache
+_SWEEP = 10.0  # seconds between sweeps of rings of unknown clients
+_BATCH = 16  # messages taken at a time, which are lost if the service is killed
+_MUTE = 1.0  # seconds without answers for a stopped client that holds its ring's lock
 _YOUNG = 0.05  # seconds in which only the end of a task is answered at once
-_UNTOLD = 1 << 14  # answers that wait to be repeated, of all clients
-_LONGEST = 1e6  # seconds of a task, whatever its client says: timers have an end
+_UNTOLD = 1 << 14  # maximum number of answers to repeat, of all clients
+_LONGEST = 1e6  # maximum seconds of a task, as timers have a limit
 
 
 class Peer:
     """A client of the service: the ring of its answers, and the parts of its next task."""
 
     def __init__(self, ring: SharedRing) -> None:
-        """Attached to its ring, with a slot of our own."""
+        """`ring` is attached, with a slot of our own."""
         self.parts = PartBuffer()
         self.there = True
-        """Its ring was not closed yet."""
+        """We have not closed its ring yet."""
         self._ring = ring
         self._lock = threading.RLock()
         self._mute_until = 0.0
 
     @property
     def alive(self) -> bool:
-        """Whether another process is attached to its ring. Some 60 us."""
+        """True if another process is attached to its ring. Takes about 60 us."""
         own = self._ring.segment.client
         assert own is not None
         try:
@@ -60,7 +60,7 @@ class Peer:
         return any(client.alive and client.slot != own.slot for client in clients)
 
     def tell(self, served: Served, *, settled: bool) -> bool:
-        """Push the state of a task, without waiting for room; whether it was pushed. Answers are
+        """Push the state of a task, without waiting for room; False: it was not pushed. Answers are
         made and pushed one at a time, so the last one pushed is the latest."""
         with self._lock:
             if not self.there or time.monotonic() < self._mute_until:
@@ -74,7 +74,7 @@ class Peer:
             return False
 
     def close(self) -> None:
-        """Leave its ring, which is removed with the last process that is attached."""
+        """Close its ring, which is removed with the last attached process."""
         with self._lock:
             self.there = False
             try:
@@ -87,7 +87,7 @@ class Served:
     """A client's task, and the tier's task that runs it."""
 
     def __init__(self, peer: Peer, client: int, number: int, task: StorageTask) -> None:
-        """As it was taken."""
+        """Just taken."""
         self.peer, self.task = peer, task
         self.name = (client, number)
         self._taken = time.monotonic()
