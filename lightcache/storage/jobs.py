@@ -244,7 +244,7 @@ class WriteJob(Job):
             self._unpin(self._done)
         else:
             before, self._done = self._done, self._write(self._done)
-            if self._done > before:  # a write that advances gets its time anew
+            if self._done > before:  # a write that advances gets its whole time again
                 self.deadline = Deadline(self.deadline.timeout, self.executor.options.clock)
                 self.end = self.executor.now + self.deadline.left
         self.progress.reach(self._done)

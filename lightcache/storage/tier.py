@@ -309,7 +309,7 @@ class StorageTier(BaseTier):
                 group at a time, when their turn comes. None: a quarter of the pool; 0: nothing is
                 written.
             timeout: seconds that a task may take, from `write` or `prefetch` on. A write has this
-                time anew after each group that it stores.
+                time again after each group that it stores.
             call_timeout: seconds that one call of the storage may take, within `timeout`.
             grace: seconds after that until a call that has not returned counts as hanging.
             failures: number of failures in a row after which the storage is not used. One call that

@@ -227,8 +227,8 @@ def _footer(slots: SlotFiles, slot: int) -> bytes | None:
 
 
 def _name(index: PageIndex, footers: list[Footer]) -> None:
-    """Add the pages to the index, the oldest first: a page precedes its children, and is the less
-    recently used."""
+    """Add the pages to the index, the oldest first: a page precedes its children, and counts as
+    used before them."""
     known: set[bytes] = set()
     keys, offsets, starts = [], [0], []
     for footer in footers:

@@ -123,7 +123,7 @@ class ClientTask:
         progress.owner = self
 
     def advanced(self) -> None:
-        """The task has advanced: a write gets its time anew, see `WriteJob`."""
+        """The task has advanced: a write gets its whole time again, see `WriteJob`."""
         if self.progress.kind == "write":
             self.end = Deadline(self.deadline.timeout + self._grace, self._client.clock)
 
