@@ -2,8 +2,8 @@
 
     storage = open_storage("memory:?capacity=1GiB", spec=StorageSpec.of(cache))
 
-`Storage` is what a backend implements (`protocol` has the types of its arguments and results),
-`testing` the suite that it must pass. docs/guides/storage.md says more.
+A backend implements `Storage` (`protocol` has the types of its arguments and results), and must
+pass the suite in `testing`. See docs/guides/storage.md.
 """
 
 from lightcache.storage.memory import MemoryStorage

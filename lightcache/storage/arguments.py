@@ -1,4 +1,4 @@
-"""What backends have in common: arguments checked, checksums, deadlines, counters."""
+"""Shared by all backends: checks of arguments, checksums, deadlines, counters, URL options."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def check_batch(
     """Keys as bytes, and buffers as memoryviews of single bytes, one for each key.
 
     Raises:
-        ConfigError: keys as in `check_keys`; another number of buffers; one of another size, not
-            contiguous, not of single bytes, or read-only where it is to be written.
+        ConfigError: bad keys, see `check_keys`; a wrong number of buffers; or a buffer of another
+            size, not contiguous, not of single bytes, or read-only although `writable`.
     """
     names = check_keys(keys)
     if not hasattr(buffers, "__len__"):
@@ -65,7 +65,7 @@ def check_batch(
 
 def _view(number: int, buffer: Buffer, page_bytes: int, writable: bool) -> memoryview:
     try:
-        view = memoryview(cast(Any, buffer))  # for 3.10 no type says that it is a buffer
+        view = memoryview(cast(Any, buffer))  # Python 3.10 has no type for buffers
         found = f"{view.nbytes} bytes, format {view.format!r}, {view.ndim} dimensions"
     except TypeError:
         found = type(buffer).__name__
@@ -84,10 +84,10 @@ def _view(number: int, buffer: Buffer, page_bytes: int, writable: bool) -> memor
 
 
 def check_spec(spec: StorageSpec) -> None:
-    """Refuse what is none.
+    """Check a spec.
 
     Raises:
-        ConfigError: not a StorageSpec.
+        ConfigError: it is not a StorageSpec.
     """
     found: Any = spec
     if not isinstance(found, StorageSpec):
@@ -97,10 +97,10 @@ def check_spec(spec: StorageSpec) -> None:
 
 
 def check_parent(parent: Keys | None) -> bytes | None:
-    """The key in front of a batch, as bytes.
+    """The parent key of a batch, as bytes.
 
     Raises:
-        ConfigError: neither None nor one key.
+        ConfigError: it is neither None nor one key.
     """
     found: Any = parent
     if found is None:
@@ -111,10 +111,10 @@ def check_parent(parent: Keys | None) -> bytes | None:
 
 
 def check_tokens(tokens: TokenRows | None, pages: int) -> TokenRows | None:
-    """Token ids as they were given.
+    """Check token ids, and return them.
 
     Raises:
-        ConfigError: neither None nor an array of integers with a row for each page.
+        ConfigError: they are neither None nor an array of integers with a row for each page.
     """
     found: Any = tokens
     if found is None:
@@ -136,7 +136,7 @@ def write_to(
     parent: Keys | None,
     tokens: TokenRows | None,
 ) -> WriteResult:
-    """`storage.write`, with the token ids if it wants them: else it need not know of them."""
+    """Call `storage.write`, with the token ids only if the storage wants them."""
     if storage.wants_tokens:
         write = cast(Any, storage).write
         return cast(
@@ -146,8 +146,8 @@ def write_to(
 
 
 def checksum(key: bytes, page: Buffer | bytes) -> int:
-    """xxh3-64 of a key and the bytes of its page: a page that was filed under another key is as
-    wrong as one whose bytes have changed. Against accidents, not against attackers."""
+    """xxh3-64 of a key and the bytes of its page, so that a page stored under the wrong key is
+    detected as well. It guards against accidents, not against attackers."""
     state = xxhash.xxh3_64(key)
     state.update(cast(Any, page))
     return int(state.intdigest())
@@ -159,14 +159,14 @@ class Deadline:
     def __init__(
         self, timeout: float, clock: Clock = time.monotonic, what: str = "timeout"
     ) -> None:
-        """Begins now.
+        """Its time begins now.
 
         Args:
             timeout: seconds.
-            what: an error calls it.
+            what: the argument's name in errors.
 
         Raises:
-            ConfigError: no number.
+            ConfigError: `timeout` is not a number.
         """
         found: Any = timeout
         if isinstance(found, (bool, np.bool_)) or not isinstance(found, Real):
@@ -182,25 +182,25 @@ class Deadline:
 
     @property
     def left(self) -> float:
-        """Seconds; 0 when it has passed."""
+        """Seconds left; 0 once it has passed."""
         return max(0.0, self._end - self._clock())
 
     @property
     def passed(self) -> bool:
-        """Whether the time is up."""
+        """True if the time is up."""
         return self._clock() >= self._end
 
     @property
     def reason(self) -> str:
-        """What to say of a key that was not done by then."""
+        """The reason for a key that was not done by then."""
         return f"{_LATE}: not done within {self.timeout:g} s"
 
 
 def timed_out(said: str, what: str = "") -> bool:
-    """Whether a reason, or the error of a call, says that the time was up.
+    """True if a reason, or the error of a call, says that the time was up.
 
     Args:
-        what: the call, with which its errors may begin.
+        what: the call's name, with which its errors may begin.
     """
     return said.startswith((_LATE, f"{what}: {_LATE}"))
 
@@ -236,23 +236,23 @@ class Counters:
             self._counts["timeouts"] += timed_out
 
     def deleted(self, pages: int) -> int:
-        """Count pages that were removed; returns how many."""
+        """Count removed pages; returns their number."""
         with self._lock:
             self._counts["deletes"] += pages
         return pages
 
     def evicted(self, pages: int = 1) -> None:
-        """Count pages that made room for others."""
+        """Count evicted pages."""
         with self._lock:
             self._counts["evicted"] += pages
 
     def timed_out(self, really: bool = True) -> None:
-        """Count a call that raised because its time was up, if it did."""
+        """Count a call that raised because its time was up, if `really`."""
         with self._lock:
             self._counts["timeouts"] += really
 
     def snapshot(self, pages: int, nbytes: int) -> StorageStats:
-        """All of them, of one instant."""
+        """A consistent snapshot of all counters."""
         with self._lock:
             names = [name for name in StorageStats.__dataclass_fields__ if name not in _NOW]
             counts = {name: self._counts[name] for name in names}
@@ -263,22 +263,22 @@ _NOW = ("pages", "bytes")
 _LATE = "timed out"
 
 
-# ---- The options after the question mark of a storage's URL.
+# ---- The options of a storage's URL
 
 _INTEGER = re.compile("[+-]?[0-9]+")
 
 
 class Options:
-    """The options of one URL, each asked for by name. None of them may be left over."""
+    """The options of one URL, each looked up by name. Unknown options are refused."""
 
     def __init__(self, scheme: str, given: Mapping[str, str], known: Sequence[str]) -> None:
         """
         Args:
-            scheme: whose they are, for errors.
-            known: all that there are.
+            scheme: the URL's scheme, for errors.
+            known: the names of all options.
 
         Raises:
-            ConfigError: one that there is not, or that has no value.
+            ConfigError: an unknown option, or one without a value.
         """
         if unknown := sorted(set(given) - set(known)):
             expected = ", ".join(known) or "no options"
@@ -294,14 +294,14 @@ class Options:
         return name in self._given
 
     def text(self, name: str, default: str = "") -> str:
-        """As it stands there."""
+        """The text as given."""
         return self._given.get(name, default)
 
     def count(self, name: str, default: int, low: int = 1, high: int = 1 << 30) -> int:
         """An integer in a range.
 
         Raises:
-            ConfigError: none, or outside of it.
+            ConfigError: not an integer, or out of range.
         """
         text = self._given.get(name, str(default))
         if not _INTEGER.fullmatch(text):
@@ -314,10 +314,10 @@ class Options:
         return int(text)
 
     def chance(self, name: str) -> float:
-        """A probability; 0 if nothing is said.
+        """A probability; 0 if not given.
 
         Raises:
-            ConfigError: none.
+            ConfigError: not a number from 0 to 1.
         """
         text = self._given.get(name, "0")
         try:
@@ -334,7 +334,7 @@ class Options:
         """Seconds, finite.
 
         Raises:
-            ConfigError: none, or fewer than `low`.
+            ConfigError: not a finite number, or less than `low`.
         """
         text = self._given.get(name, str(default))
         try:
@@ -348,10 +348,10 @@ class Options:
         return found
 
     def choice(self, name: str, choices: Sequence[str]) -> str:
-        """One of these; the first if nothing is said.
+        """One of the choices; the first if not given.
 
         Raises:
-            ConfigError: another one.
+            ConfigError: another value.
         """
         text = self._given.get(name, choices[0])
         if text not in choices:
@@ -361,10 +361,10 @@ class Options:
         return text
 
     def size(self, name: str, default: int | None = None) -> int | None:
-        """Bytes, as of "1TiB".
+        """Bytes, from text such as "1TiB".
 
         Raises:
-            ConfigError: no size.
+            ConfigError: not a size.
         """
         if name not in self._given:
             return default

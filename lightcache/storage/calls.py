@@ -1,8 +1,8 @@
-"""Calls of a backend: it is closed when none is in flight, and refuses them in a forked child.
+"""Calls of a backend: `close` waits for calls in flight, and a forked child's calls are refused.
 
-A forked child has the memory of a backend and none of its threads; its locks as they were held, and
-its sockets and files together with its parent. So there is one rule: what was opened before is the
-parent's, and every call of the child's but `stats` raises Detached before it takes a lock.
+A forked child has a backend's memory but none of its threads. It has the locks in the state they
+had, and shares sockets and files with its parent. So a backend opened before the fork belongs to
+the parent: in the child every call except `stats` raises Detached before it takes a lock.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Calls:
     """Counts the calls in flight."""
 
     def __init__(self) -> None:
-        """Open, of this process."""
+        """Open, and owned by this process."""
         self._state = Condition()
         self._process = os.getpid()
         self._under_way = 0
@@ -41,11 +41,11 @@ class Calls:
 
     @property
     def ours(self) -> bool:
-        """Whether this process opened it."""
+        """True if this process opened it."""
         return self._process == os.getpid()
 
     def check(self) -> None:
-        """Raises Detached: closed, or opened by the process that forked us."""
+        """Raise Detached if it was closed, or opened by the process that forked us."""
         if not self.ours:
             raise Detached("this storage belongs to the process that forked us; open it here")
         if self._closed:
@@ -53,7 +53,7 @@ class Calls:
 
     @contextlib.contextmanager
     def one(self) -> Iterator[None]:
-        """Around a call: nothing is closed meanwhile.
+        """Wrap a call: nothing is closed meanwhile.
 
         Raises:
             Detached: see `check`.
@@ -78,8 +78,8 @@ class Calls:
                 raise interrupt
 
     def end(self, release: Callable[[], None]) -> None:
-        """Refuse further calls, wait for those in flight, then release what they used; once. If
-        that raises, call again.
+        """Refuse further calls, wait for those in flight, then call `release` once. If it raises,
+        call again.
 
         Raises:
             StorageError: a call hangs; call again.
@@ -99,7 +99,7 @@ class Calls:
 
 
 class Owned(Storage):
-    """A storage of the process that opened it."""
+    """A storage that belongs to the process that opened it."""
 
     _calls: Calls
 
@@ -109,37 +109,37 @@ class Owned(Storage):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._calls.ours:  # a forked child leaves the statement without a word
+        if self._calls.ours:  # leaving the statement does nothing in a forked child
             leave(self.close, error)
 
 
-# ---- Calling a storage: memory for it, its results checked, and the breaker that counts failures.
+# ---- Helpers for callers of a storage: memory, checked results, the breaker
 
 log = logging.getLogger("lightcache.storage")
 
 
 def own_memory(pages: int, page_bytes: int) -> npt.NDArray[np.uint8]:
-    """Memory of ours for so many pages. It begins at a page of the machine, as direct I/O wants;
-    huge ones where there are some, since touching new memory for the first time is what costs most:
-    for 32 MiB 13 ms instead of 42, while copying them takes 9.
+    """Allocate memory for `pages` pages. It is page-aligned, as direct I/O requires, and uses huge
+    pages if available, since the first touch of new memory costs most: 13 ms instead of 42 for
+    32 MiB, while copying them takes 9.
 
     Raises:
-        StorageError: there is not so much.
+        StorageError: not enough memory.
     """
     try:
         made = mmap.mmap(-1, pages * page_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, MemoryError) as error:
         raise StorageError(f"no memory for {pages} pages of {page_bytes} bytes: {error}") from error
-    with contextlib.suppress(OSError):  # a kernel that has no huge ones
+    with contextlib.suppress(OSError):  # the kernel has no huge pages
         made.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(made, np.uint8).reshape(pages, page_bytes)
 
 
 def checked_contains(result: object, keys: int) -> int:
-    """What `Storage.contains` returned.
+    """Check the result of `Storage.contains`.
 
     Raises:
-        StorageError: no count of these keys.
+        StorageError: it is not a count of these keys.
     """
     try:
         count = operator.index(cast(Any, result))
@@ -154,10 +154,10 @@ def checked_contains(result: object, keys: int) -> int:
 
 
 def checked_statuses(what: str, statuses: object, keys: int) -> None:
-    """What `Storage.read` or `write` returned.
+    """Check the statuses returned by `Storage.read` or `write`.
 
     Raises:
-        StorageError: not one status for each key.
+        StorageError: there is not one status for each key.
     """
     if not isinstance(statuses, tuple) or len(statuses) != keys:
         raise StorageError(
@@ -169,7 +169,7 @@ def checked_statuses(what: str, statuses: object, keys: int) -> None:
 def storage_breaker(
     failures: int, retry: float, clock: Clock, what: str = "storage"
 ) -> CircuitBreaker:
-    """One of a storage that messages call `what`."""
+    """A circuit breaker for a storage that messages call `what`."""
 
     def text(row: int, why: str) -> str:
         return (
@@ -182,14 +182,15 @@ def storage_breaker(
 
 
 def unread(result: ReadResult) -> str:
-    """Why a read counts as a failure of the storage; empty: it does not. A batch of which nothing
-    could be read does; absent and corrupt are answers of a storage that works."""
+    """Why a read counts as a failure of the storage; empty: it does not. A batch with FAILED pages
+    and none OK does; absent and corrupt alone are answers of a working storage."""
     names = {status.name for status in result.statuses}
     return result.reason or "failed" if "FAILED" in names and "OK" not in names else ""
 
 
 def unwritten(result: WriteResult) -> str:
-    """The same of a write, if nothing of it could be written."""
+    """Why a write counts as a failure of the storage: all of its pages FAILED; empty: it does
+    not."""
     names = {status.name for status in result.statuses}
     return result.reason or "failed" if "FAILED" in names and len(names) == 1 else ""
 

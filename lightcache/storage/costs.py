@@ -15,34 +15,36 @@ from lightcache.errors import ConfigError
 from lightcache.storage.arguments import Clock, check_keys
 from lightcache.storage.protocol import Keys
 
-# ---- Reading: when computing pages is faster, by what reads have taken.
+# ---- Reading: is computing the pages faster?
 
 _KEPT = 0.9
-"""Weight that older measurements keep with each new one: the last ten make two thirds."""
+"""Decay of older measurements with each new one: the last ten have two thirds of the weight."""
 _APART = 0.1
-"""Relative spread of call sizes from which overhead and rate are told apart."""
+"""Minimum relative spread of call sizes at which overhead and rate are separated."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether pages are read."""
+    """The decision whether to read pages."""
 
     declined: str = ""
-    """Why they are not, with both times; empty: they are."""
+    """Why they are not read, with both times; empty: they are read."""
     probe: bool = False
-    """They are read to measure whether reading still takes as long."""
+    """They are read only to measure reading again."""
 
 
 class ReadCosts:
-    """Reading n pages in c calls takes `lookup + c * overhead + n * page` seconds, computing them
-    `n * page_tokens / prefill_tokens_per_s`. The terms of reading are decaying averages of what
-    calls of the storage took; overhead and page are those of the straight line that fits them best.
-    As long as all calls read about the same number of pages, these two cannot be told apart: all of
-    the time counts as the pages' then, and a small read is not declined, which tells them apart.
+    """Decides whether to read pages or compute them, by a cost model.
 
-    Declined reads are not measured. So when nothing was measured for `retry` seconds, the next read
-    that would be declined is made as a probe, and its time replaces all before: if it was fast, the
-    following reads are made, and correct the average.
+    Reading n pages in c calls takes `lookup + c * overhead + n * page` seconds; computing them
+    takes `n * page_tokens / prefill_tokens_per_s`. The terms of reading are decaying averages of
+    measured calls; overhead and page come from a least-squares line. While all calls read about the
+    same number of pages, these two cannot be separated, and all of the time is attributed to the
+    pages. Then small reads are not declined, and their times separate the two.
+
+    Declined reads are not measured. So after `retry` seconds without a measurement, the next read
+    that would be declined is made as a probe, and its time replaces all earlier ones. If it was
+    fast, the following reads are made, and correct the average.
 
     Any thread may use it.
     """
@@ -50,15 +52,15 @@ class ReadCosts:
     def __init__(
         self, prefill_tokens_per_s: float, page_tokens: int, group: int, retry: float, clock: Clock
     ) -> None:
-        """Nothing is measured yet, so nothing is declined.
+        """Declines nothing before the first measurement.
 
         Args:
-            prefill_tokens_per_s: what the model computes.
-            group: pages of one call, at most.
-            retry: seconds.
+            prefill_tokens_per_s: the model's prefill speed.
+            group: maximum pages of one call.
+            retry: seconds without a measurement until a probe.
 
         Raises:
-            ConfigError: no such number.
+            ConfigError: `prefill_tokens_per_s` is not a finite number above 0.
         """
         self._page_seconds = page_tokens / _positive(prefill_tokens_per_s)
         self._group = group
@@ -67,14 +69,14 @@ class ReadCosts:
         self._lock = threading.Lock()
         self._reads = np.zeros(5)  # weight, pages, seconds, pages * pages, pages * seconds
         self._lookups = np.zeros(2)  # weight, seconds
-        self._found = np.zeros(2)  # pages that were looked for, and stored
+        self._found = np.zeros(2)  # pages looked up, pages found
         self._tried = clock()
         self._renew = False
 
-    # ---- what was measured
+    # ---- measurements
 
     def note_read(self, pages: int, seconds: float) -> None:
-        """A call has read so many pages; one that has read none is ignored."""
+        """Add a call that read `pages` pages; a call that read none is ignored."""
         if pages <= 0:
             return
         with self._lock:
@@ -85,13 +87,13 @@ class ReadCosts:
             self._tried = self._clock()
 
     def note_lookup(self, pages: int, found: int, seconds: float) -> None:
-        """A lookup of so many pages has found so many stored."""
+        """Add a lookup of `pages` pages that found `found` of them."""
         with self._lock:
             self._lookups = self._lookups * _KEPT + np.array([1.0, seconds])
             self._found = self._found * _KEPT + np.array([pages, found])
 
     def figures(self) -> tuple[float, float] | None:
-        """Seconds of a call beside its pages, and of a page; None: nothing was measured yet."""
+        """The fixed seconds of a call, and those of each page; None: not measured yet."""
         with self._lock:
             return self._line()
 
@@ -107,14 +109,14 @@ class ReadCosts:
         overhead = each - slope * mean
         return (overhead, slope) if overhead >= 0.0 else (0.0, each / mean)
 
-    # ---- what follows from it
+    # ---- decisions
 
     def decide(self, pages: int, ahead: Sequence[int], threads: int) -> Verdict:
-        """Before pages are looked for.
+        """Decide before the lookup.
 
         Args:
-            ahead: pages of each read that is in front of this one, as they were asked for.
-            threads: that run them; with fewer reads ahead there is no wait.
+            ahead: requested pages of each read ahead of this one.
+            threads: number of threads that run them; with fewer reads ahead there is no wait.
         """
         with self._lock:
             line = self._line()
@@ -123,13 +125,13 @@ class ReadCosts:
             lookup = float(self._lookups[1] / max(1.0, self._lookups[0]))
             share = float(self._found[1] / max(1.0, self._found[0]))
             wait = 0.0
-            if len(ahead) >= threads:  # of those in front, what is usually there
+            if len(ahead) >= threads:  # assume that the usual share of their pages is stored
                 busy = sum(lookup + self._seconds(line, math.ceil(n * share)) for n in ahead)
                 wait = busy / threads
             return self._verdict(pages, wait + lookup + self._seconds(line, pages), wait)
 
     def decide_found(self, pages: int) -> Verdict:
-        """After the lookup: so many are stored, and the read would start now."""
+        """Decide after the lookup, which found `pages` pages; the read would start now."""
         with self._lock:
             line = self._line()
             if line is None or pages <= 0:
@@ -163,17 +165,17 @@ def _positive(value: Any) -> float:
     return float(value)
 
 
-# ---- Writing: pages of prompts that come again.
+# ---- Writing: only pages of prompts that recur
 
 
 class SeenKeys:
-    """Counts how often keys were offered. Bounded: the longest unseen are forgotten first."""
+    """Counts how often keys were offered. Bounded: the keys unseen for longest go first."""
 
     def __init__(self, times: int, most: int) -> None:
         """
         Args:
-            times: a key is admitted when it is offered for this time; 1: at once.
-            most: keys to remember.
+            times: a key is admitted when it is offered the `times`-th time; 1: at once.
+            most: maximum number of keys to remember.
         """
         self._times = times
         self._most = most
@@ -181,13 +183,13 @@ class SeenKeys:
         self._seen: OrderedDict[bytes, int] = OrderedDict()
 
     def admit(self, keys: Keys) -> int:
-        """Count these keys; how many from the first on are admitted. Behind a key that is not, none
-        is: it would not be found."""
+        """Count these keys. Returns the number of leading keys that are admitted: after a refused
+        key, none is, as it would not be found."""
         if self._times <= 1:
             return len(keys)
         names = check_keys(keys)
         with self._lock:
-            # From the last to the first, so that of a prompt the end is forgotten first.
+            # From the last to the first, so that the end of a prompt is forgotten first.
             for name in reversed(names):
                 self._seen[name] = self._seen.pop(name, 0) + 1
             admitted = (self._seen[name] >= self._times for name in names)

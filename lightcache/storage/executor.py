@@ -1,14 +1,15 @@
-"""The threads that call storages: calls that may not return, each with an end of its time.
+"""The threads that call storages. Each call has a deadline, as it may never return.
 
-Python cannot break a call off. A call that has not returned at its end is late: its waiter is told,
-and its thread counts as lost until it returns. A lost thread is replaced, by `spare` threads at
-most; beyond that work is refused at once (`Exhausted`). What a call uses, pages of a pool above
-all, stays its own until it returns, late or not: its caller sees to that, by `after` or `Late`.
+Python cannot interrupt a call. A call that has not returned by its deadline is late: its waiter is
+told, and its thread counts as lost until the call returns. At most `spare` threads replace lost
+ones; beyond that, work is refused at once (`Exhausted`). Everything a call uses, above all pages of
+a pool, belongs to the call until it returns, late or not. Its caller ensures that, with `after` or
+`Late`.
 
-Reads go before writes. Work of one group stands together.
+Reads run before writes. Work of one group is adjacent in the queue.
 
-Data, all of it under `changed`: the queue; the threads; the calls in flight, each with its end. A
-call goes from the queue to a thread, may become late there, and ends when it returns.
+All data is under `changed`: the queue, the threads, and the calls in flight with their deadlines. A
+call moves from the queue to a thread, may become late there, and ends when it returns.
 """
 
 from __future__ import annotations
@@ -34,46 +35,46 @@ _INTERRUPTS = (KeyboardInterrupt, SystemExit)
 
 
 class Exhausted(StorageError):
-    """Too many calls have not returned: there is no thread for another one."""
+    """Too many calls have not returned; no thread is left for another one."""
 
 
 class Late(Exception):
-    """A call has returned after its end: its result is not used."""
+    """A call returned after its deadline; its result is not used."""
 
 
 class Work:
-    """Work for a thread; in the queue until one takes it."""
+    """Work for a thread. It is in the queue until a thread takes it."""
 
     kind = READ
     end = math.inf
-    """By the executor's clock: after it the work is not started."""
+    """The deadline for its start, by the executor's clock."""
 
     @property
     def group(self) -> object:
-        """Of one kind, work of one group stands together in the queue."""
+        """Work of one kind and group is adjacent in the queue."""
         return self
 
     def run(self) -> None:
-        """Do it, in a thread of the executor. Raises nothing."""
+        """Do the work, in a thread of the executor. Raises nothing."""
         raise NotImplementedError
 
     def expire(self, reason: str) -> None:
-        """It will not be started; no lock is held. An empty reason: its time is up."""
+        """Called, without a lock, if it will not be started. An empty reason: its time is up."""
 
 
 class WorkQueue:
-    """Reads before writes, groups in the order of their first. Under the executor's lock."""
+    """Reads before writes; groups in order of their first work. Needs the executor's lock."""
 
     def __init__(self) -> None:
         """Empty."""
         self._kinds: tuple[OrderedDict[object, deque[Work]], ...] = (OrderedDict(), OrderedDict())
 
     def put(self, work: Work) -> None:
-        """After all others of its kind, or of its group."""
+        """Append it to its group; a new group comes after all others of its kind."""
         self._kinds[work.kind].setdefault(work.group, deque()).append(work)
 
     def put_back(self, work: Work) -> None:
-        """Work that was started: it is the next of its kind."""
+        """Return work that was started: it becomes the next of its kind."""
         groups = self._kinds[work.kind]
         groups.setdefault(work.group, deque()).appendleft(work)
         groups.move_to_end(work.group, last=False)
@@ -91,7 +92,7 @@ class WorkQueue:
         return None
 
     def remove(self, work: Work) -> bool:
-        """Take it out; False: it is not here."""
+        """Remove work; False: it is not in the queue."""
         groups = self._kinds[work.kind]
         works = groups.get(work.group)
         if works is None or work not in works:
@@ -102,7 +103,7 @@ class WorkQueue:
         return True
 
     def drop(self, kind: int, group: object) -> None:
-        """Take all work of a group out."""
+        """Remove all work of a group."""
         self._kinds[kind].pop(group, None)
 
     def __len__(self) -> int:
@@ -111,11 +112,11 @@ class WorkQueue:
 
     @property
     def reads(self) -> int:
-        """Groups of reads that wait."""
+        """The number of groups of reads in the queue."""
         return len(self._kinds[READ])
 
     def all(self) -> list[Work]:
-        """All work that waits, the next first."""
+        """All queued work, in order."""
         reads, writes = self._kinds
         return list(chain(*reads.values(), *writes.values()))
 
@@ -126,29 +127,29 @@ class Running:
     def __init__(self, what: str, end: float, ours: bool, late: Callable[[], None] | None) -> None:
         self.what, self.end = what, end
         self.ours = ours
-        """Made by a thread of the executor, which is lost while the call is late."""
+        """Whether a thread of the executor makes it; that thread is lost while the call is late."""
         self.late = False
         self._told = late
 
     def tell(self) -> None:
-        """Tell the caller that it is late; no lock is held."""
+        """Tell the caller that the call is late; no lock is held."""
         if self._told is not None:
             self._told()
 
 
 class Executor:
-    """Threads, their queue, and the calls that they make. Not for forked children."""
+    """Threads, their queue and the calls they make. Cannot be used in a forked child."""
 
     def __init__(
         self, threads: int, name: str, *, spare: int = 8, clock: Clock = time.monotonic
     ) -> None:
-        """No thread yet: each is started when it is first needed, as a daemon, since a call that
-        hangs is no reason to keep the process alive.
+        """Starts no thread: each is started when first needed. They are daemons, so that a hanging
+        call does not keep the process alive.
 
         Args:
-            threads: that work at a time.
-            name: of the threads, as debuggers show it.
-            spare: threads that replace lost ones, at most.
+            threads: number of threads that work at a time.
+            name: the threads' name in debuggers.
+            spare: maximum number of threads that replace lost ones.
         """
         self.changed = Condition()
         self.queue = WorkQueue()
@@ -163,16 +164,16 @@ class Executor:
 
     @property
     def now(self) -> float:
-        """By its clock."""
+        """The time by the executor's clock."""
         return self._clock()
 
     # ---- threads
 
     def start(self) -> None:
-        """All threads now.
+        """Start all threads now.
 
         Raises:
-            RuntimeError: no more threads here; none is left.
+            RuntimeError: a thread could not be started; none is left running.
         """
         try:
             with self.changed:
@@ -184,7 +185,7 @@ class Executor:
 
     @property
     def lost(self) -> int:
-        """Threads in calls that are late."""
+        """The number of threads in late calls."""
         lost = 0
         with self.changed:
             for call in self.calls:
@@ -193,30 +194,30 @@ class Executor:
 
     @property
     def late(self) -> int:
-        """Calls that are late, in whatever thread."""
+        """The number of late calls, in any thread."""
         if self._process != os.getpid():  # before the lock, which may have been held at the fork
             return 0
         with self.changed:
             return sum(call.late for call in self.calls)
 
     def _hire(self) -> None:
-        """One more thread; the lock is held."""
+        """Start one more thread; the lock is held."""
         self._begun += 1
         name = f"lightcache-{self._name}-{self._begun}"
         thread = threading.Thread(target=self._serve, name=name, daemon=True)
         try:  # around the adding as well: an interrupt may come after any line
-            self.threads.add(thread)  # first: it looks for itself
+            self.threads.add(thread)  # first: the thread looks itself up
             thread.start()
         except BaseException:
-            if thread.ident is None:  # else it has begun, and an interrupt came while we waited
+            if thread.ident is None:  # else it has started, and an interrupt came while we waited
                 self.threads.discard(thread)
             raise
 
     def _staff(self) -> None:
-        """See that a thread does what waits; the lock is held.
+        """Ensure that a thread will do the queued work; the lock is held.
 
         Raises:
-            Exhausted: none will.
+            Exhausted: no thread is left for it.
         """
         if self._idle > len(self.queue):
             return
@@ -226,7 +227,7 @@ class Executor:
             try:
                 self._hire()
                 working += 1
-            except RuntimeError as error:  # no more threads here
+            except RuntimeError as error:  # the system starts no more threads
                 if not working:
                     raise Exhausted(f"{self._name}: {error}") from error
         if not working:
@@ -240,7 +241,7 @@ class Executor:
             self.threads.add(threading.current_thread())
         while (work := self._next()) is not None:
             work.run()
-            del work  # and with it what the call holds
+            del work  # and with it everything the call holds
 
     def _next(self) -> Work | None:
         me = threading.current_thread()
@@ -263,19 +264,23 @@ class Executor:
                     self._idle -= 1
 
     def begun(self, work: Work) -> None:
-        """Work was taken out of the queue; the lock is held. For subclasses."""
+        """Called when work leaves the queue to run; the lock is held. For subclasses."""
 
     def due(self, end: float) -> None:
-        """A call or work has come that may be late at `end`; the lock is held. For subclasses."""
+        """Called when work or a call with deadline `end` is added; the lock is held. For
+        subclasses."""
 
     # ---- work
 
     def put(self, work: Work, *, back: bool = False) -> None:
-        """Have this done.
+        """Queue work.
+
+        Args:
+            back: it was started before: it becomes the next of its kind, even while closing.
 
         Raises:
-            Exhausted: there is no thread for it, and none will be started.
-            Detached: closed; or in a forked child.
+            Exhausted: there is no thread for it, and none can be started.
+            Detached: the executor is closed, or this is a forked child.
         """
         if self._process != os.getpid():
             raise Detached(f"{self._name}: its threads are the parent's; open it in this process")
@@ -303,19 +308,19 @@ class Executor:
 
         Args:
             seconds: until it is late.
-            after: called once when nothing is done for it any more: right away if it is left
-                before it began.
-            late: as of `here`; also told when it is not begun in time.
+            after: called once, when the call has ended and was left; at once if it was left before
+                it began.
+            late: as in `here`; also called if the call is not started in time.
         """
         call = Call(self, run, self._clock() + seconds, what, after, late)
         self.put(call)
         return call
 
     def ask(self, run: Callable[[], T], deadline: Deadline) -> T:
-        """Have a thread make this call, and wait for what it returns or raises.
+        """Have a thread make this call, and return its result or raise its exception.
 
         Raises:
-            TimeoutError: not in time.
+            TimeoutError: it did not end in time.
         """
         call = self.submit(run, deadline.left)
         try:
@@ -326,12 +331,13 @@ class Executor:
             call.leave()
 
     def run(self, pieces: Sequence[Callable[[], None]], kind: int, deadline: Deadline) -> None:
-        """Have these done. When the time is up, what has not begun is left out; what has begun is
-        waited for, however long it takes: its memory is the caller's. So it is when Ctrl-C comes.
+        """Have threads run these pieces. When the time is up, or on Ctrl-C, pieces that have not
+        started are dropped; running ones are waited for, however long they take, as their memory
+        is the caller's.
 
         Raises:
             Exhausted: there is no thread for them.
-            Exception: what a piece raised, when none of them runs any more.
+            Exception: raised by a piece; re-raised once no piece is running.
         """
         batch = _Batch(self, pieces, kind, deadline)
         try:
@@ -349,14 +355,14 @@ class Executor:
         what: str = "",
         late: Callable[[], None] | None = None,
     ) -> T:
-        """Make a call in this thread, which is lost while it is late.
+        """Make a call in this thread, which counts as lost while the call is late.
 
         Args:
-            end: of its time, by the executor's clock.
-            late: called once, by the thread that finds it late.
+            end: its deadline, by the executor's clock.
+            late: called once, by the thread that finds the call late.
 
         Raises:
-            Late: it has returned, or raised, and was late by then.
+            Late: it returned or raised after it was found late.
         """
         call = Running(what, end, threading.current_thread() in self.threads, late)
         try:  # around the adding as well: an interrupt may come after any line
@@ -370,10 +376,10 @@ class Executor:
             if call.late and not isinstance(sys.exc_info()[1], _INTERRUPTS):
                 raise Late
 
-    # ---- what is late
+    # ---- deadlines
 
     def poll(self) -> None:
-        """Find out what is late: tell of the calls, and of work that is not started any more."""
+        """Find late calls and expired work, and tell their owners."""
         if self._process != os.getpid():
             return
         reason = ""
@@ -400,10 +406,10 @@ class Executor:
             work.expire("" if work.end <= now else reason)
 
     def expired(self, works: list[Work]) -> None:
-        """Work that will not be started; the lock is held. For subclasses."""
+        """Called for work that will not be started; the lock is held. For subclasses."""
 
     def pause(self) -> float | None:
-        """Seconds until something is late; None: not until something changes. The lock is held."""
+        """Seconds until the next deadline; None: there is none. The lock is held."""
         first = math.inf
         for call in self.calls:
             if call.end < first and not call.late:
@@ -413,13 +419,14 @@ class Executor:
                 first = work.end
         return None if first == math.inf else max(0.0, first - self._clock())
 
-    # ---- the end
+    # ---- closing
 
     def close(self, seconds: float) -> bool:
-        """Take nothing more, do what waits, end the threads. In a forked child nothing is done.
+        """Accept no more work, finish the queue, end the threads. Does nothing in a forked child.
 
         Returns:
-            Whether they have ended. False: one is still in a call; call again to wait for it.
+            True if all threads have ended. False: one is still in a call; call again to wait for
+            it.
         """
         if self._process != os.getpid():
             return True
@@ -486,7 +493,7 @@ class Call(Work, Generic[T]):
             self._give_back()
 
     def _wanted(self) -> bool:
-        """It has ended; whether its waiter is still there."""
+        """Mark it as ended. Returns whether its waiter is still there."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
@@ -494,11 +501,11 @@ class Call(Work, Generic[T]):
 
     @property
     def ended(self) -> bool:
-        """Whether it has returned, or will not begin."""
+        """True if it has returned or will not start."""
         return self._ended
 
     def wait(self, deadline: Deadline) -> bool:
-        """Whether it ends in time."""
+        """Wait for its end; False: it did not end in time."""
         with self._changed:
             while not self._ended and not deadline.passed:  # a wait may end a little early
                 self._changed.wait(min(deadline.left, threading.TIMEOUT_MAX))
@@ -508,17 +515,17 @@ class Call(Work, Generic[T]):
         return ended
 
     def result(self) -> T:
-        """Of one that has ended; raises what the call raised."""
+        """The result of an ended call; raises the call's exception."""
         error, self._error = self._error, None
         try:
             if error is not None:
                 raise error
         finally:
-            del error  # its traceback has this frame, and views of the waiter
+            del error  # its traceback keeps this frame and the waiter's views alive
         return self._result
 
     def leave(self) -> None:
-        """Nobody wants its result any more. What it holds is given back now, or when it returns."""
+        """Drop the result. Whatever the call holds is given back now, or when it returns."""
         with self._changed:
             if self._left:
                 return
@@ -534,7 +541,7 @@ class Call(Work, Generic[T]):
 
 
 class _Batch:
-    """Pieces of one `run`. The queue has a turn for each, not the pieces themselves."""
+    """The pieces of one `run`. The queue has a turn for each, not the pieces themselves."""
 
     def __init__(
         self,
@@ -551,7 +558,7 @@ class _Batch:
         self._error: BaseException | None = None
 
     def turn(self) -> None:
-        """Do the next piece, if it is still wanted."""
+        """Run the next piece, if the time is not up."""
         with self._changed:
             if self._deadline.passed:
                 self._waiting.clear()
@@ -566,17 +573,17 @@ class _Batch:
             self._executor.here(piece, self.end)
         except Late:
             pass
-        except BaseException as found:  # told to the caller: this thread has others to serve
+        except BaseException as found:  # for the caller: this thread serves others
             error = found
         with self._changed:
-            # Not kept here as well: its traceback has this frame, and views of the caller's.
+            # No second reference: its traceback keeps this frame and the caller's views alive.
             self._error, error = self._error or error, None
             self._running -= 1
-            if not self._waiting and not self._running:  # once, not for each piece
+            if not self._waiting and not self._running:  # notify once, not for each piece
                 self._changed.notify_all()
 
     def fail(self, reason: str) -> None:
-        """Nothing more begins."""
+        """Start no more pieces."""
         with self._changed:
             self._waiting.clear()
             if reason:
@@ -584,7 +591,7 @@ class _Batch:
             self._changed.notify_all()
 
     def wait(self) -> None:
-        """Until all is done, or the time is up."""
+        """Wait until all pieces are done or the time is up."""
         left = min(self._deadline.left, threading.TIMEOUT_MAX)
         with self._changed:
             done = self._changed.wait_for(lambda: not self._waiting and not self._running, left)
@@ -592,7 +599,7 @@ class _Batch:
             self._executor.poll()
 
     def leave(self) -> None:
-        """Nothing more begins; wait for what has begun, Ctrl-C or not."""
+        """Start no more pieces; wait for the running ones, even on Ctrl-C."""
         interrupt: KeyboardInterrupt | None = None
         while True:
             try:
@@ -608,7 +615,7 @@ class _Batch:
             raise interrupt
 
     def raise_error(self) -> None:
-        """The first that a piece raised."""
+        """Raise the first exception of a piece."""
         error, self._error = self._error, None
         try:
             if error is not None:
@@ -618,7 +625,7 @@ class _Batch:
 
 
 class _Turn(Work):
-    """Of one piece of a batch, whichever is next."""
+    """A turn of a batch: runs whichever piece is next."""
 
     def __init__(self, batch: _Batch) -> None:
         self.kind, self.end, self._batch = batch.kind, batch.end, batch

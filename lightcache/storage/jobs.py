@@ -1,14 +1,14 @@
 """Jobs: the tasks of a tier as its threads run them, and the executor of these threads.
 
-Pages belong to the call of the storage that reads or writes them until that call returns, whatever
-becomes of the task: a backend that hangs may still write into them. So giving up has two halves.
-Keys are abandoned at once, and nothing waits for them. Pins go when the call has returned, by the
-thread that made it.
+Pages belong to the storage call that reads or writes them until it returns, even if the task has
+ended: a hanging backend may still write into them. So a job is given up in two halves. Its keys are
+abandoned at once, and nothing waits for them. Its pins are released after the call has returned, by
+the thread that made the call.
 
-A call is late when it has not returned `grace` seconds after its time. Its task fails then, its
-keys are abandoned, the breaker counts it; the thread is lost until the call returns, and the pages
-with it. All others continue. What may wait for a lock, such as giving pages back, is done by these
-threads: cancelling a task waits for nothing.
+A call is late when it has not returned `grace` seconds after its time. Then its task fails, its
+keys are abandoned and the breaker counts a failure. The thread and the pages are lost until the
+call returns; all others continue. Work that may wait for a lock, such as giving pages back, is done
+by these threads, so cancelling a task never waits.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ from lightcache.storage.tasks import (
 )
 
 R = TypeVar("R")
-SLICE = 0.05  # seconds of waiting for others between two looks at whether the job is still wanted
-RETRY = 0.5  # seconds until pages that could not be given back (LockTimeout) are tried again
+SLICE = 0.05  # seconds between checks for cancellation while waiting for other processes
+RETRY = 0.5  # seconds between attempts to give back pages after a LockTimeout
 
 
 class Stopped(Exception):
-    """Unwinds a step whose task was cancelled, or whose call came back too late."""
+    """Unwinds a step whose task was cancelled or whose call returned late."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class TierOptions:
 
 
 class Job(Work):
-    """One task's work, and the pages it holds."""
+    """The work of one task, and the pages it holds."""
 
     def __init__(self, executor: JobExecutor, progress: TaskProgress, deadline: Deadline) -> None:
         """Holds nothing."""
@@ -101,30 +101,30 @@ class Job(Work):
         self.kind = READ if progress.kind == "read" else WRITE
         self.end = executor.now + deadline.left
         self.request: object = self
-        """Jobs of one request stand together in the queue."""
+        """Jobs of one request are adjacent in the queue."""
         self.stopping = False
-        """Start nothing more; what was done counts."""
+        """Start nothing more; pages done so far count."""
         self.given_up = False
-        """Cancelled, or its call was late: nothing is published any more."""
+        """Cancelled, or its call was late: publish nothing more."""
         self.kept: Deadline | None = None
-        """Of a job that holds pages: until when it waits for `publish`."""
+        """The deadline for `publish`, for a job that holds pages."""
         self.lock = threading.RLock()
         self.accounting = threading.Lock()
         progress.owner = self
 
     @property
     def pinned(self) -> int:
-        """Pages that it pins for a write."""
+        """The number of pages that it pins for a write."""
         return 0
 
     @property
     def reads(self) -> int:
-        """Pages that it may still read."""
+        """The number of pages that it may still read."""
         return 0
 
     @property
     def holds(self) -> bool:
-        """Whether it has pages for `publish`."""
+        """True if it has pages for `publish`."""
         return False
 
     @property
@@ -142,44 +142,44 @@ class Job(Work):
         self.executor.finish(self, reason, failed=True)
 
     def step(self) -> bool:
-        """Do some of it, in a thread of the executor; whether there is more.
+        """Do a part of the job, in a thread of the executor. Returns True if more is left.
 
         Raises:
-            Stopped: given up.
-            LightcacheError: it failed.
+            Stopped: the job was given up.
+            LightcacheError: the job failed.
         """
         raise NotImplementedError
 
     def check(self) -> None:
-        """Raises Stopped when given up."""
+        """Raise Stopped if the job was given up."""
         if self.given_up:
             raise Stopped
 
     def give_up(self) -> None:
-        """Abandon keys; keep pins. Any thread; more than once is once."""
+        """Abandon the keys and keep the pins. Any thread may call it, and repeat it."""
         with self.lock:
             self.given_up = True
             self.abandon_keys()
 
     def lose(self) -> None:
-        """Its call is late: give up what that has, not what was done before."""
+        """Its call is late: give up the pages of that call; pages done before stay."""
         self.give_up()
 
     def abandon_keys(self) -> None:
-        """Of pages that it was reading."""
+        """Abandon the keys of pages that it was reading."""
 
     def release(self) -> None:
-        """Give back what is not wanted any more, and no call has. More than once is once.
+        """Give back pages that are not needed any more and in no call. May be repeated.
 
         Raises:
-            LockTimeout: not yet; call again.
+            LockTimeout: it could not yet; call again.
         """
         raise NotImplementedError
 
     def account(self, reason: str, *, failed: bool) -> None:
-        """Its task ends: count the pages that no call has decided."""
+        """When its task ends: count the pages without an outcome."""
 
-    # ---- what users decide, by way of the task
+    # ---- the methods of its task
 
     def take(self) -> None:
         """See `StorageTask.take`."""
@@ -199,8 +199,8 @@ class Job(Work):
 
 
 class WriteJob(Job):
-    """Ready pages of a prompt, written group by group. The first of them are pinned from the
-    beginning, as many as writes may pin; of the others each group for as long as it is written."""
+    """Writes ready pages of a prompt, group by group. The first ones are pinned from the start, as
+    many as writes may pin; each later group is pinned while it is written."""
 
     def __init__(
         self,
@@ -212,12 +212,12 @@ class WriteJob(Job):
         namespace: Namespace | None,
         tokens: TokenRows | None,
     ) -> None:
-        """Owns the lease.
+        """Takes over the lease.
 
         Args:
-            keys: of pages that were ready just now.
-            lease: of the first of them.
-            tokens: of these pages and perhaps of more after them.
+            keys: keys of pages that were ready a moment ago.
+            lease: a lease on the first of them.
+            tokens: the tokens of these pages, and perhaps of more after them.
         """
         super().__init__(executor, progress, deadline)
         self._keys = keys
@@ -226,9 +226,9 @@ class WriteJob(Job):
         self._tokens = tokens
         self._first_pages: list[int] = lease.pages.tolist()
         self._group: Lease | None = None
-        """Of the group that is written, if it is not among the first."""
+        """The lease on the group being written, if `_lease` does not cover it."""
         self._done: int | None = None
-        """Keys from the first on that are stored; None: the storage was not asked yet."""
+        """The number of leading keys that are stored; None: the storage was not asked yet."""
 
     @property
     def pinned(self) -> int:
@@ -244,14 +244,14 @@ class WriteJob(Job):
             self._unpin(self._done)
         else:
             before, self._done = self._done, self._write(self._done)
-            if self._done > before:  # a write that advances has its time anew
+            if self._done > before:  # a write that advances gets its whole time again
                 self.deadline = Deadline(self.deadline.timeout, self.executor.options.clock)
                 self.end = self.executor.now + self.deadline.left
         self.progress.reach(self._done)
         return self._done < len(self._keys) and not self.stopping
 
     def _write(self, first: int) -> int:
-        """Write the next group; the number of keys that are stored now."""
+        """Write the next group. Returns the number of leading keys that are stored now."""
         pinned = len(self._first_pages)
         end = min(
             first + self.executor.options.group, pinned if first < pinned else len(self._keys)
@@ -291,7 +291,7 @@ class WriteJob(Job):
         return first + prefix
 
     def _pages(self, first: int, end: int) -> list[int]:
-        """Of a group, as far as they are still there; pinned."""
+        """The pages of a group that are still in the cache, pinned."""
         if first < len(self._first_pages):
             return self._first_pages[first:end]
         with self.lock:
@@ -302,7 +302,7 @@ class WriteJob(Job):
             return pages
 
     def _unpin(self, end: int) -> None:
-        """Pages that are written: the call that had them has returned."""
+        """Unpin written pages, once their call has returned."""
         with self.lock:
             if self._group is not None:
                 self._group.__exit__(None, None, None)
@@ -326,13 +326,12 @@ class WriteJob(Job):
 
 
 class ReadJob(Job):
-    """keys[start:], read as far as they are stored: from a storage straight into pages of the pool,
-    and from there into the index.
+    """Reads the stored prefix of keys[start:] straight into pages of the pool, and publishes them.
 
-    A reservation publishes all of its pages or none, so a prefix is read in groups, each with a
-    reservation of its own. When a page of a group is bad, the group is abandoned and the good pages
-    before it are read once more into a smaller reservation. That is rare, and copying would be a
-    second way of filling pages.
+    A reservation publishes all of its pages or none, so a prefix is read in groups, each with its
+    own reservation. If a page of a group is bad, the group is abandoned, and the good pages before
+    it are read again into a smaller reservation. That is rare, and copying them would be a second
+    way to fill pages.
     """
 
     def __init__(
@@ -347,10 +346,10 @@ class ReadJob(Job):
         *,
         declinable: bool = False,
     ) -> None:
-        """Nothing is reserved yet.
+        """Reserves nothing yet.
 
         Args:
-            declinable: it is not read if computing the stored pages is faster.
+            declinable: do not read if computing the stored pages is faster.
         """
         super().__init__(executor, progress, deadline)
         self._keys = keys
@@ -362,7 +361,7 @@ class ReadJob(Job):
         self._soft = Deadline(options.read_seconds, options.clock)
         self._reservation: Reservation | None = None
         self._calling = False
-        """The storage has the pages of the reservation."""
+        """Whether a call of the storage has the pages of the reservation."""
         self._held: list[tuple[int, int, Reservation]] = []
 
     @property
@@ -371,7 +370,7 @@ class ReadJob(Job):
         return max(0, self.progress.pages - self.progress.prefix)
 
     def step(self) -> bool:
-        """See `Job`. Reads are not interrupted by others."""
+        """See `Job`. Does the whole read in one step."""
         if self.stopping:
             return False
         cache, progress = self.executor.cache, self.progress
@@ -389,13 +388,13 @@ class ReadJob(Job):
             progress.reach(done - self._start)
             if done < group_end:
                 break
-        if not self._hold:  # pages that others were to read may not have come
+        if not self._hold:  # pages that other readers were loading may not have become ready
             ready = cache.peek(self._keys, namespace=self._namespace)
             progress.reach(max(0, ready - self._start))
         return False
 
     def _declines(self, pages: int) -> bool:
-        """Fewer than were requested may be stored: then a call costs more than it gains."""
+        """Decline if a read does not pay: fewer pages than requested may be stored."""
         costs = self.executor.costs
         if costs is None or not self._declinable:
             return False
@@ -406,13 +405,14 @@ class ReadJob(Job):
         return bool(why)
 
     def _read_group(self, first: int, end: int) -> int:
-        """Read keys[first:end]; the number of keys that are ready now, or left to others."""
+        """Read keys[first:end]. Returns the position up to which pages are ready or left to other
+        readers."""
         loaded = 0
         while first < end:
             self.check()
             reservation = self._reserve(first, end)
             busy = reservation.busy
-            if self._hold and len(busy):  # a job that holds pages must not wait for another one
+            if self._hold and len(busy):  # a job that holds pages must not wait for another job
                 end = self._leave_busy(busy)
             elif (good := self._read(reservation)) < len(reservation.new):
                 end = int(reservation.new[good])
@@ -437,11 +437,11 @@ class ReadJob(Job):
         )
         with self.lock:
             self._reservation = reservation
-        self.check()  # given up in between: the abandoning has missed it, ending it will not
+        self.check()  # if given up meanwhile, `give_up` missed the reservation; the end frees it
         return reservation
 
     def _read(self, reservation: Reservation) -> int:
-        """Fill the new pages; how many from the first on are good."""
+        """Fill the new pages. Returns the number of leading good ones."""
         pages = reservation.pages.tolist()
         if not pages:
             return 0
@@ -462,7 +462,7 @@ class ReadJob(Job):
         return good
 
     def _with_room(self, end: int, reservation: Reservation) -> int:
-        missing = reservation.missing  # no page before these is
+        missing = reservation.missing  # ascending: all pages before the first are there
         if not len(missing):
             return end
         self.progress.count(no_room=len(missing))
@@ -485,7 +485,8 @@ class ReadJob(Job):
         return int(busy[0])
 
     def _wait_for_others(self, busy: Positions) -> bool:
-        """Wait until they are done with these; False: the time is up, or the job is to stop."""
+        """Wait until other readers are done with these; False: the time is up, or the job is
+        stopping."""
         keys = self._keys[busy]
         while not (self.deadline.passed or self.stopping):
             self.check()
@@ -495,7 +496,7 @@ class ReadJob(Job):
                 return True
         return False
 
-    # ---- ending it
+    # ---- control
 
     def take(self) -> None:
         """See `StorageTask.take`."""
@@ -558,7 +559,8 @@ class ReadJob(Job):
         return self.executor.fetch(keys, again, self._namespace)  # all agreed on it: not declined
 
     def _publish_held(self, end: int) -> int | None:
-        """Publish groups up to `end`; the start of a group that it cuts in two."""
+        """Publish whole groups up to `end`. Returns the start of the group that `end` splits; None:
+        it splits none."""
         try:
             for first, last, reservation in self._held:
                 if last <= end:
@@ -574,8 +576,8 @@ class ReadJob(Job):
 
 
 class DeepestJob(ReadJob):
-    """Of some keys the last that is stored, alone. Storages look up prefixes, and these are none:
-    each key is looked up by itself, from the last on."""
+    """Reads only the last stored page of some keys. Storages look up prefixes, and these keys are
+    not one: each key is looked up separately, from the last on."""
 
     def __init__(
         self,
@@ -586,7 +588,7 @@ class DeepestJob(ReadJob):
         most: int,
         namespace: Namespace | None,
     ) -> None:
-        """Nothing was looked up yet."""
+        """Looks nothing up yet."""
         super().__init__(executor, progress, deadline, keys[:0], 0, namespace, False)
         self._all_keys, self._most = keys, most
 
@@ -614,11 +616,11 @@ class DeepestJob(ReadJob):
         return False
 
 
-# ---- The executor of jobs: a job is its own from `submit` until all that it held was given back.
+# ---- The executor of jobs. It has a job from `submit_job` until all pages are given back.
 
 
 class JobExecutor(Executor):
-    """The threads of a tier, and one that watches them for calls that are late. All state is under
+    """The threads of a tier, and a watching thread that looks for late calls. All state is under
     `changed`."""
 
     def __init__(
@@ -629,10 +631,10 @@ class JobExecutor(Executor):
         options: TierOptions,
         costs: ReadCosts | None,
     ) -> None:
-        """No threads yet.
+        """Starts no thread yet.
 
         Args:
-            costs: None: reads are never declined, and not measured.
+            costs: None: reads are neither measured nor declined.
         """
         super().__init__(options.threads, "storage", clock=options.clock)
         self.cache, self.storage, self.breaker = cache, storage, breaker
@@ -640,30 +642,30 @@ class JobExecutor(Executor):
         self.page_tokens: int | None = cache.index.segment.config.get("page_tokens")
         self.running: set[Job] = set()
         self.holding: set[Job] = set()
-        """Ended, with pages for `StorageTask.publish`."""
+        """Ended jobs with pages for `StorageTask.publish`."""
         self._tally: Counter[str] = Counter()
         self._taken: Counter[str] = Counter()
         self._warned: set[str] = set()
         self._failing: tuple[str, Keys | None] = ("contains", None)
-        """The last call, and its first key: a probe repeats it."""
+        """The last call and its first key; a probe repeats it."""
         self._seconds = min(options.call_timeout, options.timeout)
         self._cancelled: list[tuple[Job, Literal["queued", "begun", "held"]]] = []
-        """Given up, not yet abandoned; and how far each was: its thread gives back what one that
-        was begun has."""
+        """Jobs given up but not yet abandoned, with their progress. A begun job's own thread gives
+        its pages back."""
         self._owed: list[Job] = []
-        """Have something to give back that could not be: tried again."""
+        """Jobs whose pages could not be given back; tried again."""
         self._returning: list[Job] = []
-        """About to give back what they have: once for each `let_go` that is to come."""
+        """Jobs about to give pages back, once for each coming `_let_go`."""
         self._last: Callable[[], None] = _nothing
         self._look = Condition(self.changed.lock)
         self._looks_at = -math.inf
-        """When the watching thread looks next; it is woken for what is due earlier."""
+        """When the watching thread looks next; an earlier deadline wakes it."""
         self._watcher = threading.Thread(
             target=self._watch, name="lightcache-storage-watch", daemon=True
         )
 
     def start(self) -> None:
-        """Begin to watch. The other threads start when there is something to do."""
+        """Start the watching thread. The other threads start when there is work."""
         self._watcher.start()
 
     # ---- tasks
@@ -672,7 +674,7 @@ class JobExecutor(Executor):
         """Queue a job. If no thread can run it, its task is FAILED."""
         try:
             self.put(job)
-        except LightcacheError as error:  # closed meanwhile; or no thread is left for it
+        except LightcacheError as error:  # closed meanwhile, or no thread is left for it
             job.progress.count(failed=job.reads)
             self.finish(job, str(error), failed=True)
         return job.task
@@ -680,7 +682,7 @@ class JobExecutor(Executor):
     def ended_task(
         self, kind: Literal["read", "write"], pages: int, reason: str = "", **counts: int
     ) -> StorageTask:
-        """A task that is over before it began."""
+        """A task that ended before it started."""
         progress = TaskProgress(kind, pages, self.page_tokens)
         progress.count(**counts)
         failed = "failed" in counts
@@ -703,7 +705,7 @@ class JobExecutor(Executor):
         hold: bool = False,
         declinable: bool = False,
     ) -> StorageTask:
-        """A prefetch that is not declined before it begins."""
+        """Queue a prefetch. It is refused only if the storage is disabled."""
         pages = len(keys) - start
         if self.breaker.shut:
             return self.ended_task("read", pages, self.breaker.reason, failed=pages)
@@ -715,12 +717,12 @@ class JobExecutor(Executor):
         )
 
     def reads_ahead(self) -> list[int]:
-        """Pages of each read that runs or waits."""
+        """The pages left to read of each running or queued read."""
         with self.changed:
             return [pages for job in self._jobs() if (pages := job.reads)]
 
     def pinned(self) -> int:
-        """Pages pinned for writes."""
+        """The number of pages pinned for writes."""
         with self.changed:
             return sum(job.pinned for job in self._jobs())
 
@@ -753,7 +755,7 @@ class JobExecutor(Executor):
             )
 
     def stats(self) -> TierStats:
-        """Totals, of one instant."""
+        """A consistent snapshot of the totals."""
         line = (None if self.costs is None else self.costs.figures()) or (None, None)
         with self.changed:
             return TierStats(
@@ -768,7 +770,7 @@ class JobExecutor(Executor):
             )
 
     def take_totals(self, names: Sequence[str]) -> Counter[str]:
-        """Of these totals, what came since the last call."""
+        """The increase of these totals since the last call."""
         with self.changed:
             now = Counter({name: self._tally[name] for name in names})
             more, self._taken = now - self._taken, now
@@ -782,18 +784,18 @@ class JobExecutor(Executor):
             self.running.add(work)
 
     def expired(self, works: list[Work]) -> None:
-        """See `Executor`: until they are finished the executor is not idle."""
+        """See `Executor`. They count as running until they are finished."""
         for work in works:
             self.begun(work)
 
     def run_job(self, job: Job) -> None:
-        """Run a job, in a thread of the executor, until it ends or reads go before it."""
+        """Run a job, in a thread of the executor, until it ends or is requeued after reads."""
         job.progress.start()
         while self._step(job) and not self._requeue(job):
             pass
 
     def _requeue(self, job: Job) -> bool:
-        """Let reads that wait go before the rest of a write."""
+        """Put a write back into the queue if reads are waiting."""
         with self.changed:
             if not self.queue.reads or job.given_up:
                 return False
@@ -811,14 +813,14 @@ class JobExecutor(Executor):
             reason, failed = "cancelled", True
         except LightcacheError as error:
             reason, failed = str(error), True
-        except Exception as error:  # ours: those of backends became StorageError
+        except Exception as error:  # our own bug: errors of backends became StorageError
             log.exception("a storage task ended with an error that should not happen")
             reason, failed = repr(error), True
         self.finish(job, reason, failed=failed)
         return False
 
     def finish(self, job: Job, reason: str, *, failed: bool) -> None:
-        """Of a job that no thread has: give back what it held, then tell its waiters."""
+        """Finish a job that is in no thread: give back its pages, then tell its waiters."""
         with self.changed:
             self._returning.append(job)
         self._let_go(job)
@@ -833,8 +835,8 @@ class JobExecutor(Executor):
         job.progress.settle()
 
     def _note(self) -> None:
-        """Something has changed; the lock is held. The watching thread is woken only if it has
-        something to do: it ends with the last job, gives back, and probes."""
+        """Notify of a change; the lock is held. Wakes the watching thread only if it may have work:
+        to give pages back, or to end with the last job."""
         self.changed.notify_all()
         if self.closing or self._cancelled or self._owed or self.holding:
             self._look.notify()
@@ -859,21 +861,21 @@ class JobExecutor(Executor):
                 self.let_go_held(job)
 
     def let_go_held(self, job: Job) -> None:
-        """It is not published any more: give back what it holds. It leaves `holding` in one hold of
-        the lock: a thread that asks in between finds that there is something to do."""
+        """Give back the pages of a job that will not be published any more. It moves from `holding`
+        to `_returning` under one hold of the lock, so that the executor never seems idle."""
         with self.changed:
             self.holding.discard(job)
             self._returning.append(job)
         self._let_go(job)
 
     def _end_task(self, job: Job, reason: str, *, failed: bool) -> None:
-        """End its task, unless that has ended, and add up what it did."""
+        """End its task, unless it has ended, and add its counts to the totals."""
 
         def count(result: TaskResult) -> None:
             counts = {name: getattr(result, name) for name in COUNTS}
             self.add(**counts, **{"tasks_failed" if failed else "tasks_finished": 1})
 
-        with job.accounting:  # of two threads that end it, one counts
+        with job.accounting:  # if two threads end it, only one counts
             if not job.progress.over:
                 job.account(reason, failed=failed)
             job.progress.end(reason, failed=failed, count=count)
@@ -881,9 +883,9 @@ class JobExecutor(Executor):
     # ---- giving up, and giving back
 
     def cancel(self, job: Job) -> None:
-        """Give a job up. Waits for nothing: the watching thread abandons its keys, and gives back
-        what no call has."""
-        job.given_up = True  # first: a thread that has it now finds that it is given up
+        """Give a job up, without waiting: the watching thread abandons its keys, and gives back
+        pages that are in no call."""
+        job.given_up = True  # first: a thread that runs it now sees that
         with self.changed:
             queued, held = self.queue.remove(job), job in self.holding
             self.holding.discard(job)
@@ -892,7 +894,7 @@ class JobExecutor(Executor):
             begun = job in self.running
             if queued:
                 self.running.add(job)  # until it is finished
-        if queued:  # before the other thread settles it
+        if queued:  # before the watching thread settles it
             self._end_task(job, "cancelled", failed=True)
         with self.changed:
             if queued or held or begun:
@@ -900,13 +902,13 @@ class JobExecutor(Executor):
             self._note()
 
     def _let_go(self, job: Job, *, later: bool = False) -> bool:
-        """Give back what a job of `_returning` holds; later, if that cannot be done now.
+        """Give back the pages of a job of `_returning`; if that fails, the job becomes owed.
 
         Args:
             later: do not try now.
 
         Returns:
-            Whether it was given back.
+            True if they were given back.
         """
         owed = later
         try:
@@ -919,7 +921,7 @@ class JobExecutor(Executor):
             owed = True
             raise
         finally:
-            with self.changed:  # both at once: in between, the executor would seem idle
+            with self.changed:  # both at once: in between the executor would seem idle
                 self._returning.remove(job)
                 if owed:
                     self._owed.append(job)
@@ -927,18 +929,19 @@ class JobExecutor(Executor):
         return not owed
 
     def _give_back(self, unwanted: Sequence[Job], owed: Sequence[Job] = ()) -> None:
-        """Give up the first, and the jobs that were cancelled; let go of all of `_returning` among
-        them. One wait for a lock that is held is enough: then the others are owed."""
+        """Give up the `unwanted` jobs and the cancelled ones, and give back the pages of those in
+        `_returning`. After the first failure to get the cache's lock, the other jobs become owed
+        without a try."""
         with self.changed:
             cancelled, self._cancelled = self._cancelled, []
-            if cancelled:  # nothing else tells of those that have ended by themselves
+            if cancelled:  # the only notification for jobs that ended by themselves
                 self._note()
         free = True
         for job, progress in cancelled:
             if progress == "begun":
                 free = free and self._abandon(job.give_up)
         for job in [*unwanted, *(job for job, progress in cancelled if progress != "begun")]:
-            job.given_up = True  # also of those whose keys are abandoned later, with their pages
+            job.given_up = True  # also if their keys are abandoned later, with their pages
             free = free and self._abandon(job.give_up)
             free = self._let_go(job, later=not free)
         for job in owed:
@@ -948,7 +951,7 @@ class JobExecutor(Executor):
                 self._finished(job)
 
     def _abandon(self, give_up: Callable[[], None]) -> bool:
-        """`give_up` or `lose` a job; False: keys are abandoned when the job is released."""
+        """Call `give_up` or `lose` of a job; False: keys are abandoned when the job is released."""
         try:
             give_up()
         except LightcacheError as error:
@@ -959,7 +962,7 @@ class JobExecutor(Executor):
     # ---- calls of the storage
 
     def contains(self, job: Job, keys: Keys) -> int:
-        """`Storage.contains`; as `call`."""
+        """`Storage.contains`, made by `call`."""
         self._failing = ("contains", keys[:1])
 
         def run(left: float) -> tuple[int, str]:
@@ -972,7 +975,7 @@ class JobExecutor(Executor):
         return self.call(job, "contains", run)
 
     def read(self, job: Job, keys: Keys, buffers: Sequence[Buffer]) -> ReadResult:
-        """`Storage.read`; as `call`."""
+        """`Storage.read`, made by `call`."""
         self._failing = ("read", keys[:1])
 
         def run(left: float) -> tuple[ReadResult, str]:
@@ -995,14 +998,14 @@ class JobExecutor(Executor):
         parent: Keys | None,
         tokens: TokenRows | None,
     ) -> WriteResult:
-        """`Storage.write`; as `call`."""
+        """`Storage.write`, made by `call`."""
 
         def run(left: float) -> tuple[WriteResult, str]:
             storage = self.storage
             result = write_to(storage, keys, buffers, timeout=left, parent=parent, tokens=tokens)
             checked_statuses("write", result.statuses, len(keys))
             stored, evicted = result.count(WriteStatus.STORED), 0
-            with contextlib.suppress(Exception):  # its figures are no reason to fail a write
+            with contextlib.suppress(Exception):  # a write does not fail because of statistics
                 evicted = operator.index(storage.stats().evicted)
             with self.changed:
                 self._tally["written_bytes"] += stored * self.cache.page_bytes
@@ -1016,12 +1019,12 @@ class JobExecutor(Executor):
 
         Args:
             job: None: a probe, which no task waits for.
-            run: makes the call in the seconds that it is given; returns the result, and why it
-                counts as a failure of the storage (empty: it does not).
+            run: makes the call within the given seconds; returns the result, and the reason why it
+                counts as a failure of the storage (empty: success).
 
         Raises:
-            Stopped: it came back too late, or the task was cancelled meanwhile.
-            StorageError: it was not made (no time, disabled), or raised.
+            Stopped: the call returned late, or the task was cancelled meanwhile.
+            StorageError: the call was not made (no time, disabled), or it raised.
         """
         left = self._seconds
         if job is not None:
@@ -1031,7 +1034,7 @@ class JobExecutor(Executor):
             if self.breaker.shut:
                 raise StorageError(self.breaker.reason)
         began, error = self._clock(), ""
-        whole = began if left >= self._seconds / 2 else None  # it had the time that calls have
+        whole = began if left >= self._seconds / 2 else None  # None: it had too little time
         result: R | None = None
 
         def hangs() -> None:
@@ -1050,7 +1053,7 @@ class JobExecutor(Executor):
             )
         except Late:
             raise Stopped from None
-        except Exception as raised:  # a text, as a traceback would keep views of the pool
+        except Exception as raised:  # keep only its text: a traceback keeps views of the pool
             error = f"{what}: {raised if isinstance(raised, LightcacheError) else repr(raised)}"
         if error:
             self._fail(error, whole if self._clock() - began >= left else None)
@@ -1063,14 +1066,14 @@ class JobExecutor(Executor):
         return result
 
     def _fail(self, error: str, since: float | None = None) -> None:
-        """Tell the breaker of a failure; wake the watching thread, which probes."""
+        """Tell the breaker of a failure, and wake the watching thread, which probes."""
         self.breaker.failure(error, since)
         with self.changed:
             self._look.notify()
 
     def probe(self) -> None:
-        """Repeat the last call for its first key, into memory of our own: whether the storage works
-        again. No task waits for it."""
+        """Test whether the storage works again: repeat the last call for its first key, into memory
+        of our own. No task waits for it."""
 
         def run(seconds: float) -> tuple[bool, str]:
             what, key = self._failing
@@ -1089,7 +1092,7 @@ class JobExecutor(Executor):
             self._note()
             self._look.notify()
 
-    # ---- the watching thread: what hangs, what waits too long, what is to be given back
+    # ---- the watching thread: late calls, expired work, pages to give back
 
     def _watch(self) -> None:
         while True:
@@ -1104,11 +1107,11 @@ class JobExecutor(Executor):
                     self._looks_at = -math.inf
         try:
             self._last()
-        except Exception:  # a thread that closes again waits for this one
+        except Exception:  # log it: a second `close` waits for this thread
             log.exception("what a storage tier had left to do failed")
 
     def pause(self) -> float | None:
-        """Seconds until there is something to look after; None: whenever something changes."""
+        """Seconds until the next thing to do; None: nothing until something changes."""
         if self._cancelled:
             return 0.0
         pauses = [super().pause(), None if self.closing else self.breaker.wait]
@@ -1118,7 +1121,7 @@ class JobExecutor(Executor):
         return max(0.001, min(*known, threading.TIMEOUT_MAX)) if known else None
 
     def poll(self) -> None:
-        """Fail what is late, give back what is to be, and see whether the storage works again."""
+        """Fail late calls and expired work, give pages back, and start a probe if one is due."""
         super().poll()
         kept: list[Job] = []
         owed: list[Job] = []
@@ -1138,29 +1141,29 @@ class JobExecutor(Executor):
             except LightcacheError as error:
                 self.breaker.failure(str(error))
 
-    # ---- the end
+    # ---- closing
 
     @property
     def busy(self) -> bool:
-        """Whether anything runs, waits, or is to be given back; the lock is held."""
+        """True if a job is running, queued, or has pages to give back; the lock is held."""
         held = self.holding or self._owed or self._returning or self._cancelled
         return bool(self.running or held or len(self.queue))
 
     @property
     def unreturned(self) -> int:
-        """Tasks whose pages are unwanted, and could not be given back yet."""
+        """The number of tasks whose pages could not be given back yet."""
         with self.changed:
             return len({*self._owed, *self._returning})
 
     def wait_idle(self, timeout: float) -> bool:
-        """Wait until nothing runs and nothing waits; False: not in these seconds."""
+        """Wait until the executor is not busy; False: the time is up."""
         with self.changed:
             return self.changed.wait_for(lambda: not self.busy, min(timeout, threading.TIMEOUT_MAX))
 
     def end_jobs(self, deadline: Deadline) -> bool:
-        """Take nothing more, give back what is held for `StorageTask.publish`, and finish the rest;
-        cancel what is left when the time is up. False: a call hangs, or pages cannot be given back.
-        """
+        """Accept no more jobs, give back pages held for `StorageTask.publish`, finish the rest, and
+        cancel the jobs left when the time is up. False: a call hangs, or pages cannot be given
+        back."""
         with self.changed:
             self.closing = True
             held = list(self.holding)
@@ -1179,8 +1182,8 @@ class JobExecutor(Executor):
         return self.wait_idle(self.options.grace)
 
     def leave(self, last: Callable[[], None]) -> bool:
-        """Closing, and not waited for any more: the thread that ends last does this, in the end.
-        False: everything has ended meanwhile, and it does not."""
+        """Have the watching thread call `last` once everything has ended. False: everything has
+        ended already, and it will not."""
         with self.changed:
             busy = self.busy
             if busy:
@@ -1188,14 +1191,14 @@ class JobExecutor(Executor):
             return busy
 
     def join(self) -> None:
-        """Once idle and closing: wait for the threads to end."""
+        """Wait for the threads to end, once closing and idle."""
         self.close(math.inf)
         if self._watcher.ident is not None:
             self._watcher.join()
 
 
 class _Probe(Work):
-    """A call that no task asked for, of a storage that is not used."""
+    """A call that tests a disabled storage, for no task."""
 
     def __init__(self, executor: JobExecutor) -> None:
         self._executor = executor

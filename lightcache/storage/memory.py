@@ -46,11 +46,11 @@ class _Page:
 
 
 class MemoryStorage(Owned):
-    """A dict of pages with a bound, and the least recently used one first out. It ends with the
-    process, and no other process sees it.
+    """A bounded dict of pages that evicts the least recently used. It ends with the process, and no
+    other process sees it.
 
-    The lock is held for looking up, never for copying a page or its checksum. A batch is marked as
-    used from its last key to its first, so that the end of a prefix is evicted first.
+    The lock is held for lookups, but never while copying a page or computing its checksum. A batch
+    is marked as used from its last key to its first, so that the end of a prefix is evicted first.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class MemoryStorage(Owned):
         """Empty.
 
         Args:
-            pages: most pages at a time; or
-            capacity: most bytes of pages, as a number or "1GiB"; neither: no bound.
-            tokens: want token ids, and keep them: `tokens_of`.
+            pages: maximum number of pages; or
+            capacity: maximum bytes of pages, as a number or "1GiB"; neither: no bound.
+            tokens: want token ids, and keep them for `tokens_of`.
 
         Raises:
-            ConfigError: both, or no count, or no size, or one without room for a page.
+            ConfigError: both bounds, a bad one, or one without room for a page.
         """
         if pages is not None and capacity is not None:
             raise ConfigError("give the bound of the memory once: pages= or capacity=")
@@ -91,10 +91,10 @@ class MemoryStorage(Owned):
 
     @classmethod
     def open(cls, options: Mapping[str, str], spec: StorageSpec) -> MemoryStorage:
-        """As in `memory:?capacity=1GiB` or `memory:?pages=1000&tokens=yes`.
+        """Open with the options of a URL: `memory:?capacity=1GiB`, `memory:?pages=1000&tokens=yes`.
 
         Raises:
-            ConfigError: an option that there is not, a value that is none, or both bounds.
+            ConfigError: an unknown option, a bad value, or both bounds.
         """
         given = Options("memory", options, ("capacity", "pages", "tokens"))
         return cls(
@@ -157,12 +157,12 @@ class MemoryStorage(Owned):
         tokens: TokenRows | None = None,
     ) -> WriteResult:
         """See `Storage.write`, and `wants_tokens`."""
-        check_parent(parent)  # and no more: it evicts by last use
+        check_parent(parent)  # otherwise unused: eviction is by last use
         names, views = check_batch(keys, buffers, self.spec.page_bytes, writable=False)
         deadline = Deadline(timeout)
         rows: list[TokenRows | None] = [None] * len(names)
         if check_tokens(tokens, len(names)) is not None and self.wants_tokens:
-            rows = [*np.array(tokens)]  # our own
+            rows = [*np.array(tokens)]  # a copy
         batch = set(names)
         statuses: list[WriteStatus] = []
         reason = ""
@@ -193,7 +193,7 @@ class MemoryStorage(Owned):
             if name in self._pages:  # another thread was faster
                 return WriteStatus.PRESENT
             while len(self._pages) >= self.capacity:
-                # A batch does not evict its own beginning: without it the rest is not found.
+                # A batch never evicts its own beginning, without which the rest is not found.
                 victim = next((each for each in self._pages if each not in batch), None)
                 if victim is None:
                     return WriteStatus.REFUSED
@@ -224,7 +224,7 @@ class MemoryStorage(Owned):
         return self._counters.snapshot(pages, pages * self.spec.page_bytes)
 
     def close(self) -> None:
-        """See `Storage.close`. Its pages are gone.
+        """See `Storage.close`. Drops all pages.
 
         Raises:
             Detached: in a forked child.
@@ -236,10 +236,10 @@ class MemoryStorage(Owned):
             self._pages.clear()
 
     def tokens_of(self, key: Keys) -> TokenRows | None:
-        """Token ids of a page; None: it is not stored, or was stored without.
+        """Token ids of a page; None: it is not stored, or was stored without them.
 
         Args:
-            key: one row, or an array of one.
+            key: one key, of shape (2,) or (1, 2).
         """
         (name,) = check_keys(key.reshape(1, 2))
         with self._lock:
@@ -247,13 +247,13 @@ class MemoryStorage(Owned):
         return None if page is None or page.tokens is None else page.tokens.copy()
 
     def damage(self, key: Keys, *, length: int | None = None) -> None:
-        """For tests: change a byte of a stored page, or cut it to `length` bytes.
+        """For tests: change the first byte of a stored page, and cut it to `length` bytes.
 
         Args:
-            key: one row, or an array of one.
+            key: one key, of shape (2,) or (1, 2).
 
         Raises:
-            StorageError: it is not stored.
+            StorageError: the page is not stored.
         """
         (name,) = check_keys(key.reshape(1, 2))
         with self._lock:

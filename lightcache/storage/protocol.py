@@ -1,14 +1,14 @@
-"""What a storage backend promises: a place outside of shared memory where pages are kept by key.
+"""The contract of a storage backend, which keeps pages by key outside of shared memory.
 
-Keys alone identify content. A key is a digest of everything that decides what is in a page: it is
-seeded with the secret, the fingerprint, the weights version, the tenant, the salt and the adapter
-(`lightcache.hashing.KeySpec`), so pages of another tenant, salt or weights version have other
-keys, and none of that is stored beside them. The size of a page must be compared as well:
-fingerprints are chosen by people, and two processes that disagree about the size must not read each
-other's bytes. `StorageSpec` has it, and more, when a backend is opened.
+Keys alone identify content. A key is a digest of everything that determines a page: it is seeded
+with the secret, the fingerprint, the weights version, the tenant, the salt and the adapter
+(`lightcache.hashing.KeySpec`). Pages of another tenant, salt or weights version therefore have
+other keys, and none of those fields is stored beside a page. The page size is compared as well:
+people choose fingerprints, and two processes that disagree about the size must not read each
+other's bytes. A backend is opened with a `StorageSpec`, which has the size.
 
-Absent and failed are different things. Absent is an answer, and the request computes the page. Not
-being able to tell is a failure, which is counted; repeated failures disable a backend.
+Absent and failed differ. Absent is an answer: the request computes the page. A backend that cannot
+tell has failed; failures are counted, and repeated failures disable the backend.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ class ReadResult:
     """The result of `Storage.read`. Partial results are normal."""
 
     statuses: tuple[ReadStatus, ...]
-    """Of each key, in order."""
+    """One for each key, in order."""
     reason: str = ""
-    """Of the first key that FAILED or is CORRUPT: what happened, for people."""
+    """Why the first FAILED or CORRUPT key was not read; for people."""
 
     @property
     def prefix(self) -> int:
-        """How many keys from the first on are OK."""
+        """The number of leading keys that are OK."""
         for i, status in enumerate(self.statuses):
             if status is not ReadStatus.OK:
                 return i
@@ -82,13 +82,13 @@ class WriteResult:
     """The result of `Storage.write`. Partial results are normal."""
 
     statuses: tuple[WriteStatus, ...]
-    """Of each key, in order."""
+    """One for each key, in order."""
     reason: str = ""
-    """Of the first key that FAILED or was REFUSED: what happened, for people."""
+    """Why the first FAILED or REFUSED key was not stored; for people."""
 
     @property
     def prefix(self) -> int:
-        """How many keys from the first on are stored now."""
+        """The number of leading keys that are stored now."""
         for i, status in enumerate(self.statuses):
             if status not in (WriteStatus.STORED, WriteStatus.PRESENT):
                 return i
@@ -101,12 +101,12 @@ class WriteResult:
 
 @dataclass(frozen=True)
 class StorageStats:
-    """Totals of a backend since it was opened, as its callers saw them; in pages."""
+    """Totals of a backend since it was opened, in pages, as its callers saw them."""
 
     pages: int
-    """Stored now, as far as a backend that others also fill knows."""
+    """Stored now. A backend that others also fill may not know all of them."""
     bytes: int
-    """Of these pages."""
+    """The bytes of these pages."""
     reads_ok: int
     reads_absent: int
     reads_failed: int
@@ -116,28 +116,28 @@ class StorageStats:
     writes_failed: int
     writes_refused: int
     deletes: int
-    """Pages removed by `delete` and `clear`; not those that made room for others."""
+    """Pages removed by `delete` and `clear`; evicted pages are not counted here."""
     timeouts: int
-    """Calls that did not end in their time."""
+    """Calls that did not end in time."""
     evicted: int = 0
     """Pages that the backend evicted to make room for others, as far as it knows."""
 
 
 @dataclass(frozen=True)
 class StorageSpec:
-    """The pages that a backend is opened for. One backend may serve several specs; each sees its
-    own pages only.
+    """The kind of pages that a backend is opened for. One backend may serve several specs; each
+    spec sees only its own pages.
 
     Raises:
-        ConfigError: `page_bytes` is no size, or another field is no text.
+        ConfigError: `page_bytes` is not a positive integer, or another field is not a string.
     """
 
     page_bytes: int
-    """Of every page. A page stored with another length is CORRUPT."""
+    """The size of every page. A page stored with another length is CORRUPT."""
     fingerprint: str = ""
-    """Of the cache: model, KV dtype, geometry."""
+    """The cache's fingerprint: model, KV dtype, geometry."""
     algorithm: str = ""
-    """Of the keys."""
+    """The algorithm that makes the keys."""
 
     def __post_init__(self) -> None:
         if type(self.page_bytes) is not int or self.page_bytes <= 0:
@@ -150,10 +150,10 @@ class StorageSpec:
 
     @classmethod
     def of(cls, cache: Cache) -> StorageSpec:
-        """The spec of a cache.
+        """The spec of a cache's pages.
 
         Raises:
-            ConfigError: it is no Cache.
+            ConfigError: `cache` is not a Cache.
         """
         from lightcache.cache import Cache  # not above: a backend needs no cache
 
@@ -165,7 +165,7 @@ class StorageSpec:
 
     @property
     def name(self) -> str:
-        """16 hexadecimal digits that tell specs apart: for folders, prefixes of keys, and so on."""
+        """16 hexadecimal digits that identify the spec, for folder names, key prefixes and such."""
         fields = (str(self.page_bytes), self.fingerprint, self.algorithm)
         encoded = [text.encode("utf-8", "surrogatepass") for text in fields]
         block = b"".join(len(each).to_bytes(8, "little") + each for each in encoded)
@@ -173,47 +173,48 @@ class StorageSpec:
 
 
 class Storage(ABC):
-    """A backend. Subclass it; `lightcache.storage.testing.conformance` tests what stands here.
+    """A storage backend. Subclass it; `lightcache.storage.testing.conformance` tests this contract.
 
     Every call takes a batch, blocks, and may be made from several threads at once. `timeout` is in
-    seconds and for the whole batch: what is not done by then is FAILED with a reason that begins
-    with "timed out", and `contains`, `delete` and `clear` raise StorageError. Zero or less: the
-    time is up already.
+    seconds, for the whole batch. Pages not done by then are FAILED with a reason that begins with
+    "timed out"; `contains`, `delete` and `clear` raise StorageError instead. With a timeout of zero
+    or less, the time is already up.
 
-    **When a call has returned, or raised, the backend touches its buffers no more.** They are pages
-    of a pool, which may be given to another request in the next instant. A backend that cannot stop
-    what it has begun waits for it, or moves bytes through memory of its own; late is bad, wrong is
-    worse. Until the call returns, the caller keeps the pages.
+    **After a call has returned or raised, the backend never touches its buffers again.** They are
+    pages of a pool, which may be given to another request at once. A backend that cannot stop an
+    operation waits for it, or moves bytes through memory of its own: late is bad, wrong is worse.
+    The caller keeps the pages until the call returns.
 
-    Keys are uint64 of shape (n, 2). Buffers are one for each key, of exactly `spec.page_bytes`
-    bytes, contiguous; those of `read` are writable, and pages go straight there. Either is refused
-    with ConfigError before anything is done; `lightcache.storage.arguments.check_batch` does that.
+    Keys are uint64 of shape (n, 2). There is one buffer for each key, contiguous, of exactly
+    `spec.page_bytes` bytes. Buffers of `read` are writable, and pages are read straight into them.
+    Bad keys or buffers raise ConfigError before anything is done
+    (`lightcache.storage.arguments.check_batch`).
 
-    After `close` every call but `close` and `stats` raises Detached. In a forked child every call
-    but `stats` does, and leaving the `with` statement does nothing: see `calls.Owned`.
+    After `close`, every call except `close` and `stats` raises Detached. In a forked child, every
+    call except `stats` does, and leaving the `with` statement does nothing: see `calls.Owned`.
     """
 
     spec: StorageSpec
-    """What it was opened for."""
+    """The spec that it was opened with."""
     wants_tokens: bool = False
-    """Whether `write` is to be given the tokens of each page. Then it takes one more
-    argument, `tokens`: `TokenRows`, or None where they are not known; they are the caller's, as
-    buffers are. A backend that does not want them is never given the argument, and need not have
-    it. Token ids are the prompt in clear: docs/storage.md says what follows."""
+    """True if `write` takes the tokens of each page. It then has one more argument, `tokens`:
+    `TokenRows`, or None if they are unknown; the caller owns them, as it owns the buffers. Other
+    backends are never passed the argument and need not declare it. Token ids are the prompt in
+    clear: docs/storage.md states the consequences."""
 
     @abstractmethod
     def contains(self, keys: Keys, *, timeout: float) -> int:
-        """How many keys from the first on are stored. A promise about nothing: a page may be gone
-        by the time it is read.
+        """The number of leading keys that are stored. It guarantees nothing: a page may be evicted
+        before it is read.
 
         Raises:
-            StorageError: it could not be found out. Absent is no failure.
+            StorageError: the backend could not tell. Absent is not a failure.
         """
 
     @abstractmethod
     def read(self, keys: Keys, buffers: Sequence[Buffer], *, timeout: float) -> ReadResult:
-        """Fill the buffers with the pages of these keys. The checksum is verified for each; a page
-        that is found CORRUPT is dropped, so that it can be stored anew.
+        """Read the pages of these keys into the buffers. The checksum of each page is verified; a
+        CORRUPT page is dropped, so that it can be stored again.
 
         Raises:
             StorageError: the backend could do nothing; all buffers are undefined.
@@ -228,43 +229,43 @@ class Storage(ABC):
         timeout: float,
         parent: Keys | None = None,
     ) -> WriteResult:
-        """Store pages. One that is stored already is not written again, since equal keys mean equal
-        content. A page is either found whole by every later call, or not at all.
+        """Store pages. A page that is already stored is not written again, since equal keys mean
+        equal content. Later calls find a page whole or not at all.
 
         Args:
-            parent: one key, shape (1, 2): of the page in front of the first one, which was written
-                before; None: there is none. For the order of eviction alone: in front of a prefix
-                goes what hangs on it. A backend may pass over it.
+            parent: the key of the page before the first one, shape (1, 2), written earlier; None:
+                the first page has no parent. Used only to order eviction: a page is evicted after
+                its children. A backend may ignore it.
 
         Raises:
-            StorageError: the backend could do nothing that it knows of.
+            StorageError: the backend stored nothing, as far as it knows.
         """
 
     @abstractmethod
     def delete(self, keys: Keys, *, timeout: float) -> int:
-        """Remove pages; those that are not stored do not matter. Returns how many were.
+        """Remove pages; keys that are not stored are ignored. Returns the number of pages removed.
 
         Raises:
-            StorageError: some may still be there.
+            StorageError: some pages may still be stored.
         """
 
     @abstractmethod
     def clear(self, *, timeout: float) -> int:
-        """Remove all pages of this spec. Returns how many there were. A weights version or tenant
-        cannot be removed on its own: only the digests depend on it. Its pages are not found once
-        such keys are no longer made, and make room for others over time.
+        """Remove all pages of this spec. Returns the number of pages removed. A weights version or
+        tenant cannot be removed on its own, as only the digests depend on it. Once its keys are no
+        longer made, its pages are not found any more and are evicted over time.
 
         Raises:
-            StorageError: some may still be there.
+            StorageError: some pages may still be stored.
         """
 
     @abstractmethod
     def stats(self) -> StorageStats:
-        """Totals. Does not block on the medium."""
+        """Returns the totals. Does not block on the medium."""
 
     @abstractmethod
     def close(self) -> None:
-        """Leave. What is stored stays, where the medium keeps it. A second call does nothing."""
+        """Close. Stored pages stay if the medium keeps them. A second call does nothing."""
 
     def __enter__(self: T) -> T:
         return self

@@ -1,4 +1,4 @@
-"""Two storages as one: a fast and small one in front, a slow and large one after it."""
+"""Two storages as one: a fast and small near one, and a slow and large far one."""
 
 from __future__ import annotations
 
@@ -54,24 +54,24 @@ from lightcache.storage.protocol import (
     WriteStatus,
 )
 
-# ---- One level of a stack: when it is asked, for how long, and what becomes of a call that hangs.
+# ---- One level of a stack
 #
-# The near level is called in the caller's thread, with the caller's buffers, as if it stood alone.
-# The far one is called in threads of its own, with memory of its own: so a far storage that does
-# not return takes neither the caller's time nor its pages along.
+# The near level is called in the caller's thread with the caller's buffers, as if it were alone.
+# The far level is called in threads of its own with memory of its own, so a far storage that does
+# not return holds up neither the caller nor the caller's pages.
 
 Pages = npt.NDArray[np.uint8]
 """Shape (n, page_bytes)."""
 R = TypeVar("R")
 CALLS = 16
-"""Calls of one storage at a time, at most."""
+"""Maximum number of calls of one storage at a time."""
 PROBE = 5.0
-"""Seconds that finding out whether a storage works again may take."""
+"""Seconds that a probe of a disabled storage may take."""
 GRACE = 1.0
 """Seconds after its time until a call counts as hanging."""
 KEPT = 0.9
-"""The share of the time waited for a far storage that the storage itself is given: one that keeps
-to it is heard in time."""
+"""The fraction of the wait for a far storage that is passed to the storage as its timeout, so that
+its answer arrives in time."""
 
 
 @dataclass(frozen=True)
@@ -79,19 +79,19 @@ class LevelStats:
     """The state of one storage of a stack."""
 
     name: str
-    """Its place and its kind, as in messages."""
+    """Its position and kind, as in messages."""
     state: Literal["closed", "open", "half-open"]
-    """Of its breaker: open means that it is not asked."""
+    """The state of its breaker; open: it is not asked."""
     hanging: int
-    """Calls that have not returned in time, nor since. While there is one it is not asked."""
+    """Late calls that have not returned yet. While there is one, the storage is not asked."""
     promoted: int
-    """Pages written to it because they were read from the one after it."""
+    """Pages written to it after they were read from the far storage."""
     stats: StorageStats
-    """The storage's own, of all calls of this stack."""
+    """The storage's own, for all calls of this stack."""
 
 
 class NotAsked(StorageError):
-    """The level is disabled, or hangs."""
+    """The level is disabled, or a call of it hangs."""
 
 
 class Level:
@@ -102,7 +102,7 @@ class Level:
     ) -> None:
         """
         Args:
-            apart: called in threads of its own. Then no buffer that it gets may be the caller's.
+            apart: it is called in threads of its own. Then it must not get the caller's buffers.
         """
         self.storage = storage
         self.name = name
@@ -111,13 +111,13 @@ class Level:
         self._breaker = breaker
         self._executor = Executor(CALLS, "stack", clock=clock)
         self._writes: list[Call[Any]] = []
-        self._key: Keys | None = None  # of the page that was asked for last: for a probe
+        self._key: Keys | None = None  # the last key asked for; a probe uses it
 
-    # ---- whether it is asked
+    # ---- availability
 
     @property
     def shut(self) -> bool:
-        """Whether a call would be refused now. Starts a probe, if one is due."""
+        """True if a call would be refused now. Starts a probe if one is due."""
         if self._hanging():
             return True
         try:  # around the breaker as well: an interrupt may come after any line
@@ -136,7 +136,7 @@ class Level:
         return self._breaker.shut
 
     def _hanging(self) -> int:
-        """Calls that hang."""
+        """The number of calls that hang."""
         self._executor.poll()
         return self._executor.late
 
@@ -144,7 +144,7 @@ class Level:
         self._breaker.failure("the probe has not returned")
 
     def _find_out(self) -> None:
-        """A probe: whether the storage answers. In a thread of its own, so no call waits for it."""
+        """Probe whether the storage answers, in a thread of its own: no call waits for it."""
         try:
             if self._key is not None:
                 checked_contains(self.storage.contains(self._key, timeout=PROBE), 1)
@@ -153,7 +153,7 @@ class Level:
         else:
             self._breaker.success()
 
-    # ---- calls: each raises StorageError if there is no answer, with our name in it
+    # ---- calls: each raises StorageError, with the level's name, if there is no answer
 
     def contains(self, keys: Keys, seconds: float) -> int:
         """See `Storage.contains`."""
@@ -218,22 +218,22 @@ class Level:
         )
 
     def stats(self) -> LevelStats:
-        """As they are now."""
+        """The current state."""
         hanging = self._hanging()
         return LevelStats(
             self.name, self._breaker.state, hanging, self.promoted, self.storage.stats()
         )
 
     def named(self, reason: str) -> str:
-        """A reason of the storage, followed by our name: it still begins with "timed out"."""
+        """A reason of the storage with our name appended; it keeps its "timed out" prefix."""
         return f"{reason} ({self.name})" if reason else ""
 
-    # ---- how they are made
+    # ---- making calls
 
     def _after_writes(self, seconds: float) -> float:
-        """Wait for the writes that are in flight now; returns the seconds left. The caller of a
-        write in a thread of its own may have left it, and now removes what it would bring back. A
-        write in its caller's thread has not been left.
+        """Wait for the writes in flight; returns the seconds left. A caller may have timed out on a
+        write that runs in a thread of its own, and such a write would bring removed pages back. A
+        write in its caller's thread is waited for anyway.
 
         Raises:
             StorageError: one has not returned in this time.
@@ -261,7 +261,7 @@ class Level:
             raise StorageError(self.named(f"timed out: no time was left for {what}"))
         if self._hanging():
             raise NotAsked(self.named("a call hangs; it is not asked until it returns"))
-        # A breaker is for calls that can do without the storage. A removal cannot, so it is tried.
+        # A breaker is for calls that can do without the storage. A removal cannot: it is tried.
         if self.shut and not though_shut:
             raise NotAsked(self._breaker.reason)
         try:
@@ -269,7 +269,7 @@ class Level:
             error = bad(answer)
         except Late:
             raise StorageError(self.named(f"timed out: {what} has come back late")) from None
-        except Exception as raised:  # a text, as a traceback would keep views of buffers
+        except Exception as raised:  # keep only its text: a traceback keeps views of buffers
             error = str(raised) if isinstance(raised, LightcacheError) else repr(raised)
             self._breaker.failure(error)
             raise StorageError(self.named(error)) from None
@@ -282,7 +282,7 @@ class Level:
     def _answer(self, what: str, seconds: float, run: Callable[[float], R]) -> R:
         def hangs() -> None:
             log.warning("%s hangs in %s; it is not asked until that returns", self.name, what)
-            if not self.apart:  # else it was told when the wait ended
+            if not self.apart:  # else the breaker was told when the wait ended
                 self._breaker.failure(f"{what} hangs")
 
         if not self.apart:
@@ -301,20 +301,20 @@ class Level:
             call.leave()
 
     def close(self) -> None:
-        """Close the storage, whatever calls of it hang."""
+        """Close the storage, even if calls of it hang."""
         self._executor.close(0.0)
         self.storage.close()
 
 
-# ---- Promotion: pages that were read from the far level are written to the near one, later.
+# ---- Promotion: pages read from the far level are written to the near one in the background
 #
-# The reader has its pages already and does not wait. Pages wait in a queue of bounded bytes, in
-# memory of the stack's; what does not fit is not promoted, and will be when it is read again.
+# The reader does not wait. Pages are queued in memory of the stack, in a bounded number of bytes;
+# pages that do not fit are not promoted until they are read again.
 #
-# Deleted pages must not come back: a page may have been read before it was deleted, and wait here
-# until it is written anew. So deleting empties the queue and waits for the page that is being
-# written, and every read says in which generation it began: deleting begins one before, and
-# another one after.
+# Deleted pages must not come back: a page may have been read before it was deleted, and still be
+# queued here. So a deletion empties the queue and waits for the page being written. It begins a new
+# generation before it starts and another one after it, and `put` refuses pages whose read began in
+# an earlier generation.
 
 
 @dataclass(frozen=True)
@@ -325,18 +325,18 @@ class Promotion:
     pages: Pages
     parent: Keys | None
     bytes: int
-    """Of the memory that `pages` is a part of: that much is kept until it is written."""
+    """The size of the buffer that `pages` is a view of, which is kept until they are written."""
 
 
 class Promoter:
-    """A queue and the thread that empties it, which starts with the first page to be promoted."""
+    """A queue and the thread that writes it, started with the first promotion."""
 
     def __init__(self, level: Level, most_bytes: int, seconds: float) -> None:
         """
         Args:
-            level: to which pages are promoted.
-            most_bytes: of pages that wait or are being written; 0: nothing is promoted.
-            seconds: that writing one promotion may take.
+            level: the level that pages are promoted to.
+            most_bytes: maximum bytes of pages queued or being written; 0: nothing is promoted.
+            seconds: time limit for writing one promotion.
         """
         self.level = level
         self.most_bytes = most_bytes
@@ -352,12 +352,12 @@ class Promoter:
 
     @property
     def generation(self) -> int:
-        """To be read before a read of the storage, and given to `put`."""
+        """Fetch it before a read of the storage, and pass it to `put`."""
         with self._changed:
             return self._generation
 
     def put(self, promotion: Promotion, generation: int) -> bool:
-        """Take over pages; False: they are not promoted. Does not block."""
+        """Queue pages; False: they are not promoted. Does not block."""
         with self._changed:
             full = self._bytes + promotion.bytes > self.most_bytes
             if full or generation != self._generation or self._closing or self.level.shut:
@@ -370,24 +370,24 @@ class Promoter:
         return True
 
     def _works(self) -> bool:
-        """Whether there is a thread, which is started when it is first needed. It is assigned
-        before it starts: after an interrupt there must not be two."""
+        """Start the thread if there is none; False: that failed. The thread is assigned before it
+        starts, so that an interrupt cannot lead to two."""
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(
                 target=self._work, name="lightcache-stack-promote", daemon=True
             )
             try:
                 self._thread.start()
-            except RuntimeError:  # no more threads here
+            except RuntimeError:  # the system starts no more threads
                 self._thread = None
                 return False
         return True
 
     def settle(self, timeout: float) -> bool:
-        """Wait until nothing is left to be promoted; False: not in these seconds.
+        """Wait until all promotions are done; False: the time is up.
 
         Raises:
-            ConfigError: no number of seconds.
+            ConfigError: `timeout` is not a number.
         """
         seconds = min(Deadline(timeout).left, threading.TIMEOUT_MAX)
         with self._changed:
@@ -395,10 +395,10 @@ class Promoter:
 
     @contextlib.contextmanager
     def paused(self, deadline: Deadline) -> Iterator[None]:
-        """Nothing is promoted meanwhile, nor what was read before or meanwhile.
+        """Promote nothing meanwhile; pages read before or meanwhile are not promoted later either.
 
         Raises:
-            StorageError: a page is being written for longer than that.
+            StorageError: the page being written is not done by the deadline.
         """
         entered = 0
         try:  # around the count as well: an interrupt may come after any line
@@ -423,13 +423,13 @@ class Promoter:
         self._changed.notify_all()
 
     def stop(self) -> None:
-        """Begin nothing more."""
+        """Start nothing more."""
         with self._changed:
             self._closing = True
             self._begin_generation()
 
     def join(self, timeout: float) -> bool:
-        """After `stop`: wait for the thread to end; False: it still writes."""
+        """Wait for the thread to end, after `stop`; False: it still writes."""
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout)
             return not self._thread.is_alive()
@@ -459,51 +459,49 @@ class Promoter:
         keys, pages = promotion.keys, list(promotion.pages)
         try:
             result = self.level.write(keys, pages, promotion.parent, self._seconds)
-        except LightcacheError as error:  # its breaker was told, and warns
+        except LightcacheError as error:  # the breaker was told, and warns
             log.debug("%d pages were not promoted: %s", len(keys), error)
             return
         self.level.promoted += result.count(WriteStatus.STORED)
 
 
-# ---- One call of a stack: which level is asked for which pages, for how long, and the result.
+# ---- One call of a stack
 #
-# Time is shared: the near level gets half of it if the far one can be asked, and the far one all
-# that is left. So a near level that uses up its time leaves as much to the far one.
+# The near level gets half of the time if the far one can be asked, and the far one gets all that is
+# left. A near level that uses up its time leaves as much to the far one.
 
 PIECE = 64 << 20
-"""Bytes of our own memory that one call has at a time; a larger page is a piece by itself."""
+"""Bytes of our own memory that one call uses at a time; a larger page is a piece by itself."""
 
 
 def share(levels: Sequence[Level], number: int, deadline: Deadline) -> Deadline:
-    """The time that a level may take now."""
+    """The deadline for a call of one level."""
     more = any(not level.shut for level in levels[number + 1 :])
     return Deadline(deadline.left / 2 if more else deadline.left)
 
 
 class Asking:
-    """A `contains`: how many keys from the first on any level has."""
+    """A `contains`: the number of leading keys that any level has."""
 
     def __init__(self, levels: Sequence[Level], keys: Keys, deadline: Deadline) -> None:
-        """No level was asked yet."""
+        """Asks no level yet."""
         self._levels = levels
         self._keys = keys
         self._deadline = deadline
         self._late = False
         self.late = False
-        """The time of a level was up, so the answer may be too small."""
+        """A level timed out, so the answer may be too small."""
 
     def run(self) -> int:
-        """A level is asked from the first key on that no level has confirmed; one that fails counts
-        as one that has nothing.
+        """Ask each level, starting at the first key that no level has confirmed. A level that fails
+        counts as empty.
 
         Raises:
-            StorageError: all of them failed.
+            StorageError: all levels failed.
         """
         at = answers = 0
         keys, deadline = self._keys, self._deadline
-        without = [-1] * len(
-            self._levels
-        )  # the key at which each has nothing, as far as it has said
+        without = [-1] * len(self._levels)  # for each level, the last key that it reported absent
         why = ""
         while at < len(keys):
             before = at
@@ -527,32 +525,32 @@ class Asking:
 
 
 class Reading:
-    """A `read`: each page from the nearest level that has it."""
+    """A `read`: takes each page from the nearest level that has it."""
 
     def __init__(
         self, levels: Sequence[Level], keys: Keys, views: list[memoryview], deadline: Deadline
     ) -> None:
-        """Nothing is read yet."""
+        """Reads nothing yet."""
         self._levels = levels
         self._keys = keys
         self._views = views
         self._deadline = deadline
         self._statuses = [ReadStatus.ABSENT] * len(keys)
         self._lacking: set[int] = set()
-        """Keys that the near level does not have, or has corrupt: they are promoted."""
+        """Keys that the near level lacks or has corrupt; they are promoted."""
         self._reason = ""
         self._answered = False
         self._heard: set[int] = set()
-        """Keys for which the level that is being asked has given a status."""
+        """Keys for which the current level has returned a status."""
         self._late = False
         self.late = False
-        """The time of a level was up, so pages are missing."""
+        """A level timed out, so pages are missing."""
 
     def run(self, promoter: Promoter) -> ReadResult:
-        """Ask each level for what is missing.
+        """Ask each level for the pages still missing.
 
         Raises:
-            StorageError: all of them failed.
+            StorageError: all levels failed.
         """
         generation = promoter.generation
         for number, level in enumerate(self._levels):
@@ -582,7 +580,7 @@ class Reading:
         return ReadResult(tuple(self._statuses), self._reason if bad else "")
 
     def _too_late(self, missing: list[int]) -> None:
-        """The time is up, and not all levels were asked for these."""
+        """The time is up before all levels were asked for these: fail them."""
         self.late = True
         self._answered = True
         for i in missing:
@@ -597,7 +595,7 @@ class Reading:
         self._take(level, missing, result)
 
     def _far(self, level: Level, missing: list[int], limit: Deadline) -> Iterator[Promotion]:
-        """Read into memory of our own, copy the good pages, and yield those to be promoted."""
+        """Read into memory of our own, copy the good pages, and yield those to promote."""
         for piece in pieces(missing, len(self._views[0])):
             pages = own_memory(len(piece), len(self._views[0]))
             result = level.read(self._keys[piece], list(pages), limit.left)
@@ -613,7 +611,8 @@ class Reading:
             yield from self._promotions(piece, pages, rows)
 
     def _promotions(self, piece: list[int], pages: Pages, rows: list[int]) -> Iterator[Promotion]:
-        """One for each run of keys without a gap: only then is each the parent of the next."""
+        """One promotion for each run of keys without a gap, in which each key is the parent of the
+        next."""
         first = 0
         for end in range(1, len(rows) + 1):
             if end < len(rows) and piece[rows[end]] == piece[rows[end - 1]] + 1:
@@ -635,8 +634,7 @@ class Reading:
         self._reason = self._reason or reason
 
     def _note(self, which: list[int], statuses: Sequence[ReadStatus]) -> None:
-        """Take over the statuses of a level. FAILED and CORRUPT stay, unless a level has the
-        page."""
+        """Merge the statuses of a level. ABSENT never replaces FAILED or CORRUPT."""
         self._heard.update(which)
         for i, status in zip(which, statuses, strict=True):
             if status in (ReadStatus.ABSENT, ReadStatus.CORRUPT):
@@ -646,7 +644,7 @@ class Reading:
 
 
 class Writing:
-    """A `write`: every level is given every page."""
+    """A `write`: passes every page to every level."""
 
     def __init__(
         self,
@@ -657,7 +655,7 @@ class Writing:
         tokens: TokenRows | None,
         deadline: Deadline,
     ) -> None:
-        """Nothing is written yet."""
+        """Writes nothing yet."""
         self._levels = levels
         self._keys = keys
         self._views = views
@@ -668,13 +666,13 @@ class Writing:
         self._reason = ""
         self._late = False
         self.late = False
-        """The time of a level was up, so pages are not stored."""
+        """A level timed out, so pages are not stored."""
 
     def run(self) -> WriteResult:
         """Write the pages to each level.
 
         Raises:
-            StorageError: all of them failed.
+            StorageError: all levels failed.
         """
         answered = False
         for number, level in enumerate(self._levels):
@@ -683,7 +681,7 @@ class Writing:
                 answered = True
                 break
             limit = share(self._levels, number, self._deadline)
-            done = 0  # keys for which this level has given a status
+            done = 0  # keys for which this level has returned a status
             try:
                 for piece in self._pieces(level):
                     self._write(level, piece, limit)
@@ -729,8 +727,8 @@ class Writing:
         self._reason = self._reason or reason
 
     def _note(self, which: range, statuses: Sequence[WriteStatus]) -> None:
-        """The status of a page is that of the last level that has it; if none has it, FAILED before
-        REFUSED."""
+        """Merge the statuses of a level: that of the last level that has the page; if none has it,
+        FAILED replaces REFUSED."""
         has = (WriteStatus.STORED, WriteStatus.PRESENT)
         for i, status in zip(which, statuses, strict=True):
             before = self._statuses[i]
@@ -745,30 +743,30 @@ class Writing:
 
 
 def pieces(numbers: Sequence[int], page_bytes: int) -> Iterator[list[int]]:
-    """The numbers of pages, as many at a time as fit into our own memory."""
+    """Split page numbers into pieces of at most `PIECE` bytes."""
     most = max(1, PIECE // page_bytes)
     for first in range(0, len(numbers), most):
         yield list(numbers[first : first + most])
 
 
-# ---- The storage itself.
+# ---- The storage
 
-_CLOSING = 10.0  # seconds that `close` waits for a page that is being promoted
+_CLOSING = 10.0  # seconds that `close` waits for the page being promoted
 
 
 class StackedStorage(Owned):
-    """Two storages, the nearer first. Both are given every page; a page is read from the near one
-    if that has it, else from the far one, and then written to the near one in the background.
+    """Two storages, the nearer first. Every page is written to both. A page is read from the near
+    storage if it is there; otherwise it is read from the far one, and then written to the near one
+    in the background.
 
-    One that fails, hangs or refuses costs what only it has, and nothing else: each has a breaker of
-    its own, and a share of a call's time. The near one is called in the caller's thread with the
-    caller's buffers, and costs what it costs alone. The far one is called in threads of its own and
-    with memory of ours, up to 64 MiB (or one page) for a call: so if it does not return, it keeps
-    neither the caller nor the caller's pages.
+    A storage that fails, hangs or refuses loses only the pages that it alone has: each storage has
+    its own breaker and a share of a call's time. The near one is called in the caller's thread with
+    the caller's buffers, at the cost it has alone. The far one is called in threads of its own with
+    up to 64 MiB (or one page) of our memory for a call, so if it does not return, it keeps neither
+    the caller nor the caller's pages.
 
-    Pages that the near one has missed while it was not asked, it gets when they are read from the
-    far one, or written again. Pages that it evicts are not moved: the far one has had them from the
-    start.
+    The near storage gets pages that it missed while it was not asked when they are read from the
+    far one or written again. Pages that it evicts are not moved: the far one has them already.
     """
 
     def __init__(
@@ -782,23 +780,24 @@ class StackedStorage(Owned):
         retry: float = 30.0,
         clock: Clock = time.monotonic,
     ) -> None:
-        """Owns the storages, and closes them.
+        """Takes over the storages, and closes them.
 
         Args:
-            storages: two, the nearer first, opened for the same spec; or one, where the other is
+            storages: two, the nearer first, opened for the same spec; or one, if the other is
                 missing.
-            names: for messages; None: their classes.
-            promote_bytes: of pages that wait to be written to the near storage, at most; further
-                ones are not promoted. 0: none is.
-            promote_seconds: that writing the promoted pages of one read may take; `delete`, `clear`
-                and `close` wait for it.
-            failures: of one storage in a row, after which it is not asked. Fewer than a tier's: so
-                that one storage that fails does not disable the whole stack.
+            names: for messages; None: the names of their classes.
+            promote_bytes: maximum bytes of pages queued for the near storage; further pages are not
+                promoted. 0: none is.
+            promote_seconds: time limit for writing the promoted pages of one read; `delete`,
+                `clear` and `close` wait for it.
+            failures: number of failures of one storage in a row after which it is not asked. Fewer
+                than a tier's, so that one failing storage does not disable the whole stack.
             retry: seconds until it is tried again.
-            clock: in seconds, for breakers and for what hangs; for tests.
+            clock: in seconds, for breakers and hanging calls; for tests.
 
         Raises:
-            ConfigError: no storage, or more than two; other specs, or an argument out of range.
+            ConfigError: no storage, more than two, or different specs; or an argument is out of
+                range.
         """
         _fitting(storages)
         self.spec = storages[0].spec
@@ -823,8 +822,8 @@ class StackedStorage(Owned):
     # ---- the protocol
 
     def contains(self, keys: Keys, *, timeout: float) -> int:
-        """See `Storage.contains`: the prefix may lie in both storages. One that fails, or is not
-        asked, counts as one that has nothing."""
+        """See `Storage.contains`. The prefix may be spread over both storages. A storage that fails
+        or is not asked counts as empty."""
         check_keys(keys)
         asking = Asking(self._levels, keys, self._begin("contains", timeout))
         try:
@@ -836,8 +835,8 @@ class StackedStorage(Owned):
             self._counters.timed_out(asking.late)
 
     def read(self, keys: Keys, buffers: Sequence[Buffer], *, timeout: float) -> ReadResult:
-        """See `Storage.read`. Of a page that none has: CORRUPT or FAILED if one that was asked says
-        so, else ABSENT."""
+        """See `Storage.read`. A page that neither has is CORRUPT or FAILED if a storage that was
+        asked says so, else ABSENT."""
         _, views = check_batch(keys, buffers, self.spec.page_bytes, writable=True)
         self._calls.check()
         deadline = Deadline(timeout)
@@ -862,9 +861,9 @@ class StackedStorage(Owned):
         parent: Keys | None = None,
         tokens: TokenRows | None = None,
     ) -> WriteResult:
-        """See `Storage.write`. A page is stored when one storage has it; the last that has it says
-        whether it is STORED or was PRESENT. Of a page that none has: FAILED if one that was asked
-        says so, else REFUSED. Token ids go to those that want them."""
+        """See `Storage.write`. A page is stored if one storage has it; the last such storage says
+        whether it is STORED or PRESENT. A page that neither has is FAILED if a storage that was
+        asked says so, else REFUSED. Token ids go to the storages that want them."""
         _, views = check_batch(keys, buffers, self.spec.page_bytes, writable=False)
         check_tokens(tokens, len(keys))
         check_parent(parent)
@@ -883,29 +882,28 @@ class StackedStorage(Owned):
         return self._counters.write(result, timed_out=writing.late)
 
     def delete(self, keys: Keys, *, timeout: float) -> int:
-        """See `Storage.delete`: from both. Returns the most that one of them had: what each has on
-        its own is not known."""
+        """See `Storage.delete`. Deletes from both. Returns the larger of the two counts, as their
+        overlap is unknown."""
         check_keys(keys)
         return self._remove("delete", timeout, lambda level, left: level.delete(keys, left))
 
     def clear(self, *, timeout: float) -> int:
-        """See `Storage.clear`, and `delete` for what is returned."""
+        """See `Storage.clear`; the count is as in `delete`."""
         return self._remove("clear", timeout, lambda level, left: level.clear(left))
 
     def stats(self) -> StorageStats:
-        """See `Storage.stats`, as callers saw them. Pages and bytes are those of the storage that
-        has most of them; evicted those that the far one evicted."""
+        """See `Storage.stats`, as callers saw them. Pages and bytes are those of the storage with
+        the most pages; `evicted` is the far one's."""
         levels = self.levels()
         most = max((level.stats for level in levels), key=lambda stats: stats.pages)
         ours = self._counters.snapshot(most.pages, most.bytes)
         return replace(ours, evicted=levels[-1].stats.evicted)
 
     def close(self) -> None:
-        """See `Storage.close`. Both are closed, also when one raises; pages that wait to be
-        promoted are not.
+        """See `Storage.close`. Both are closed, even if one raises; queued promotions are dropped.
 
         Raises:
-            StorageError: the first one that could not be closed; call again.
+            StorageError: a storage could not be closed, with the first error; call again.
             Detached: in a forked child.
         """
         self._calls.end(self._release)
@@ -924,17 +922,17 @@ class StackedStorage(Owned):
         if error is not None:
             raise StorageError(f"close: {error}; close it again") from error
 
-    # ---- more than the protocol
+    # ---- beyond the protocol
 
     def levels(self) -> tuple[LevelStats, ...]:
         """The state of each storage, the nearer first."""
         return tuple(level.stats() for level in self._levels)
 
     def settle(self, timeout: float) -> bool:
-        """Wait until all promotions are done; False: not in these seconds."""
+        """Wait until all promotions are done; False: the time is up."""
         return self._promoter.settle(timeout)
 
-    # ---- within
+    # ---- internal
 
     def _begin(self, what: str, timeout: float) -> Deadline:
         self._calls.check()
@@ -945,7 +943,7 @@ class StackedStorage(Owned):
         return deadline
 
     def _remove(self, what: str, timeout: float, remove: Any) -> int:
-        """Remove from both levels, and from the pages that wait to be promoted."""
+        """Remove from both levels and from the promotion queue."""
         deadline = self._begin(what, timeout)
         gone = 0
         errors: list[str] = []
@@ -988,7 +986,7 @@ def _fitting(storages: Sequence[Storage]) -> None:
         )
 
 
-# ---- Stacks of storages by URL: `stack:?promote=64MiB|disk:/mnt/nvme/cache|s3://bucket/prefix`.
+# ---- URLs: `stack:?promote=64MiB|disk:/mnt/nvme/cache|s3://bucket/prefix`
 
 OPTIONS = ("promote", "failures", "retry", "missing")
 _EXAMPLE = "'stack:disk:/mnt/nvme/cache|s3://bucket/prefix'"
@@ -998,7 +996,7 @@ def split(parts: Sequence[str]) -> tuple[str, list[str]]:
     """The options, without their question mark, and the URLs between the bars.
 
     Raises:
-        ConfigError: another number of URLs than two, or something that is none.
+        ConfigError: not exactly two URLs, or one of them is not a URL.
     """
     for part in parts:
         if not isinstance(part, str):
@@ -1013,7 +1011,7 @@ def split(parts: Sequence[str]) -> tuple[str, list[str]]:
         )
     for number, url in enumerate(urls, 1):
         if ":" not in url:
-            raise ConfigError(  # which may be the end of a password: it is not shown
+            raise ConfigError(  # it may be the end of a password, so it is not shown
                 f"stack: expected URLs as in {_EXAMPLE}, found none as {number}.; in a password "
                 "'|' is written %7C"
             )
@@ -1023,10 +1021,10 @@ def split(parts: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def parse(options: Mapping[str, str]) -> dict[str, Any]:
-    """Arguments of `open_stack` and `StackedStorage`: those that are given.
+    """The given options as arguments of `open_stack` and `StackedStorage`.
 
     Raises:
-        ConfigError: an option that there is not, or a value that is none.
+        ConfigError: an unknown option or a bad value.
     """
     given = Options("stack", options, OPTIONS)
     found: dict[str, Any] = {"skip": given.choice("missing", ("raise", "skip")) == "skip"}
@@ -1048,15 +1046,15 @@ def open_stack(
     skip: bool = False,
     **how: Any,
 ) -> StackedStorage:
-    """Open both; if one cannot be opened, the other is closed again.
+    """Open both; if one cannot be opened, close the other again.
 
     Args:
-        skip: do without one that cannot be opened, with a warning, for the life of the stack.
-            Whatever the reason is, except a wrong URL.
-        how: for `StackedStorage`.
+        skip: leave out a storage that cannot be opened, for the life of the stack, with a warning;
+            for any reason except a wrong URL.
+        how: arguments of `StackedStorage`.
 
     Raises:
-        ConfigError: a URL that is wrong.
+        ConfigError: a URL is wrong.
         StorageError: one cannot be opened; the message says which. With `skip`: none can.
     """
     opened: list[Storage] = []
@@ -1085,7 +1083,7 @@ def open_stack(
         return StackedStorage(opened, names=names, **how)
     except BaseException:
         for storage in opened:
-            with contextlib.suppress(Exception):  # the first error says what is wrong
+            with contextlib.suppress(Exception):  # the first error is the one to report
                 storage.close()
         raise
 

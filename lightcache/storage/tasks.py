@@ -22,46 +22,46 @@ class TaskState(Enum):
     NOT_STARTED = "not started"
     RUNNING = "running"
     FINISHED = "finished"
-    """It ran to its end. Pages that failed one by one are in the result."""
+    """It ran to its end. The result counts pages that failed individually."""
     FAILED = "failed"
     """It ended early: a call failed or did not return, its time was up, it was cancelled, or the
-    storage is disabled. What was done before stays, and is in the result."""
+    storage is disabled. Pages done before stay done, and the result counts them."""
 
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What a task has done so far, in pages; final when the task is over."""
+    """The progress of a task, in pages; final when the task has ended."""
 
     pages: int
     """Requested."""
     prefix: int
-    """Of these, from the first on: ready in the cache (prefetch), or stored (write)."""
+    """Leading pages that are ready in the cache (prefetch) or stored (write)."""
     loaded: int
     """Read from the storage and ready in the cache now."""
     stored: int
     """Written to the storage."""
     present: int
-    """Present before: in the cache (prefetch), in the storage (write)."""
+    """Already present: in the cache (prefetch), in the storage (write)."""
     absent: int
-    """Of a prefetch: not stored, or after a page that is not. The request computes them."""
+    """Prefetch: not stored, or after a page that is not. The request computes them."""
     failed: int
     """Could not be read or written."""
     corrupt: int
     """Stored, with a wrong checksum or length."""
     refused: int
-    """Of a write: the storage has no room, or the queue has none."""
+    """Write: the storage or the queue has no room."""
     skipped: int
-    """Of a write: prompt too short, not seen often enough, evicted before, or after a page that
-    could not be stored."""
+    """Write: prompt too short, not seen often enough, evicted before, or after a page that could
+    not be stored."""
     busy: int
-    """Of a prefetch: another process or thread is reading or computing them."""
+    """Prefetch: another process or thread is reading or computing them."""
     no_room: int
-    """Of a prefetch: the cache had no page for them."""
+    """Prefetch: the cache had no free page for them."""
     declined: int
-    """Of a prefetch: computing them is faster than reading them. See `prefill_tokens_per_s` of
+    """Prefetch: computing them is faster than reading them. See `prefill_tokens_per_s` of
     StorageTier; `reasons` has both figures."""
     reasons: tuple[str, ...]
-    """What went wrong, each reason once, in order."""
+    """Distinct reasons of failures, in order."""
 
 
 COUNTS = tuple(
@@ -71,7 +71,7 @@ _OVER = (TaskState.FINISHED, TaskState.FAILED)
 
 
 class TaskOwner(Protocol):
-    """The object that executes a task, as far as the task uses it."""
+    """The object that executes a task, as the task sees it."""
 
     def take(self) -> None:
         """See `StorageTask.take`."""
@@ -80,7 +80,7 @@ class TaskOwner(Protocol):
         """See `StorageTask.cancel`."""
 
     def stop(self) -> None:
-        """Start nothing more; what was done counts."""
+        """Start nothing more; pages done so far count."""
 
     def publish(self, pages: int) -> StorageTask:
         """See `StorageTask.publish`."""
@@ -88,32 +88,32 @@ class TaskOwner(Protocol):
 
 
 class TaskProgress:
-    """The state of a task: its owner writes it, its `StorageTask` reads it. For any thread."""
+    """The state of a task: its owner writes it, its `StorageTask` reads it. Thread-safe."""
 
     def __init__(self, kind: Literal["read", "write"], pages: int, page_tokens: int | None) -> None:
         """Not started."""
         self.kind, self.pages, self.page_tokens = kind, pages, page_tokens
         self.owner: TaskOwner | None = None
-        """None: nothing is left to decide about the task."""
+        """None: the task needs no decision any more."""
         self.changed = Condition()
         self.state = TaskState.NOT_STARTED
         self.counts: Counter[str] = Counter()
         self.prefix = 0
         self.reasons: list[str] = []
         self.settled = False
-        """Over, and counted in the tier's totals."""
+        """The task has ended, and the tier's totals count it."""
         self.process = os.getpid()
         self.began, self.ended = time.monotonic(), 0.0
         self._observer: Callable[[], None] | None = None
 
     @property
     def over(self) -> bool:
-        """Whether it is FINISHED or FAILED. No lock: a state is never left once it is over."""
+        """True if it is FINISHED or FAILED. Takes no lock, as neither state ever changes."""
         return self.state in _OVER
 
     @property
     def result(self) -> TaskResult:
-        """What was done so far, of one instant."""
+        """A consistent snapshot of the progress."""
         with self.changed:
             counts = {name: self.counts[name] for name in COUNTS}
             return TaskResult(
@@ -123,7 +123,7 @@ class TaskProgress:
     # ---- written by the owner
 
     def start(self) -> None:
-        """A thread works on it."""
+        """A thread has begun to work on it."""
         with self.changed:
             if self.state is TaskState.NOT_STARTED:
                 self.state = TaskState.RUNNING
@@ -135,14 +135,14 @@ class TaskProgress:
             self.counts.update(pages)
 
     def reach(self, prefix: int) -> None:
-        """So many pages from the first on are done."""
+        """Set the number of leading pages that are done."""
         if prefix != self.prefix:
             with self.changed:
                 self.prefix = prefix
             self._notify()
 
     def say(self, reason: str) -> None:
-        """Add a reason, once; an empty one is none."""
+        """Add a reason, if it is not empty and new."""
         if reason:
             with self.changed:
                 if reason not in self.reasons:
@@ -155,8 +155,8 @@ class TaskProgress:
         failed: bool,
         count: Callable[[TaskResult], None] | None = None,
     ) -> bool:
-        """End the task; False: it had ended before. `count` receives the result first: a thread
-        that waits for the end then finds it in the tier's totals."""
+        """End the task; False: it had ended before. `count` receives the result before waiters
+        wake, so they find the task in the tier's totals."""
         with self.changed:
             if self.over:
                 return False
@@ -171,7 +171,7 @@ class TaskProgress:
     def become(
         self, state: TaskState, prefix: int, counts: Mapping[str, int], reasons: Sequence[str]
     ) -> None:
-        """Take over the state that another process reports. Nothing changes after the end."""
+        """Take over the state that another process reports, unless the task has ended."""
         with self.changed:
             if not self.over:
                 self.ended = time.monotonic() if state in _OVER else 0.0
@@ -181,13 +181,13 @@ class TaskProgress:
                 self.changed.notify_all()
 
     def settle(self) -> None:
-        """Its end is counted in the tier's totals."""
+        """The tier's totals count its end now."""
         self.settled = True
         self._notify()
 
     def watch(self, observer: Callable[[], None]) -> None:
-        """Call this when the task starts, advances and is settled; and now. It is called in the
-        tier's threads, with no lock held, and must not block."""
+        """Call `observer` now, and when the task starts, advances and is settled. It runs in the
+        tier's threads, without a lock, and must not block."""
         self._observer = observer
         observer()
 
@@ -197,15 +197,15 @@ class TaskProgress:
 
 
 class StorageTask:
-    """What `StorageTier.write` and `prefetch` return. Any thread may use it. A forked child may
-    look at it, and gets Detached from every call that waits for it or decides about it."""
+    """A transfer begun by `StorageTier.write` or `prefetch`. Any thread may use it. A forked child
+    may inspect it; calls that wait for it or change it raise Detached there."""
 
     def __init__(self, progress: TaskProgress) -> None:
         """For tiers."""
         self.progress = progress
         """For the owner of the task."""
 
-    # ---- looking at it
+    # ---- inspection
 
     @property
     def kind(self) -> Literal["read", "write"]:
@@ -219,12 +219,12 @@ class StorageTask:
 
     @property
     def over(self) -> bool:
-        """Whether it is FINISHED or FAILED."""
+        """True if it is FINISHED or FAILED."""
         return self.progress.over
 
     @property
     def seconds(self) -> float:
-        """From the request until the task was over; 0 while it is not."""
+        """Seconds from the request to the end of the task; 0 before the end."""
         ended = self.progress.ended
         return max(0.0, ended - self.progress.began) if ended else 0.0
 
@@ -246,22 +246,22 @@ class StorageTask:
 
     @property
     def result(self) -> TaskResult:
-        """What it has done so far."""
+        """Its progress so far."""
         return self.progress.result
 
     def wait(self, timeout: float | None = None) -> TaskResult:
-        """Block until it is over.
+        """Block until the task has ended.
 
         Args:
-            timeout: seconds; None: as long as it may take, which the tier bounds.
+            timeout: seconds; None: no limit but the tier's own.
 
         Raises:
-            ConfigError: `timeout` is no number.
-            WaitTimeout: it is not over, and still runs.
+            ConfigError: `timeout` is not a number.
+            WaitTimeout: the task has not ended; it continues.
             Detached: called in a forked child.
         """
         self._check_process()
-        left = None  # a nan would be waited for without sleeping, and without an end
+        left = None  # Deadline refuses nan, which would spin forever
         if timeout is not None:
             left = min(Deadline(timeout).timeout, threading.TIMEOUT_MAX)
         progress = self.progress
@@ -273,46 +273,47 @@ class StorageTask:
                 )
         return progress.result
 
-    # ---- deciding about it
+    # ---- control
 
     def take(self) -> TaskResult:
-        """Call this before the request runs: waits as the tier's `read_policy` says, lets the task
-        start nothing more, and returns what there is. Pages whose read is in flight become ready
-        later."""
+        """Call this before the request runs. It waits as the tier's `read_policy` says, stops the
+        task as `stop` does, and returns the result so far. Pages whose read is in flight become
+        ready later."""
         self._check_process()
         if self.progress.owner is not None:
             self.progress.owner.take()
         return self.result
 
     def stop(self) -> TaskResult:
-        """Let it start nothing more, and return what there is. Never waits, whatever the read
-        policy: for a scheduler's step. Pages whose read is in flight become ready later."""
+        """Start nothing more, and return the result so far. Never waits, whatever the read policy:
+        for a scheduler's step. Pages whose read is in flight become ready later."""
         self._check_process()
         if self.progress.owner is not None:
             self.progress.owner.stop()
         return self.result
 
     def cancel(self) -> None:
-        """Give up: a queued task never starts, a running one ends after the storage's current
-        call. Keys that were being read are abandoned at once; pages are freed when that call
-        returns, and `wait` tells when. Of a task that is over, with `hold`: frees the pages. Does
-        nothing otherwise."""
+        """Cancel the task. A queued task never starts; a running one ends after the storage's
+        current call. Keys that were being read are abandoned at once; their pages are freed when
+        that call returns. For an ended task with `hold`, frees the pages. Does nothing for other
+        ended tasks."""
         self._check_process()
         if self.progress.owner is not None:
             self.progress.owner.cancel()
 
     def publish(self, pages: int) -> StorageTask:
-        """Of a `prefetch` with `hold`: make the first pages ready and free the rest, unused.
+        """Make the first pages of a `prefetch` with `hold` ready, and free the rest.
 
         Args:
-            pages: at most `result.prefix`; usually the least that all ranks could read.
+            pages: at most `result.prefix`; usually the minimum over all ranks.
 
         Returns:
-            A task that is over, or one that reads a few pages again: when `pages` ends inside of a
-            group. Wait for it before matching.
+            A task that has ended or, if `pages` ends inside a group, one that reads the start of
+            that group again. Wait for it before matching.
 
         Raises:
-            ConfigError: not such a task, not finished, published before, or more than it has.
+            ConfigError: the task was not a prefetch with `hold`, has not ended, was published
+                before, or has fewer pages.
             Abandoned: the namespace was cleared meanwhile; all pages were freed.
             Detached: called in a forked child.
         """
@@ -336,7 +337,7 @@ class StorageTask:
         return f"<StorageTask {self.kind} {done} {self.state.value}>"
 
 
-# ---- What a tier reports of all its tasks.
+# ---- Policies, statistics
 
 ReadPolicy = Literal["wait", "best_effort", "deadline"]
 BusyPolicy = Literal["wait", "skip"]
@@ -346,7 +347,7 @@ Unstored = Literal["failed", "refused", "gone", "behind", "disabled", "ended"]
 
 @dataclass(frozen=True)
 class TierStats:
-    """Totals of a tier since it was made; in pages unless said otherwise. See `TaskResult`."""
+    """Totals of a tier since it was made, in pages unless stated otherwise. See `TaskResult`."""
 
     loaded: int
     stored: int
@@ -360,52 +361,52 @@ class TierStats:
     no_room: int
     declined: int
     tasks_finished: int
-    """Tasks, as are the following three."""
+    """In tasks, as are the following three."""
     tasks_failed: int
     queued: int
     running: int
     timeouts: int
     """Calls of the storage that did not return in time."""
     stuck: int
-    """Of these, calls that have not returned yet: each keeps a thread, and its pages."""
+    """Timed-out calls that have not returned yet: each keeps a thread and its pages."""
     writing: int
     """Pages pinned for writes."""
     read_bytes: int
-    """That calls of the storage have read, whatever became of the pages; late ones included."""
+    """Bytes read by calls of the storage, late ones included, whether or not the pages were
+    used."""
     written_bytes: int
-    """That the storage has stored."""
+    """Bytes stored by the storage."""
     evicted: int
     """Pages that the storage evicted to make room, as of our last write; see `StorageStats`."""
     state: Literal["closed", "open", "half-open"]
-    """Of the breaker: open means that the storage is not used."""
+    """The breaker's state; open: the storage is not used."""
     read_call_seconds: float | None = None
-    """That a reading call takes beside its pages, as measured; None: not measured. So is the next
-    one."""
+    """Measured fixed cost of a reading call; None: not measured."""
     read_page_seconds: float | None = None
-    """That each page adds."""
+    """Measured cost of each page of a reading call; None: not measured."""
     skipped_short: int = 0
-    """Of `skipped`: of prompts with fewer tokens than `min_tokens`."""
+    """Part of `skipped`: pages of prompts with fewer tokens than `min_tokens`."""
     skipped_unseen: int = 0
-    """Of `skipped`: not offered `seen` times yet."""
+    """Part of `skipped`: not offered `seen` times yet."""
     unstored: int = 0
-    """Pages that were offered, worth writing, and not stored; the following say why. The first of
-    each kind is logged."""
+    """Pages that were offered and worth writing, but not stored; the next six count them by cause.
+    The first of each cause is logged."""
     unstored_failed: int = 0
     """The storage could not write them."""
     unstored_refused: int = 0
     """The storage had no room, or `write_pages` is 0."""
     unstored_gone: int = 0
-    """Evicted before it was their turn."""
+    """They were evicted before their turn."""
     unstored_behind: int = 0
-    """After one that could not be stored: they would not be found."""
+    """A page before them could not be stored, so they would not be found."""
     unstored_disabled: int = 0
-    """The storage was not used, since it failed."""
+    """The storage was disabled after failures."""
     unstored_ended: int = 0
     """The task ended early: its time was up, it was cancelled, or a call failed."""
 
 
 TAKEN = ("read_bytes", "written_bytes", "evicted", "declined")
-"""Totals that `BaseTier.take_figures` gives away."""
+"""Totals that `BaseTier.take_figures` returns."""
 
 __all__ = [
     "COUNTS",

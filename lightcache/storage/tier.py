@@ -1,6 +1,7 @@
-"""Tiers: what moves pages between a cache's pool and a storage, in the background.
+"""Tiers move pages between a cache's pool and a storage, in the background.
 
-`StorageTier` runs tasks in threads of this process, `service.StorageClient` through the service.
+`StorageTier` runs tasks in threads of this process; `service.StorageClient` sends them to the
+storage service.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ T = TypeVar("T", bound="BaseTier")
 
 
 class BaseTier(ABC):
-    """Moves pages between a cache's pool and a storage, in the background. It never makes a request
-    fail. Close it before the cache."""
+    """Moves pages between a cache's pool and a storage, in the background. It never fails a
+    request. Close it before the cache."""
 
     cache: Cache
 
     @property
     def wants_tokens(self) -> bool:
-        """Whether token ids that `write` is given reach the storage, which wants them."""
+        """True if the storage wants token ids; `write` then passes them on."""
         return False
 
     @abstractmethod
@@ -64,19 +65,20 @@ class BaseTier(ABC):
         namespace: Namespace | None = None,
         timeout: float | None = None,
     ) -> StorageTask:
-        """Store the pages of a prompt that the cache has and the storage has not. Does not block.
-        The tier pins the pages itself until they are written, the first `write_pages` of all writes
-        that wait; the caller's lease may end at once. Further pages are pinned when it is their
-        turn, and may be evicted before.
+        """Store the pages of a prompt that the cache has and the storage lacks. Does not block.
+        The tier pins the pages until they are written, so the caller's lease may end at once. It
+        pins at most `write_pages` of all queued writes; further pages are pinned when their turn
+        comes, and may be evicted before.
 
         Args:
-            keys: of the prompt's pages from its first on; the longest ready prefix is written.
-            request: the request they belong to, anything hashable: writes of one request stand
-                together in the queue, and no call of the storage has pages of two.
-            lease: pages of these keys that the caller holds: no more than these are written.
-            tokens: of the whole prompt, for `min_tokens`; None: those of its keys.
-            token_ids: of the prompt from its first on, for a storage that wants them (see
-                `wants_tokens`); to others they are not given. None: not known.
+            keys: the keys of the prompt's pages from the first on; the longest ready prefix is
+                written.
+            request: the request they belong to, any hashable. Writes of one request are adjacent
+                in the queue, and no call of the storage has pages of two requests.
+            lease: the caller's lease on pages of these keys; no other pages are written.
+            tokens: tokens of the whole prompt, for `min_tokens`; None: those of its keys.
+            token_ids: the prompt's token ids from the first on, passed only to a storage that wants
+                them (see `wants_tokens`). None: unknown.
             timeout: seconds; None: the tier's.
 
         Raises:
@@ -118,21 +120,22 @@ class BaseTier(ABC):
         hold: bool = False,
         timeout: float | None = None,
     ) -> StorageTask:
-        """Read keys[start:] into the cache, as far as they are stored. Does not block. Each page is
-        ready for all processes when it has been read, and is not pinned: match when the task is
-        over. A tier with `prefill_tokens_per_s` declines what is faster to compute than to read.
+        """Read the stored prefix of keys[start:] into the cache. Does not block. Each page becomes
+        ready for all processes once it is read, and is not pinned: match when the task has ended.
+        A tier with `prefill_tokens_per_s` declines pages that are faster to compute than to read.
 
         Args:
-            keys: of the whole chain from its root, as for `Cache.reserve`.
-            start: first key that the cache does not have, usually `len(lease)`.
-            hold: make nothing ready: `StorageTask.publish` does that, or `cancel` frees the pages.
-                For ranks that agree on how many pages all of them could read. Until then others see
-                these keys as being written, but for no longer than the tier's `timeout` after the
-                end of the task. One process of each cache does this. `StorageClient` refuses it.
+            keys: the whole chain from its root, as for `Cache.reserve`.
+            start: the first key that the cache lacks, usually `len(lease)`.
+            hold: make no page ready until `StorageTask.publish`; `cancel` frees the pages. For
+                ranks that agree on how many pages all of them could read. Until then other
+                processes see these keys as being written, for at most the tier's `timeout` after
+                the end of the task. Only one process of a cache does this. `StorageClient` refuses
+                it.
             timeout: seconds; None: the tier's.
 
         Raises:
-            ConfigError: bad keys, or a start after them.
+            ConfigError: bad keys, or a start beyond them.
             Detached: the tier or the cache was closed.
         """
 
@@ -145,13 +148,14 @@ class BaseTier(ABC):
         namespace: Namespace | None = None,
         timeout: float | None = None,
     ) -> StorageTask:
-        """Read the last of these keys that is stored into the cache, and no other: for pages that
-        are usable without those before them, such as checkpoints of recurrent state. Does not
-        block. Stops at a key that the cache has. When the task is over, `StorageTask.pages_done` is
-        the number of keys up to and including that key; 0: none is stored.
+        """Read only the last stored page of these keys into the cache: for pages that are usable
+        without those before them, such as checkpoints of recurrent state. Does not block. The
+        search stops at a key that the cache has. When the task has ended, `StorageTask.pages_done`
+        is the number of keys up to and including the one found; 0: none is stored.
 
         Args:
-            most: keys to look up, from the last on; each is a call of the storage.
+            most: maximum number of keys to look up, from the last on; each is a call of the
+                storage.
             timeout: seconds; None: the tier's.
 
         Raises:
@@ -161,22 +165,22 @@ class BaseTier(ABC):
 
     @abstractmethod
     def stats(self) -> TierStats:
-        """Totals."""
+        """Returns the totals."""
 
     @abstractmethod
     def take_figures(self) -> Counter[str]:
-        """Of the totals `TAKEN`, what came since the last call: each figure is given away once."""
+        """Returns the increase of the totals `TAKEN` since the last call."""
 
     @abstractmethod
     def close(self, timeout: float = 10.0) -> bool:
-        """Free what is held for `StorageTask.publish`, finish what is queued, cancel what is left
-        then. May be called again.
+        """Free pages held for `StorageTask.publish`, finish queued tasks, cancel those that remain.
+        May be called again.
 
         Args:
             timeout: seconds for finishing; 0: cancel at once.
 
         Returns:
-            Whether everything has ended.
+            True if everything has ended.
         """
 
     def __enter__(self: T) -> T:
@@ -195,8 +199,8 @@ def checked_write(keys: Keys, request: object, lease: Lease | None, tokens: int 
     """Check the arguments of a `BaseTier.write`; returns the keys to be written.
 
     Raises:
-        ConfigError: bad keys, no lease, more leased pages than keys, a request that is not
-            hashable, tokens that are no count.
+        ConfigError: bad keys, `lease` is not a Lease or has more pages than there are keys, the
+            request is not hashable, or `tokens` is not a count.
     """
     _arguments.keys(keys)
     if tokens is not None:
@@ -220,8 +224,8 @@ def check_cache(cache: Cache) -> None:
     """Refuse a cache that no tier can use.
 
     Raises:
-        ConfigError: not a Cache.
-        Detached: it is closed.
+        ConfigError: it is not a Cache.
+        Detached: the cache is closed.
     """
     given: Any = cache
     if not isinstance(given, Cache):
@@ -232,11 +236,11 @@ def check_cache(cache: Cache) -> None:
 def token_rows(
     token_ids: Tokens, pages: int, page_tokens: int | None, *, wanted: bool
 ) -> TokenRows | None:
-    """The token ids of a `BaseTier.write` page by page, in memory of ours; None: the storage does
+    """The token ids of a `BaseTier.write` as a row for each page, copied; None: the storage does
     not want them.
 
     Raises:
-        ConfigError: see `BaseTier.write`; checked also when the storage does not want them.
+        ConfigError: see `BaseTier.write`; checked even if the storage does not want them.
     """
     if page_tokens is None:
         raise ConfigError("token_ids: this cache was created without page_tokens")
@@ -257,13 +261,13 @@ def token_rows(
 class StorageTier(BaseTier):
     """Writes pages of a cache to a storage and reads them back, in threads of its own.
 
-    A request never fails because of it: a storage that fails, hangs or dies costs misses, each wait
-    has a limit, and after some failures in a row the storage is not used for a while. Pages are
-    read straight into the pool and published group by group, with checksums verified by the
-    backend; processes of the cache match them as they match any page.
+    It never fails a request: a storage that fails, hangs or dies costs misses. Each wait has a
+    limit, and after some failures in a row the storage is not used for a while. Pages are read
+    straight into the pool and published group by group. The backend verifies checksums; processes
+    of the cache match these pages like any other.
 
-    Close it before the cache. It owns neither of the two, unless `open` made it. Not for forked
-    children.
+    Close it before the cache. It does not own the cache, and owns the storage only if `open` made
+    the tier. It cannot be used in a forked child.
     """
 
     def __init__(
@@ -291,36 +295,35 @@ class StorageTier(BaseTier):
         """Starts its threads.
 
         Args:
-            storage: opened for pages of this cache's: `StorageSpec.of(cache)`.
-            threads: that call the storage at a time. One that hangs is replaced, until eight are
-                lost; then tasks are refused until one of them returns.
-            min_tokens: of a prompt; shorter ones are not written.
-            seen: a page is written when it is offered for this time; 1: at once.
-            seen_keys: keys to remember for that.
-            read_policy: what `StorageTask.take` does: "wait" until the read is over, "best_effort"
-                takes what there is, "deadline" waits until `read_seconds` after the `prefetch`.
-            busy: keys that others are reading or computing are waited for, or skipped.
-            group: pages of one call of the storage, of one request, and of one reservation.
-            write_pages: pages that waiting writes may pin; further ones, of long prompts and of
-                many, are pinned a group at a time when it is their turn, in addition. None: a
-                quarter of the pool; 0: nothing is written.
-            timeout: seconds that a task may take, from `write` or `prefetch` on; of a write, that
-                it may take until the next of its groups is stored.
-            call_timeout: of these, seconds that one call of the storage may take.
+            storage: a storage opened with this cache's spec, `StorageSpec.of(cache)`.
+            threads: number of threads that call the storage at a time. A hanging one is replaced,
+                until eight are lost; then tasks are refused until one of them returns.
+            min_tokens: shorter prompts are not written.
+            seen: a page is written when it is offered the `seen`-th time; 1: at once.
+            seen_keys: number of keys to remember for `seen`.
+            read_policy: how long `StorageTask.take` waits: "wait" until the read has ended,
+                "best_effort" not at all, "deadline" until `read_seconds` after the `prefetch`.
+            busy: whether to wait for keys that others are reading or computing, or to skip them.
+            group: pages in one call of the storage, all of one request, and in one reservation.
+            write_pages: pages that queued writes may pin. Further pages are pinned in addition, a
+                group at a time, when their turn comes. None: a quarter of the pool; 0: nothing is
+                written.
+            timeout: seconds that a task may take, from `write` or `prefetch` on. A write has this
+                time again after each group that it stores.
+            call_timeout: seconds that one call of the storage may take, within `timeout`.
             grace: seconds after that until a call that has not returned counts as hanging.
-            failures: in a row, after which the storage is not used. One call that used up its
-                time is enough if no other succeeded meanwhile.
-            retry: seconds until it is tried again: by a call of the tier's own, for which no task
-                waits.
-            prefill_tokens_per_s: what the model computes. A prefetch that would take longer than
-                computing its pages, by what reads have taken so far, is declined; every `retry`
-                seconds one of those is read all the same, to see whether it still would. None: all
-                are read.
+            failures: number of failures in a row after which the storage is not used. One call that
+                used up its time is enough if no other succeeded meanwhile.
+            retry: seconds until the tier tries the storage again, with a call of its own that no
+                task waits for.
+            prefill_tokens_per_s: the model's prefill speed. A prefetch that would take longer than
+                computing its pages, going by past reads, is declined; every `retry` seconds one of
+                these is read anyway, to measure again. None: all are read.
             clock: in seconds; for tests.
 
         Raises:
-            ConfigError: an argument out of range; `min_tokens` or `prefill_tokens_per_s` for a
-                cache without page_tokens.
+            ConfigError: an argument is out of range, or the cache has no page_tokens and
+                `min_tokens` or `prefill_tokens_per_s` is given.
             LayoutMismatch: the storage was opened for pages of another size or fingerprint.
             Detached: the cache was closed.
             PermissionDenied: the cache is attached read-only.
@@ -375,21 +378,21 @@ class StorageTier(BaseTier):
         self.cache = cache
         self.storage = storage
         self.owns_storage = False
-        """Whether the storage is closed together with the tier."""
+        """Whether closing the tier closes the storage."""
         self._owning = threading.Lock()
         self._executor = JobExecutor(cache, storage, breaker, self.options, costs)
         self._executor.start()
 
     @classmethod
     def open(cls, cache: Cache, url: str | Sequence[str], **how: Any) -> StorageTier:
-        """A tier with a storage of its own, which it closes when it is closed.
+        """Open a tier with a storage of its own, which is closed with the tier.
 
         Args:
-            url: of the storage, or of two, the nearer first: see `open_storage`.
-            how: as of the constructor.
+            url: the storage's URL, or two, the nearer first: see `open_storage`.
+            how: arguments of the constructor.
 
         Raises:
-            ConfigError: no such URL, or an argument out of range.
+            ConfigError: a bad URL, or an argument is out of range.
             StorageError: the storage cannot be opened.
         """
         _writable(cache)
@@ -439,7 +442,7 @@ class StorageTier(BaseTier):
         lease = self.cache.match(wanted[: min(chosen, room)], namespace=namespace)
         try:
             pages = len(lease)
-            if pages == min(chosen, room) < chosen:  # more than may be pinned, or just as many
+            if pages == min(chosen, room) < chosen:  # pages beyond those pinned may be ready too
                 pages += self.cache.peek(wanted[pages:chosen], namespace=namespace)
             if not pages or not self._write_pages:
                 lease.release()
@@ -460,7 +463,7 @@ class StorageTier(BaseTier):
         return executor.submit_job(job)
 
     def _worth_writing(self, keys: Keys, wanted: Keys, tokens: int | None) -> tuple[int, str]:
-        """How many pages, and why not all."""
+        """The number of pages to write, and why not all."""
         executor = self._executor
         if executor.breaker.shut:
             reason = executor.breaker.reason
@@ -521,17 +524,17 @@ class StorageTier(BaseTier):
     def failed_task(
         self, kind: Literal["read", "write"], pages: int, error: LightcacheError
     ) -> StorageTask:
-        """For the storage service: a task of this tier that failed before it began."""
+        """A task of this tier that failed before it started; for the storage service."""
         return self._executor.ended_task(kind, pages, str(error), failed=pages)
 
-    # ---- looking at it, and the end
+    # ---- inspection, closing
 
     def poll(self) -> None:
-        """Look now for what is overdue. A thread does so by itself, by the real time."""
+        """Look for overdue calls and tasks now. A thread also does so, by the real time."""
         self._executor.poll()
 
     def stats(self) -> TierStats:
-        """Totals."""
+        """See `BaseTier`."""
         return self._executor.stats()
 
     def take_figures(self) -> Counter[str]:
@@ -539,21 +542,21 @@ class StorageTier(BaseTier):
         return self._executor.take_totals(TAKEN)
 
     def close(self, timeout: float = 10.0) -> bool:
-        """Give back what is held for `StorageTask.publish`, finish what is queued, cancel what is
-        left then. May be called again.
+        """Free pages held for `StorageTask.publish`, finish queued tasks, cancel those that remain.
+        May be called again.
 
         Args:
             timeout: seconds for finishing; 0: cancel at once.
 
         Returns:
-            Whether everything has ended. False: a call of the storage hangs, or another process
-            holds the cache's lock, so that pages cannot be given back; they stay pinned until it
-            returns, or gives the lock back, and until then the cache cannot be closed (InUse). The
-            rest is done then: pages go back, threads end, and a storage of our own is closed. Call
-            again to wait for that; until then `stats` has the tasks of such calls as running.
+            True if everything has ended. False: a call of the storage hangs, or another process
+            holds the cache's lock, so that pages cannot be given back. They stay pinned until the
+            call returns or the lock is free; until then the cache cannot be closed (InUse), and
+            `stats` counts these tasks as running. Afterwards the pages are given back, the threads
+            end, and a storage that the tier owns is closed. Call again to wait for that.
 
         Raises:
-            ConfigError: `timeout` is no number.
+            ConfigError: `timeout` is not a number.
         """
         executor, deadline = self._executor, Deadline(timeout, what="timeout")
         if not executor.end_jobs(deadline) and executor.leave(self._close_storage):
@@ -583,11 +586,11 @@ class StorageTier(BaseTier):
             )
 
     def _close_storage(self) -> None:
-        """If it is ours; once no call of it is in flight. Once, if it was not interrupted."""
+        """Close the storage once, if the tier owns it. No call of it may be in flight."""
         with self._owning:
             if self.owns_storage:
                 self.storage.close()
-                self.owns_storage = False  # after it: a close that was interrupted is made again
+                self.owns_storage = False  # after it: an interrupted close is repeated
 
     def __repr__(self) -> str:
         return f"<StorageTier of {self.cache.name!r}, {self._executor.breaker.state}>"

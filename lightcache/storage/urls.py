@@ -1,7 +1,7 @@
 """Backends by URL: `open_storage("memory:?capacity=1GiB", page_bytes=8 << 20)`.
 
-A scheme belongs to what this module knows, to what was registered, or to an entry point of the
-group `lightcache.storage` whose name is the scheme and whose object is an `Opener`:
+A scheme is built in, registered by `register`, or an entry point of the group `lightcache.storage`.
+The name of the entry point is the scheme, and its object is an `Opener`:
 
     [options.entry_points]
     lightcache.storage =
@@ -34,12 +34,12 @@ REMOTE = {
     "valkey": "redis",
     "valkeys": "redis",
 }
-"""Schemes of `lightcache.storage.remote`, and the module of each. Such a module has `parse(scheme,
-where, options)`, which checks a URL without connecting, and `open_url(scheme, where, options,
-spec)`. It imports the store's client when it is opened, and says what to install."""
+"""Schemes of `lightcache.storage.remote`, and their modules. A module has `parse(scheme, where,
+options)`, which checks a URL without connecting, and `open_url(scheme, where, options, spec)`,
+which imports the store's client, or says what to install."""
 
 Opener = Callable[[str, StorageSpec], Storage]
-"""Opens the rest of a URL, after "scheme:", for a spec. Raises ConfigError or StorageError."""
+"""Opens the part of a URL after "scheme:", for a spec. Raises ConfigError or StorageError."""
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 
@@ -55,14 +55,13 @@ def open_storage(
     Args:
         url: `disk:/mnt/nvme/cache?capacity=1TiB`, `redis://host:6379/0`, `s3://bucket/prefix`,
             `mooncake://host:50051`, `memory:`, `memory:?capacity=1GiB`,
-            `flaky:read_fail=0.1,corrupt=0.01,seed=3:memory:`, or of a registered scheme.
-            Two, in a list or as `stack:URL|URL`: a `StackedStorage`, the nearer first.
-        page_bytes: of a page; or
-        spec: whose pages they are: `StorageSpec.of(cache)`.
+            `flaky:read_fail=0.1,corrupt=0.01,seed=3:memory:`, or a URL of a registered scheme.
+            Two URLs, as a list or as `stack:URL|URL`, make a `StackedStorage`, the nearer first.
+        page_bytes: the size of a page; or
+        spec: the spec of the pages: `StorageSpec.of(cache)`.
 
     Raises:
-        ConfigError: no such scheme (the message names those there are), or options that it does
-            not have.
+        ConfigError: an unknown scheme (the message lists the known ones), or unknown options.
         StorageError: the backend cannot be opened.
     """
     if (spec is None) == (page_bytes is None):
@@ -79,8 +78,8 @@ def open_storage(
 
 
 def check_url(url: str | Sequence[str]) -> None:
-    """Check a URL, or two, as far as that is possible without opening anything: a disk is not
-    opened, since that would reserve its space for pages of a wrong size.
+    """Check one or two URLs without opening anything. A disk is not opened, since that would
+    allocate its space for pages of a wrong size.
 
     Raises:
         As `open_storage`.
@@ -107,14 +106,14 @@ def check_url(url: str | Sequence[str]) -> None:
     elif scheme == "memory":
         _open_memory(rest, StorageSpec(1)).close()  # any capacity has room for such a page
     else:
-        _opener(scheme)  # only its opener knows its URLs
+        _opener(scheme)  # only the opener can check its URLs
 
 
 def register(scheme: str, opener: Opener) -> None:
-    """Have URLs of a scheme opened by this, in this process. For tests, and without a package.
+    """Register an opener for a scheme in this process: for tests, or without a package.
 
     Raises:
-        ConfigError: no name of a scheme, one that is taken, or nothing that can be called.
+        ConfigError: a bad scheme, a registered one, or an opener that is not callable.
     """
     given: Any = scheme
     if not (isinstance(given, str) and _SCHEME.fullmatch(given)):
@@ -132,7 +131,7 @@ def register(scheme: str, opener: Opener) -> None:
 
 
 def schemes() -> list[str]:
-    """All that can be opened now."""
+    """The names of all known schemes."""
     with _lock:
         known = set(_openers)
     return sorted(known | {found.name for found in entry_points(group=GROUP)})
@@ -146,7 +145,7 @@ def _opener(scheme: str) -> Opener:
     for found in entry_points(group=GROUP, name=scheme):
         try:
             opener: Opener = found.load()
-        except Exception as error:  # whatever importing it raises
+        except Exception as error:  # the import may raise anything
             raise StorageError(
                 f"storage: {found.value} of scheme {scheme!r} cannot be imported: {error!r}; "
                 "repair or remove its package"
@@ -159,7 +158,7 @@ def _opener(scheme: str) -> Opener:
 
 
 def _guarded(scheme: str, opener: Opener) -> Opener:
-    """An opener of another package: whatever it does instead of opening is a StorageError."""
+    """Wrap an opener of another package: any failure of it becomes a StorageError."""
 
     def opened(rest: str, spec: StorageSpec) -> Storage:
         try:
@@ -181,7 +180,7 @@ def _guarded(scheme: str, opener: Opener) -> Opener:
 
 
 def _options(text: str, separator: str) -> dict[str, str]:
-    """A plus is a plus: these are sizes and files, and nothing that a browser has filled in."""
+    """Parse options. A plus is not a space: values are sizes and files, not data of web forms."""
     found: dict[str, str] = {}
     for part in text.split(separator):
         name, equals, value = part.partition("=")
@@ -209,7 +208,7 @@ def _parts(url: object) -> tuple[str, str]:
 
 
 def _alone(url: str | Sequence[str]) -> str | Sequence[str]:
-    """Of a list of one URL, that URL."""
+    """The URL of a list of one; otherwise the argument."""
     return url[0] if isinstance(url, (list, tuple)) and len(url) == 1 else url
 
 
@@ -220,20 +219,20 @@ def _check_stack(parts: Sequence[str]) -> None:
             check_url(each)
         except ConfigError:
             raise
-        except Exception:  # such as a package that is not there
+        except Exception:  # such as a missing package
             if not how["skip"]:
                 raise
 
 
 def _stack_of(parts: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Options and URLs of a stack, checked."""
+    """The checked options of a stack, and its URLs."""
     query, urls = stacked.split(parts)
     return stacked.parse(_options(query, "&") if query else {}), urls
 
 
 def _stack(parts: Sequence[str], spec: StorageSpec) -> Storage:
     how, urls = _stack_of(parts)
-    for number, url in enumerate(urls, 1):  # before a disk is made for nothing
+    for number, url in enumerate(urls, 1):  # check all before a disk is made in vain
         try:
             _check_unopened(url)
         except ConfigError as wrong:
@@ -243,7 +242,7 @@ def _stack(parts: Sequence[str], spec: StorageSpec) -> Storage:
 
 
 def _check_unopened(url: str) -> None:
-    """As `check_url`, but what can only be checked by opening it is not checked."""
+    """Like `check_url`, but does not load the openers of registered schemes."""
     scheme, _, rest = url.partition(":")
     if scheme == "flaky":
         chosen, inner = _flaky_of(rest)
@@ -267,7 +266,7 @@ def _open_memory(rest: str, spec: StorageSpec) -> Storage:
 
 
 def _open_disk(rest: str, spec: StorageSpec) -> Storage:
-    from lightcache.storage.disk import DiskStorage  # its index is only needed for a disk
+    from lightcache.storage.disk import DiskStorage  # imports the index, only needed for a disk
 
     where, _, query = rest.partition("?")
     return DiskStorage.open(where, _options(query, "&") if query else {}, spec)
@@ -289,7 +288,7 @@ def _remote_opener(scheme: str) -> Opener:
 
 
 def _remote_options(scheme: str, query: str) -> dict[str, str]:
-    """They may be the end of a password with a question mark in it: no error shows them."""
+    """Parse options. No error shows them: they may be the end of a password with a '?' in it."""
     try:
         return _options(query, "&") if query else {}
     except ConfigError:
@@ -300,7 +299,7 @@ def _remote_options(scheme: str, query: str) -> dict[str, str]:
 
 
 def _flaky_of(rest: str) -> tuple[dict[str, str], str]:
-    """Options, and the URL of the storage to be wrapped."""
+    """The options, and the URL of the wrapped storage."""
     options, colon, inner = rest.partition(":")
     if not colon or not inner:
         raise ConfigError(
@@ -312,7 +311,7 @@ def _flaky_of(rest: str) -> tuple[dict[str, str], str]:
 
 def _open_flaky(rest: str, spec: StorageSpec) -> Storage:
     chosen, inner = _flaky_of(rest)
-    FlakyStorage.open(chosen, MemoryStorage(spec)).close()  # before a disk is made for nothing
+    FlakyStorage.open(chosen, MemoryStorage(spec)).close()  # check before a disk is made in vain
     backend = open_storage(inner, spec=spec)
     try:
         return FlakyStorage.open(chosen, backend)
@@ -322,7 +321,7 @@ def _open_flaky(rest: str, spec: StorageSpec) -> Storage:
 
 
 _CHECKED = ("disk", "memory", *REMOTE)
-"""Schemes of which a URL is checked without anything being opened."""
+"""Schemes whose URLs are checked without opening anything."""
 _lock = threading.Lock()
 _openers: dict[str, Opener] = {
     "memory": _open_memory,

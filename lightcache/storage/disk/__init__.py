@@ -1,4 +1,4 @@
-"""Pages on a disk of this machine: slot files, and an index of them in shared memory."""
+"""Pages on a local disk: slot files, and an index of them in shared memory."""
 
 from lightcache.storage.disk.backend import DiskStorage
 from lightcache.storage.disk.folder import Rebuilt

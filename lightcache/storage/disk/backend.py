@@ -1,4 +1,4 @@
-"""Pages on a disk of this machine, shared by all its processes, found again after a restart."""
+"""Pages on a local disk, shared by all processes of the machine, kept across restarts."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from lightcache.storage.protocol import (
     WriteResult,
 )
 
-# ---- What a URL such as `disk:/mnt/nvme/cache?capacity=1TiB&direct=no` says.
+# ---- URLs such as `disk:/mnt/nvme/cache?capacity=1TiB&direct=no`
 
 OPTIONS = ("capacity", "threads", "files", "retry", "direct", "index")
 
 
 def parse(path: str, options: Mapping[str, str]) -> dict[str, Any]:
-    """Arguments of `DiskStorage`: those that are said.
+    """The given options as arguments of `DiskStorage`.
 
     Raises:
-        ConfigError: no path, an option that there is not, or a value that is none.
+        ConfigError: no path, an unknown option, or a bad value.
     """
     given = Options("disk", options, OPTIONS)
     if not path:
         raise ConfigError("disk: expected a folder, as in 'disk:/mnt/nvme?capacity=1TiB'")
-    if path.startswith("~"):  # else a folder of that name is made, where the process happens to be
+    if path.startswith("~"):  # else a folder of that name is made in the working directory
         raise ConfigError(
             f"disk: expected a folder, found {path!r}: no shell has replaced the '~'; write the "
             "folder out, as in 'disk:/home/me/pages'"
@@ -66,26 +66,26 @@ def parse(path: str, options: Mapping[str, str]) -> dict[str, Any]:
     return found
 
 
-# ---- Dropping pages, for good.
+# ---- Dropping pages for good
 
 
 @dataclass(frozen=True)
 class Dropped:
-    """How many pages were dropped, and how many were not."""
+    """The numbers of pages dropped and kept."""
 
     gone: int
     kept: int
-    """Others read them just now."""
+    """Pages kept because others are reading them."""
 
 
 def drop(folder: Folder, keys: Keys, slots: Pages | None = None) -> Dropped:
-    """Take pages from the index, then their footers from the disk, so that no rebuild finds them.
+    """Remove pages from the index, then their footers from the disk, so that no rebuild finds them.
 
-    In this order: a slot that is ours alone is not written by others. If we die in between, a
-    rebuild may find the page again; what was corrupt is found out again then.
+    The order matters: once a slot is ours alone, no other process writes it. If we die in between,
+    a rebuild may find the page again; a corrupt page is then detected again.
 
     Args:
-        slots: a page only counts if it still stands there; None: wherever it stands.
+        slots: drop a page only if it is still in its slot; None: wherever it is.
     """
     gone = kept = 0
     for row in range(len(keys)):
@@ -93,7 +93,7 @@ def drop(folder: Folder, keys: Keys, slots: Pages | None = None) -> Dropped:
             pages = lease.detach()
         if not len(pages):
             continue
-        if slots is not None and pages[0] != slots[row]:  # stored anew meanwhile
+        if slots is not None and pages[0] != slots[row]:  # stored again meanwhile
             folder.index.unpin(pages)
             continue
         try:
@@ -102,33 +102,34 @@ def drop(folder: Folder, keys: Keys, slots: Pages | None = None) -> Dropped:
             folder.index.unpin(pages)
             if not isinstance(error, (InUse, LeaseLost)):
                 raise
-            kept += isinstance(error, InUse)  # LeaseLost: others have cleared it
+            kept += isinstance(error, InUse)  # LeaseLost: another process cleared it
             continue
-        with contextlib.suppress(OSError):  # then its checksum is all that speaks against it
+        with contextlib.suppress(OSError):  # then only its checksum can reject the page later
             folder.slots.erase(int(pages[0]))
         folder.index.free(pages)
         gone += 1
     return Dropped(gone, kept)
 
 
-# ---- Pages on a disk of this machine, shared by all its processes, found again after a restart.
+# ---- The storage
 
 
 class DiskStorage(Owned):
-    """Slot files in a folder, made as large as they may become when it is opened first. Each slot
-    holds a page and says what it is; an index in shared memory says which slot has which page, and
-    is made anew from the slots when there is none. All processes that open the folder share both:
-    63 at most.
+    """Pages in slot files of a folder, which are made at full size when it is first opened. A slot
+    holds a page and a footer that describes it. An index in shared memory maps keys to slots; if
+    there is none, it is rebuilt from the footers. All processes that open the folder share both, 63
+    at most.
 
-    A lookup is one of the index: no system call. A page is read or written by one system call
-    between the disk and the page's own memory, where the file system has direct I/O. When all slots
-    are taken, the least recently used pages go, from the ends of prefixes.
+    A lookup only reads the index, without a system call. A page is read or written in one system
+    call, straight between the disk and the page's memory if the file system has direct I/O. When
+    all slots are taken, the least recently used pages are evicted, from the ends of prefixes.
 
-    Nothing is waited for until the disk has it for good: if the machine stops, the last pages may
-    be lost or damaged, and are found out when they are read, by their checksums.
+    Writes do not wait until the disk has them for good: if the machine stops, the last pages may be
+    lost or damaged. Their checksums detect that when they are read.
 
-    What was evicted, or written by a call that failed, still stands in its slot until another page
-    does, so a rebuild may find it again, deleted or not. What was cleared no rebuild finds.
+    A page that was evicted, or written by a call that failed, stays in its slot until another page
+    replaces it, so a rebuild may find it again, even if it was deleted. A rebuild never finds
+    cleared pages.
     """
 
     def __init__(
@@ -145,27 +146,28 @@ class DiskStorage(Owned):
         timeout: float = 60.0,
         clock: Clock = time.monotonic,
     ) -> None:
-        """Open a folder, or make one. Blocks: a new one gets its blocks on the disk; and where the
-        index has to be made, a block of each slot is read.
+        """Open a folder, or make one. Blocks: the disk space of a new folder is allocated, and
+        rebuilding the index reads one block of each slot.
 
         Args:
-            path: of a folder; pages of each spec have a folder in it.
-            capacity: bytes of disk, as a number or "1TiB"; None: what it has. It can be
-                changed while no process uses the folder: slots after a smaller one are forgotten.
-            threads: that read and write.
-            files: to which slots are dealt; of a new folder.
-            direct: past the page cache, where that is possible.
-            persistent: the index stays in shared memory when the last process has left; else it is
-                made anew by the next one.
-            retry: seconds until a disk that could not be written is tried again.
-            timeout: seconds to wait for others that are opening it.
+            path: the folder; each spec has a folder of its own in it.
+            capacity: bytes of disk, as a number or "1TiB"; None: unchanged. It can be changed while
+                no process uses the folder; slots beyond a smaller capacity are dropped.
+            threads: number of threads that read and write.
+            files: number of files of a new folder, over which slots are spread.
+            direct: bypass the page cache if possible.
+            persistent: the index stays in shared memory after the last process has closed; else the
+                next process rebuilds it.
+            retry: seconds until a disk that failed to be written is tried again.
+            timeout: seconds to wait for other processes that are opening the folder.
 
         Raises:
-            ConfigError: an argument out of range, or no capacity for a new folder.
-            LayoutMismatch: it was made by another version.
-            InUse: it is used with another capacity, by processes with another /dev/shm, or by 63.
-            NoSpace: no room for the index in /dev/shm: 206 bytes a slot.
-            StorageError: it cannot be made, or has not so much room.
+            ConfigError: an argument is out of range, or no capacity for a new folder.
+            LayoutMismatch: the folder was made by another version.
+            InUse: it is used with another capacity, by processes with another /dev/shm, or by 63
+                processes.
+            NoSpace: no room for the index in /dev/shm, 206 bytes a slot.
+            StorageError: the folder cannot be made, or there is not enough room.
         """
         self.spec = spec
         _arguments.count(threads, "threads", 1, 256)
@@ -180,7 +182,7 @@ class DiskStorage(Owned):
         try:
             self._lanes = Executor(threads, "disk")
             self._lanes.start()
-        except RuntimeError as error:  # no more threads here
+        except RuntimeError as error:  # the system starts no more threads
             self._folder.close()
             raise StorageError(f"disk: {error}; give fewer threads=") from error
         self._writer = Writer(self._folder, self._lanes, _health(f"disk {path}", retry, clock))
@@ -188,12 +190,13 @@ class DiskStorage(Owned):
 
     @classmethod
     def open(cls, path: str, options: Mapping[str, str], spec: StorageSpec) -> DiskStorage:
-        """As in `disk:/mnt/nvme/cache?capacity=1TiB&threads=8&direct=no&index=keep`."""
+        """Open with the options of a URL such as
+        `disk:/mnt/nvme/cache?capacity=1TiB&threads=8&direct=no&index=protect`."""
         return cls(path, spec, **parse(path, options))
 
     @staticmethod
     def remove(path: str | Path, spec: StorageSpec) -> None:
-        """Remove what is stored of a spec, and its index. Harmless if there is nothing.
+        """Remove all pages of a spec, and its index. Does nothing if there are none.
 
         Raises:
             ConfigError: no path.
@@ -202,37 +205,37 @@ class DiskStorage(Owned):
         """
         remove_folder(_place(path, spec))
 
-    # ---- what it is
+    # ---- properties
 
     @property
     def slots(self) -> int:
-        """Pages that it may hold."""
+        """The number of pages that it can hold."""
         return self._index.pages
 
     @property
     def direct(self) -> bool:
-        """Whether bytes go past the page cache."""
+        """True if transfers bypass the page cache."""
         return self._folder.slots.direct
 
     @property
     def rebuilt(self) -> Rebuilt | None:
-        """What was found in the slots, if this process made the index; None: it was there."""
+        """The result of the rebuild, if this process made the index; None: it existed."""
         return self._folder.rebuilt
 
     @property
     def index_name(self) -> str:
-        """Of the index in shared memory: for `lightcache dump`."""
+        """The name of the index in shared memory, for `lightcache dump`."""
         return self._index.name
 
     @property
     def write_trouble(self) -> str:
-        """Why nothing is written just now; empty: it is."""
+        """Why writes are refused at present; empty: they are not."""
         return self._writer.health.reason
 
     # ---- calls
 
     def contains(self, keys: Keys, *, timeout: float) -> int:
-        """See `Storage.contains`. Takes no lock; 5 ns a key while the index is in the processor's
+        """See `Storage.contains`. Takes no lock, and 5 ns a key if the index is in the processor's
         cache."""
         if not (type(timeout) is float and timeout > 0.0):
             self._in_time("contains", Deadline(timeout))
@@ -245,13 +248,13 @@ class DiskStorage(Owned):
         return found
 
     def read(self, keys: Keys, buffers: Sequence[Buffer], *, timeout: float) -> ReadResult:
-        """See `Storage.read`. A page that the disk does not give any more is FAILED, and dropped
-        as a corrupt one is: else it could never be stored anew."""
+        """See `Storage.read`. A page that the disk cannot read is FAILED, and dropped like a
+        corrupt one; otherwise it could never be stored again."""
         names, views = check_batch(keys, buffers, self.spec.page_bytes, writable=True)
         deadline = Deadline(timeout)
         with self._call() as lanes:
             self._folder.renewed()
-            # Each key by itself: pages after holes are wanted, too.
+            # Each key by itself, to find pages after absent ones too.
             held = self._index.match_many(keys, np.arange(len(keys) + 1))
             try:
                 slots = np.full(len(keys), -1, np.int32)
@@ -262,7 +265,7 @@ class DiskStorage(Owned):
             finally:
                 held.release()
             if found.bad:
-                with contextlib.suppress(LightcacheError):  # the next read of them tries again
+                with contextlib.suppress(LightcacheError):  # the next read tries again
                     drop(self._folder, keys[found.bad], slots[found.bad])
         return self._counters.read(found.result, timed_out=found.late)
 
@@ -308,7 +311,7 @@ class DiskStorage(Owned):
         return self._counters.deleted(gone)
 
     def stats(self) -> StorageStats:
-        """See `Storage.stats`: pages are those of all processes."""
+        """See `Storage.stats`. Pages are those of all processes."""
         causes = self._index.core.take_evicted()
         self._counters.evicted(causes[Cause.ROOM] + causes[Cause.QUOTA])
         try:
@@ -323,10 +326,10 @@ class DiskStorage(Owned):
             self._counters.timed_out()
             raise StorageError(f"{what}: {deadline.reason}; give it more time")
 
-    # ---- the end
+    # ---- closing
 
     def _gone(self, error: Detached) -> LightcacheError:
-        """What to raise when the index says that we are not attached."""
+        """The error to raise when the index says that we are not attached."""
         try:
             self._calls.check()
         except Detached as ours:
@@ -335,7 +338,7 @@ class DiskStorage(Owned):
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[Executor]:
-        """Around everything that uses the folder: it is not closed meanwhile."""
+        """Wrap every use of the folder: it is not closed meanwhile."""
         with self._calls.one():
             try:
                 yield self._lanes
@@ -351,7 +354,7 @@ class DiskStorage(Owned):
 
         Raises:
             StorageError: a call hangs; call again.
-            LockTimeout: the index's lock was held for long; call again.
+            LockTimeout: another process held the index's lock too long; call again.
             Detached: in a forked child.
         """
         self._calls.end(self._release)
@@ -362,7 +365,7 @@ class DiskStorage(Owned):
 
 
 def _health(what: str, retry: float, clock: Clock) -> CircuitBreaker:
-    """Whether a disk is written to just now."""
+    """A circuit breaker for writes to a disk."""
 
     def text(errors: int, why: str) -> str:
         return (

@@ -1,12 +1,12 @@
 """A folder of slot files, and the index of it that processes share.
 
-Byte 0 of the folder's lock file is held while a process opens or changes it; byte 1 is shared by
-all processes that use it. A process that finds byte 1 free may make a new index. Locks of a file
-end with their holder, and are seen through containers, which the index in shared memory is not: so
-two groups of processes that do not share /dev/shm cannot use one folder at a time.
+A process locks byte 0 of the folder's lock file while it opens or changes the folder. All processes
+that use the folder share a lock on byte 1; a process that finds byte 1 free may make a new index.
+File locks end with their holder and work across containers; the index in shared memory may not. So
+two groups of processes that do not share /dev/shm cannot use one folder at the same time.
 
-The index is named after the folder's place, its device and inode: a copy of a folder is another
-one. A process that uses the folder holds it open, so its inode is not reused meanwhile.
+The index is named after the folder's device and inode, so a copy of a folder has an index of its
+own. A process that uses the folder holds it open, so its inode is not reused meanwhile.
 """
 
 from __future__ import annotations
@@ -52,23 +52,23 @@ from lightcache.storage.disk.slots import (
 )
 from lightcache.storage.protocol import StorageSpec
 
-# ---- Making a folder's files, or making them fit.
+# ---- Making a folder's files, or resizing them
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """The size of a folder, as a process that opens it wants it."""
+    """The size of a folder that the opening process requests."""
 
     capacity: int | None
-    """Bytes; None: what it has."""
+    """Bytes; None: unchanged."""
     files: int
-    """Of a new one."""
+    """Number of files of a new folder."""
 
     def slots(self, page_bytes: int, files: int) -> int | None:
-        """How many these are: one for each file at least.
+        """The number of slots, at least one for each file; None: unchanged.
 
         Raises:
-            ConfigError: no room for one, or more than an index can have.
+            ConfigError: no room for a slot, or more slots than an index can have.
         """
         if self.capacity is None:
             return None
@@ -83,7 +83,7 @@ class Wanted:
 
 
 def first_slots(path: Path, spec: StorageSpec, wanted: Wanted) -> int:
-    """Of a folder that is new.
+    """The number of slots of a new folder.
 
     Raises:
         ConfigError: no capacity, or an impossible one.
@@ -97,17 +97,17 @@ def first_slots(path: Path, spec: StorageSpec, wanted: Wanted) -> int:
 
 
 def prepared(path: Path, spec: StorageSpec, wanted: Wanted, alone: bool) -> Header:
-    """The header of a folder whose files are as it says: made, or made to fit. The caller holds the
-    folder's lock.
+    """Make the folder's files or resize them; returns the header that they match. The caller holds
+    the folder's lock.
 
     Args:
-        alone: no other process uses it.
+        alone: no other process uses the folder.
 
     Raises:
         ConfigError: no capacity for a new folder, or an impossible one.
-        LayoutMismatch: of another version, or of other pages.
-        InUse: it would have to be changed.
-        StorageError: no room, or it is damaged.
+        LayoutMismatch: the folder is of another version, or has other pages.
+        InUse: it would have to be resized while others use it.
+        StorageError: no room, or the folder is damaged.
     """
     found = read_header(path)
     if found is None:
@@ -141,8 +141,8 @@ def _whole(path: Path, header: Header) -> bool:
 
 
 def _sized(path: Path, header: Header) -> Header:
-    """Make the files fit. The header is written after its files: if we die first, they are no more
-    than too large or too small, and made to fit by the next one. No index of before counts."""
+    """Make the files fit the header, which is written after them: if we die in between, the files
+    only have the wrong size, and the next process resizes them. Earlier indexes become invalid."""
     header = replace(header, rebuilt=0)
     try:
         make_files(path, header.files, header.slots, header.page_bytes)
@@ -156,33 +156,33 @@ def _sized(path: Path, header: Header) -> Header:
     return header
 
 
-# ---- The index of a disk, made anew from what its slots say of themselves.
+# ---- Rebuilding the index from the slots' footers
 
-_THREADS = 16  # a footer is one small read: a disk needs many at a time
-_PART = 64  # slots that one of them reads before it is given others: a hand-over takes some 30 us
+_THREADS = 16  # a footer is one small read, and a disk needs many at a time
+_PART = 64  # slots that a thread reads at a time, as handing them over takes about 30 us
 
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """What a rebuild found, in slots."""
+    """The result of a rebuild, in slots."""
 
     slots: int
     pages: int
-    """Known now."""
+    """Slots with a page that the index knows now."""
     dropped: int
-    """With a footer that is damaged, of another slot, or of a page that stands elsewhere, too. Not
-    those that were never written."""
+    """Slots with a footer that is damaged, of another slot, or of a page that is in another slot
+    too. Slots never written are not counted."""
     unreadable: int
     seconds: float
 
 
 def rebuild(index: PageIndex, slots: SlotFiles, header: Header) -> Rebuilt:
-    """Fill a fresh index with the slots of the header's epoch, in the order in which they were
-    written. What a page holds is not looked at: its checksum is verified when it is read."""
+    """Fill a fresh index with the slots of the header's epoch, in the order they were written.
+    Pages are not read: a page's checksum is verified when it is read later."""
     begin = time.monotonic()
     spec, length = bytes.fromhex(header.spec.name), header.page_bytes
     held = index.allocate(index.pages)
-    numbers = held.detach()  # of a fresh index: all, in order
+    numbers = held.detach()  # a fresh index gives all, in order
     newest: dict[bytes, Footer] = {}
     dropped = unreadable = 0
     for slot, block in _footers(slots, index.pages):
@@ -201,13 +201,13 @@ def rebuild(index: PageIndex, slots: SlotFiles, header: Header) -> Rebuilt:
     _name(index, sorted(newest.values(), key=lambda each: each.written))
     empty = np.ones(len(numbers), bool)
     empty[[footer.slot for footer in newest.values()]] = False
-    index.free(np.ascontiguousarray(numbers[empty][::-1]))  # what is freed last is used first
+    index.free(np.ascontiguousarray(numbers[empty][::-1]))  # the page freed last is used first
     seconds = time.monotonic() - begin
     return Rebuilt(index.pages, len(newest), dropped, unreadable, seconds)
 
 
 def _footers(slots: SlotFiles, count: int) -> Iterator[tuple[int, bytes | None]]:
-    """The footer's block of each slot, in order; None: it could not be read."""
+    """The footer block of each slot, in order; None: it could not be read."""
 
     def read(first: int) -> list[bytes | None]:
         return [_footer(slots, slot) for slot in range(first, min(first + _PART, count))]
@@ -227,7 +227,8 @@ def _footer(slots: SlotFiles, slot: int) -> bytes | None:
 
 
 def _name(index: PageIndex, footers: list[Footer]) -> None:
-    """Older ones first: a page stands before what hangs on it, and is used before it."""
+    """Add the pages to the index, the oldest first: a page precedes its children, and counts as
+    used before them."""
     known: set[bytes] = set()
     keys, offsets, starts = [], [0], []
     for footer in footers:
@@ -244,16 +245,16 @@ def _name(index: PageIndex, footers: list[Footer]) -> None:
     index.unpin(pages)
 
 
-# ---- The folder itself.
+# ---- The folder
 
 LOCK = "lock"
 _OPENING, _USING = 0, 1  # bytes of the lock file
-_LEAVING = 2.0  # seconds between an index's end and its process' letting go of the folder
+_LEAVING = 2.0  # maximum seconds from the end of an index until its process unlocks the folder
 
 
 @dataclass(frozen=True)
 class How:
-    """How a folder is opened; see `DiskStorage`."""
+    """Options for opening a folder; see `DiskStorage`."""
 
     wanted: Wanted
     direct: bool
@@ -262,17 +263,17 @@ class How:
 
 
 class Folder:
-    """Attached to one: its header, its slot files, its index."""
+    """An open folder: its header, slot files and index."""
 
     def __init__(self, path: Path, spec: StorageSpec, how: How) -> None:
-        """`path` is that of the folder of this spec."""
+        """`path` is the folder of this spec."""
         self.path = path
         self.spec_name = bytes.fromhex(spec.name)
-        """In every footer. A digest: it is made once, not for every page."""
+        """The spec in every footer; a digest, computed once."""
         self.rebuilt: Rebuilt | None = None
-        """What the rebuild found, if the index was made here and now."""
+        """The result of the rebuild, if this process made the index."""
         if not _has_header(path):
-            first_slots(path, spec, how.wanted)  # before anything is made
+            first_slots(path, spec, how.wanted)  # check it before anything is made
         with contextlib.ExitStack() as stack:
             self._place, self._lock = _open(path)
             stack.callback(os.close, self._place)
@@ -284,19 +285,19 @@ class Folder:
                 stack.callback(self.slots.close)
                 self.index = self._attached(alone, "persistent" if how.persistent else "attached")
                 stack.callback(self.index.close)
-                if not ofd.try_lock(self._lock, _USING, exclusive=False):  # from now on, shared
+                if not ofd.try_lock(self._lock, _USING, exclusive=False):  # shared from now on
                     raise InUse(f"disk: {path} is being taken by others; try again")
                 self._seen = signature(path)
             stack.pop_all()
 
     @property
     def index_name(self) -> str:
-        """Of the index, in shared memory."""
+        """The name of the index in shared memory."""
         return index_name(self._place)
 
     @contextlib.contextmanager
     def _changing(self, timeout: float) -> Iterator[None]:
-        """No other process opens or changes the folder meanwhile.
+        """Keep other processes from opening or changing the folder.
 
         Raises:
             StorageError: another process did so for all of the time.
@@ -313,8 +314,8 @@ class Folder:
     # ---- the index
 
     def _attached(self, alone: bool, lifetime: str) -> PageIndex:
-        """That which is there, if it knows all that is on the disk; else a new one. Who leaves
-        ends the index first and lets go of the folder then: that is waited for."""
+        """The existing index if it knows all pages on the disk, else a new one. A leaving process
+        ends the index before it unlocks the folder; this waits for that."""
         pause = ofd.Pause(_LEAVING)
         while True:
             try:
@@ -335,13 +336,13 @@ class Folder:
             raise NotReady(f"{self.path} has no index that knows all of its slots")
         whole = {**_config(header), "pages": header.slots}
         index = PageIndex.attach(self.index_name, config=whole, role="disk", timeout=_LEAVING)
-        with contextlib.suppress(LockTimeout):  # it is done again when no slot can be had
-            index.reap()  # a process that is started often follows one that was killed
+        with contextlib.suppress(LockTimeout):  # it is repeated when no slot is free
+            index.reap()  # the process before this one may have been killed
         return index
 
     def _fresh(self, lifetime: str) -> PageIndex:
-        """Nobody uses the folder: what is in shared memory of it can go, tools that look at it or
-        not."""
+        """A new index. No process uses the folder, so an old index is unlinked, even if tools are
+        attached to it."""
         Segment.unlink(self.index_name, force=True)
         self.header = replace(self.header, index=self.header.index + 1)
         self._keep(self.header)
@@ -374,14 +375,14 @@ class Folder:
         except OSError as error:
             raise StorageError(f"disk: {self.path} cannot be written to: {error}") from error
 
-    # ---- in use
+    # ---- use
 
     def begin_epoch(self, timeout: float) -> None:
-        """Rebuilds from now on ignore what is in the slots now.
+        """Begin a new epoch: later rebuilds ignore the current contents of the slots.
 
         Raises:
-            StorageError: it could not be written; or another process holds the lock
-                for all of the time.
+            StorageError: the header could not be written, or another process held the lock for all
+                of the time.
         """
         with self._changing(timeout):
             found = read_header(self.path)
@@ -391,8 +392,8 @@ class Folder:
             self._keep(self.header)
 
     def renewed(self) -> bool:
-        """Whether it was cleared by another process: from now on we see what was written since.
-        About a microsecond if it was not."""
+        """True if another process cleared the index; then switch to the pages written since. Takes
+        about a microsecond if it was not cleared."""
         index = self.index
         if index.namespace_state() is NamespaceState.NORMAL:
             return False
@@ -401,11 +402,11 @@ class Folder:
         return True
 
     def refresh(self) -> str:
-        """Whether the folder is the one that we opened. Empty, or what is wrong with it. Some
-        microseconds: the header is read if it was replaced.
+        """Check that the folder is still the one that we opened. Returns the problem, or an empty
+        string. Takes a few microseconds, more if the header was replaced and is read again.
 
-        Who clears begins an epoch first and clears the index then. So the index is looked at
-        before the header: pages of the new index are of the new epoch.
+        A clearing process begins the epoch first and clears the index afterwards. So this looks at
+        the index before the header: pages of the new index get the new epoch.
         """
         self.renewed()
         try:
@@ -419,9 +420,9 @@ class Folder:
         return ""
 
     def close(self) -> None:
-        """Leave. The index stays as long as a process is attached, or for good if persistent.
+        """Close. The index stays while a process is attached, or for good if persistent.
 
-        The lock is given back by hand: a forked child has the descriptor too.
+        The lock is released explicitly, as a forked child may have the descriptor too.
         """
         self.index.close()
         self.slots.close()
@@ -431,7 +432,7 @@ class Folder:
 
 
 def index_name(place: int) -> str:
-    """Of the index of a folder that is open under this descriptor."""
+    """The name of the index of a folder, by its open descriptor."""
     found = os.fstat(place)
     return f"disk-{found.st_dev:x}-{found.st_ino:x}"
 
@@ -443,12 +444,12 @@ def _config(header: Header) -> dict[str, object]:
 def _has_header(path: Path) -> bool:
     try:
         return (path / NAME).exists()
-    except OSError as error:  # such as a name that is too long
+    except OSError as error:  # such as a name too long
         raise StorageError(f"disk: {error}; give a folder that can be written to") from error
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder, its files, and its index, damaged or not.
+    """Remove a folder, its files and its index, damaged or not.
 
     Raises:
         InUse: a process uses it.
@@ -472,7 +473,7 @@ def remove_folder(path: Path) -> None:
 
 
 def _open(path: Path) -> tuple[int, int]:
-    """The folder itself and its lock file, made if need be."""
+    """Descriptors of the folder and its lock file, both made if missing."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         place = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""Pages from slots to where the caller wants them."""
+"""Moves pages between slots and the caller's buffers."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from lightcache.storage.disk.slots import NO_PARENT, Footer, unpack
 from lightcache.storage.executor import READ, WRITE, Executor
 from lightcache.storage.protocol import ReadResult, ReadStatus, WriteResult, WriteStatus
 
-# ---- Pages from where the caller has them to slots.
+# ---- Writing pages to slots
 
 STORED, PRESENT = WriteStatus.STORED, WriteStatus.PRESENT
 FAILED, REFUSED = WriteStatus.FAILED, WriteStatus.REFUSED
 
 
 class _PageWrite:
-    """One page to be written."""
+    """The write of one page."""
 
     def __init__(
         self, folder: Folder, slot: int, name: bytes, parent: bytes, view: memoryview, written: int
@@ -34,7 +34,7 @@ class _PageWrite:
         self._folder, self._slot, self._view = folder, slot, view
         self._name, self._parent, self._written = name, parent, written
         self.done = False
-        self.error = ""  # as text: an error itself would hold on to the caller's memory
+        self.error = ""  # as text: an exception would keep the caller's memory alive
 
     def __call__(self) -> None:
         header = self._folder.header
@@ -56,7 +56,7 @@ class _PageWrite:
 
 
 class _Batch:
-    """A call's keys, and what has become of them."""
+    """The keys of a call, and their statuses."""
 
     def __init__(
         self, keys: Keys, names: list[bytes], views: list[memoryview], parent: Keys | None
@@ -71,7 +71,7 @@ class _Batch:
             self.chain, self.start = np.concatenate([parent, keys]), 1
 
     def say(self, status: WriteStatus, positions: Sequence[int], reason: str = "") -> None:
-        """Of these positions, as far as nothing is known of them."""
+        """Set the status of these positions, where there is none yet."""
         for at in positions:
             if self.statuses[at] is None:
                 self.statuses[at] = status
@@ -79,29 +79,29 @@ class _Batch:
 
     @property
     def rest(self) -> list[int]:
-        """Of which nothing is known."""
+        """Positions without a status."""
         return [at for at, status in enumerate(self.statuses) if status is None]
 
     @property
     def done(self) -> bool:
-        """Whether any of it is stored."""
+        """True if any page is stored."""
         return STORED in self.statuses or PRESENT in self.statuses
 
     def result(self) -> WriteResult:
-        """When nothing is left."""
+        """The result, once every page has a status."""
         assert None not in self.statuses
         return WriteResult(tuple(each for each in self.statuses if each is not None), self.reason)
 
 
 class Writer:
-    """Reserves slots, fills them, and makes them found; all of a batch or none."""
+    """Reserves slots, fills and publishes them: all new pages of a turn or none."""
 
     def __init__(self, folder: Folder, lanes: Executor, health: CircuitBreaker) -> None:
         """Writes nothing yet.
 
         Args:
-            health: opens at the first error, since a disk that is full or read-only stays so for a
-                while; what is on it can be read all the same. A write is its probe.
+            health: opens at the first error, since a full or read-only disk stays so for a while.
+                Reads continue. A write is its probe.
         """
         self._folder, self._lanes, self.health = folder, lanes, health
 
@@ -113,12 +113,12 @@ class Writer:
         parent: Keys | None,
         deadline: Deadline,
     ) -> tuple[WriteResult, bool]:
-        """See `Storage.write`; and whether the time was up."""
+        """See `Storage.write`. Also returns whether the time was up."""
         batch = _Batch(keys, names, views, parent)
         try:
             return self._write(batch, deadline)
         finally:
-            self.health.leave()  # a probe that found nothing to write says nothing of the disk
+            self.health.leave()  # a probe with nothing to write has no outcome
 
     def _write(self, batch: _Batch, deadline: Deadline) -> tuple[WriteResult, bool]:
         probing = False
@@ -135,36 +135,36 @@ class Writer:
             else:
                 try:
                     self._turn(batch, deadline)
-                except Abandoned:  # cleared by another process: anew, in the new epoch
+                except Abandoned:  # cleared by another process: repeat in the new epoch
                     continue
                 except (ConfigError, Detached):
                     raise
-                except LightcacheError as error:  # what turns before this one did stands
+                except LightcacheError as error:  # pages of earlier turns stay stored
                     if not batch.done:
                         raise
                     batch.say(FAILED, batch.rest, f"disk: {error}")
         return batch.result(), batch.late
 
     def _ill(self, why: str) -> str:
-        """Something could not be written. What to say of it."""
+        """Report a failed write to the breaker; returns the reason."""
         self.health.failure(why)
         return self.health.reason
 
     def _turn(self, batch: _Batch, deadline: Deadline) -> None:
-        """Write what is new, and wait for what others are writing."""
+        """Write the new pages, and wait for those that others are writing."""
         start = batch.start
         index = self._folder.index
         with index.reserve(batch.chain, start, timeout=deadline.left) as reservation:
             batch.say(PRESENT, (reservation.present - start).tolist())
             missing = (reservation.missing - start).tolist()
-            if missing and not index.reap():  # the dead may hold slots: then there is another turn
+            if missing and not index.reap():  # dead processes may hold slots: then try again
                 batch.say(REFUSED, missing, f"refused: no slot could be had: {reservation.why}")
             busy = reservation.busy
             ours = (reservation.new - start).tolist()
             if ours:
                 self._fill(batch, ours, reservation, deadline)
         if len(busy):
-            with contextlib.suppress(WaitTimeout):  # the next turn says that the time is up
+            with contextlib.suppress(WaitTimeout):  # the next turn reports that the time is up
                 index.wait(np.ascontiguousarray(batch.chain[busy]), timeout=deadline.left)
 
     def _fill(
@@ -188,26 +188,26 @@ class Writer:
             batch.say(STORED, ours)
 
 
-# ---- Pages from slots to where the caller wants them.
+# ---- Reading pages from slots
 
 
 @dataclass(frozen=True)
 class Read:
-    """What came of it."""
+    """The outcome of a read."""
 
     result: ReadResult
     bad: list[int]
-    """Keys whose pages are corrupt, or that the disk does not give any more: to be dropped, or
-    they could never be stored anew."""
+    """Positions of pages that are corrupt or cannot be read: they must be dropped, or they could
+    never be stored again."""
     late: bool
 
 
 class _PageRead:
-    """One page to be read."""
+    """The read of one page."""
 
     def __init__(self, folder: Folder, name: bytes, slot: int, view: memoryview) -> None:
         self._folder, self._name, self._slot, self._view = folder, name, slot, view
-        self.status: ReadStatus | None = None  # None: its turn did not come in time
+        self.status: ReadStatus | None = None  # None: not begun in time
         self.why = ""
         self.unreadable = False
 
@@ -236,7 +236,7 @@ def read_pages(
     views: Sequence[memoryview],
     deadline: Deadline,
 ) -> Read:
-    """Read pages that are pinned; of those with slot -1 nothing is stored."""
+    """Read pages that are pinned; slot -1: the page is absent."""
     every = zip(names, slots, views, strict=True)
     work = [None if slot < 0 else _PageRead(folder, name, slot, view) for name, slot, view in every]
     lanes.run([page for page in work if page is not None], READ, deadline)

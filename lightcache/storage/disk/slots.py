@@ -1,4 +1,4 @@
-"""Slot files: as large as they will ever be from the first day, slots dealt out among them."""
+"""Slot files of fixed size, their header, and the footers of their slots."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from lightcache.errors import LayoutMismatch, StorageError
 from lightcache.page_index import MAX_PAGES
 from lightcache.storage.protocol import StorageSpec
 
-# ---- The footer after each page on the disk: slots describe themselves.
+# ---- The footer after each page
 #
-# A slot is the page, then a block with its footer. Both go to the disk in one write. If the
-# machine stops in the middle of it, the footer and the page may be of two writes; the checksum
-# tells when the page is read, and covers the key as well.
+# A slot is a page and a block with its footer, written to the disk in one write. If the machine
+# stops in between, the page and the footer may be from different writes. The checksum, which
+# covers the key as well, detects that when the page is read.
 
 BLOCK = 4096
-"""Unit of direct I/O: offsets, lengths and addresses are its multiples."""
+"""Unit of direct I/O: offsets, lengths and addresses are multiples of it."""
 _MAGIC = b"LCSLOT01"
 _FIELDS = struct.Struct("<8s8sQQ16s16sQQQ")
 _OWN = struct.Struct("<Q")
@@ -37,31 +37,31 @@ NO_PARENT = bytes(16)
 
 @dataclass(frozen=True)
 class Footer:
-    """A slot's description of itself."""
+    """The description of a slot's contents."""
 
     spec: bytes
     """8 bytes: `StorageSpec.name`. A page of another model or size is ignored."""
     epoch: int
-    """Of the folder: pages of earlier epochs were cleared."""
+    """The folder's epoch; pages of earlier epochs were cleared."""
     slot: int
     key: bytes
     parent: bytes
     """The key of the page before, or NO_PARENT: for the order of eviction."""
     written: int
-    """When, in ns: after a rebuild, the page written last is evicted last."""
+    """Time of the write in ns: after a rebuild, the page written last is evicted last."""
     length: int
     checksum: int
     """Of key and page, see `lightcache.storage.arguments.checksum`."""
 
     def pack(self) -> bytes:
-        """Its bytes on the disk, BLOCK of them."""
+        """Its BLOCK bytes on the disk."""
         fields = (_MAGIC, self.spec, self.epoch, self.slot, self.key, self.parent)
         head = _FIELDS.pack(*fields, self.written, self.length, self.checksum)
         return (head + _OWN.pack(xxhash.xxh3_64_intdigest(head))).ljust(BLOCK, b"\0")
 
 
 def unpack(block: bytes | memoryview) -> Footer | None:
-    """The footer in a block; None: there is none, or not a whole one."""
+    """The footer in a block; None: there is none, or it is damaged."""
     head = bytes(block[: _FIELDS.size])
     own = bytes(block[_FIELDS.size : _FIELDS.size + _OWN.size])
     if len(own) < _OWN.size or head[: len(_MAGIC)] != _MAGIC:
@@ -72,7 +72,7 @@ def unpack(block: bytes | memoryview) -> Footer | None:
     return Footer(spec, epoch, slot, key, parent, written, length, checksum)
 
 
-# ---- The header of a folder of slot files.
+# ---- The header of a folder of slot files
 
 VERSION = 1
 NAME = "header.json"
@@ -81,33 +81,34 @@ MAX_FILES = 1000
 
 @dataclass(frozen=True)
 class Header:
-    """The same for all processes that use a folder. Written under its lock, whole or not at all."""
+    """The state shared by all processes that use a folder. Written under the folder's lock, whole
+    or not at all."""
 
     version: int
     uuid: str
-    """Of this folder, for good: the index in shared memory says whose it is."""
+    """Identifies the folder for good; the index in shared memory names it."""
     page_bytes: int
     fingerprint: str
     algorithm: str
     files: int
     slots: int
     epoch: int
-    """Clearing begins another one; slots of those before hold nothing. The first is by chance: if a
-    header is lost, the next one knows nothing of the slots, cleared ones among them."""
+    """Clearing begins a new epoch; slots of earlier epochs count as empty. The first epoch is
+    random: if a header is lost, the next one ignores all old slots, cleared ones included."""
     index: int = 0
-    """How many indexes were begun. That in shared memory says which it is: an older one does not
-    know what was written since."""
+    """Number of indexes begun. The index in shared memory has its number; an older index does not
+    know later pages."""
     rebuilt: int = 0
-    """The last index that knows all slots."""
+    """The number of the last index that knows all slots."""
 
     @property
     def spec(self) -> StorageSpec:
-        """Of its pages."""
+        """The spec of its pages."""
         return StorageSpec(self.page_bytes, self.fingerprint, self.algorithm)
 
     @property
     def possible(self) -> bool:
-        """Whether its numbers are in range."""
+        """True if its numbers are in range."""
         counted = 0 <= self.epoch < 1 << 63 and 0 <= self.rebuilt <= self.index < 1 << 63
         sized = 1 <= self.files <= MAX_FILES and 1 <= self.slots <= MAX_PAGES
         return counted and sized and self.page_bytes > 0
@@ -121,11 +122,11 @@ def new_header(spec: StorageSpec, files: int, slots: int) -> Header:
 
 
 def read_header(folder: Path) -> Header | None:
-    """None: there is none.
+    """Read the header; None: there is none.
 
     Raises:
-        StorageError: it cannot be read, or is none.
-        LayoutMismatch: of another version.
+        StorageError: it cannot be read, or is damaged.
+        LayoutMismatch: it is of another version.
     """
     try:
         text = (folder / NAME).read_bytes()
@@ -157,26 +158,26 @@ def read_header(folder: Path) -> Header | None:
 
 
 def _check(found: dict[str, object]) -> str:
-    """A digest of a header, so that a damaged one is not taken for another."""
+    """A digest of a header, which detects damage."""
     text = json.dumps(found, sort_keys=True).encode()
     return hashlib.blake2b(text, digest_size=8).hexdigest()
 
 
 def signature(folder: Path) -> tuple[int, int, int]:
-    """Of the header's file: another one, and it was replaced.
+    """Identifies the header's file: it changes when the header is replaced.
 
     Raises:
-        OSError: it is not there.
+        OSError: there is no such file.
     """
     found = os.stat(folder / NAME)
     return found.st_dev, found.st_ino, found.st_mtime_ns
 
 
 def write_header(folder: Path, header: Header) -> None:
-    """Replace it, and wait until the disk has it.
+    """Replace the header, and wait until the disk has it.
 
     Raises:
-        OSError: the old one stays.
+        OSError: it could not be replaced; the old one stays.
     """
     fresh = folder / (NAME + ".new")
     with open(fresh, "w", encoding="utf-8") as file:
@@ -192,35 +193,35 @@ def write_header(folder: Path, header: Header) -> None:
         os.close(handle)
 
 
-# ---- Slot files: as large as they will ever be from the first day, slots dealt out among them.
+# ---- Slot files: allocated at full size when they are made
 
 _UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class SlotFiles:
-    """The files of one folder. Slot i is number i // files of file i % files: neighbours lie in
-    different files, whose locks in the kernel are different ones.
+    """The files of one folder. Slot i is number i // files of file i % files: neighbours are in
+    different files, which have different locks in the kernel.
 
-    With direct I/O bytes go between the disk and the caller's memory, without a copy, and leave the
-    page cache alone. It needs addresses and lengths that are multiples of a block; whatever is not
-    goes through the page cache, and the kernel is told that it need not stay there: the pool in
-    front of us is the cache. Only who wants no direct I/O at all has the page cache for himself.
+    With direct I/O, bytes move between the disk and the caller's memory without a copy, bypassing
+    the page cache. It requires addresses and lengths that are multiples of a block. Other transfers
+    go through the page cache, and the kernel is told to drop those pages, as the pool is the cache.
+    Only with `direct=False` do pages stay in the page cache.
     """
 
     def __init__(self, folder: Path, files: int, page_bytes: int, *, direct: bool) -> None:
         """Opens them.
 
         Args:
-            direct: try it; where the file system has none, do without.
+            direct: use direct I/O if the file system has it.
 
         Raises:
-            StorageError: one is missing, or cannot be opened.
+            StorageError: a file is missing or cannot be opened.
         """
         self.page_bytes = page_bytes
         self.slot_bytes = slot_bytes(page_bytes)
         self._plain: list[int] = []
         self._direct: list[int] = []
-        self._passing = direct  # what goes through the page cache all the same shall not stay
+        self._passing = direct  # drop from the page cache what went through it
         try:
             for number in range(files):
                 self._plain.append(os.open(file_of(folder, number), os.O_RDWR | os.O_CLOEXEC))
@@ -243,11 +244,11 @@ class SlotFiles:
 
     @property
     def direct(self) -> bool:
-        """Whether there is direct I/O here."""
+        """True if direct I/O is in use."""
         return bool(self._direct)
 
     def read(self, slot: int, page: memoryview) -> memoryview:
-        """Fill a page; returns the footer's block, this thread's until its next call. Blocks.
+        """Read a page; returns the footer block, valid until this thread's next call. Blocks.
 
         Raises:
             OSError: it could not be read.
@@ -259,7 +260,7 @@ class SlotFiles:
         return self._whole(got, block, "read")
 
     def write(self, slot: int, page: memoryview, footer: bytes) -> None:
-        """Write a page and its footer. Blocks; what the disk's own cache has is not waited for.
+        """Write a page and its footer. Blocks, but does not wait for the disk's own cache.
 
         Raises:
             OSError: it could not be written.
@@ -282,7 +283,7 @@ class SlotFiles:
         return bytes(block[:got])
 
     def erase(self, slot: int) -> None:
-        """Overwrite a slot's footer: it describes nothing.
+        """Overwrite a slot's footer, which empties the slot for a rebuild.
 
         Raises:
             OSError: it could not be written.
@@ -306,8 +307,8 @@ class SlotFiles:
             os.posix_fadvise(file, where, self.slot_bytes, os.POSIX_FADV_DONTNEED)
 
     def _block(self) -> memoryview:
-        """Of this thread, at an address that direct I/O takes, as long as a page needs to fill up
-        its last block and one more."""
+        """This thread's buffer, aligned for direct I/O: the padding of a page's last block, and one
+        block for the footer."""
         found: memoryview | None = getattr(self._scratch, "block", None)
         if found is None:
             found = memoryview(mmap.mmap(-1, self.slot_bytes - self.page_bytes))
@@ -330,25 +331,25 @@ class SlotFiles:
 
 
 def slot_bytes(page_bytes: int) -> int:
-    """Of a page, filled up to whole blocks, and its footer."""
+    """The bytes of a slot: a page padded to whole blocks, and its footer."""
     return -(-page_bytes // BLOCK) * BLOCK + BLOCK
 
 
 def file_of(folder: Path, number: int) -> Path:
-    """Where a slot file stands."""
+    """The path of a slot file."""
     return folder / f"slots-{number:03}"
 
 
 def file_bytes(number: int, files: int, slots: int, page_bytes: int) -> int:
-    """Of a slot file, when `slots` are dealt to so many."""
+    """The bytes of slot file `number`, if `slots` slots are spread over `files` files."""
     return (slots + files - 1 - number) // files * slot_bytes(page_bytes)
 
 
 def whole(folder: Path, files: int, slots: int, page_bytes: int) -> bool:
-    """Whether all slot files are there and as long as they should be, or longer.
+    """True if all slot files exist and are at least as long as they should be.
 
     Raises:
-        OSError: that cannot be seen.
+        OSError: they cannot be inspected.
     """
     for number in range(files):
         path = file_of(folder, number)
@@ -359,11 +360,11 @@ def whole(folder: Path, files: int, slots: int, page_bytes: int) -> bool:
 
 
 def make_files(folder: Path, files: int, slots: int, page_bytes: int) -> None:
-    """Make slot files, or let them grow or shrink: with all their blocks on the disk, so that
-    writing a slot never finds the disk full.
+    """Make slot files, or resize them. All blocks are allocated, so that writing a slot never finds
+    the disk full.
 
     Raises:
-        OSError: no room. What was added is given back.
+        OSError: no room; added space is given back.
     """
     before: list[tuple[Path, int | None]] = []
     try:
@@ -391,7 +392,7 @@ def _make_file(path: Path, nbytes: int) -> None:
             except OSError as error:
                 if error.errno not in _UNSUPPORTED:
                     raise
-                os.ftruncate(handle, nbytes)  # no blocks ahead here: a full disk shows later
+                os.ftruncate(handle, nbytes)  # no allocation in advance: a full disk shows later
         elif nbytes < size:
             os.ftruncate(handle, nbytes)
     finally:

@@ -1,1 +1,1 @@
-"""Storages beyond one machine: what they have in common, and Redis, S3 and Mooncake."""
+"""Storages beyond one machine: their base class, and Redis, S3 and Mooncake."""

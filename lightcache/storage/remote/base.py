@@ -1,4 +1,4 @@
-"""What storages beyond one machine have in common. A backend is left with moving values by name."""
+"""The base of storages beyond one machine: a subclass only moves values by name."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from lightcache.storage.protocol import (
     WriteStatus,
 )
 
-# ---- The keys that this process is writing: two of its threads do not send one page twice.
+# ---- Claims on keys being written: two threads of a process do not send one page twice
 
-_LOOK = 0.5  # seconds between two looks at claims of calls that ended without a word
+_LOOK = 0.5  # seconds between checks for claims whose call ended without `give_back`
 
 
 class Owner:
-    """A call. What it has claimed is free when nothing refers to it any more, however it ended: an
-    interrupt may come in front of `give_back`, too."""
+    """A call. Its claims end when nothing refers to it any more, even if an interrupt came before
+    `give_back`."""
 
     __slots__ = ("__weakref__",)
 
 
 class Claims:
-    """A key is one call's from `take` to `give_back`."""
+    """A key belongs to one call from `take` to `give_back`."""
 
     def __init__(self) -> None:
         """No key is claimed."""
@@ -52,22 +52,22 @@ class Claims:
         self._taken: dict[bytes, weakref.ref[Owner]] = {}
 
     def take(self, names: Sequence[bytes], owner: Owner) -> list[bytes]:
-        """Those of these keys that no other call writes, once each; the owner's from now on."""
+        """Claim the keys that no other call writes; returns them, each once."""
         with self._changed:
             mine = [name for name in dict.fromkeys(names) if self._free(name)]
             self._taken.update(dict.fromkeys(mine, weakref.ref(owner)))
             return mine
 
     def give_back(self, owner: Owner) -> None:
-        """What it took was written, or was not."""
+        """End the owner's claims, whether its pages were written or not."""
         with self._changed:
             for name in [name for name, its in self._taken.items() if its() in (owner, None)]:
                 del self._taken[name]
             self._changed.notify_all()
 
     def wait(self, names: Sequence[bytes], deadline: Deadline) -> bool:
-        """Until no call writes any of them; False: not in time. A waiting call holds no claims, so
-        calls do not wait in a circle."""
+        """Wait until no call writes any of them; False: not in time. A waiting call holds no
+        claims, so calls cannot deadlock."""
         with self._changed:
             while not all(map(self._free, names)):
                 if deadline.passed:
@@ -80,7 +80,7 @@ class Claims:
         return its is None or its() is None
 
 
-# ---- The trailer beside a page in a store that others can write to: proof that it is the page.
+# ---- The trailer stored with a page, which verifies it: others can write to the store
 
 MAGIC = b"lcp1"
 _TRAILER = struct.Struct("<4sIQQ")  # magic, zero, bytes of the page, xxh3-64 of key and page
@@ -93,7 +93,7 @@ def make_trailer(key: bytes, page: memoryview | bytes) -> bytes:
 
 
 def judge_page(key: bytes, page: memoryview | bytes, trailer: bytes) -> tuple[ReadStatus, str]:
-    """Whether a page that was fetched is the one of this key: OK or CORRUPT, and why."""
+    """Verify a fetched page against its key and trailer: OK or CORRUPT, and why."""
     what = f"corrupt: page {key.hex()}"
     if len(trailer) != TRAILER_BYTES:
         return (
@@ -110,71 +110,71 @@ def judge_page(key: bytes, page: memoryview | bytes, trailer: bytes) -> tuple[Re
     return ReadStatus.OK, ""
 
 
-# ---- What storages beyond one machine have in common.
+# ---- The base class
 
 Read = tuple[ReadStatus, str]
-"""The status of a key, and why, if it is FAILED or CORRUPT."""
+"""The status of a key, and the reason if it is FAILED or CORRUPT."""
 Wrote = tuple[WriteStatus, str]
-"""The status of a key, and why, if it is FAILED or REFUSED."""
+"""The status of a key, and the reason if it is FAILED or REFUSED."""
 
 
 class RemoteStorage(Owned):
     """Pages as values of a store that many machines share.
 
-    A value's name is the spec's name and the key. A trailer (`make_trailer`) is stored with the
-    page, and verifies every read. The store decides how long it keeps a value.
+    A value's name consists of the spec's name and the key. A trailer (`make_trailer`) is stored
+    with the page, and verifies every read. The store decides how long it keeps a value.
 
-    What a subclass implements takes keys as 16 bytes each, blocks no longer than `deadline`, and
-    touches the views no more when it has returned. Any exception becomes a StorageError. `_fetch`
-    and `_put` raise only if they have nothing to say of any key: else the others are FAILED.
+    The methods that a subclass implements take keys of 16 bytes, block no longer than `deadline`,
+    and never touch the views after they have returned. Any exception becomes a StorageError.
+    `_fetch` and `_put` raise only if no key has a status; otherwise keys without one are FAILED.
     """
 
     scheme: str
-    """Of its URLs, for errors."""
+    """The scheme of its URLs, for errors."""
     asking = 4096
-    """Keys of one call of `_exists`; none is made after the first absent key."""
+    """Keys in one call of `_exists`; no call is made after the first absent key."""
 
     def __init__(self, spec: StorageSpec) -> None:
-        """For subclasses, when they are connected."""
+        """For subclasses, once they are connected."""
         self.spec = spec
-        self._prefix = f"lightcache/{spec.name}/"  # a digest: once, not for every key
+        self._prefix = f"lightcache/{spec.name}/"  # computed once: the name is a digest
         self._counters = Counters()
         self._calls = Calls()
         self._claims = Claims()
 
-    # ---- what a backend does
+    # ---- for subclasses
 
     @abstractmethod
     def _exists(self, names: Sequence[bytes], deadline: Deadline) -> list[bool]:
-        """Whether each is stored."""
+        """For each key, whether it is stored."""
 
     @abstractmethod
     def _fetch(
         self, names: Sequence[bytes], views: Sequence[memoryview], deadline: Deadline
     ) -> list[Read]:
-        """Fill the views, each judged by its trailer; one name may stand there twice."""
+        """Fill the views, and verify each by its trailer. A name may occur twice."""
 
     @abstractmethod
     def _put(
         self, names: Sequence[bytes], views: Sequence[memoryview], deadline: Deadline
     ) -> list[Wrote]:
-        """Store pages, each wholly or not at all: names that were absent a moment ago, each once.
-        PRESENT: another process was faster."""
+        """Store pages, each whole or not at all. The names are distinct and were absent a moment
+        ago. PRESENT: another process was faster."""
 
     @abstractmethod
     def _remove(self, names: Sequence[bytes], deadline: Deadline) -> int:
-        """Remove values; how many there were."""
+        """Remove values. Returns the number removed."""
 
     @abstractmethod
     def _remove_all(self, deadline: Deadline) -> int:
-        """Remove all values of this spec; how many there were."""
+        """Remove all values of this spec. Returns the number removed."""
 
     @abstractmethod
     def _disconnect(self) -> None:
-        """No call is in flight, and none will be."""
+        """Disconnect. No call is in flight, and none will follow."""
 
     def object_name(self, name: bytes) -> str:
-        """What a page is called in the store."""
+        """The name of a page in the store."""
         return self._prefix + name.hex()
 
     # ---- calls
@@ -221,7 +221,7 @@ class RemoteStorage(Owned):
         parent: Keys | None = None,
     ) -> WriteResult:
         """See `Storage.write`."""
-        check_parent(parent)  # and no more: the store evicts as it likes
+        check_parent(parent)  # otherwise unused: the store decides what to evict
         names, views = check_batch(keys, buffers, self.spec.page_bytes, writable=False)
         deadline = Deadline(timeout)
         with self._call():
@@ -276,7 +276,7 @@ class RemoteStorage(Owned):
         deadline: Deadline,
         first: bool,
     ) -> dict[bytes, Wrote]:
-        """Behind the first pages that were stored, a failure is that of these."""
+        """Write pages. After the first round, an error only fails these pages."""
         try:
             return self._write_mine(names, views, deadline)
         except Exception as error:
@@ -316,8 +316,8 @@ class RemoteStorage(Owned):
             return self._counters.deleted(self._remove_all(deadline))
 
     def stats(self) -> StorageStats:
-        """See `Storage.stats`: pages are those that were stored here and not deleted here; the
-        store may have let go of some, and have more of others."""
+        """See `Storage.stats`. Pages are those stored and not deleted by this object; the store may
+        have evicted some, and may have pages of other processes."""
         found = self._counters.snapshot(0, 0)
         pages = max(0, found.writes_stored - found.deletes)
         return self._counters.snapshot(pages, pages * self.spec.page_bytes)
@@ -326,10 +326,10 @@ class RemoteStorage(Owned):
 
     @contextlib.contextmanager
     def _call(self, what: str = "", deadline: Deadline | None = None) -> Iterator[Deadline]:
-        """Around everything that uses the store. With a deadline: that has not passed.
+        """Wrap every use of the store. With `what`, the deadline must not have passed.
 
         Raises:
-            StorageError: it has, or whatever the store's client raised.
+            StorageError: it has passed, or the store's client raised an error.
         """
         deadline = deadline or Deadline(0.0)
         with self._calls.one():
@@ -350,10 +350,10 @@ class RemoteStorage(Owned):
                 raise StorageError(self._said(error)) from error
 
     def _said(self, error: Exception) -> str:
-        """What is said of it: our own errors say whose they are."""
+        """The text of an error; the scheme is added unless it is one of ours."""
         return str(error) if isinstance(error, LightcacheError) else f"{self.scheme}: {error}"
 
-    # ---- the end
+    # ---- closing
 
     def close(self) -> None:
         """See `Storage.close`. Waits up to 10 s for calls of other threads.

@@ -1,6 +1,6 @@
-"""A tier that processes share: `StorageService` runs the tasks that `StorageClient`s ask for.
+"""A tier that processes share: `StorageService` runs the tasks of `StorageClient`s.
 
-docs/design/storage.md, section 24, says what lies in shared memory and what a kill leaves of it.
+docs/design/storage.md, section 24, describes the shared memory, and what is left after a kill.
 """
 
 from lightcache.storage.service.board import ServiceStats, service_stats

@@ -1,13 +1,13 @@
-"""What a storage service and its clients share: the board, with the service and its figures, and
-the rings of their messages.
+"""The shared memory of a storage service and its clients: the board, with the service's state and
+statistics, and the rings of their messages.
 
-The board is a segment of 64-bit words, each stored at once. `service` is written under the
-segment's lock alone: the slot and epoch of the client of this segment that serves, so it ends with
-its process. All other words are written by the service, but for `given_...`, which count the
-figures handed out, and which any client changes by compare-exchange.
+The board is a segment of 64-bit words, each stored atomically. `service` is written only under the
+segment's lock. It is the slot and epoch of the segment's client that serves, so it is valid only
+while that process lives. The service writes all other words except `given_...`, which count the
+statistics handed out; any client changes these by compare-exchange.
 
-All of it is removed with the last process that is attached. The lock of a ring is waited for only
-briefly: a process may be stopped while it holds one.
+All of it is removed with the last attached process. Waits for a ring's lock are short, as a process
+may be stopped while it holds one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _KEPT = (
     *("wants_tokens", "beat"),
 )
 COUNTED = ("taken", "malformed", "halves", "late", "orphans", "lost", "full")
-"""What a service counts of its messages."""
+"""A service's counters of its messages."""
 GAUGES = ("queued", "running", "stuck", "writing")
 COSTS = ("read_call_seconds", "read_page_seconds")
 """Stored as nanoseconds plus 1; 0: None."""
@@ -55,7 +55,7 @@ _PLACE = {name: 8 * i for i, name in enumerate(_WORDS)}
 LAYOUT = f"messages {VERSION}; {' '.join(_WORDS)}"  # other releases do not attach
 _POLICIES: tuple[ReadPolicy, ...] = get_args(ReadPolicy)
 _STATES: tuple[Any, ...] = ("closed", "open", "half-open")
-_NAME_PART = 120  # of the cache's name in ours: the rest is for the UUID and a client's number
+_NAME_PART = 120  # characters of the cache's name in ours; UUID and client number need the rest
 
 
 class Phase(IntEnum):
@@ -64,22 +64,22 @@ class Phase(IntEnum):
     NONE = 0
     SERVING = 1
     CLOSING = 2
-    """It finishes its tasks, and takes no new ones."""
+    """It finishes its tasks and takes no new ones."""
 
 
 @dataclass(frozen=True)
 class Service:
-    """A service that is alive."""
+    """A living service."""
 
     word: int
-    """Its slot and epoch: tells services of one board apart."""
+    """Its slot and epoch, which identify it among the services of a board."""
     pid: int
-    """In its own PID namespace."""
+    """The pid in its own PID namespace."""
 
 
 def board_name(cache_name: str, uuid: str) -> str:
-    """The name of a cache's board; a cache that was removed and created again has another. Names of
-    rings begin with it."""
+    """The name of a cache's board. A cache that was removed and created again has another one.
+    Names of rings begin with it."""
     return f"{cache_name[:_NAME_PART]}.storage-{uuid[:16]}"
 
 
@@ -97,9 +97,9 @@ class Board:
         self.segment = segment
         if segment.payload_bytes < 8 * len(_WORDS):
             raise LayoutMismatch(f"the segment {segment.name!r} is too short for figures")
-        self._looking = threading.RLock()  # close waits for readers; a signal handler may do both
-        self._word = 0  # of `service`, if this process serves
-        self._said: dict[str, int] = {}  # by `publish`: what has not changed is not stored again
+        self._looking = threading.RLock()  # close waits for readers; a signal handler may nest both
+        self._word = 0  # the value of `service`, if this process serves
+        self._said: dict[str, int] = {}  # last published words: unchanged ones are not stored again
         self._words = (
             {}
             if segment.readonly
@@ -144,11 +144,11 @@ class Board:
     # ---- the service
 
     def claim(self) -> None:
-        """Become the service, until this is closed or the process ends.
+        """Become the service, until the board is closed or the process ends.
 
         Raises:
-            InUse: another process is; names its pid.
-            LockTimeout: a process was stopped in here.
+            InUse: another process is the service; the message has its pid.
+            LockTimeout: a stopped process holds the lock.
         """
         client = self.segment.join("storage service")
         with RobustLock(self.segment).hold(timeout=2.0):
@@ -163,7 +163,7 @@ class Board:
             self.store(service=self._word)
 
     def service(self) -> Service | None:
-        """The service, if one is alive. Some microseconds."""
+        """The service, if one is alive. Takes a few microseconds."""
         word = self._words["service"].load() if self._words else self.read()["service"]
         with self._look():
             if not word or not self.segment.lives(word & 0xFF, word >> 8):
@@ -172,7 +172,7 @@ class Board:
 
     @property
     def open_for_tasks(self) -> bool:
-        """Whether the service takes new tasks."""
+        """True if the service takes new tasks."""
         return self._load("phase") == Phase.SERVING
 
     # ---- words
@@ -186,7 +186,7 @@ class Board:
             self._words[name].store(value)
 
     def read(self) -> dict[str, int]:
-        """All words; also where it is attached read-only."""
+        """All words; works with a read-only attachment too."""
         with self._look(), self.segment.busy():
             words = ctypes.c_uint64 * len(_WORDS)
             where = words.from_address(self.segment.address + self.segment.payload_offset)
@@ -194,8 +194,8 @@ class Board:
             return dict(zip(_WORDS, found.tolist(), strict=True))
 
     def publish(self, stats: TierStats, base: dict[str, int], **counted: int) -> None:
-        """Store figures of the service, added to those of the services before it. Does nothing
-        after the end: the words belong to the next service."""
+        """Store the service's statistics, added to those of earlier services. Does nothing after
+        `end`: the words may belong to the next service."""
         if not self._ours:
             return
         words = {"clients": counted["clients"], "state": _STATES.index(stats.state)}
@@ -203,54 +203,55 @@ class Board:
         words |= {name: _cost_word(getattr(stats, name)) for name in COSTS}
         words |= {name: base[name] + getattr(stats, name) for name in TOTALS}
         words |= {name: base[name] + counted[name] for name in COUNTED}
-        # In this order: a reader that sees a count sees the gauges of that moment, or later ones.
+        # In this order: a reader that sees a count sees gauges of the same moment, or later ones.
         self.store(**{name: each for name, each in words.items() if each != self._said.get(name)})
         self._said = words
 
     def begin(self, options: TierOptions, *, wants_tokens: bool) -> None:
-        """Serve from now on; stores the tier's options that clients use."""
+        """Begin to serve; stores the tier's options that clients use."""
         limits = (options.read_seconds, options.grace)
         read_us, grace_us = (round(min(seconds, 1e9) * 1e6) for seconds in limits)
         policy = _POLICIES.index(options.read_policy)
         self.store(read_policy=policy, read_us=read_us, grace_us=grace_us)
         self.store(wants_tokens=wants_tokens)
-        self.store(phase=Phase.SERVING)  # last: from here on clients use all of it
+        self.store(phase=Phase.SERVING)  # last: from here on clients use all words
 
     def end(self, phase: Phase) -> None:
-        """Take no more tasks; with `Phase.NONE`: end the service. May be called again."""
+        """Take no more tasks; with `Phase.NONE`, end the service. May be called again."""
         with contextlib.suppress(Detached):
             if not self._ours:
                 return
             self.store(phase=phase)
             if phase is Phase.NONE:
                 self.store(clients=0, **dict.fromkeys(GAUGES, 0))
-                self.store(service=0)  # last: from here on, all words may be another service's
+                self.store(service=0)  # last: from here on another service may own the words
 
     @property
     def _ours(self) -> bool:
         return bool(self._word) and self._words["service"].load() == self._word
 
     def policy(self) -> tuple[ReadPolicy, float, float]:
-        """The tier's read policy, its seconds, and its `grace`: of the current or last service."""
+        """Read policy, read seconds and `grace` of the current or last service's tier."""
         chosen = _POLICIES[self._load("read_policy") % len(_POLICIES)]
         return chosen, self._load("read_us") / 1e6, self._load("grace_us") / 1e6
 
     def count_beat(self) -> None:
-        """For the service: it still looks at its messages."""
+        """Increment the beat: the service still reads its messages."""
         self.store(beat=self._load("beat") + 1)
 
     @property
     def beat(self) -> int:
-        """Counts while the service looks at its messages."""
+        """A count that grows while the service reads its messages."""
         return self._load("beat")
 
     @property
     def wants_tokens(self) -> bool:
-        """Whether the storage of the current or last service wants token ids."""
+        """True if the storage of the current or last service wants token ids."""
         return bool(self._load("wants_tokens"))
 
     def give(self) -> Counter[str]:
-        """Of `TAKEN`, what was not given before. A process that is killed in here loses it."""
+        """The increase of the totals `TAKEN` since the last call by any client. A process killed in
+        this method loses it."""
         more: Counter[str] = Counter()
         for name in TAKEN:
             given = self._words[f"given_{name}"]
@@ -264,32 +265,32 @@ class Board:
         return more
 
     def close(self) -> None:
-        """Leave; see `Segment.close`. Waits for other threads that read it."""
+        """Close; see `Segment.close`. Waits for other threads that read it."""
         with self._looking:
             self.segment.close()
 
     @contextlib.contextmanager
     def _look(self) -> Iterator[None]:
-        """Around reads, during which a close would find it in use."""
-        self.segment.check_usable()  # before the lock: a forked child may find that taken
+        """Wrap reads: `close` waits for them."""
+        self.segment.check_usable()  # before the lock, which may be held in a forked child
         with self._looking:
             yield
 
 
 @dataclass(frozen=True)
 class BoardCopy:
-    """A board, read from a copy of its segment: for tools, which attach to nothing."""
+    """A board read from a copy of its segment, for tools that attach to nothing."""
 
     words: dict[str, int]
     served: bool
-    """A service has begun, and did not end in order."""
+    """A service began and did not end in order."""
     serving: bool
-    """It is alive, and takes tasks."""
+    """The service is alive and takes tasks."""
     tier: TierStats
 
 
 def board_copy(payload: memoryview, clients: Sequence[ClientInfo]) -> BoardCopy:
-    """From the bytes after `payload_offset` of a segment with `LAYOUT`, and its clients."""
+    """Read a board from its segment's bytes after `payload_offset` (`LAYOUT`), and its clients."""
     found = np.frombuffer(payload, np.uint64, len(_WORDS))
     words = dict(zip(_WORDS, found.tolist(), strict=True))
     word = words["service"]
@@ -299,8 +300,8 @@ def board_copy(payload: memoryview, clients: Sequence[ClientInfo]) -> BoardCopy:
 
 
 def tier_stats(words: dict[str, int], serving: bool) -> TierStats:
-    """The figures of a tier, from the words of `Board.read`. The gauges of a service end with it,
-    also where it was killed and could not clear them."""
+    """The statistics of a tier, from the words of `Board.read`. Gauges are 0 without a service, as
+    a killed one cannot clear them."""
     counts = {name: words[name] for name in TOTALS}
     counts |= {name: words[name] if serving else 0 for name in GAUGES}
     state: Any = _STATES[words["state"] % len(_STATES)] if serving else "open"
@@ -314,40 +315,40 @@ def _cost_word(seconds: float | None) -> int:
     return 0 if seconds is None else 1 + round(min(seconds, 1e9) * 1e9)
 
 
-# ---- Figures of a service, for any process.
+# ---- Statistics of a service, for any process
 
 
 @dataclass(frozen=True)
 class ServiceStats:
-    """Totals of all services of a cache; forgotten when no service and no client is left."""
+    """Totals of all services of a cache; lost when no service and no client is left."""
 
     serving: bool
-    """Whether a service is alive, and takes tasks."""
+    """Whether a service is alive and takes tasks."""
     pid: int
-    """Of the current or last service, in its PID namespace; 0: there was none."""
+    """Pid of the current or last service, in its PID namespace; 0: there was none."""
     age_s: float
     """Seconds since it began, by the wall clock."""
     clients: int
-    """Processes that have asked it for something, and are alive."""
+    """Living processes that have sent it a message."""
     taken: int
     """Messages taken out of the ring."""
     malformed: int
-    """Of these, ignored: no message of ours, or not one that could come just then."""
+    """Messages taken and ignored: not one of ours, or not valid at that point."""
     halves: int
-    """Tasks that came without their end: their client was killed, or the ring was full."""
+    """Tasks that arrived incomplete: their client was killed, or the ring was full."""
     late: int
     """Tasks whose time was up before they were taken."""
     orphans: int
     """Messages of clients that are gone."""
     lost: int
-    """Answers for which the client's ring had no room, or was locked; or that could not be made."""
+    """Answers not delivered: the client's ring was full or locked, or the answer failed."""
     full: int
-    """Times that the service had so many tasks that it left messages in the ring."""
+    """How often the service left messages in the ring because it had too many tasks."""
     tier: TierStats
 
 
 def stats_of(board: Board) -> ServiceStats:
-    """Read them from the board. No lock."""
+    """Read the statistics from the board. Takes no lock."""
     words = board.read()
     alive = board.service() is not None
     age = max(0, time.time_ns() - words["since_ns"]) / 1e9 if words["since_ns"] else 0.0
@@ -362,11 +363,11 @@ def stats_of(board: Board) -> ServiceStats:
 
 
 def service_stats(name: str, *, group: str | int | None = None) -> ServiceStats:
-    """Figures of the storage service of the cache `name`; also of one that is stopped, or gone.
+    """Statistics of the storage service of the cache `name`, even if it is stopped or gone.
     Attaches read-only for a moment.
 
     Raises:
-        NotReady: no such cache, or it has neither a service nor a client of one.
+        NotReady: there is no such cache, or it has neither a service nor a client of one.
     """
     board = Board.look(name, group=group)
     try:
@@ -375,17 +376,17 @@ def service_stats(name: str, *, group: str | int | None = None) -> ServiceStats:
         board.close()
 
 
-# ---- The rings: one of tasks for the service, one of answers for each client.
+# ---- The rings: one of tasks for the service, one of answers for each client
 
 TASKS = 256  # messages: 4 MiB, or the keys of 250,000 pages
 ANSWERS = 256
 LOCK_SECONDS = 0.2
 ASKING_SECONDS = 0.04
-"""The same for a client that asks: it may be a scheduler, in a step."""
+"""The same for a client, which may be a scheduler in a step."""
 
 
 def ring_prefix(cache: Cache) -> str:
-    """With which the names of all rings of a cache begin."""
+    """The prefix of the names of all rings of a cache."""
     return f"{board_name(cache.name, cache.index.segment.uuid)}-"
 
 

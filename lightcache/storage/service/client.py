@@ -1,4 +1,4 @@
-"""StorageClient: a tier whose tasks the storage service of a cache runs."""
+"""StorageClient: a tier whose tasks run in the storage service of a cache."""
 
 from __future__ import annotations
 
@@ -53,19 +53,19 @@ from lightcache.storage.tasks import (
 )
 from lightcache.storage.tier import BaseTier, check_cache, checked_write, token_rows
 
-HELD = 1.0  # seconds without calls when a process that is stopped holds the ring's lock
-SLICE = 0.05  # seconds of waiting for an answer between two looks at the service
+HELD = 1.0  # seconds without calls after a stopped process held the ring's lock
+SLICE = 0.05  # seconds of waiting for an answer between checks of the service
 _AT_ONCE = 64  # answers
 
 
 class Pulse:
-    """Whether a service still looks at its messages: it counts in a word of the board, four times a
-    second. A stopped service does not: it is asked nothing until it counts again."""
+    """Detects a stopped service. A service that reads its messages increments a word of the board
+    four times a second; a stopped one is not asked until it increments the word again."""
 
     def __init__(self, seconds: float, clock: Clock) -> None:
         """
         Args:
-            seconds: without a count until the service is taken for stopped.
+            seconds: time without an increment after which the service counts as stopped.
         """
         self._seconds, self._clock = seconds, clock
         self._lock = threading.Lock()
@@ -74,10 +74,10 @@ class Pulse:
         self._silent = False
 
     def silent(self, service: Service, beat: int) -> str:
-        """Why it is not asked; empty: it is. Logs the first time.
+        """Why the service is not asked; empty: it is. Logs when it becomes silent.
 
         Args:
-            beat: the word, as it is now.
+            beat: the current value of the word.
         """
         with self._lock:
             now = self._clock()
@@ -107,10 +107,11 @@ class ClientTask:
         service: Service,
         options: tuple[ReadPolicy, float, float],
     ) -> None:
-        """It was not pushed yet.
+        """Pushes nothing yet.
 
         Args:
-            options: the read policy, its seconds, and the grace of the service and the client.
+            options: the read policy, its seconds, and the sum of the service's and the client's
+                grace.
         """
         self.number, self.progress, self.task = number, progress, StorageTask(progress)
         self.deadline, self.service = deadline, service
@@ -118,11 +119,11 @@ class ClientTask:
         self._policy, seconds, self._grace = options
         self._soft = Deadline(seconds, client.clock)
         self.end = Deadline(deadline.left + self._grace, client.clock)
-        """After it the task is given up, if the service has not answered."""
+        """When the task is given up if the service has not answered."""
         progress.owner = self
 
     def advanced(self) -> None:
-        """The service has answered: a write has its time anew then, see `WriteJob`."""
+        """The task has advanced: a write gets its whole time again, see `WriteJob`."""
         if self.progress.kind == "write":
             self.end = Deadline(self.deadline.timeout + self._grace, self._client.clock)
 
@@ -151,13 +152,14 @@ class ClientTask:
 
 
 class StorageClient(BaseTier):
-    """Asks the storage service of a cache, which may be this process or another, or come later.
+    """Asks the storage service of a cache. The service may run in this process or another, and may
+    start later.
 
-    Every call pushes a message and returns. Without a service tasks are FAILED at once, one warning
-    says so, and the next call finds a service that has come meanwhile. Which pages are worth
-    writing, how reads wait, and the figures belong to the service, the same for all its clients.
+    Every call pushes a message and returns. Without a service, tasks are FAILED at once, with one
+    warning; each call looks for a service again. The service decides for all its clients which
+    pages are worth writing and how reads wait, and it keeps the statistics.
 
-    Close it before the cache. Not for forked children.
+    Close it before the cache. It cannot be used in a forked child.
     """
 
     def __init__(
@@ -173,17 +175,17 @@ class StorageClient(BaseTier):
 
         Args:
             timeout: seconds that a task may take, from `write` or `prefetch` on.
-            grace: seconds after that, and after the service's own, until a task that the service
-                has not answered is given up.
-            silence: seconds in which the service has not looked at its messages, after which its
-                tasks are given up and it is not asked, until it looks again.
-            clock: in seconds, and CLOCK_MONOTONIC's but in tests: the service goes by it.
+            grace: seconds after that, and after the service's own grace, until a task that the
+                service has not answered is given up.
+            silence: seconds without the service reading its messages after which its tasks are
+                given up. It is not asked until it reads them again.
+            clock: in seconds; CLOCK_MONOTONIC except in tests, as the service uses the same.
 
         Raises:
-            ConfigError: no Cache, or an argument out of range.
+            ConfigError: `cache` is not a Cache, or an argument is out of range.
             Detached: the cache is closed.
-            InUse: all 63 slots of the service's ring are taken by living clients.
-            LightcacheError: the segments in shared memory are of another release.
+            InUse: living clients have all 63 slots of the service's ring.
+            LightcacheError: the segments in shared memory are from another release.
         """
         for name, seconds in (("timeout", timeout), ("grace", grace), ("silence", silence)):
             if Deadline(seconds, clock, name).timeout < 0:
@@ -192,11 +194,11 @@ class StorageClient(BaseTier):
         self.cache, self.timeout, self.grace, self.clock = cache, timeout, grace, clock
         self._page_tokens: int | None = cache.index.segment.config.get("page_tokens")
         self._pulse = Pulse(silence, clock)
-        self._missing = False  # no service: warned already
+        self._missing = False  # the warning that there is no service was logged
         self._pid, self._client = os.getpid(), secrets.randbits(64)
         self._numbers = itertools.count(1)
-        self._held_until = 0.0  # another process held the ring's lock just now
-        self._pushing = threading.Lock()  # parts of a task stand together
+        self._held_until = 0.0  # until then no calls: another process held the ring's lock
+        self._pushing = threading.Lock()  # keeps the parts of a task together
         self._changed = Condition()
         self._asked: dict[int, ClientTask] = {}
         self._local: Counter[str] = Counter()
@@ -227,10 +229,10 @@ class StorageClient(BaseTier):
         namespace: Namespace | None = None,
         timeout: float | None = None,
     ) -> StorageTask:
-        """See `BaseTier`. The service pins the pages when it takes the message out: pages evicted
-        before count as skipped, so keep a lease until the task is running if all of them should be
-        written. Token ids pass through shared memory if the service's storage wants them; a task of
-        so many that they do not fit fails."""
+        """See `BaseTier`. The service pins the pages when it takes the message out; pages evicted
+        before count as skipped. Keep a lease until the task is running if all pages should be
+        written. Token ids pass through shared memory if the service's storage wants them; a task
+        whose token ids do not fit fails."""
         deadline = self._begin(timeout, namespace)
         wanted = checked_write(keys, request, lease, tokens)
         rows = None
@@ -260,7 +262,7 @@ class StorageClient(BaseTier):
         """See `BaseTier`.
 
         Raises:
-            ConfigError: also for `hold`: the service holds no pages for its clients.
+            ConfigError: also if `hold` is true: the service holds no pages for its clients.
         """
         deadline = self._begin(timeout, namespace)
         _arguments.keys(keys)
@@ -304,7 +306,7 @@ class StorageClient(BaseTier):
         return self.cache.index.default_namespace if namespace is None else namespace
 
     def _ask(self, kind: Kind, pages: int, deadline: Deadline, ask: Ask) -> StorageTask:
-        """Push it. If that is not possible, the task is FAILED."""
+        """Push a task. If that is not possible, the task is FAILED."""
         progress = TaskProgress("write" if kind is Kind.WRITE else "read", pages, self._page_tokens)
         try:
             service = self._serving()
@@ -321,7 +323,7 @@ class StorageClient(BaseTier):
                 self._asked[asked.number] = asked
             self._push(parts)
         except LightcacheError as error:
-            if isinstance(error, LockTimeout):  # of a stopped process: not every call waits for it
+            if isinstance(error, LockTimeout):  # of a stopped process: spare later calls the wait
                 self._held_until = time.monotonic() + HELD
             self._forget(asked)
             return self._refuse(progress, f"the storage service cannot be asked: {error}")
@@ -334,10 +336,10 @@ class StorageClient(BaseTier):
         return asked.task
 
     def _serving(self) -> Service:
-        """The service to be asked.
+        """The service to ask.
 
         Raises:
-            StorageError: there is none, and why.
+            StorageError: there is none; the message says why.
             Detached: the board was removed.
         """
         name = self.cache.name
@@ -365,11 +367,12 @@ class StorageClient(BaseTier):
         return StorageTask(progress)
 
     def _push(self, parts: list[bytes]) -> None:
-        """Into the service's ring.
+        """Push parts into the service's ring.
 
         Raises:
-            WaitTimeout: there is no room; the service drops what was pushed.
-            Detached: called in a forked child; before any lock, which another thread may have had.
+            WaitTimeout: there is no room; the service drops the parts that were pushed.
+            Detached: called in a forked child. Raised before taking a lock, which may have been
+                held at the fork.
         """
         if os.getpid() != self._pid:
             raise Detached("this storage client belongs to the process that forked us; make one")
@@ -384,7 +387,7 @@ class StorageClient(BaseTier):
                 parts = parts[pushed:]
 
     def tell(self, kind: Literal[Kind.STOP, Kind.CANCEL], asked: ClientTask) -> bool:
-        """For `ClientTask`: push a message about a task; whether that was possible."""
+        """For `ClientTask`: push a message about a task; False: that failed."""
         part = Part(kind, self._pid, self._client, asked.number, 0, 1, b"")
         try:
             self._push([part.pack()])
@@ -403,15 +406,15 @@ class StorageClient(BaseTier):
                 self._try(self._look)
 
     def _try(self, step: Callable[[], None]) -> None:
-        """A step that fails now may fail each time: it must neither keep the other step from its
-        turn, nor a processor busy."""
+        """Run a step. A step that fails may fail each time: it must neither block the other step
+        nor keep a processor busy."""
         try:
             step()
         except LightcacheError as error:  # the segments were removed, or are broken
             for asked in self._all_asked():
                 self.give_up(asked, f"the storage service cannot be heard: {error}")
             time.sleep(SLICE)
-        except Exception:  # ours: other tasks should continue
+        except Exception:  # our own bug: other tasks should continue
             log.exception("the storage service could not be listened to")
             time.sleep(SLICE)
 
@@ -430,7 +433,7 @@ class StorageClient(BaseTier):
         for message in messages:
             try:
                 self._hear(message)
-            except Exception:  # ours: the others are answers to other tasks
+            except Exception:  # our own bug: the others answer other tasks
                 log.exception("a message of the storage service could not be used")
 
     def _hear(self, message: bytes) -> None:
@@ -452,20 +455,20 @@ class StorageClient(BaseTier):
     def _look(self) -> None:
         """Give up tasks whose service is gone or silent, and overdue ones."""
         every = self._all_asked()
-        service = self._board.service()  # after the list: a later task may be the next service's
+        service = self._board.service()  # after the list: a later task may be for the next service
         silent = ""
         if service is not None and self._board.open_for_tasks:  # a closing one does not count
             silent = self._pulse.silent(service, self._board.beat)
         lost = [(asked, why) for asked in every if (why := self._lost(asked, service) or silent)]
         if lost:
-            # After both: answers from before the service went, or from the time in which this
-            # process was stopped, are in the ring.
+            # The ring may hold answers from before the service ended, or from the time in which
+            # this process was stopped.
             self._drain()
         for asked, why in lost:
             self.give_up(asked, why)
 
     def _lost(self, asked: ClientTask, service: Service | None) -> str:
-        """Why no answer is waited for any more; empty: one is."""
+        """Why the task is given up; empty: it is not."""
         if service is None or service.word != asked.service.word:
             gone = f"the storage service of {self.cache.name!r} is gone"
             return f"{gone} (pid {asked.service.pid})"
@@ -475,7 +478,7 @@ class StorageClient(BaseTier):
         return ""
 
     def _drain(self) -> None:
-        """Hear what the ring holds now. Bounded: the service may answer all the while."""
+        """Process the answers in the ring. Bounded, as the service may keep answering."""
         for _ in range(board.ANSWERS // _AT_ONCE):
             try:
                 messages = self._answers.pop_many(_AT_ONCE)
@@ -490,7 +493,7 @@ class StorageClient(BaseTier):
             return list(self._asked.values())
 
     def give_up(self, asked: ClientTask, reason: str) -> None:
-        """End it FAILED, unless it was over."""
+        """End a task as FAILED, unless it has ended."""
         if self._forget(asked):
             self._end(asked.progress, reason)
 
@@ -505,11 +508,11 @@ class StorageClient(BaseTier):
             self._local.update(tasks_failed=1, failed=progress.result.failed)
         progress.end(reason, failed=True)
 
-    # ---- looking at it, and the end
+    # ---- inspection, closing
 
     @property
     def wants_tokens(self) -> bool:
-        """Of the current or last service."""
+        """Whether the storage of the current or last service wants token ids."""
         try:
             return self._board.wants_tokens
         except Detached:
@@ -517,16 +520,16 @@ class StorageClient(BaseTier):
 
     @property
     def read_policy(self) -> ReadPolicy:
-        """Of the current or last service."""
+        """The read policy of the current or last service."""
         return self._board.policy()[0]
 
     def service(self) -> ServiceStats:
-        """Figures of the service. No lock, no message."""
+        """Statistics of the service. Takes no lock and sends no message."""
         return stats_of(self._board)
 
     def stats(self) -> TierStats:
-        """Totals of the service's tier, for all of its clients; with the tasks that this client
-        could not ask for, or gave up, in `failed` and `tasks_failed`."""
+        """Totals of the service's tier, for all of its clients. `failed` and `tasks_failed` include
+        the tasks that this client could not push or gave up."""
         stats = tier_stats(self._board.read(), self._board.service() is not None)
         with self._changed:
             local = self._local
@@ -534,15 +537,15 @@ class StorageClient(BaseTier):
             return replace(stats, failed=failed, tasks_failed=stats.tasks_failed + tasks)
 
     def take_figures(self) -> Counter[str]:
-        """See `BaseTier`: each figure of the service is given to one of its clients."""
+        """See `BaseTier`. Each increase of the service's totals goes to only one of its clients."""
         try:
             return self._board.give()
         except Detached:
             return Counter()
 
     def close(self, timeout: float = 10.0) -> bool:
-        """See `BaseTier`. Waits for the tasks of this client; what is left then is cancelled and
-        ends FAILED, and may still run in the service, which continues."""
+        """See `BaseTier`. Waits for the tasks of this client. Tasks left then are cancelled and
+        FAILED; they may still run in the service, which continues."""
         if os.getpid() != self._pid:
             return True
         seconds = min(Deadline(timeout).timeout, threading.TIMEOUT_MAX)
@@ -551,12 +554,12 @@ class StorageClient(BaseTier):
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._asked, seconds)
         told = True
-        for asked in self._all_asked():  # a stopped process with the ring's lock: waited for once
+        for asked in self._all_asked():  # wait only once for a stopped process with the ring's lock
             told = told and self.tell(Kind.CANCEL, asked)
             self.give_up(asked, "the storage client was closed")
         self._thread.join()
         self._answers.close()
-        with self._pushing:  # a call that has come this far ends first
+        with self._pushing:  # after a push in flight
             self._tasks.close()
         self._board.close()
         return True
@@ -566,7 +569,7 @@ class StorageClient(BaseTier):
 
 
 def _body(ask: Ask) -> bytes:
-    """Raises StorageError: it is more than the ring takes."""
+    """The message's body. Raises StorageError if it is larger than the ring takes."""
     keys = len(ask.keys)
     if keys > MOST_KEYS:
         raise StorageError(f"{keys} keys are more than one task may have, {MOST_KEYS}")

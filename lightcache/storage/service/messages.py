@@ -1,9 +1,8 @@
 """Messages between clients and the storage service: bytes, checked strictly.
 
-A message to the service is a `Part`: a head, and as much of a task's body (`Ask`) as fits. A body
-is split into as many parts as it takes, in order; the service joins them (`PartBuffer`). Each
-answer is one `Answer`. All integers are little-endian; times are CLOCK_MONOTONIC, which the
-processes of a node have in common.
+A message to the service is a `Part`: a head and a piece of a task's body (`Ask`). A body is split
+into parts, in order; the service joins them (`PartBuffer`). Each answer is one `Answer`. All
+integers are little-endian. Times are CLOCK_MONOTONIC, which all processes of a node share.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from lightcache.storage.tasks import COUNTS, TaskState
 
 VERSION = 3
 PART_BYTES = 16 << 10
-"""Of a message to the service: some thousand keys."""
+"""Maximum size of a message to the service: about a thousand keys."""
 ANSWER_BYTES = 1 << 10
 MOST_PARTS = 240
-"""Of one task: more would not pass through the ring in one piece, with those of others."""
+"""Maximum parts of a task: more would not fit into the ring at once, with those of others."""
 MOST_KEYS = 1 << 16
-"""Of one task."""
+"""Maximum keys of a task."""
 
 _MAGIC = b"lcST"
 _HEAD = struct.Struct("<4sBBHIHHQQ")
@@ -36,23 +35,23 @@ _ANSWER = struct.Struct(f"<4sBBHQI{len(COUNTS)}I")
 _STATES = tuple(TaskState)
 _ROOM = PART_BYTES - _HEAD.size
 MOST_BYTES = MOST_PARTS * _ROOM
-"""Of a body."""
+"""Maximum size of a body."""
 _HAS_REQUEST, _HAS_TOKEN_IDS = 1, 4
 _NO_TOKENS = -1
 
 
 class Malformed(Exception):
-    """Bytes that are not such a message."""
+    """The bytes are not a valid message."""
 
 
 class Kind(IntEnum):
-    """Of a message."""
+    """The kind of a message."""
 
     WRITE = 1
     PREFETCH = 2
     DEEPEST = 3
     STOP = 4
-    """Of a task: start nothing more."""
+    """The task starts nothing more."""
     CANCEL = 5
     ANSWER = 6
     """From the service to the client."""
@@ -68,13 +67,13 @@ class Part:
     kind: Kind
     pid: int
     client: int
-    """A random number of the client; with `pid`, the name of the ring of its answers."""
+    """A random number of the client; with `pid`, it names the ring of the client's answers."""
     task: int
     """The client's number of the task."""
     part: int
     parts: int
     data: bytes
-    """Of the body."""
+    """A piece of the body."""
 
     def pack(self) -> bytes:
         """Its bytes."""
@@ -97,7 +96,7 @@ class Part:
 
 
 def split(kind: Kind, pid: int, client: int, task: int, body: bytes) -> list[bytes]:
-    """The messages of a task, in the order in which they are to be pushed."""
+    """The messages of a task, in the order to push them."""
     parts = -(-len(body) // _ROOM)
     return [
         Part(kind, pid, client, task, i, parts, body[i * _ROOM : (i + 1) * _ROOM]).pack()
@@ -107,7 +106,7 @@ def split(kind: Kind, pid: int, client: int, task: int, body: bytes) -> list[byt
 
 class PartBuffer:
     """Joins the parts of one client. A client pushes the parts of a task in order, so at most one
-    task is incomplete: it is dropped when another one begins."""
+    task is incomplete. It is dropped when another one begins."""
 
     def __init__(self) -> None:
         """Empty."""
@@ -115,10 +114,10 @@ class PartBuffer:
         self._parts: list[Part] = []
 
     def add(self, part: Part) -> bytes | None:
-        """The body, when this part completes it.
+        """Add a part. Returns the body if this part completes it.
 
         Raises:
-            Malformed: the part cannot follow; it is ignored.
+            Malformed: the part is out of order or has a wrong length; it is ignored.
         """
         if self._parts:
             last = self._parts[-1]
@@ -141,7 +140,7 @@ class PartBuffer:
 
     @property
     def waiting(self) -> bool:
-        """Whether a task has begun that is incomplete."""
+        """True if a task is incomplete."""
         return bool(self._parts)
 
 
@@ -150,21 +149,21 @@ class Ask:
     """The body of a task."""
 
     end: float
-    """When its time is up, by CLOCK_MONOTONIC."""
+    """Its deadline, by CLOCK_MONOTONIC."""
     timeout: float
-    """Seconds that it had."""
+    """Its timeout in seconds."""
     keys: Keys
     namespace: Namespace
     tokens: int | None = None
-    """Of a write."""
+    """For a write."""
     request: int | None = None
-    """Of a write, the client's number of the request."""
+    """For a write: the client's number of the request."""
     start: int = 0
-    """Of a prefetch."""
+    """For a prefetch."""
     most: int = 0
-    """Of a `DEEPEST`."""
+    """For a `DEEPEST`."""
     token_ids: npt.NDArray[np.uint32] | None = None
-    """Of a write: those of all pages of the keys, in order."""
+    """For a write: the token ids of all pages of the keys, in order."""
 
     def pack(self) -> bytes:
         """Its bytes."""
@@ -232,7 +231,7 @@ class Answer:
     reasons: tuple[str, ...]
 
     def pack(self) -> bytes:
-        """Its bytes. Reasons that do not fit are cut off."""
+        """Its bytes. Reasons are cut off where they do not fit."""
         counts = [min(self.counts.get(name, 0), 0xFFFFFFFF) for name in COUNTS]
         head = (_MAGIC, VERSION, Kind.ANSWER, _STATES.index(self.state), self.task, self.prefix)
         text = "\0".join(self.reasons).encode("utf-8", "replace")[: ANSWER_BYTES - _ANSWER.size]

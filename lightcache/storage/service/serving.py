@@ -1,4 +1,4 @@
-"""StorageService: runs the tasks that processes of a cache ask for, in a tier of its own."""
+"""StorageService: runs the storage tasks of a cache's processes, in a tier of its own."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ from lightcache.storage.service.messages import Answer, Ask, Kind, Malformed, Pa
 from lightcache.storage.tasks import COUNTS, StorageTask, TaskState
 from lightcache.storage.tier import StorageTier
 
-_IDLE = 0.05  # seconds of waiting for a message between two looks around
-_PAUSE = 0.01  # seconds until it is looked again whether more tasks may be taken
-_LOOK = 0.25  # seconds between two looks at clients, at answers to be repeated, and at the cache
-_SWEEP = 10.0  # seconds between two sweeps of rings of clients that were never met
-_BATCH = 16  # messages that are lost when the service is killed
-_MUTE = 1.0  # seconds without answers for a client that is stopped while it holds its ring's lock
+_IDLE = 0.05  # seconds of waiting for a message
+_PAUSE = 0.01  # seconds between checks whether more tasks may be taken
+_LOOK = 0.25  # seconds between checks of clients, unsent answers and the cache
+_SWEEP = 10.0  # seconds between sweeps of rings of unknown clients
+_BATCH = 16  # messages taken at a time, which are lost if the service is killed
+_MUTE = 1.0  # seconds without answers for a stopped client that holds its ring's lock
 _YOUNG = 0.05  # seconds in which only the end of a task is answered at once
-_UNTOLD = 1 << 14  # answers that wait to be repeated, of all clients
-_LONGEST = 1e6  # seconds of a task, whatever its client says: timers have an end
+_UNTOLD = 1 << 14  # maximum number of answers to repeat, of all clients
+_LONGEST = 1e6  # maximum seconds of a task, as timers have a limit
 
 
 class Peer:
     """A client of the service: the ring of its answers, and the parts of its next task."""
 
     def __init__(self, ring: SharedRing) -> None:
-        """Attached to its ring, with a slot of our own."""
+        """`ring` is attached, with a slot of our own."""
         self.parts = PartBuffer()
         self.there = True
-        """Its ring was not closed yet."""
+        """We have not closed its ring yet."""
         self._ring = ring
         self._lock = threading.RLock()
         self._mute_until = 0.0
 
     @property
     def alive(self) -> bool:
-        """Whether another process is attached to its ring. Some 60 us."""
+        """True if another process is attached to its ring. Takes about 60 us."""
         own = self._ring.segment.client
         assert own is not None
         try:
@@ -60,7 +60,7 @@ class Peer:
         return any(client.alive and client.slot != own.slot for client in clients)
 
     def tell(self, served: Served, *, settled: bool) -> bool:
-        """Push the state of a task, without waiting for room; whether it was pushed. Answers are
+        """Push the state of a task, without waiting for room; False: it was not pushed. Answers are
         made and pushed one at a time, so the last one pushed is the latest."""
         with self._lock:
             if not self.there or time.monotonic() < self._mute_until:
@@ -74,7 +74,7 @@ class Peer:
             return False
 
     def close(self) -> None:
-        """Leave its ring, which is removed with the last process that is attached."""
+        """Close its ring, which is removed with the last attached process."""
         with self._lock:
             self.there = False
             try:
@@ -87,22 +87,22 @@ class Served:
     """A client's task, and the tier's task that runs it."""
 
     def __init__(self, peer: Peer, client: int, number: int, task: StorageTask) -> None:
-        """As it was taken."""
+        """Just taken."""
         self.peer, self.task = peer, task
         self.name = (client, number)
         self._taken = time.monotonic()
 
     @property
     def young(self) -> bool:
-        """Taken just now."""
+        """True if it was taken a moment ago."""
         return time.monotonic() - self._taken < _YOUNG
 
     def answer(self, *, settled: bool) -> bytes:
         """The state of the task.
 
         Args:
-            settled: it was counted in the figures; else its end is not reported yet, so that a
-                client that hears of the end finds it in the figures.
+            settled: the statistics count its end. Until then the end is not reported, so that a
+                client that hears of it finds it in the statistics.
         """
         state = self.task.state  # before the result, which is final then
         if self.task.over and not settled:
@@ -115,24 +115,25 @@ class Served:
 class StorageService:
     """Serves all `StorageClient`s of a cache, with a `StorageTier` of its own, in threads.
 
-    It is for a process of its own (`lightcache storage NAME`), and works in any attached one. There
-    is one for each cache. Its death loses its tasks, which end FAILED; messages that were still in
-    its ring, the next service takes.
+    It is meant for a process of its own (`lightcache storage NAME`), and works in any attached one.
+    A cache has at most one. If it dies, its tasks end FAILED; the next service takes the messages
+    still in its ring.
 
-    Close it before the cache. It owns neither cache nor storage. Not for forked children.
+    Close it before the cache. It owns neither the cache nor the storage, and cannot be used in a
+    forked child.
     """
 
     def __init__(self, cache: Cache, storage: Storage, *, most: int = 4096, **tier: Any) -> None:
-        """Serves from now on.
+        """Begins to serve.
 
         Args:
-            storage: opened for pages of this cache's: `StorageSpec.of(cache)`.
-            most: tasks at a time; further ones wait in the ring, and when that is full, clients
-                are refused.
-            tier: as of `StorageTier`.
+            storage: a storage opened with this cache's spec, `StorageSpec.of(cache)`.
+            most: maximum number of tasks at a time; further ones wait in the ring. When the ring is
+                full, clients are refused.
+            tier: arguments of `StorageTier`.
 
         Raises:
-            InUse: the cache has a service; names its pid.
+            InUse: the cache has a service; the message has its pid.
             ConfigError, LayoutMismatch, PermissionDenied: as `StorageTier`.
         """
         self.cache = cache
@@ -145,10 +146,10 @@ class StorageService:
         self._last: ServiceStats | None = None
         self._closed, self._pid = False, os.getpid()
         self._peers: dict[tuple[int, int], Peer] = {}
-        self._lock = threading.RLock()  # of the following two
+        self._lock = threading.RLock()  # for the next two
         self._tasks: dict[tuple[int, int], Served] = {}
         self._untold: dict[Served, bool] = {}
-        """Their last answer was not pushed, and is repeated; whether it was counted as lost."""
+        """Tasks whose last answer is to be repeated, and whether it was counted as lost."""
         with contextlib.ExitStack() as stack:
             self._tier = StorageTier(cache, storage, **tier)
             stack.callback(self._tier.close, 0.0)
@@ -157,15 +158,15 @@ class StorageService:
             self._board.claim()
             stack.callback(self._board.end, Phase.NONE)
             self._base = self._board.read()
-            with contextlib.suppress(LockTimeout):  # any process that needs it does the same
-                cache.reap()  # what the service before held, if it was killed
+            with contextlib.suppress(LockTimeout):  # any process that needs pages reaps too
+                cache.reap()  # the earlier service may have been killed
             self._ring = board.tasks_ring(cache)
             stack.callback(self._ring.close)
             self._publish()
             self._thread = threading.Thread(
                 target=self._serve, name="lightcache-storage-service", daemon=True
             )
-            # Before the thread, which may end at once and say that nothing serves.
+            # Before the thread starts, which may end at once and close the board for tasks.
             self._board.begin(self._tier.options, wants_tokens=self._tier.wants_tokens)
             self._thread.start()
             stack.pop_all()
@@ -179,17 +180,17 @@ class StorageService:
         except LightcacheError as error:
             self._why = str(error)
             log.warning("the storage service of %r ends: %s", self.cache.name, self._why)
-        except Exception as error:  # ours
+        except Exception as error:  # our own bug
             self._why = repr(error)
             log.exception("the storage service of %r ends", self.cache.name)
         finally:
             with contextlib.suppress(LightcacheError):
-                if not self._ending.is_set():  # by itself: clients should ask no more
+                if not self._ending.is_set():  # it ended by itself: clients must stop asking
                     self._board.end(Phase.CLOSING)
             self._over.set()
 
     def _turn(self, timeout: float) -> int:
-        """Take some messages out, and look around. How many there were."""
+        """Take messages out of the ring, and do what is due. Returns the number of messages."""
         messages: list[bytes] = []
         if len(self._tasks) >= self._most:
             self._counted["full"] += 1
@@ -205,7 +206,7 @@ class StorageService:
                 log.debug("a malformed message was ignored: %s", error)
             except Detached:
                 raise
-            except Exception:  # ours: the next message may be a good one
+            except Exception:  # our own bug: the next message may be good
                 log.exception("a message to the storage service could not be used")
         if time.monotonic() - self._looked >= _LOOK:
             self._look_around()
@@ -219,7 +220,7 @@ class StorageService:
         with self._lock:
             orphans = [served for served in self._tasks.values() if not served.peer.there]
         for served in orphans:
-            if served.task.kind == "read":  # unwanted, and others wait for it
+            if served.task.kind == "read":  # not needed any more, and others may wait for its keys
                 served.task.cancel()
         self._repeat()
         if self._looked - self._swept >= _SWEEP:
@@ -228,10 +229,10 @@ class StorageService:
         self._publish()
 
     def _take(self, message: bytes) -> None:
-        """Begin, stop or cancel a task, or keep a part until the others come.
+        """Begin, stop or cancel a task, or keep a part until the others arrive.
 
         Raises:
-            Malformed: no message, or none that can come just now; it is ignored.
+            Malformed: not a message, or not valid at this point; it is ignored.
         """
         self._counted["taken"] += 1
         part = Part.unpack(message)
@@ -268,7 +269,7 @@ class StorageService:
                     f"timed out: not done within {ask.timeout:g} s, all of it in the queue"
                 )
             if part.kind is Kind.WRITE:
-                # Two clients' requests of one number are not the same.
+                # The same number from two clients means different requests.
                 request = None if ask.request is None else (part.client, ask.request)
                 how |= {"tokens": ask.tokens, "token_ids": ask.token_ids}
                 return tier.write(ask.keys, request, **how)
@@ -294,7 +295,7 @@ class StorageService:
         return peer
 
     def _drop_peers(self, *, alive: bool) -> None:
-        """Leave the rings of clients that are gone; or of those that are alive, too."""
+        """Close the rings of clients that are gone; with `alive`, of all clients."""
         for name, peer in list(self._peers.items()):
             if alive or not peer.alive:
                 peer.close()
@@ -304,22 +305,22 @@ class StorageService:
     # ---- answers
 
     def _tell(self, served: Served) -> None:
-        """Push the state of a task to its client, in the thread that has changed it. An answer that
-        its ring has no room for is repeated, as long as the client is there: nothing follows the
-        end of a task, and its client would wait until the task's time is up."""
+        """Push the state of a task to its client, in the thread that changed it. If the ring is
+        full, the answer is repeated while the client is there: no other answer follows the end of a
+        task, and the client would wait until the task's time is up."""
         settled = served.task.progress.settled
-        if not settled and served.young:  # mostly its end follows at once
+        if not settled and served.young:  # usually its end follows at once
             with self._lock:
                 self._untold.setdefault(served, False)
             return
         if settled:
             try:
                 self._publish()
-            except Exception:  # figures are late: the answer is waited for
+            except Exception:  # statistics may be late; the client waits for the answer
                 log.exception("figures of the storage service could not be published")
         try:
             told = served.peer.tell(served, settled=settled)
-        except Exception:  # ours: the thread has other tasks
+        except Exception:  # our own bug: the thread has other tasks
             log.exception("an answer of the storage service could not be made")
             self._counted["lost"] += 1
             told = True
@@ -338,7 +339,7 @@ class StorageService:
         for served in untold:
             self._tell(served)
 
-    # ---- figures
+    # ---- statistics
 
     def _publish(self) -> None:
         with self._publishing:
@@ -350,7 +351,7 @@ class StorageService:
                 self._board.publish(stats, self._base, clients=len(peers), **counted)
 
     def stats(self) -> ServiceStats:
-        """Figures, as its clients see them; once it is closed, the last ones."""
+        """Statistics as its clients see them; after `close`, the last ones."""
         try:
             return self._last or self._figures()
         except Detached:
@@ -360,37 +361,37 @@ class StorageService:
             return last  # closed by another thread meanwhile
 
     def _figures(self) -> ServiceStats:
-        if os.getpid() != self._pid:  # before any lock, which another thread may have had
+        if os.getpid() != self._pid:  # before any lock, which may have been held at the fork
             raise Detached("this storage service runs in the process that forked us")
         self._publish()
         return stats_of(self._board)
 
-    # ---- the end
+    # ---- closing
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Block until it takes no more messages, since it was closed or ended by itself, as when
-        the cache was removed: `why` says so then. False: not in these seconds."""
+        """Block until it takes no more messages, because it was closed or ended by itself, such as
+        when the cache was removed (see `why`). False: `timeout` seconds have passed."""
         return self._over.wait(timeout)
 
     @property
     def why(self) -> str:
-        """Why it has ended by itself; empty: it has not."""
+        """Why it ended by itself; empty: it did not."""
         return self._why
 
     def close(self, timeout: float = 10.0) -> bool:
-        """Take no new tasks, finish what is queued, cancel what is left then, and leave. May be
-        called again, also where it was interrupted.
+        """Take no new tasks, finish queued ones, cancel those that remain, and close. May be called
+        again, even after an interrupt.
 
-        Messages are taken until the ring is empty once; later ones are FAILED.
+        Messages are taken until the ring is empty once; later tasks are FAILED.
 
         Args:
             timeout: seconds for finishing; 0: cancel at once.
 
         Raises:
-            ConfigError: the timeout is no number; nothing was begun.
+            ConfigError: the timeout is not a number; nothing was done.
 
         Returns:
-            Whether everything has ended. False: a call of the storage hangs; its pages stay pinned
+            True if everything has ended. False: a call of the storage hangs; its pages stay pinned
             until it returns, and until then the cache cannot be closed (InUse).
         """
         if os.getpid() != self._pid:
@@ -409,8 +410,8 @@ class StorageService:
         return ended
 
     def _take_the_rest(self, deadline: Deadline) -> None:
-        """Messages that were in the ring when it closed. None may be taken while there are `most`
-        tasks, or while another process holds the lock: that is not the end of them."""
+        """Take the messages that were in the ring when it closed. A turn may take none although
+        some are left: with `most` tasks, or while another process holds the lock."""
         while not (self._why or deadline.passed):
             if not self._turn(0.0):
                 if not len(self._ring):
@@ -418,13 +419,13 @@ class StorageService:
                 time.sleep(_PAUSE)
 
     def _leave(self) -> None:
-        """Each step may be done again after an interrupt: the board knows whether it is still
-        ours."""
+        """Close everything. Each step may be repeated after an interrupt: the board knows whether
+        it is still ours."""
         self._drop_peers(alive=True)
-        self._publish()  # after the peers, which have counted their incomplete tasks
-        with contextlib.suppress(LightcacheError):  # removed: no process sees these figures
+        self._publish()  # after the peers, which count their incomplete tasks
+        with contextlib.suppress(LightcacheError):  # the board was removed
             self._last = self._last or stats_of(self._board)
-        with self._publishing:  # a thread that reads figures now stores none after this
+        with self._publishing:  # no thread publishes statistics after this
             self._board.end(Phase.NONE)
         self._ring.close()
         self._board.close()

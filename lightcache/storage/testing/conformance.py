@@ -1,12 +1,12 @@
-"""What every backend must pass: for the tests of its author.
+"""The conformance suite that every backend must pass, for the tests of its author.
 
     @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
     def test_my_storage(check):
         check(lambda spec: MyStorage(spec, ...))
 
-Each check opens an empty storage by the factory, closes it, and raises AssertionError with a text.
-What a check cannot see is not tested here: that buffers are left alone after a call, and damage of
-the medium, for which a backend has tests of its own.
+Each check opens an empty storage with the factory, closes it, and raises AssertionError with a
+text. The suite cannot see whether buffers are left alone after a call, nor damage the medium: a
+backend needs tests of its own for these.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from lightcache.storage.protocol import (
 
 PAGE_BYTES = 4096
 MOST_PAGES = 256
-"""That a check stores at a time: the factory makes room for so many."""
+"""Maximum pages that a check stores at a time; the factory must provide room for them."""
 SPEC = StorageSpec(PAGE_BYTES, "conformance", "xxh3_128")
-TIMEOUT = 60.0  # of calls that are to succeed: generous, nothing is measured
+TIMEOUT = 60.0  # of calls that must succeed; generous, as nothing is measured
 
 Factory = Callable[[StorageSpec], Storage]
 Pages = npt.NDArray[np.uint8]
@@ -47,7 +47,7 @@ def make_keys(n: int, seed: int = 0) -> Keys:
 
 
 def pages_of(keys: Keys, page_bytes: int = PAGE_BYTES) -> Pages:
-    """What these keys stand for here: (n, page_bytes), each page made from its key alone."""
+    """The pages of these keys, shape (n, page_bytes); each is made from its key alone."""
     made = np.empty((len(keys), page_bytes), np.uint8)
     for row, key in zip(made, keys.tolist(), strict=True):
         row[:] = np.random.default_rng(key).integers(0, 256, page_bytes, np.uint8)
@@ -68,7 +68,7 @@ def _same(found: object, expected: object, what: str) -> None:
 
 
 def _holds(storage: Storage, keys: Keys, expected: Sequence[ReadStatus]) -> None:
-    """These statuses, and the right bytes wherever OK stands."""
+    """Check that a read has these statuses, and the right bytes where the status is OK."""
     result, into = _read(storage, keys)
     _same(result.statuses, tuple(expected), "read: statuses")
     for i, status in enumerate(expected):
@@ -87,7 +87,7 @@ def _raises(kind: type[LightcacheError], what: str, call: Callable[[], object]) 
 
 
 def check_empty(factory: Factory) -> None:
-    """Nothing is stored, which is no failure."""
+    """A new storage is empty, which is not a failure."""
     keys = make_keys(3)
     with factory(SPEC) as storage:
         _same(storage.spec, SPEC, "spec")
@@ -99,7 +99,7 @@ def check_empty(factory: Factory) -> None:
 
 
 def check_round_trip(factory: Factory) -> None:
-    """What was written is found, and read back byte by byte, in any order."""
+    """Written pages are found, and read back byte by byte, in any order."""
     keys = make_keys(64)
     with factory(SPEC) as storage:
         result = _write(storage, keys, pages_of(keys))
@@ -111,7 +111,7 @@ def check_round_trip(factory: Factory) -> None:
 
 
 def check_empty_batch(factory: Factory) -> None:
-    """No keys: nothing happens, and nothing fails."""
+    """A batch without keys does nothing, and does not fail."""
     with factory(SPEC) as storage:
         none = make_keys(0)
         _same(storage.contains(none, timeout=TIMEOUT), 0, "contains")
@@ -121,7 +121,7 @@ def check_empty_batch(factory: Factory) -> None:
 
 
 def check_present(factory: Factory) -> None:
-    """What is stored is not written again, also within one batch."""
+    """A stored page is not written again, even within one batch."""
     keys = make_keys(4)
     with factory(SPEC) as storage:
         _write(storage, keys[:2], pages_of(keys[:2]))
@@ -135,7 +135,7 @@ def check_present(factory: Factory) -> None:
 
 
 def check_prefix(factory: Factory) -> None:
-    """A hole ends the prefix, and hides nothing after it from `read`."""
+    """An absent page ends the prefix, but `read` finds pages after it."""
     keys = make_keys(5)
     there = np.ascontiguousarray(keys[[0, 1, 3]])
     with factory(SPEC) as storage:
@@ -147,7 +147,7 @@ def check_prefix(factory: Factory) -> None:
 
 
 def check_keys_are_whole(factory: Factory) -> None:
-    """Both words of a key count, in their order, up to their extremes."""
+    """Both words of a key matter, in order, up to their extremes."""
     most = (1 << 64) - 1
     rows = [(0, 0), (0, 1), (1, 0), (1, 1), (most, 0), (0, most), (most, most), (1 << 63, 7)]
     keys = np.array(rows, np.uint64)
@@ -159,7 +159,7 @@ def check_keys_are_whole(factory: Factory) -> None:
 
 
 def check_buffers(factory: Factory) -> None:
-    """Arrays and memoryviews, read-only ones for writing; nothing of them is kept."""
+    """Arrays and memoryviews work, read-only ones for writing; the storage keeps none of them."""
     keys = make_keys(2)
     with factory(SPEC) as storage:
         pages = pages_of(keys)
@@ -172,7 +172,7 @@ def check_buffers(factory: Factory) -> None:
 
 
 def check_input(factory: Factory) -> None:
-    """Bad arguments are refused, and nothing was done."""
+    """Bad arguments are refused before anything is done."""
     keys = make_keys(2)
     pages = pages_of(keys)
     short = pages[:, :-1].copy()
@@ -201,14 +201,14 @@ def _call(verb: Any, keys: Any, buffers: Any) -> Callable[[], object]:
 
 
 def check_tokens(factory: Factory) -> None:
-    """A backend that wants token ids takes them, or none, and refuses what is no row a page. What
-    it gives back by `tokens_of`, if it has that, is what it was given."""
+    """A backend that wants token ids takes them, or None, and refuses anything but a row for each
+    page. If it has `tokens_of`, that returns the same ids."""
     keys = make_keys(4)
     pages, tokens = pages_of(keys), np.arange(4 * 16, dtype=np.uint32).reshape(4, 16)
     with factory(SPEC) as storage:
         if not storage.wants_tokens:
             return
-        write: Any = storage.write  # with an argument that others need not have
+        write: Any = storage.write  # has an argument that other backends lack
         for bad in (tokens[:3], tokens.reshape(-1), tokens.astype(np.float32), tokens.tolist()):
             call = _writing(write, keys, pages, bad)
             _raises(ConfigError, f"write with tokens {type(bad).__name__}", call)
@@ -229,11 +229,11 @@ def _writing(write: Any, keys: Keys, pages: Pages, tokens: Any) -> Callable[[], 
 
 
 def check_parent(factory: Factory) -> None:
-    """Pages whose parents were written before, or never were."""
+    """Pages can be written whether or not their parent is stored."""
     keys = make_keys(6)
     with factory(SPEC) as storage:
         _write(storage, keys[:2], pages_of(keys[:2]))
-        for first, parent in ((2, 1), (5, 4)):  # of which the second is not stored
+        for first, parent in ((2, 1), (5, 4)):  # the second parent is not stored
             part, before = keys[first : first + 2], keys[parent : parent + 1]
             wrote = storage.write(part, list(pages_of(part)), timeout=TIMEOUT, parent=before)
             _same(wrote.prefix, len(part), "write with a parent: prefix")
@@ -241,7 +241,7 @@ def check_parent(factory: Factory) -> None:
 
 
 def check_delete(factory: Factory) -> None:
-    """What was deleted is gone, the rest is not, and it can be stored anew."""
+    """Deleted pages are gone, the others stay, and deleted ones can be stored again."""
     keys = make_keys(6)
     with factory(SPEC) as storage:
         _write(storage, keys[:4], pages_of(keys[:4]))
@@ -254,7 +254,7 @@ def check_delete(factory: Factory) -> None:
 
 
 def check_clear(factory: Factory) -> None:
-    """Nothing is left, and it can be used as before."""
+    """Nothing is left after `clear`, and the storage works as before."""
     keys = make_keys(10)
     with factory(SPEC) as storage:
         _write(storage, keys, pages_of(keys))
@@ -265,7 +265,7 @@ def check_clear(factory: Factory) -> None:
 
 
 def check_time_is_up(factory: Factory) -> None:
-    """A call whose time is up before it begins ends, with results or with StorageError."""
+    """A call whose time is up at the start still ends, with results or with StorageError."""
     keys = make_keys(8)
     with factory(SPEC) as storage:
         _write(storage, keys[:4], pages_of(keys[:4]))
@@ -278,7 +278,7 @@ def check_time_is_up(factory: Factory) -> None:
             late = not failed or reason.startswith("timed out")
             assert late, f"expected a reason that begins with 'timed out', found {reason!r}"
         for ask in (storage.contains, storage.delete):
-            why = "timed out"  # or it was done all the same
+            why = "timed out"  # it may also succeed
             try:
                 ask(keys, timeout=0.0)
             except StorageError as error:
@@ -287,7 +287,7 @@ def check_time_is_up(factory: Factory) -> None:
 
 
 def check_threads(factory: Factory) -> None:
-    """Calls of several threads, of the same keys too: every page that is found is the right one."""
+    """Several threads use the same keys: every page found is the right one."""
     keys = make_keys(56)
 
     def one(number: int) -> None:
@@ -308,7 +308,7 @@ def check_threads(factory: Factory) -> None:
 
 
 def check_stats(factory: Factory) -> None:
-    """Totals are those of what callers were told."""
+    """The totals match the results that callers got."""
     keys = make_keys(6)
     with factory(SPEC) as storage:
         _write(storage, keys[:4], pages_of(keys[:4]))
@@ -324,7 +324,7 @@ def check_stats(factory: Factory) -> None:
 
 
 def check_closed(factory: Factory) -> None:
-    """A closed backend says so; closing twice does nothing."""
+    """Calls of a closed backend raise Detached; closing twice does nothing."""
     keys = make_keys(1)
     storage = factory(SPEC)
     storage.close()
@@ -359,7 +359,7 @@ CHECKS: tuple[Callable[[Factory], None], ...] = (
     check_stats,
     check_closed,
 )
-"""All of them, to be run one by one."""
+"""All checks, to be run one by one."""
 
 
 def check_storage(factory: Factory) -> None:
@@ -369,7 +369,7 @@ def check_storage(factory: Factory) -> None:
         factory: opens an empty storage for a spec, with room for MOST_PAGES pages of PAGE_BYTES.
 
     Raises:
-        AssertionError: names the first check that failed, and says what it found.
+        AssertionError: a check failed; the message has its name and what it found.
     """
     for check in CHECKS:
         try:

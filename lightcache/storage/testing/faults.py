@@ -38,7 +38,7 @@ from lightcache.storage.protocol import (
     WriteStatus,
 )
 
-# ---- Faults of a `FlakyStorage`: by a script, or by chance with a seed.
+# ---- Faults of a `FlakyStorage`: scripted, or random with a seed
 
 Kind = Literal["fail", "corrupt", "truncate", "refuse", "delay", "hang", "die"]
 Operation = Literal["contains", "read", "write", "delete", "clear"]
@@ -54,22 +54,22 @@ class Fault:
     """A fault of one call.
 
     Raises:
-        ConfigError: there is no such kind, `at` is no number of a key, `seconds` have no end.
+        ConfigError: an unknown kind, `at` is not the number of a key, or `seconds` is not finite.
     """
 
     kind: Kind
-    """One key of a batch, or with at=None every one:
+    """For one key of a batch, or with at=None for every key:
 
-    - "fail": FAILED; the whole call raises StorageError when at=None, and where it has no batch
-    - "corrupt": a byte of the page is changed, and noticed
-    - "truncate": the second half of the page does not come, which is noticed
-    - "refuse": REFUSED, of a write
+    - "fail": FAILED; with at=None, or without a batch, the whole call raises StorageError
+    - "corrupt": a byte of the page changes, which is detected
+    - "truncate": the second half of the page is missing, which is detected
+    - "refuse": a write is REFUSED
 
-    The whole call:
+    For the whole call:
 
-    - "delay": `seconds` pass first; when they are more than `timeout`, that passes, and all is lost
-    - "hang": the keys before `at` are done; then nothing happens, whatever the timeout says, until
-      `let_go`; then the rest is done, late
+    - "delay": it begins `seconds` later; if that is beyond `timeout`, it times out instead
+    - "hang": the keys before `at` are done; then it hangs until `let_go`, whatever its timeout, and
+      does the rest late
     - "die": the keys before `at` are done; this and every later call raises StorageError until
       `revive`
     """
@@ -89,20 +89,20 @@ Script = Mapping[Operation, Iterable["Fault | None"]]
 
 @dataclass(frozen=True)
 class Rates:
-    """Probabilities, each of 0 to 1; `delay` is in seconds and for every call.
+    """Probabilities from 0 to 1; `delay` is in seconds, and applies to every call.
 
     Raises:
         ConfigError: one is out of range.
     """
 
     read_fail: float = 0.0
-    """Of each key; so are `write_fail`, `corrupt`, `truncate` and `refuse`."""
+    """For each key; so are `write_fail`, `corrupt`, `truncate` and `refuse`."""
     write_fail: float = 0.0
     corrupt: float = 0.0
     truncate: float = 0.0
     refuse: float = 0.0
     contains_fail: float = 0.0
-    """Of each call; so are `delete_fail` (of `clear`, too), `hang` and `die`."""
+    """For each call; so are `delete_fail` (for `clear` too), `hang` and `die`."""
     delete_fail: float = 0.0
     hang: float = 0.0
     die: float = 0.0
@@ -124,20 +124,20 @@ def _finite(value: object, what: str) -> None:
 
 @dataclass
 class Plan:
-    """The faults of one call, decided before it."""
+    """The faults of one call, decided in advance."""
 
     call: list[Fault] = field(default_factory=list)
     keys: dict[int, Kind] = field(default_factory=dict)
 
 
 class Planner:
-    """Decides, for any thread: first by the script, call after call, and after its end by chance.
-    With one thread the same seed gives the same faults."""
+    """Decides the faults of calls: by the script, call by call, and at random after its end. Any
+    thread may use it; with one thread, the same seed gives the same faults."""
 
     def __init__(self, rates: Rates, seed: int, script: Script | None) -> None:
         """
         Raises:
-            ConfigError: the script names an operation that there is not.
+            ConfigError: the script has an unknown operation.
         """
         self.rates = rates
         self._random = random.Random(seed)
@@ -150,7 +150,7 @@ class Planner:
         self._script = {name: deque(faults) for name, faults in (script or {}).items()}
 
     def plan(self, operation: Operation, keys: int) -> Plan:
-        """The faults of a call with so many keys."""
+        """The faults of the next call, which has `keys` keys."""
         with self._lock:
             left = self._script.get(operation)
             if left:
@@ -190,13 +190,13 @@ def _scripted(operation: Operation, fault: Fault | None, keys: int) -> Plan:
     return Plan(keys=dict.fromkeys(hit, fault.kind))
 
 
-# ---- The storage itself.
+# ---- The storage
 
 S = TypeVar("S", ReadStatus, WriteStatus)
 
 
 class FlakyStorage(Owned):
-    """Passes every call on to another backend, and lets some of it go wrong: see `Fault`."""
+    """Passes every call on to another backend, and injects faults: see `Fault`."""
 
     def __init__(
         self,
@@ -208,18 +208,18 @@ class FlakyStorage(Owned):
         sleep: Callable[[float], None] = time.sleep,
         clock: Clock = time.monotonic,
     ) -> None:
-        """Owns `inner`, and closes it.
+        """Takes over `inner`, and closes it.
 
         Args:
-            rates: what goes wrong by chance.
-            seed: of chance.
-            script: for an operation, what goes wrong in its first call, its second, and so on;
-                None: nothing in that one. After its end chance decides.
-            sleep: waits for seconds; tests give one that does not.
-            clock: in seconds; advances while `sleep` waits.
+            rates: probabilities of random faults.
+            seed: seed of the random faults.
+            script: for an operation, the faults of its first call, its second, and so on; None: no
+                fault in that call. After its end faults are random.
+            sleep: waits for some seconds; tests may pass one that does not.
+            clock: in seconds; must advance while `sleep` waits.
 
         Raises:
-            ConfigError: `inner` is no storage; and see `Planner`.
+            ConfigError: `inner` is not a Storage; see also `Planner`.
         """
         given: Any = inner
         if not isinstance(given, Storage):
@@ -239,11 +239,11 @@ class FlakyStorage(Owned):
 
     @classmethod
     def open(cls, options: Mapping[str, str], inner: Storage) -> FlakyStorage:
-        """As in `flaky:read_fail=0.1,corrupt=0.01,seed=3:memory:`; the names are those of `Rates`,
-        and `seed`.
+        """Open with the options of a URL: `flaky:read_fail=0.1,corrupt=0.01,seed=3:memory:`. The
+        names are those of `Rates`, and `seed`.
 
         Raises:
-            ConfigError: an option that there is not, or a value that is none.
+            ConfigError: an unknown option or a bad value.
         """
         chances = [each.name for each in fields(Rates) if each.name != "delay"]
         given = Options("flaky", options, (*chances, "delay", "seed"))
@@ -251,21 +251,21 @@ class FlakyStorage(Owned):
         delay, seed = given.seconds("delay", 0.0), given.count("seed", 0, low=0, high=1 << 62)
         return cls(inner, rates=Rates(**rates, delay=delay), seed=seed)
 
-    # ---- what tests do with it
+    # ---- for tests
 
     @property
     def hanging(self) -> int:
-        """Calls that hang just now."""
+        """The number of calls that hang now."""
         with self._state:
             return self._hanging
 
     def wait_hanging(self, calls: int = 1, *, timeout: float = 60.0) -> bool:
-        """Wait until so many calls hang; False: they did not in this time, in seconds."""
+        """Wait until `calls` calls hang; False: they did not within `timeout` seconds."""
         with self._state:
             return self._state.wait_for(lambda: self._hanging >= calls, timeout)
 
     def let_go(self) -> None:
-        """Release calls that hang; no later call hangs."""
+        """Release hanging calls; no later call hangs."""
         with self._state:
             self._let_go = True
             self._state.notify_all()
@@ -317,7 +317,7 @@ class FlakyStorage(Owned):
         parent: Keys | None = None,
         tokens: TokenRows | None = None,
     ) -> WriteResult:
-        """See `Storage.write`, and `wants_tokens`, which is that of the other backend."""
+        """See `Storage.write`. `wants_tokens` is the other backend's."""
         _, views = check_batch(keys, buffers, self.spec.page_bytes, writable=False)
         check_tokens(tokens, len(keys))
         check_parent(parent)
@@ -372,13 +372,13 @@ class FlakyStorage(Owned):
         )
 
     def stats(self) -> StorageStats:
-        """See `Storage.stats`; pages, bytes and what was evicted are those of the other backend."""
+        """See `Storage.stats`. Pages, bytes and `evicted` are those of the other backend."""
         inner = self.inner.stats()
         ours = self._counters.snapshot(inner.pages, inner.bytes)
         return replace(ours, evicted=inner.evicted)
 
     def close(self) -> None:
-        """See `Storage.close`. Calls that hang are released.
+        """See `Storage.close`. Releases hanging calls.
 
         Raises:
             Detached: in a forked child.
@@ -389,7 +389,7 @@ class FlakyStorage(Owned):
         self.let_go()
         self.inner.close()
 
-    # ---- going wrong
+    # ---- injecting faults
 
     def _passed_on(self, what: str, call: Callable[[], int]) -> int:
         try:
@@ -399,7 +399,7 @@ class FlakyStorage(Owned):
             raise
 
     def _whole(self, operation: Operation, keys: int, timeout: float) -> Deadline:
-        """The beginning of a call that succeeds or fails as a whole."""
+        """Begin a call that succeeds or fails as a whole."""
         self._calls.check()
         plan, deadline = self._planner.plan(operation, keys), Deadline(timeout, self._clock)
         if self._late(plan, deadline) or deadline.passed:
@@ -409,7 +409,7 @@ class FlakyStorage(Owned):
         return deadline
 
     def _late(self, plan: Plan, deadline: Deadline) -> bool:
-        """Fail, or wait; whether the time is up then."""
+        """Apply a failure or a delay. Returns whether the time is up."""
         if self._dead:
             raise StorageError("the storage is dead on purpose; revive() it")
         for fault in plan.call:
@@ -422,7 +422,7 @@ class FlakyStorage(Owned):
         return False
 
     def _in_two(self, plan: Plan, keys: int, part: Callable[[int, int], list[S]]) -> list[S]:
-        """Do a batch; hang or die in its middle."""
+        """Do a batch, with a hang or death in its middle if planned."""
         stop = next((fault for fault in plan.call if fault.kind in ("hang", "die")), None)
         if stop is None:
             return part(0, keys)
@@ -443,7 +443,8 @@ class FlakyStorage(Owned):
 
 
 def _left(deadline: Deadline) -> float:
-    """Once a "hang" is over the rest is done, however late: the worst that a backend can do."""
+    """The timeout for the inner call. After a "hang" the rest is done late with the full timeout:
+    the worst that a backend can do."""
     return deadline.left or deadline.timeout
 
 

@@ -1,4 +1,4 @@
-"""Mooncake Store: pages in memory that the machines of a cluster lend to one another."""
+"""Mooncake Store: pages in memory that the machines of a cluster lend each other."""
 
 from __future__ import annotations
 

@@ -39,17 +39,16 @@ from lightcache.storage.remote.mooncake.client import (
     no_room,
 )
 
-# ---- Memory of the storage's own, through which pages pass on their way to the store and back.
+# ---- Staging memory, through which pages pass to the store and back
 #
-# The store's client gives up waiting for a transfer after a time of its own and leaves the
-# transfer running: its bytes may come after the call has returned. So it never learns of a
-# caller's buffer.
+# The store's client stops waiting for a transfer after a time of its own and leaves it running, so
+# its bytes may arrive after the call has returned. So it never gets a caller's buffer.
 
-_ALIGNED = 64  # bytes: a slot begins on a cache line of its own
+_ALIGNED = 64  # bytes: each slot begins on a new cache line
 
 
 class Staging:
-    """Slots, each for a page and its trailer. Any thread may take and give back."""
+    """Slots for a page and its trailer. Any thread may take slots and give them back."""
 
     def __init__(self, nbytes: int, page_bytes: int) -> None:
         """Maps the memory.
@@ -73,55 +72,55 @@ class Staging:
 
     @property
     def address(self) -> int:
-        """Of the first byte."""
+        """The address of the first byte."""
         return int(self._memory.ctypes.data)
 
     @property
     def nbytes(self) -> int:
-        """Of all slots."""
+        """The bytes of all slots."""
         return self._memory.nbytes
 
     @property
     def lost(self) -> int:
-        """Slots into which the store may write at any time."""
+        """The number of slots that the store may still write to."""
         with self._changed:
             return self._lost
 
     def take(self, most: int, deadline: Deadline | None) -> list[int]:
-        """Up to so many slots, at least one; none if none is free. With a deadline: waits."""
+        """Take up to `most` free slots; waits for one until the deadline, if there is one."""
         with self._changed:
             if deadline is not None:
                 left = min(deadline.left, threading.TIMEOUT_MAX)
                 self._changed.wait_for(lambda: self._free or self._lost == self.slots, left)
-            taken = self._free[-most:]  # those used last: they are in the processor's caches
+            taken = self._free[-most:]  # the most recently used, still in the processor's caches
             del self._free[-most:]
             return taken
 
     def give_back(self, slots: Iterable[int]) -> None:
-        """They are not used any more."""
+        """Return slots that are not used any more."""
         with self._changed:
             self._free.extend(slots)
             self._changed.notify_all()
 
     def lose(self, slots: Sequence[int]) -> None:
-        """The store may still touch them, for an unknown time."""
+        """Give slots up, as the store may still touch them for an unknown time."""
         with self._changed:
             self._lost += len(slots)
             self._changed.notify_all()
 
     def addresses(self, slots: Iterable[int]) -> list[int]:
-        """Where each begins."""
+        """The address of each slot."""
         return [self.address + slot * self._stride for slot in slots]
 
     def fill(self, slot: int, key: bytes, page: memoryview) -> None:
-        """Copy a page in, and its trailer."""
+        """Copy a page into a slot, with its trailer."""
         there = self._whole(slot)
         np.copyto(there[: self.page_bytes], np.frombuffer(page, np.uint8))
         there[self.page_bytes :] = np.frombuffer(make_trailer(key, page), np.uint8)
 
     def empty(self, slot: int, page: memoryview) -> bytes:
-        """Copy a page out. Returns the trailer, which verifies the copy: no other process can
-        change that."""
+        """Copy a page out of a slot. Returns the trailer, which verifies the copy: no other process
+        can change the copy."""
         there = self._whole(slot)
         np.copyto(np.frombuffer(page, np.uint8), there[: self.page_bytes])
         return there[self.page_bytes :].tobytes()
@@ -131,17 +130,17 @@ class Staging:
         return self._memory[first : first + self.value_bytes]
 
 
-# ---- A storage in the memory of a Mooncake cluster.
+# ---- The storage
 
-GROUP = 8 << 20  # bytes of pages in one call of the client: enough that asking does not matter
+GROUP = 8 << 20  # bytes of pages in one call of the client, large enough to hide its overhead
 PATIENCE = 55.0  # seconds; after 60 the client gives up on a transfer, which may continue
 Flight = tuple[range, list[int], Call[list[int]]]
-"""A group in flight: its keys of the batch, their slots, and its codes in the end."""
+"""A group in flight: its positions in the batch, their slots, and the call that returns codes."""
 
 
 class MooncakeStorage(RemoteStorage):
-    """Values in memory that processes of the cluster lend. Pages pass through memory of ours: see
-    `Staging` for why. Several groups of a call are in flight while others are copied."""
+    """Values in memory that processes of the cluster lend. Pages pass through our staging memory
+    (see above). Several groups of a call are in flight while others are copied."""
 
     scheme = "mooncake"
     asking = BATCH
@@ -155,11 +154,11 @@ class MooncakeStorage(RemoteStorage):
         """
         super().__init__(spec)
         self._threads = options.threads
-        self._prefix = self.object_name(b"")  # making it takes longer than all the rest of a name
+        self._prefix = self.object_name(b"")  # made once: it costs more than the rest of a name
         self._staging = Staging(options.buffer, spec.page_bytes)
         share = max(1, self._staging.slots // (options.threads + 1))
         self._group = max(1, min(share, GROUP // spec.page_bytes, BATCH))
-        try:  # before the cluster is joined: leaving it takes a second
+        try:  # before joining the cluster, as leaving it takes a second
             self._callers = Executor(options.threads, "mooncake")
             self._callers.start()
         except RuntimeError as error:
@@ -174,7 +173,7 @@ class MooncakeStorage(RemoteStorage):
     def __repr__(self) -> str:
         return f"<MooncakeStorage {self.spec.name}, {self._staging.slots} slots>"
 
-    # ---- what a backend does
+    # ---- see `RemoteStorage`
 
     def _exists(self, names: Sequence[bytes], deadline: Deadline) -> list[bool]:
         whole = self._names(names)
@@ -183,7 +182,7 @@ class MooncakeStorage(RemoteStorage):
     def _fetch(
         self, names: Sequence[bytes], views: Sequence[memoryview], deadline: Deadline
     ) -> list[Read]:
-        unlike = list(dict.fromkeys(names))  # of one name twice the client fills one buffer alone
+        unlike = list(dict.fromkeys(names))  # the client fills only one buffer of a repeated name
         wanted: dict[bytes, list[int]] = {name: [] for name in unlike}
         for i, name in enumerate(names):
             wanted[name].append(i)
@@ -230,9 +229,9 @@ class MooncakeStorage(RemoteStorage):
         if not self._callers.close(CLOSING):
             raise StorageError("mooncake: close: a call of its client hangs; close it again")
         try:
-            asking = Executor(1, "mooncake-leave")  # it may hang, and is left then
+            asking = Executor(1, "mooncake-leave")  # the call may hang, and is left then
             asking.start()
-        except RuntimeError:  # no more threads here, so the master cannot be asked
+        except RuntimeError:  # the system starts no more threads: the master cannot be asked
             self._client.leave()
             return
         try:
@@ -247,7 +246,7 @@ class MooncakeStorage(RemoteStorage):
     def _names(self, names: Sequence[bytes]) -> list[str]:
         return [self._prefix + name.hex() for name in names]
 
-    # ---- groups of pages on their way
+    # ---- groups in flight
 
     def _fly(
         self,
@@ -257,26 +256,26 @@ class MooncakeStorage(RemoteStorage):
         call: Callable[[Sequence[bytes], Sequence[int]], list[int]],
         land: Callable[[range, Sequence[int], Sequence[int]], None],
     ) -> str:
-        """Move pages group by group. Groups that have not landed when the time is up are left. When
-        a group fails no more of them begin; those in flight are waited for, as they may succeed.
+        """Move pages group by group. Groups that have not landed when the time is up are left. If a
+        group fails, no more groups begin; those in flight are waited for, as they may succeed.
 
         Args:
-            load: what is to be done for key number i and its slot before the call.
-            call: of a group, by another thread, which has nothing of the caller's.
-            land: what came of a group, in order.
+            load: prepares key number i and its slot before the call.
+            call: moves a group, in another thread, without access to the caller's buffers.
+            land: handles the codes of a group; called in order.
 
         Returns:
-            Why what was not landed was not.
+            Why the other groups have not landed.
 
         Raises:
-            StorageError: a group failed, and none was landed.
+            StorageError: a group failed, and none landed.
         """
         flights: deque[Flight] = deque()
         first = landed = 0
-        failed = ""  # a text, as a traceback would keep views of the caller's
+        failed = ""  # a text, as a traceback would keep the caller's views alive
         try:
             while flights or (first < len(names) and not failed):
-                full = failed or len(flights) > self._threads  # one more than threads: none waits
+                full = failed or len(flights) > self._threads  # one more keeps all threads busy
                 try:
                     slots = [] if full else self._slots(len(names) - first, flights, deadline)
                     if slots:
@@ -285,7 +284,7 @@ class MooncakeStorage(RemoteStorage):
                         flights.append(self._start(names, part, slots, load, call, deadline))
                         continue
                     if not flights or not flights[0][2].wait(deadline):
-                        break  # no slots in time, or none for ever; or no answer in time
+                        break  # no slots or no answer in time
                     part, slots, task = flights[0]
                     try:
                         land(part, slots, task.result())
@@ -307,8 +306,8 @@ class MooncakeStorage(RemoteStorage):
         )
 
     def _slots(self, left: int, flights: Sequence[Flight], deadline: Deadline) -> list[int]:
-        """For the next group. Who has pages on their way does not wait for slots: two such would
-        wait for each other."""
+        """Slots for the next group. A call with groups in flight does not wait for slots: two such
+        calls could wait for each other."""
         if not left or deadline.passed:
             return []
         slots = self._staging.take(min(left, self._group), None if flights else deadline)
@@ -327,7 +326,7 @@ class MooncakeStorage(RemoteStorage):
         call: Callable[[Sequence[bytes], Sequence[int]], list[int]],
         deadline: Deadline,
     ) -> Flight:
-        kept = list(slots)  # those to be given back; the call takes lost ones out
+        kept = list(slots)  # slots to give back; lost ones are removed
 
         def after() -> None:
             self._staging.give_back(kept)
@@ -351,7 +350,7 @@ class MooncakeStorage(RemoteStorage):
 
         return part, slots, self._callers.submit(called, deadline.left, after=after)
 
-    # ---- by the threads of the executor
+    # ---- in threads of the executor
 
     def _get(self, names: Sequence[bytes], slots: Sequence[int]) -> list[int]:
         whole = self._names(names)
@@ -371,14 +370,14 @@ class MooncakeStorage(RemoteStorage):
         good = [i for i, code in enumerate(found) if not code]
         there = self._client.ask([whole[i] for i in good]) if good else []
         for i, known in zip(good, there, strict=True):
-            if known != 1:  # "stored", and not there: another process has begun to write it
+            if known != 1:  # "stored" but absent: another process has begun to write it
                 found[i] = known or NOT_READY
         return found
 
     def _landed(self, name: bytes, view: memoryview, slot: int, code: int) -> Read:
         if code == self._staging.value_bytes or code == LEASE_OVER:
             found = judge_page(name, view, self._staging.empty(slot, view))
-            if code > 0 or found[0] is ReadStatus.OK:  # an old lease does not matter if it is whole
+            if code > 0 or found[0] is ReadStatus.OK:  # an expired lease is harmless if it is whole
                 return found
         elif code >= 0:
             why = f"corrupt: page {name.hex()} is stored as {code} bytes, "

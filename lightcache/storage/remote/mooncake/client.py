@@ -1,4 +1,4 @@
-"""The store's client: found, started, asked. Every call may block; none needs our buffers."""
+"""The store's client: its URL options, error codes and calls. Every call may block."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 from lightcache.errors import ConfigError, StorageError
 from lightcache.storage.arguments import Options
 
-# ---- Error codes of the client: those of 0.3.13 that occur here.
+# ---- Error codes of the client: those of 0.3.13 that occur here
 
 SMALLER = -600  # the value is longer than the buffer
 NO_ROOM = -200
@@ -24,7 +24,7 @@ NOT_READY = -703
 ABSENT = -704
 LEASE_OVER = -707
 FAILED = -800
-_GONE = (-710, -712)  # of a copy that the master knew of
+_GONE = (-710, -712)  # a copy that the master knew is gone
 
 _MEANINGS = {
     -1: "the client failed inside",
@@ -42,25 +42,25 @@ _MEANINGS = {
 
 
 def absent(code: int) -> bool:
-    """Whether it says that there is no such value (yet, or any more)."""
+    """True if the code means that there is no such value, or not yet, or not any more."""
     return code in (ABSENT, NOT_READY, *_GONE)
 
 
 def no_room(code: int) -> bool:
-    """Whether it says that the cluster has no memory for a value."""
+    """True if the code means that the cluster has no memory for a value."""
     return code in (NO_ROOM, -101)
 
 
 def meaning(code: int) -> str:
-    """For people."""
+    """The meaning of a code, for people."""
     return f"{_MEANINGS.get(code, 'see the error codes of Mooncake Store')} ({code})"
 
 
-# ---- What a URL such as `mooncake://host:50051?segment=64GiB` says.
+# ---- URLs such as `mooncake://host:50051?segment=64GiB`
 
-PORT = 50051  # of a master, unless it is told another
-SEGMENT = 16 << 20  # bytes that the client lends at least
-_HANDSHAKE = "P2PHANDSHAKE"  # what the client calls: no server for metadata
+PORT = 50051  # the default port of a master
+SEGMENT = 16 << 20  # minimum bytes that the client lends
+_HANDSHAKE = "P2PHANDSHAKE"  # the client's word for: no metadata server
 _OPTIONS = (
     *("local", "metadata", "protocol", "device"),
     *("segment", "buffer", "threads", "replicas", "connect"),
@@ -73,23 +73,23 @@ class MooncakeOptions:
     """How a cluster is joined."""
 
     host: str
-    """Of the master, without brackets."""
+    """The master's host, without brackets."""
     port: int
     local: str = ""
-    """Under which other machines reach this process: an address, or address:port. Empty: that from
-    which the way to the master begins."""
+    """The address, or address:port, at which other machines reach this process. Empty: the local
+    address of the connection to the master."""
     metadata: str = _HANDSHAKE
-    """Where addresses of peers are found; by default peers ask one another."""
+    """Where addresses of peers are found; by default peers ask each other."""
     protocol: str = "tcp"
     device: str = ""
-    """Of RDMA, such as mlx5_0; several with commas."""
+    """RDMA device, such as mlx5_0; several separated by commas."""
     segment: int = 0
-    """Bytes of memory that this process lends to the cluster, for as long as it lives."""
+    """Bytes of memory that this process lends to the cluster while it lives."""
     buffer: int = 64 << 20
-    """Bytes through which pages pass."""
+    """Bytes of staging memory."""
     threads: int = 3
-    """Batches in flight at a time. With two, the question to the master about a page of
-    8 MiB is not hidden by other transfers; a fourth gains nothing (docs/benchmarks.md)."""
+    """Batches in flight at a time. With two, other transfers do not hide the master's look-up of a
+    page of 8 MiB; a fourth gains nothing (docs/benchmarks.md)."""
     replicas: int = 1
     """Copies of each page, in memory of different processes."""
     connect: float = 5.0
@@ -97,7 +97,7 @@ class MooncakeOptions:
 
     @property
     def master(self) -> str:
-        """As the client wants it."""
+        """The master's address in the client's format."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
@@ -105,8 +105,7 @@ def parse(scheme: str, where: str, options: Mapping[str, str]) -> MooncakeOption
     """Check a URL without connecting.
 
     Raises:
-        ConfigError: no host, a port that is none, credentials, a path, an option that there is
-            not, or a value that is none.
+        ConfigError: no host, a bad port, credentials, a path, an unknown option, or a bad value.
     """
     host, port = _address(scheme, where)
     given = Options(scheme, options, _OPTIONS)
@@ -142,7 +141,7 @@ def _address(scheme: str, where: str) -> tuple[str, int]:
             f"{scheme}: expected the host of a master, as in '{scheme}://host:{PORT}', "
             f"found {'nothing' if where in ('', '//') else 'no //'}"
         )
-    if "@" in where:  # and not a word of what stands before it
+    if "@" in where:  # do not show the text before it
         raise ConfigError(f"{scheme}: a master knows no users; leave out what is in front of the @")
     name, slash, path = where[2:].partition("/")
     if path:
@@ -160,31 +159,32 @@ def _host_and_port(scheme: str, what: str, name: str) -> tuple[str, int]:
     return found["host"].strip("[]"), port
 
 
-# ---- The store's client: found, started, asked. Every call may block; none needs our buffers.
+# ---- The store's client
 
-BATCH = 2048  # objects of one call: batches of 4,096 have stalled for a minute
-ATTEMPTS = 5  # to start the client, which chooses a port that may be taken
-ANSWERING = 2.0  # seconds in which a master must answer to be told that we leave
+BATCH = 2048  # objects in one call: batches of 4,096 have stalled for a minute
+ATTEMPTS = 5  # attempts to start the client, which chooses a port that may be taken
+ANSWERING = 2.0  # seconds in which the master must answer, or we leave without telling it
 _DEFAULTS = {
     "MC_LOG_LEVEL": "ERROR",  # instead of a dozen lines for each client
-    "MC_STORE_CLIENT_SETUP_RETRIES": "1",  # of 20, in which it holds the interpreter for 90 s
-    "MC_RPC_TIMEOUT_MS": "5000",  # instead of 30 s: starting and closing hold it as well
+    "MC_STORE_CLIENT_SETUP_RETRIES": "1",  # instead of 20, which hold the interpreter for 90 s
+    "MC_RPC_TIMEOUT_MS": "5000",  # instead of 30 s: starting and closing hold the interpreter too
     "MC_RPC_CONNECT_TIMEOUT_MS": "3000",
 }
 _environment = threading.Lock()
-_started_by: list[int] = []  # the process that started the library's threads: a fork has none
-_left: list[object] = []  # clients that could not be closed, and their memory: never freed
+_started_by: list[int] = []  # the process that started the library's threads; a fork lacks them
+_left: list[object] = []  # clients that could not be closed, with their memory; never freed
 
 
 class Client:
-    """One membership in a cluster. After `close` nothing may be called: the library would crash."""
+    """One membership in a cluster. Call nothing after `close`: the library would crash."""
 
     def __init__(self, options: MooncakeOptions, memory: object, address: int, nbytes: int) -> None:
-        """Join. The library holds the interpreter while it does, so the master is tried first.
+        """Join the cluster. The library holds the interpreter meanwhile, so this first checks that
+        the master can be reached.
 
         Args:
-            memory: owner of what is registered; kept as long as the library may touch it.
-            address: of the memory through which values pass; `nbytes` of it.
+            memory: owner of the registered memory; kept as long as the library may touch it.
+            address: address of the memory through which values pass, `nbytes` bytes.
 
         Raises:
             StorageError: the library is not installed or does not load; the master cannot be
@@ -194,7 +194,7 @@ class Client:
         with _settings():
             library = _library()
             _check_process()
-            way = _way_to(options)  # whatever `local`: joining stops the interpreter
+            way = _way_to(options)  # even if `local` is set: joining holds the interpreter
             local = options.local or way
             self._store = _started(library, options, local)
         self._replicas = library.ReplicateConfig()
@@ -207,10 +207,10 @@ class Client:
             )
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        """Whether each is stored whole.
+        """For each name, whether it is stored whole.
 
         Raises:
-            StorageError: it could not be found out.
+            StorageError: the master could not tell.
         """
         codes = self.ask(names)
         if bad := next((code for code in codes if code < 0), 0):
@@ -218,12 +218,12 @@ class Client:
         return [code == 1 for code in codes]
 
     def ask(self, names: Sequence[str]) -> list[int]:
-        """1 of each that is stored whole, 0 of others, or a code."""
+        """For each name: 1 if it is stored whole, 0 if not, or an error code."""
         return self._batches(self._store.batch_is_exist, names)
 
     def put(self, names: Sequence[str], addresses: Sequence[int], size: int) -> list[int]:
-        """Store values of one size; 0 or a code of each. 0 is also the answer for a value that is
-        there, or that another process has begun to write: it says nothing about the value."""
+        """Store values of one size; returns 0 or an error code for each. It is also 0 if the value
+        exists or another process has begun to write it, so 0 does not mean that it is stored."""
         sizes = [size] * len(names)
         found: list[int] = self._store.batch_put_from(
             list(names), list(addresses), sizes, self._replicas
@@ -231,32 +231,33 @@ class Client:
         return found
 
     def get(self, names: Sequence[str], addresses: Sequence[int], size: int) -> list[int]:
-        """Fetch values of up to this size; bytes or a code of each."""
+        """Fetch values of up to this size; returns the bytes or an error code of each."""
         sizes = [size] * len(names)
         found: list[int] = self._store.batch_get_into(list(names), list(addresses), sizes)
         return found
 
     def size(self, name: str) -> int:
-        """Bytes of a value, or a code."""
+        """The bytes of a value, or an error code."""
         return int(self._store.get_size(name))
 
     def remove(self, names: Sequence[str]) -> list[int]:
-        """0 or a code of each. Values that are being read are removed, too: their memory may get
-        other bytes under the reader, which notices by the trailer."""
+        """Remove values; returns 0 or an error code for each. Values being read are removed too:
+        their memory may change under the reader, which the trailer detects."""
         return self._batches(lambda part: self._store.batch_remove(part, True), names)
 
     def remove_all(self, pattern: str) -> int:
-        """Remove what matches a regular expression; how many values, or a code."""
+        """Remove the values that match a regular expression; returns their number or an error
+        code."""
         return int(self._store.remove_by_regex(pattern, True))
 
     def close(self) -> None:
-        """Leave. The library holds the interpreter until the master has answered: not to be called
-        when it does not."""
+        """Leave the cluster. The library holds the interpreter until the master answers: do not
+        call it if the master does not answer."""
         self._store.close()
 
     def leave(self) -> None:
-        """Instead of `close`: the library's threads keep running, and its memory stays, until the
-        process ends."""
+        """Call it instead of `close` if the master does not answer: the library's threads and
+        memory stay until the process ends."""
         _left.append((self._store, self._memory))
 
     def _batches(self, call: Callable[[list[str]], list[int]], names: Sequence[str]) -> list[int]:
@@ -292,7 +293,7 @@ def _check_process() -> None:
 
 
 def _way_to(options: MooncakeOptions) -> str:
-    """The address of ours that a master sees, if it answers."""
+    """Our local address on the way to the master, which must accept a connection."""
     try:
         with socket.create_connection((options.host, options.port), options.connect) as way:
             found = str(way.getsockname()[0])
@@ -313,7 +314,7 @@ def _started(library: Any, options: MooncakeOptions, local: str) -> Any:
             local,
             options.metadata,
             options.segment,
-            0,  # no buffer of its own: values pass through ours
+            0,  # bytes of its own buffer: none, as values pass through ours
             options.protocol,
             options.device,
             options.master,
@@ -331,7 +332,8 @@ def _started(library: Any, options: MooncakeOptions, local: str) -> Any:
 
 @contextlib.contextmanager
 def _settings() -> Iterator[None]:
-    """The library is set by its environment alone. What the user has set goes before."""
+    """Set our defaults in the environment, which alone configures the library. Settings of the user
+    take precedence."""
     with _environment:
         ours = {name: text for name, text in _DEFAULTS.items() if name not in os.environ}
         os.environ.update(ours)

@@ -15,9 +15,9 @@ def open_url(
     """See `lightcache.storage.urls.REMOTE`.
 
     Raises:
-        ConfigError: a URL that is none.
-        StorageError: the package redis is not installed; the server is not there, or will not have
-            us.
+        ConfigError: the URL is wrong.
+        StorageError: the package redis is not installed; or the server cannot be reached, or
+            refuses us.
     """
     return RedisStorage(parse(scheme, where, options), spec)
 

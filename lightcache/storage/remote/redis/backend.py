@@ -1,8 +1,8 @@
 """Pages as strings of a Redis or Valkey server.
 
-A value is the page and its trailer, in one string: `SET name value NX` stores it in one step or not
-at all, and of two machines that write one page one stores it. Commands are sent ahead of the
-answers, so the server sends the next page while the checksum of this one is computed.
+A value is a page and its trailer in one string. `SET name value NX` stores it atomically; if two
+machines write the same page, one stores it. Commands are sent ahead of the answers, so the server
+sends the next page while the checksum of this one is computed.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from lightcache.storage.remote.redis.wire import (
 )
 
 T = TypeVar("T")
-AHEAD = 4 << 20  # bytes of pages that are asked for before the first has come
+AHEAD = 4 << 20  # bytes of pages requested before the first has arrived
 _MOST_AHEAD = 64  # pages
 _BATCH = 1000  # names of one SCAN or UNLINK
-_BULK = 512 << 20  # bytes of a value, if the server does not say
+_BULK = 512 << 20  # maximum bytes of a value, if the server does not tell
 
 
 class RedisStorage(RemoteStorage):
-    """Pages of one spec in one database of a server. Of several threads at once."""
+    """Pages of one spec in one database of a server. Any thread may use it."""
 
     def __init__(self, options: RedisOptions, spec: StorageSpec) -> None:
         """Connects, unless `required` is no.
 
         Raises:
-            ConfigError: a file that the URL names is not there.
-            StorageError: no client library; the server is not there, will not have us, or does not
-                take such pages.
+            ConfigError: a file named in the URL cannot be read.
+            StorageError: no client library; or the server cannot be reached, refuses us, or does
+                not take pages of this size.
         """
         super().__init__(spec)
         self.scheme = options.scheme
@@ -61,7 +61,7 @@ class RedisStorage(RemoteStorage):
                 self._check_server(Deadline(options.connect_timeout))
             self._lanes = Executor(options.connections, "redis")
             self._lanes.start()
-        except RuntimeError as error:  # no more threads here
+        except RuntimeError as error:  # the system starts no more threads
             self._connections.close()
             raise StorageError(f"{self.scheme}: {error}; give fewer connections=") from error
         except BaseException:
@@ -89,7 +89,7 @@ class RedisStorage(RemoteStorage):
                 f"found proto-max-bulk-len {most}; raise it"
             )
 
-    # ---- what the base asks for
+    # ---- see `RemoteStorage`
 
     def _exists(self, names: Sequence[bytes], deadline: Deadline) -> list[bool]:
         with self._connections.one(deadline) as wire:
@@ -162,7 +162,7 @@ class RedisStorage(RemoteStorage):
         return gone
 
     def _remove_all(self, deadline: Deadline) -> int:
-        """Goes through the names of the whole database."""
+        """Scans the names of the whole database."""
         gone, cursor = 0, b"0"
         ours = self.object_name(b"").encode() + b"*"
         with self._connections.one(deadline) as wire:
@@ -177,7 +177,7 @@ class RedisStorage(RemoteStorage):
         self._lanes.close(CLOSING)
         self._connections.close()
 
-    # ---- many at a time
+    # ---- batches
 
     def _named(self, name: bytes) -> bytes:
         return self.object_name(name).encode()
@@ -190,14 +190,14 @@ class RedisStorage(RemoteStorage):
         kind: int,
         deadline: Deadline,
     ) -> tuple[list[T | None], str]:
-        """Send so many commands over as many connections as there are, and take the answers. The
-        first keys are the first to be sent, for those after them are no use without them.
+        """Send `count` commands over all connections, and take the answers. The first keys are sent
+        first, as later ones are useless without them.
 
         Returns:
-            The answer to each, and why others have none; None: not known.
+            The answer to each command, None where there is none, and the reason for that.
 
         Raises:
-            StorageError: nothing came, though there was time.
+            StorageError: no answer arrived, although there was time.
         """
         found: list[T | None] = [None] * count
         errors: list[Exception] = []
@@ -223,7 +223,7 @@ class RedisStorage(RemoteStorage):
             if errors and not any(found):
                 raise errors[0]
             return found, why
-        finally:  # their tracebacks have views, and would keep them until garbage is collected
+        finally:  # their tracebacks would keep views alive until garbage is collected
             errors.clear()
 
     def _share(
@@ -234,7 +234,7 @@ class RedisStorage(RemoteStorage):
         take: Callable[[Wire, int], T],
         found: list[T | None],
     ) -> None:
-        """One connection's part of it. What was answered before it broke is taken."""
+        """One connection's share. Answers received before it broke are taken."""
         sent = taken = 0
         failure: StorageError | None = None
         while taken < sent or sent < len(mine):
@@ -256,7 +256,7 @@ class RedisStorage(RemoteStorage):
 
 
 def _allowed(wire: Wire, *parts: bytes) -> bytes | list[bytes] | None:
-    """The answer, if this server lets us ask."""
+    """The answer; None: the server refuses the command."""
     try:
         answer: bytes | list[bytes] | None = wire.ask(*parts)
         return answer

@@ -1,8 +1,8 @@
-"""Commands out and answers in over one connection, each byte of them by a deadline.
+"""Commands and answers over one connection, all of it bounded by a deadline.
 
-The client library makes the connection; what goes over it afterwards is sent and read here. Its own
-reader waits anew for each piece of an answer, however few bytes come, and copies a page four times.
-Here a page goes from the socket to where it is wanted, and from where it lies to the socket.
+The client library only makes the connection. Its reader restarts the timeout for each piece of an
+answer, however small, and copies a page four times. This module sends and receives pages straight
+between the socket and the caller's buffers.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from lightcache.errors import ConfigError, StorageError
 from lightcache.storage.arguments import Deadline, Options
 from lightcache.storage.remote.base import TRAILER_BYTES
 
-# ---- What a URL such as `redis://user:password@host:6379/0?ttl=3600` says.
+# ---- URLs such as `redis://user:password@host:6379/0?ttl=3600`
 #
-# What may be a part of a password is in no error: neither what stands before an "@", nor what
-# stands where a port is expected.
+# No error shows text that may be part of a password: the text before an "@", or in place of a port.
 
 PORT = 6379
 _TLS = ("ca", "cert", "key")
@@ -45,41 +44,41 @@ class RedisOptions:
     """Empty: a Unix socket."""
     port: int = PORT
     path: str = ""
-    """Of the Unix socket."""
+    """The path of the Unix socket."""
     database: int = 0
     user: str = ""
     password: str = field(default="", repr=False)
     password_file: str = ""
-    """Read whenever a connection is made, so that a password may change."""
+    """File read for each new connection, so that the password may change."""
     ca: str = ""
-    """File of certificates that a server's must come from; empty: those of the system."""
+    """File of CA certificates to verify the server with; empty: those of the system."""
     cert: str = ""
-    """File of our own certificate, if the server wants one."""
+    """File of the client certificate, if the server wants one."""
     key: str = ""
-    """File of its key."""
+    """File of the key of that certificate."""
     ttl: int = 0
-    """Seconds after the last use of a page; 0: for as long as the server keeps it."""
+    """Seconds until a page expires after its last use; 0: as long as the server keeps it."""
     connections: int = 4
-    """That move pages at a time."""
+    """Number of connections that move pages at a time."""
     connect_timeout: float = 5.0
-    """Seconds for making a connection, of the time of the call that needs it."""
+    """Seconds for making a connection, within the time of the call that needs it."""
     required: bool = True
-    """Whether opening fails when the server is not there."""
+    """Whether opening fails if the server cannot be reached."""
 
     @property
     def tls(self) -> bool:
-        """Whether the connection is encrypted."""
+        """True if the connection is encrypted."""
         return self.scheme in ("rediss", "valkeys")
 
     @property
     def shown(self) -> str:
-        """What errors call the server: nothing secret is in it."""
+        """The server's name in errors, without secrets."""
         if self.path:
             return f"{self.scheme}:{self.path}?db={self.database}"
         return f"{self.scheme}://{self.host}:{self.port}/{self.database}"
 
     def secret(self) -> str:
-        """The password of just now; empty: none.
+        """The current password; empty: none.
 
         Raises:
             ConfigError: its file cannot be read.
@@ -98,8 +97,7 @@ def parse(scheme: str, where: str, options: Mapping[str, str]) -> RedisOptions:
     """Parse the URL after "scheme:", without connecting.
 
     Raises:
-        ConfigError: no host, a port or database that is none, an option that there is not, or a
-            value that is none.
+        ConfigError: no host, a bad port or database, an unknown option, or a bad value.
     """
     tls = scheme in ("rediss", "valkeys")
     known = (*_COMMON, *_TLS, "db")
@@ -216,7 +214,7 @@ _ESCAPE = (
 )
 
 
-# ---- What a server says when it will not, and what to do about it.
+# ---- Errors of the server, with remedies
 
 _REMEDIES = {
     "OOM": "it is full: raise maxmemory, or set maxmemory-policy allkeys-lru",
@@ -248,8 +246,8 @@ class ServerError(StorageError):
     def __init__(self, server: str, words: str) -> None:
         """
         Args:
-            server: what errors call it.
-            words: its own.
+            server: its name in errors.
+            words: its own message.
         """
         self.words = words
         remedy = next((do for what, do in _REMEDIES.items() if words.startswith(what)), "")
@@ -257,32 +255,27 @@ class ServerError(StorageError):
 
     @property
     def kind(self) -> str:
-        """The first word, which says which error it is."""
+        """The first word, the kind of error."""
         return self.words.partition(" ")[0]
 
 
-# ---- Commands out and answers in over one connection, each byte of them by a deadline.
-#
-# The client library makes the connection; what goes over it afterwards is sent and read here. Its
-# own reader waits anew for each piece of an answer, however few bytes come, and copies a page
-# four times. Here a page goes from the socket to where it is wanted, and from where it lies to
-# the socket.
+# ---- Commands and answers over one connection
 
 Answer = Any
 """int, bytes, None, a list of them, or a ServerError."""
 _CHUNK = 1 << 14
-_LONGEST = 1 << 20  # bytes of an answer that is no page: a server that says more is none
-_AGES = 1e6  # seconds: the most that a socket waits
+_LONGEST = 1 << 20  # maximum bytes of an answer other than a page, for a Redis or Valkey server
+_AGES = 1e6  # maximum seconds that a socket waits
 
 
 class Wire:
-    """The two directions of a connection. Whatever it raises, the connection is of no use then."""
+    """The two directions of a connection. After any exception the connection is unusable."""
 
     def __init__(self, server: str) -> None:
         """Not connected yet.
 
         Args:
-            server: what errors call it.
+            server: its name in errors.
         """
         self._server = server
         self._socket: Any = None
@@ -292,46 +285,46 @@ class Wire:
         self._start = self._end = 0
 
     def by(self, deadline: Deadline) -> None:
-        """Whatever comes now is to be done by then."""
+        """Set the deadline of the following calls."""
         self._deadline = deadline
 
     @property
     def stale(self) -> bool:
-        """Whether the server has closed it, or sent something unrequested."""
+        """True if the server has closed the connection or sent unrequested data."""
         if self._socket is None or self._start < self._end:
             return True
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(0))
 
-    # ---- what the library wants of a parser: it uses it while it makes a connection
+    # ---- the library's parser interface, used while it makes a connection
 
     def on_connect(self, connection: Any) -> None:
-        """The library has a socket, and is about to introduce us."""
+        """The library has connected a socket, and is about to log in."""
         self._socket = connection._sock
         self._start = self._end = 0
 
     def on_disconnect(self) -> None:
-        """It has none any more."""
+        """The library has closed the socket."""
         self._socket = None
 
     def can_read(self, timeout: float) -> bool:
-        """Whether there is something to be read; does not wait."""
+        """True if there is data to read; does not wait."""
         del timeout
         return self.stale
 
     def read_response(self, **how: Any) -> Answer:
-        """An answer; errors are the library's."""
+        """The next answer, with the library's exceptions."""
         del how
         from redis.exceptions import ResponseError
 
         answer = self.answer()
         return ResponseError(answer.words) if isinstance(answer, ServerError) else answer
 
-    # ---- out
+    # ---- sending
 
     def send(self, *parts: bytes | memoryview) -> None:
-        """All of them.
+        """Send all parts.
 
         Raises:
             StorageError: not in time, or the connection is gone.
@@ -341,13 +334,13 @@ class Wire:
             while left:
                 left = left[self._within("sent", lambda rest=left: self._socket.send(rest)) :]
 
-    # ---- in
+    # ---- receiving
 
     def ask(self, *parts: bytes) -> Answer:
         """Send a command and read its answer.
 
         Raises:
-            ServerError: the answer is one.
+            ServerError: the server answered with an error.
             StorageError: not in time, or the connection is gone.
         """
         self.send(command(*parts))
@@ -357,10 +350,10 @@ class Wire:
         return answer
 
     def answer(self) -> Answer:
-        """The next one; an error of the server is returned, for others may follow.
+        """The next answer. An error of the server is returned, as other answers may follow.
 
         Raises:
-            StorageError: not in time, the connection is gone, or no answer of such a server.
+            StorageError: not in time, the connection is gone, or it is not a Redis answer.
         """
         line = self._line()
         kind, rest = line[:1], line[1:]
@@ -378,11 +371,11 @@ class Wire:
         raise self._strange(line)
 
     def page(self, view: memoryview) -> tuple[int, bytes] | ServerError | None:
-        """The answer to GET: fills the view with the beginning of the value.
+        """Read the answer to GET: the page into the view, and its trailer.
 
         Returns:
-            Bytes of the value, and its trailer; the view is full if it has the length of page and
-            trailer, and undefined otherwise. None: there is no value.
+            The length of the value, and its trailer. The view is filled if the value has the length
+            of page and trailer, and undefined otherwise. None: there is no value.
         """
         line = self._line()
         if line[:1] == b"-":
@@ -433,7 +426,7 @@ class Wire:
         return line
 
     def _more(self) -> None:
-        """At least one byte more than those that are kept."""
+        """Receive at least one more byte into the kept ones."""
         if self._start:
             rest = bytes(self._view[self._start : self._end])
             self._kept[: len(rest)] = rest
@@ -456,7 +449,7 @@ class Wire:
         kept = min(len(view), self._end - self._start)
         view[:kept] = self._view[self._start : self._start + kept]
         self._start += kept
-        if kept < len(view) <= 64:  # an end of a value: the bytes after it come along
+        if kept < len(view) <= 64:  # the end of a value: receive the bytes after it as well
             self._more()
             self._fill(view[kept:])
             return
@@ -471,7 +464,7 @@ class Wire:
         return count
 
     def _within(self, what: str, work: Any) -> Any:
-        """One system call, which ends with the deadline."""
+        """Make one system call, with the deadline as its timeout."""
         late = f"{self._server}: not {what} in time"
         left = self._deadline.left
         if not left:
@@ -492,7 +485,7 @@ class Wire:
 
 
 def command(*parts: bytes) -> bytes:
-    """As it is sent."""
+    """A command as it is sent."""
     pieces = [b"*%d\r\n" % len(parts)]
     pieces += [b"$%d\r\n%b\r\n" % (len(part), part) for part in parts]
     return b"".join(pieces)
@@ -501,7 +494,7 @@ def command(*parts: bytes) -> bytes:
 def around_value(
     before: Sequence[bytes], length: int, after: Sequence[bytes]
 ) -> tuple[bytes, bytes]:
-    """The bytes sent before and after a value of so many bytes, of a command that has one."""
+    """For a command with a value of `length` bytes: the bytes sent before and after the value."""
     pieces = [b"*%d\r\n" % (len(before) + 1 + len(after))]
     pieces += [b"$%d\r\n%b\r\n" % (len(part), part) for part in before]
     pieces.append(b"$%d\r\n" % length)
@@ -510,12 +503,11 @@ def around_value(
     )
 
 
-# ---- Connections: made by the client library, lent to one user at a time, dropped when they
-# fail.
+# ---- Connections: made by the client library, lent to one user at a time, dropped if they fail
 
 _ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-"""Seconds, and how often: that a server's machine is gone is noticed within 45 s."""
-_LOOK = 0.3  # seconds for finding out why a server will not have us
+"""Seconds, seconds and a count: the loss of a server's machine is noticed within 45 s."""
+_LOOK = 0.3  # seconds for finding out why a server refuses us
 _CLOSED = (ConnectionResetError, BrokenPipeError, EOFError)
 _THERE = "is the server started, and the address right?"
 
@@ -524,7 +516,7 @@ def library(scheme: str) -> ModuleType:
     """The client library.
 
     Raises:
-        StorageError: it is not installed, or too old. No ConfigError: the URL may be right.
+        StorageError: it is not installed, or too old. Not a ConfigError, as the URL may be right.
     """
     install = "pip install 'lightcache[redis]'"
     try:
@@ -540,21 +532,21 @@ def library(scheme: str) -> ModuleType:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and what it came from."""
+    """An error and its causes."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 class Connections:
-    """Those of one storage. Idle ones are kept, up to so many."""
+    """The connections of one storage. At most `keep` idle ones are kept."""
 
     def __init__(self, options: RedisOptions, keep: int) -> None:
-        """None yet.
+        """Connects nothing yet.
 
         Raises:
-            ConfigError: a file that the URL names is not there.
-            StorageError: no client library.
+            ConfigError: a file named in the URL cannot be read.
+            StorageError: the client library is missing or too old.
         """
         self._options, self._keep = options, keep
         self._redis = library(options.scheme)
@@ -566,11 +558,11 @@ class Connections:
 
     @contextlib.contextmanager
     def one(self, deadline: Deadline) -> Iterator[Wire]:
-        """A connection that is ours until the end of the statement; an exception drops it, since
-        it is not known how much of an answer is still to come.
+        """Lend a connection for the `with` statement. An exception drops it, as the rest of an
+        answer may still arrive.
 
         Raises:
-            StorageError: the server is not there, or will not have us, or not in time.
+            StorageError: the server cannot be reached or refuses us, or the time is up.
         """
         connection, wire = self._idle_one() or self._made(deadline)
         wire.by(deadline)
@@ -586,7 +578,7 @@ class Connections:
         connection.disconnect()
 
     def close(self) -> None:
-        """Nobody has one any more."""
+        """Close the idle connections; lent ones are closed when they are returned."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -594,7 +586,7 @@ class Connections:
             connection.disconnect()
 
     def _idle_one(self) -> tuple[Any, Wire] | None:
-        """One that the server has not closed meanwhile, as it does when it ends."""
+        """An idle connection that the server has not closed meanwhile."""
         while True:
             with self._lock:
                 if not self._idle:
@@ -604,7 +596,7 @@ class Connections:
                 return connection, wire
             connection.disconnect()
 
-    # ---- making one
+    # ---- connecting
 
     def _made(self, deadline: Deadline) -> tuple[Any, Wire]:
         options = self._options
@@ -616,7 +608,7 @@ class Connections:
         except ConfigError as error:  # the file was there before
             raise StorageError(f"{options.shown}: {error}") from None
         kind, place = self._place(hurry)
-        # Connecting and the handshake of TLS each take as long as they are given.
+        # Connecting and the TLS handshake may each use their whole timeout.
         parts = 2 if options.tls else 1
         connection = kind(
             **place,
@@ -637,8 +629,8 @@ class Connections:
             raise self._failed(error) from error
 
     def _place(self, hurry: Deadline) -> tuple[Any, dict[str, Any]]:
-        """Of which kind it is, and where to. A name may have several addresses, which are tried
-        one after the other: each has its part of the time."""
+        """The class of the connection, and its address arguments. A name may have several
+        addresses, which are tried in turn; each gets its part of the time."""
         options = self._options
         if options.path:
             place: dict[str, Any] = {"path": options.path}
@@ -671,12 +663,12 @@ class Connections:
         return self._redis.SSLConnection, place
 
     def _failed(self, error: Exception) -> StorageError:
-        """What is wrong, for people; a server that lets us connect and no more is asked once."""
+        """The error to report. A server that accepts a connection and no more is asked why once."""
         if isinstance(error, ServerError):
             return error
         server, exceptions = self._options.shown, self._redis.exceptions
         if isinstance(error, exceptions.ResponseError):
-            # A server that does not know AUTH repeats what it was given.
+            # A server that does not know AUTH repeats the arguments, with the password.
             return ServerError(server, str(error).partition(", with args")[0])
         causes = list(_causes(error))
         for cause in causes:
@@ -694,10 +686,10 @@ class Connections:
         return StorageError(f"{server}: cannot connect: {what.rstrip('.')}; {_THERE}")
 
     def _refusal(self, closed: bool) -> StorageError | None:
-        """Why a server that is there will not have us, by what it says to one that speaks no TLS.
+        """Why a server refuses us, judged by its answer to a PING without TLS.
 
         Args:
-            closed: it closed our connection before it said anything.
+            closed: it closed our connection before it sent anything.
         """
         server, said = self._options.shown, self._said()
         words = said[1:].decode(errors="replace")
@@ -717,7 +709,7 @@ class Connections:
         return None
 
     def _said(self) -> bytes:
-        """The first line that the server says to a PING; none: it is not there, or says nothing."""
+        """The server's first line after a PING; empty: it is unreachable or sends nothing."""
         options = self._options
         try:
             if options.path:
@@ -728,7 +720,7 @@ class Connections:
                 if options.path:
                     way.settimeout(_LOOK)
                     way.connect(options.path)
-                with contextlib.suppress(OSError):  # it may have said why before we sent
+                with contextlib.suppress(OSError):  # it may have sent the reason before
                     way.sendall(b"PING\r\n")
                 return way.recv(256).partition(b"\r\n")[0]
         except (OSError, UnicodeError):

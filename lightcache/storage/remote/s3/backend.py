@@ -1,10 +1,11 @@
 """Pages as objects of an S3-compatible store.
 
-An object is a page followed by its trailer, so one GET brings both and one PUT stores both: it
-is there whole or not at all, since a store takes an object when all of it has come. Nothing is ever
-uploaded in parts. Its length comes before its bytes, and an object of another length is not read.
+An object is a page followed by its trailer: one GET fetches both, and one PUT stores both. A store
+accepts an object only once all of it has arrived, and nothing is uploaded in parts, so a page is
+stored whole or not at all. An object's length arrives before its bytes, and an object of another
+length is not read.
 
-One thing a store does not say: whether a name that it removed was there. `delete` asks before.
+A store does not tell whether a removed object existed, so `delete` asks first.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ from lightcache.storage.remote.base import (
     make_trailer,
 )
 
-# ---- Errors of an S3-compatible store or its client, in words for people.
+# ---- Errors of an S3-compatible store or its client, for people
 #
 # The client puts the whole answer into its errors, and the answer to a wrong signature quotes the
-# request. So its text is never passed on, but for the status, the code in the answer, and the
-# name of what went wrong underneath.
+# request. So only the status, the code in the answer and the name of the underlying error are
+# passed on.
 
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
 _CODE = re.compile(r"<Code>([A-Za-z0-9.]{1,64})</Code>")
@@ -88,7 +89,7 @@ _BY_STATUS = {
 
 
 def explain(error: BaseException) -> str:
-    """What happened, and what to do if that is known."""
+    """The error, with the remedy if known."""
     text = str(error)
     if isinstance(error, TimeoutError) or "without LOCATION" in text:
         return _OTHER_REGION if "LOCATION" in text else "no answer in time"
@@ -109,11 +110,11 @@ def explain(error: BaseException) -> str:
 
 
 def absent(error: BaseException, *, told: bool) -> bool:
-    """Whether the store says that there is no such object.
+    """True if the store says that there is no such object.
 
     Args:
-        told: the answer has a body, which tells that from a missing bucket, or from a server that
-            is no store. The answer to a HEAD has none.
+        told: the answer has a body, which distinguishes a missing object from a missing bucket or
+            a server that is not a store. The answer to a HEAD has none.
     """
     if not isinstance(error, FileNotFoundError) or _METADATA.search(str(error)):
         return False
@@ -129,7 +130,7 @@ def _join(what: str, remedy: str) -> str:
     return f"{what}: {remedy}" if remedy else what
 
 
-# ---- URLs of S3-compatible stores, and the client's configuration.
+# ---- URLs of S3-compatible stores, and the client's configuration
 
 KNOWN = (
     *("endpoint", "region", "addressing", "requests", "retries"),
@@ -144,7 +145,7 @@ _AWAY = f"credentials do not belong in a URL; set {CREDENTIALS} in the environme
 
 @dataclass(frozen=True)
 class Place:
-    """What a URL says."""
+    """The contents of a URL."""
 
     bucket: str
     prefix: str
@@ -152,22 +153,22 @@ class Place:
     endpoint: str
     """Empty: that of AWS for the region."""
     region: str
-    """Empty: what the environment says, or us-east-1."""
+    """Empty: that of the environment, or us-east-1."""
     virtual: bool
-    """The bucket is a part of the host's name."""
+    """The bucket is part of the host name."""
     requests: int
-    """Under way at a time."""
+    """Maximum number of requests in flight."""
     retries: int
-    """Of a request, by the client, within the time of the call."""
+    """The client's retries of a request, within the time of the call."""
     conditional: bool
-    """Pages are stored only where none is."""
+    """A PUT never replaces an existing page."""
     bulk_delete: bool
     anonymous: bool
     """Requests are not signed."""
     wait: float
-    """Seconds in which the store must answer when it is opened; 0: it is not asked."""
+    """Seconds in which the store must answer on opening; 0: it is not asked."""
     ca: str = ""
-    """File of certificates that the store's may come from, besides those of the system."""
+    """File of CA certificates to verify the store with, besides those of the system."""
 
     def __str__(self) -> str:
         where = f"s3://{self.bucket}" + (f"/{self.prefix}" if self.prefix else "")
@@ -175,8 +176,8 @@ class Place:
 
     @property
     def config(self) -> dict[str, Any]:
-        """For the client. Over TLS a body is not hashed once more for the signature: it takes as
-        long as sending it does on a fast line, and it cannot be changed on the way."""
+        """The client's configuration. Over TLS a body is not hashed for the signature: that takes
+        as long as sending it on a fast line, and TLS protects it already."""
         found: dict[str, Any] = {
             "virtual_hosted_style_request": self.virtual,
             "disable_bulk_delete": not self.bulk_delete,
@@ -192,7 +193,7 @@ class Place:
 
     @property
     def client(self) -> dict[str, Any]:
-        """Of its connections. What bounds a request is the time of the call.
+        """The options of its connections. The time of the call bounds a request.
 
         Raises:
             ConfigError: the file of certificates cannot be read, or has none.
@@ -210,7 +211,7 @@ class Place:
 
     @property
     def retrying(self) -> dict[str, Any]:
-        """Of its retries."""
+        """The options of its retries."""
         backoff = {
             "init_backoff": timedelta(milliseconds=100),
             "max_backoff": timedelta(seconds=2),
@@ -234,10 +235,10 @@ class Place:
 
 
 def parse(scheme: str, where: str, options: Mapping[str, str]) -> Place:
-    """Of "//bucket/prefix" and the options. Sends nothing.
+    """Parse "//bucket/prefix" and the options. Sends nothing.
 
     Raises:
-        ConfigError: names what is wrong. No text of a URL that may hold credentials is in it.
+        ConfigError: says what is wrong, without any text that may hold credentials.
     """
     if secret := sorted(name for name in options if _SECRET.search(name)):
         raise ConfigError(f"{scheme}: found {', '.join(secret)}: {_AWAY}")
@@ -291,7 +292,7 @@ def _endpoint(scheme: str, text: str) -> str:
     try:
         found = urlsplit(text)
         right = found.scheme in ("http", "https") and bool(found.hostname) and found.port != 0
-    except ValueError:  # a port that is none, half an address of IPv6
+    except ValueError:  # a bad port, an incomplete IPv6 address
         right = False
     if not right or found.path not in ("", "/") or found.query or found.fragment:
         raise ConfigError(
@@ -300,32 +301,32 @@ def _endpoint(scheme: str, text: str) -> str:
     return text.rstrip("/")
 
 
-# ---- Requests of an asynchronous client, for threads that wait no longer than their time.
+# ---- Requests of an asynchronous client, for threads with a deadline
 #
-# An event loop in a thread of its own runs the requests. It never sees a caller's
-# buffers: it is given bytes of our own to send, and hands over the client's bytes as they came;
-# the calling thread copies them. So nothing that comes late can touch a page, and a call returns
-# when its time is up, without waiting for a server that does not answer: its requests are cancelled
-# after it.
+# An event loop in a thread of its own runs the requests. It never sees a caller's buffers: it sends
+# bytes of our own memory and hands over the client's bytes, which the calling thread copies. So a
+# late answer cannot touch a page, and a call returns when its time is up without waiting for the
+# server. Its requests are cancelled afterwards.
 
-ENDING = 10.0  # seconds in which the loop must have ended: it only runs callbacks
+ENDING = 10.0  # seconds for the loop to end: it only runs callbacks
 Job = tuple[int, Callable[[], Awaitable[Any]]]
-"""A number, by which its result is known, and what begins the request, in the loop."""
+"""A number that identifies the result, and a function that begins the request, in the loop."""
 Result = tuple[int, Any]
-"""The number of a job, and what was awaited, or the exception that was raised."""
+"""The number of a job, and its result or exception."""
 
 
 class Requests:
-    """At most `at_once` requests in flight, of all calls together."""
+    """Runs at most `at_once` requests at a time, of all calls together."""
 
     def __init__(self, at_once: int, name: str) -> None:
         """Starts the thread.
 
         Args:
-            name: of the thread.
+            at_once: maximum number of requests in flight.
+            name: the thread's name.
 
         Raises:
-            RuntimeError: no more threads.
+            RuntimeError: the system starts no more threads.
         """
         self.at_once = at_once
         self._process = os.getpid()
@@ -334,15 +335,15 @@ class Requests:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         try:
             self._thread.start()
-        except RuntimeError:  # no more threads here
+        except RuntimeError:  # the system starts no more threads
             self._loop.close()
             raise
 
     def each(self, jobs: Iterator[Job], deadline: Deadline) -> Iterator[Result]:
-        """Results as they come, until all are there or time is up: what has none by then is
-        cancelled. A job is taken when there is room for it, so no more than `at_once` results of
-        a call are in memory; an end of `jobs` that comes early begins no more. An exception of a
-        request is its result; none is raised here.
+        """Yield results as they arrive, until all are there or the time is up; then the other
+        requests are cancelled. A job is taken from `jobs` when there is room for it, so a call has
+        at most `at_once` results in memory, and `jobs` may end early. An exception of a request is
+        yielded as its result, not raised.
         """
         call = _Call(self._loop, self._slots)
         try:
@@ -354,8 +355,8 @@ class Requests:
         """The result of one request.
 
         Raises:
-            StorageError: time is up.
-            Exception: what it raised.
+            StorageError: the time is up.
+            Exception: raised by the request.
         """
         for _, result in self.each(iter([(0, begin)]), deadline):
             if isinstance(result, BaseException):
@@ -364,8 +365,8 @@ class Requests:
         raise StorageError(deadline.reason)
 
     def close(self) -> None:
-        """Cancel the requests and end the thread. A second call does nothing, and so does one
-        in a forked child, which has no such thread.
+        """Cancel the requests and end the thread. Does nothing if called again, or in a forked
+        child, which has no such thread.
 
         Raises:
             StorageError: it did not end; call again.
@@ -373,7 +374,7 @@ class Requests:
         if self._process != os.getpid() or self._loop.is_closed():
             return
         self._loop.call_soon_threadsafe(self._loop.stop)
-        if self._thread is threading.current_thread():  # garbage is collected by any thread
+        if self._thread is threading.current_thread():  # any thread may run the finalizer
             return
         self._thread.join(ENDING)
         if self._thread.is_alive():
@@ -396,8 +397,8 @@ async def _end_others() -> None:
 
 
 class _Call:
-    """Requests of one call. `begin`, `results` and `drop` are for the calling thread, what has an
-    underline is for the loop's."""
+    """The requests of one call. The calling thread uses `begin`, `results` and `drop`; the loop's
+    thread uses the private methods."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, slots: asyncio.Semaphore) -> None:
         self._loop, self._slots = loop, slots
@@ -429,7 +430,7 @@ class _Call:
             yield result
 
     def drop(self) -> None:
-        """Cancel the requests; one that has not begun never will."""
+        """Cancel the requests; those not begun never begin."""
         self._loop.call_soon_threadsafe(self._drop)
 
     def _begin(self, number: int, begin: Callable[[], Awaitable[Any]]) -> None:
@@ -445,7 +446,7 @@ class _Call:
                 result = await begin()
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # a panic of the client's is no Exception
+        except BaseException as error:  # a panic of the client is not an Exception
             result = error
         self._done.put((number, result))
 
@@ -455,14 +456,14 @@ class _Call:
             task.cancel()
 
 
-# ---- The storage itself.
+# ---- The storage
 
-_opened_by: int | None = None  # the process that opened one first: its threads are in no child
-MOST = (5 << 30) - TRAILER_BYTES  # of a page: what S3 takes in one request
+_opened_by: int | None = None  # the process that opened one first; children lack its threads
+MOST = (5 << 30) - TRAILER_BYTES  # maximum page bytes: the limit of one S3 request
 
 
 class S3Storage(RemoteStorage):
-    """See above. The calling thread alone touches buffers; see `Requests`."""
+    """Pages in an S3 bucket. Only the calling thread touches buffers, see `Requests`."""
 
     scheme = "s3"
 
@@ -470,7 +471,7 @@ class S3Storage(RemoteStorage):
         """Does not connect yet.
 
         Raises:
-            ConfigError: pages are too large, or the URL names a file of certificates that is none.
+            ConfigError: pages are too large, or the URL names a bad file of certificates.
             StorageError: no client is installed, or it refuses the configuration.
         """
         if spec.page_bytes > MOST:
@@ -480,8 +481,8 @@ class S3Storage(RemoteStorage):
         self.place = place
         self.asking = place.requests
         self._body = spec.page_bytes + TRAILER_BYTES
-        # Bodies that were sent. Fresh memory is what costs: 1.5 ms for a page of 2 MiB and its
-        # checksum, which alone takes 0.15.
+        # Buffers of sent bodies, for reuse: with fresh memory a page of 2 MiB and its checksum take
+        # 1.5 ms, of which the checksum is 0.15.
         self._spare: list[npt.NDArray[np.uint8]] = []
         try:
             import obstore
@@ -519,14 +520,14 @@ class S3Storage(RemoteStorage):
             self._requests = Requests(place.requests, "lightcache-s3")
         except RuntimeError as error:
             raise StorageError(f"s3: {error}; end some threads of this process") from error
-        # If it is not closed: requests must not run on into an interpreter that ends.
+        # If it is not closed: no request may run while the interpreter exits.
         self._ended = weakref.finalize(self, self._requests.close)
 
     def ask(self) -> None:
-        """See that the store answers, and that we may read there; not with `wait=0`.
+        """Check that the store answers and allows reads; skipped with `wait=0`.
 
         Raises:
-            StorageError: says what is wrong.
+            StorageError: it does not; the message says why.
         """
         if not self.place.wait:
             return
@@ -543,7 +544,7 @@ class S3Storage(RemoteStorage):
             if not absent(error, told=True):
                 raise StorageError(f"s3: {self.place}: {self._why(error, opening=True)}") from None
 
-    # ---- what a backend does
+    # ---- the backend's operations
 
     def _exists(self, names: Sequence[bytes], deadline: Deadline) -> list[bool]:
         there: dict[int, bool] = {}
@@ -563,7 +564,7 @@ class S3Storage(RemoteStorage):
         self, names: Sequence[bytes], views: Sequence[memoryview], deadline: Deadline
     ) -> list[Read]:
         found: dict[int, Read] = {}
-        failed: list[str] = []  # what one request met with, the next will: no more of them begin
+        failed: list[str] = []  # after one failure no more requests begin: they would fail too
 
         def jobs() -> Iterator[Job]:
             for i, name in enumerate(names):
@@ -579,7 +580,7 @@ class S3Storage(RemoteStorage):
         return [found.get(i, (ReadStatus.FAILED, rest)) for i in range(len(names))]
 
     async def _get(self, name: bytes) -> Any:
-        """The object; or its length, if that is wrong."""
+        """The object, or its length if that is wrong."""
         answer = await self._client.get_async(self._store, self.object_name(name))
         length = answer.meta["size"]
         return await answer.buffer_async() if length == self._body else length
@@ -622,7 +623,7 @@ class S3Storage(RemoteStorage):
         return [found.get(i, (WriteStatus.FAILED, rest)) for i in range(len(names))]
 
     def _whole(self, name: bytes, view: memoryview) -> Any:
-        """Page and trailer in memory of their own: a request that is cancelled may read on."""
+        """Copy page and trailer into our own memory: a cancelled request may still read it."""
         try:
             body = self._spare.pop()
         except IndexError:
@@ -633,7 +634,7 @@ class S3Storage(RemoteStorage):
         return body
 
     async def _send(self, name: bytes, body: Any) -> Any:
-        """Returns the body, which is free again: the store said that it has all of it."""
+        """Send the body. Returns it for reuse, as the store has all of it."""
         mode = "create" if self.place.conditional else "overwrite"
         where = self.object_name(name)
         await self._client.put_async(self._store, where, body, mode=mode, use_multipart=False)
@@ -670,7 +671,7 @@ class S3Storage(RemoteStorage):
         self._requests.close()
         self._ended.detach()
         self._spare.clear()
-        self._store = None  # with it go its connections
+        self._store = None  # closes its connections
 
     # ---- around requests
 
@@ -689,7 +690,7 @@ class S3Storage(RemoteStorage):
 
 
 def _version(library: Any) -> tuple[int, ...]:
-    """Its first two numbers; (0,): it does not say."""
+    """The first two numbers of its version; (0,): unknown."""
     found = re.match(r"(\d+)\.(\d+)", str(getattr(library, "__version__", "")))
     return tuple(map(int, found.groups())) if found else (0,)
 
