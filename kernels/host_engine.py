@@ -437,6 +437,7 @@ def _await(before: Any) -> None:
 
 class TransferQueue:
     """Runs transfers of one direction one after another, and keeps each until its end is noticed.
+
     A transfer has begun once it is in `open`: if an interrupt follows at once, the next `begin`,
     `poll` or `close` starts it. The threads refer to this queue and not to the engine, so an engine
     that is dropped still finishes its transfers.

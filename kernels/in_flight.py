@@ -315,8 +315,10 @@ class DeviceTransfer:
                 time.sleep(min(_NAP, max(0.0, timeout - passed)))
 
     def sleep(self) -> None:
-        """Block until it has finished; only `settle` is certain.  If another thread settles it
-        meanwhile and its events are reused, this waits longer than needed, once.
+        """Block until it has finished; only `settle` is certain.
+
+        If another thread settles it meanwhile and its events are reused, this waits longer than
+        needed, once.
         """
         if self._enqueued is not None:
             self._enqueued.wait()
