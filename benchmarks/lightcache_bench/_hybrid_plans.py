@@ -102,9 +102,9 @@ class World:
             self.dense.can_allocate(self.device.blocks, evict=True)
         space = self.hybrid.inner.weights.scope_of("")
         assert space is not None
-        states = self.hybrid.states_of(space)
+        states = self.hybrid.parts.states_of(space)
         assert states is not None
-        path = Path(self.hybrid.keys_of(prompt, space), states)
+        path = Path(self.hybrid.parts.keys_of(prompt, space), states)
         if self.place == "all on the device":
             (slot,) = self.checkpoints.acquire(1).tolist()
             self.checkpoints.donate(slot, path, len(path.keys), host=False)

@@ -11,7 +11,7 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
-from lightcache._arguments import Keys, Pages
+from lightcache._arguments import Pages
 from lightcache.errors import ConfigError, LeaseLost, LightcacheError, OutOfPages, TransferFailed
 from lightcache.hybrid.checkpoints import (
     Checkpoints,
@@ -22,7 +22,7 @@ from lightcache.hybrid.checkpoints import (
     StateSpace,
     Tier,
 )
-from lightcache.hybrid.planning import HybridMatch, HybridPlan, HybridPlanner
+from lightcache.hybrid.planning import HybridMatch, HybridParts, HybridPlan, HybridPlanner
 from lightcache.hybrid.saving import (
     Grid,
     HybridConfig,
@@ -37,7 +37,7 @@ from lightcache.leases import Lease
 from lightcache.manager.load import LoadHandle, wait_on
 from lightcache.manager.lookup import LookupRequest, wait_for_read
 from lightcache.manager.manager import KVCacheManager
-from lightcache.manager.request import ANY, CacheScope, PrefixMatch, Prompt, Request, RequestOptions
+from lightcache.manager.request import ANY, PrefixMatch, Prompt, Request, RequestOptions
 from lightcache.manager.transfers import BlockTransfer, Ends, State
 from lightcache.plans import TIMEOUT
 
@@ -290,8 +290,8 @@ class Tails:
         if not owner.config.drop_tails or one.states is None or running is None:
             return
         if running.space is not None:
-            chain = running.device_chain if owner.by_blocks else running.host_chain
-            self._waiting.append(_Tail(running, Path(owner.strided(chain.keys), one.states)))
+            chain = running.device_chain if owner.parts.by_blocks else running.host_chain
+            self._waiting.append(_Tail(running, Path(owner.parts.strided(chain.keys), one.states)))
 
     def poll(self) -> None:
         """Evict tails that no copy uses any more."""
@@ -310,7 +310,7 @@ class Tails:
         if space is None or not owner.inner.weights.good(space):
             return
         found = owner.checkpoints.last_ready(tail.path)
-        begin = 0 if found is None else found[1] * owner.step
+        begin = 0 if found is None else found[1] * owner.parts.step
         gone = 0
         for index, where, chain, tokens in (
             (manager.device.index, space.device, one.device_chain, manager.device.block_tokens),
@@ -319,7 +319,7 @@ class Tails:
             if (
                 index is None
                 or where is None
-                or (index is not manager.host.index and not owner.owned)
+                or (index is not manager.host.index and not owner.parts.owned)
             ):
                 continue
             keys, first = chain.keys, -(-begin // tokens)
@@ -346,10 +346,10 @@ class Donor:
     def saving(self, one: HybridRequest, position: int) -> int | None:
         """See `HybridManager.saving`."""
         slots = _slots_of(one)
-        if position < 1 or position % self._owner.step:
+        if position < 1 or position % self._owner.parts.step:
             raise ConfigError(
                 f"saving {one.id!r}: expected a position that is a multiple of "
-                f"{self._owner.step}, found {position}; ask `save_plan`"
+                f"{self._owner.parts.step}, found {position}; ask `save_plan`"
             )
         if one.states is None:
             return None
@@ -436,7 +436,7 @@ class Donor:
         transfer = owner.checkpoints.donate(
             state.slot,
             path,
-            state.position // owner.step,
+            state.position // owner.parts.step,
             host="host" in one.options.tiers,
             fork=state.position == one.match.branching,
             of=one.transfers,
@@ -450,9 +450,9 @@ class Donor:
         owner, running = self._owner, self._owner.inner.requests.get(one.id)
         if one.states is None or running is None or running.space is None:
             return None
-        every = running.device_chain if owner.by_blocks else running.host_chain
-        keys = owner.strided(every.keys)
-        return Path(keys, one.states) if len(keys) >= position // owner.step else None
+        every = running.device_chain if owner.parts.by_blocks else running.host_chain
+        keys = owner.parts.strided(every.keys)
+        return Path(keys, one.states) if len(keys) >= position // owner.parts.step else None
 
     # ---- when a request ends
 
@@ -513,7 +513,7 @@ class Donor:
         if kept is not None:
             most = min(most, kept)
         # At the checkpoint itself nothing was computed, and its copy may still be in flight.
-        fits = at is not None and at % self._owner.step == 0 and at > one.match.checkpoint
+        fits = at is not None and at % self._owner.parts.step == 0 and at > one.match.checkpoint
         newest = slots.donate(most, working_at=at if fits else None)
         return [state for state in (slots.donate_kept(most), newest) if state is not None]
 
@@ -581,15 +581,14 @@ class HybridManager:
         self.config = config or HybridConfig()
         check_features(self.config, checkpoints, grid)
         self.copier = checkpoints.copier
-        self.step = grid.fine if self.config.tail else grid.grid
-        """Checkpoints are looked for at its multiples."""
-        self.by_blocks = grid.block_tokens <= grid.page_tokens
-        """Whether keys are those of device blocks, not of host pages."""
+        step = grid.fine if self.config.tail else grid.grid
+        self.parts = HybridParts(manager, checkpoints, grid, step)
+        """Shared by its parts."""
         self._policy = SavePolicy(grid, self.config.saves, self.config.tail, self.config.between)
         self.inner = manager.state
         """What the parts of the manager share."""
         self._lock = self.inner.lock
-        self._planner = HybridPlanner(self)
+        self._planner = HybridPlanner(self.parts)
         self._donor = Donor(self)
         # A separate guard: the KV manager's calls within these succeed while states fail, and would
         # tell a shared guard that the cache works.
@@ -741,7 +740,7 @@ class HybridManager:
         assert one is not None
         states = None
         if one.space is not None and one.options.write and "device" in one.options.tiers:
-            states = self.states_of(one.space)
+            states = self.parts.states_of(one.space)
         made = HybridRequest(request, one.prompt, one.options, match, states, found, one)
         one.sound = made.sound
         made.counted = Counts(
@@ -750,7 +749,7 @@ class HybridManager:
         if tier is not None:
             made.counted[f"{tier.value}_hits"] = 1
         if plan is not None and match.usable:
-            from_storage = plan.stored.brought * self.step == match.usable
+            from_storage = plan.stored.brought * self.parts.step == match.usable
             made.counted["storage_hits"] = int(from_storage and tier is Tier.HOST)
         self.checkpoints.counts.update(made.counted)
         return made
@@ -1050,26 +1049,6 @@ class HybridManager:
         return self.checkpoints.stats()
 
     # ---- for the parts
-
-    def states_of(self, space: CacheScope) -> StateSpace | None:
-        """The state space of a cache scope; None: it was cleared."""
-        spaces = self.checkpoints.spaces
-        return spaces.beside(space.host, lambda: self.inner.weights.good(space))
-
-    def keys_of(self, prompt: Prompt, space: CacheScope) -> Keys:
-        """Keys of the positions of a prompt at which checkpoints are looked up."""
-        spec = space.device_spec if self.by_blocks else space.host_spec
-        return self.strided(prompt.keys(spec))
-
-    def strided(self, every: Keys) -> Keys:
-        """The keys of these positions among all keys of a sequence."""
-        ratio = self.step // self.grid.fine
-        return every if ratio == 1 else np.ascontiguousarray(every[ratio - 1 :: ratio])
-
-    @property
-    def owned(self) -> bool:
-        """Whether this cache evicts device blocks."""
-        return self.manager.device.owned
 
 
 __all__ = [

@@ -19,9 +19,55 @@ from lightcache.manager.lookup import LookupBatch, LookupRequest
 from lightcache.manager.request import NO_KEYS, CacheScope, PrefixMatch, Prompt, RequestOptions
 
 if TYPE_CHECKING:
-    from lightcache.hybrid.checkpoints import Found
-    from lightcache.hybrid.manager import HybridManager
+    from lightcache.hybrid.checkpoints import Checkpoints, Found
+    from lightcache.hybrid.saving import Grid
+    from lightcache.manager.manager import KVCacheManager
+    from lightcache.manager.state import ManagerState
     from lightcache.storage.tasks import StorageTask
+
+
+# ---- What a hybrid manager and its parts share.
+
+
+@dataclass(frozen=True)
+class HybridParts:
+    """The two managers' sides of a hybrid model, and where checkpoints may be."""
+
+    manager: KVCacheManager
+    checkpoints: Checkpoints
+    grid: Grid
+    step: int
+    """Checkpoints are looked up at its multiples, in tokens."""
+
+    @property
+    def inner(self) -> ManagerState:
+        """What the parts of the manager share."""
+        return self.manager.state
+
+    @property
+    def owned(self) -> bool:
+        """Whether the manager evicts blocks of the device."""
+        return self.manager.device.owned
+
+    @property
+    def by_blocks(self) -> bool:
+        """Whether keys are those of device blocks, not of host pages."""
+        return self.grid.block_tokens <= self.grid.page_tokens
+
+    def states_of(self, space: CacheScope) -> StateSpace | None:
+        """Where the states of a scope are; None: nowhere, it was cleared."""
+        weights = self.inner.weights
+        return self.checkpoints.spaces.beside(space.host, lambda: weights.good(space))
+
+    def keys_of(self, prompt: Prompt, space: CacheScope) -> Keys:
+        """Keys of the positions of a prompt at which checkpoints are looked up."""
+        spec = space.device_spec if self.by_blocks else space.host_spec
+        return self.strided(prompt.keys(spec))
+
+    def strided(self, every: Keys) -> Keys:
+        """The same among all keys of a sequence."""
+        ratio = self.step // self.grid.fine
+        return every if ratio == 1 else np.ascontiguousarray(every[ratio - 1 :: ratio])
 
 
 # ---- What a match of a hybrid model's prompt found.
@@ -139,14 +185,14 @@ class Stored:
 class Seeker:
     """Asks storage, once for each request."""
 
-    def __init__(self, owner: HybridManager) -> None:
+    def __init__(self, parts: HybridParts) -> None:
         """Nothing was asked."""
-        self._owner = owner
+        self._parts = parts
 
     def seek(self, plan: HybridPlan) -> None:
         """A plan was looked at: ask for a checkpoint deeper than the one it has; and when that has
         come, for KV that reaches it."""
-        tier = self._owner.checkpoints.storage
+        tier = self._parts.checkpoints.storage
         if tier is None or plan.path is None or not {"host", "storage"} <= plan.asked.options.tiers:
             return
         stored = plan.stored
@@ -158,15 +204,15 @@ class Seeker:
                 stored.state = tier.prefetch_last_ready(keys, namespace=plan.path.space.host)
         elif stored.news:
             stored.seen = True
-            self._seek_kv(plan, stored.brought * self._owner.step)
+            self._seek_kv(plan, stored.brought * self._parts.step)
 
     def _most(self, plan: HybridPlan) -> int:
         """Positions that are worth asking for: storage may have KV behind what we have."""
-        tokens = plan.kv.usable if self._owner.inner.storage is None else plan.most
-        return tokens // self._owner.step
+        tokens = plan.kv.usable if self._parts.inner.storage is None else plan.most
+        return tokens // self._parts.step
 
     def _seek_kv(self, plan: HybridPlan, position: int) -> None:
-        manager, space, tier = self._owner.manager, plan.space, self._owner.inner.storage
+        manager, space, tier = self._parts.manager, plan.space, self._parts.inner.storage
         if tier is None or space is None or position <= plan.kv.usable:
             return
         keys = plan.asked.prompt.keys(space.host_spec)[: position // manager.page_tokens]
@@ -230,9 +276,9 @@ class HybridPlan:
 class Looker:
     """Looks for one `HybridManager`, whose lock is around every call."""
 
-    def __init__(self, owner: HybridManager) -> None:
+    def __init__(self, parts: HybridParts) -> None:
         """Nothing is looked for yet."""
-        self._owner = owner
+        self._parts = parts
 
     def look(self, plan: HybridPlan) -> bool:
         """Choose a checkpoint. False: it is not known yet how deep KV goes; `look_behind` will say,
@@ -243,26 +289,26 @@ class Looker:
         nobody does before. Only where it is not, and where an engine evicts as it likes, KV is
         looked at from the beginning, and the deepest checkpoint within it is chosen.
         """
-        owner, given, plan.ends = self._owner, plan.given, False
-        if given is None and owner.owned:
-            self.choose(plan, plan.most // owner.step)
+        parts, given, plan.ends = self._parts, plan.given, False
+        if given is None and parts.owned:
+            self.choose(plan, plan.most // parts.step)
             if plan.found is None or self._stands(plan):
                 return False
-        (plan.kv,) = owner.manager.peek_many(
+        (plan.kv,) = parts.manager.peek_many(
             [plan.asked.prompt],
             options=[plan.asked.options],
             limits=[plan.asked.limit],
             device_tokens=None if given is None else [given],
         )
         self._looked(plan, given is None)
-        self.choose(plan, plan.kv.usable // owner.step)
+        self.choose(plan, plan.kv.usable // parts.step)
         return True
 
     def look_behind(self, request: Hashable, plan: HybridPlan) -> None:
         """How deep KV goes, of a plan just made: as far as that, and then by looking."""
         found: PrefixMatch | None = plan.planned
         if not self._ends_there(plan):
-            found = self._owner.manager.lookup.peek_beyond(request, plan.asked.limit)
+            found = self._parts.manager.lookup.peek_beyond(request, plan.asked.limit)
         plan.kv = plan.planned if found is None else found
         self._looked(plan, found is not None)
 
@@ -274,17 +320,17 @@ class Looker:
         """The deepest checkpoint among the first `most` positions."""
         plan.found = None
         if plan.path is not None and most:
-            plan.found = self._owner.checkpoints.last_ready(
+            plan.found = self._parts.checkpoints.last_ready(
                 plan.path, most, tiers=plan.asked.options.tiers
             )
 
     def _stands(self, plan: HybridPlan) -> bool:
         """Whether the key of KV that ends where the checkpoint does is there; and notes whether the
         device has none behind it."""
-        manager, space, asked = self._owner.manager, plan.space, plan.asked
+        manager, space, asked = self._parts.manager, plan.space, plan.asked
         if space is None or plan.found is None:
             return False
-        position, block = plan.found[1] * self._owner.step, manager.device.block_tokens
+        position, block = plan.found[1] * self._parts.step, manager.device.block_tokens
         for tier, index, where, spec, tokens in (
             ("device", manager.device.index, space.device, space.device_spec, block),
             ("host", manager.host.index, space.host, space.host_spec, manager.page_tokens),
@@ -304,12 +350,12 @@ class Looker:
     def _ends_there(self, plan: HybridPlan) -> bool:
         """Whether KV ends where it was planned to, so that nothing is behind: the device has no
         more, as was seen, and the host neither."""
-        position, space, index = plan.planned.device, plan.space, self._owner.manager.host.index
+        position, space, index = plan.planned.device, plan.space, self._parts.manager.host.index
         if not plan.ends or space is None or position != plan.planned.usable:
             return False
-        if plan.found is None or position != plan.found[1] * self._owner.step:
+        if plan.found is None or position != plan.found[1] * self._parts.step:
             return False
-        tokens = self._owner.manager.page_tokens
+        tokens = self._parts.manager.page_tokens
         at = position // tokens
         if "host" not in plan.asked.options.tiers or at >= plan.most // tokens:
             return True
@@ -329,7 +375,7 @@ class Looker:
         return changed
 
     def _other_kv(self, plans: list[HybridPlan], changed: list[bool]) -> None:
-        manager = self._owner.manager
+        manager = self._parts.manager
         asked = [i for i, other in enumerate(changed) if not other]
         for space in {plans[i].space for i in asked}:
             assert space is not None
@@ -346,28 +392,28 @@ class Looker:
 
     def _other_checkpoints(self, plans: list[HybridPlan], changed: list[bool]) -> None:
         """The one that was found must be there, and none between it and the end of KV."""
-        owner = self._owner
+        parts = self._parts
         groups: dict[tuple[StateSpace, Tier], list[tuple[int, Keys, int]]] = {}
-        tiers = [tier for tier, _ in owner.checkpoints.tiers()]
+        tiers = [tier for tier, _ in parts.checkpoints.tiers()]
         for i, plan in enumerate(plans):
             if plan.path is None:
                 continue
             first = 0 if plan.found is None else plan.found[1]
-            last = max(first, plan.kv.usable // owner.step)
+            last = max(first, plan.kv.usable // parts.step)
             for tier in tiers:
                 its = int(plan.found is not None and plan.found[0] is tier)
                 if last > first - its and tier.value in plan.asked.options.tiers:
                     keys = plan.path.keys[first - its : last]
                     groups.setdefault((plan.path.space, tier), []).append((i, keys, its))
         for (space, tier), group in groups.items():
-            found = owner.checkpoints.last_ready_many([keys for _, keys, _ in group], space, tier)
+            found = parts.checkpoints.last_ready_many([keys for _, keys, _ in group], space, tier)
             for (i, _, its), count in zip(group, found, strict=True):
                 changed[i] |= count != its
 
     def _edge_of(self, plan: HybridPlan, space: CacheScope) -> Edge:
         """Made when it is first asked for: a request that is taken at once needs none."""
         if plan.edge is None:
-            kv, manager, (prompt, options, _) = plan.kv, self._owner.manager, plan.asked
+            kv, manager, (prompt, options, _) = plan.kv, self._parts.manager, plan.asked
             block, tokens = manager.device.block_tokens, manager.page_tokens
             device = host = NO_KEYS
             blocks, first = kv.device // block, kv.device // tokens
@@ -393,12 +439,12 @@ Asks = tuple[Prompt, RequestOptions, int | None]
 class HybridPlanner:
     """The plans of one `HybridManager`. Its lock is around every call."""
 
-    def __init__(self, owner: HybridManager) -> None:
+    def __init__(self, parts: HybridParts) -> None:
         """Nothing is planned yet."""
-        self._owner = owner
+        self._parts = parts
         self._plans: dict[Hashable, HybridPlan] = {}
-        self._looker = Looker(owner)
-        self._seeker = Seeker(owner)
+        self._looker = Looker(parts)
+        self._seeker = Seeker(parts)
 
     def plan(self, many: LookupBatch) -> list[HybridMatch]:
         """See `HybridManager.plan_many`."""
@@ -428,8 +474,8 @@ class HybridPlanner:
         return self._match(plan)
 
     def _where(self, tenant: str) -> Where:
-        space = self._owner.inner.weights.scope_of(tenant)
-        return space, None if space is None else self._owner.states_of(space)
+        space = self._parts.inner.weights.scope_of(tenant)
+        return space, None if space is None else self._parts.states_of(space)
 
     def _known(self, request: Hashable, asks: Asks, given: int | None, where: Where) -> HybridPlan:
         """The plan of a request: the one that it has, if it asks for the same as before."""
@@ -448,13 +494,13 @@ class HybridPlanner:
             asked = LookupRequest(known.asked.prompt, asked.options, asked.limit)
         path = None
         if space is not None and states is not None and asked.options.read:
-            path = Path(self._owner.keys_of(asked.prompt, space), states)
+            path = Path(self._parts.keys_of(asked.prompt, space), states)
         made = HybridPlan(asked, asked.most, given, space, states, path)
         if known is not None:
             if same and known.states is states and asked.options.read:
                 made.stored, made.read_until = known.stored, known.read_until
             else:
-                known.stored.cancel(self._owner.checkpoints.traffic.moves.foreign)
+                known.stored.cancel(self._parts.checkpoints.traffic.moves.foreign)
         self._plans[request] = made
         return made
 
@@ -464,7 +510,7 @@ class HybridPlanner:
         """Look if something has changed, and pin what can be used; if nothing has, only where the
         pins may end before long. Those of the checkpoint and of KV were made at once."""
         if not changed:
-            if not self._owner.manager.lookup.holds(request, now):
+            if not self._parts.manager.lookup.holds(request, now):
                 self._agree(request, plan)
             return
         seen = self._looker.look(plan)
@@ -477,27 +523,27 @@ class HybridPlanner:
         """Pin the checkpoint, and have KV planned that far; where it goes less far by now, or the
         checkpoint has gone, look at the one before it. Each turn is less deep than the one
         before."""
-        owner, ttl = self._owner, plan.asked.options.ttl or self._owner.manager.config.plan_ttl
+        parts, ttl = self._parts, plan.asked.options.ttl or self._parts.manager.config.plan_ttl
         while True:
             while plan.found is not None and plan.path is not None:
-                if owner.checkpoints.plan(request, plan.path, plan.found, ttl):
+                if parts.checkpoints.plan(request, plan.path, plan.found, ttl):
                     break
                 self._looker.choose(plan, plan.found[1] - 1)
             else:
-                owner.checkpoints.cancel(request)
+                parts.checkpoints.cancel(request)
             position = self.position(plan)
             prompt, options, limit = plan.asked.up_to(position)
             tokens = None if plan.given is None else (plan.given,)
             batch = LookupBatch((request,), (prompt,), (options,), (limit,), tokens)
-            (kv,) = owner.manager.lookup.plan(batch, {prompt.tenant: plan.space})
+            (kv,) = parts.manager.lookup.plan(batch, {prompt.tenant: plan.space})
             plan.planned = kv
             if plan.found is None or kv.usable >= position:
                 return
-            self._looker.choose(plan, min(plan.found[1] - 1, kv.usable // owner.step))
+            self._looker.choose(plan, min(plan.found[1] - 1, kv.usable // parts.step))
 
     def position(self, plan: HybridPlan) -> int:
         """Of its checkpoint, in tokens."""
-        return 0 if plan.found is None else plan.found[1] * self._owner.step
+        return 0 if plan.found is None else plan.found[1] * self._parts.step
 
     def _match(self, plan: HybridPlan) -> HybridMatch:
         known, stored = plan.match, plan.stored
@@ -509,11 +555,11 @@ class HybridPlanner:
         position = self.position(plan)
         deep = max(plan.kv.usable, plan.planned.usable)
         plan.match = HybridMatch(
-            stored.attributed(plan.planned, self._owner.manager.page_tokens),
+            stored.attributed(plan.planned, self._parts.manager.page_tokens),
             deep,
             position,
             None if plan.found is None else plan.found[0],
-            self._owner.grid.branching(deep, position),
+            self._parts.grid.branching(deep, position),
             plan.planned.pending or stored.pending,
         )
         return plan.match
@@ -524,7 +570,7 @@ class HybridPlanner:
         """What brings pages from storage for a plan that is to be taken, and for how many seconds
         that is waited for still: see `PrefixLookup.reading`. First the state, then the KV up to it,
         which is asked for here. What the plan has found stays pinned."""
-        plan, lookup = self._plans.get(request), self._owner.manager.lookup
+        plan, lookup = self._plans.get(request), self._parts.manager.lookup
         if plan is None or plan.space is None:
             return None
         if plan.stored.state is None and lookup.reading(request, now) is None:
@@ -537,7 +583,7 @@ class HybridPlanner:
         if task is None:
             return None
         if plan.read_until is None:
-            plan.read_until = now + self._owner.inner.pace.seconds(plan.most - self.position(plan))
+            plan.read_until = now + self._parts.inner.pace.seconds(plan.most - self.position(plan))
         return None if now >= plan.read_until else (task, plan.read_until - now)
 
     def taken(self, request: Hashable) -> HybridPlan | None:
@@ -549,21 +595,21 @@ class HybridPlanner:
         """Its plan; None: there was none. What it pinned is not let go."""
         plan = self._plans.pop(request, None)
         if plan is not None:
-            plan.stored.cancel(self._owner.checkpoints.traffic.moves.foreign)
+            plan.stored.cancel(self._parts.checkpoints.traffic.moves.foreign)
         return plan
 
     def cancel(self, request: Hashable) -> None:
         """Nothing is wanted of a plan any more."""
         self.forget(request)
-        self._owner.checkpoints.cancel(request)
-        self._owner.manager.cancel(request)
+        self._parts.checkpoints.cancel(request)
+        self._parts.manager.cancel(request)
 
     def let_go(self) -> None:
         """The cache is not asked any more: no checkpoint stays pinned for those who wait."""
         for request, plan in self._plans.items():
             plan.looked = False
             with contextlib.suppress(LightcacheError):
-                self._owner.checkpoints.cancel(request)
+                self._parts.checkpoints.cancel(request)
 
     def close(self) -> None:
         """Forget all of them."""

@@ -327,7 +327,7 @@ class Rig:
             for at in range(len(path.keys)):
                 with index.match(path.keys[at : at + 1], namespace=path.space.of(tier)) as lease:
                     if len(lease):
-                        position = (at + 1) * self.hybrid.step
+                        position = (at + 1) * self.hybrid.parts.step
                         wanted = alone(tuple(tokens[:position]), self.where.wide)[0]
                         held = self._bytes(tier, int(lease.pages[0]))
                         assert held == wanted, f"{tier.value}: not the state behind {position}"
@@ -338,9 +338,9 @@ class Rig:
         prompt = Prompt(tokens)
         space = self.manager._weights.scope_of(prompt.tenant)
         assert space is not None
-        states = self.hybrid.states_of(space)
+        states = self.hybrid.parts.states_of(space)
         assert states is not None
-        return Path(self.hybrid.keys_of(prompt, space), states)
+        return Path(self.hybrid.parts.keys_of(prompt, space), states)
 
     def _bytes(self, tier: Tier, page: int) -> bytes:
         if tier is Tier.DEVICE:

@@ -100,7 +100,7 @@ class HybridMachine(RuleBasedStateMachine):
             **shape,
         )
         self.hybrid, self.ahead = self.world.hybrid, ahead
-        self.step_of = self.hybrid.step
+        self.step_of = self.hybrid.parts.step
         self.seed = 0
         self.known: list[Prompt] = [Prompt(list(range(1, 40)))]
         self.running: dict[int, One] = {}

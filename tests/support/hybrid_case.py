@@ -146,18 +146,18 @@ class HybridWorld:
     def path(self, prompt: Prompt) -> Path:
         """The positions of a prompt."""
         space = self.manager._weights.scope_of(prompt.tenant)
-        states = self.hybrid.states_of(space)
+        states = self.hybrid.parts.states_of(space)
         assert states is not None
-        return Path(self.hybrid.keys_of(prompt, space), states)
+        return Path(self.hybrid.parts.keys_of(prompt, space), states)
 
     def save(self, what: Any, *positions: int) -> None:
         """Checkpoints of a prompt, as a request that ended would leave them."""
         prompt = as_prompt(what)
         for position in positions:
-            assert position % self.hybrid.step == 0
+            assert position % self.hybrid.parts.step == 0
             slot = int(self.checkpoints.acquire(1)[0]) if self.slots is not None else 0
             self.store.slots[slot] = stamps_of(prompt.tokens)[position - 1]
-            self.checkpoints.donate(slot, self.path(prompt), position // self.hybrid.step)
+            self.checkpoints.donate(slot, self.path(prompt), position // self.hybrid.parts.step)
             self.settle()
 
     def compute(self, what: Any) -> None:
@@ -287,7 +287,7 @@ class HybridWorld:
             flags = index.peek_many(
                 path.keys, np.arange(len(path.keys) + 1), namespace=path.space.of(tier)
             )
-            at = (np.flatnonzero(flags) + 1) * self.hybrid.step
+            at = (np.flatnonzero(flags) + 1) * self.hybrid.parts.step
             found[tier.value] = at.tolist()
         return found
 

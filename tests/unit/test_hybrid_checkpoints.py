@@ -19,7 +19,7 @@ from lightcache.manager import Prompt, RequestOptions, WritePolicy
 def host_state(world: Any, prompt: Prompt, position: int) -> int:
     """What the host has of it."""
     path = world.path(prompt)
-    key = np.ascontiguousarray(path.key(position // world.hybrid.step))
+    key = np.ascontiguousarray(path.key(position // world.hybrid.parts.step))
     with world.states.match(key, namespace=path.space.host) as lease:
         (page,) = lease.pages.tolist()
         return int(np.frombuffer(memoryview(world.states.pool[page]), np.uint64)[0])
@@ -28,7 +28,7 @@ def host_state(world: Any, prompt: Prompt, position: int) -> int:
 def device_state(world: Any, prompt: Prompt, position: int) -> int:
     """What the device has of it."""
     path = world.path(prompt)
-    key = np.ascontiguousarray(path.key(position // world.hybrid.step))
+    key = np.ascontiguousarray(path.key(position // world.hybrid.parts.step))
     with world.slots.match(key, namespace=path.space.device) as lease:
         (slot,) = lease.pages.tolist()
         return int(world.store.slots[slot])

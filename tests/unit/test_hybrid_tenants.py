@@ -72,7 +72,7 @@ def test_a_request_of_before_clears_nothing(hybrids: Any) -> None:
     world.hybrid.clear_tenant("a")
     world.run("r", ONE)
     kept = states_left(world)
-    assert world.hybrid.states_of(before) is None
+    assert world.hybrid.parts.states_of(before) is None
     assert states_left(world) == kept != [0, 0]
     assert world.look(ONE).usable == 40
     world.nothing_left()
