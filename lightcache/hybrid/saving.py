@@ -32,10 +32,7 @@ if TYPE_CHECKING:
     from lightcache.hybrid.checkpoints import Checkpoints
 
 
-# ---- Grid: the positions of a prompt at which recurrent state is saved.
-#
-# A state exists only where somebody saved it, and it can be found only where KV has a key. So
-# each position is a multiple of several sizes, and this is the one place that knows which.
+# ---- Grid: positions at which recurrent state is saved, each a multiple of several sizes
 
 Tokens = npt.NDArray[np.int64]
 _MOST_TOKENS = 1 << 20
@@ -44,7 +41,7 @@ _MOST_INTERVAL = 1 << 40
 
 @dataclass(frozen=True, init=False)
 class Grid:
-    """Positions at which prefill and decoding save. A position n means: behind the first n tokens.
+    """Positions at which prefill and decoding save. Position n means: after the first n tokens.
 
     grid = Grid(block_tokens=16, page_tokens=64)
     grid.fine, grid.chunk, grid.grid, grid.interval   # 16, 64, 64, 256
@@ -116,11 +113,11 @@ class Grid:
         return math.lcm(self.grid, self.every)
 
     def floor(self, tokens: int) -> int:
-        """The last position of the grid that is not behind so many tokens; 0 if there is none."""
+        """The last position of the grid within `tokens` tokens; 0 if there is none."""
         return tokens // self.grid * self.grid
 
     def fine_floor(self, tokens: int) -> int:
-        """The same of all positions that have a key: where a prompt's last state may be."""
+        """`floor` over all positions that have a key, where a prompt's last state may be."""
         return tokens // self.fine * self.fine
 
     def positions(self, begin: int, end: int) -> Tokens:
@@ -148,18 +145,7 @@ class Grid:
         return position > begin and (position - begin) % self.model_chunk == 0
 
 
-# ---- Where prefill and decoding save recurrent state: decided before the work is launched.
-#
-# A prompt is computed in stretches, one forward pass each, and a pass saves at most one state.
-# Which one, and whether the pass must end there, is all that an engine has to know:
-#
-#     policy = SavePolicy(grid, Saves.INTERIOR)
-#     plan = policy.plan(Stretch(begin=0, end=2048, prompt=5000, branching=1024))
-#     plan.position, plan.offset, plan.end    # 1024, 1024, 2048: compute all, save on the way
-#
-# Nothing here is an array: a step has few stretches, and one is planned in the time of two or
-# three calls of numpy. Decoding has hundreds of sequences in a step, and `decode_saves` takes
-# them at once.
+# ---- The save policy
 
 
 class Saves(Enum):
